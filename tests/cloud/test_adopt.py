@@ -54,7 +54,7 @@ def test_an_account_without_hints_is_read_by_its_names(aws: Account, tmp_path: P
     assert settings["METAFLOW_DEFAULT_DATASTORE"] == "s3" and settings["METAFLOW_BATCH_JOB_QUEUE"] == "light"
     assert "METAFLOW_DEFAULT_METADATA" not in settings
     text = (tmp_path / "adopted.yaml").read_text()
-    assert "left out: queue gang-p4d is DISABLED" in text and "no metadata service is known" in text
+    assert "left out: queue gang-p4d is DISABLED" in text and "no metadata service found" in text
     assert "left out: queue cpu-spot is Spot and has no GPUs known here (c6i)" in text
     assert "light is Fargate: set METAFLOW_ECS_FARGATE_EXECUTION_ROLE" in text
     aws.add_queue("small-machines", [aws.add_environment("small-machines", "EC2", ["m7i"])])
@@ -117,7 +117,7 @@ def test_buckets_of_other_names_are_offered_and_a_single_one_is_taken(
     aws.s3.create_bucket(Bucket="acme-models")
     config, _ = adopted(tmp_path)
     assert config.store == "s3://acme-models/ebbflow"
-    assert "acme-models is taken as the region's only bucket" in capsys.readouterr().err
+    assert "using acme-models, the region's only bucket" in capsys.readouterr().err
     aws.s3.create_bucket(Bucket="acme-logs")
     config, _ = adopted(tmp_path, "--force")
     said = capsys.readouterr().err

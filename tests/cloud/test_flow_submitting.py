@@ -228,7 +228,7 @@ def test_a_job_of_a_submit_that_is_given_up_is_ended_and_told(batch: LocalBatch,
         batch.change(rules=[])
     assert done.returncode == 1 and "given up" in done.stderr, done.stderr
     [job] = [job for job in batch.jobs() if job["jobName"] == "given-up"]
-    assert job["status"] == "FAILED" and "nobody waits for it" in job["statusReason"]
+    assert job["status"] == "FAILED" and "no process waits for it" in job["statusReason"]
     assert [(one["job_id"], one["twin_of"]) for one in submitted(tmp_path)] == [(job["jobId"], None)]
 
 

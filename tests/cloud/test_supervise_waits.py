@@ -70,8 +70,8 @@ def test_what_preflight_has_let_through_is_tried_again_until_it_does_so_again(tm
     asked = options(tmp_path)
     job = has_begun(asked)
     assert Supervisor(asked, said.append, flow=flow(tmp_path, refusals=3)).supervise() == 0
-    refused = [line for line in said if line.startswith("preflight refused to go on")]
-    assert [line.split(",")[1] for line in refused] == [" 1 time in a row", " 2 times in a row", " 3 times in a row"]
+    refused = [line for line in said if line.startswith("preflight refused ")]
+    assert [line.split()[2] for line in refused] == ["1", "2", "3"]
     verdicts = [event.data["verdict"] for event in read_events(job.store) if event.name == SUPERVISED]
     assert verdicts == ["not_ready"] * 3 + ["completed"]
 
@@ -142,6 +142,6 @@ def test_a_supervisor_whose_job_was_taken_over_leaves_the_successors_batch_job_a
         runs_in_batch(asked)
         return Outcome.PREFLIGHT.exit_code
 
-    monkeypatch.setattr(supervisor.Child, "run", take_over)
+    monkeypatch.setattr(supervisor.FlowProcess, "run", take_over)
     assert Supervisor(asked, said.append).supervise() == Outcome.INTERRUPTED.exit_code
     assert not ended and said[-1].startswith("job taken over by `supervise` of ann on host node-7")

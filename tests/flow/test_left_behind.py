@@ -88,7 +88,7 @@ def test_what_was_left_behind_is_told_by_preflight_and_ended_by_whoever_goes_on(
     with job.events("submit") as log:
         log.emit(BATCH_SUBMITTED, job_id=running, job_name="train", step="train_node", task="5")
     found = check_left_behind(context)
-    assert found.status == "failed" and f"job {running} of run 1 (RUNNING in {QUEUE}) runs" in found.detail
+    assert found.status == "failed" and f"job {running} of run 1 (RUNNING in {QUEUE}) is running" in found.detail
     said: list[str] = []
     following = replace(job, run="2")
     with following.events("placing") as log:

@@ -110,7 +110,7 @@ def test_a_report_is_written_where_experience_cannot_be_kept(
     monkeypatch.setattr(reporting, "save_job_record", forbidden)
     assert reporting.write_report(job).outcome == "completed"
     assert (job.folder / "report.json").is_file() and job.store.get("report.json")
-    assert "is not kept: experience/: access denied" in capsys.readouterr().out
+    assert "was not stored: experience/: access denied" in capsys.readouterr().out
 
 
 def test_prices_are_recorded_of_the_types_that_machines_turned_out_to_be(tmp_path: Path) -> None:
