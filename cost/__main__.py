@@ -29,7 +29,7 @@ from ebbflow.cost.report.render_text import JOB_COLUMNS, build_job_row, render_t
 from ebbflow.cost.report.report import RunReport, build_report
 from ebbflow.cost.simulate.command import add_simulate
 from ebbflow.infra.errors import InfraError, Outcome
-from ebbflow.infra.process import reader_has_left, run_benchmarks
+from ebbflow.infra.process import run_benchmarks, silence_stdout
 from ebbflow.infra.program import DEFAULT_CONFIG, PROJECT_ROOT
 from ebbflow.infra.untrusted_text import guard_terminal
 
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return error.outcome.exit_code
     except BrokenPipeError:
-        return reader_has_left()
+        return silence_stdout()
 
 
 def _parser() -> argparse.ArgumentParser:

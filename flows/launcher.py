@@ -36,7 +36,7 @@ from ebbflow.infra.launchers import (
     claim_of_parent,
 )
 from ebbflow.infra.layout import METAFLOW_FOLDER, job_prefix, records_root
-from ebbflow.infra.process import children, die_with_parent, end_with_descendants, survive_lost_readers
+from ebbflow.infra.process import children, die_with_parent, end_with_descendants, ignore_lost_readers
 from ebbflow.infra.program import PROJECT_ROOT
 from ebbflow.infra.store import Store
 from ebbflow.infra.untrusted_text import guard_terminal
@@ -203,7 +203,7 @@ def prepare(module_name: str) -> None:
     sys.argv[1:] = reorder_words(_launch.read_take_over(sys.argv[1:]))
     at = _command_index(sys.argv)
     if _is_launch(at):
-        survive_lost_readers()
+        ignore_lost_readers()
     guard_terminal(keep_colours=at is None or "step" not in sys.argv[at : at + 2])
     if at is not None and sys.argv[at] == "step":
         _tie_to_parent(signal.SIGKILL)

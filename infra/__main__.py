@@ -22,7 +22,7 @@ from ebbflow.infra.config.json_schema import schema_text
 from ebbflow.infra.config.load import render_sources, values_with_sources
 from ebbflow.infra.errors import Outcome
 from ebbflow.infra.preflight import CheckResult, failed_results, render_checks, render_results
-from ebbflow.infra.process import reader_has_left
+from ebbflow.infra.process import silence_stdout
 from ebbflow.infra.program import DEFAULT_CONFIG, PACKAGE_ROOT, PROJECT_ROOT
 from ebbflow.infra.rank_logs import add_logs_command
 from ebbflow.infra.untrusted_text import guard_terminal
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except BrokenPipeError:
-        return reader_has_left()
+        return silence_stdout()
 
 
 def preflight(options: argparse.Namespace) -> int:
@@ -99,7 +99,7 @@ def _document(outcome: Outcome | None, *, problems: Sequence[dict] = (), results
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="ebbflow", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="ebbflow", description=(__doc__ or "").split("\n")[0])
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     command = commands.add_parser("preflight", help="find what is wrong with a job before it starts")
     command.add_argument("config", nargs="?", default=DEFAULT_CONFIG, metavar="CONFIG")

@@ -334,8 +334,9 @@ def read_events(job_store: Store) -> list[Event]:
     content = read_log(job_store)
     if content.damage and job_store.uri not in _warned:
         _warned.add(job_store.uri)
-        more = f" (and {len(content.damage) - 1} more)" if len(content.damage) > 1 else ""
-        text = f"events: WARNING: damaged log {job_store.uri}: {content.damage[0].text}{more}; see the job's report"
+        first, *others = content.damage
+        more = f" (and {len(others)} more)" if others else ""
+        text = f"events: WARNING: damaged log {job_store.uri}: {first.text}{more}; see the job's report"
         print(text, file=sys.stderr, flush=True)
     return content.events
 

@@ -109,11 +109,11 @@ class RemoteChild:
         import subprocess
 
         limit = time.monotonic() + timeout
-        while self.poll() is None:
+        while (status := self.poll()) is None:
             if time.monotonic() > limit:
                 raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
             time.sleep(0.005)
-        return self.returncode
+        return status
 
 
 class Keeper:
@@ -183,7 +183,7 @@ class Keeper:
         try:
             self._process.wait(_ANSWER_SECONDS)
         except subprocess.TimeoutExpired:
-            end_below(self.pid, _LINGER_SECONDS)
+            kill_descendants(self.pid, _LINGER_SECONDS)
         self._lose()
 
     def _ask(self, request: bytes, descriptors: list[int], limit: float) -> None:
@@ -229,7 +229,7 @@ class Keeper:
             return
 
 
-def end_below(
+def kill_descendants(
     keeper: int, seconds: float, *, spare: Collection[int] = (), spare_trees: Collection[int] = ()
 ) -> list[int]:
     """Kill the processes below the keeper and return those left after `seconds`.
@@ -240,10 +240,10 @@ def end_below(
     """
     spared = [stat for pid in {*spare, *spare_trees} if (stat := process_stat(pid)) is not None]
     groups = {stat.group for stat in spared}
-    return end_all(lambda: descendants(keeper, spare, spare_trees), seconds, spare_groups=groups)
+    return kill_until_none(lambda: descendants(keeper, spare, spare_trees), seconds, spare_groups=groups)
 
 
-def end_all(
+def kill_until_none(
     find: Callable[[], list[ProcessStat]],
     seconds: float,
     *,
@@ -315,7 +315,7 @@ def serve(agent: int, channel: int) -> None:
     finally:
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, 0, -10)  # endless forks leave little time to other processes
-        end_all(lambda: descendants(os.getpid()), _END_SECONDS, reap=_reap_all)
+        kill_until_none(lambda: descendants(os.getpid()), _END_SECONDS, reap=_reap_all)
         os._exit(0)
 
 

@@ -94,7 +94,8 @@ class CheckResult:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> CheckResult:
-        return cls(**(data | {"symptoms": tuple(data["symptoms"])}))
+        fields: dict[str, Any] = {**data, "symptoms": tuple(data["symptoms"])}
+        return cls(**fields)
 
 
 def run_checks(checks: Sequence[Check], context: PreflightContext, *, quick_only: bool = False) -> list[CheckResult]:

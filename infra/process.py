@@ -257,7 +257,7 @@ def _end_descendants() -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def survive_lost_readers() -> None:
+def ignore_lost_readers() -> None:
     """Keep running when the reader of stdout or stderr is gone (`| head`, a closed terminal); drop the output.
 
     Otherwise Python raises BrokenPipeError at the next line, in the middle of the work.
@@ -293,7 +293,7 @@ class _LastingOutput(io.FileIO):
             return len(data)
 
 
-def reader_has_left() -> int:
+def silence_stdout() -> int:
     """Stop all output after a BrokenPipeError on stdout (`… | head`), also at exit; returns the shell's exit code."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 128 + signal.SIGPIPE

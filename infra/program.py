@@ -77,8 +77,9 @@ def own_command():  # type: ignore[no-untyped-def]
 def print_on_any_terminal() -> None:
     """Replace characters that an output cannot encode by similar ASCII or an escape, instead of raising."""
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors=REPLACE_UNPRINTABLE)
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(errors=REPLACE_UNPRINTABLE)
 
 
 def _replace_unprintable(error):  # type: ignore[no-untyped-def]

@@ -70,11 +70,11 @@ class LogLine:
     @classmethod
     def from_json(cls, line: str | bytes) -> LogLine:
         """Read a record. Raises ValueError or TypeError for anything else."""
-        line = cls(**json.loads(line))
-        places = (line.generation, line.node, line.rank, line.start, line.end)
-        if not isinstance(line.t, str) or not isinstance(line.text, str) or not all(type(x) is int for x in places):
+        record = cls(**json.loads(line))
+        places = (record.generation, record.node, record.rank, record.start, record.end)
+        if not isinstance(record.t, str) or not isinstance(record.text, str) or not all(type(x) is int for x in places):
             raise ValueError("a field has another type")
-        return line
+        return record
 
     def render(self) -> str:
         """Render one line for a terminal."""
@@ -215,12 +215,10 @@ def _around(lines: list[LogLine], step: int, context: int) -> list[LogLine]:
 
     Ranks print seldom, so there may be no line of that step itself.
     """
-    known = [line for line in lines if line.step is not None]
-    if not known:
-        return []
-    nearest = min(abs(line.step - step) for line in known)
+    distances = [abs(line.step - step) for line in lines if line.step is not None]
+    nearest = min(distances, default=None)
     chosen: list[LogLine] = []
-    for generation in sorted({line.generation for line in known}):
+    for generation in sorted({line.generation for line in lines if line.step is not None}):
         mine = [line for line in lines if line.generation == generation]
         hits = [at for at, line in enumerate(mine) if line.step is not None and abs(line.step - step) == nearest]
         if hits:

@@ -31,7 +31,7 @@ from ebbflow.infra.config import ConfigError
 from ebbflow.infra.errors import InfraError, Outcome, StoreError, StoreUnavailable
 from ebbflow.infra.events import OUTCOME, SUPERVISED
 from ebbflow.infra.launchers import CLAIM_VARIABLE, Claim, claim_job
-from ebbflow.infra.process import survive_lost_readers
+from ebbflow.infra.process import ignore_lost_readers
 from ebbflow.infra.program import PROJECT_ROOT
 from ebbflow.infra.untrusted_text import guard_terminal
 
@@ -280,7 +280,7 @@ def _counted(count: int, noun: str) -> str:
 
 def main(arguments: list[str]) -> int:
     """Supervise one job and return its exit code."""
-    survive_lost_readers()
+    ignore_lost_readers()
     guard_terminal()
     try:
         options = read_options(arguments, project_root=PROJECT_ROOT)

@@ -16,7 +16,7 @@ from ebbflow.infra.config.rule_base import division, nearest_divisors, nearest_m
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.config.shape_rules import DERIVED
 from ebbflow.infra.footprint import (
-    GangShape,
+    LocalGang,
     host_memory_bytes,
     local_gang,
     open_files_per_rank,
@@ -288,7 +288,7 @@ def check_elastic(context: PreflightContext) -> CheckFinding:
     shard = config.parallel.shard_size if config.parallel.mode == "hsdp" else None
     fits, fails = [], []
     for nodes in range(gang.nodes, 0, -1):
-        smaller = GangShape(nodes=nodes, processes_per_node=gang.processes_per_node)
+        smaller = LocalGang(nodes=nodes, processes_per_node=gang.processes_per_node)
         trouble = _trouble(batch, accumulation, shard, smaller)
         if trouble is None:
             fits.append(str(nodes))
@@ -300,7 +300,7 @@ def check_elastic(context: PreflightContext) -> CheckFinding:
     return CheckFinding.failed(told, _fix(batch, accumulation, gang, shard))
 
 
-def _trouble(batch: int, accumulation: int, shard: int | None, gang: GangShape) -> str | None:
+def _trouble(batch: int, accumulation: int, shard: int | None, gang: LocalGang) -> str | None:
     """Describe what does not divide on a smaller gang, with an accumulation that would; None if all divides."""
     if shard is not None and gang.ranks % shard:
         return f"groups of parallel.shard_size do not divide the ranks: {division(gang.ranks, shard)}"
@@ -313,7 +313,7 @@ def _trouble(batch: int, accumulation: int, shard: int | None, gang: GangShape) 
     return f"{share} samples per rank do not divide by {accumulation} accumulation; {would} would do"
 
 
-def _fix(batch: int, accumulation: int, gang: GangShape, shard: int | None) -> str:
+def _fix(batch: int, accumulation: int, gang: LocalGang, shard: int | None) -> str:
     smallest = lcm(*(nodes * gang.processes_per_node * accumulation for nodes in range(1, gang.nodes + 1)))
     batches = [size for size in nearest_multiples(smallest, batch) if size <= _NEAR * batch]
     if batch % smallest == 0 or not batches:

@@ -229,5 +229,5 @@ def _date_of(url: str) -> float:
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
     """Follows no redirect: another server's clock is not the one to compare with."""
 
-    def redirect_request(self, *_: object) -> None:
+    def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> None:
         return None

@@ -70,13 +70,14 @@ def annotation_of(key: str) -> Any:
 def sections() -> dict[str, type[BaseModel]]:
     """Return every section by its dotted name; "" is the whole configuration."""
     found: dict[str, type[BaseModel]] = {"": RunConfig}
-    pending = [("", RunConfig)]
+    pending = [""]
     while pending:
-        prefix, model = pending.pop()
-        for name, field in model.model_fields.items():
-            if _is_section(field):
-                found[prefix + name] = field.annotation
-                pending.append((f"{prefix}{name}.", field.annotation))
+        parent = pending.pop()
+        for name, field in found[parent].model_fields.items():
+            if section := _section_of(field):
+                key = f"{parent}.{name}" if parent else name
+                found[key] = section
+                pending.append(key)
     return found
 
 
@@ -179,14 +180,15 @@ def _duplicate(key: str, place: SourceSpan, first: SourceSpan) -> Problem:
 
 def _walk(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInfo]]:
     for name, field in model.model_fields.items():
-        if _is_section(field):
-            yield from _walk(field.annotation, f"{prefix}{name}.")
+        if section := _section_of(field):
+            yield from _walk(section, f"{prefix}{name}.")
         else:
             yield prefix + name, field
 
 
-def _is_section(field: FieldInfo) -> bool:
-    return isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+def _section_of(field: FieldInfo) -> type[BaseModel] | None:
+    annotation = field.annotation
+    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
 
 
 # EBBFLOW__MODEL__NUM_LAYERS=6: two underscores stand for the dot, because keys contain single ones.

@@ -109,7 +109,8 @@ def _errors_by_key(error: ValidationError) -> dict[str, ErrorDetails]:
 def _range_message(entry: Entry, details: ErrorDetails) -> tuple[str, str | None]:
     key = entry.key
     limits = {"ge": "at least", "gt": "greater than", "le": "at most", "lt": "less than"}
-    wanted = [f"{words} {details['ctx'][name]:g}" for name, words in limits.items() if name in details.get("ctx", {})]
+    context = details.get("ctx", {})
+    wanted = [f"{words} {context[name]:g}" for name, words in limits.items() if name in context]
     if not wanted or not isinstance(entry.node, ScalarNode):
         return f"{key}: {details['msg']}", None
     default = leaf_fields()[key].default

@@ -196,6 +196,7 @@ def convert(node: Node, expected: Expected) -> Any:
         return [_convert_item(item, number, expected.section) for number, item in enumerate(node.value, start=1)]
     if isinstance(node, MappingNode):
         raise MismatchError(f"must be {expected}, not a section", _mapping_hint(expected))
+    assert isinstance(node, ScalarNode), "the third and last kind of node"
     return _convert_scalar(node, expected)
 
 

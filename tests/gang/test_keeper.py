@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ebbflow.infra.keeper import Keeper, RemoteChild, end_below
+from ebbflow.infra.keeper import Keeper, RemoteChild, kill_descendants
 from ebbflow.infra.process import descendants, process_state
 from ebbflow.infra.program import PROJECT_ROOT
 from ebbflow.training.launch.messages import WorkerSpec
@@ -136,7 +136,7 @@ def test_what_hides_from_its_session_and_environment_is_ended_with_its_generatio
 ) -> None:
     child, hidden = spawn(keeper, tmp_path, code)
     child.kill()
-    assert end_below(keeper.pid, 60) == []
+    assert kill_descendants(keeper.pid, 60) == []
     assert descendants(keeper.pid) == [] and gone(hidden)()
 
 

@@ -230,7 +230,7 @@ def test_a_run_id_file_that_is_used_again_names_no_earlier_run(tmp_path: Path, m
     monkeypatch.setattr(sys, "argv", words)
     monkeypatch.setattr(launcher._launch, "listen", lambda: None)
     monkeypatch.setattr(options, "check_resume", lambda words: None)
-    for name in ("survive_lost_readers", "guard_terminal", "_set_environment"):
+    for name in ("ignore_lost_readers", "guard_terminal", "_set_environment"):
         monkeypatch.setattr(launcher, name, lambda **_: None)
     launcher.prepare("__main__")
     assert file.read_text() == "" and launcher._read_run_id(file) == "" and sys.argv == words
@@ -353,7 +353,7 @@ def test_the_report_of_a_passed_preflight_and_no_plan_is_interrupted() -> None:
 
 
 def test_output_whose_reader_left_is_dropped_and_the_work_goes_on(tmp_path: Path) -> None:
-    program = "from ebbflow.infra.process import survive_lost_readers; survive_lost_readers(); import sys, time\n"
+    program = "from ebbflow.infra.process import ignore_lost_readers; ignore_lost_readers(); import sys, time\n"
     program += "for each in range(3): print('x' * 100000, flush=True)\nprint('done', file=sys.stderr)"
     reader, writer = os.pipe()
     os.close(reader)

@@ -135,7 +135,7 @@ def test_a_program_starts_with_closed_streams(closed: str, tmp_path: Path) -> No
 
 
 def test_a_log_on_a_full_disk_costs_the_output_alone(tmp_path: Path) -> None:
-    program = "from ebbflow.infra.process import survive_lost_readers; survive_lost_readers()\n"
+    program = "from ebbflow.infra.process import ignore_lost_readers; ignore_lost_readers()\n"
     program += "for number in range(10_000): print(number, flush=True)\nopen('written', 'w').write('whole')"
     done = run("sh", "-c", '"$0" -c "$1" >/dev/full', sys.executable, program, cwd=tmp_path, PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stderr

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ebbflow.infra.errors import Outcome
-from ebbflow.infra.keeper import Keeper, RemoteChild, end_all
+from ebbflow.infra.keeper import Keeper, RemoteChild, kill_until_none
 from ebbflow.infra.process import (
     MessageReader,
     ProcessStat,
@@ -91,7 +91,7 @@ def kill_leftovers(
         living = list(all_processes())
         return [one for session in sessions for one in session.left_behind(living)]
 
-    return end_all(find, _LEFT_BEHIND_SECONDS, spare_groups={stat.group for stat in spared})
+    return kill_until_none(find, _LEFT_BEHIND_SECONDS, spare_groups={stat.group for stat in spared})
 
 
 _FORK_DEADLINE_SECONDS = 10.0
