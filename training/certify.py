@@ -436,7 +436,7 @@ def certify_in_child(
         path = python_path(os.environ.get("PYTHONPATH"))
         command = [sys.executable, "-m", "ebbflow.training", "certify", "--resolved", str(given), "--json", str(found)]
         command += ["--steps", str(steps), *(f"--only={one}" for one in interruptions)]
-        command += ["--folder", folder]  # which goes with this one, also when the child is killed
+        command += ["--folder", folder]  # deleted here even if the child is killed
         try:
             done = subprocess.run(
                 command, env=dict(os.environ, PYTHONPATH=path), stdin=subprocess.DEVNULL, timeout=_CHILD_SECONDS

@@ -129,7 +129,7 @@ def check_shared_memory(context: PreflightContext) -> CheckFinding:
     free = statistics.f_bavail * statistics.f_frsize
     gpus = len(gpu_files())
     if not gpus:
-        detail = "none needed: ranks on CPUs talk over TCP, staging slabs count as memory"
+        detail = "none needed: ranks on CPUs talk over TCP, staging buffers count as memory"
         return CheckFinding.passed(f"{_SHARED_MEMORY}: {size_text(free)} free, {detail}")
     arithmetic = (
         f"{_SHARED_MEMORY}: {size_text(free)} free, {size_text(_NCCL_SHARED_BYTES)} advised with {gpus} GPUs: NCCL's "
@@ -199,8 +199,8 @@ def check_memory(context: PreflightContext) -> CheckFinding:
     if config.workload is not None:
         return CheckFinding.skipped(f"what {config.workload} takes is not known before its model is measured")
     needed = host_memory_bytes(config, gang)
-    slabs = f"{size_text(staging_bytes(config))} of it to stage commits"
-    arithmetic = f"{size_text(needed)} needed by {gang} (estimated; {slabs}), {size_text(available)} {where}"
+    staging = f"{size_text(staging_bytes(config))} of it to stage commits"
+    arithmetic = f"{size_text(needed)} needed by {gang} (estimated; {staging}), {size_text(available)} {where}"
     if needed > available:
         return CheckFinding.failed(arithmetic, _smaller(config))
     return CheckFinding.passed(arithmetic)

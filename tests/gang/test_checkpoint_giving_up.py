@@ -102,7 +102,7 @@ def test_a_process_that_reads_wrongly_quarantines_nothing(job: Store, monkeypatc
 
     generation = open_generation(job, run="r", attempt=1)
     monkeypatch.setattr("ebbflow.training.checkpoint.reader.read_blocks", flipped)
-    with pytest.raises(UnreliableReader, match=r"node 0 reads wrongly.*\(a new process\).*so the commit stands"):
+    with pytest.raises(UnreliableReader, match=r"node 0 reads wrongly.*\(a new process\).*so the commit is sound"):
         restore(job, generation)
     monkeypatch.undo()
     assert job.list("quarantine") == []

@@ -182,8 +182,8 @@ def test_shared_memory_warns_of_little_room_for_nccl(monkeypatch: pytest.MonkeyP
     assert "none needed" in passed("shared-memory").detail
 
 
-def test_a_small_dev_shm_stops_no_run_since_slabs_are_memory() -> None:
-    """With a /dev/shm of 1 MiB, in a mount namespace: the slabs of the default model are there, and nothing blocks."""
+def test_a_small_dev_shm_stops_no_run_since_staging_is_memory() -> None:
+    """With a /dev/shm of 1 MiB, in a mount namespace: the default model's staging fits, and nothing blocks."""
     unshare = shutil.which("unshare")
     small = "mount -t tmpfs -o size=1m none /dev/shm"
     if unshare is None or subprocess.run([unshare, "-rm", "sh", "-c", small], capture_output=True).returncode != 0:
@@ -192,8 +192,8 @@ def test_a_small_dev_shm_stops_no_run_since_slabs_are_memory() -> None:
     code = (
         "import mmap, os\nfrom ebbflow.infra.config import RunConfig\n"
         "from ebbflow.infra.footprint import staging_bytes\n"
-        "slab = os.memfd_create('slab'); size = staging_bytes(RunConfig()); os.ftruncate(slab, size)\n"
-        "mapping = mmap.mmap(slab, size); mapping[:] = bytes(size)\n"
+        "buffer = os.memfd_create('buffer'); size = staging_bytes(RunConfig()); os.ftruncate(buffer, size)\n"
+        "mapping = mmap.mmap(buffer, size); mapping[:] = bytes(size)\n"
         "import sys, ebbflow.infra.__main__ as command; sys.exit(command.main(['preflight', '--quick', '--json']))"
     )
     command = f"{small} && exec {shlex.quote(sys.executable)} -c {shlex.quote(code)}"

@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
         if not fresh and "://" not in options.uri and not Path(options.uri).is_dir():  # opening would create it
             print(f"error: {options.uri}: no such folder; hint: it is STORE/jobs/JOB", file=sys.stderr)
             return _BAD_USAGE
-        store = Store.open(options.uri if fresh else _place(options.uri))
+        store = Store.open(options.uri if fresh else _store_uri(options.uri))
         choose_signing_key(store, options.signing_key_env, must_check=options.command in _CHECKING)
         return options.run(store, options)
     except (TrainingError, InfraError) as error:
@@ -46,7 +46,7 @@ def main(argv: list[str]) -> int:
         return 1
 
 
-def _place(uri: str) -> str:
+def _store_uri(uri: str) -> str:
     """Return the job's store; the folder may hold only its reports."""
     known = None if (Path(uri) / "commits").is_dir() else known_job(Path(uri))
     return uri if known is None else known.uri
@@ -127,7 +127,7 @@ def find(store: Store, wanted: str | None) -> TracedCommit:
         if not found:
             raise CheckpointError(f"{store.uri}: no commit that counts; hint: `checkpoints list` says why not")
         return found[0]
-    found = [one for one in traced if _means(one, wanted)]
+    found = [one for one in traced if _matches(one, wanted)]
     if len(found) > 1:  # of several commits of one step, the one that counts
         found = [one for one in found if one.unreachable_because is None] or found
     if len(found) != 1:
@@ -137,7 +137,7 @@ def find(store: Store, wanted: str | None) -> TracedCommit:
     return found[0]
 
 
-def _means(traced: TracedCommit, wanted: str) -> bool:
+def _matches(traced: TracedCommit, wanted: str) -> bool:
     ref = traced.ref
     if wanted.isdigit() and int(wanted) == ref.step:
         return True
@@ -234,7 +234,7 @@ def _verify(store: Store, options: argparse.Namespace) -> int:
         standing = _signature_standing(store, traced.ref.key) if has_signature else "unsigned"
         row = {"step": traced.ref.step, "key": traced.ref.key, "sound": not problems, "problems": problems}
         rows.append({**row, "signature": standing})
-        _mark(store, traced, sound=not problems)
+        _record_verification(store, traced, sound=not problems)
         if not options.json:
             print(
                 f"step {traced.ref.step:>8}  {'sound' if not problems else 'BAD'}  {standing}  {traced.ref.key}",
@@ -307,7 +307,7 @@ def _uncommitted(step: int, prefix: str) -> dict[str, Any]:
     return {"step": step, "key": prefix, "sound": None, "problems": [problem]}
 
 
-def _mark(store: Store, traced: TracedCommit, *, sound: bool) -> None:
+def _record_verification(store: Store, traced: TracedCommit, *, sound: bool) -> None:
     """Record the result of `verify` for `list`. Without write permission this is skipped."""
     key = verified_key(traced.ref.sha256)
     try:

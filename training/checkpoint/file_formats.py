@@ -161,7 +161,7 @@ def read_dcp(path: Path, weights_only: bool) -> PortableState:
     document: Any = {}
     for key, value in flat.items():
         _put(document, tuple(paths.get(key) or (key,)), value)
-    document = _listed(document)
+    document = _restore_lists(document)
     if isinstance(document.get("extra"), str):
         document["extra"] = json.loads(document["extra"])
     return parse_document(document, str(path), weights_only)
@@ -214,11 +214,11 @@ def _put(document: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
     document[path[-1]] = value
 
 
-def _listed(document: Any) -> Any:
+def _restore_lists(document: Any) -> Any:
     """Turn mappings whose keys are all integers back into lists."""
     if not isinstance(document, dict):
         return document
-    inner = {key: _listed(value) for key, value in document.items()}
+    inner = {key: _restore_lists(value) for key, value in document.items()}
     if inner and all(isinstance(key, int) for key in inner):
         return [inner[key] for key in sorted(inner)]
     return inner
@@ -233,7 +233,7 @@ def save_hollow(document: Any, names: Mapping[int, str], path: Path) -> list[str
 
     order: list[str] = []
     with FakeTensorMode():  # torch.save refuses tensors on the device "meta"
-        hollow = _faked(document, names, order)
+        hollow = _hollow_copy(document, names, order)
     with torch.serialization.skip_data(materialize_fake_tensors=True):
         torch.save(hollow, path)
     return order
@@ -256,15 +256,15 @@ def fill(path: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
         _fill_directory(file, directory, sums)
 
 
-def _faked(value: Any, names: Mapping[int, str], order: list[str]) -> Any:
+def _hollow_copy(value: Any, names: Mapping[int, str], order: list[str]) -> Any:
     """Copy `document` in pickle's order, with tensors that have a storage in name only."""
     if isinstance(value, Tensor):
         order.append(names[id(value)])
         return torch.empty(value.shape, dtype=value.dtype)
     if isinstance(value, dict):
-        return {key: _faked(inner, names, order) for key, inner in value.items()}
+        return {key: _hollow_copy(inner, names, order) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_faked(inner, names, order) for inner in value)
+        return type(value)(_hollow_copy(inner, names, order) for inner in value)
     return value
 
 
@@ -345,7 +345,7 @@ def read_safetensors(path: Path, weights_only: bool) -> PortableState:
     content = PortableState(
         weights=unwrap_weights(state, str(path)), step=about.get("step", 0), extra=about.get("extra", {})
     )
-    beside = _beside(path)
+    beside = _optimizer_path(path)
     if not weights_only and beside.exists() and about.get("settings") is not None:
         content.settings = about["settings"]
         for name, tensor in _read(beside)[0].items():
@@ -360,7 +360,7 @@ def write_safetensors(content: PortableState, path: Path) -> None:
     metadata = {"format": "pt", _OURS: json.dumps(about)}
     _write(content, _WEIGHTS, path, metadata)
     if content.settings is not None:
-        _write(content, _STATES, _beside(path), {"format": "pt"})
+        _write(content, _STATES, _optimizer_path(path), {"format": "pt"})
 
 
 def _write(content: PortableState, prefix: str, path: Path, metadata: dict[str, str]) -> None:
@@ -391,7 +391,7 @@ def _dtype(tensor: Tensor, name: str) -> str:
     return _DTYPES[tensor.dtype]
 
 
-def _beside(path: Path) -> Path:
+def _optimizer_path(path: Path) -> Path:
     return path.with_name(path.name.removesuffix(".safetensors") + _OPTIMIZER)
 
 

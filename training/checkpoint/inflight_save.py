@@ -30,7 +30,7 @@ _KILLED_SECONDS = 2.0  # a process in a hanging write dies only when the write e
 _LOOK_SECONDS = 5.0
 _ANSWER_MARGIN_SECONDS = 2.0  # an uploader that is this late counts as stuck
 _FAILURES_IN_A_ROW = 2  # the first is only reported; the second in a row ends the gang
-_NO_ROOM_HINT = "free space or raise the quota, or use another store; then start again: the last commit stands"
+_NO_ROOM_HINT = "free space or raise the quota, or use another store; then start again: the last commit is intact"
 
 
 class UploaderClient:
@@ -64,10 +64,12 @@ class UploaderClient:
         )
         # A thread of its own writes the lines: a stopped process does not empty its pipe.
         self._lines = queue.SimpleQueue()
-        threading.Thread(target=_talk, args=(self._process, self._lines), name="commands", daemon=True).start()
+        threading.Thread(target=_write_lines, args=(self._process, self._lines), name="commands", daemon=True).start()
         # Each process has its own queue: late answers of a process that was given up are dropped.
         self._answers = queue.SimpleQueue()
-        threading.Thread(target=_listen, args=(self._process, self._answers), name="uploader", daemon=True).start()
+        threading.Thread(
+            target=_read_answers, args=(self._process, self._answers), name="uploader", daemon=True
+        ).start()
 
     def running(self) -> int | None:
         """Return the process id; restart the process if it has died."""
@@ -116,8 +118,7 @@ class UploaderClient:
         self._lines.put(json.dumps(command) + "\n")
 
 
-def _talk(process: subprocess.Popen[str], lines: queue.SimpleQueue[str]) -> None:
-    """Write queued lines until the process has died."""
+def _write_lines(process: subprocess.Popen[str], lines: queue.SimpleQueue[str]) -> None:
     assert process.stdin is not None
     with contextlib.suppress(OSError, ValueError):
         while process.poll() is None:
@@ -127,7 +128,7 @@ def _talk(process: subprocess.Popen[str], lines: queue.SimpleQueue[str]) -> None
                 process.stdin.flush()
 
 
-def _listen(process: subprocess.Popen[str], answers: queue.SimpleQueue[dict[str, Any]]) -> None:
+def _read_answers(process: subprocess.Popen[str], answers: queue.SimpleQueue[dict[str, Any]]) -> None:
     assert process.stdout is not None
     for line in process.stdout:
         answers.put(json.loads(line))

@@ -273,7 +273,7 @@ def open_generation(
         TwoLaunchers: another launcher opened the same number; this record has been withdrawn.
     """
     opening = opening or GenerationOpening()
-    seen = _seen_number(job_store)
+    seen = _newest_seen_number(job_store)
     number = max(newest_generation_number(job_store, near=seen), opening.number) + 1
     if parent == NO_PARENT:
         chosen = None
@@ -352,13 +352,13 @@ def _newest_with_refusals(job_store: Store) -> Iterator[tuple[CommitRef, str]]:
     for page in _commit_pages(job_store):
         if chain is None:
             chain = LineageChain(job_store, near=max(ref.generation for ref, _ in page))
-            out = _names(job_store, "quarantine") | _names(job_store, "tombstones")
+            out = _names_below(job_store, "quarantine") | _names_below(job_store, "tombstones")
         for ref, _ in page:
             if ref.sha256 not in out and chain.counts(ref.generation, ref.step):
-                yield ref, _refusal(signs, job_store, ref)
+                yield ref, _refusal_reason(signs, job_store, ref)
 
 
-def _refusal(signs: Signer | None, job_store: Store, ref: CommitRef) -> str:
+def _refusal_reason(signs: Signer | None, job_store: Store, ref: CommitRef) -> str:
     try:
         if signs is not None:
             signs.check(job_store, ref.key)
@@ -389,8 +389,8 @@ def trace_lineage(job_store: Store) -> list[TracedCommit]:
     found = [commit for page in _commit_pages(job_store) for commit in page]
     if not found:
         return []
-    quarantined = _names(job_store, "quarantine")
-    tombstones = _names(job_store, "tombstones")
+    quarantined = _names_below(job_store, "quarantine")
+    tombstones = _names_below(job_store, "tombstones")
     chain = LineageChain(job_store, near=max(ref.generation for ref, _ in found))
     limits, newest = chain.back_to(min(ref.generation for ref, _ in found)), chain.newest
     signs = signer()
@@ -405,7 +405,7 @@ def trace_lineage(job_store: Store) -> list[TracedCommit]:
             reason = f"generation {ref.generation} is no ancestor of generation {newest}"
         elif ref.step > (limit := limits[ref.generation]):
             reason = f"generation {ref.generation} was left at step {int(limit)}"
-        refused = _refusal(signs, job_store, ref) if reason is None else ""
+        refused = _refusal_reason(signs, job_store, ref) if reason is None else ""
         traced.append(TracedCommit(ref, refused or reason, modified, refused=bool(refused)))
     return sorted(traced, key=lambda t: (t.unreachable_because is not None, t.ref.key))  # the key inverts the numbers
 
@@ -423,13 +423,13 @@ def _commit_pages(job_store: Store) -> Iterator[list[tuple[CommitRef, float]]]:
             yield found
 
 
-def _seen_number(job_store: Store) -> int:
+def _newest_seen_number(job_store: Store) -> int:
     """Return the highest generation on the first page of commits, which the newest one is not below."""
     page = next(_commit_pages(job_store), [])
     return max((ref.generation for ref, _ in page), default=0)
 
 
-def _names(job_store: Store, prefix: str) -> set[str]:
+def _names_below(job_store: Store, prefix: str) -> set[str]:
     return {meta.key.rsplit("/", 1)[-1].removesuffix(".json") for meta in job_store.list(prefix)}
 
 
@@ -444,7 +444,7 @@ def is_readable_commit(job_store: Store, ref: CommitRef) -> bool:
         if isinstance(error, CorruptCommit) and not find_problem_in_new_process(job_store.uri, ref.key):
             raise UnreliableReader(
                 f"this machine ({socket.gethostname()}) reads wrongly: {error}; a new process finds it as it was "
-                "saved, so the commit stands; fix: look at that machine's memory, disk and network"
+                "saved, so the commit is sound; fix: check that machine's memory, disk and network"
             ) from error
         print(f"checkpoint: WARNING: passed over as a parent: {error}", file=sys.stderr, flush=True)
         return False
@@ -460,7 +460,10 @@ def _commits_of_lineage(job_store: Store) -> list[CommitRef]:
     found = [ref for page in _commit_pages(job_store) for ref, _ in page]
     if not found:
         return []
-    chain, gone = LineageChain(job_store, near=max(ref.generation for ref in found)), _names(job_store, "tombstones")
+    chain, gone = (
+        LineageChain(job_store, near=max(ref.generation for ref in found)),
+        _names_below(job_store, "tombstones"),
+    )
     return [ref for ref in found if ref.sha256 not in gone and chain.counts(ref.generation, ref.step)]
 
 

@@ -229,7 +229,7 @@ class Manifest:
         for name, entry in self.tensors.items():
             for piece in entry.pieces:
                 if not 0 <= piece.rank < len(self.data):
-                    yield f"{name}: a piece lies in the object of rank {piece.rank}, of {len(self.data)}"
+                    yield f"{name}: a piece is in the object of rank {piece.rank} of {len(self.data)}"
                 elif piece.start < 0 or piece.start + piece.length > self.data[piece.rank].size:
                     end, size = piece.start + piece.length, self.data[piece.rank].size
                     yield f"{name}: bytes {piece.start} to {end} of an object of {size}"

@@ -85,7 +85,7 @@ class PartUploader:
         except BaseException:
             self._abort(begun)
             raise
-        self._look(key, len(view), whole, deadline)
+        self._check_stored(key, len(view), whole, deadline)
         chunks = tuple(crc_digits(value) for value, _ in sums) if len(view) else ()
         chunk_bytes = self._settings.chunk_bytes
         return DataObject(
@@ -173,7 +173,7 @@ class PartUploader:
             try:
                 stated = self._sink.finish(begun, parts, crcs, whole, seconds=self._try_seconds(deadline, 0))
             except StoreError:
-                if self._arrived(key, size, whole, deadline):
+                if self._has_arrived(key, size, whole, deadline):
                     return
                 raise
             _compare(key, stated, whole)
@@ -187,15 +187,14 @@ class PartUploader:
             where=f"putting {len(parts)} parts together",
         )
 
-    def _arrived(self, key: str, size: int, whole: int, deadline: Deadline) -> bool:
+    def _has_arrived(self, key: str, size: int, whole: int, deadline: Deadline) -> bool:
         try:
             found, stated = self._sink.size(key, seconds=self._try_seconds(deadline, 0))
         except StoreError:
             return False
         return found == size and stated in (None, whole)
 
-    def _look(self, key: str, size: int, whole: int, deadline: Deadline) -> None:
-        """Check that the whole object is stored under its key."""
+    def _check_stored(self, key: str, size: int, whole: int, deadline: Deadline) -> None:
         seconds = self._try_seconds(deadline, 0)
         found, stated = retry_until(deadline, f"head {key}", lambda: self._sink.size(key, seconds=seconds))
         if found != size:

@@ -105,7 +105,7 @@ def add_optimizer(content: PortableState, document: Mapping[str, Any], what: str
         CheckpointError: it is unclear which number is which parameter.
     """
     groups, states = document["param_groups"], document["state"]
-    names = _names(content, groups, states, what)
+    names = _parameter_names(content, groups, states, what)
     settings: dict[str, Any] = {"param_groups": [], "scalars": {}}
     for group in groups:
         plain = {key: _plain(value) for key, value in group.items() if key not in ("params", "param_names")}
@@ -154,7 +154,7 @@ def named_optimizer(content: PortableState) -> dict[str, Any]:
     return {"state": {name: state for name, state in states.items() if state}, "param_groups": groups}
 
 
-def _names(
+def _parameter_names(
     content: PortableState, groups: Iterable[Mapping[str, Any]], states: Mapping[Any, Any], what: str
 ) -> dict[str, str]:
     """Map the optimizer's parameter numbers or names to names of weights."""
@@ -192,7 +192,7 @@ def read_commit(store: Store, key: str) -> PortableState:
     content = PortableState(weights={}, step=manifest.save.step, extra=manifest.common.get("extra") or {})
     content.settings = manifest.common.get("optimizer")
     content.source = partial(_stream, reader)
-    for name in sorted(manifest.tensors, key=partial(_place, manifest)):
+    for name in sorted(manifest.tensors, key=partial(_first_position, manifest)):
         entry = manifest.tensors[name]
         kind, _, rest = name.partition(".")
         if kind not in ("model", "optimizer"):
@@ -206,7 +206,7 @@ def read_commit(store: Store, key: str) -> PortableState:
     return content
 
 
-def _place(manifest: Manifest, name: str) -> tuple[int, str]:
+def _first_position(manifest: Manifest, name: str) -> tuple[int, str]:
     """Sort key: tensors in the order of their positions share chunks with their neighbours."""
     return min((piece.start for piece in manifest.tensors[name].pieces), default=0), name
 
@@ -219,7 +219,7 @@ def _stream(reader: CommitReader, names: Sequence[str]) -> Iterator[tuple[str, T
     """
     manifest = reader.manifest
     most_bytes = max([_WINDOW_BYTES, *(2 * len(manifest.data) * data.chunk_bytes for data in manifest.data)])
-    windows = [_laid_out(window) for window in _windows({n: _bytes(manifest.tensors[n]) for n in names}, most_bytes)]
+    windows = [_lay_out(window) for window in _windows({n: _bytes(manifest.tensors[n]) for n in names}, most_bytes)]
     memory = torch.empty(max(end for _, end in windows), dtype=torch.uint8).numpy().data
     for starts, _ in windows:
         targets = {name: _tensor_in(memory, start, manifest.tensors[name]) for name, start in starts.items()}
@@ -257,7 +257,7 @@ def commit_portable_state(store: Store, content: PortableState, *, source: str, 
     common = {"extra": extra, "optimizer": content.settings, "parent": None}
     uploader = PartUploader(open_sink(store.uri, Throttle()), PartSettings(sha256=signer() is not None), Throttle())
     for rank, tensors in enumerate(objects):
-        items, view = _packed(tensors)
+        items, view = _pack(tensors)
         data = uploader.upload(data_key(save.generation, save.step, rank), view, deadline)
         index = RankIndex(save=save, rank=rank, data=data, items=items, common=common if rank == 0 else None)
         key = index_key(save.generation, save.step, rank)
@@ -285,7 +285,7 @@ def _windows(sizes: dict[str, int], most_bytes: int) -> Iterator[dict[str, int]]
     yield found
 
 
-def _laid_out(sizes: dict[str, int]) -> tuple[dict[str, int], int]:
+def _lay_out(sizes: dict[str, int]) -> tuple[dict[str, int], int]:
     """Return each tensor's aligned start, and the end of the last."""
     starts: dict[str, int] = {}
     end = 0
@@ -300,8 +300,8 @@ def _bytes(tensor: Tensor | TensorEntry) -> int:
     return math.prod(tensor.shape) * dtype.itemsize
 
 
-def _packed(tensors: dict[str, Tensor]) -> tuple[tuple[IndexEntry, ...], memoryview]:
-    starts, end = _laid_out({name: _bytes(tensor) for name, tensor in tensors.items()})
+def _pack(tensors: dict[str, Tensor]) -> tuple[tuple[IndexEntry, ...], memoryview]:
+    starts, end = _lay_out({name: _bytes(tensor) for name, tensor in tensors.items()})
     whole = torch.zeros(end, dtype=torch.uint8)
     items: list[IndexEntry] = []
     for name, tensor in tensors.items():

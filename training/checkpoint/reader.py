@@ -218,7 +218,7 @@ class VerifiedReader:
             raise CorruptCommit(f"{key}: has no chunk {number}", object_key=key, chunk=number)
         base = number * data.chunk_bytes
         length = min(data.chunk_bytes, data.size - base)
-        _forget_cached(self._store.local_path(key), base, length)
+        _drop_from_page_cache(self._store.local_path(key), base, length)
         self._read_chunk(ChunkRead(place, number, base, length, ()))
 
     def _run(self, chunks: Sequence[ChunkRead], *, stop_at_first: bool) -> Iterator[BaseException | None]:
@@ -264,7 +264,7 @@ class VerifiedReader:
             except StoreTimeout:  # the abandoned read may still write here, so only another process may retry
                 raise
             except StoreError as error:
-                found = self._judged(data, error)
+                found = self._classify_error(data, error)
                 if found is not error or not is_curable(error) or tries == _TRIES:
                     raise found from error
                 if deadline.remaining_seconds <= pause:
@@ -273,7 +273,7 @@ class VerifiedReader:
         raise AssertionError("pauses never end")
 
     def _fetch_local(self, data: DataObject, chunk: ChunkRead) -> str:
-        gap = self._gap(chunk.length)
+        gap = self._scratch_buffer(chunk.length)
         buffers = chunk.buffers(gap) if chunk.disjoint else [gap]
         download = verify = 0.0
         value, sha256, mark = 0, hashlib.sha256() if data.sha256 else None, time.perf_counter()
@@ -288,19 +288,19 @@ class VerifiedReader:
         if not chunk.disjoint:
             chunk.place(gap)
         self.figures.add(chunk.length, download, verify, time.perf_counter() - mark)
-        return _sum_text(value, sha256)
+        return _checksum_text(value, sha256)
 
     def _fetch_remote(self, data: DataObject, chunk: ChunkRead) -> str:
         began = time.perf_counter()
         received = memoryview(self._store.get_range(data.key, chunk.start, chunk.length))
         read = time.perf_counter()
-        value = _sum_text(crc_of_pieces([received]), hashlib.sha256(received) if data.sha256 else None)
+        value = _checksum_text(crc_of_pieces([received]), hashlib.sha256(received) if data.sha256 else None)
         summed = time.perf_counter()
         chunk.place(received)
         self.figures.add(chunk.length, read - began, summed - read, time.perf_counter() - summed)
         return value
 
-    def _judged(self, data: DataObject, error: StoreError) -> Exception:
+    def _classify_error(self, data: DataObject, error: StoreError) -> Exception:
         """Tell a missing or truncated object, which is corruption, from a store error."""
         try:
             meta = self._store.head(data.key)
@@ -313,19 +313,18 @@ class VerifiedReader:
             return CorruptCommit(message, object_key=data.key)
         return error
 
-    def _gap(self, length: int) -> memoryview:
-        """Return this thread's own buffer for unwanted bytes."""
+    def _scratch_buffer(self, length: int) -> memoryview:
         held: memoryview | None = getattr(self._scratch, "view", None)
         if held is None or len(held) < length:
             held = self._scratch.view = memoryview(bytearray(length))
         return held[:length]
 
 
-def _sum_text(crc: int, sha256: hashlib._Hash | None) -> str:
+def _checksum_text(crc: int, sha256: hashlib._Hash | None) -> str:
     return crc_digits(crc) if sha256 is None else f"{crc_digits(crc)} {sha256.hexdigest()}"
 
 
-def _forget_cached(path: Path | None, start: int, length: int) -> None:
+def _drop_from_page_cache(path: Path | None, start: int, length: int) -> None:
     """Drop a range of a local file from the page cache, which may be what is damaged."""
     with contextlib.suppress(OSError, AttributeError):
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK) if path is not None else -1
@@ -443,7 +442,7 @@ def _index_problems(store: Store, manifest: Manifest) -> Iterator[str]:
                 yield f"{key}: SHA-256 {actual}, the manifest says {stated}"
         except ObjectNotFound:
             yield f"{key}: there is no such object"
-    yield from _extra(store, index_prefix(save.generation, save.step), expected)
+    yield from _unexpected_objects(store, index_prefix(save.generation, save.step), expected)
 
 
 def _data_problems(store: Store, manifest: Manifest) -> Iterator[str]:
@@ -459,10 +458,10 @@ def _data_problems(store: Store, manifest: Manifest) -> Iterator[str]:
         whole.append(data)
     for problem in VerifiedReader(store, whole).problems():
         yield str(problem)
-    yield from _extra(store, data_prefix(save.generation, save.step), [data.key for data in manifest.data])
+    yield from _unexpected_objects(store, data_prefix(save.generation, save.step), [data.key for data in manifest.data])
 
 
-def _extra(store: Store, prefix: str, expected: list[str]) -> Iterator[str]:
+def _unexpected_objects(store: Store, prefix: str, expected: list[str]) -> Iterator[str]:
     for meta in store.list(prefix):
         if meta.key not in expected:
             yield f"{meta.key}: is no part of this commit"

@@ -147,9 +147,9 @@ def restore_newest(
                 time.sleep(_SUSPECT_FIRST_SECONDS)
             raise UnreliableReader(reason)
         if kind in (_CORRUPT, _MISPLACED, _REFUSED):
-            rejected.append(RejectedCommit(key=key, reason=reason, extra=_extra(store, key)))
+            rejected.append(RejectedCommit(key=key, reason=reason, extra=_read_extra(store, key)))
             if rank == 0:
-                _report(store, key, reason, kind)
+                _report_rejected(store, key, reason, kind)
             continue
         if kind == _MISMATCH:
             raise CommitMismatch(f"{key}: {reason}")
@@ -167,7 +167,7 @@ def restore_newest(
             world_size=manifest.save.world_size,
             bytes_read=loaded.reader.figures.bytes,
             seconds=total,
-            split=_split(loaded, before=attempted - began, agree=agree, total=total),
+            split=_divide_seconds(loaded, before=attempted - began, agree=agree, total=total),
             rejected=rejected,
         )
     if rejected:
@@ -231,7 +231,7 @@ def _attempt_with_retries(
         attempted = time.monotonic()
         loaded, own = _attempt(store, key, model, optimizer, reader)
         judged = time.monotonic()
-        verdict = _agree(own, key, reader)
+        verdict = _agree_on_verdict(own, key, reader)
         if verdict.kind != _AWAY or (pause := next(pauses, None)) is None:
             return attempted, loaded, verdict, time.monotonic() - judged
         time.sleep(pause)  # equal on all ranks
@@ -276,7 +276,7 @@ def _load(store: Store, key: str, model: nn.Module, optimizer: Optimizer | None,
     return _Loaded(reader, rng, manifest_seconds, time.monotonic() - began)
 
 
-def _agree(own: _Verdict, key: str, reader: _Reader) -> _Verdict:
+def _agree_on_verdict(own: _Verdict, key: str, reader: _Reader) -> _Verdict:
     """Exchange verdicts in small all-gathers and return the worst, equal on all ranks, naming the rank that gave it.
 
     A commit that a rank doubts is damaged if a second reader agrees. Otherwise that rank is the suspect.
@@ -333,7 +333,7 @@ def _settle_doubts(verdicts: Sequence[_Verdict], key: str, reader: _Reader) -> _
         if kind == _CORRUPT:
             doubt = verdicts[doubting]
             first = _with_rank(doubting, doubt.reason, reader)
-            agrees = f"a second reader {_where(doubting, second, verdicts)} agrees"
+            agrees = f"a second reader {_describe_second_reader(doubting, second, verdicts)} agrees"
             return _Verdict(kind=doubt.kind, reason=f"{first}; {agrees}")
     for doubting, second in tasks:
         kind, reason = answers[doubting]
@@ -344,8 +344,8 @@ def _settle_doubts(verdicts: Sequence[_Verdict], key: str, reader: _Reader) -> _
     nodes = ", ".join(str(node) for node in sorted({verdicts[rank].node for rank, _ in tasks}))
     reason = (
         f"node {nodes} reads wrongly (rank {doubting}): {first.reason}; a second reader "
-        f"{_where(doubting, second, verdicts)} finds {first.object_key or key} as it was saved, so the commit stands; "
-        "fix: look at that machine's memory, disk and network"
+        f"{_describe_second_reader(doubting, second, verdicts)} finds {first.object_key or key} as saved, so the commit "
+        "is sound; fix: check that machine's memory, disk and network"
     )
     return _Verdict(kind=_UNRELIABLE, reason=reason, suspects=tuple(rank for rank, _ in tasks))
 
@@ -369,7 +369,7 @@ def assign_second_readers(nodes: Sequence[int], doubting: Sequence[bool]) -> lis
     return tasks
 
 
-def _where(doubting: int, second: int, verdicts: Sequence[_Verdict]) -> str:
+def _describe_second_reader(doubting: int, second: int, verdicts: Sequence[_Verdict]) -> str:
     if doubting == second:
         return "(a new process)"
     return f"(rank {second} on node {verdicts[second].node})"
@@ -398,7 +398,7 @@ def _gather(row: dict[str, Any], world_size: int) -> list[dict[str, Any]]:
     return [json.loads(bytes(other.cpu().numpy()).rstrip(b"\0")) for other in gathered]
 
 
-def _report(store: Store, key: str, reason: str, kind: str) -> None:
+def _report_rejected(store: Store, key: str, reason: str, kind: str) -> None:
     """Report a rejected commit, and quarantine a damaged one. A misplaced manifest is sound elsewhere: its hash stays
     usable.
     """
@@ -418,7 +418,7 @@ def _report(store: Store, key: str, reason: str, kind: str) -> None:
         print(f"checkpoint: WARNING: {where} could not be written: {error}", file=sys.stderr, flush=True)
 
 
-def _extra(store: Store, key: str) -> dict[str, Any] | None:
+def _read_extra(store: Store, key: str) -> dict[str, Any] | None:
     """Return the `extra` of a damaged commit, whose manifest is often sound."""
     try:
         return read_manifest(store, key).common["extra"]
@@ -445,7 +445,7 @@ def _finish(loaded: _Loaded, key: str, model: nn.Module, optimizer: Optimizer | 
     return "reseeded from the commit"
 
 
-def _split(loaded: _Loaded, *, before: float, agree: float, total: float) -> RestoreSeconds:
+def _divide_seconds(loaded: _Loaded, *, before: float, agree: float, total: float) -> RestoreSeconds:
     """Divide the seconds of a restore. before: until this commit was tried. load: whatever is not another activity."""
     figures = loaded.reader.figures
     threads = figures.download_seconds + figures.verify_seconds + figures.place_seconds

@@ -1,8 +1,8 @@
 """Choose which commits a job keeps, and delete the others.
 
 A deletion may be cut short at any point: a tombstone is put before the first key is deleted and removed one run after
-the last one. Whoever opens a generation from a commit, or pins it, also writes first and looks for a tombstone
-afterwards, so of two concurrent writers the second one sees the first and gives way.
+the last one. Opening a generation from a commit and pinning it also write first and look for a tombstone afterwards, so
+of two concurrent writers the second one sees the first and gives way.
 
 Never deleted: the newest whole commit, pinned commits, and anything at all while no commit is whole. Quarantined
 commits and commits outside the lineage are kept for `orphan_seconds`, so that a person can inspect them.
@@ -40,7 +40,7 @@ from ebbflow.training.checkpoint.verified_io import fetch_verified, put_verified
 from ebbflow.training.errors import CorruptCommit, DamagedLineage, GenerationSuperseded
 
 _PARALLEL = 8
-_RUN_SECONDS = 30.0  # the next upload must not wait for retention; what is left waits for the next commit
+_RUN_SECONDS = 30.0  # the next upload must not wait for retention; the rest waits for the next commit
 _SHORTEST_ORPHAN_SECONDS = 600.0
 _SWEEPS_PER_LIMIT = 4  # while the job runs, an orphan is deleted at 1.25 times its limit at the latest
 _RECORD_MISSING_SECONDS = 60.0  # a listing may lag by seconds, hardly by a minute
@@ -193,7 +193,7 @@ def finish_deletions(store: Store, interrupted: Callable[[], bool] = lambda: Fal
         try:
             tombstone = fetch_verified(store, meta.key, unseal, f"{store.uri}/{meta.key}")
         except (ObjectNotFound, CorruptCommit):
-            continue  # another process was faster, or the tombstone no longer says what it was for
+            continue  # another process was faster, or the tombstone is unreadable
         sha256 = CommitRef.from_key(tombstone["key"]).sha256
         if store.head(pin_key(sha256)) is not None and store.head(tombstone["key"]) is not None:
             store.delete(meta.key)  # the deletion was cut short before it looked for the pin
@@ -396,9 +396,8 @@ class Retention:
             self._manifest(store, ref)
         saves = {self._save(ref) for ref in reachable if ref.sha256 in pinned}
         pinned |= {ref.sha256 for ref in reachable if self._save(ref) in saves - {None}}
-        first: dict[
-            tuple[str, int], str
-        ] = {}  # two records of one checkpoint share its data: the first stands for both
+        # Two records of one checkpoint share its data: only the first is counted.
+        first: dict[tuple[str, int], str] = {}
         whole = []
         for ref in reachable:
             kept, save = self._whole_commit(store, ref, pinned), self._save(ref)

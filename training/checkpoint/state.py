@@ -182,7 +182,6 @@ def _compare_names(stored: set[str], have: set[str], manifest: Manifest) -> None
 
 
 def _compare_shapes(targets: Mapping[str, Tensor], manifest: Manifest) -> None:
-    """Compare dtypes and global shapes."""
     differing = []
     for name, tensor in targets.items():
         entry, dtype = manifest.tensors[name], str(tensor.dtype).removeprefix("torch.")

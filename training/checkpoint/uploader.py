@@ -89,7 +89,7 @@ class Uploader:
         save = CheckpointId(**command["save"])
         deadline = Deadline(command["seconds"])
         try:
-            store = self._opened(deadline)
+            store = self._open_store(deadline)
             if command["command"] == "await":
                 given_up = self._commands.abandoned(save.step)
                 _committed(save, await_commit(store, save, deadline, foreign_first=True, given_up=given_up))
@@ -101,7 +101,7 @@ class Uploader:
             cause = type(error.__cause__ or error).__name__
             _answer("failed", save=save, message=f"rank {self._rank}: {error}", cause=cause)
 
-    def _opened(self, deadline: Deadline) -> Store:
+    def _open_store(self, deadline: Deadline) -> Store:
         """Return the store, opened so that a request can fail and be retried within the deadline."""
         limit = min(_LONGEST_REQUEST_SECONDS, max(1.0, deadline.seconds / 3))
         if self._store is None or limit < self._request_seconds:  # the last save has little time
@@ -114,7 +114,7 @@ class Uploader:
         except TrainingError as error:
             if not isinstance(error.__cause__, StoreFull):
                 raise
-            if self._room_came(store, save, command, deadline):
+            if self._retry_when_room_was_made(store, save, command, deadline):
                 return
             self._make_room(store, save, command, error)
             self._save(store, save, command, deadline)
@@ -122,7 +122,7 @@ class Uploader:
     def _save(self, store: Store, save: CheckpointId, command: dict[str, Any], deadline: Deadline) -> None:
         began, cpu_began = time.monotonic(), time.process_time()
         data = self._upload(store, command, deadline)
-        items = self._items_of(command)
+        items = self._index_entries(command)
         index = RankIndex(save=save, rank=self._rank, data=data, items=items, common=command["common"])
         key = index_key(save.generation, save.step, self._rank)
         raw = signed_index_bytes(store, key, index)
@@ -136,7 +136,7 @@ class Uploader:
         else:
             commit_as_backup(store, save, self._rank, deadline, self._commands.wait)
 
-    def _items_of(self, command: dict[str, Any]) -> tuple[IndexEntry, ...]:
+    def _index_entries(self, command: dict[str, Any]) -> tuple[IndexEntry, ...]:
         """Return the index entries of a layout. They are sent once; while the layout stays the same, they are null."""
         if command["items"] is not None:
             self._layout, self._items = command["layout"], tuple(IndexEntry.from_json(row) for row in command["items"])
@@ -175,7 +175,9 @@ class Uploader:
     def _warn(self, save: CheckpointId, message: str) -> None:
         _answer("warning", save=save, message=f"rank {self._rank}: {message}")
 
-    def _room_came(self, store: Store, save: CheckpointId, command: dict[str, Any], deadline: Deadline) -> bool:
+    def _retry_when_room_was_made(
+        self, store: Store, save: CheckpointId, command: dict[str, Any], deadline: Deadline
+    ) -> bool:
         """Retry after a rank-dependent pause: all ranks find the store full at once, and one makes room for all."""
         if self._rank == 0:
             return False

@@ -100,19 +100,19 @@ def find_files(data: DataConfig, *, project_root: Path) -> list[SourceFile]:
     """
     if data.path is None:
         root = Path(sysconfig.get_path("stdlib"))
-        return _below(root, tuple(data.suffixes), f"the standard library at {root}")
+        return _find_below(root, tuple(data.suffixes), f"the standard library at {root}")
     path = Path(data.path).expanduser()
     path = path if path.is_absolute() else project_root / path
     if path.is_file():
         return [SourceFile(path.name, path)]
     if path.exists() and not path.is_dir():
         raise DataError(
-            f"data.path {data.path!r} is {_kind(path.stat().st_mode)}, which cannot be read twice; "
+            f"data.path {data.path!r} is {_describe_kind(path.stat().st_mode)}, which cannot be read twice; "
             "fix: copy what it delivers into a regular file"
         )
     if path.is_dir():
-        return _below(path, tuple(data.suffixes), f"data.path {data.path!r}")
-    return _matching(str(path), data.path)
+        return _find_below(path, tuple(data.suffixes), f"data.path {data.path!r}")
+    return _find_matching(str(path), data.path)
 
 
 def is_held_out(name: str, fraction: float) -> bool:
@@ -120,7 +120,7 @@ def is_held_out(name: str, fraction: float) -> bool:
 
     Whole files are held out, because windows of one file share vocabulary and copied passages.
     """
-    return _lot(name) < fraction
+    return _hash_fraction(name) < fraction
 
 
 def split_files(files: list[SourceFile], fraction: float) -> tuple[list[SourceFile], list[SourceFile]]:
@@ -131,7 +131,7 @@ def split_files(files: list[SourceFile], fraction: float) -> tuple[list[SourceFi
     if len(files) == 1:
         return _split_inside(files[0], fraction)
     # With few files all may fall on one side; then the lowest (or highest) lot changes sides.
-    lots = sorted(_lot(file.name) for file in files)
+    lots = sorted(_hash_fraction(file.name) for file in files)
     limit = min(max(fraction, lots[1]), lots[-1])
     train = [file for file in files if not is_held_out(file.name, limit)]
     return train, [file for file in files if is_held_out(file.name, limit)]
@@ -150,7 +150,7 @@ def open_source(file: SourceFile) -> Iterator[BinaryIO]:
         with os.fdopen(descriptor, "rb") as stream:
             mode = os.fstat(descriptor).st_mode
             if not stat.S_ISREG(mode):
-                raise DataError(f"{file.path} is {_kind(mode)}, not a regular file; fix: move it away")
+                raise DataError(f"{file.path} is {_describe_kind(mode)}, not a regular file; fix: move it away")
             stream.seek(file.start)
             yield stream
     except OSError as error:
@@ -230,21 +230,20 @@ def _split_inside(file: SourceFile, fraction: float) -> tuple[list[SourceFile], 
 
 
 def _invalid_bytes(piece: bytes) -> int:
-    """Count bytes that are part of no UTF-8 character."""
     return len(piece) - len(piece.decode("utf-8", "ignore").encode())
 
 
-def _kind(mode: int) -> str:
+def _describe_kind(mode: int) -> str:
     kinds = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
     return kinds.get(stat.S_IFMT(mode), "no file")
 
 
-def _lot(name: str) -> float:
+def _hash_fraction(name: str) -> float:
     """Return a number in [0, 1) that depends on the name."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big") / 2**48
 
 
-def _below(root: Path, suffixes: tuple[str, ...], what: str) -> list[SourceFile]:
+def _find_below(root: Path, suffixes: tuple[str, ...], what: str) -> list[SourceFile]:
     found = []
     for folder, folders, names in os.walk(root):
         folders[:] = sorted(name for name in folders if name not in SKIPPED_FOLDERS)
@@ -259,7 +258,7 @@ def _below(root: Path, suffixes: tuple[str, ...], what: str) -> list[SourceFile]
     return sorted(found, key=lambda file: file.name)
 
 
-def _matching(pattern: str, written: str) -> list[SourceFile]:
+def _find_matching(pattern: str, written: str) -> list[SourceFile]:
     paths = [Path(path) for path in glob.glob(pattern, recursive=True)]
     paths = [path for path in paths if path.is_file()]
     if not paths:
@@ -343,7 +342,7 @@ def _build(side: list[_Hashed], tokenizer: Tokenizer, shards: Store, key: str) -
     """Build one shard via a temporary file, since its size is known only at the end."""
     counts, digest = np.zeros(tokenizer.vocab_size, dtype=np.int64), hashlib.sha256()
     with tempfile.TemporaryFile() as file:
-        for tokens in encode_files((_unchanged(one) for one in side), tokenizer):
+        for tokens in encode_files((_pieces_if_unchanged(one) for one in side), tokenizer):
             counts += count_tokens(tokens, tokenizer.vocab_size)
             content = tokens.tobytes()
             digest.update(content)
@@ -357,14 +356,14 @@ def _build(side: list[_Hashed], tokenizer: Tokenizer, shards: Store, key: str) -
     return _Shard(int(counts.sum()), digest.hexdigest(), entropy_nats(counts))
 
 
-def _unchanged(one: _Hashed) -> Iterator[bytes]:
+def _pieces_if_unchanged(one: _Hashed) -> Iterator[bytes]:
     """Read the pieces again. Raises DataError at the end of a file that has changed since it was hashed."""
     digest = hashlib.sha256()
     for piece in _pieces_of(one.file):
         digest.update(piece)
         yield piece
     if digest.hexdigest() != one.sha256:
-        raise DataError(f"{one.file.path} changed while it was read; fix: start again once nobody writes to it")
+        raise DataError(f"{one.file.path} changed while it was read; fix: start again when no process writes to it")
 
 
 def _pieces_of(file: SourceFile) -> Iterator[bytes]:

@@ -142,7 +142,7 @@ def open_tokens(store: Store, fingerprint: str, *, cache: Path | None = None) ->
     cache = cache or Path(tempfile.gettempdir()) / f"ebbflow-tokens-{os.getuid()}"
     arrays = {}
     for name, key in SHARDS.items():
-        path = shards.local_path(key) or _downloaded(shards, key, about.shard_sha256[name], sizes[name], cache)
+        path = shards.local_path(key) or _download(shards, key, about.shard_sha256[name], sizes[name], cache)
         if not path.is_file() or path.stat().st_size != sizes[name]:
             raise DataError(
                 f"{path} is not the {sizes[name]} bytes that {DESCRIPTION} promises; "
@@ -177,7 +177,7 @@ def read_description(shards: Store) -> Tokens | None:
         raise DataError(f"{shards.uri}/{DESCRIPTION} is damaged: {error}; fix: delete it and prepare again") from error
 
 
-def _downloaded(shards: Store, key: str, sha256: str, size: int, cache: Path) -> Path:
+def _download(shards: Store, key: str, sha256: str, size: int, cache: Path) -> Path:
     """Download a shard to a file named by its content. Two ranks may race and write the same."""
     path = cache / f"{sha256}.bin"
     if path.is_file():

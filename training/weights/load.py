@@ -57,7 +57,7 @@ def initialise(module: nn.Module, blank: nn.Module, *, seed: int) -> None:
         for key, value in [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]:
             full = f"{name}.{key}" if name else key
             if full not in tied:
-                _copy(targets[full], value.detach())
+                _copy_own_part(targets[full], value.detach())
         part.to_empty(device="meta", recurse=False)
 
 
@@ -82,7 +82,7 @@ def _seed_of(seed: int, name: str) -> int:
     return int.from_bytes(digest[:8], "little") >> 1  # torch takes a signed 64-bit seed
 
 
-def _copy(target: Tensor, value: Tensor) -> None:
+def _copy_own_part(target: Tensor, value: Tensor) -> None:
     with torch.no_grad():
         if isinstance(target, DTensor):
             # Every rank has the whole value and cuts out its own part.
@@ -179,14 +179,14 @@ def weights_sha256(module: nn.Module) -> str:
     digest = hashlib.sha256()
     for name, parameter in sorted(module.named_parameters(), key=lambda item: item[0].encode()):
         value = parameter.detach()
-        value = (_whole(value) if isinstance(value, DTensor) else value).cpu().contiguous()
+        value = (_full_tensor(value) if isinstance(value, DTensor) else value).cpu().contiguous()
         dtype, shape = str(value.dtype).removeprefix("torch."), ",".join(map(str, value.shape))
         digest.update(f"{name}\n{dtype}\n{shape}\n".encode())
         digest.update(_little_endian(value))
     return digest.hexdigest()
 
 
-def _whole(value: DTensor) -> Tensor:
+def _full_tensor(value: DTensor) -> Tensor:
     """Gather a DTensor on its mesh's device: NCCL does not reach shards that are offloaded to host memory."""
     moved = value.to(value.device_mesh.device_type)
     assert isinstance(moved, DTensor)
