@@ -344,8 +344,8 @@ def _settle_doubts(verdicts: Sequence[_Verdict], key: str, reader: _Reader) -> _
     nodes = ", ".join(str(node) for node in sorted({verdicts[rank].node for rank, _ in tasks}))
     reason = (
         f"node {nodes} reads wrongly (rank {doubting}): {first.reason}; a second reader "
-        f"{_describe_second_reader(doubting, second, verdicts)} finds {first.object_key or key} as saved, so the commit "
-        "is sound; fix: check that machine's memory, disk and network"
+        f"{_describe_second_reader(doubting, second, verdicts)} finds {first.object_key or key} as saved, so the "
+        "commit is sound; fix: check that machine's memory, disk and network"
     )
     return _Verdict(kind=_UNRELIABLE, reason=reason, suspects=tuple(rank for rank, _ in tasks))
 
