@@ -1,9 +1,9 @@
-"""Is the printed probability of a miss right? Forecasts as the plan makes them, against what the traces then did.
+"""Calibration of the plan's probability of missing the deadline, against what the traces then did.
 
-A forecast is made at a moment at which the zone has capacity, for a job that stays on spot in that zone and waits when
-it loses it. The hazard is believed as the plan believes it after jobs of our own that were in the zone all of the last
-week, a new one each day: `cost.job_history`, half after a day. The waits are the plan's built-in ones, which are those
-of the same nine zones, all together: the calibration is therefore kind in that respect.
+A forecast is made at a moment at which the zone has capacity, for a job that stays on spot in that zone and waits after
+a loss. The hazard is estimated from the stays of one job per day in that zone over the last week
+(`cost.job_history`, half-life of a day). The waits are the plan's built-in ones, from the same nine zones together, so
+the calibration is favourable in that respect.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.money.jobs import world_at, zones_of
+from benchmarks.money.cases import world_at, zones_of
 from ebbflow.cost.errors import SimulationError
 from ebbflow.cost.job_history import JobHistory, JobRecord, PoolStay
 from ebbflow.cost.plan.forecast import ForecastInputs as Course
@@ -32,13 +32,16 @@ _DAY_HOURS = 24.0
 _BINS = 10
 _LONGEST_DEADLINE_HOURS = 48.0 * 3
 _BAND = 2
-# Of moments drawn in one zone: a zone that had capacity in none of them is said to have none.
+# Moments drawn to find capacity in a zone; a zone without capacity at all of them is an error.
 _DRAWS = 1000
 
 
 def calibrate(data: Path, count: int) -> dict[str, Any]:
-    """`bins`: (from, to, forecasts, mean printed, share missed); `brier` beside that of the mean rate; `dispersion`: of
-    the losses of a day, variance over mean (1: independent ones). Raises SimulationError where nothing can be forecast.
+    """Compare forecasts with outcomes. Raises SimulationError if nothing can be forecast.
+
+    Returns:
+        `bins`: (from, to, forecasts, mean forecast, share missed); `brier` and `base_brier` (always the mean rate);
+        `dispersion`: variance over mean of the losses of a day (1: independent).
     """
     chance = random.Random(_SEED)
     worlds = {zone: world_at(data, "availability", (zone,)) for zone in zones_of(data, "availability")}
@@ -66,7 +69,7 @@ def calibrate(data: Path, count: int) -> dict[str, Any]:
 
 
 def _forecast(world: World, chance: random.Random, zone: str) -> tuple[float, bool]:
-    """(printed P(miss), whether it was missed), at a moment at which the zone has capacity."""
+    """Return (forecast P(miss), whether the job missed), at a random moment at which the zone has capacity."""
     work = math.exp(chance.uniform(math.log(2.0), math.log(48.0)))
     deadline, changeover = work * chance.uniform(1.05, 3.0), chance.uniform(0.02, 0.5)
     for _ in range(_DRAWS):
@@ -95,7 +98,7 @@ def _forecast(world: World, chance: random.Random, zone: str) -> tuple[float, bo
 
 
 def _stays(before: World, zone: str) -> Iterator[PoolStay]:
-    """What jobs that were there whenever they could be would have recorded; `ended_utc` on the clock of `before`."""
+    """Yield the stays that jobs using all capacity would have recorded; `ended_utc` on the clock of `before`."""
     up, tick = before.available[0], float(before.tick_hours[0])
     day = max(1, round(_DAY_HOURS / tick))
     changes = np.flatnonzero(up[1:] != up[:-1]) + 1
@@ -116,7 +119,7 @@ def _stays(before: World, zone: str) -> Iterator[PoolStay]:
 
 
 def _dispersion(world: World) -> float:
-    """Of losses per day around (hours with capacity × mean hazard): Pearson's chi-squared over the days."""
+    """Return the dispersion of losses per day around hours with capacity × mean hazard: Pearson's chi-squared."""
     up, tick = world.available[0], float(world.tick_hours[0])
     day = (np.arange(len(up)) * tick // _DAY_HOURS).astype(int)
     losses = np.bincount(day[1:], weights=up[:-1] & ~up[1:], minlength=day[-1] + 1)

@@ -1,6 +1,6 @@
-"""How long a plan takes against the number of pools: the whole catalogue, in more and more regions and zones.
+"""`ebbflow bench money plan`: time of a plan by the number of pools, from one region to ten with six zones each.
 
-The prices are synthetic (drawn with a fixed seed, so that every zone has another): only the time is a result.
+The prices are synthetic (drawn per zone with a fixed seed): only the time is a result.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _REPEATS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """pools: judged, ranked or rejected. seconds: median of some plans. event_bytes: of the brief plan as JSON."""
+    """Timing of a plan. seconds: median of five plans. event_bytes: size of the abridged plan as JSON."""
 
     regions: int
     zones_per_region: int
@@ -66,7 +66,7 @@ def measure(regions: int, zones: int) -> Timing:
 
 
 def synthetic_prices(regions: list[str], zones: int) -> RecordedPrices:
-    """A price for each type of the catalogue in each of so many zones of each region."""
+    """Draw a price for each type of the catalogue in each zone of each region."""
     chance = random.Random(1)
     places = [(region, f"{region}{'abcdefgh'[zone]}") for region in regions for zone in range(zones)]
     records = [

@@ -1,10 +1,9 @@
-"""How well the interval rule does: simulated stalls and lost work against the best fixed interval of a grid search.
+"""`ebbflow bench money interval`: simulated stalls and lost work of the interval rule against the best fixed interval.
 
-The rule is the one that training follows with `checkpoint.interval: auto`: Daly's interval at the believed hazard, the
-plan's moved by what the job itself lives through (`infra.reliability`). The grid search knows everything: it tries
-each fixed interval on the very same interruptions, and keeps the best. Beside it stands the same rule told the hazard
-of each moment: what is lost beyond that is the price of not knowing it. A job saves once more at its end.
-Interruptions come by a hazard that is constant, or shifts, in hours of the job's life. All of it is simulated.
+The rule is that of `checkpoint.interval: auto`: Daly's interval at the estimated hazard, which starts at the plan's
+estimate and is updated by the job's own interruptions (`infra.reliability`). A grid search over fixed intervals on the
+same interruptions gives the best fixed one. The same rule with the true hazard of each moment shows the price of not
+knowing it. A job writes one checkpoint at its end. The hazard is constant or changes over the job's life.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from ebbflow.infra.reliability import PlannedHazard, daly_interval_seconds
 if TYPE_CHECKING:
     import numpy
 
-# Simulated of each scenario, in jobs of equal length.
+# Simulated hours per scenario, in jobs of equal length.
 TOTAL_HOURS = 16_000.0
 _GRID_STEP = 1.03
 _GRID_SPAN = 10.0
@@ -31,7 +30,7 @@ _LONGEST_SECONDS = 3600.0
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """Jobs of so many hours. hazard: interruptions per hour at an hour of the job. planned: as the plan believes."""
+    """Jobs of equal length. hazard: interruptions per hour at an hour of the job; planned: the plan's estimate."""
 
     name: str
     hours: float
@@ -43,8 +42,11 @@ class Scenario:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """Shares of the time lost to stalls and redone work. excess: of the rule's loss over the best fixed one's;
-    known_excess: the same for the rule that is told the hazard.
+    """Shares of the time lost to stalls and redone work.
+
+    Attributes:
+        excess: Loss of the rule relative to that of the best fixed interval, minus 1.
+        known_excess: The same for the rule with the true hazard.
     """
 
     scenario: str
@@ -58,7 +60,7 @@ class Result:
 
 
 def scenarios(hours: float) -> list[Scenario]:
-    """Constant hazards with a plan that is right, ten times too low or too high; hazards that shift while it runs."""
+    """Return constant hazards (with a plan that is right, or ten times too low or high) and changing hazards."""
     constant = [
         (f"constant {rate:g}/h, planned {rate * wrong:g}/h", rate * wrong, lambda _, rate=rate: rate, rate)
         for rate in (0.2, 1.0)
@@ -86,7 +88,7 @@ def scenarios(hours: float) -> list[Scenario]:
 
 
 def compare(scenario: Scenario, *, seed: int, total_hours: float = TOTAL_HOURS) -> Result:
-    """The rule and the best fixed interval on the same interruptions of as many jobs as fill `total_hours`."""
+    """Compare the rule with the best fixed interval on the same interruptions, over `total_hours` of jobs."""
     jobs = max(1, round(total_hours / scenario.hours))
     lives = [_lives(scenario, seed * 1_000_000 + job) for job in range(jobs)]
     paid = sum(float(life.sum()) for life in lives)
@@ -108,7 +110,7 @@ def compare(scenario: Scenario, *, seed: int, total_hours: float = TOTAL_HOURS) 
 
 
 def _lives(scenario: Scenario, seed: int) -> numpy.ndarray:
-    """Seconds from each start to its interruption, by thinning: drawn at the highest hazard, kept by the actual."""
+    """Draw the seconds from each start to its interruption, by thinning a process at the highest hazard."""
     import numpy
 
     chance = numpy.random.default_rng(seed)
@@ -123,9 +125,9 @@ def _lives(scenario: Scenario, seed: int) -> numpy.ndarray:
 
 
 def _useful_fixed(interval: float, scenario: Scenario, lives: numpy.ndarray) -> float:
-    """Seconds of work that were saved: each save takes the interval and its stall, what came after the last is lost.
+    """Return the seconds of work kept with a fixed interval: work after the last checkpoint of each life is lost.
 
-    The last life ends as meant, with a save of what there is.
+    The last life ends with a checkpoint.
     """
     import numpy
 
@@ -136,7 +138,7 @@ def _useful_fixed(interval: float, scenario: Scenario, lives: numpy.ndarray) -> 
 
 
 def _useful_by_rule(scenario: Scenario, lives: numpy.ndarray, *, told: bool) -> float:
-    """The same with the interval asked for anew after each save, as the belief then is, or told the hazard."""
+    """Return the seconds of work kept if the interval follows the estimated hazard, or the true one with `told`."""
     belief = PlannedHazard(scenario.planned_per_hour)
     save, useful, hour, at = scenario.save_seconds, 0.0, 0.0, 0.0
     for number, life in enumerate(lives):

@@ -1,9 +1,9 @@
-"""`ebbflow bench money placements`: whole jobs on a virtual AWS Batch over recorded capacity, placed as real ones are.
+"""`ebbflow bench money placements`: whole jobs on a virtual AWS Batch over recorded capacity.
 
-Each attempt is planned and placed anew by what a launcher does before a submit (`cost.plan`, `cost.capacity.decision`),
-with the history of the attempts before; only Batch itself is simulated (`virtual_batch.py`). Beside what each job
-cost stand what its first plan said, what on-demand alone would cost, and the optimum of who knows the whole future; all
-of it is compute alone, without storage and transfer.
+Each attempt is planned and placed by the code that a launcher runs before a submit (`cost.plan`,
+`cost.capacity.decision`), with the history of the attempts before it; only Batch itself is simulated
+(`virtual_batch.py`). Each job's cost is compared with its first plan, with on-demand alone, and with the optimum under
+a known future. All costs are compute only, without storage and transfer.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.money.cases import spread
 from ebbflow.cost.errors import SimulationError
 
 if TYPE_CHECKING:
@@ -33,14 +34,14 @@ SETTINGS = (
     *("cost.budget_usd=100", "batch.runnable_minutes=20"),
 )
 DEADLINES_HOURS = (6.0, 8.0, 12.0)
-# The optimum is exact on ticks only: each of the trace's is divided by so many.
+# Each tick of the trace is divided by this number, because the optimum is exact only on ticks.
 _FINER = 3
 _MARKETS = ("spot", "on_demand")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Placed:
-    """A simulated job. planned: what its first plan said of its best pool. optimum_usd: with the whole future known."""
+    """A simulated job. planned_*: forecast of its first plan. optimum_usd: cost with the whole future known."""
 
     zone: str
     start_hours: float
@@ -81,7 +82,7 @@ def _run(arguments: argparse.Namespace) -> int:
         placed(_config(deadline, arguments.set), trace, start, seed=arguments.seed + number)
         for deadline in deadlines
         for trace in traces
-        for number, start in enumerate(_spread(trace.hours - max(deadlines), arguments.starts))
+        for number, start in enumerate(spread(trace.hours - max(deadlines), arguments.starts))
     ]
     if arguments.json:
         jobs = [{**asdict(one), "regret_usd": one.regret_usd} for one in found]
@@ -94,7 +95,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def placed(config: RunConfig, trace: Trace, start_hours: float, *, seed: int) -> Placed:
-    """One job from `start_hours` of the trace on. Raises SimulationError for one that is refused from the start."""
+    """Simulate one job from `start_hours` of the trace. Raises SimulationError if the job is refused at the start."""
     from benchmarks.money.virtual_batch import BEGAN_UTC, HOUR, VirtualBatch, planned
 
     first = planned(config, BEGAN_UTC)
@@ -128,7 +129,7 @@ def placed(config: RunConfig, trace: Trace, start_hours: float, *, seed: int) ->
 
 
 def _optimum_usd(config: RunConfig, trace: Trace, up: Sequence[bool]) -> float:
-    """A lower bound: work and changeover are rounded down to ticks, nothing is redone, on-demand starts at once."""
+    """Return a lower bound: work and changeover rounded down to ticks, no redone work, immediate on-demand starts."""
     import numpy as np
 
     from benchmarks.money.virtual_batch import BEGAN_UTC, planned
@@ -180,7 +181,7 @@ def _deadlines(text: str) -> list[float]:
 
 
 def _traces(data: Path, hours: float) -> list[Trace]:
-    """All zones: in `data` the values are the number of available machines, as its SOURCE.md says."""
+    """Read all zones. In `data` the values count available machines (see its SOURCE.md)."""
     from ebbflow.cost.simulate.world import read_traces
 
     folder = data / "availability"
@@ -191,10 +192,6 @@ def _traces(data: Path, hours: float) -> list[Trace]:
         if trace.hours < hours:
             raise SimulationError(f"{trace.name}: {trace.hours:.1f} h long, and a job may take {hours:g} h")
     return traces
-
-
-def _spread(room_hours: float, count: int) -> list[float]:
-    return [room_hours * number / max(1, count - 1) for number in range(count)]
 
 
 def _text(found: Sequence[Placed], traces: Sequence[Trace]) -> str:

@@ -1,4 +1,7 @@
-"""`ebbflow bench money policy`: every policy on the published cells, single zones, gangs and the enactable rules."""
+"""`ebbflow bench money policy`: compare policies on published cells, single zones, gangs and the rules of AWS Batch.
+
+Policies are compared in pairs on the same starts: mean difference with a 95 % interval, and the worst decile.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,11 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from ebbflow.cost.errors import SimulationError
 
@@ -29,24 +35,23 @@ def add_command(benches: Any) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from benchmarks.money import parts
-    from benchmarks.money.jobs import run_cases
+    from benchmarks.money import cases
 
     makers: dict[str, Callable[..., list[Any]]] = {
-        "published": parts.published_cells,
-        "zones": parts.single_zones,
-        "gangs": parts.gangs,
-        "enactable": parts.enactable,
+        "published": cases.published_cells,
+        "zones": cases.single_zones,
+        "gangs": cases.gangs,
+        "enactable": cases.enactable,
     }
     documents = {}
     for part in arguments.parts.split(","):
         if part not in makers:
             raise SimulationError(f"no part {part!r}; there are {', '.join(PARTS)}")
         began = time.perf_counter()
-        cases = makers[part](arguments.data, arguments.starts or _STARTS[part])
-        figures = run_cases(arguments.data, cases)
-        table = _TABLES[part](list(zip(cases, figures, strict=True)))
-        table["jobs"] = sum(case.policy != "optimum" for case in cases)
+        found = makers[part](arguments.data, arguments.starts or _STARTS[part])
+        figures = cases.run_cases(arguments.data, found)
+        table = _TABLES[part](list(zip(found, figures, strict=True)))
+        table["jobs"] = sum(case.policy != "optimum" for case in found)
         table["missed"] = sum(figure.missed for figure in figures)
         table["refused"] = sum(figure.refused is not None for figure in figures)
         table["seconds"] = time.perf_counter() - began
@@ -59,7 +64,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _by_policy(rows: Sequence[Any], *, world: Callable[[Any], Any] = lambda case: None) -> dict[Any, dict[str, list]]:
-    """world → policy → dollars in the order of the starts."""
+    """Return world → policy → dollars, in the order of the starts."""
     found: dict[Any, dict[str, list]] = defaultdict(lambda: defaultdict(list))
     for case, figure in rows:
         found[world(case)][case.policy].append(figure.usd)
@@ -67,7 +72,7 @@ def _by_policy(rows: Sequence[Any], *, world: Callable[[Any], Any] = lambda case
 
 
 def _published(rows: Sequence[Any]) -> dict[str, Any]:
-    from benchmarks.money.parts import PUBLISHED_USD
+    from benchmarks.money.cases import PUBLISHED_USD
 
     usd = _by_policy(rows)[None]
     best = usd["optimum"]
@@ -118,7 +123,7 @@ def _zones(rows: Sequence[Any]) -> dict[str, Any]:
 
 
 def _beside_uniform(zone: str, usd: dict[str, list]) -> str:
-    """Of the adaptive policy in one zone: its mean regret over Uniform Progress's, and whether its worst is above."""
+    """Compare adaptive with Uniform Progress in one zone: ratio of mean regrets, and whether the worst is higher."""
     ours, theirs = (
         [value - best for value, best in zip(usd[name], usd["optimum"], strict=True)]
         for name in ("adaptive", "uniform_progress")
@@ -143,8 +148,6 @@ def _gangs(rows: Sequence[Any]) -> dict[str, Any]:
 
 
 def _enactable(rows: Sequence[Any]) -> dict[str, Any]:
-    from benchmarks.money.paired import paired, worst_decile_usd
-
     lines, notes = [], []
     for kind in ("availability", "gang"):
         worlds = _by_policy(
@@ -172,6 +175,50 @@ def _enactable(rows: Sequence[Any]) -> dict[str, Any]:
         "rows": lines,
         "notes": notes,
     }
+
+
+_RESAMPLES = 4000
+_SEED = 20230215
+
+
+@dataclass(frozen=True, slots=True)
+class Paired:
+    """Mean difference (first minus second) with a 95 % interval.
+
+    The interval is a bootstrap of blocks of neighbouring starts, because jobs that overlap in time have the same
+    interruptions and are not independent.
+    """
+
+    mean_usd: float
+    low_usd: float
+    high_usd: float
+
+
+def paired(first: Sequence[Sequence[float]], second: Sequence[Sequence[float]], block: int) -> Paired:
+    """Compare dollars per start, in order of time, one sequence per world.
+
+    Args:
+        block: Number of starts within one deadline, at least 1.
+    """
+    generator = np.random.default_rng(_SEED)
+    differences = [np.asarray(a) - np.asarray(b) for a, b in zip(first, second, strict=True)]
+    sums = np.zeros(_RESAMPLES)
+    for row in differences:
+        length = len(row)
+        width = min(max(1, block), length)
+        blocks = -(-length // width)
+        begins = generator.integers(0, length, size=(_RESAMPLES, blocks))
+        index = (begins[:, :, None] + np.arange(width)[None, None, :]).reshape(_RESAMPLES, -1)[:, :length]
+        sums += row[index % length].sum(axis=1)
+    means = sums / sum(len(row) for row in differences)
+    low, high = np.quantile(means, [0.025, 0.975])
+    return Paired(float(np.concatenate(differences).mean()), float(low), float(high))
+
+
+def worst_decile_usd(usd: Sequence[float]) -> float:
+    """Return the mean of the most expensive tenth."""
+    ordered = np.sort(np.asarray(usd))
+    return float(ordered[-max(1, len(ordered) // 10) :].mean())
 
 
 _TABLES = {"published": _published, "zones": _zones, "gangs": _gangs, "enactable": _enactable}

@@ -1,8 +1,8 @@
-"""`ebbflow bench money safety`: deadlines and budgets under the net, inside and outside of its stated conditions.
+"""`ebbflow bench money safety`: deadlines and budgets under the safety net, within and beyond its stated conditions.
 
-Inside: random jobs over all traces under every policy, the deliberately bad one too; none may be late or more than one
-tick over its budget. Outside: misses as a function of the on-demand delay and of the error of throughput; and whether
-the plan's printed probability of a miss is right for jobs that stay on spot (reliability diagram, Brier score).
+Within: random jobs over all traces under every policy, including a deliberately bad one; none may be late or more than
+one tick over its budget. Beyond: misses as a function of the on-demand delay and of the error of throughput; and the
+calibration of the plan's probability of a miss for jobs that stay on spot (reliability diagram, Brier score).
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import json
 import math
 import random
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.money.jobs import Case, Figure
+from benchmarks.money.cases import Case, Figure
 from ebbflow.cost.errors import SimulationError
 from ebbflow.cost.simulate.simulator import Deviations, SimulatedJob
 
@@ -43,7 +43,7 @@ def add_command(benches: Any) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     from benchmarks.money.calibration import calibrate
-    from benchmarks.money.jobs import run_cases
+    from benchmarks.money.cases import run_cases
     from ebbflow.cost.policy import policies
 
     names = tuple(policies()) if arguments.policies is None else tuple(arguments.policies.split(","))
@@ -64,13 +64,12 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def random_cases(data: Path, names: tuple[str, ...], count: int) -> Iterator[Case]:
-    """Jobs of 0.5–6 h (log-uniform) in every world, changeover 0.02–0.5 h, deadline 1.05–3 times the work.
+    """Draw jobs of 0.5–6 h (log-uniform) in every world, with changeovers of 0.02–0.5 h, due in 1.05–3 times the work.
 
-    Half have a budget of 0.8–1.6 times the price on demand; half commit each 0.05–0.5 h and redo what comes after.
-    Each set of rules takes a third. About a fifth is infeasible on demand, and has to be refused.
+    Half have a budget of 0.8–1.6 times the on-demand price; half commit each 0.05–0.5 h and redo the work after a
+    commit. Each set of rules gets a third. About a fifth is infeasible on demand and must be refused.
     """
-    from benchmarks.money.jobs import hours_of, zones_of
-    from benchmarks.money.parts import CELL_ZONES, RECORDED
+    from benchmarks.money.cases import CELL_ZONES, RECORDED, hours_of, zones_of
     from ebbflow.cost.simulate.world import V100_ON_DEMAND_USD_PER_HOUR as PRICE
 
     chance = random.Random(_SEED)
@@ -96,9 +95,9 @@ def random_cases(data: Path, names: tuple[str, ...], count: int) -> Iterator[Cas
 
 
 def _within(cases: list[Case], figures: list[Figure]) -> dict[str, Any]:
-    rows: dict[str, Counter[str]] = {}
+    rows: dict[str, dict[str, float]] = {}
     for case, figure in zip(cases, figures, strict=True):
-        row = rows.setdefault(case.policy, Counter())
+        row = rows.setdefault(case.policy, defaultdict(int))
         row["jobs"] += 1
         row["late"] += figure.missed
         row["over_budget"] += figure.over_budget
@@ -111,8 +110,8 @@ def _within(cases: list[Case], figures: list[Figure]) -> dict[str, Any]:
 
 
 def beyond_cases(data: Path, names: list[str], count: int) -> Iterator[tuple[tuple[str, str, float], Case]]:
-    """(what departs, policy, by how much) and its case. On-demand is stated to start within half an hour."""
-    from benchmarks.money.jobs import hours_of, zones_of
+    """Return ((deviation, policy, amount), case). On-demand is stated to start within half an hour."""
+    from benchmarks.money.cases import hours_of, zones_of
 
     zones = zones_of(data, "availability")
     for number in range(count):

@@ -1,8 +1,8 @@
-"""`ebbflow bench money speed`: time of a decision, of a simulated job and of the optimum, against pools and ticks.
+"""`ebbflow bench money speed`: time of a decision, of a simulated job and of the optimum, by pools and ticks.
 
-The traces are synthetic (capacity that comes and goes at fixed rates, fixed seed): only the time is a result. It is
-processor time of this process, which other work on the machine disturbs least. A policy that computes tables does so
-at its first decisions: each job runs twice, cold and then warm, with the tables that the process has kept.
+The traces are synthetic (capacity comes and goes at fixed rates, with a fixed seed): only the time is a result. It is
+processor time, which other load on the machine disturbs least. A policy computes its tables at its first decisions, so
+each job runs twice: cold, and then warm with the cached tables.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ebbflow.cost.errors import SimulationError
 
 _SEED = 5
 _POOLS = (1, 3, 9, 30)
-# Beyond this the optimum, which no decision waits for, takes longer than all else.
+# With more pools the optimum takes longer than everything else, and no decision waits for it.
 _OPTIMUM_POOLS = 9
 _WORK_HOURS = 48.0
 _DEADLINE_HOURS = 72.0
@@ -55,7 +55,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def measure(name: str, pools: int, tick_seconds: float) -> dict[str, Any]:
-    """A 48 h job with a deadline of 72 h under the published rules; the decision with and without the net's part."""
+    """Time a 48 h job with a deadline of 72 h under the published rules."""
     from ebbflow.cost.policy import policies
     from ebbflow.cost.policy.safety_net import SafetyNet
     from ebbflow.cost.simulate.simulator import PUBLISHED, SimulatedJob, optimum_usd, simulate
@@ -96,7 +96,7 @@ class _Timed:
 
 
 def synthetic_world(pools: int, tick_seconds: float) -> Any:
-    """Zones that lose capacity every 4 h and lack it for 3 h, in the mean, at prices of $0.9–1.8/h."""
+    """Make zones that have capacity for 4 h and none for 3 h on average, at prices of $0.9–1.8/h."""
     import numpy as np
 
     from ebbflow.cost.simulate.world import Distances, World

@@ -1,6 +1,6 @@
-"""A virtual AWS Batch for `cost.capacity.decision`: Spot comes and goes by a trace, on a clock that nobody waits for.
+"""A virtual AWS Batch for `cost.capacity`: Spot capacity follows a trace, on a simulated clock.
 
-Simulated: there is no service behind it. What a process of a real run would know goes through events, as JSON.
+There is no service behind it. Decisions read what came before from events, as separate processes do.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ebbflow.cost.capacity import Placement, batch_attempt_data, choose_placemen
 from ebbflow.cost.plan.candidates import JobProgress
 from ebbflow.cost.plan.plan import Plan, make_plan
 from ebbflow.infra.batch.jobs import BatchAttempt, Cause
-from ebbflow.infra.batch.queues import QueueState
+from ebbflow.infra.batch.queues import Market, QueueState
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.events import BATCH_ATTEMPT, PLACED, Event
 
@@ -22,8 +22,8 @@ HOUR = 3600.0
 BEGAN_UTC = 1_800_000_000.0  # of every job
 
 
-def queue(name: str, market: str | None, types: Sequence[str] = (), **known: Any) -> QueueState:
-    """Usable, unless `known` says otherwise; on demand it takes several nodes."""
+def queue(name: str, market: Market | None, types: Sequence[str] = (), **known: Any) -> QueueState:
+    """Make a usable queue; on-demand queues run jobs of several nodes. `known` overrides fields."""
     fields = {"multi_node": market == "on_demand", "usable": True, "problem": "", "arn": f"arn:{name}"} | known
     return QueueState(name=name, market=market, instance_types=tuple(types), **fields)
 
@@ -36,14 +36,14 @@ BOTH = queues(queue("spot-g5", "spot", ["g5"]), queue("on-demand-g5", "on_demand
 
 
 def planned(config: RunConfig, now_utc: float, *, share_done: float = 0.0, spent_usd: float = 0.0) -> Plan:
-    """Of what is left, the job having begun at `BEGAN_UTC`; by the static table."""
+    """Plan the rest of a job that began at `BEGAN_UTC`, at the static table's prices."""
     done = round(config.training.max_steps * share_done)
     progress = JobProgress(done_steps=done, spent_usd=spent_usd, started_utc=BEGAN_UTC)
     return make_plan(config, now_utc=now_utc, progress=progress)
 
 
 def attempt(cause: Cause, stopped: float, started: float | None, job_id: str = "", *, nodes: int = 1) -> BatchAttempt:
-    """Times in seconds after `BEGAN_UTC`."""
+    """Make a finished Batch job. Times in seconds after `BEGAN_UTC`."""
     return BatchAttempt(
         job_id=job_id or f"job-at-{stopped}",
         job_name="train",
@@ -61,7 +61,7 @@ def attempt(cause: Cause, stopped: float, started: float | None, job_id: str = "
 
 @dataclass
 class JobLog:
-    """The events of a job as its launcher writes them: placements, and what Batch told."""
+    """The events of a job as its launcher writes them: placements and ended Batch jobs."""
 
     events: list[Event] = field(default_factory=list)
 
@@ -69,13 +69,14 @@ class JobLog:
         self._add(PLACED, at, placement=placement.to_json(), attempt=0, round=1, why=placement.reason)
 
     def told(self, cause: Cause, placement: Placement, at: float, *, started: float | None, job_id: str = "") -> None:
-        """What came of the newest placement at second `at`."""
+        """Record how the newest placement ended at second `at`."""
         self._add(BATCH_ATTEMPT, at, **batch_attempt_data(attempt(cause, at, started, job_id), placement))
 
     def _add(self, name: str, at: float, **data: Any) -> None:
-        of_nobody = {"attempt": 0, "generation": 0, "node": 0, "rank": -1, "step": None}
-        clocks = {"t_wall": BEGAN_UTC + at, "t_mono": at}
-        self.events.append(Event(name=name, job="simulated", run="run-1", data=data, **of_nobody, **clocks))
+        writer: dict[str, Any] = {"attempt": 0, "generation": 0, "node": 0, "rank": -1, "step": None}
+        self.events.append(
+            Event(name=name, job="simulated", run="run-1", data=data, t_wall=BEGAN_UTC + at, t_mono=at, **writer)
+        )
 
 
 def placed_now(
@@ -87,7 +88,7 @@ def placed_now(
     spent_usd: float = 0.0,
     where: Mapping[str, QueueState] | None = None,
 ) -> Placement:
-    """Second `at` of the job: place the next attempt and write it down."""
+    """Place the next attempt at second `at` of the job, and record it."""
     plan = planned(config, BEGAN_UTC + at, share_done=share_done, spent_usd=spent_usd)
     history = read_attempts(log.events)
     placement = choose_placement(config, plan=plan, history=history, queues=where or BOTH, now_utc=BEGAN_UTC + at)
@@ -97,7 +98,7 @@ def placed_now(
 
 @dataclass
 class Course:
-    """How a job went. Seconds from its beginning; decisions: (second, placement, work hours left)."""
+    """Course of a job. Times in seconds from its beginning; decisions: (second, placement, remaining work hours)."""
 
     finished: float | None = None
     usd: float = 0.0
@@ -112,9 +113,12 @@ class Course:
 
 @dataclass
 class VirtualBatch:
-    """up: whether the Spot queue has capacity, for `gap_seconds` each, and after its end as at its end.
+    """A Spot queue and an on-demand queue.
 
-    A start on demand waits for a random time, at most as long as was stated; a loss redoes half a commit interval.
+    On-demand starts wait for a random time within the stated limit; a loss redoes half a commit interval.
+
+    Attributes:
+        up: Whether the Spot queue has capacity, per `gap_seconds`; the last value holds for ever.
     """
 
     up: Sequence[bool]
@@ -125,7 +129,7 @@ class VirtualBatch:
         return self.up[min(len(self.up) - 1, int(second // self.gap_seconds))]
 
     def next_change(self, second: float, wanted: bool) -> float:
-        """The first moment from `second` on at which capacity is `wanted`; infinite: never again."""
+        """Return the first time from `second` on at which capacity is `wanted`; infinite if never."""
         if self.has(second) is wanted:
             return second
         for index in range(int(second // self.gap_seconds) + 1, len(self.up)):
@@ -139,7 +143,7 @@ class VirtualBatch:
         whole = planned(config, BEGAN_UTC).ranked[0].case.work_hours
         limit = 10 * (config.cost.deadline_hours or 1000.0) * HOUR
         while now < limit:
-            # A process of its own decides each time: all it knows went through the store.
+            # Each decision is made by a new process, which knows only what is in the store.
             course.log.events = [Event.from_json(one.to_json()) for one in course.log.events]
             placement = placed_now(config, course.log, now, share_done=done / whole, spent_usd=course.usd)
             course.spent_before.append(course.usd)
@@ -172,6 +176,6 @@ class VirtualBatch:
 
 
 def case_of(placement: Placement) -> dict[str, Any]:
-    """Changeover and commit interval as the decision reckoned with them."""
+    """Return the state of the decision, with its changeover and commit interval."""
     assert placement.state is not None
     return placement.state
