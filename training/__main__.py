@@ -1,4 +1,4 @@
-"""`torchrun -m training CONFIG` trains; `ebbflow checkpoints|examine|certify|soak|bench …` looks closer."""
+"""`torchrun -m ebbflow.training CONFIG` trains without the pipeline; with a command's name first, that command runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _COMMANDS = ("checkpoints", "examine", "soak", "bench", "certify")
 
 
 def main(arguments: list[str]) -> None:
-    """Imports what is asked for only: looking at commits needs no torch."""
+    """Run a command, or train. Imports only what is needed: listing commits needs no torch."""
     if arguments and arguments[0] in _COMMANDS:  # not in ranks: raw logs keep their bytes
         guard_terminal()
     if arguments[:1] == ["checkpoints"]:
@@ -45,7 +45,7 @@ def main(arguments: list[str]) -> None:
 
 
 def _tie_to_parent() -> None:
-    """Before torch is imported, which takes seconds: a rank that is only starting must not outlive its agent either."""
+    """Make this process die with its parent, before torch's import, which takes seconds."""
     from ebbflow.infra.process import die_with_parent
 
     die_with_parent()

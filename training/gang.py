@@ -1,4 +1,4 @@
-"""All the ranks that must live together, as one of them sees it: who it is, and how it hears of the others."""
+"""The gang: all ranks that train together, and how one of them exchanges data with the others."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ from ebbflow.training.peer_sockets import LARGEST_ROW_BYTES, MOST_RANKS, PeerSoc
 
 @dataclass(frozen=True, kw_only=True)
 class Gang:
-    """One rank's place. device: where its model lives; `alone` when there is nobody to talk to.
+    """One rank's place in its gang.
 
     Attributes:
         ranks_per_node: ranks on each node; ranks with neighbouring numbers share a node, as with torchrun.
+        device: the device of the rank's model.
         store: the gang's own key-value store, for messages outside of collectives.
-        peers: direct connections for small rows; None where the process group carries them.
+        peers: direct connections for small rows; None if the process group carries them.
         device_note: one line if GPUs of this machine are left unused, else "".
     """
 
@@ -47,7 +48,7 @@ class Gang:
         return self.world_size == 1
 
     def gather(self, row: Tensor) -> Tensor:
-        """Every rank's row [k] as [world_size, k], equal on all ranks. Collective."""
+        """Return every rank's row `[k]` as `[world_size, k]`, equal on all ranks. Collective."""
         if self.alone:
             return row[None]
         if self.peers is not None and 0 < row.nbytes <= LARGEST_ROW_BYTES:
@@ -59,9 +60,9 @@ class Gang:
         return rows.view(self.world_size, -1)
 
     def gather_numbers(self, numbers: Sequence[float]) -> list[tuple[float, ...]]:
-        """Every rank's numbers, equal on all ranks, as float64. Collective.
+        """Return every rank's numbers as float64, equal on all ranks. Collective.
 
-        For each step, in which all is cold: where nothing but the peer sockets is needed, no tensor is made on the way.
+        Called at every step, with cold caches: over peer sockets no tensor is made.
         """
         layout = struct.Struct(f"{len(numbers)}d")
         rows = layout.pack(*numbers)
@@ -81,13 +82,18 @@ def connect(
     device_choice: DeviceChoice = "auto",
     promised_gpus: int = 0,
 ) -> Gang:
-    """Join the gang that torchrun's environment names, or stand alone without one.
+    """Join the gang that torchrun's environment names; without that environment, be a gang of one.
 
-    start_seconds: for all ranks to have come. collective_seconds: for any one collective. generation: keeps this
-    gang's keys apart from those of a dead one on the same store. device_choice: `cluster.device`. promised_gpus: of
-    each node by its placement; 0: the placement names none.
+    Args:
+        start_seconds: deadline for all ranks to join.
+        collective_seconds: deadline of any one collective.
+        generation: separates this gang's keys from those of a dead one on the same store.
+        device_choice: `cluster.device`.
+        promised_gpus: GPUs of each node in its placement; 0: the placement names none.
 
-    Raises RendezvousError, which names the missing; DeviceUnavailable where the ranks cannot have the device they want.
+    Raises:
+        RendezvousError: if ranks are missing; it names them.
+        DeviceUnavailable: if the ranks cannot use the configured device.
     """
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     own_gpus = detect_gpus(device_choice, promised=promised_gpus)
@@ -136,8 +142,9 @@ def connect(
 def leave(code: int) -> NoReturn:
     """End this process now, without the interpreter's clean-up.
 
-    With a dead peer, tearing the group down can wait for it. And even after an orderly end of gloo's group torch 2.13
-    aborts in about one of ten interpreter exits ("terminate called without an active exception").
+    Destroying the process group can wait for a dead peer. Even after an orderly end of gloo's group, torch 2.13 aborts
+    in
+    about one of ten interpreter exits ("terminate called without an active exception").
     """
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, OSError, ValueError):  # the program may have closed it
@@ -146,13 +153,13 @@ def leave(code: int) -> NoReturn:
 
 
 def disconnect() -> None:
-    """After an orderly end only."""
+    """Destroy the process group. Call it only after an orderly end."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def _open_store(environment: Mapping[str, str], rank: int, world_size: int, seconds: float) -> Store:
-    """The key-value store of the gang. Under torchrun its agent keeps it, else rank 0 does."""
+    """Open the gang's key-value store. Under torchrun its agent serves it, else rank 0."""
     host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
     kept_by_agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     is_master = rank == 0 and not kept_by_agent
@@ -176,8 +183,12 @@ def _open_store(environment: Mapping[str, str], rank: int, world_size: int, seco
 
 
 def _loopback_listener(host: str, port: int) -> int | None:
-    """A listening socket for the store of a gang on this machine: torch's own listens on every interface, and whoever
-    reaches it may read and write keys. None for any other gang, and where the port is taken: torch reports that."""
+    """Return a listening socket for the store of a gang on this machine, or None for any other gang.
+
+    torch's own socket listens on every interface, and anyone who reaches it may read and write keys. If the port is
+    taken,
+    return None; torch reports that.
+    """
     if not is_loopback(host):
         return None
     try:
@@ -188,7 +199,7 @@ def _loopback_listener(host: str, port: int) -> int | None:
 
 
 def _stay_on_loopback(host: str, environment: MutableMapping[str, str]) -> None:
-    """Have gloo and NCCL use the loopback interface in a gang on this machine; the user's own choice stands."""
+    """Make gloo and NCCL use the loopback interface in a gang on this machine, unless the user chose another."""
     name = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     if is_loopback(host) and name is not None:
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
@@ -196,7 +207,7 @@ def _stay_on_loopback(host: str, environment: MutableMapping[str, str]) -> None:
 
 
 def _roll_call(store: Store, rank: int, world_size: int, seconds: float, own_gpus: VisibleGpus) -> list[VisibleGpus]:
-    """Wait for all ranks. Returns the GPUs that each of them sees."""
+    """Wait for all ranks and return the GPUs that each of them sees."""
     keys = [f"joined/{number}" for number in range(world_size)]
     store.set(keys[rank], own_gpus.to_json())
     try:

@@ -17,7 +17,7 @@ from ebbflow.training.launch.messages import OrderRecord
 
 @dataclass(frozen=True)
 class Position:
-    """Where the job is: steps taken, and the global index of the first sample that no step has seen."""
+    """The number of steps taken, and the global index of the first sample that no step has read."""
 
     step: int = 0
     cursor: int = 0
@@ -28,7 +28,12 @@ class Position:
 
 @dataclass(frozen=True)
 class LoopResult:
-    """How the loop ended, the same on all ranks. step: the last one taken. weights_sha256: None when not computed."""
+    """The end of the loop, the same on all ranks.
+
+    Attributes:
+        step: the last one taken.
+        weights_sha256: None if not computed.
+    """
 
     outcome: Outcome
     step: int
@@ -42,7 +47,10 @@ _LOOK_SECONDS = 0.01
 
 
 class Stop(IntEnum):
-    """Where ranks differ, the largest counts: who is told to leave has seconds, who runs out of money has some more."""
+    """A reason to stop.
+
+    If ranks differ, the largest counts: a notice leaves the least time, the budget a little more.
+    """
 
     NONE = 0
     DEADLINE = 1
@@ -55,10 +63,12 @@ class Stop(IntEnum):
 
 
 class Limits:
-    """Budget and deadline of the terms, SIGTERM, and what the node's agent says.
+    """Budget, deadline, SIGTERM and the agent's requests, as reasons to stop.
 
-    elapsed_seconds: since this rank's process started. stop_seconds: from SIGTERM until the process is killed.
-    control: the agent's record, where there is an agent.
+    Args:
+        elapsed_seconds: returns the time since this rank's process started.
+        stop_seconds: time from SIGTERM until the process is killed.
+        control: the agent's requests, if there is an agent.
     """
 
     def __init__(
@@ -83,30 +93,33 @@ class Limits:
         self._told = {share for share in BUDGET_THRESHOLDS if terms and share <= terms.last_notified_threshold}
 
     def watch_signals(self) -> None:
-        """SIGTERM from now on asks for a stop at the end of the step. To be called in the main thread."""
+        """Treat SIGTERM as a drain request from now on. Call it in the main thread."""
         signal.signal(signal.SIGTERM, lambda *_: self.request_drain(self._stop_seconds - _LEAVING_SECONDS))
 
     def request_drain(self, seconds: float) -> None:
-        """Stop at the end of the step; a save may take that long. Of several times the shortest counts."""
+        """Request a stop at the end of the step, with `seconds` left for a save.
+
+        The shortest of several requests counts.
+        """
         self._asked = True
         self._killed_at = min(self._killed_at, time.monotonic() + seconds)
 
     @property
     def drain_requested(self) -> bool:
-        """By SIGTERM, or by this node's agent."""
+        """Whether SIGTERM or this node's agent requested a drain."""
         if self._control is not None and (leave_at := self._control.leave_at) < math.inf:
             self._asked = True
             self._killed_at = min(self._killed_at, leave_at - _LEAVING_SECONDS)
         return self._asked
 
     def wait_for_drain(self, seconds: float) -> None:
-        """Until this rank has been asked to leave, at most so long."""
+        """Wait at most `seconds` for a drain request."""
         limit = time.monotonic() + seconds
         while not self.drain_requested and time.monotonic() < limit:
             time.sleep(_LOOK_SECONDS)
 
     def save_wanted(self) -> bool:
-        """Whether the agent has asked for a save since the last time this was asked."""
+        """Return whether the agent asked for a save since the last call."""
         asked = 0 if self._control is None else self._control.saves
         wanted = asked > self._saves_answered
         self._saves_answered = asked
@@ -114,18 +127,21 @@ class Limits:
 
     @property
     def stop_seconds(self) -> float:
-        """Left for a last save; infinite while nobody has asked to leave."""
+        """Seconds left for a last save; infinite without a drain request."""
         return max(self._killed_at - time.monotonic(), 0.0)
 
     @property
     def spent_usd(self) -> float:
-        """Of the whole job so far, at the planned price: what ended attempts cost plus this one since its start."""
+        """Dollars that the job has cost at the planned price: ended attempts, plus this one since its start."""
         if self.terms is None:
             return 0.0
         return self.terms.spent_usd + self.usd_per_second * self._elapsed_seconds()
 
     def stop(self) -> Stop:
-        """To be asked once in each step: the time between two askings tells what one more step would cost."""
+        """Return the reason to stop now.
+
+        Call it once per step: the time between two calls estimates the next step's cost.
+        """
         self._look()
         if self.drain_requested:
             return Stop.INTERRUPTED
@@ -148,17 +164,20 @@ class Limits:
 
     @property
     def next_step_usd(self) -> float:
-        """What one more step may cost: the longest of the last ones, with the save or evaluation that came with it;
-        before the first one of an attempt, what the plan expects.
+        """The most that the next step may cost.
+
+        The longest recent step with its save or evaluation, at first the plan's figure.
         """
         expected = self.terms.step_seconds if self.terms else 0.0
         return self.usd_per_second * max(self._steps, default=expected)
 
     def new_budget_thresholds(self, stop: Stop) -> list[dict[str, float]]:
-        """The thresholds of the budget that were reached since the last call, as data of `budget` events.
+        """Return the budget thresholds that were reached since the last call, as data of `budget` events.
 
-        stop: what the ranks have agreed on; a stop for the budget is its last threshold, and what was not told before
-        is told then, since all that is left is spoken for.
+        Args:
+            stop: the reason that all ranks agreed on. A stop for the budget reaches every threshold, since the rest of
+                the
+                budget is reserved.
         """
         terms = self.terms
         if terms is None or terms.budget_usd is None:
@@ -173,7 +192,7 @@ class Limits:
         return [{"threshold": share, **known} for share in fresh]
 
     def describe(self, stop: Stop) -> str:
-        """The arithmetic behind a stop, for the message of the outcome."""
+        """Return the arithmetic behind a stop, for the outcome's message."""
         terms = self.terms
         if stop is Stop.BUDGET and terms and terms.budget_usd is not None:
             return (

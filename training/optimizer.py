@@ -1,4 +1,4 @@
-"""The optimizer and its learning rate, a pure function of the step, so that a resumed run needs no state."""
+"""The optimizer, and the learning rate as a pure function of the step: a resumed run needs no scheduler state."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _CLIP_EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 
 def make_optimizer(module: nn.Module, training: TrainingConfig) -> torch.optim.Optimizer:
-    """AdamW with decay on matrices only: norms and other vectors are not pulled to zero.
+    """Return AdamW with weight decay on matrices only, not on norms and other vectors.
 
     Fused: one kernel, and one dispatch through DTensor, for all parameters of a group.
     """
@@ -27,15 +27,18 @@ def make_optimizer(module: nn.Module, training: TrainingConfig) -> torch.optim.O
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
-    """Of every group; one of a workload's own optimizer may ask for a multiple of it, as "lr_scale"."""
+    """Set the rate of every group, times the group's "lr_scale" if a workload's own optimizer has one."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate * group.get("lr_scale", 1.0)
 
 
 def scale_and_clip(gradients: list[Tensor], *, scale: float, norm: float, limit: float | None) -> None:
-    """Multiply by `scale`, and further so that the scaled norm does not exceed `limit`, in place and in one pass.
+    """Multiply gradients by `scale`, and clip their norm to `limit`, in place and in one pass.
 
-    norm: of all gradients together once scaled. The same as scaling, then torch.nn.utils.clip_grad_norm_.
+    Equal to scaling followed by `torch.nn.utils.clip_grad_norm_`.
+
+    Args:
+        norm: the norm of all scaled gradients together.
     """
     if limit is not None:
         scale *= min(1.0, limit / (norm + _CLIP_EPSILON))
@@ -46,10 +49,11 @@ _WSD_DECAY_SHARE = 0.2  # of all steps: warm-up, stable, decay (Hu et al. 2024, 
 
 
 def learning_rate(training: TrainingConfig, step: int) -> float:
-    """The rate of step `step`, 1 … max_steps.
+    """Return the rate of step `step`, from 1 to max_steps.
 
     All types rise linearly to the peak at step `warmup_steps`. Then: constant stays; linear_warmup falls linearly,
-    cosine as half a cosine, to final_ratio × peak at max_steps; wsd stays, and falls linearly over the last fifth.
+    cosine
+    as half a cosine, to final_ratio × peak at max_steps; wsd stays, and falls linearly over the last fifth.
     """
     scheduler, peak = training.scheduler, training.learning_rate
     if step < scheduler.warmup_steps:

@@ -40,10 +40,11 @@ from ebbflow.training.workload import Workload
 
 
 def report_compilation(begun: Callable[[], Callable[[], None]]) -> Callable[[], None]:
-    """From now on `begun` is called when torch begins to compile anything, and what it returns when that is done.
+    """Call `begun` whenever torch begins to compile, and the function it returns when that compilation is done.
 
-    The hooks are private to torch, and found by trying: without them compilation is part of the phase that it happens
-    in. Where nothing has loaded the compiler there is nothing to tell. Returns what takes the hooks away.
+    The hooks are private to torch: without them, compilation counts for the phase around it. Does nothing if the
+    compiler
+    is not loaded. Returns a function that removes the hooks.
     """
     if "torch._dynamo" not in sys.modules:
         return lambda: None
@@ -65,9 +66,9 @@ def report_compilation(begun: Callable[[], Callable[[], None]]) -> Callable[[], 
 
 
 def make_mesh(gang: Gang, *, shard: int) -> DeviceMesh:
-    """shard = 1 is DDP, shard = world size FSDP2, anything between HSDP. Ranks of one shard group are neighbours.
+    """Make the device mesh with the dimensions "replicate" and "shard". Collective.
 
-    Both dimensions are there in any case; `mesh["shard"]` and `mesh["replicate"]` are the parts. Collective.
+    `shard` = 1 is DDP, the world size is FSDP2, anything between is HSDP. Ranks of one shard group are neighbours.
     """
     if not dist.is_initialized():  # alone, and started without an environment that names a gang
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
@@ -81,7 +82,7 @@ _POWERSGD_PLAIN_STEPS = 2
 
 
 def replicate_model(module: nn.Module, ddp: DdpConfig, gang: Gang) -> tuple[DistributedDataParallel, Compression]:
-    """The weights are equal already, by seed or by commit, so that nothing is broadcast. Collective."""
+    """Wrap the model in DDP. The weights are equal already, by seed or by commit, so none is broadcast. Collective."""
     group = make_mesh(gang, shard=1)["replicate"].get_group()
     model = DistributedDataParallel(
         module,
@@ -99,12 +100,14 @@ def replicate_model(module: nn.Module, ddp: DdpConfig, gang: Gang) -> tuple[Dist
 
 
 def _build_final_buckets(model: DistributedDataParallel) -> None:
-    """Let DDP make its final buckets now, by a backward pass through nothing but the parameters. Collective.
+    """Make DDP build its final buckets now, by a backward pass through the parameters alone. Collective.
 
-    It makes them after its first backward pass, in the order in which gradients came. Which rank's summand comes first
-    depends on where an element lies in its bucket, and from three ranks on that shows in the last bit: a step that a
-    resumed run takes first, and another one took later, would not be the same. With unused parameters sought, torch
-    keeps its first buckets; a static graph would take this pass for a step.
+    DDP builds them after its first backward pass, in the order in which gradients arrived. The position of an element
+    in its
+    bucket decides the order of its sum over the ranks, which from three ranks on changes the last bit. So the first
+    step
+    after a resume would differ from the same step of an uninterrupted run. With find_unused_parameters torch keeps its
+    first buckets; a static graph would take this pass for a step.
     """
     model.reducer.prepare_for_forward()
     model.reducer.prepare_for_backward([])
@@ -114,11 +117,13 @@ def _build_final_buckets(model: DistributedDataParallel) -> None:
 
 
 class Compression:
-    """What stands between a bucket of gradients and the network.
+    """Compression of gradients between a bucket and the network.
 
-    PowerSGD adds to each gradient what it left out of the one before, on every rank something else, and a commit does
-    not hold that. So it begins anew behind every commit: a rank that restores one then stands where a rank that was
-    not interrupted stands, at the price of one step's error and two uncompressed steps per commit.
+    PowerSGD adds to each gradient the error of the previous one, which differs between ranks and is not in a commit. So
+    its
+    state is reset at every commit: a rank that restores it is then equal to one that was not interrupted. The price is
+    one
+    step's error and two uncompressed steps per commit.
     """
 
     def __init__(self, model: DistributedDataParallel, kind: str) -> None:
@@ -150,7 +155,12 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def shard_model(
     module: nn.Module, units: Iterable[nn.Module], fsdp: FsdpConfig, gang: Gang, *, size: int, keep_gathered: bool
 ) -> None:
-    """In place, on the meta device. size: ranks that hold one copy; keep_gathered: from forward to backward."""
+    """Shard the model in place, on the meta device.
+
+    Args:
+        size: ranks that share one copy.
+        keep_gathered: whether weights stay gathered from forward to backward.
+    """
     mesh = make_mesh(gang, shard=size)
     options = {
         # Over one dimension alone, FSDP2 reduces in one step where HSDP's two would be the same.
@@ -189,7 +199,11 @@ _EXPENSIVE = {
 
 
 def recompute_units(units: Iterable[nn.Module], how: str) -> None:
-    """how: "full" keeps only a unit's input for backward; "selective" also what `_EXPENSIVE` lists; "none" nothing."""
+    """Recompute activations in backward.
+
+    Args:
+        how: "full" keeps only a unit's input; "selective" also the outputs of `_EXPENSIVE`; "none" recomputes nothing.
+    """
     if how == "none":
         return
     options: dict[str, Any] = {"use_reentrant": False}
@@ -206,7 +220,7 @@ def recompute_units(units: Iterable[nn.Module], how: str) -> None:
 
 
 def autocast(model: nn.Module, device_type: str, dtype: torch.dtype) -> None:
-    """The forward pass of the whole model computes in `dtype` where that is safe; parameters keep theirs."""
+    """Compute the model's forward pass in `dtype` where that is safe; parameters keep their type."""
 
     def in_dtype(kind: type[nn.Module]) -> Callable[..., Any]:
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -219,9 +233,9 @@ def autocast(model: nn.Module, device_type: str, dtype: torch.dtype) -> None:
 
 
 def compile_units(units: Sequence[nn.Module]) -> None:
-    """In place, and at the first call, for the shapes of that call: micro-batches are of one size.
+    """Compile each unit in place at its first call, for the shapes of that call, since micro-batches are of one size.
 
-    Each unit by itself and not the whole model: blocks that are equal are compiled once, and hooks between them stay.
+    Units are compiled rather than the whole model, so that equal blocks are compiled once and hooks between them stay.
     """
     # Units that differ count towards one limit, beyond which torch goes on without compiling them.
     limit = max(8, 2 * len(units))
@@ -244,9 +258,13 @@ def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Checkpoi
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """model: what to call, with the hooks that reduce gradients. module: the bare module, for saving and hashing.
+    """A model spread over the ranks.
 
-    copies: of the model, over all ranks. reduce_once: sharded gradients wait for the last micro-batch.
+    Attributes:
+        model: the model to call, with the hooks that reduce gradients.
+        module: the bare module, for saving and hashing.
+        copies: copies of the model over all ranks.
+        reduce_once: whether sharded gradients are reduced with the last micro-batch only.
     """
 
     model: nn.Module
@@ -258,7 +276,7 @@ class Spread:
 
     @contextmanager
     def gradients(self, *, last: bool) -> Iterator[None]:
-        """Around forward and backward of one micro-batch: gradients are reduced over ranks with the `last`."""
+        """Context of forward and backward of one micro-batch; gradients are reduced over ranks with the `last`."""
         model = self.model
         # A static graph cannot begin with a backward pass that reduces nothing: torch fails an assertion. So it reduces
         # each time, in every step alike, or a resumed run would add in another order than one that was not interrupted.
@@ -274,9 +292,9 @@ class Spread:
 
     @contextmanager
     def evaluating(self) -> Iterator[nn.Module]:
-        """The model in evaluation mode, without gradients. Forward passes must be as many on every rank.
+        """Context that yields the model in evaluation mode. Every rank must make the same number of forward passes.
 
-        They are not compiled: few and of another size, they would each be compiled again.
+        They are not compiled: few and of another size, each would be compiled again.
         """
         self.module.eval()
         try:
@@ -289,12 +307,12 @@ class Spread:
                     unit.reshard()  # what stays gathered until a backward pass would wait for one that never comes
 
     def gradient_tensors(self) -> list[Tensor]:
-        """This rank's part of every gradient, as plain tensors that share the gradients' memory."""
+        """Return this rank's part of every gradient, as plain tensors that share the gradients' memory."""
         gradients = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
         return [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
 
     def square_sum(self, gradients: Sequence[Tensor]) -> Tensor:
-        """This rank's share of the squared norm, float64: the shares of all ranks add up to the whole."""
+        """Return this rank's share of the squared norm in float64; the shares of all ranks add up to the whole."""
         parts = [gradient for gradient in gradients if gradient.numel()]
         if not parts:  # fewer rows than ranks, in every parameter
             return torch.zeros((), dtype=torch.float64)
@@ -303,12 +321,12 @@ class Spread:
         return norms.double().square().sum() / self.copies
 
     def discarded(self) -> None:
-        """To be called after a step whose gradients are thrown away: what was kept of them goes too."""
+        """Reset compression after a step whose gradients were discarded."""
         if self.compression is not None:
             self.compression.reset()
 
     def committed(self) -> None:
-        """To be called after every save: what a commit does not hold must not outlive it."""
+        """Reset compression after a save, since a commit does not hold its state."""
         if self.compression is not None:
             self.compression.reset()
 
@@ -316,10 +334,16 @@ class Spread:
 def spread_model(
     workload: Workload, config: RunConfig, gang: Gang, *, small_model_bytes: int = SMALL_MODEL_BYTES
 ) -> Spread:
-    """The workload's model with its initial weights, which are bit-identical in every mode and at any world size.
+    """Build the workload's model with its initial weights, bit-identical in every mode and at any world size.
 
-    One rank alone needs no mode, unless FSDP2 is to do its mixed precision or offloading. Units are changed from the
-    inside out: recompute, compile, then shard or replicate. Collective. Raises ParallelError for what cannot be done.
+    Collective.
+
+    A single rank needs no mode, unless FSDP2 provides mixed precision or offloading. Units are changed from the inside
+    out:
+    recompute, compile, then shard or replicate.
+
+    Raises:
+        ParallelError: for what this gang cannot do.
     """
     module = workload.model()
     blank, units = copy.deepcopy(module), list(workload.units(module))

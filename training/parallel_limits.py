@@ -1,7 +1,7 @@
-"""What cannot be done with a model, a gang and a machine, and why. Asked by preflight and again when ranks start.
+"""Options that a model, gang and machine do not support, and why. Used by preflight and when ranks start.
 
 Imports no torch. Rules about the configuration alone are in `ebbflow.infra.config.shape_rules`; those repeated here
-are for a configuration that came another way.
+are for configurations that did not pass through them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,12 @@ _COMPILERS = {"CXX": ("g++", "clang++"), "CC": ("gcc", "cc", "clang")}
 
 @dataclass(frozen=True, kw_only=True)
 class RankLayout:
-    """Where a model is to be spread. parameters: of the model, None where unknown. gpu: NCCL on GPUs, else gloo."""
+    """The ranks that a model is to be spread over.
+
+    Attributes:
+        gpu: NCCL on GPUs if True, else gloo.
+        parameters: of the model; None if unknown.
+    """
 
     ranks: int
     ranks_per_node: int
@@ -32,7 +37,7 @@ class RankLayout:
 
 @dataclass(frozen=True)
 class UnsupportedOption:
-    """message names key and arithmetic."""
+    """An unsupported option; the message names its key and the arithmetic."""
 
     message: str
     fix: str
@@ -42,7 +47,7 @@ class UnsupportedOption:
 
 
 def find_unsupported_options(config: RunConfig, place: RankLayout) -> list[UnsupportedOption]:
-    """All reasons against `config` in `place`; empty when it can be done."""
+    """Return every reason why `config` cannot run on this layout; empty if it can."""
     found = [*_shards(config, place), *_precision(config), *_replicas(config, place)]
     if config.parallel.compile:
         found += _compiler(place)
@@ -104,7 +109,7 @@ def _replicas(config: RunConfig, place: RankLayout) -> Iterator[UnsupportedOptio
 
 
 def _compiler(place: RankLayout) -> Iterator[UnsupportedOption]:
-    """inductor writes C++ for CPUs, with Python's own header; Triton builds its launcher for GPUs in C."""
+    """Find missing compilers: inductor writes C++ for CPUs, and Triton builds its launcher for GPUs in C."""
     variable = "CC" if place.gpu else "CXX"
     named = os.environ.get(variable, "")
     if not any(shutil.which(name) for name in ([named] if named else _COMPILERS[variable])):

@@ -1,9 +1,8 @@
-"""Small rows of numbers between all ranks of a CPU's gang, over connections of their own.
+"""Direct connections between the ranks of a CPU gang, for small rows of numbers.
 
-A step sync is a few hundred bytes on the path of every step. gloo's all-gather hands them to a thread and back, which
-takes 0.5 ms where wake-ups are slow; a write and a read, called again and again, take a tenth of that
-(`ebbflow bench overhead`). Every rank has one connection to every other, so that a row takes one way. In a
-large gang that is too many: there the group's all-gather serves.
+A step sync is a few hundred bytes, and every step waits for it. gloo's all-gather passes them to a thread and back,
+which takes 0.5 ms if wake-ups are slow; a write and a read take a tenth of that (`ebbflow bench overhead`). Every rank
+has one connection to every other rank. Large gangs would need too many; they use the process group's all-gather.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class PeerSockets:
     """One rank's connections, by rank. All ranks call `gather` in the same order, with rows of the same size."""
 
     def __init__(self, rank: int, peers: Mapping[int, socket.socket], seconds: float) -> None:
-        """seconds: for any one exchange."""
+        """Take over connected sockets; `seconds` is the deadline of any one exchange."""
         self._rank, self._peers, self._seconds = rank, dict(sorted(peers.items())), seconds
         self._number = 0
         for peer in self._peers.values():
@@ -45,10 +44,12 @@ class PeerSockets:
             peer.settimeout(seconds)
 
     def gather(self, row: bytes) -> bytes:
-        """Every rank's row, one after the other, equal on all ranks. Collective.
+        """Return every rank's row, one after the other, equal on all ranks. Collective.
 
-        Raises RuntimeError, in words that tell of a lost peer (`is_peer_loss_error`), when one is gone, is not heard
-        of within the seconds, or has called another exchange.
+        Raises:
+            RuntimeError: if a peer is lost, is silent for longer than the deadline, or called another exchange. The
+                text is one
+                that `is_peer_loss_error` recognises.
         """
         self._number += 1
         message = _HEAD.pack(self._number, len(row)) + row
@@ -69,7 +70,7 @@ class PeerSockets:
             self._lost(rank, error)
 
     def _hear(self, rank: int, own: bytes) -> memoryview:
-        """That rank's row, in a message as long as this one's own."""
+        """Return that rank's row, from a message as long as this rank's own."""
         peer, message = self._peers[rank], memoryview(bytearray(len(own)))
         head = own[: _HEAD.size]
         try:
@@ -97,10 +98,15 @@ class PeerSockets:
 def connect_peers(
     store: Store, rank: int, world_size: int, *, main: tuple[str, int], start_seconds: float, seconds: float
 ) -> PeerSockets:
-    """Connect with every other rank; who is to be found where is told through `store`. Collective.
+    """Connect to every other rank, with addresses exchanged through `store`. Collective.
 
-    main: an address by which all nodes reach the gang's main one. What leads there is the way on which the others
-    reach this rank. Raises RendezvousError, which names who did not come.
+    Args:
+        main: an address by which all nodes reach the gang's main node. The interface that leads there is the one on
+            which
+            the other ranks reach this rank.
+
+    Raises:
+        RendezvousError: if ranks are missing; it names them.
     """
     limit = time.monotonic() + start_seconds
     store.set_timeout(timedelta(seconds=start_seconds))
@@ -129,9 +135,10 @@ def connect_peers(
 
 
 def _addresses(host: str, port: int, seconds: float) -> tuple[str, str]:
-    """(what the others are told, what is listened on, "" for all interfaces).
+    """Return (the address to publish, the address to listen on; "" for all interfaces).
 
-    Where the main node's name leads to its loopback at home (as Debian's 127.0.1.1), it leads the others elsewhere.
+    If the main node's name resolves to its loopback there (as Debian's 127.0.1.1), it resolves to another address
+    elsewhere.
     """
     with socket.create_connection((host, port), seconds) as way:
         own = way.getsockname()[0]
@@ -150,10 +157,11 @@ def _listen(address: str) -> socket.socket:
 def _await_peers(
     listener: socket.socket, token: bytes, peers: dict[int, socket.socket], wanted: range, limit: float
 ) -> None:
-    """Until each wanted rank has connected and sent the gang's token. Raises TimeoutError at `limit`.
+    """Wait until each wanted rank has connected and sent the gang's token. Raises TimeoutError at `limit`.
 
-    A stranger, such as a rank of an older gang or a port scan, delays no peer: all callers are read side by side, at
-    most `_MOST_CALLERS` of them, each for at most `_HELLO_SECONDS`.
+    A stranger, such as a rank of an older gang or a port scan, delays no peer: at most `_MOST_CALLERS` connections are
+    read
+    side by side, each for at most `_HELLO_SECONDS`.
     """
     listener.setblocking(False)
     callers: dict[socket.socket, tuple[float, bytearray]] = {}  # (until when it is waited for, what it has sent)
@@ -182,7 +190,7 @@ def _await_peers(
 def _answered(
     caller: socket.socket, told: bytearray, token: bytes, peers: dict[int, socket.socket], wanted: range
 ) -> bool:
-    """Whether this caller needs no further look: it is a peer now, or was closed."""
+    """Return whether this connection is settled: it is a peer now, or was closed."""
     try:
         data = caller.recv(_HELLO.size - len(told))
     except BlockingIOError:
@@ -203,7 +211,7 @@ def _answered(
 
 
 def _read(peer: socket.socket, into: bytearray | memoryview, enough: int) -> int:
-    """Until that many bytes have come, or more of them; how many. Raises OSError."""
+    """Receive at least `enough` bytes and return how many were received. Raises OSError."""
     rest, come = memoryview(into), 0
     while come < enough:
         count = peer.recv_into(rest[come:])

@@ -1,7 +1,4 @@
-"""What a run shows while it trains: lines of the log, and live metrics.
-
-They are a fold over the events as the rank emits them: no second set of numbers, and no line in the training loop.
-"""
+"""The output of a run while it trains: log lines, and live metrics as a fold over the events that the rank emits."""
 
 from __future__ import annotations
 
@@ -33,9 +30,10 @@ _SIZE = {"cpu": 1024, "cuda": 4096}
 
 
 def peak_flops_per_second(device: torch.device, dtype: torch.dtype, kept: Path | None = None) -> float:
-    """The best of all measurements in this place: a busy machine measures too little, and none measures too much.
+    """Return the best measurement of this device: a busy machine measures too little, and none measures too much.
 
-    kept: the file with the best measurement of earlier ranks of this place, so that a restart measures briefly.
+    Args:
+        kept: the file with the best measurement of earlier ranks here, so that a restart measures briefly.
     """
     known = {"dtype": str(dtype), "device": str(device)}
     best = _kept_flops_per_second(kept, known)
@@ -47,7 +45,7 @@ def peak_flops_per_second(device: torch.device, dtype: torch.dtype, kept: Path |
 
 
 def _kept_flops_per_second(kept: Path | None, known: dict[str, str]) -> float:
-    """0 where there is no earlier measurement of the same device and type."""
+    """Return the earlier measurement of the same device and type, or 0."""
     if kept is not None:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             record = json.loads(kept.read_text())
@@ -57,9 +55,9 @@ def _kept_flops_per_second(kept: Path | None, known: dict[str, str]) -> float:
 
 
 def measure_flops_per_second(device: torch.device, dtype: torch.dtype, seconds: float = _SECONDS) -> float:
-    """Floating point operations per second of a square matrix product with this rank's threads: the best round.
+    """Return the operations per second of the best round of square matrix products.
 
-    Ranks that share a machine should measure together, as they will work together.
+    Ranks that share a machine should measure at the same time, since they will also work at the same time.
     """
     size = _SIZE.get(device.type, 1024)
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
@@ -79,9 +77,12 @@ _INTERVAL_SECONDS = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class Status:
-    """Where the job is. tokens and flops: global, of this step. at_risk_usd: spent since the last save.
+    """The figures of one progress line.
 
-    drag: what has been holding the steps up.
+    Attributes:
+        tokens, flops: of this step, over all ranks.
+        at_risk_usd: dollars spent since the last save.
+        drag: the current slowdown, or "".
     """
 
     step: int
@@ -95,7 +96,12 @@ class Status:
 
 
 class Progress:
-    """Rates are over the time since the previous line. peak: of all ranks, measured. unit: of the batches' weight."""
+    """Prints progress lines. Rates are over the time since the previous line.
+
+    Args:
+        peak_flops_per_second: of all ranks together, measured.
+        unit: the unit of a batch's weight.
+    """
 
     def __init__(
         self,
@@ -118,7 +124,7 @@ class Progress:
         self._silent_until = 0.0
 
     def step(self, status: Status) -> None:
-        """Count a step, and write a line when it is the first, the last, or ten seconds after the last line."""
+        """Count a step; print a line at the first and the last step, and ten seconds after the last line."""
         self._steps += 1
         self._tokens += status.tokens
         self._flops += status.flops
@@ -146,7 +152,7 @@ class Progress:
         return " · ".join(part for part in parts if part)
 
     def _mfu(self, seconds: float) -> str:
-        """No share above 100 %: the peak was then measured while the machine was busy."""
+        """Return the model FLOPs utilisation; none above 100 %, since then the peak was measured on a busy machine."""
         share = self._flops / seconds / self._peak if self._peak else None
         if share is None or share > 1.0:
             return "MFU unknown" if share is None else "MFU unknown (faster than the peak measured on a busy machine)"
@@ -171,10 +177,10 @@ Emit = Callable[..., Any]
 
 @contextlib.contextmanager
 def live_metrics(spec: WorkerSpec, *, rank: int, world_size: int, emit: Emit) -> Iterator[Emit]:
-    """An `emit` to use instead of `emit`: what passes through it is shown while the context lasts.
+    """Yield a replacement for `emit` that also updates this node's metrics.
 
-    On local rank 0 when metrics.port or metrics.push_url is set; elsewhere it is `emit` itself. A port that cannot be
-    had, or a gateway that is away, is one line of warning and never an error.
+    Local rank 0 serves or pushes metrics if metrics.port or metrics.push_url is set; other ranks get `emit` itself. An
+    unavailable port or gateway causes one warning and never an error.
     """
     config = RunConfig.model_validate(spec.config)
     metrics = config.metrics
@@ -195,7 +201,7 @@ def live_metrics(spec: WorkerSpec, *, rank: int, world_size: int, emit: Emit) ->
 
 
 class NodeMetrics:
-    """The board of one node, kept current by what its first rank emits."""
+    """The metrics of one node, updated from the events of its first rank."""
 
     def __init__(self, spec: WorkerSpec, config: RunConfig, *, rank: int, world_size: int) -> None:
         constant = {"job": spec.job, "node": str(spec.node)}
@@ -219,7 +225,7 @@ class NodeMetrics:
         self._begin(spec, config, world_size)
 
     def watching(self, emit: Emit) -> Emit:
-        """The same `emit`, looked at."""
+        """Return an `emit` that also updates the metrics."""
 
         def emit_and_show(name: str, *, step: int | None = None, **more: Any) -> Any:
             event = emit(name, step=step, **more)
@@ -277,7 +283,7 @@ class NodeMetrics:
         self.board.set("ebbflow_held_out_loss", data["metrics"].get("held_out_loss"))
 
     def _on_restore(self, step: int | None, data: dict[str, Any]) -> None:
-        """What was restored is durable; when it became so is another generation's knowledge."""
+        """Show the restored commit; the time at which it became durable is unknown here."""
         self.board.set("ebbflow_step", step)
         self.board.set("ebbflow_last_commit_step", parse_commit_key(data["key"])[0])
 
@@ -288,7 +294,7 @@ class NodeMetrics:
         self.board.observe("ebbflow_commit_seconds", data["seconds"])
 
     def _look(self) -> None:
-        """For each page: money runs on between steps, and the other ranks tell their agent, not this one."""
+        """Update the figures that change between events: spent dollars and heartbeats of the other ranks."""
         if self._terms is not None:
             self.board.set("ebbflow_spent_usd", self._limits.spent_usd, self._terms.price_kind)
             if self._at_risk is not None:
@@ -302,8 +308,11 @@ class NodeMetrics:
 
 
 def _address(configured: str | None) -> str:
-    """The IP address to listen on; "": all. A gang on a user's own machine serves that machine alone. In a container of
-    AWS Batch or Kubernetes even a single node is read from outside."""
+    """Return the address to listen on; "" means all.
+
+    A gang on a user's own machine serves that machine alone. A container of AWS Batch or Kubernetes is scraped from
+    outside.
+    """
     if configured is not None:
         return configured
     contained = any(name in os.environ for name in ("AWS_BATCH_JOB_ID", "KUBERNETES_SERVICE_HOST"))
@@ -323,7 +332,7 @@ def _serve(board: MetricBoard, port: int, address: str, node: int, ends: context
 
 
 def _heartbeats(spec: WorkerSpec, first: int) -> dict[int, Heartbeat]:
-    """Of this node's ranks, this one the first; none where no agent watches."""
+    """Return the heartbeats of this node's ranks, this one's first; none without an agent."""
     if spec.heartbeat_path is None:
         return {}
     folder, count = Path(spec.heartbeat_path).parent, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -1,12 +1,11 @@
 """Faults that `--rehearse` injects into a run.
 
-Those that hang never return: the rank is killed, or dies with its agent.
-
     --rehearse KIND@WHEN[:node=N|:rank=N][:seconds=S]     node-loss@60%, sleep@step:120:rank=1, notice@50%:node=0
 
-A fault strikes after its step was computed and before that step is saved, so that work really is lost; with a notice,
-so that nothing is. It fires once per job: the event it leaves behind keeps it from firing again on resume. What happens
-inside a rank is done by the functions of `ebbflow.training.rehearse`, whose names a verdict shows.
+A fault fires after its step was computed and before that step is saved, so that work really is lost; after a notice
+nothing is. It fires once per job: its event keeps it from firing again after a resume. Faults inside a rank are
+functions of this module, whose names appear in the verdict on the rank. Functions that hang never return: the rank is
+killed, or dies with its agent.
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ def busy_loop() -> None:
 
 
 def gil_held() -> None:
-    """In a C function that keeps the interpreter's lock, so that no other thread of this process runs either."""
+    """Hang in a C function that keeps the GIL, so that no other Python thread of this process runs either."""
     libc = ctypes.PyDLL(None)
     while True:
         libc.sleep(600)
 
 
 def long_regex() -> None:
-    """Takes exponential time in C, with the interpreter's lock held."""
+    """Match a regular expression that takes exponential time in C and keeps the GIL."""
     re.match(r"(a+)+$", "a" * 64 + "b")
 
 
@@ -54,7 +53,7 @@ def asleep() -> None:
 
 
 def loader_stuck() -> None:
-    """Waits for a loader process that has nothing to give."""
+    """Wait for a loader process that never returns data."""
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as loader:
         assert loader.stdout is not None
         loader.stdout.read()
@@ -65,7 +64,7 @@ def raise_error(text: str) -> None:
 
 
 def extra_collective() -> None:
-    """What `if rank == 0: all_reduce(…)` does: the other ranks never call it."""
+    """Call a collective that the other ranks never call, as `if rank == 0: all_reduce(…)` does."""
     import torch
     import torch.distributed as dist
 
@@ -73,14 +72,14 @@ def extra_collective() -> None:
 
 
 def uneven_steps() -> None:
-    """A rank that believes the epoch to be over waits for the others, who still have steps to take."""
+    """Wait for the other ranks at the end of an epoch, while they still have steps to take."""
     import torch.distributed as dist
 
     dist.barrier()
 
 
 def memory_limit(mebibytes: int) -> None:
-    """Asks for more memory than the process may have: MemoryError."""
+    """Allocate more memory than the process's limit allows, which raises MemoryError."""
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (used + mebibytes * _MIB, hard))
@@ -88,7 +87,7 @@ def memory_limit(mebibytes: int) -> None:
 
 
 def memory_balloon() -> None:
-    """Takes memory, and touches it, until somebody says no."""
+    """Allocate and touch memory until the kernel or a limit refuses."""
     held = []
     while True:
         held.append(bytearray(_BALLOON_MIB * _MIB))
@@ -96,12 +95,12 @@ def memory_balloon() -> None:
 
 
 def slow(seconds: float) -> None:
-    """One slow step. Nothing is broken."""
+    """Delay one step. Nothing is broken."""
     time.sleep(seconds)
 
 
 def collect_garbage(objects: int) -> None:
-    """A collector that has much to look at: the interpreter stands still for a second or two."""
+    """Run a garbage collection that pauses the interpreter for a second or two."""
     cycles: list[list] = []
     for _ in range(objects):
         cycle: list = []
@@ -171,16 +170,19 @@ _PATTERN = re.compile(
 
 
 class RehearsalError(InfraError):
-    """A `--rehearse` that cannot be understood or can never fire."""
+    """A `--rehearse` value that is malformed or can never fire."""
 
     outcome = Outcome.CONFIG
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """fraction: of max_steps (0 to 1), or None when `step` is given. node, rank: the target, or None: the last one.
+    """A fault to inject.
 
-    seconds: of a notice, until its machine is gone; of a slow step, that it takes longer.
+    Attributes:
+        fraction: share of max_steps (0 to 1) after which it fires; None if `step` is given.
+        node, rank: the target; None: the last one.
+        seconds: of a notice, the time until its machine is gone; of a slow step, the delay.
     """
 
     kind: str
@@ -192,7 +194,7 @@ class Fault:
 
     @classmethod
     def parse(cls, text: str) -> Fault:
-        """Read KIND@WHEN[:node=N|:rank=N][:seconds=S]. Raises RehearsalError that shows what would be right."""
+        """Parse KIND@WHEN[:node=N|:rank=N][:seconds=S]. Raises RehearsalError with a valid example."""
         match = _PATTERN.fullmatch(text)
         if match is None or match["kind"] not in KINDS:
             kinds = "\n".join(f"    {kind:16} {meaning}" for kind, meaning in KINDS.items())
@@ -214,7 +216,7 @@ class Fault:
         return cls(kind=kind, fraction=fraction, step=int(match["step"]) if match["step"] else None, **more)
 
     def check(self, *, max_steps: int, nodes: int, world_size: int) -> None:
-        """Refuse a fault that could never fire in this job. Raises RehearsalError."""
+        """Raise RehearsalError for a fault that could never fire in this job."""
         step = self.due_step(max_steps)
         if not 0 < step < max_steps:
             raise RehearsalError(
@@ -234,7 +236,7 @@ class Fault:
         return step == self.due_step(max_steps)
 
     def targets(self, *, node: int, rank: int, nodes: int, world_size: int) -> bool:
-        """Whether this rank is to strike. A node is struck by its first rank only."""
+        """Return whether this rank fires the fault. A fault of a node is fired by its first rank."""
         if self.rank is not None:
             return rank == self.rank
         wanted_node = nodes - 1 if self.node is None else self.node
@@ -244,9 +246,11 @@ class Fault:
         return node == wanted_node and rank == first_rank_of_node
 
     def strike(self, agent_pid: int | None, notice_path: str | None = None) -> None:
-        """Returns after a notice, a slow step, and a loss that the caller is to spoil. Killing the agent takes every
-        process of its node along (they die with their parent); a notice is left at `notice_path` for the agent, and
-        without one comes as SIGTERM."""
+        """Fire the fault. Returns only after a notice, a slow step or a non-finite loss, which the caller injects.
+
+        Killing the agent ends every process of its node, since they die with their parent. A notice is written to
+        `notice_path` for the agent; without a path it is a SIGTERM.
+        """
         if self.kind == NOTICE:
             if notice_path is None:
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -264,7 +268,6 @@ class Fault:
 
     @property
     def _settings(self) -> dict:
-        """Of its hook."""
         if self.kind == _SLOW_STEP:
             return {"seconds": self.seconds}
         return {"text": f"rehearsed: {self}"} if self.kind == "exception" else {}

@@ -12,9 +12,12 @@ from ebbflow.infra.events import PHASE, LedgerClass
 
 
 class Clock:
-    """Starts in STARTUP at `started` (monotonic seconds). Time is booked when it is taken, so that sums have no gap.
+    """Books every second of a rank's process in exactly one ledger class.
 
-    emit: `EventLog.emit`, or whatever takes (name, **data). now: the monotonic clock, replaceable for tests.
+    Args:
+        emit: takes (name, **data), such as `EventLog.emit`.
+        started: monotonic seconds at which STARTUP began; None: when the process started.
+        now: the monotonic clock in seconds.
     """
 
     def __init__(
@@ -33,29 +36,29 @@ class Clock:
         return self._now() - self._started
 
     def enter(self, ledger_class: LedgerClass, *, own: bool = False) -> None:
-        """own: in what begins now this rank waits for no other."""
+        """Begin to book time in `ledger_class`; `own`: this rank waits for no other in it."""
         self._book()
         self._current, self._own = ledger_class, own
 
     def booked_seconds(self, ledger_class: LedgerClass) -> float:
-        """In this class since the last `take`, up to now."""
+        """Return the seconds in this class since the last `take`."""
         self._book()
         return self._booked.get(ledger_class, 0.0)
 
     @property
     def own_seconds(self) -> float:
-        """Without waiting for other ranks, since the last `take`, up to the last `enter`."""
+        """Seconds without waiting for other ranks, from the last `take` to the last `enter`."""
         return self._own_seconds
 
     def take(self) -> dict[str, float]:
-        """Seconds by class since the last `take`, for a step's event. The running class goes on."""
+        """Return seconds by class since the last `take`, for a step's event. The current class continues."""
         self._book()
         booked, self._booked = self._booked, {}
         self._own_seconds = 0.0
         return {str(name): seconds for name, seconds in booked.items()}
 
     def emit_phases(self) -> None:
-        """What was booked, as `phase` events: for time that belongs to no step."""
+        """Emit booked time that belongs to no step as `phase` events."""
         for name, seconds in self.take().items():
             self._emit(PHASE, **{"class": name, "seconds": seconds})
 
@@ -69,9 +72,10 @@ class Clock:
 
 
 def process_start_monotonic() -> float:
-    """When this process started, on the monotonic clock: interpreter and imports are paid for as well.
+    """Return when this process started, on the monotonic clock, so that interpreter and imports are counted too.
 
-    The kernel counts a process's start in ticks since boot (proc(5), /proc/pid/stat field 22). Without /proc, now.
+    The kernel counts a process's start in ticks since boot (proc(5), /proc/pid/stat field 22). Without /proc, return
+    now.
     """
     try:
         # The second field is the command in parentheses, which may hold anything; count from its end.
@@ -105,9 +109,11 @@ _OWN_PHASES = frozenset({"data", "forward"})
 
 @dataclass(frozen=True)
 class Reporter:
-    """Phases and events. emit takes (name, step=, flush=, **data); beat takes (step, phase), where an agent watches.
+    """Reports one rank's phases to its agent, its time to the ledger, and its events.
 
-    `close` takes away, in turn, what was set up for it elsewhere and left here with `on_close`.
+    Attributes:
+        emit: takes (name, step=, flush=, **data).
+        beat: takes (step, phase), if an agent watches.
     """
 
     clock: Clock
@@ -117,13 +123,13 @@ class Reporter:
     _on_close: list[Callable[[], object]] = field(default_factory=list)
 
     def enter(self, phase: str, step: int) -> None:
-        """From now on this rank is in `phase`; its time is booked in the ledger class of that phase."""
+        """Begin `phase`; its time is booked in that phase's ledger class."""
         self._at[0] = (phase, step)
         self.beat(step, phase)
         self.clock.enter(_CLASS_OF_PHASE[phase], own=phase in _OWN_PHASES)
 
     def enter_temporarily(self, phase: str) -> Callable[[], None]:
-        """Enter `phase` in the midst of another; what is returned goes back to that one."""
+        """Begin `phase` within another; call the returned function to go back to that one."""
         before, step = self._at[0]
         self.enter(phase, step)
         return lambda: self.enter(before, step)
@@ -132,6 +138,6 @@ class Reporter:
         self._on_close.append(undo)
 
     def close(self) -> None:
-        """Nobody tells this reporter of phases any more."""
+        """Undo in reverse order what was registered with `on_close`."""
         while self._on_close:
             self._on_close.pop()()

@@ -1,4 +1,4 @@
-"""When a rank saves, when it leaves a save out, and how often: every rank decides alike, from the step sync.
+"""When a rank saves, when it skips a save, and how often.
 
 Rank 0 asks for a save, and the step sync carries the request, so that all ranks save at the same step. With "auto" the
 time between two saves is Daly's interval for the measured cost of a save (the stall, and the steps that an upload slows
@@ -36,7 +36,11 @@ _STEPS_TO_COMPARE = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """The interval in use and where it comes from. predicted_loss: share of the time, for saves and redone work."""
+    """The optimal interval and the figures behind it.
+
+    Attributes:
+        predicted_loss: share of the time that saves and repeated work take.
+    """
 
     seconds: float
     stall_seconds: float
@@ -50,7 +54,12 @@ class Choice:
 
 
 class SaveSchedule:
-    """hazard: what is believed of interruptions when this generation begins. now: the monotonic clock."""
+    """Rank 0's decision when to save, from the configuration and the measured cost of saves.
+
+    Args:
+        hazard: the estimate of interruptions when this generation begins.
+        now: the monotonic clock in seconds.
+    """
 
     def __init__(
         self,
@@ -74,7 +83,7 @@ class SaveSchedule:
         self._committed_step: int | None = None
 
     def due(self, step: int) -> bool:
-        """Whether to save after `step`."""
+        """Return whether to save after `step`."""
         if self._config.interval == "steps":
             return step % self._config.interval_steps == 0
         since = self._now() - self._saved_at
@@ -85,42 +94,42 @@ class SaveSchedule:
         return since >= self.choice().seconds
 
     def record_step(self, seconds: float, *, busy: bool) -> None:
-        """A step took so long, without its save; `busy`: while an upload was under way."""
+        """Record a step's seconds without its save; `busy`: an upload was in progress."""
         self._steps += 1
         (self._busy if busy else self._quiet).append(seconds)
         self._busy_steps += busy
 
     def saved(self, step: int, stall_seconds: float) -> None:
-        """The save of `step` held training up for so long."""
+        """Record that the save of `step` stalled training for `stall_seconds`."""
         self._saves += 1
         self._saved_at = self._now()
         self._asked_at[step] = self._saved_at - stall_seconds
         self._stalls.append(stall_seconds)
 
     def committed(self, step: int, seconds: float) -> None:
-        """The save of `step` was durable so long after it was asked for; hearing of it again changes nothing."""
+        """Record that the save of `step` took `seconds` to become durable. Repeated reports of one step are ignored."""
         if step != self._committed_step:
             self._committed_step = step
             self._uploads.append(seconds)
             self._safe_at = self._asked_at.pop(step, self._safe_at)
 
     def remember(self, exposed_seconds: float) -> None:
-        """What earlier generations of the job have lived through, as the commit that was restored says."""
+        """Add the time that earlier generations of the job ran, from the restored commit."""
         self._hazard = self._hazard.seen(0, exposed_seconds / 3600.0)
         self._exposed_before = exposed_seconds
 
     @property
     def exposed_seconds(self) -> float:
-        """In which interruptions were counted, over all generations: to be kept with the commit."""
+        """The time in which interruptions were counted, over all generations; stored with each commit."""
         return self._exposed_before + self._now() - self._began
 
     @property
     def seconds_at_risk(self) -> float:
-        """Since the state of the last commit."""
+        """Seconds since the state of the last commit."""
         return self._now() - self._safe_at
 
     def choice(self) -> Choice:
-        """What is best by what is known now; what is in use with "auto"."""
+        """Return the optimal interval under current estimates; used when the interval is "auto"."""
         stall = statistics.median(self._stalls) if self._stalls else 0.0
         upload = max(self._uploads, default=0.0)
         slow_down = self._slow_down_seconds()
@@ -137,14 +146,14 @@ class SaveSchedule:
         )
 
     def _loss(self, cost: float, upload: float, hazard: float, best: float) -> float:
-        """Of the interval that is really used: with a fixed one, the mean since the start."""
+        """Predict the loss for the interval in use; with a fixed one, for the mean interval so far."""
         used = best
         if self._config.interval != "auto" and self._saves:
             used = max((self._saved_at - self._began) / self._saves, 1e-3)
         return expected_loss(max(used, 1e-3), cost, hazard, exposed_seconds=upload)
 
     def _slow_down_seconds(self) -> float:
-        """Per save: how much longer steps are under an upload than else, times those steps."""
+        """Return the seconds per save by which uploads slow down the steps beside them."""
         if min(len(self._quiet), len(self._busy)) < _STEPS_TO_COMPARE or not self._saves:
             return 0.0
         longer = statistics.median(self._busy) - statistics.median(self._quiet)
@@ -152,49 +161,52 @@ class SaveSchedule:
 
 
 def prior_hazard(planned_per_hour: float | None, *, interruptions: int) -> PlannedHazard:
-    """The plan's hazard (None: there is no plan), corrected by the interruptions of the job so far."""
+    """Return the plan's hazard (None: there is no plan), corrected by the interruptions of the job so far."""
     plan = PlannedHazard(max(planned_per_hour or 0.0, _HAZARD_PER_HOUR))
     return plan.seen(interruptions, 0.0)
 
 
 class Saver(Protocol):
-    """One rank's. Every rank calls `save` and `wait` for the same steps."""
+    """The part of `ebbflow.training.checkpoint.Checkpointer` that the loop calls.
+
+    Every rank calls `save` and `wait` for the same steps.
+    """
 
     @property
     def last_commit(self) -> Any:
-        """The newest commit known here, with its `step`; None before there is one."""
+        """The newest commit known to this rank, with its `step`; None if there is none."""
         ...
 
     @property
     def busy(self) -> bool:
-        """Whether a save of this rank is still under way."""
+        """Whether a save of this rank is in flight."""
         ...
 
     @property
     def expected_seconds(self) -> float | None:
-        """Until a save that began now would be durable; None while that is not known."""
+        """Estimated seconds until a save that begins now is durable; None if unknown."""
         ...
 
     @property
     def last_durable(self) -> tuple[int, float] | None:
-        """(step, seconds that it took) of the last save that became durable here."""
+        """(step, seconds it took) of this rank's last durable save."""
         ...
 
     @property
     def failed_step(self) -> int | None:
-        """The step of the last save of this rank, where that failed; None where it did not."""
+        """The step of this rank's last save if that save failed, else None."""
         ...
 
     def abandon(self, step: int) -> None:
-        """Another rank failed to save `step`: it becomes no commit."""
+        """Give up the save of `step`, which failed on another rank and so becomes no commit."""
         ...
 
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Make room for what will be saved, ahead of the first save."""
+        """Allocate the staging buffers before the first save."""
         ...
 
     def before_step(self) -> None:
-        """Returns when the optimizer may change the state."""
+        """Wait until the optimizer may change the state."""
         ...
 
     def save(
@@ -206,20 +218,20 @@ class Saver(Protocol):
         *,
         deadline_seconds: float | None = None,
     ) -> float:
-        """Begin a save; how long training was held up, in seconds."""
+        """Begin a save and return the stall in seconds."""
         ...
 
     def hurry(self) -> None:
-        """Spare no bandwidth from now on."""
+        """Lift the bandwidth cap from now on."""
         ...
 
     def wait(self) -> Any:
-        """Until the newest save is a commit."""
+        """Wait until the newest save is a commit."""
         ...
 
 
 class NoSaver:
-    """Saves nothing, and remembers the steps at which it was asked to: for what is not about commits."""
+    """A saver that saves nothing and records the requested steps, for benchmarks and tests without commits."""
 
     last_commit = last_durable = expected_seconds = failed_step = None
     busy = False
@@ -234,7 +246,6 @@ class NoSaver:
         return None
 
     def restore(self, candidates: list[str], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Nothing was saved that could come back."""
         return None
 
     def before_step(self) -> None:
@@ -267,9 +278,12 @@ _LOOK_SECONDS = 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class SaveController:
-    """One rank's. extra, carried: what every commit carries besides step, cursor and money, fixed and as it is then.
+    """One rank's saves: each is made, skipped or hurried at the same step on all ranks.
 
-    save_schedule: rank 0 only.
+    Attributes:
+        extra: fixed fields of every commit besides step, cursor and spent dollars.
+        carried: returns the fields that change, for a step.
+        save_schedule: on rank 0 only.
     """
 
     config: CheckpointConfig
@@ -284,13 +298,15 @@ class SaveController:
     save_schedule: SaveSchedule | None = None
 
     def due(self, step: int) -> bool:
-        """What this rank has to say of it, rank 0's word counts. What the agent asks for waits for the save before it,
-        so that it is never left out for that."""
+        """Return this rank's vote for a save; only rank 0's counts.
+
+        A save that the agent asks for waits until the one before is durable, so that it is never skipped.
+        """
         asked = not self.saver.busy and self.limits.save_wanted()
         return asked or (self.save_schedule is not None and self.save_schedule.due(step))
 
     def save_if_due(self, at: Position, sync: StepSync, *, last: bool) -> None:
-        """What all ranks decide alike, from the step sync: save, leave it out, or save while there is time."""
+        """Save, skip the save, or save in the time that is left; all ranks decide alike from the step sync."""
         if sync.stop is Stop.INTERRUPTED:
             self._save_before_exit(at, sync)
         elif last or sync.renew:
@@ -301,7 +317,7 @@ class SaveController:
             self.save(at)
 
     def save(self, at: Position, *, deadline_seconds: float | None = None) -> None:
-        """Returns once the state is staged; it becomes durable behind training's back."""
+        """Stage the state; the upload continues in the background."""
         self.reporter.enter("checkpoint", at.step)
         extra = self.extra | self.carried(at.step)
         extra |= {"step": at.step, "cursor": at.cursor, "spent_usd": self.limits.spent_usd}
@@ -315,7 +331,7 @@ class SaveController:
             self.reporter.emit(INTERVAL, step=at.step, **self.save_schedule.choice().to_json())
 
     def _save_before_exit(self, at: Position, sync: StepSync) -> None:
-        """The last save before the machine goes, if what is measured says that it fits; else the last commit stands."""
+        """Make the last save if, by past saves, it fits into the time left; otherwise the last commit counts."""
         needed, left = sync.last_save
         self.saver.hurry()
         if needed > left:
@@ -325,7 +341,10 @@ class SaveController:
             self.save(at, deadline_seconds=max(min(left, limit), 1.0))
 
     def finish(self) -> None:
-        """Until the newest save is a commit, by the saver's own deadlines; hurried when this rank is told to leave."""
+        """Wait, within the saver's deadlines, until the newest save is a commit.
+
+        Lift the bandwidth cap after a drain request.
+        """
         self.saver.before_step()
         over = self.reporter.enter_temporarily("store")
         limit = time.monotonic() + self.config.deadline_seconds
@@ -337,7 +356,7 @@ class SaveController:
         self.saver.wait()
 
     def describe_resume_point(self, at: Position) -> str:
-        """What a later attempt finds, once nothing is under way any more."""
+        """Describe where a later attempt resumes. Called when no save is in flight."""
         commit = self.saver.last_commit
         if commit is None:
             return "there is no commit to be resumed from"
@@ -351,7 +370,7 @@ class SaveController:
             print(f"step {at.step}: not saved: {reason}", flush=True)
 
     def record_step_time(self, seconds: dict[str, float], *, saving: bool) -> dict[str, float]:
-        """What a step tells of saves; returns what the step's event has of it."""
+        """Record a step for the schedule and return the save-related fields of its event."""
         save_schedule = self.save_schedule
         if save_schedule is None:
             return {}
@@ -362,7 +381,10 @@ class SaveController:
 
     @property
     def last_save_seconds(self) -> float:
-        """What the last save before leaving would take, as far as it is known. It will be spared no bandwidth, so that
-        what saves took under a cap says nothing of it; it is then tried, and ends at its deadline."""
+        """The expected seconds of the last save before exit; 0 if unknown.
+
+        The last save has no bandwidth cap, so times measured under a cap do not count. Then it is tried until its
+        deadline.
+        """
         capped = self.config.upload_mib_per_second is not None
         return 0.0 if capped else self.saver.expected_seconds or 0.0

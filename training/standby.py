@@ -1,7 +1,7 @@
-"""`python -m training --standby`: has imported all that a rank needs, and forks one whenever its agent asks.
+"""`python -m ebbflow.training --standby`: a process with all imports done that forks ranks when its agent asks.
 
-A rank that is forked from it starts in hundredths of a second, at the first start of a gang as after a fault, and
-shares the memory of the libraries. It starts no thread and opens no device: neither survives a fork.
+A forked rank starts in hundredths of a second, at the first start of a gang as after a fault, and shares the libraries'
+memory. The standby process starts no thread and opens no device, since neither survives a fork.
 
     agent → {"start": 7, "environment": {…}, "log": "…/rank-3.log", "name": "rank 3"}
     agent ← {"ready": pid}  {"started": 7, "pid": 4711}  {"ended": 4711, "status": -9}
@@ -36,7 +36,7 @@ _LATER = (
 
 
 def serve(agent_pid: int) -> None:
-    """Fork ranks until the agent closes the pipe, then exit; returns in each rank, with its environment in place."""
+    """Fork ranks until the agent closes the pipe, then exit; return in each rank, with its environment set."""
     die_with_parent(agent_pid)
     for number in _LEFT_TO_THE_AGENT:
         signal.signal(number, signal.SIG_IGN)
@@ -52,7 +52,7 @@ def serve(agent_pid: int) -> None:
 
 
 class _Desk:
-    """Hears the agent and reaps the ranks, whichever comes first."""
+    """Receives the agent's requests and reaps ranks that ended."""
 
     def __init__(self) -> None:
         self._woken, waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -63,7 +63,7 @@ class _Desk:
         _answer({"ready": os.getpid()})
 
     def await_birth(self) -> dict[str, Any]:
-        """Returns in the child only, with what it was asked to be."""
+        """Fork a child for each request; return only in a child, with its request."""
         while True:
             ready, _, _ = select.select([0, self._woken], [], [])
             if self._woken in ready:
@@ -101,12 +101,12 @@ def _reap() -> None:
 
 
 def _answer(message: dict[str, Any]) -> None:
-    """A line is far shorter than what a pipe takes in one piece."""
+    """Write one line, which is short enough for a pipe to take whole."""
     os.write(1, json.dumps(message).encode() + b"\n")
 
 
 def _become(request: dict[str, Any], parent_pid: int) -> None:
-    """In the child: a process like one that was started by itself."""
+    """Turn the forked child into a process like one that was started by itself."""
     die_with_parent(parent_pid)
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)

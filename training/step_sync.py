@@ -1,12 +1,12 @@
-"""The step sync: one small all-gather per step in which every rank tells every other where it is.
+"""The step sync: one small all-gather per step in which every rank shares its figures and requests with all others.
 
-From it all ranks learn the same things at the same step: the exact mean loss, the total weight, the gradient norm, a
-number that is not finite and whose it is, ranks that have gone apart, who is slow, and whether to stop.
+From it all ranks learn the same facts at the same step: the exact mean loss, the total weight, the gradient norm, a
+non-finite number and its rank, ranks that are at different steps, stragglers, and whether to stop.
 
-On a CPU the step sync is read at once. On a GPU reading it would make the host wait for the device at every step. There
-the row and the gathered rows stay on the device, the scale of the gradients is computed from them there, the optimizer
-step is guarded on the device (the `found_inf` tensor of fused AdamW), and the host reads the rows of step s while step
-s + 1 runs; every decision then falls one step later, on all ranks alike. `Row` and `StepSync` are the halves to keep.
+On a CPU the result is read at once. On a GPU that would make the host wait for the device at every step. There the rows
+are to stay on the device, the gradients' scale is computed there, and the optimizer step is guarded there (`found_inf`
+of fused AdamW). The host reads the rows of step s while step s + 1 runs, so every decision falls one step later, on all
+ranks alike. `Row` and `StepSync` are written for both.
 """
 
 from __future__ import annotations
@@ -32,8 +32,13 @@ DATA_SHARE = 0.15
 
 @dataclass(frozen=True, kw_only=True)
 class Slowdown:
-    """rank: the one that is slow, or waits longest for its data. share: of the step's time, lost to it; the mean of
-    the steps in a row. ratio: its own time over the median of the others'."""
+    """A straggler, or a rank that waits for its data.
+
+    Attributes:
+        rank: the straggler, or the rank that waits longest for its data.
+        share: lost share of the step's time, the mean over the consecutive steps.
+        ratio: the straggler's own time over the median of the others'.
+    """
 
     action: GuardAction
     rank: int
@@ -48,7 +53,11 @@ class Slowdown:
 
 
 def slowest(own_seconds: Sequence[float]) -> tuple[int, float]:
-    """(rank, its time over the median of the others'). own_seconds: what ranks spend without waiting for each other."""
+    """Return the straggler and its time over the median of the others'.
+
+    Args:
+        own_seconds: per rank, the time without waiting for other ranks.
+    """
     rank = max(range(len(own_seconds)), key=own_seconds.__getitem__)
     others = [seconds for other, seconds in enumerate(own_seconds) if other != rank]
     if not others:
@@ -57,13 +66,19 @@ def slowest(own_seconds: Sequence[float]) -> tuple[int, float]:
 
 
 class PaceMonitor:
-    """Each drag is told once, when it has lasted; and again when it comes back after a step without it."""
+    """Detects slowdowns that last. Each is reported once, and again if it returns after a normal step."""
 
     def __init__(self) -> None:
         self._streaks = {action: _Streak() for action in (GuardAction.SLOW_RANK, GuardAction.DATA_BOUND)}
 
     def note(self, own_seconds: Sequence[float], data_seconds: Sequence[float], step_seconds: float) -> list[Slowdown]:
-        """One step. Per rank: seconds of data and forward, of data alone. step_seconds: of the longest rank."""
+        """Record a step and return the slowdowns to report now.
+
+        Args:
+            own_seconds: per rank, seconds of data and forward.
+            data_seconds: per rank, seconds of data alone.
+            step_seconds: of the slowest rank.
+        """
         whole = max(step_seconds, 1e-9)
         rank, ratio = slowest(own_seconds)
         lost = (1 - 1 / ratio) * own_seconds[rank] / whole if ratio > SLOW_RATIO else 0.0
@@ -80,7 +95,7 @@ class PaceMonitor:
 
     @property
     def now(self) -> str:
-        """What lasts at the moment, for the line that a human sees."""
+        """The current slowdown, for the progress line."""
         return ", ".join(streak.told.reason for streak in self._streaks.values() if streak.told is not None)
 
 
@@ -90,7 +105,7 @@ class _Streak:
         self.told: Slowdown | None = None
 
     def note(self, drag: Slowdown, dragging: bool) -> Slowdown | None:
-        """The drag, with the means of its streak, at the step at which it has lasted long enough."""
+        """Return the slowdown, with the means of its streak, at the step at which it has lasted long enough."""
         same = not self._drags or self._drags[-1].rank == drag.rank or drag.action is GuardAction.DATA_BOUND
         if not dragging or not same:
             self._drags, self.told = [], None
@@ -111,10 +126,11 @@ class _Streak:
 
 
 class Row(NamedTuple):
-    """What one rank tells: numbers only, and a tuple, since every step makes one for each rank.
+    """One rank's part of the step sync, as float64 numbers.
 
-    loss_sum, weight, flops: over its micro-batches. square_sum: its share of the squared norm of the summed gradients,
-    as reduced. The seconds are its own, of this step.
+    Attributes:
+        loss_sum, weight, flops: over the rank's micro-batches.
+        square_sum: the rank's share of the squared norm of the reduced gradients.
     """
 
     step: float
@@ -148,17 +164,17 @@ class StepSync:
 
     @property
     def loss(self) -> float:
-        """Exact mean: the sum of all ranks' loss sums over the sum of their weights, in float64."""
+        """Exact mean loss: the sum of all ranks' loss sums over the sum of their weights, in float64."""
         return sum(row.loss_sum for row in self.rows) / self.weight
 
     @property
     def scale(self) -> float:
-        """Turns gradients that were averaged over ranks (as DDP and FSDP do) into those of the mean loss."""
+        """Factor from gradients averaged over ranks (as DDP and FSDP do) to those of the mean loss."""
         return len(self.rows) / self.weight
 
     @property
     def gradient_norm(self) -> float:
-        """Of the mean loss, over all parameters, before clipping."""
+        """Norm of the mean loss's gradient over all parameters, before clipping."""
         return self.scale * math.sqrt(sum(row.square_sum for row in self.rows))
 
     @property
@@ -171,27 +187,27 @@ class StepSync:
 
     @property
     def save_due(self) -> bool:
-        """Rank 0's word, so that all ranks save after the same step."""
+        """Rank 0's request for a save, so that all ranks save after the same step."""
         return bool(self.rows[0].save_due)
 
     @property
     def saving(self) -> list[int]:
-        """Ranks whose last save is still under way."""
+        """Ranks with a save in flight."""
         return [rank for rank, row in enumerate(self.rows) if row.saving]
 
     @property
     def failed_save(self) -> int:
-        """The newest step that a rank failed to save, 0 without any."""
+        """The newest step that a rank failed to save, or 0."""
         return int(max(row.failed_save for row in self.rows))
 
     @property
     def last_save(self) -> tuple[float, float]:
-        """(seconds that a save would take on the slowest rank, seconds that are left for one)."""
+        """(expected seconds of a save on the slowest rank, seconds left for one)."""
         return max(row.save_seconds for row in self.rows), min(row.stop_seconds for row in self.rows)
 
     @property
     def non_finite(self) -> str:
-        """Which number is not finite, on which rank; empty when all are finite."""
+        """The non-finite number and its ranks; "" if all are finite."""
         ranks = [str(rank) for rank, row in enumerate(self.rows) if not math.isfinite(row.loss_sum)]
         if ranks:
             return f"loss is not finite on rank {', '.join(ranks)}"
@@ -202,7 +218,7 @@ class StepSync:
 
     @property
     def slowest(self) -> tuple[int, float]:
-        """(rank, its own time over the median of the others')."""
+        """The straggler and its own time over the median of the others'."""
         return slowest(self.own_seconds)
 
     @property
@@ -215,7 +231,7 @@ class StepSync:
 
     @property
     def step_seconds(self) -> float:
-        """Of the longest rank, up to the step sync."""
+        """Seconds of the slowest rank up to the step sync."""
         return max(row.compute_seconds + row.data_seconds for row in self.rows)
 
     @property
@@ -228,7 +244,7 @@ class StepSync:
         return [rank for rank, row in enumerate(self.rows) if row.renew]
 
     def check(self) -> None:
-        """Raises DivergenceError when ranks are at different places; the minority, or the higher ranks, are named."""
+        """Raise DivergenceError if ranks are at different steps or samples. Names the minority, or the higher ranks."""
         places = [(int(row.step), int(row.cursor)) for row in self.rows]
         if len(set(places)) > 1:
             usual = max(places, key=lambda place: (places.count(place), -places.index(place)))
@@ -244,7 +260,7 @@ class StepSync:
 
 
 def exchange(gang: Gang, row: Row) -> StepSync:
-    """Tell, hear and check. Collective."""
+    """Share this rank's row, and check and return all ranks' rows. Collective."""
     sync = StepSync([Row._make(numbers) for numbers in gang.gather_numbers(row)])
     sync.check()
     return sync

@@ -1,10 +1,9 @@
-"""The parts of one rank's training, put together for the loop, and the chores around a step.
+"""The trainer: one rank's parts, put together for the loop, and the chores around a step.
 
-A rank cannot leave by itself: others may stand in a collective that waits for it, of a sharded model or of the user's
-own. And a collective in which they agreed would be out of place among the user's. So they agree beside all collectives,
-through the gang's key-value store: a rank that was told to leave gives its vote before a forward pass and waits a
-moment. With the last rank's vote all leave; a vote that is not answered in time is taken back for good, and the pass is
-made. That is the case while somebody has not heard yet, or stands in a collective.
+All ranks stop an evaluation together. A rank cannot stop alone, since others may be in a collective that waits for it,
+and a collective of ours would be out of place among the user's. So ranks agree outside of collectives, through the
+gang's key-value store: a rank with a drain request votes before a forward pass and waits for the others' votes. If all
+vote, all stop. A vote that is not answered in time is withdrawn, and the pass is made.
 """
 
 from __future__ import annotations
@@ -47,12 +46,17 @@ _LEAVE = "leave"
 
 
 class _Left(BaseException):
-    """No Exception, which the user's code might catch."""
+    """Ends an evaluation; not an `Exception`, which the user's code might catch."""
 
 
 class Evaluation:
-    """One rank's, over all its evaluations. vote_seconds: that a vote waits for the others' at least; as long as the
-    longest pass took where that is more, since ranks that are in no collective together look at different times."""
+    """The evaluations of one rank, which all ranks can leave together.
+
+    Args:
+        vote_seconds: the least time that a vote waits for the others. If the longest forward pass took longer, a vote
+            waits
+            that long, since ranks that share no collective vote at different times.
+    """
 
     def __init__(self, gang: Gang, limits: Limits, *, vote_seconds: float = VOTE_SECONDS) -> None:
         self._gang, self._limits, self._vote_seconds = gang, limits, vote_seconds
@@ -60,9 +64,9 @@ class Evaluation:
         self._pass_seconds, self._looked_at = 0.0, math.inf
 
     def run(self, workload: Workload[Any], spread: Spread) -> Mapping[str, float] | None:
-        """The metrics, or None when all ranks were told to leave and have left it. Collective.
+        """Return the metrics, or None if all ranks left after a drain request. Collective.
 
-        Only passes of the whole model are looked between; an evaluation that makes none is as long as it is.
+        Ranks can leave only between forward passes of the whole model.
         """
         self._evaluations, self._votes = self._evaluations + 1, 0
         self._pass_seconds, self._looked_at = 0.0, math.inf
@@ -96,7 +100,10 @@ class Evaluation:
             return False
 
     def _vote(self, store: Store) -> bool:
-        """Whether all ranks leave. Of a ballot one word holds, the first: the last voter's, or a refusal."""
+        """Return whether all ranks leave.
+
+        The first word set for a ballot counts: the last voter's "leave", or a refusal.
+        """
         ballot = store.add("ballots", 0)
         if store.add(f"votes-{ballot}", 1) == self._gang.world_size:
             return self._word(store, ballot, _LEAVE) == _LEAVE
@@ -119,7 +126,11 @@ _WORD_SECONDS = 2.0  # less than any silence that is remarkable
 
 @dataclass(kw_only=True)
 class Rehearsal:
-    """A fault to inject, and what it needs to know to aim. spoils_loss: of the next step, on this rank."""
+    """A fault to inject, and the facts that decide where.
+
+    Attributes:
+        spoils_loss: the next step of this rank reports a non-finite loss.
+    """
 
     fault: Fault
     node: int
@@ -131,9 +142,11 @@ class Rehearsal:
 
 @dataclass(frozen=True, kw_only=True)
 class Trainer:
-    """One rank's parts. extra: what every commit carries besides step, cursor and money.
+    """The parts of one rank's training.
 
-    progress, save_schedule: rank 0 only.
+    Attributes:
+        extra: fields of every commit besides step, cursor and spent dollars.
+        progress, save_schedule: on rank 0 only.
     """
 
     config: RunConfig
@@ -170,7 +183,7 @@ class Trainer:
         self.reporter.enter(phase, step)
 
     def seed_random_numbers(self, step: int) -> None:
-        """The state is a function of (seed, step, rank), so that a resumed run draws what the first would have."""
+        """Seed torch with a function of (seed, step, rank), so that a resumed run draws the same numbers."""
         text = f"{self.config.training.seed}\n{step}\n{self.gang.rank}"
         seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
         if self.gang.device.type == "cpu":  # torch.manual_seed asks each other kind of device: 0.1 to 0.3 ms a step
@@ -182,7 +195,7 @@ class Trainer:
         return Cursor(at.cursor, self.config.training.batch_size).share(self.gang.rank, self.gang.world_size)
 
     def stop_before_first_step(self) -> Stop:
-        """Who was told to leave while it started takes no step, and the others with it. Collective."""
+        """Return INTERRUPTED if any rank was asked to stop during start-up; then no rank takes a step. Collective."""
         asked = torch.tensor([float(self.limits.drain_requested)], dtype=torch.float64, device=self.gang.device)
         return Stop.INTERRUPTED if bool(self.gang.gather(asked).any()) else Stop.NONE
 
@@ -213,19 +226,19 @@ class Trainer:
         return sync
 
     def _loss_sum(self, loss: Loss) -> float:
-        """A rehearsed loss that is no number is told as one; the gradients are as they are."""
+        """Return the loss, or NaN for a rehearsed non-finite loss; the gradients are unchanged."""
         if self.rehearsal is not None and self.rehearsal.spoils_loss:
             self.rehearsal.spoils_loss = False
             return math.nan
         return float(loss.sum)
 
     def _seconds_to_go(self, at: Position) -> float:
-        """Of the job, as fast as this start has been so far."""
+        """Estimate the rest of the job from the mean step time of this start."""
         taken, to_go = at.step - self.start.step, self.config.training.max_steps - at.step
         return self.reporter.clock.elapsed_seconds / taken * to_go if taken else 0.0
 
     def judge(self, at: Position, sync: StepSync) -> Judgement:
-        """Whether the optimizer may take its step, which all ranks decide alike."""
+        """Decide whether the optimizer takes its step; all ranks decide alike."""
         judgement = self.guards.judge(at, sync, lambda: self._settle(at))
         if judgement.action is Action.SKIP:
             self.spread.discarded()
@@ -236,7 +249,7 @@ class Trainer:
         self.saver.wait()
 
     def record_step(self, at: Position, sync: StepSync, learning_rate: float, judgement: Judgement) -> None:
-        """The step's event, with all time since the last one; on rank 0 also what concerns the whole gang."""
+        """Emit the step's event with all time since the last one, on rank 0 with the gang's figures."""
         data: dict[str, Any] = {
             "loss": sync.loss,
             "tokens": sync.weight,
@@ -279,7 +292,10 @@ class Trainer:
             )
 
     def rehearse_fault(self, step: int) -> None:
-        """After the step and before its save, so that work really is lost."""
+        """Inject the fault, if it is due here.
+
+        Called after the step and before its save, so that work really is lost.
+        """
         aim = self.rehearsal
         if aim is None or not aim.fault.due(step, self.config.training.max_steps):
             return
@@ -300,7 +316,7 @@ class Trainer:
             self.limits.wait_for_drain(_WORD_SECONDS)  # short steps would be over before the agent has heard it
 
     def renew_if_due(self, at: Position, sync: StepSync, *, last: bool) -> None:
-        """Behind the save. Raises MemoryGrowth where a rank's memory is about to run out."""
+        """Raise MemoryGrowth if a rank's memory is about to run out. Called after the save."""
         if sync.renew and not last:
             self.guards.renew(at, sync, self.saver)
 
@@ -309,7 +325,7 @@ class Trainer:
         return Evaluation(self.gang, self.limits)
 
     def evaluate(self, at: Position) -> Stop:
-        """Stop.INTERRUPTED where all ranks have left it, since they were told to leave. Collective."""
+        """Evaluate; return Stop.INTERRUPTED if all ranks left the evaluation after a drain request. Collective."""
         self.enter("evaluation", at.step)
         metrics = self.evaluation.run(self.workload, self.spread)
         if metrics is None:
@@ -325,7 +341,7 @@ class Trainer:
         return Stop.NONE
 
     def end(self, at: Position, outcome: Outcome, message: str = "") -> LoopResult:
-        """Wait for the save in flight to be committed, then tell the outcome. Collective."""
+        """Wait until the in-flight save is committed, then emit the outcome. Collective."""
         self.enter("checkpoint", at.step)
         try:
             self.save_controller.finish()

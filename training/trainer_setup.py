@@ -1,4 +1,4 @@
-"""Puts one rank's parts together: data, model, optimizer, commits, limits, progress."""
+"""Build one rank's trainer: data, model, optimizer, commits, limits, progress."""
 
 from __future__ import annotations
 
@@ -51,10 +51,11 @@ _RECORD_SECONDS = 30.0  # for a store in trouble to give the record of the gener
 
 
 def build_trainer(spec: WorkerSpec, gang: Gang, *, nodes: int, reporter: Reporter, saver: Checkpointer) -> Trainer:
-    """A trainer at the newest commit of the spec's candidates, or at the start. Collective.
+    """Build the trainer of one rank. Collective.
 
-    Raises DataError when that commit was trained on other data, CheckpointError when no candidate can be restored,
-    WorkloadError for a workload that cannot be trained as it is.
+    Raises:
+        WorkloadError: for a workload that cannot be trained as it is.
+        ParallelError: for a way to spread the model that this gang cannot do.
     """
     config = apply_overrides(RunConfig.model_validate(spec.config), Overrides.from_json(spec.overrides))
     terms = Terms.from_json(spec.terms) if spec.terms else None
@@ -104,9 +105,13 @@ def build_trainer(spec: WorkerSpec, gang: Gang, *, nodes: int, reporter: Reporte
 def open_saver(
     spec: WorkerSpec, gang: Gang, emit: Emit, waiting: Callable[[], Callable[[], None]] | None = None
 ) -> Checkpointer:
-    """The commits of this gang's generation. waiting: see `ebbflow.training.checkpoint.inflight_save.SaveTracker`.
+    """Open the commits of this gang's generation.
 
-    Raises DamagedLineage or StoreError when its record cannot be read.
+    Args:
+        waiting: see `ebbflow.training.checkpoint.inflight_save.SaveTracker`.
+
+    Raises:
+        DamagedLineage, StoreError: if the generation's record cannot be read.
     """
     checkpoint = RunConfig.model_validate(spec.config).checkpoint
     job_store = Store.open(spec.store_uri).sub(job_prefix(spec.job))
@@ -127,7 +132,7 @@ def open_saver(
 
 
 def _read_generation(job_store: Store, spec: WorkerSpec) -> Generation:
-    """A store that refuses for a while must cost no start. Raises as `open_saver`."""
+    """Read the generation's record, with retries: a short store outage must not cost a start."""
     return retry_until_deadline(
         lambda: read_generation(job_store, spec.generation, spec.generation_id),
         _RECORD_SECONDS,
@@ -148,7 +153,12 @@ def retention_policy(checkpoint: CheckpointConfig) -> RetentionPolicy:
 
 
 def restore(trainer: Trainer, saver: Checkpointer, candidates: list[str]) -> Position:
-    """Load the newest candidate that is sound, and say where it leaves off. Collective."""
+    """Load the newest sound candidate and return where it continues. Collective.
+
+    Raises:
+        DataError: if that commit was trained on other data.
+        CheckpointError: if no candidate can be restored.
+    """
     if candidates:
         trainer.enter("restore", 0)
     begun = time.monotonic()
@@ -181,7 +191,7 @@ def restore(trainer: Trainer, saver: Checkpointer, candidates: list[str]) -> Pos
 
 
 def begin(trainer: Trainer) -> Position:
-    """The start of a job: from its initial weights, where it has any. Raises WorkloadError when they do not fit."""
+    """Start a job, from its initial weights if it has any. Raises WorkloadError if they do not fit the model."""
     path = trainer.config.training.initial_weights
     if path is not None:
         trainer.enter("restore", 0)
@@ -196,7 +206,7 @@ def begin(trainer: Trainer) -> Position:
 
 
 def _rejected(rejected: RejectedCommit, restored: RestoreResult) -> dict[str, Any]:
-    """What is lost with a damaged commit: steps, and what was paid between the two; null where it cannot be read."""
+    """Describe what is lost with a damaged commit: steps, and dollars if both commits record them."""
     at_rejected, at_restored = ((extra or {}).get("spent_usd") for extra in (rejected.extra, restored.extra))
     lost_usd = None if at_rejected is None or at_restored is None else at_rejected - at_restored
     loss = {"lost_steps": rejected.step - restored.step, "lost_usd": lost_usd}
@@ -211,7 +221,7 @@ def make_reporter(spec: WorkerSpec, clock: Clock, emit: Emit) -> Reporter:
 
 
 def _optimizer(workload: Workload, module: nn.Module, config: RunConfig) -> torch.optim.Optimizer:
-    """The workload's own where it brings one."""
+    """Return the workload's own optimizer if it has one, else AdamW."""
     own = getattr(workload, "optimizer", None)
     if own is None:
         return make_optimizer(module, config.training)
@@ -220,7 +230,7 @@ def _optimizer(workload: Workload, module: nn.Module, config: RunConfig) -> torc
 
 
 def _kept_peak(spec: WorkerSpec) -> Path | None:
-    """What a rank measures holds for the one that takes its place among as many."""
+    """Return the file that keeps a rank's measured peak for its replacement at the same number of ranks."""
     name = f"peak-{os.environ.get('LOCAL_RANK', '0')}-of-{spec.colocated_ranks}.json"
     return Path(spec.kept_path) / name if spec.kept_path else None
 
@@ -228,7 +238,7 @@ def _kept_peak(spec: WorkerSpec) -> Path | None:
 def _progress(
     gang: Gang, config: RunConfig, terms: Terms | None, reporter: Reporter, *, unit: str, kept: Path | None
 ) -> Progress | None:
-    """Measures the peak on all ranks at once, as they will work. Collective."""
+    """Measure the peak on all ranks at the same time, and return rank 0's progress. Collective."""
     dtype = torch.bfloat16 if config.fsdp.use_mixed_precision else torch.float32
     own = peak_flops_per_second(gang.device, dtype, kept)
     reporter.emit(PEAK, flops_per_second=own, dtype=str(dtype).removeprefix("torch."))
@@ -239,13 +249,13 @@ def _progress(
 
 
 def _unit(spec: WorkerSpec) -> str:
-    """What the lines count: tokens are said short."""
+    """Return the unit of progress lines; tokens are abbreviated."""
     unit = spec.prepared.get("weight_unit", "tokens")
     return "tok" if unit == "tokens" else str(unit)
 
 
 def _save_schedule(spec: WorkerSpec, config: RunConfig, terms: Terms | None) -> SaveSchedule:
-    """Each generation but the first followed an interruption, of whatever kind."""
+    """Return the schedule; each generation but the first counts as one interruption."""
     planned = terms.hazard_per_hour if terms is not None else None
     return SaveSchedule(config.checkpoint, prior_hazard(planned, interruptions=max(0, spec.generation - 1)))
 

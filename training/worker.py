@@ -1,4 +1,7 @@
-"""One rank: from its process to its result file."""
+"""One rank.
+
+From the start of its process to its result file, with or without an agent (`torchrun -m ebbflow.training`).
+"""
 
 from __future__ import annotations
 
@@ -63,8 +66,13 @@ _claim: Claim | None = None  # rank 0's hold on the job
 
 @dataclass(frozen=True)
 class Request:
-    """What the command line asks for. sources: of every value of the configuration; path: its file. permits: what a
-    start may give up (`ebbflow.training.checkpoint.rollback`). take_over: the job from a launcher that runs it.
+    """The command line of training without the pipeline.
+
+    Attributes:
+        sources: the origin of every value of the configuration.
+        path: the configuration file.
+        permits: losses that the start may accept (`ebbflow.training.checkpoint.rollback`).
+        take_over: whether to take the job over from a launcher that runs it.
     """
 
     config: RunConfig
@@ -76,7 +84,7 @@ class Request:
 
 
 def parse_arguments(arguments: list[str]) -> Request:
-    """CONFIG [--set KEY=VALUE ...] [--job NAME]. Raises ConfigError with every problem of the configuration."""
+    """Parse CONFIG [--set KEY=VALUE ...] [--job NAME]. Raises ConfigError with every problem of the configuration."""
     parser = argparse.ArgumentParser(
         prog="torchrun -m training",
         description="Train without the pipeline: no plan, no retry, commits and events.",
@@ -101,9 +109,9 @@ def parse_arguments(arguments: list[str]) -> Request:
 
 
 def share_spec(request: Request, gang: Gang) -> WorkerSpec:
-    """Rank 0 claims the job, prepares the data and opens the generation; the others hear of it. Collective.
+    """Claim the job, prepare data and open the generation on rank 0, and share the result with all ranks. Collective.
 
-    Where another launcher runs the job, rank 0 says so and every rank exits with 3.
+    If another launcher runs the job, rank 0 prints that and every rank exits with 3.
     """
     if gang.alone:
         return _spec_or_refusal(request) or leave(Outcome.PREFLIGHT.exit_code)
@@ -120,13 +128,13 @@ def share_spec(request: Request, gang: Gang) -> WorkerSpec:
 
 
 def release_job() -> None:
-    """Let the next launcher have the job at once. Does nothing in a process that holds none."""
+    """Release the claim on the job, so that the next launcher can have it at once. Does nothing without a claim."""
     if _claim is not None:
         _claim.release()
 
 
 def _spec_or_refusal(request: Request) -> WorkerSpec | None:
-    """None where another launcher runs the job, which is said."""
+    """Return the spec, or None with a message if another launcher runs the job."""
     try:
         return _make_spec(request)
     except JobIsRunning as error:
@@ -135,7 +143,7 @@ def _spec_or_refusal(request: Request) -> WorkerSpec | None:
 
 
 def _claim_job(job_store: Store, job: str, *, take_over: bool) -> None:
-    """Claim the job, and from then on leave like after SIGTERM when another launcher takes it over."""
+    """Claim the job; drain as after SIGTERM if another launcher takes it over."""
     global _claim
 
     def leave_to_successor() -> None:
@@ -194,11 +202,17 @@ def _make_spec(request: Request) -> WorkerSpec:
 
 
 def default_job_name(environment: Mapping[str, str], seconds: float) -> str:
-    """The same name in every restart of the workers, so that a restart goes on where the last one ended.
+    """Return a job name that is the same in every restart of the workers, so that a restart continues the job.
 
-    torchrun's run id, where it was given or drawn one (--rdzv-id, --standalone). Without, a name by time, which the
-    first start leaves in the store of torchrun's agent for the later ones. seconds: for that store to answer. Raises
-    RendezvousError.
+    It contains torchrun's run id if there is one (--rdzv-id, --standalone). Otherwise it contains the time, and the
+    first
+    start puts it into the store of torchrun's agent for later starts.
+
+    Args:
+        seconds: deadline for that store.
+
+    Raises:
+        RendezvousError: if the store does not answer.
     """
     run_id = environment.get("TORCHELASTIC_RUN_ID", "none")
     if run_id != "none":
@@ -219,15 +233,15 @@ def default_job_name(environment: Mapping[str, str], seconds: float) -> str:
 
 
 def _plain(run_id: str) -> str:
-    """Run ids may hold anything, names of jobs may not; a hash keeps apart what would look alike."""
+    """Return a valid job name for any run id; a hash keeps similar ids apart."""
     plain = re.sub(r"[^A-Za-z0-9._-]", "-", run_id)[:_LONGEST_RUN_ID]
     return plain if plain == run_id else f"{plain}-{hashlib.sha256(run_id.encode()).hexdigest()[:8]}"
 
 
 def main(arguments: list[str]) -> NoReturn:
-    """Train as the environment's spec says, or (under torchrun, or alone) as the arguments say. Does not return.
+    """Train by the environment's spec, or by the arguments without one. Does not return.
 
-    Exit code 0 for every outcome that was agreed, 75 when asked to leave, else that of the exception's outcome.
+    The exit code is 0 for an outcome that all ranks agreed on, 75 after a drain request, else that of the exception.
     """
     spec = WorkerSpec.from_environment()
     task = spec or _request(arguments)
@@ -253,7 +267,7 @@ def main(arguments: list[str]) -> NoReturn:
 
 
 def _request(arguments: list[str]) -> Request:
-    """A bad configuration is said once, by rank 0, and without a traceback."""
+    """Parse the arguments; rank 0 prints a bad configuration once, without a traceback."""
     try:
         return parse_arguments(arguments)
     except InfraError as error:
@@ -263,10 +277,10 @@ def _request(arguments: list[str]) -> Request:
 
 
 def _record_exception(error: BaseException) -> None:
-    """Print it, and leave it where the agent, ours or torchrun's, looks for it, in the format of torch's @record.
+    """Print the error, and write it for the agent, ours or torchrun's, in the format of torch's @record.
 
-    @record itself is of no use here: it fails with a `__str__` that fails, keeps texts of any size, sees neither
-    sys.exit nor GeneratorExit, and prints nothing.
+    @record itself does not suffice: it fails if `__str__` fails, does not limit the text, catches neither sys.exit nor
+    GeneratorExit, and prints nothing.
     """
     text = describe_traceback(error)
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
@@ -285,7 +299,10 @@ def _record_exception(error: BaseException) -> None:
 
 
 def _exit_code(error: BaseException, *, alone: bool) -> int:
-    """alone: without an agent, where an exception of the user's code, found by the first trial, is a failure as any."""
+    """Return the exit code of an error.
+
+    Without an agent (`alone`), an exception of the user's code is a plain failure.
+    """
     cause = error.__cause__
     if alone and isinstance(error, WorkloadError) and not isinstance(cause, (TrainingError, InfraError, type(None))):
         return Outcome.FAILED.exit_code
@@ -316,7 +333,7 @@ def _train(task: WorkerSpec | Request) -> LoopResult:
 
 
 def run_rank(spec: WorkerSpec, gang: Gang) -> LoopResult:
-    """Train, write the result file, and leave events behind however it ends."""
+    """Train, write the result file, and flush events however the run ends."""
     origin = Origin(
         job=spec.job,
         run=spec.run,
@@ -350,7 +367,7 @@ def run_rank(spec: WorkerSpec, gang: Gang) -> LoopResult:
 
 
 def _settle_threads(colocated_ranks: int) -> None:
-    """Give each rank its share of the cores: the count of threads decides the order of sums."""
+    """Give each rank its share of the cores: the number of threads decides the order of sums."""
     cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(max(1, cores // colocated_ranks))
     torch.set_num_interop_threads(1)
@@ -364,7 +381,7 @@ def _compute_alike() -> None:
 
 
 def _torchrun_generation() -> str:
-    """Restarted workers find the keys of the dead ones in the store that outlived them; these keep them apart."""
+    """Return a prefix that separates restarted workers' keys from those of dead ones in the same store."""
     return f"{os.environ.get('TORCHELASTIC_RUN_ID', 'none')}-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
@@ -379,7 +396,7 @@ def _write_result(path: Path, ending: LoopResult) -> None:
 
 
 def _write_whole(path: Path, text: str) -> None:
-    """Whole or not at all: an agent may look at any time."""
+    """Write a file atomically, since an agent may read it at any time."""
     temporary = path.with_suffix(".tmp")
     temporary.write_text(text)
     os.replace(temporary, path)

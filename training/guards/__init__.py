@@ -1,1 +1,1 @@
-"""What watches numbers, weights and memory while a job trains, and what is done about them (docs/survival.md)."""
+"""Guards of losses, weights and memory during training, and their actions (docs/survival.md)."""

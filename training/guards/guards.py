@@ -60,7 +60,7 @@ _SMALLEST_SHARE = 1e-3
 
 
 class RobustWindow:
-    """The last `size` values, and the robust z-score of the next one. Judges nothing before it is half full."""
+    """The last `size` values, and the robust z-score of the next one. Scores are 0 until the window is half full."""
 
     def __init__(self, size: int, values: Iterable[float] = ()) -> None:
         self._values: deque[float] = deque(values, maxlen=size)
@@ -68,7 +68,7 @@ class RobustWindow:
 
     @property
     def values(self) -> list[float]:
-        """Oldest first."""
+        """The values, oldest first."""
         return list(self._values)
 
     @property
@@ -76,14 +76,14 @@ class RobustWindow:
         return statistics.median(self._sorted)
 
     def add(self, value: float) -> None:
-        """value: finite."""
+        """Add a finite value."""
         if len(self._values) == self._values.maxlen:
             del self._sorted[bisect_left(self._sorted, self._values[0])]
         self._values.append(value)
         insort(self._sorted, value)
 
     def z_score(self, value: float) -> float:
-        """(value - median) / (1.4826 MAD), never below 0: only what lies above is a spike."""
+        """Return (value - median) / (1.4826 MAD), at least 0: only larger values are spikes."""
         if 2 * len(self._values) < (self._values.maxlen or 0) or value <= (median := self.median):
             return 0.0
         mad = statistics.median([abs(other - median) for other in self._sorted])
@@ -91,7 +91,7 @@ class RobustWindow:
 
 
 class Action(Enum):
-    """STEP: as it should be. SKIP: the optimizer's step is left out. REWIND: back to an older commit. STOP: the end."""
+    """A guard's decision. STEP: take the step. SKIP: skip it. REWIND: go back to an older commit. STOP: end the job."""
 
     STEP = "step"
     SKIP = "skip"
@@ -101,7 +101,11 @@ class Action(Enum):
 
 @dataclass(frozen=True)
 class Judgement:
-    """finite: whether it is a spike (or nothing at all) rather than a number that is not finite."""
+    """A decision about one step.
+
+    Attributes:
+        finite: False if the reason is a non-finite loss or gradient.
+    """
 
     action: Action
     reason: str = ""
@@ -112,7 +116,11 @@ _GOOD = Judgement(Action.STEP)
 
 
 class LossGuard:
-    """skipped_in_a_row: steps that were left out since the last good one."""
+    """Judges losses and gradient norms, step by step.
+
+    Attributes:
+        skipped_in_a_row: steps skipped since the last good one.
+    """
 
     def __init__(self, config: GuardsConfig) -> None:
         self._config = config
@@ -121,7 +129,7 @@ class LossGuard:
         self.skipped_in_a_row = 0
 
     def judge(self, *, loss: float, gradient_norm: float, non_finite: str) -> Judgement:
-        """non_finite: which number is not, on which rank; empty when all are finite."""
+        """Judge one step; `non_finite` names the non-finite number and its rank, "" if all are finite."""
         config = self._config
         if non_finite:
             return self._bad(config.non_finite, non_finite, finite=False)
@@ -144,7 +152,7 @@ class LossGuard:
         }
 
     def restore(self, data: Mapping[str, Any]) -> None:
-        """What `to_json` gave; nothing of a commit from before there were guards."""
+        """Restore what `to_json` returned; commits older than the guards have no such data."""
         size = self._config.spike_window_steps
         self._losses = RobustWindow(size, data.get("losses", ()))
         self._norms = RobustWindow(size, data.get("gradient_norms", ()))
@@ -177,10 +185,10 @@ _CHUNK = 2**22
 
 
 def weights_checksum(module: nn.Module) -> int:
-    """Of this rank's part of every parameter: from 1 to 2**47. One pass, on the parameters' own device.
+    """Return a checksum of this rank's part of every parameter, from 1 to 2**47.
 
-    Each tensor's bits are added up as integers, and the sums combined in the order of the parameters. A flipped bit or
-    a value that differs always shows; values that changed places within one tensor do not.
+    Each tensor's bits are added up as integers on the tensor's device, and the sums combined in the order of the
+    parameters. A flipped bit or a different value always changes it; values swapped within one tensor do not.
     """
     sums = []
     for parameter in module.parameters():
@@ -194,10 +202,13 @@ def weights_checksum(module: nn.Module) -> int:
 
 
 def find_divergent_ranks(sums: Sequence[float], copies: int) -> tuple[list[int], bool]:
-    """(ranks whose weights differ from those of their replicas, whether a majority says so).
+    """Return (ranks whose weights differ from their replicas', whether a majority decides which).
 
-    sums: of all ranks. copies: of the model; neighbours share one copy, so that rank r's replicas are those with the
-    same r modulo the ranks of a copy. Where no sum is that of more than half, all replicas of that part are named.
+    Args:
+        sums: checksums of all ranks.
+        copies: copies of the model. Neighbouring ranks share one copy, so the replicas of rank r are the ranks with the
+            same
+            r modulo the ranks of a copy. Without a majority, all replicas of that part are returned.
     """
     shards = len(sums) // copies
     odd: list[int] = []
@@ -221,10 +232,15 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(kw_only=True)
 class Guards:
-    """store: the job's, for orders to the next start; None: there is nobody to start again, and none is left.
+    """The guards of one rank.
 
-    emit: takes (name, step=, flush=, **data). agreed_step: the last one after which equal ranks had equal weights;
-    None before the first comparison of this start. saved_step: the last one of this start that was saved.
+    Attributes:
+        copies: copies of the model over all ranks.
+        emit: takes (name, step=, flush=, **data).
+        store: the job's, for orders to the next start; None: no other start follows, and no order is written.
+        agreed_step: the last step after which replicas had equal weights; None before the first comparison of this
+            start.
+        saved_step: the last step that this start saved.
     """
 
     config: RunConfig
@@ -243,13 +259,18 @@ class Guards:
         self.numbers = LossGuard(self.config.guards)
 
     def commit_fields(self, step: int) -> dict[str, Any]:
-        """What the commit of `step` carries of them. The next step compares the weights that it holds: what is kept of
-        commits must reach back to weights that were equal."""
+        """Return the guards' fields for the commit of `step`.
+
+        The next step compares the saved weights, so that retention can keep a commit with equal weights.
+        """
         self.saved_step = step
         return {"guards": self.numbers.to_json() | {"first_sample": self.overrides.first_sample}}
 
     def resume(self, at: Position, extra: Mapping[str, Any]) -> Position:
-        """Where a start goes on that restored a commit at `at` which carried `extra`: past what is not to be read."""
+        """Return where to continue after restoring a commit at `at` with `extra`.
+
+        Past the samples that a rewind skipped.
+        """
         self.numbers.restore(extra.get("guards", {}))
         first = self.overrides.first_sample
         if at.cursor >= first:
@@ -260,7 +281,7 @@ class Guards:
         return Position(at.step, first)
 
     def weights_checksum(self, step: int, module: torch.nn.Module) -> int:
-        """Of the weights after `step`, where they are to be compared; else 0."""
+        """Return the checksum of the weights after `step` if they are to be compared now, else 0."""
         interval = self.config.guards.hash_interval_steps
         if interval is None or self.copies == 1:
             return 0
@@ -268,17 +289,21 @@ class Guards:
         return weights_checksum(module) if due else 0
 
     def compare_at_end(self, at: Position, module: torch.nn.Module) -> None:
-        """The weights that no later step sync carries. Collective. Raises DivergenceError."""
+        """Compare the final weights, which no later step sync carries. Collective. Raises DivergenceError."""
         if self.config.guards.hash_interval_steps is None or self.copies == 1:
             return
         own = torch.tensor([float(weights_checksum(module))], dtype=torch.float64, device=self.gang.device)
         self._compare(at, self.gang.gather(own).flatten().tolist(), seen_at=at.step)
 
     def judge(self, at: Position, sync: StepSync, settle: Callable[[], object]) -> Judgement:
-        """What is to be done about the step after `at`, the same on all ranks.
+        """Decide about the step after `at`; all ranks decide alike.
 
-        settle: returns when no save is under way; raises CheckpointError where the last became no commit. Raises
-        Rewind, TooManyRewinds, and DivergenceError when weights differ that should be equal.
+        Args:
+            settle: returns when no save is in flight; raises CheckpointError if the last save failed.
+
+        Raises:
+            Rewind, TooManyRewinds: if the job must go back.
+            DivergenceError: if replicas' weights differ.
         """
         self._compare(at, sync.weights_checksums, seen_at=at.step + 1)
         finite = not (reason := sync.non_finite)
@@ -294,14 +319,14 @@ class Guards:
         return judgement
 
     def record_pace(self, step: int, sync: StepSync) -> None:
-        """To be called on rank 0."""
+        """Record a step's pace and emit slowdowns. Call it on rank 0."""
         if self.gang.alone and not sync.data_seconds[0]:
             return
         for drag in self.pace.note(sync.own_seconds, sync.data_seconds, sync.step_seconds):
             self.emit(GUARD, step=step, action=drag.action, rank=drag.rank, share=drag.share, reason=drag.reason)
 
     def is_memory_running_out(self, needed_seconds: float) -> bool:
-        """Whether this rank's memory grows towards its limit; said once, with its arithmetic."""
+        """Return whether this rank's memory grows towards its limit; report it with its arithmetic."""
         for watch in self.growth:
             reason = watch.look(needed_seconds)
             if reason:
@@ -311,13 +336,16 @@ class Guards:
         return False
 
     def renew(self, at: Position, sync: StepSync, saver: Saver) -> None:
-        """To be called after the save of a step whose step sync says so. Raises MemoryGrowth once that is a commit."""
+        """Wait for the save and raise MemoryGrowth.
+
+        Call it after the save of a step whose step sync asks for renewal.
+        """
         saver.wait()
         ranks = ", ".join(map(str, sync.renew))
         raise MemoryGrowth(f"memory of rank {ranks} would have run out; saved at step {at.step}, to go on anew")
 
     def raise_if_out_of_memory(self, error: BaseException, step: int, accumulation: int) -> None:
-        """For an error of forward or backward. Raises MicroBatchTooLarge or BatchCannotBeSplit where memory ran out."""
+        """Raise MicroBatchTooLarge or BatchCannotBeSplit if `error`, of forward or backward, is an out-of-memory error."""
         if not is_out_of_memory(error) or self.config.guards.out_of_memory == "stop":
             return
         first, rank = " ".join(str(error).split())[:200], self.gang.rank
@@ -389,7 +417,7 @@ class Guards:
             )
 
     def _tell(self, step: int, action: GuardAction, **data: Any) -> None:
-        """Before all ranks end. Nobody ends before the order and the event are durable. Collective."""
+        """Emit the event, and return on all ranks once order and event are durable. Collective."""
         if self.gang.rank == 0:
             self.emit(GUARD, step=step, flush=True, action=action, **data)
         self.gang.gather(torch.zeros(1, dtype=torch.float64, device=self.gang.device))
@@ -399,7 +427,7 @@ _REPLICATED = "ddp"
 
 
 def apply_overrides(config: RunConfig, overrides: Overrides) -> RunConfig:
-    """What the job was configured with, as far as no guard has changed it since: never fewer micro-batches."""
+    """Return the configuration with the guards' changes: more micro-batches, never fewer."""
     accumulation = overrides.gradient_accumulation_steps
     if accumulation is None or accumulation <= config.training.gradient_accumulation_steps:
         return config
@@ -408,7 +436,7 @@ def apply_overrides(config: RunConfig, overrides: Overrides) -> RunConfig:
 
 
 def make_guards(spec: WorkerSpec, config: RunConfig, gang: Gang, *, copies: int, emit: Callable[..., object]) -> Guards:
-    """copies: of the model, over all ranks."""
+    """Build the guards of one rank; `copies` of the model are spread over all ranks."""
     growth: tuple[MemoryGrowthMonitor, ...] = ()
     if config.guards.memory_growth == "renew":
         growth = _growth_monitors(gang, spec.colocated_ranks)
@@ -425,11 +453,14 @@ def make_guards(spec: WorkerSpec, config: RunConfig, gang: Gang, *, copies: int,
 
 
 def fit_micro_batch(guards: Guards, workload: Workload, spread: Spread, optimizer: torch.optim.Optimizer) -> RunConfig:
-    """The configuration with as many micro-batches as it takes, where it leaves that open. Collective.
+    """Return the configuration with as many micro-batches as fit, if it leaves their number open. Collective.
 
-    Tried with the first batch of the job, once in its life: what was found is an order to all later starts, so that
-    they add up gradients in the same parts. A sharded model cannot be tried by one rank alone; there the first step
-    tries. Raises BatchCannotBeSplit.
+    Tried with the first batch, once in the life of a job. The result is an order to all later starts, so that they add
+    up
+    gradients in the same parts. A sharded model cannot be tried by one rank alone; there the first step shows it.
+
+    Raises:
+        BatchCannotBeSplit: if not even one sample fits.
     """
     config, gang = guards.config, guards.gang
     known = guards.overrides.gradient_accumulation_steps is not None
@@ -470,5 +501,5 @@ def _growth_monitors(gang: Gang, colocated_ranks: int) -> tuple[MemoryGrowthMoni
 
 
 def _cached_bytes(device: torch.device) -> int:
-    """Taken from the device, and free for tensors."""
+    """Return the bytes that the allocator holds and tensors do not use."""
     return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -1,8 +1,8 @@
-"""Guards of memory: growth with every step, and the micro-batch that fits.
+"""Guards of memory: detection of steady growth, and the micro-batch that fits.
 
-A rank that runs out of memory must not go on alone: its peers wait for it in the next collective, and a sharded model
-is left half gathered. So it orders more micro-batches for the next start and ends. The batch, its samples and their
-order stay; the gradient is the same sum in other parts.
+A rank that runs out of memory must not continue alone: its peers wait for it in the next collective, and a sharded
+model is left half gathered. So it orders more micro-batches for the next start and ends. The batch, its samples and
+their order do not change; the gradient is the same sum in other parts.
 """
 
 from __future__ import annotations
@@ -30,13 +30,16 @@ _GIB = 2**30
 
 
 class MemoryGrowthMonitor:
-    """Samples once a second what this process holds, and warns when its growth meets the limit within the horizon.
+    """Samples this process's memory once a second, and warns if its growth reaches the limit within the horizon.
 
-    The slope is that of Theil and Sen, the median over all pairs of samples: a single leap, such as a first save or
-    evaluation, moves it little. Three quarters of the pairs must rise as well: what goes up and down is no leak. And
-    the limit must be nearer than the beginning: a process that only settles down does not end for it, again and again.
+    The slope is the Theil–Sen estimator, the median over all pairs of samples: a single jump, such as a first save or
+    evaluation, changes it little. Three quarters of the pairs must rise as well, since memory that goes up and down is
+    no
+    leak. And the limit must be reached in less time than was observed, so that start-up growth is not taken for a leak.
 
-    held: bytes that this process holds. left: bytes that it and `sharers` processes like it may still take.
+    Args:
+        held: returns the bytes of this process.
+        left: returns the bytes that this process and `sharers` like it may still allocate.
     """
 
     def __init__(
@@ -72,7 +75,7 @@ class MemoryGrowthMonitor:
 
 
 def _slope(taken: deque[tuple[float, float]]) -> float:
-    """Bytes per second; 0 where fewer than three quarters of the pairs rise."""
+    """Return bytes per second; 0 if fewer than three quarters of the pairs rise."""
     slopes = [(b - a) / max(t - s, 1e-9) for (s, a), (t, b) in combinations(taken, 2)]
     if statistics.quantiles(slopes, n=4)[0] <= 0:
         return 0.0
@@ -80,8 +83,11 @@ def _slope(taken: deque[tuple[float, float]]) -> float:
 
 
 def resident_bytes() -> float:
-    """Of this process, less what it has mapped of files, which the kernel drops when memory gets short: data that is
-    read through a map would look like a leak (proc(5), /proc/pid/status). 0 where there is no /proc."""
+    """Return this process's resident bytes without mapped files; 0 without /proc.
+
+    The kernel drops mapped files when memory gets short, so data read through a map would look like a leak (proc(5),
+    /proc/pid/status).
+    """
     try:
         lines = [line.split() for line in Path("/proc/self/status").read_text().splitlines()]
     except OSError:
@@ -90,7 +96,7 @@ def resident_bytes() -> float:
 
 
 def host_bytes_left() -> float:
-    """What this machine, or the container that the process is in, can still give; infinite where nothing says so."""
+    """Return the bytes that this machine or container can still allocate; infinite if unknown."""
     left = [_meminfo_available(), *(_cgroup_left(*names) for names in _CGROUP_FILES)]
     return min(left)
 
@@ -116,7 +122,7 @@ def _meminfo_available() -> float:
 
 
 def _cgroup_left(limit: str, use: str, droppable: tuple[str, ...]) -> float:
-    """As the container sees itself: its own group is mounted as the root."""
+    """Return the bytes left in this container's control group, which is mounted as the root inside the container."""
     try:
         stat = Path(use).with_name("memory.stat").read_text()
         fields = dict(line.split() for line in stat.splitlines())
@@ -132,18 +138,23 @@ _HOST_SIGNS = ("can't allocate memory", "not enough memory", "out of memory")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Of a device, or of the host within a limit; the kernel's own killing is no exception and is seen by the agent."""
+    """Return whether an error means out of memory, of a device or of the host within a limit.
+
+    The kernel's OOM killer raises no exception; the agent detects it.
+    """
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in _HOST_SIGNS)
 
 
 def more_micro_batches(config: RunConfig, world_size: int, accumulation: int, *, factor: int = 2) -> int:
-    """More than `accumulation`, and at least `factor` times as many: the next that divides a rank's samples evenly, or
-    one sample each.
+    """Return a larger number of micro-batches that divides a rank's samples evenly, at least `factor` times
+    `accumulation`.
 
-    Raises BatchCannotBeSplit with the arithmetic when there is one sample in each already, and where the next start
-    would refuse more than one (`ebbflow.training.parallel_limits`).
+    Raises:
+        BatchCannotBeSplit: with the arithmetic, if each micro-batch is one sample already, or the next start would
+            refuse
+            more than one (`ebbflow.training.parallel_limits`).
     """
     ddp = config.ddp
     if config.parallel.mode == "ddp" and ddp.static_graph and ddp.gradient_compression != "none":
@@ -167,9 +178,13 @@ def more_micro_batches(config: RunConfig, world_size: int, accumulation: int, *,
 def fitting_accumulation(
     config: RunConfig, gang: Gang, fits: Callable[[int], bool], *, tell: Callable[[str], None] = lambda text: None
 ) -> int:
-    """The fewest micro-batches, from the configured number on, whose largest fits on all ranks. Collective.
+    """Return the fewest micro-batches, from the configured number on, whose largest fits on all ranks. Collective.
 
-    fits: tries one micro-batch of a step that is split into so many, on this rank alone. Raises BatchCannotBeSplit.
+    Args:
+        fits: tries one micro-batch of a step split into that many, on this rank alone.
+
+    Raises:
+        BatchCannotBeSplit: if not even one sample fits.
     """
     accumulation = config.training.gradient_accumulation_steps
     while True:
