@@ -345,7 +345,7 @@ class Guards:
         raise MemoryGrowth(f"memory of rank {ranks} would have run out; saved at step {at.step}, to go on anew")
 
     def raise_if_out_of_memory(self, error: BaseException, step: int, accumulation: int) -> None:
-        """Raise MicroBatchTooLarge or BatchCannotBeSplit if `error`, of forward or backward, is an out-of-memory error."""
+        """Raise MicroBatchTooLarge or BatchCannotBeSplit if forward or backward ran out of memory."""
         if not is_out_of_memory(error) or self.config.guards.out_of_memory == "stop":
             return
         first, rank = " ".join(str(error).split())[:200], self.gang.rank
