@@ -172,7 +172,7 @@ def _job_history(config: RunConfig) -> JobHistory:
     try:
         return load_job_history(Store.open(config.store, request_timeout_seconds=_REQUEST_SECONDS))
     except InfraError as error:
-        print(f"what own jobs have shown of pools and speeds is not known: {error}", file=sys.stderr)
+        print(f"job history unavailable; using priors for pools and throughput: {error}", file=sys.stderr)
         return JobHistory()
 
 

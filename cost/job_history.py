@@ -79,7 +79,7 @@ class MeasuredSpeed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobRecord:
+class JobMeasurements:
     """Stays and speeds measured by one job."""
 
     job: str
@@ -90,7 +90,7 @@ class JobRecord:
         return {"schema": SCHEMA, **asdict(self)}
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> JobRecord:
+    def from_json(cls, data: dict[str, Any]) -> JobMeasurements:
         """Read the result of `to_json`. Raises ValueError, KeyError or TypeError for another schema."""
         if data["schema"] != SCHEMA:
             raise ValueError(f"schema {data['schema']!r}, this version reads {SCHEMA}")
@@ -101,7 +101,7 @@ class JobRecord:
         )
 
 
-def summarize_job(events: Sequence[Event]) -> JobRecord:
+def summarize_job(events: Sequence[Event]) -> JobMeasurements:
     """Make a job's record from its events, in any order. A generation belongs to the newest plan before its start."""
     ordered = sorted(events, key=lambda event: (event.t_wall, event.t_mono))
     plans = [event for event in ordered if event.name == PLAN and event.data.get("chosen")]
@@ -114,7 +114,7 @@ def summarize_job(events: Sequence[Event]) -> JobRecord:
         stays.append(_stay(plan["chosen"], generation, own))
         if (speed := _speed(plan, generation, own)) is not None:
             speeds.append(speed)
-    return JobRecord(job=ordered[0].job if ordered else "", stays=tuple(stays), speeds=tuple(speeds))
+    return JobMeasurements(job=ordered[0].job if ordered else "", stays=tuple(stays), speeds=tuple(speeds))
 
 
 def _stay(chosen: dict[str, Any], generation: RecordedGeneration, events: Sequence[Event]) -> PoolStay:
@@ -203,7 +203,7 @@ class JobHistory:
     speeds: Mapping[str, Sequence[MeasuredSpeed]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, jobs: Iterable[JobRecord]) -> JobHistory:
+    def of(cls, jobs: Iterable[JobMeasurements]) -> JobHistory:
         stays: dict[Place, list[PoolStay]] = defaultdict(list)
         speeds: dict[str, list[MeasuredSpeed]] = defaultdict(list)
         for job in jobs:
@@ -262,7 +262,7 @@ class JobHistory:
 NEWEST_JOBS = 200
 
 
-def save_job_record(root: Store, events: Sequence[Event]) -> JobRecord | None:
+def save_job_record(root: Store, events: Sequence[Event]) -> JobMeasurements | None:
     """Write the job's record. Write nothing and return None if it has no stays and no speeds. Raises StoreError.
 
     Args:
@@ -283,7 +283,7 @@ def load_job_history(root: Store) -> JobHistory:
     jobs = []
     for key in sorted(meta.key for meta in root.list(EXPERIENCE_PREFIX))[-NEWEST_JOBS:]:
         try:
-            jobs.append(JobRecord.from_json(json.loads(root.get(key))))
+            jobs.append(JobMeasurements.from_json(json.loads(root.get(key))))
         except (ObjectNotFound, ValueError, KeyError, TypeError):
             continue  # deleted meanwhile, or written by another version
     return JobHistory.of(jobs)

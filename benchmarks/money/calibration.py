@@ -19,7 +19,7 @@ import numpy as np
 
 from benchmarks.money.cases import world_at, zones_of
 from ebbflow.cost.errors import SimulationError
-from ebbflow.cost.job_history import JobHistory, JobRecord, PoolStay
+from ebbflow.cost.job_history import JobHistory, JobMeasurements, PoolStay
 from ebbflow.cost.plan.forecast import ForecastInputs as Course
 from ebbflow.cost.plan.forecast import forecast_quantiles, reclaim_prior
 from ebbflow.cost.policy.interface import Greedy
@@ -80,7 +80,7 @@ def _forecast(world: World, chance: random.Random, zone: str) -> tuple[float, bo
     else:
         raise SimulationError(f"zone {zone}: no capacity at any of {_DRAWS} moments, nothing to forecast")
     before = world.window(start - _WEEK_HOURS, _WEEK_HOURS)
-    history = JobHistory.of([JobRecord(job="week", stays=tuple(_stays(before, zone)))])
+    history = JobHistory.of([JobMeasurements(job="week", stays=tuple(_stays(before, zone)))])
     belief, _ = history.reclaim_hazard(reclaim_prior(_BAND), "", zone[:-1], zone, _WEEK_HOURS * 3600)
     course = Course(
         start_hours=changeover,

@@ -1,4 +1,4 @@
-"""What a plan says of dollars and chances: data gravity, quantiles, what is left of a job, what own jobs have shown."""
+"""What a plan says of dollars and chances: data gravity, quantiles, what is left of a job, job history."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ebbflow.cost.errors import ReportError
 from ebbflow.cost.job_history import (
     EVIDENCE_WORTH,
     JobHistory,
-    JobRecord,
+    JobMeasurements,
     PoolStay,
     load_job_history,
     save_job_record,
@@ -247,7 +247,7 @@ def test_each_hour_of_a_stay_counts_by_its_own_age_and_leaves_the_doubt_of_losse
         return PoolStay(**place, ended_utc=ended * 3600, hours=hours, reclaimed=reclaimed)
 
     def believed(*stays: PoolStay) -> GammaHazard:
-        seen = JobHistory.of([JobRecord(job="j", stays=stays)])
+        seen = JobHistory.of([JobMeasurements(job="j", stays=stays)])
         return seen.reclaim_hazard(GammaHazard(0.0, 0.0), "g5.xlarge", "us-east-1", "us-east-1a", 48 * 3600)[0]
 
     whole = believed(stay(48.0, ended=48, reclaimed=True))

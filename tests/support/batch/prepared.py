@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from ebbflow.cost.job_history import JobRecord, MeasuredSpeed
+from ebbflow.cost.job_history import JobMeasurements, MeasuredSpeed
 from ebbflow.cost.plan.throughput import speed_fingerprint
 from ebbflow.infra.config import load_config
 from ebbflow.infra.layout import experience_key
@@ -44,6 +44,6 @@ def remember_speeds(runner: BatchRunner, options: list[str], speeds: Mapping[tup
         MeasuredSpeed(instance_type=kind, nodes=nodes, tokens_per_second=speed, log_deviation=0.03, **about)
         for (kind, nodes), speed in speeds.items()
     )
-    record = JobRecord(job="earlier", speeds=seen).to_json()
+    record = JobMeasurements(job="earlier", speeds=seen).to_json()
     key = f"{PREFIX}/{experience_key('20260101', 'earlier')}"
     runner.swift.client().put_object(Bucket=runner.bucket, Key=key, Body=json.dumps(record).encode())
