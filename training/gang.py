@@ -143,8 +143,7 @@ def leave(code: int) -> NoReturn:
     """End this process now, without the interpreter's clean-up.
 
     Destroying the process group can wait for a dead peer. Even after an orderly end of gloo's group, torch 2.13 aborts
-    in
-    about one of ten interpreter exits ("terminate called without an active exception").
+    in about one of ten interpreter exits ("terminate called without an active exception").
     """
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, OSError, ValueError):  # the program may have closed it
@@ -186,8 +185,7 @@ def _loopback_listener(host: str, port: int) -> int | None:
     """Return a listening socket for the store of a gang on this machine, or None for any other gang.
 
     torch's own socket listens on every interface, and anyone who reaches it may read and write keys. If the port is
-    taken,
-    return None; torch reports that.
+    taken, return None; torch reports that.
     """
     if not is_loopback(host):
         return None

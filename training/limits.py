@@ -176,8 +176,7 @@ class Limits:
 
         Args:
             stop: the reason that all ranks agreed on. A stop for the budget reaches every threshold, since the rest of
-                the
-                budget is reserved.
+                the budget is reserved.
         """
         terms = self.terms
         if terms is None or terms.budget_usd is None:

@@ -52,8 +52,7 @@ def learning_rate(training: TrainingConfig, step: int) -> float:
     """Return the rate of step `step`, from 1 to max_steps.
 
     All types rise linearly to the peak at step `warmup_steps`. Then: constant stays; linear_warmup falls linearly,
-    cosine
-    as half a cosine, to final_ratio × peak at max_steps; wsd stays, and falls linearly over the last fifth.
+    cosine as half a cosine, to final_ratio × peak at max_steps; wsd stays, and falls linearly over the last fifth.
     """
     scheduler, peak = training.scheduler, training.learning_rate
     if step < scheduler.warmup_steps:

@@ -43,8 +43,7 @@ def report_compilation(begun: Callable[[], Callable[[], None]]) -> Callable[[], 
     """Call `begun` whenever torch begins to compile, and the function it returns when that compilation is done.
 
     The hooks are private to torch: without them, compilation counts for the phase around it. Does nothing if the
-    compiler
-    is not loaded. Returns a function that removes the hooks.
+    compiler is not loaded. Returns a function that removes the hooks.
     """
     if "torch._dynamo" not in sys.modules:
         return lambda: None
@@ -103,11 +102,9 @@ def _build_final_buckets(model: DistributedDataParallel) -> None:
     """Make DDP build its final buckets now, by a backward pass through the parameters alone. Collective.
 
     DDP builds them after its first backward pass, in the order in which gradients arrived. The position of an element
-    in its
-    bucket decides the order of its sum over the ranks, which from three ranks on changes the last bit. So the first
-    step
-    after a resume would differ from the same step of an uninterrupted run. With find_unused_parameters torch keeps its
-    first buckets; a static graph would take this pass for a step.
+    in its bucket decides the order of its sum over the ranks, which from three ranks on changes the last bit. So the
+    first step after a resume would differ from the same step of an uninterrupted run. With find_unused_parameters torch
+    keeps its first buckets; a static graph would take this pass for a step.
     """
     model.reducer.prepare_for_forward()
     model.reducer.prepare_for_backward([])
@@ -120,10 +117,8 @@ class Compression:
     """Compression of gradients between a bucket and the network.
 
     PowerSGD adds to each gradient the error of the previous one, which differs between ranks and is not in a commit. So
-    its
-    state is reset at every commit: a rank that restores it is then equal to one that was not interrupted. The price is
-    one
-    step's error and two uncompressed steps per commit.
+    its state is reset at every commit: a rank that restores it is then equal to one that was not interrupted. The price
+    is one step's error and two uncompressed steps per commit.
     """
 
     def __init__(self, model: DistributedDataParallel, kind: str) -> None:
@@ -339,8 +334,7 @@ def spread_model(
     Collective.
 
     A single rank needs no mode, unless FSDP2 provides mixed precision or offloading. Units are changed from the inside
-    out:
-    recompute, compile, then shard or replicate.
+    out: recompute, compile, then shard or replicate.
 
     Raises:
         ParallelError: for what this gang cannot do.

@@ -48,8 +48,7 @@ class PeerSockets:
 
         Raises:
             RuntimeError: if a peer is lost, is silent for longer than the deadline, or called another exchange. The
-                text is one
-                that `is_peer_loss_error` recognises.
+                text is one that `is_peer_loss_error` recognises.
         """
         self._number += 1
         message = _HEAD.pack(self._number, len(row)) + row
@@ -102,8 +101,7 @@ def connect_peers(
 
     Args:
         main: an address by which all nodes reach the gang's main node. The interface that leads there is the one on
-            which
-            the other ranks reach this rank.
+            which the other ranks reach this rank.
 
     Raises:
         RendezvousError: if ranks are missing; it names them.
@@ -160,8 +158,7 @@ def _await_peers(
     """Wait until each wanted rank has connected and sent the gang's token. Raises TimeoutError at `limit`.
 
     A stranger, such as a rank of an older gang or a port scan, delays no peer: at most `_MOST_CALLERS` connections are
-    read
-    side by side, each for at most `_HELLO_SECONDS`.
+    read side by side, each for at most `_HELLO_SECONDS`.
     """
     listener.setblocking(False)
     callers: dict[socket.socket, tuple[float, bytearray]] = {}  # (until when it is waited for, what it has sent)

@@ -54,8 +54,7 @@ class Evaluation:
 
     Args:
         vote_seconds: the least time that a vote waits for the others. If the longest forward pass took longer, a vote
-            waits
-            that long, since ranks that share no collective vote at different times.
+            waits that long, since ranks that share no collective vote at different times.
     """
 
     def __init__(self, gang: Gang, limits: Limits, *, vote_seconds: float = VOTE_SECONDS) -> None:

@@ -205,8 +205,7 @@ def default_job_name(environment: Mapping[str, str], seconds: float) -> str:
     """Return a job name that is the same in every restart of the workers, so that a restart continues the job.
 
     It contains torchrun's run id if there is one (--rdzv-id, --standalone). Otherwise it contains the time, and the
-    first
-    start puts it into the store of torchrun's agent for later starts.
+    first start puts it into the store of torchrun's agent for later starts.
 
     Args:
         seconds: deadline for that store.

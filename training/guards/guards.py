@@ -207,8 +207,7 @@ def find_divergent_ranks(sums: Sequence[float], copies: int) -> tuple[list[int],
     Args:
         sums: checksums of all ranks.
         copies: copies of the model. Neighbouring ranks share one copy, so the replicas of rank r are the ranks with the
-            same
-            r modulo the ranks of a copy. Without a majority, all replicas of that part are returned.
+            same r modulo the ranks of a copy. Without a majority, all replicas of that part are returned.
     """
     shards = len(sums) // copies
     odd: list[int] = []
@@ -456,8 +455,7 @@ def fit_micro_batch(guards: Guards, workload: Workload, spread: Spread, optimize
     """Return the configuration with as many micro-batches as fit, if it leaves their number open. Collective.
 
     Tried with the first batch, once in the life of a job. The result is an order to all later starts, so that they add
-    up
-    gradients in the same parts. A sharded model cannot be tried by one rank alone; there the first step shows it.
+    up gradients in the same parts. A sharded model cannot be tried by one rank alone; there the first step shows it.
 
     Raises:
         BatchCannotBeSplit: if not even one sample fits.

@@ -34,8 +34,8 @@ class MemoryGrowthMonitor:
 
     The slope is the Theil–Sen estimator, the median over all pairs of samples: a single jump, such as a first save or
     evaluation, changes it little. Three quarters of the pairs must rise as well, since memory that goes up and down is
-    no
-    leak. And the limit must be reached in less time than was observed, so that start-up growth is not taken for a leak.
+    no leak. And the limit must be reached in less time than was observed, so that start-up growth is not taken for a
+    leak.
 
     Args:
         held: returns the bytes of this process.
@@ -148,13 +148,13 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def more_micro_batches(config: RunConfig, world_size: int, accumulation: int, *, factor: int = 2) -> int:
-    """Return a larger number of micro-batches that divides a rank's samples evenly, at least `factor` times
-    `accumulation`.
+    """Return a larger number of micro-batches that divides a rank's samples evenly.
+
+    It is at least `factor` times `accumulation`.
 
     Raises:
-        BatchCannotBeSplit: with the arithmetic, if each micro-batch is one sample already, or the next start would
-            refuse
-            more than one (`ebbflow.training.parallel_limits`).
+        BatchCannotBeSplit: if each micro-batch is one sample already, or the next start would refuse more than one
+            (`ebbflow.training.parallel_limits`); with the arithmetic.
     """
     ddp = config.ddp
     if config.parallel.mode == "ddp" and ddp.static_graph and ddp.gradient_compression != "none":
