@@ -19,6 +19,7 @@ from ebbflow.training.checkpoint.dcp_reader import CommitReader
 from ebbflow.training.checkpoint.lineage import CommitRef, newest_generation_number, open_generation
 from ebbflow.training.checkpoint.manifest import ALIGNMENT, CheckpointId, IndexEntry, Manifest, RankIndex, TensorEntry
 from ebbflow.training.checkpoint.part_uploader import PartSettings, PartUploader
+from ebbflow.training.checkpoint.save_plan import TensorShard, lay_out
 from ebbflow.training.checkpoint.signing import signed_index_bytes, signer
 from ebbflow.training.checkpoint.verified_io import Deadline, put_verified, retry_until
 from ebbflow.training.errors import CheckpointError
@@ -219,7 +220,7 @@ def _stream(reader: CommitReader, names: Sequence[str]) -> Iterator[tuple[str, T
     """
     manifest = reader.manifest
     most_bytes = max([_WINDOW_BYTES, *(2 * len(manifest.data) * data.chunk_bytes for data in manifest.data)])
-    windows = [_lay_out(window) for window in _windows({n: _bytes(manifest.tensors[n]) for n in names}, most_bytes)]
+    windows = [_align_window(window) for window in _windows({n: _bytes(manifest.tensors[n]) for n in names}, most_bytes)]
     memory = torch.empty(max(end for _, end in windows), dtype=torch.uint8).numpy().data
     for starts, _ in windows:
         targets = {name: _tensor_in(memory, start, manifest.tensors[name]) for name, start in starts.items()}
@@ -285,7 +286,7 @@ def _windows(sizes: dict[str, int], most_bytes: int) -> Iterator[dict[str, int]]
     yield found
 
 
-def _lay_out(sizes: dict[str, int]) -> tuple[dict[str, int], int]:
+def _align_window(sizes: dict[str, int]) -> tuple[dict[str, int], int]:
     """Return each tensor's aligned start, and the end of the last."""
     starts: dict[str, int] = {}
     end = 0
@@ -301,15 +302,14 @@ def _bytes(tensor: Tensor | TensorEntry) -> int:
 
 
 def _pack(tensors: dict[str, Tensor]) -> tuple[tuple[IndexEntry, ...], memoryview]:
-    starts, end = _lay_out({name: _bytes(tensor) for name, tensor in tensors.items()})
-    whole = torch.zeros(end, dtype=torch.uint8)
-    items: list[IndexEntry] = []
+    shards = []
     for name, tensor in tensors.items():
-        start, length = starts[name], _bytes(tensor)
-        shape: tuple[Any, ...] = tuple(tensor.shape)
-        boxes: dict[str, Any] = {"shape": shape, "offsets": (0,) * len(shape), "sizes": shape}
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        items.append(IndexEntry(name=name, dtype=dtype, start=start, length=length, **boxes))
-        if length:
-            whole[start : start + length].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-    return tuple(items), whole.numpy().data
+        shape = tuple(tensor.shape)
+        shards.append(TensorShard(name, tensor, shape, (0,) * len(shape), shape))
+    layout = lay_out(0, shards)
+    whole = torch.zeros(layout.length, dtype=torch.uint8)
+    for item, shard in zip(layout.items, shards, strict=True):
+        if item.length:
+            own = whole[item.start : item.start + item.length]
+            own.view(shard.local.dtype).view(shard.shape).copy_(shard.local)
+    return layout.items, whole.numpy().data

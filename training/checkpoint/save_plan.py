@@ -140,7 +140,7 @@ class SavePlanner:
         shapes = [(shard.name, shard.offsets, shard.sizes, shard.local.dtype) for shard in shards]
         if shapes != self._shapes:
             self._shapes = shapes
-            self.layout = _layout(self.layout.number + 1, shards)
+            self.layout = lay_out(self.layout.number + 1, shards)
         return sources
 
     def forget(self) -> None:
@@ -179,7 +179,8 @@ def _address(tensor: Tensor) -> int:
     return getattr(tensor, "_local_tensor", tensor).data_ptr()
 
 
-def _layout(number: int, shards: list[TensorShard]) -> BufferLayout:
+def lay_out(number: int, shards: list[TensorShard]) -> BufferLayout:
+    """Place shards behind each other, each aligned."""
     items: list[IndexEntry] = []
     end = 0
     for shard in shards:
