@@ -253,7 +253,7 @@ class SaveTracker:
             raise CheckpointError(self.last_failure)
 
     def _raise_if_full(self) -> None:
-        """Raise at the first failure: what could be deleted was, so the next save would fail too."""
+        """Raise at the first failure: retention has deleted all it may, so the next save would fail too."""
         if self._no_room and self.last_failure is not None:
             raise NoRoom(f"{self.last_failure}; hint: {_NO_ROOM_HINT}")
 

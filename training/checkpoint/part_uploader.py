@@ -118,7 +118,7 @@ class PartUploader:
         return self._sink.begin(key, size, parts=parts, seconds=self._try_seconds(deadline, 0))
 
     def _send(self, what: str, begun: Any, pieces: list[_Piece], deadline: Deadline) -> list[_Sent]:
-        """Send all parts. The first part that fails for good stops the others."""
+        """Send all parts. The first permanent failure stops the others."""
         stop = threading.Event()
         total = len(pieces)
         futures: list[Future[_Sent]] = [

@@ -220,7 +220,8 @@ def _stream(reader: CommitReader, names: Sequence[str]) -> Iterator[tuple[str, T
     """
     manifest = reader.manifest
     most_bytes = max([_WINDOW_BYTES, *(2 * len(manifest.data) * data.chunk_bytes for data in manifest.data)])
-    windows = [_align_window(window) for window in _windows({n: _bytes(manifest.tensors[n]) for n in names}, most_bytes)]
+    sizes = {name: _bytes(manifest.tensors[name]) for name in names}
+    windows = [_align_window(window) for window in _windows(sizes, most_bytes)]
     memory = torch.empty(max(end for _, end in windows), dtype=torch.uint8).numpy().data
     for starts, _ in windows:
         targets = {name: _tensor_in(memory, start, manifest.tensors[name]) for name, start in starts.items()}

@@ -399,8 +399,9 @@ def _gather(row: dict[str, Any], world_size: int) -> list[dict[str, Any]]:
 
 
 def _report_rejected(store: Store, key: str, reason: str, kind: str) -> None:
-    """Report a rejected commit, and quarantine a damaged one. A misplaced manifest is sound elsewhere: its hash stays
-    usable.
+    """Report a rejected commit, and quarantine a damaged one.
+
+    A misplaced manifest is not quarantined: under its own key it is valid.
     """
     where, quarantine = quarantine_key(CommitRef.from_key(key).sha256), kind == _CORRUPT
     standing = "refused" if kind == _REFUSED else "damaged"

@@ -132,7 +132,7 @@ def _beyond_cap(
     *,
     expendable: Sequence[WholeCommit],
 ) -> set[str]:
-    """Return the commits to drop to meet the cap. A commit kept by several rules is dropped by the last of them."""
+    """Return the commits to drop to meet the cap. A commit kept by several rules is dropped with the last of them."""
     if policy.max_total_bytes is None:
         return set()
     total = sum(commit.size for commit in commits if commit.sha256 in kept)
