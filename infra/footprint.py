@@ -103,7 +103,7 @@ NODE_PROCESSES_BYTES = 3 << 28
 
 
 @dataclass(frozen=True, kw_only=True)
-class LocalGang:
+class HostGang:
     """Number of ranks on one machine. On a laptop that is the whole gang, which plays several nodes."""
 
     nodes: int
@@ -117,12 +117,12 @@ class LocalGang:
         return f"{self.nodes} × {self.processes_per_node} = {self.ranks} ranks"
 
 
-def local_gang(config: RunConfig) -> LocalGang | None:
+def local_gang(config: RunConfig) -> HostGang | None:
     """Return the gang of the configuration, or None where the plan chooses it."""
     nodes, processes = config.cluster.nodes, config.cluster.processes_per_node
     if nodes == "auto" or processes == "auto":
         return None
-    return LocalGang(nodes=nodes, processes_per_node=processes)
+    return HostGang(nodes=nodes, processes_per_node=processes)
 
 
 def shard_ranks(config: RunConfig, ranks: int, ranks_per_node: int | None = None) -> int:
@@ -273,7 +273,7 @@ def staging_bytes(config: RunConfig) -> int:
     return STAGING_SLABS * commit_bytes(config)
 
 
-def host_memory_bytes(config: RunConfig, gang: LocalGang) -> int:
+def host_memory_bytes(config: RunConfig, gang: HostGang) -> int:
     """Estimate the main memory of a gang that trains on the CPUs of one machine, at the peak of a step."""
     shape = causal_lm_shape(config.model)
     parts = gang.ranks * config.training.gradient_accumulation_steps
@@ -289,7 +289,7 @@ def host_memory_bytes(config: RunConfig, gang: LocalGang) -> int:
     return int(gang.ranks * (PROCESS_BYTES + each.total) + staging_bytes(config))
 
 
-def gpu_host_bytes(config: RunConfig, shape: ModelShape, gang: LocalGang) -> int:
+def gpu_host_bytes(config: RunConfig, shape: ModelShape, gang: HostGang) -> int:
     """Estimate the main memory of one node of a gang on GPUs: processes, staging buffers, offloaded tensors.
 
     Each rank keeps STAGING_SLABS page-locked buffers for its share of a commit. The built-in data pipeline maps its
@@ -305,7 +305,7 @@ def gpu_host_bytes(config: RunConfig, shape: ModelShape, gang: LocalGang) -> int
     return processes + staged + offloaded
 
 
-def open_files_per_rank(gang: LocalGang) -> int:
+def open_files_per_rank(gang: HostGang) -> int:
     """Estimate the file descriptors of the busiest process: those of Python and torch, and a socket per rank."""
     return 256 + 16 * gang.ranks
 

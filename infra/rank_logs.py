@@ -334,7 +334,7 @@ def add_logs_command(commands: argparse._SubParsersAction, project_root: Path) -
     command.add_argument("--around", type=_step, metavar="step:N", help="the lines nearest to that step")
     command.add_argument("--lines", type=_count, metavar="K", help="the last K; with --around K before and after (10)")
     command.add_argument("--json", action="store_true", help="the records as they are, one per line")
-    command.add_argument("--store", metavar="URI", help="where the job lies, when this machine does not know it")
+    command.add_argument("--store", metavar="URI", help="the job's store, if this machine has no note of it")
     command.set_defaults(command=lambda options: show_logs(options, project_root))
 
 

@@ -37,7 +37,7 @@ from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.footprint import (
     BFLOAT16_BYTES,
     FLOAT32_BYTES,
-    LocalGang,
+    HostGang,
     ModelShape,
     causal_lm_shape,
     gpu_host_bytes,
@@ -114,7 +114,7 @@ def why_host_too_small(
     config: RunConfig, shape: ModelShape, *, nodes: int, ranks_per_node: int, ram_bytes: int
 ) -> tuple[str, float] | None:
     """Return (reason, needed ÷ usable) if a node's main memory is too small for its ranks; None if it suffices."""
-    needed = gpu_host_bytes(config, shape, LocalGang(nodes=nodes, processes_per_node=ranks_per_node))
+    needed = gpu_host_bytes(config, shape, HostGang(nodes=nodes, processes_per_node=ranks_per_node))
     usable = int(HOST_SHARE * ram_bytes)
     if needed <= usable:
         return None

@@ -47,7 +47,9 @@ def check_batch_role(context: PreflightContext) -> CheckFinding:
     except (CloudError, StoreError) as error:
         return CheckFinding.skipped(str(error))
     if role is None and not is_amazons(client):
-        return CheckFinding.skipped(f"{client.meta.endpoint_url} knows no role {arn}, and need not: it is not Amazon's")
+        return CheckFinding.skipped(
+            f"{client.meta.endpoint_url} has no role {arn}; not an error: the endpoint is not Amazon's"
+        )
     if role is None:
         return CheckFinding.failed(
             f"there is no role {arn}", "correct batch.job_role or METAFLOW_ECS_S3_ACCESS_IAM_ROLE"
@@ -57,7 +59,7 @@ def check_batch_role(context: PreflightContext) -> CheckFinding:
         return CheckFinding.failed(
             f"{arn} trusts {trusted}", f"let its trust policy allow sts:AssumeRole to {CONTAINERS}"
         )
-    return CheckFinding.passed(f"{arn} can be taken on by containers")
+    return CheckFinding.passed(f"{arn} can be assumed by containers")
 
 
 def check_batch_rights(context: PreflightContext) -> CheckFinding:
@@ -99,7 +101,7 @@ def check_batch_bucket(context: PreflightContext) -> CheckFinding:
         return CheckFinding.skipped(str(error))
     region, wrong, fixes = client.meta.region_name, [], []
     if state.region != region:
-        wrong.append(f"it lies in {state.region}, the queues in {region}: each byte between them is paid for")
+        wrong.append(f"it is in {state.region}, the queues in {region}: transfer between them is billed")
         fixes.append(f"use a bucket of {region}")
     if not state.public_access_blocked:
         wrong.append("public access is not blocked")
@@ -113,7 +115,7 @@ def check_batch_bucket(context: PreflightContext) -> CheckFinding:
     if wrong:
         return CheckFinding.failed(f"{bucket}: {'; '.join(wrong)}", "\n".join(fixes))
     return CheckFinding.passed(
-        f"{bucket}: in {region}, not public, unfinished uploads dropped after {state.abort_days} days"
+        f"{bucket}: in {region}, not public, unfinished uploads deleted after {state.abort_days} days"
     )
 
 
@@ -123,10 +125,10 @@ def check_batch_image(context: PreflightContext) -> CheckFinding:
         return CheckFinding.skipped(reason)
     image = context.config.batch.image or _metaflow_image()
     if not image:
-        return CheckFinding.skipped("no image is named: Metaflow's default holds no torch; set batch.image")
+        return CheckFinding.skipped("no image is named: Metaflow's default has no torch; set batch.image")
     region = ecr_region(image)
     if region is None:
-        return CheckFinding.skipped(f"{image} is not in ECR: its registry is not asked")
+        return CheckFinding.skipped(f"{image} is not in ECR: its registry is not checked")
     try:
         client = _client("ecr", context, region)
         there = image_exists(image, client, _patience())
@@ -134,7 +136,7 @@ def check_batch_image(context: PreflightContext) -> CheckFinding:
         return CheckFinding.skipped(str(error))
     if not there and not is_amazons(client):
         return CheckFinding.skipped(
-            f"{client.meta.endpoint_url} has no image {image}, and need not: it is not Amazon's"
+            f"{client.meta.endpoint_url} has no image {image}; not an error: the endpoint is not Amazon's"
         )
     if not there:
         return CheckFinding.failed(f"there is no image {image}", "push it (docs/aws.md), or correct batch.image")
@@ -200,9 +202,7 @@ def check_batch_queues(context: PreflightContext) -> CheckFinding:
         return CheckFinding.failed("\n".join(problems), f"correct batch.queues, or enable the queue; {_ADOPT}")
     if not usable:
         where = client.meta.region_name
-        return CheckFinding.failed(
-            f"{where} has no queue that training may go to", f"ebbflow deploy makes them; {_ADOPT}"
-        )
+        return CheckFinding.failed(f"{where} has no queue for training", f"ebbflow deploy creates them; {_ADOPT}")
     refused = [state.problem for state in others.values() if not state.usable]
     if refused:
         fix = "set batch.light_queue (or METAFLOW_BATCH_JOB_QUEUE) to a queue that takes jobs"
@@ -296,9 +296,9 @@ def _unanswered(said: str) -> CheckFinding:
     lack the right.
     """
     if "AWS_BATCH_JOB_ID" in os.environ:
-        return CheckFinding.skipped(f"{said}; whoever launched the run has asked before")
+        return CheckFinding.skipped(f"{said}; the launching machine has checked the queues")
     detail, _, fix = said.partition("; fix: ")
-    return CheckFinding.failed(detail, fix or "see whether AWS Batch can be reached from here, and batch.region")
+    return CheckFinding.failed(detail, fix or "check batch.region, and that AWS Batch can be reached from here")
 
 
 def check_batch_clock(context: PreflightContext) -> CheckFinding:

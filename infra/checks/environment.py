@@ -65,7 +65,7 @@ def check_interpreter(context: PreflightContext) -> CheckFinding:
     else:
         detail = f"`python` is {found}, another interpreter than {sys.executable}"
     if context.config.cluster.nodes == 1:
-        return CheckFinding.passed(f"Python {version}; one node starts no other, though {detail}")
+        return CheckFinding.passed(f"Python {version}; a single node starts no other, but {detail}")
     return CheckFinding.failed(
         detail, f"run with the project's .venv/bin/python, or: ln -s {sys.executable} {folder}/python"
     )
@@ -103,7 +103,7 @@ def check_versions(context: PreflightContext) -> CheckFinding:
             untested.append(f"{requirement.name} {version} (supported: {requirement})")
     if untested:
         return CheckFinding.failed("untested: " + ", ".join(untested), _INSTALL)
-    return CheckFinding.passed("all packages are of tested versions")
+    return CheckFinding.passed("all packages have tested versions")
 
 
 def check_imports(context: PreflightContext) -> CheckFinding:
@@ -122,7 +122,7 @@ def check_imports(context: PreflightContext) -> CheckFinding:
         )
     except subprocess.TimeoutExpired:
         return CheckFinding.failed(
-            f"importing torch took more than {_IMPORT_SECONDS:g} s", "see what the disk is busy with"
+            f"importing torch took more than {_IMPORT_SECONDS:g} s", "check what keeps the disk busy"
         )
     if done.returncode != 0:
         said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
@@ -140,9 +140,11 @@ def check_ports(context: PreflightContext) -> CheckFinding:
                 with accepted:
                     accepted.sendall(b"ebb")
                     if client.recv(3) != b"ebb":
-                        return CheckFinding.failed("127.0.0.1 garbles what is sent", "look for a proxy on the loopback")
+                        return CheckFinding.failed(
+                            "127.0.0.1 returned other bytes than were sent", "look for a proxy on the loopback"
+                        )
     except OSError as error:
-        fix = "bring the loopback interface up (ip link set lo up) and let the firewall pass it"
+        fix = "bring the loopback interface up (ip link set lo up) and allow it in the firewall"
         return CheckFinding.failed(f"no connection over 127.0.0.1: {error}", fix)
     return CheckFinding.passed("127.0.0.1 accepts connections")
 
@@ -156,7 +158,7 @@ def check_host_name(context: PreflightContext) -> CheckFinding:
     try:
         found = socket.getaddrinfo(name, None, proto=socket.IPPROTO_TCP)
     except OSError as error:
-        return CheckFinding.failed(f"host name {name} does not resolve: {error}; gloo falls back to the loopback", fix)
+        return CheckFinding.failed(f"hostname {name} does not resolve: {error}; gloo falls back to the loopback", fix)
     addresses = list(dict.fromkeys(str(address[0]) for *_, address in found))
     for family, kind, protocol, _, address in found:
         with socket.socket(family, kind, protocol) as probe:
@@ -164,8 +166,8 @@ def check_host_name(context: PreflightContext) -> CheckFinding:
                 probe.bind(address)
             except OSError:
                 continue
-            return CheckFinding.passed(f"host name {name} is {address[0]}, an address of this machine")
-    return CheckFinding.failed(f"host name {name} leads to {', '.join(addresses)}, no address of this machine", fix)
+            return CheckFinding.passed(f"hostname {name} resolves to {address[0]}, an address of this host")
+    return CheckFinding.failed(f"hostname {name} resolves to {', '.join(addresses)}, no address of this host", fix)
 
 
 def _same_environment(python: str) -> bool:
@@ -291,6 +293,6 @@ def _unknown(name: str) -> tuple[str, str]:
     """Advise about a variable that looks like ours, such as an override with one underscore too few."""
     close = difflib.get_close_matches(name, _OWN_VARIABLES, n=1, cutoff=0.85)
     if close:
-        return f"{name} is read by nobody", f"{name}: did you mean {close[0]}?"
+        return f"no program reads {name}", f"{name}: did you mean {close[0]}?"
     override = PREFIX + re.sub("^EBBFLOW_+", "", name)
-    return f"{name} is read by nobody", f"{name}: keys are overridden by {PREFIX}SECTION__KEY, such as {override}"
+    return f"no program reads {name}", f"{name}: keys are overridden by {PREFIX}SECTION__KEY, such as {override}"

@@ -220,7 +220,7 @@ def _ask_driver() -> _Driver:
     if shutil.which("nvidia-smi") is None:
         match = re.search(r"\b([0-9]{3,}\.[0-9.]+)\b", _DRIVER_FILE.read_text() if _DRIVER_FILE.exists() else "")
         if match is None:
-            raise _NoAnswer(f"{GPU_FILES} are here, but neither nvidia-smi nor {_DRIVER_FILE} tells the driver")
+            raise _NoAnswer(f"{GPU_FILES} exist, but neither nvidia-smi nor {_DRIVER_FILE} shows the driver's version")
         return _Driver(match[1], [])
     lines = _run(["nvidia-smi", "--query-gpu=driver_version,name", "--format=csv,noheader"], _ANSWER_SECONDS)
     rows = [line.split(", ", 1) for line in lines.splitlines() if ", " in line]

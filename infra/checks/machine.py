@@ -16,7 +16,7 @@ from ebbflow.infra.config.rule_base import division, nearest_divisors, nearest_m
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.config.shape_rules import DERIVED
 from ebbflow.infra.footprint import (
-    LocalGang,
+    HostGang,
     host_memory_bytes,
     local_gang,
     open_files_per_rank,
@@ -45,7 +45,7 @@ def check_imds(context: PreflightContext) -> CheckFinding:
         detail = f"{service.endpoint} accepts connections and answers none in time: its answer may not leave the host"
         return CheckFinding.failed(detail, HOP_LIMIT_FIX)
     except (OSError, http.client.HTTPException, ValueError) as error:
-        detail = f"{service.endpoint} cannot be asked: {error}; spot notices would not be heard"
+        detail = f"{service.endpoint} cannot be reached: {error}; spot notices would not arrive"
         return CheckFinding.failed(detail, f"let {service.endpoint} through, or: {_OPTIONS} --http-endpoint enabled")
 
 
@@ -80,21 +80,22 @@ def _ask(service: MetadataService) -> CheckFinding:
     if status == 403:
         return CheckFinding.failed("the metadata service is turned off (403)", f"{_OPTIONS} --http-endpoint enabled")
     if status != 200 or not token:
-        detail = f"{service.endpoint} gives no token: status {status}; this is no metadata service of version 2"
-        return CheckFinding.failed(detail, "see AWS_EC2_METADATA_SERVICE_ENDPOINT, and what else listens there")
+        detail = f"{service.endpoint} gives no token: status {status}; this is not an IMDSv2 service"
+        return CheckFinding.failed(detail, "check AWS_EC2_METADATA_SERVICE_ENDPOINT, and what else listens there")
     status, instance = get(_PATH, token)
     if status != 200:
         return CheckFinding.failed(
-            f"{_PATH} answers {status} to a fresh token", "see what stands between this and the service"
+            f"{_PATH} answers {status} to a fresh token",
+            "check proxies and firewalls between this machine and the service",
         )
     status, notice = get(_NOTICE, token)
     if status == 200:
-        return CheckFinding.failed(f"{instance} is about to be taken away: {notice}", "start on another instance")
+        return CheckFinding.failed(f"{instance} has a spot interruption notice: {notice}", "start on another instance")
     status, _ = get(_PATH, "")
     if status == 200:
-        detail = f"{instance}: version 1 of the metadata service answers without a token, to whoever can make a request"
+        detail = f"{instance}: IMDSv1 answers requests without a token"
         return CheckFinding.failed(detail, f"{_OPTIONS} --http-tokens required")
-    return CheckFinding.passed(f"{instance}: tokens work, version 1 is refused ({status}), no spot notice is pending")
+    return CheckFinding.passed(f"{instance}: IMDSv2 works, IMDSv1 is refused ({status}), no spot notice is pending")
 
 
 def _matches(variable: str, value: str, there: list[str]) -> bool:
@@ -149,7 +150,7 @@ def check_locked_memory(context: PreflightContext) -> CheckFinding:
     if soft == resource.RLIM_INFINITY:
         return CheckFinding.passed("memory may be locked without limit")
     return CheckFinding.failed(
-        f"{size_text(soft)} may be locked; NCCL registers its buffers with the RDMA device, which fails beyond that",
+        f"{size_text(soft)} may be locked; NCCL registers its buffers with the RDMA device, which fails above this limit",
         "ulimit -l unlimited, or docker run --ulimit memlock=-1",
     )
 
@@ -288,7 +289,7 @@ def check_elastic(context: PreflightContext) -> CheckFinding:
     shard = config.parallel.shard_size if config.parallel.mode == "hsdp" else None
     fits, fails = [], []
     for nodes in range(gang.nodes, 0, -1):
-        smaller = LocalGang(nodes=nodes, processes_per_node=gang.processes_per_node)
+        smaller = HostGang(nodes=nodes, processes_per_node=gang.processes_per_node)
         trouble = _trouble(batch, accumulation, shard, smaller)
         if trouble is None:
             fits.append(str(nodes))
@@ -300,7 +301,7 @@ def check_elastic(context: PreflightContext) -> CheckFinding:
     return CheckFinding.failed(told, _fix(batch, accumulation, gang, shard))
 
 
-def _trouble(batch: int, accumulation: int, shard: int | None, gang: LocalGang) -> str | None:
+def _trouble(batch: int, accumulation: int, shard: int | None, gang: HostGang) -> str | None:
     """Describe what does not divide on a smaller gang, with an accumulation that would; None if all divides."""
     if shard is not None and gang.ranks % shard:
         return f"groups of parallel.shard_size do not divide the ranks: {division(gang.ranks, shard)}"
@@ -313,7 +314,7 @@ def _trouble(batch: int, accumulation: int, shard: int | None, gang: LocalGang) 
     return f"{share} samples per rank do not divide by {accumulation} accumulation; {would} would do"
 
 
-def _fix(batch: int, accumulation: int, gang: LocalGang, shard: int | None) -> str:
+def _fix(batch: int, accumulation: int, gang: HostGang, shard: int | None) -> str:
     smallest = lcm(*(nodes * gang.processes_per_node * accumulation for nodes in range(1, gang.nodes + 1)))
     batches = [size for size in nearest_multiples(smallest, batch) if size <= _NEAR * batch]
     if batch % smallest == 0 or not batches:

@@ -196,7 +196,7 @@ def compare_clock(url: str, *, warned: float, refused: float) -> CheckFinding:
     try:
         date = _date_of(url)
     except (OSError, ValueError, http.client.HTTPException) as error:
-        return CheckFinding.skipped(f"{url} tells no time: {error}")
+        return CheckFinding.skipped(f"{url} sends no usable Date header: {error}")
     after = time.time()
     # The header has whole seconds, and was written between the two readings of our clock.
     skew = max(before - date - 1.0, date - after, 0.0)

@@ -113,11 +113,11 @@ def _zones_lie_in_the_regions(config: RunConfig) -> Breach:
         if match is None:
             hint = "such as use1-az1; aws ec2 describe-availability-zones lists them"
             if _ZONE_NAME.fullmatch(name):
-                hint = f"{name} is another zone in each account; aws ec2 describe-availability-zones tells its id"
+                hint = f"{name} is another zone in each account; aws ec2 describe-availability-zones shows its id"
             return f"cost.zones must be zone ids, not {name!r}", hint
         if match[1] not in prefixes:
             allowed = ", ".join(f"{prefix}-az… ({region})" for prefix, region in prefixes.items())
-            message = f"cost.zones: {name} lies in none of cost.regions, whose zones are {allowed}"
+            message = f"cost.zones: {name} is in none of cost.regions, whose zones are {allowed}"
             return message, "add its region to cost.regions, or remove the zone"
         if times > 1:
             return f"cost.zones names {name} {times} times", "keep one of them"

@@ -171,7 +171,7 @@ def test_a_clock_that_is_off_and_a_batch_that_is_not_amazons(monkeypatch: pytest
         local.change(rules=[{"operation": "DescribeJobQueues", "kind": "forbid", "times": 2}])
         assert "allow batch:DescribeJobQueues" in str(failed("aws-queues", **batch(SPOT)).fix)
         monkeypatch.setenv("AWS_BATCH_JOB_ID", "a-container")  # its role need not have the right
-        assert "whoever launched the run has asked before" in skipped("aws-queues", **batch(SPOT)).detail
+        assert "the launching machine has checked the queues" in skipped("aws-queues", **batch(SPOT)).detail
         monkeypatch.delenv("AWS_BATCH_JOB_ID")
         assert main(["adopt"]) == 0
         # Amazon has no account that would say anything of this Batch, and is not asked.

@@ -110,7 +110,7 @@ KINDS = {
     "unknown prices": Kind("cost: {prices: statik}", 2, ("bad.yaml:1:16", "did you mean static?")),
     "zone for a region": Kind("cost: {regions: [us-east-1a]}", 2, ("its region is us-east-1",)),
     "zone by its name": Kind("cost: {zones: [us-east-1a]}", 2, ("must be zone ids", "another zone in each account")),
-    "zone elsewhere": Kind("cost: {zones: [usw2-az1]}", 2, ("lies in none of cost.regions", "use1-az… (us-east-1)")),
+    "zone elsewhere": Kind("cost: {zones: [usw2-az1]}", 2, ("is in none of cost.regions", "use1-az… (us-east-1)")),
     "push to no address": Kind("metrics: {push_url: 'gateway:9091'}", 2, ("http://pushgateway:9091",)),
     "metrics at a name": Kind("metrics: {address: localhost}", 2, ("bad.yaml:1:20", "an IP address", "0.0.0.0")),
     "bucket with one slash": Kind("store: s3:/bucket/prefix", 2, ("bad.yaml:1:8", "unknown kind", "s3://bucket")),

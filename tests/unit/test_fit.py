@@ -23,7 +23,7 @@ from ebbflow.cost.plan.throughput import (
 from ebbflow.infra.config.schema import FsdpConfig, ModelConfig, ParallelConfig, RunConfig, TrainingConfig
 from ebbflow.infra.footprint import (
     SMALL_MODEL_BYTES,
-    LocalGang,
+    HostGang,
     ModelShape,
     causal_lm_shape,
     gpu_host_bytes,
@@ -84,7 +84,7 @@ def test_a_small_model_stays_gathered_and_its_gradients_wait():
 
     # The same samples at once on four ranks: whole gradients wait, and shards of them are there from the first
     # micro-batch on.
-    gang = LocalGang(nodes=2, processes_per_node=2)
+    gang = HostGang(nodes=2, processes_per_node=2)
     parameters = causal_lm_shape(once.model).parameters
     more = host_memory_bytes(config(batch=64, accumulation=2), gang) - host_memory_bytes(
         config(batch=32, accumulation=1), gang
@@ -212,10 +212,10 @@ def test_main_memory_of_the_host_is_checked_too() -> None:
     large = published("30b", 2048, 8, 1, 1, True)
     shape = causal_lm_shape(large.model)
     staged, processes = 2 * 12 * shape.parameters, 3 * 2**28 + 8 * (2**31 + 2**27)
-    assert gpu_host_bytes(large, shape, LocalGang(nodes=1, processes_per_node=8)) == staged + processes
-    assert gpu_host_bytes(large, shape, LocalGang(nodes=2, processes_per_node=8)) == staged // 2 + processes
+    assert gpu_host_bytes(large, shape, HostGang(nodes=1, processes_per_node=8)) == staged + processes
+    assert gpu_host_bytes(large, shape, HostGang(nodes=2, processes_per_node=8)) == staged // 2 + processes
     offloaded = large.model_copy(update={"fsdp": large.fsdp.model_copy(update={"cpu_offload": True})})
-    assert gpu_host_bytes(offloaded, shape, LocalGang(nodes=1, processes_per_node=8)) == staged + processes + (
+    assert gpu_host_bytes(offloaded, shape, HostGang(nodes=1, processes_per_node=8)) == staged + processes + (
         16 * shape.parameters
     )
     node = {"nodes": 1, "ranks_per_node": 8}
@@ -244,7 +244,7 @@ def test_offloading_leaves_only_what_is_gathered():
 
 
 def test_main_memory_of_a_laptop_follows_copies_and_recomputing():
-    gang = LocalGang(nodes=2, processes_per_node=2)
+    gang = HostGang(nodes=2, processes_per_node=2)
     need = {mode: host_memory_bytes(config(mode), gang) for mode in ("ddp", "hsdp", "fsdp2")}
     copy = 16 * causal_lm_shape(config().model).parameters  # weights, gradients and two moments, float32
     assert need["hsdp"] - need["fsdp2"] == copy, "a copy per node instead of one"

@@ -31,13 +31,13 @@ def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("behaviour", "detail", "fix"),
     [
-        ({"version_1": True}, "version 1 of the metadata service answers without a token", "--http-tokens req"),
+        ({"version_1": True}, "IMDSv1 answers requests without a token", "--http-tokens req"),
         ({"hop_limit": True}, "its answer may not leave the host", "--http-put-response-hop-limit 2"),
         ({"token_status": 403}, "turned off (403)", "--http-endpoint enabled"),
         ({"token_status": 404}, "gives no token: status 404", ENDPOINT),
         (
             {"answers": TAKEN},
-            "about to be taken away",
+            "has a spot interruption notice",
             "another instance",
         ),
     ],
@@ -58,11 +58,11 @@ def test_a_metadata_service_that_will_not_do(
 def test_a_metadata_service_that_is_well_or_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     with FakeMetadata(INSTANCE) as service:
         monkeypatch.setenv(ENDPOINT, service.address)
-        assert passed("imds").detail.startswith("i-0123456789abcdef0: tokens work, version 1 is refused (401)")
+        assert passed("imds").detail.startswith("i-0123456789abcdef0: IMDSv2 works, IMDSv1 is refused (401)")
         monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
         assert "AWS_EC2_METADATA_DISABLED" in skipped("imds").detail
         monkeypatch.delenv("AWS_EC2_METADATA_DISABLED")
-    assert "spot notices would not be heard" in failed("imds").detail  # it is closed by now
+    assert "spot notices would not arrive" in failed("imds").detail  # it is closed by now
 
 
 def test_interfaces_that_are_named_exist(monkeypatch: pytest.MonkeyPatch) -> None:
