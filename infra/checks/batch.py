@@ -47,9 +47,7 @@ def check_batch_role(context: PreflightContext) -> CheckFinding:
     except (CloudError, StoreError) as error:
         return CheckFinding.skipped(str(error))
     if role is None and not is_amazons(client):
-        return CheckFinding.skipped(
-            f"{client.meta.endpoint_url} has no role {arn}; not an error: the endpoint is not Amazon's"
-        )
+        return CheckFinding.skipped(f"{client.meta.endpoint_url} has no role {arn}, and is not Amazon's")
     if role is None:
         return CheckFinding.failed(
             f"there is no role {arn}", "correct batch.job_role or METAFLOW_ECS_S3_ACCESS_IAM_ROLE"
@@ -135,9 +133,7 @@ def check_batch_image(context: PreflightContext) -> CheckFinding:
     except (CloudError, StoreError) as error:
         return CheckFinding.skipped(str(error))
     if not there and not is_amazons(client):
-        return CheckFinding.skipped(
-            f"{client.meta.endpoint_url} has no image {image}; not an error: the endpoint is not Amazon's"
-        )
+        return CheckFinding.skipped(f"{client.meta.endpoint_url} has no image {image}, and is not Amazon's")
     if not there:
         return CheckFinding.failed(f"there is no image {image}", "push it (docs/aws.md), or correct batch.image")
     return CheckFinding.passed(f"{image} is there")

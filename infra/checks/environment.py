@@ -140,9 +140,7 @@ def check_ports(context: PreflightContext) -> CheckFinding:
                 with accepted:
                     accepted.sendall(b"ebb")
                     if client.recv(3) != b"ebb":
-                        return CheckFinding.failed(
-                            "127.0.0.1 returned other bytes than were sent", "look for a proxy on the loopback"
-                        )
+                        return CheckFinding.failed("127.0.0.1 altered the bytes", "look for a proxy on the loopback")
     except OSError as error:
         fix = "bring the loopback interface up (ip link set lo up) and allow it in the firewall"
         return CheckFinding.failed(f"no connection over 127.0.0.1: {error}", fix)

@@ -86,7 +86,7 @@ def _ask(service: MetadataService) -> CheckFinding:
     if status != 200:
         return CheckFinding.failed(
             f"{_PATH} answers {status} to a fresh token",
-            "check proxies and firewalls between this machine and the service",
+            "check proxies and firewalls between here and the service",
         )
     status, notice = get(_NOTICE, token)
     if status == 200:
@@ -150,7 +150,7 @@ def check_locked_memory(context: PreflightContext) -> CheckFinding:
     if soft == resource.RLIM_INFINITY:
         return CheckFinding.passed("memory may be locked without limit")
     return CheckFinding.failed(
-        f"{size_text(soft)} may be locked; NCCL registers its buffers with the RDMA device, which fails above this limit",
+        f"{size_text(soft)} may be locked; NCCL registers its buffers with the RDMA device and fails above this",
         "ulimit -l unlimited, or docker run --ulimit memlock=-1",
     )
 

@@ -119,7 +119,7 @@ def test_bucket(aws: Account) -> None:
     found = failed("aws-bucket", **batch(SPOT))
     assert "public access is not blocked" in found.detail and "unfinished uploads stay" in found.detail
     aws.tidy_bucket()
-    assert "dropped after 2 days" in passed("aws-bucket", **batch(SPOT)).detail
+    assert "deleted after 2 days" in passed("aws-bucket", **batch(SPOT)).detail
     far = failed("aws-bucket", **batch(SPOT, region="eu-west-1"))
     assert "it lies in us-east-1, the queues in eu-west-1" in far.detail
     assert "NoSuchBucket" in skipped("aws-bucket", **{**batch(SPOT), "store": "s3://not-there/x"}).detail
@@ -190,7 +190,7 @@ def test_what_a_stand_in_lacks_says_nothing_of_a_role_or_an_image(
 ) -> None:
     monkeypatch.setattr("ebbflow.infra.checks.batch.is_amazons", lambda client: False)
     nobody = f"arn:aws:iam::{ACCOUNT}:role/nobody"
-    assert f"knows no role {nobody}" in skipped("aws-role", **batch(SPOT, job_role=nobody)).detail
+    assert f"has no role {nobody}" in skipped("aws-role", **batch(SPOT, job_role=nobody)).detail
     assert f"has no image {IMAGE}" in skipped("aws-image", **batch(SPOT, image=IMAGE)).detail
 
 

@@ -118,7 +118,7 @@ def test_host_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: "ebbflow-test.invalid")
     failed("host-name")  # a name server that does not answer is cut off by the deadline
     monkeypatch.setattr(socket, "gethostname", lambda: "192.0.2.1")  # reserved for documentation: nobody's address
-    assert "no address of this machine" in failed("host-name").detail
+    assert "no address of this host" in failed("host-name").detail
     skipped("host-name", cluster={"nodes": 1})
 
 
