@@ -121,7 +121,7 @@ def test_bucket(aws: Account) -> None:
     aws.tidy_bucket()
     assert "deleted after 2 days" in passed("aws-bucket", **batch(SPOT)).detail
     far = failed("aws-bucket", **batch(SPOT, region="eu-west-1"))
-    assert "it lies in us-east-1, the queues in eu-west-1" in far.detail
+    assert "it is in us-east-1, the queues in eu-west-1" in far.detail
     assert "NoSuchBucket" in skipped("aws-bucket", **{**batch(SPOT), "store": "s3://not-there/x"}).detail
 
 
