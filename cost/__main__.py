@@ -165,7 +165,7 @@ def _print_one(report: RunReport, *, configuration: bool) -> None:
 
 
 def _job_history(config: RunConfig) -> JobHistory:
-    """Of the configuration's store; none, and said so, where the store does not answer: a plan does without."""
+    """Load the job history of the configuration's store; print a note and use none if the store is unavailable."""
     from ebbflow.cost.job_history import JobHistory, load_job_history
     from ebbflow.infra.store import Store
 

@@ -31,7 +31,7 @@ from ebbflow.infra.events import (
     Event,
     LedgerClass,
 )
-from ebbflow.infra.layout import EXPERIENCE_PREFIX, experience_key
+from ebbflow.infra.layout import JOB_HISTORY_PREFIX, job_history_key
 from ebbflow.infra.notices import RECLAIMS
 from ebbflow.infra.reliability import GammaHazard
 from ebbflow.infra.store import Store
@@ -274,14 +274,14 @@ def save_job_record(root: Store, events: Sequence[Event]) -> JobMeasurements | N
     if not found.stays and not found.speeds:
         return None
     day = datetime.fromtimestamp(min(event.t_wall for event in events), UTC).strftime("%Y%m%d")
-    root.put(experience_key(day, found.job), json.dumps(found.to_json(), indent=1).encode())
+    root.put(job_history_key(day, found.job), json.dumps(found.to_json(), indent=1).encode())
     return found
 
 
 def load_job_history(root: Store) -> JobHistory:
     """Read the newest job records of the store. Unreadable records are skipped. Raises StoreError."""
     jobs = []
-    for key in sorted(meta.key for meta in root.list(EXPERIENCE_PREFIX))[-NEWEST_JOBS:]:
+    for key in sorted(meta.key for meta in root.list(JOB_HISTORY_PREFIX))[-NEWEST_JOBS:]:
         try:
             jobs.append(JobMeasurements.from_json(json.loads(root.get(key))))
         except (ObjectNotFound, ValueError, KeyError, TypeError):

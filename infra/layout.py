@@ -35,7 +35,7 @@ from ebbflow.infra.errors import LayoutError
 _JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 # Names that runs/<job> cannot have.
 _TAKEN = frozenset({"jobs", "tokens", "workloads", "experience", "latest"})
-EXPERIENCE_PREFIX = "experience/"
+JOB_HISTORY_PREFIX = "experience/"
 LAUNCHERS_PREFIX = "launchers/"
 PLAN_KEY = "plan.json"
 # Tag for the lifecycle rule of infra/aws/template.yaml, which deletes tombstones of jobs that never run again.
@@ -68,9 +68,9 @@ def workload_prefix(workload: str) -> str:
     return f"workloads/{workload.replace(':', '.')}"
 
 
-def experience_key(day: str, job: str) -> str:
+def job_history_key(day: str, job: str) -> str:
     """Return the key of a job's history. day: such as 20261121, so that keys sort by time."""
-    return f"{EXPERIENCE_PREFIX}{day}-{job}.json"
+    return f"{JOB_HISTORY_PREFIX}{day}-{job}.json"
 
 
 def generation_name(generation: int, generation_id: str) -> str:

@@ -380,7 +380,7 @@ def _only_one_market(found: tuple[QueueOffer, ...], history: AttemptHistory) -> 
     order = sorted(found, key=lambda one: gone.index(one.id) + 1 if one.id in gone else 0)
     return _Choice(
         offer=order[0],
-        reason=f"{_last_end(history)}nothing on demand that queues, deadline and budget bear: Spot as it comes",
+        reason=f"{_last_end(history)}no on-demand pool within queues, deadline and budget: Spot only",
     )
 
 

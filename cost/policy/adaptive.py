@@ -106,7 +106,7 @@ class Adaptive:
         self._asked: str | None = None
         self._at_hours = 0.0
         # Advantages of the present decision, shared by all pools of a kind.
-        self._told: dict[tuple[int, float], float] = {}
+        self._advantages: dict[tuple[int, float], float] = {}
         self._probed_hours = -math.inf
         self._seen_hours = 0.0
         self._table_key: SlackProblem | None = None
@@ -116,7 +116,7 @@ class Adaptive:
 
     def decide(self, state: State) -> Action:
         self._observe(state)
-        self._told.clear()
+        self._advantages.clear()
         current = state.current_pool
         if not state.spot_pools:
             action: Action = UsePool(state.on_demand.id)
@@ -237,11 +237,11 @@ class Adaptive:
         return self._advantage(state, kind, fresh_share(age)) + extra
 
     def _advantage(self, state: State, kind: int, fresh: float) -> float:
-        if (kind, fresh) not in self._told:
+        if (kind, fresh) not in self._advantages:
             left, slack = self._clock(state)
             table, models = self._asks(state)
-            self._told[kind, fresh] = table.advantage(kind, left, slack, fresh, models)
-        return self._told[kind, fresh]
+            self._advantages[kind, fresh] = table.advantage(kind, left, slack, fresh, models)
+        return self._advantages[kind, fresh]
 
     def _models(self) -> Array:
         return np.outer(self.spells.weights(up=True), self.spells.weights(up=False)).ravel()

@@ -268,7 +268,7 @@ def test_a_budget_that_just_bears_on_demand_bears_spot_before_it() -> None:
     log.told("reclaimed", first, 4 * HOUR, started=60.0)
     spent = usual.expected_usd * 0.2
     last = placed_now(just, log, 4 * HOUR, share_done=0.09, spent_usd=spent)
-    assert last.market == "spot" and "nothing on demand" in last.reason, "only Spot is cheap enough by now"
+    assert last.market == "spot" and "no on-demand pool" in last.reason, "only Spot is cheap enough by now"
 
 
 def test_without_a_deadline_it_waits_for_spot() -> None:

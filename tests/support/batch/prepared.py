@@ -11,7 +11,7 @@ from pathlib import Path
 from ebbflow.cost.job_history import JobMeasurements, MeasuredSpeed
 from ebbflow.cost.plan.throughput import speed_fingerprint
 from ebbflow.infra.config import load_config
-from ebbflow.infra.layout import experience_key
+from ebbflow.infra.layout import job_history_key
 from tests.support.batch.flow import PREFIX, BatchRunner
 from tests.support.flow import ROOT
 
@@ -45,5 +45,5 @@ def remember_speeds(runner: BatchRunner, options: list[str], speeds: Mapping[tup
         for (kind, nodes), speed in speeds.items()
     )
     record = JobMeasurements(job="earlier", speeds=seen).to_json()
-    key = f"{PREFIX}/{experience_key('20260101', 'earlier')}"
+    key = f"{PREFIX}/{job_history_key('20260101', 'earlier')}"
     runner.swift.client().put_object(Bucket=runner.bucket, Key=key, Body=json.dumps(record).encode())
