@@ -98,7 +98,7 @@ def _ask(context: PreflightContext) -> _Asked | CheckFinding:
     if context.config.workload is not None:
         return CheckFinding.skipped("the model is a workload's own: it is measured by the plan")
     try:
-        config = limit_to_queue_region(context.config, told=False)
+        config = limit_to_queue_region(context.config, only_if_set=False)
     except StoreError as error:
         return CheckFinding.skipped(str(error))
     try:

@@ -38,8 +38,8 @@ def check_before_launch(config: RunConfig, config_path: str, *, job: str | None,
     from ebbflow.infra.preflight import failed_results, render_results
 
     backend = requested_backend(words)
-    if said := refusal_reason(config, backend, words):
-        return said
+    if refusal := refusal_reason(config, backend, words):
+        return refusal
     if backend is not None:
         set_environment(config, backend)
     failed = failed_results(run_all_checks(config, config_path, quick_only=True, job=job, target=backend or "local"))

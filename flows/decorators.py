@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 REMOTE = ("batch", "kubernetes")
 
 
-class local(StepMutator):  # noqa: N801 - the name is what stands after --with
+class local(StepMutator):  # noqa: N801 - the name follows --with
     """Remove @batch and @kubernetes from each step before they ask for a remote datastore.
 
     This runs in every task's process too and therefore prints nothing.
@@ -166,8 +166,8 @@ class CapacityDecorator(StepDecorator):
         if answer.order is None:
             return self._unplaced(cli_args, task, answer.trouble)
         if answer.trouble:
-            said = f"using the plan of the run, because there is no fresh choice: {answer.trouble}"
-            task.log(f"capacity: {said}", system_msg=True)
+            source = f"using the plan of the run, because there is no fresh choice: {answer.trouble}"
+            task.log(f"capacity: {source}", system_msg=True)
         task.log(f"capacity: {describe_order(answer.order)}", system_msg=True)
         if answer.order.does != "train":
             run_locally(cli_args, self._step)

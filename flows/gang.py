@@ -226,7 +226,7 @@ def _placed_task(this: Any) -> str:
 
 
 def _gang_spec(flow: Any, this: Any, order: AttemptOrder | None, *, node: int, main_address: str) -> GangSpec:
-    """Collect what this node's agent needs. Raises StoreError if the costs so far cannot be read."""
+    """Build the specification for this node's agent. Raises StoreError if the costs so far cannot be read."""
     from ebbflow.training.launch.messages import GangSpec
     from ebbflow.training.launch.transport import control_ports
 

@@ -497,7 +497,7 @@ def finish_job(job: Job, code: int, started: float, *, asked: bool) -> int:
 
 
 def _completed_since(job: Job, started: float) -> bool:
-    """Whether the job's last outcome is that it completed, at `started` (Unix time) or later."""
+    """Return whether the job's last outcome is its completion at `started` (Unix time) or later."""
     from ebbflow.cost.ledger.generations import find_final_outcome
     from ebbflow.infra.events import read_events
 

@@ -195,8 +195,8 @@ def correct_node_commands(params: dict[str, Any], **_: Any) -> None:
     for other in overrides[1:]:
         if other["containerOverrides"]["command"] != command:
             other["containerOverrides"]["command"] = command
-            said = "corrected Metaflow's command of the other nodes, which changed more than the task's id (#2564)"
-            print(f"batch: {said}", file=sys.stderr, flush=True)
+            message = "corrected Metaflow's command of the other nodes, which changed more than the task's id (#2564)"
+            print(f"batch: {message}", file=sys.stderr, flush=True)
 
 
 def complete_gang_descriptions(parsed: dict[str, Any], **_: Any) -> None:

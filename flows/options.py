@@ -53,8 +53,8 @@ def check_run_options(options: list[str]) -> list[str]:
         _refuse(str(error), Outcome.CONFIG)
     except InfraError as error:
         _refuse(str(error), error.outcome)
-    if said := check_before_launch(loaded.config, known.config, job=known.job or None, words=sys.argv):
-        _refuse(said, Outcome.PREFLIGHT)
+    if refusal := check_before_launch(loaded.config, known.config, job=known.job or None, words=sys.argv):
+        _refuse(refusal, Outcome.PREFLIGHT)
     if requested_permits(known) and not known.job:
         _refuse("--from-scratch and --accept-rollback need an existing job; fix: name it with --job", Outcome.CONFIG)
     if known.job:
@@ -210,8 +210,8 @@ def check_resume(words: list[str]) -> tuple[str, RunConfig, list[str]] | None:
             sys.exit(Outcome.CONFIG.exit_code)
         return None
     name, path, config = found
-    if said := check_before_launch(config, path, job=name, words=words):
-        print(said, file=sys.stderr)
+    if refusal := check_before_launch(config, path, job=name, words=words):
+        print(refusal, file=sys.stderr)
         sys.exit(Outcome.PREFLIGHT.exit_code)
     return name, config, requested_permits(known)
 

@@ -41,14 +41,14 @@ def option_values(words: Sequence[str], option: str) -> list[str]:
 def set_environment(config: RunConfig, backend: str) -> None:
     """Set Metaflow's settings: the configuration's first, then existing ones, then those derived from the store."""
     batch = config.batch
-    said = {
+    configured = {
         "METAFLOW_BATCH_JOB_QUEUE": batch.light_queue,
         "METAFLOW_BATCH_CONTAINER_IMAGE": batch.image,
         "METAFLOW_ECS_S3_ACCESS_IAM_ROLE": batch.job_role,
         "AWS_DEFAULT_REGION": batch.region,
         RUNNABLE_VARIABLE: f"{batch.runnable_minutes * 60:g}",
     }
-    os.environ.update({name: value for name, value in said.items() if value})
+    os.environ.update({name: value for name, value in configured.items() if value})
     follows = {
         "METAFLOW_DEFAULT_DATASTORE": "s3",
         "METAFLOW_DATASTORE_SYSROOT_S3": f"{config.store.rstrip('/')}/metaflow",

@@ -44,8 +44,8 @@ def _paid_types(events: Sequence[Event]) -> dict[str, dict[str, Any]]:
     plans = [event.data for event in events if event.name == PLAN and event.data.get("chosen")]
     first = {plan["chosen"]["instance_type"]: plan for plan in reversed(plans)}
     real = next((plan for plan in plans if not plan.get("simulated")), None)
-    told = {event.data.get("instance_type") for event in events if event.name == NODE_STARTED} if real else set()
-    return {**{str(kind): real for kind in sorted(filter(None, told)) if real}, **first}
+    used_types = {event.data.get("instance_type") for event in events if event.name == NODE_STARTED} if real else set()
+    return {**{str(kind): real for kind in sorted(filter(None, used_types)) if real}, **first}
 
 
 def write_report(job: Job) -> RunReport:

@@ -98,7 +98,7 @@ class NoticeWatcher:
         self._absent: dict[str, str] = {}
         self._problems: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._decided, self._looked, self._closed = threading.Event(), threading.Event(), threading.Event()
-        self._told: dict[tuple[str, str], float] = {}
+        self._known_ends: dict[tuple[str, str], float] = {}
         self._thread = threading.Thread(target=self._watch, name="notices", daemon=True)
         self._thread.start()
 
@@ -151,9 +151,13 @@ class NoticeWatcher:
             return False
         for notice in found:
             key = (notice.source, notice.action)
-            told = self._told.get(key)
-            if told is None or notice.ends_at < told - 1.0 or told < time.monotonic() - STALE_SECONDS < notice.ends_at:
-                self._told[key] = notice.ends_at
+            known_end = self._known_ends.get(key)
+            if (
+                known_end is None
+                or notice.ends_at < known_end - 1.0
+                or known_end < time.monotonic() - STALE_SECONDS < notice.ends_at
+            ):
+                self._known_ends[key] = notice.ends_at
                 self._notices.put(notice)
         return True
 
@@ -234,15 +238,15 @@ class MetadataSource:
 
     def _without_token(self, seconds: float) -> str:
         """Try version 1: the token's answer may not reach a container although other answers do."""
-        said = f"{self._service.endpoint} gave no token in time"
+        problem = f"{self._service.endpoint} gave no token in time"
         try:
             status, _ = self._service.get(_INSTANCE_ACTION, "", seconds=seconds)
         except (OSError, http.client.HTTPException, ValueError):
-            return f"{said}, and no other answer"
+            return f"{problem}, and no other answer"
         if status in (200, 404):
             self._version_1 = True  # less secure, but better than no notice
             return ""
-        return f"{said}, while it answers {status} without one: the hop limit is too small; fix: {HOP_LIMIT_FIX}"
+        return f"{problem}, while it answers {status} without one: the hop limit is too small; fix: {HOP_LIMIT_FIX}"
 
     def _renew(self, seconds: float) -> str:
         status, token = self._service.token(ttl_seconds=_TOKEN_TTL_SECONDS, seconds=seconds)
@@ -271,11 +275,11 @@ class MetadataSource:
         text = self._get(_INSTANCE_ACTION)
         if text is None:
             return None
-        said = _object(text)
-        ends_at = self._ending.of(said.get("time"))
+        document = _object(text)
+        ends_at = self._ending.of(document.get("time"))
         if ends_at < time.monotonic() - STALE_SECONDS:  # of a machine that was stopped and restarted, or was spared
             return None
-        action = str(said.get("action") or "terminate")
+        action = str(document.get("action") or "terminate")
         return Notice(
             source=self.name,
             action=action if action in RECLAIMS else "terminate",
@@ -297,22 +301,22 @@ class EffectiveTime:
     """
 
     def __init__(self) -> None:
-        self._said: object = None
+        self._text: object = None
         self._ends_at = 0.0
 
     def of(self, moment: object) -> float:
         """Return time.monotonic() of a moment in text form."""
         said = str(moment)
-        if said != self._said:
-            self._said, self._ends_at = said, time.monotonic() + _seconds_until(moment)
+        if said != self._text:
+            self._text, self._ends_at = said, time.monotonic() + _seconds_until(moment)
         return self._ends_at
 
 
 def _seconds_until(moment: object) -> float:
     """Return the seconds until an ISO 8601 time (UTC by default), 30 s if it cannot be read."""
     try:
-        told = datetime.fromisoformat(str(moment).replace("Z", "+00:00"))
-        return (told if told.tzinfo else told.replace(tzinfo=UTC)).timestamp() - time.time()
+        moment_utc = datetime.fromisoformat(str(moment).replace("Z", "+00:00"))
+        return (moment_utc if moment_utc.tzinfo else moment_utc.replace(tzinfo=UTC)).timestamp() - time.time()
     except ValueError:
         return _UNSAID_SECONDS
 
@@ -320,10 +324,10 @@ def _seconds_until(moment: object) -> float:
 def _object(text: str) -> dict:
     """Parse a JSON object, {} if it cannot be read: an unreadable notice is still a notice."""
     try:
-        said = json.loads(text)
+        document = json.loads(text)
     except ValueError:
         return {}
-    return said if isinstance(said, dict) else {}
+    return document if isinstance(document, dict) else {}
 
 
 METAFLOW_FILE = "/tmp/spot_termination_notice"  # as in Metaflow 2.19's current.spot_termination_notice
@@ -348,13 +352,13 @@ class MetaflowSource:
 
     def look(self) -> list[Notice]:
         try:
-            said = self._path.read_text(errors="replace").strip()[:100]
+            text = self._path.read_text(errors="replace").strip()[:100]
         except FileNotFoundError:
             return []
-        ends_at = self._ending.of(said)
-        if not said or ends_at < time.monotonic() - STALE_SECONDS:
+        ends_at = self._ending.of(text)
+        if not text or ends_at < time.monotonic() - STALE_SECONDS:
             return []
-        return [Notice(source=self.name, action="terminate", ends_at=ends_at, detail=f"{self._path}: {said}")]
+        return [Notice(source=self.name, action="terminate", ends_at=ends_at, detail=f"{self._path}: {text}")]
 
 
 class RehearsalSource:
@@ -373,19 +377,19 @@ class RehearsalSource:
 
     def look(self) -> list[Notice]:
         try:
-            said = json.loads(self._path.read_text())
+            document = json.loads(self._path.read_text())
         except FileNotFoundError:
             return []
         except ValueError as error:
             raise OSError(f"{self._path}: {error}") from error
         self._path.unlink(missing_ok=True)
-        ends_at = said["t_mono"] + said["seconds"]
-        return [Notice(source=self.name, action=said["action"], ends_at=ends_at, heard_at=said["t_mono"])]
+        ends_at = document["t_mono"] + document["seconds"]
+        return [Notice(source=self.name, action=document["action"], ends_at=ends_at, heard_at=document["t_mono"])]
 
 
 def rehearse_notice(path: Path, *, action: str, seconds: float) -> None:
     """Write a notice for this node's agent atomically."""
-    said = {"action": action, "seconds": seconds, "t_mono": time.monotonic()}
+    document = {"action": action, "seconds": seconds, "t_mono": time.monotonic()}
     fresh = path.with_name(f".{path.name}.{os.getpid()}")
-    fresh.write_text(json.dumps(said))
+    fresh.write_text(json.dumps(document))
     os.replace(fresh, path)

@@ -110,8 +110,8 @@ def _place_afresh(request: PlacementRequest) -> AttemptOrder:
         events += settle_attempts(job, events, client, log) if on_batch else []
         history = read_attempts(events)
         comes = config.cost.deadline_hours is not None
-        if said := give_up_reason(history, events, run=job.run, on_demand_comes=comes):
-            return _put_order(job, request, AttemptOrder(does="stop", outcome=said[0].value, message=said[1]))
+        if ending := give_up_reason(history, events, run=job.run, on_demand_comes=comes):
+            return _put_order(job, request, AttemptOrder(does="stop", outcome=ending[0].value, message=ending[1]))
         plan = make_fresh_plan(job, events, request.flow.examined)
         queues = training_queues(config.batch, client) if on_batch else pods.pod_markets()
         try:
@@ -142,7 +142,7 @@ def _job(request: PlacementRequest) -> Job:
 
     job = replace(Job.of(request.flow, request.name.run), request_seconds=_REQUEST_SECONDS)
     if request.backend == "batch":
-        return replace(job, config=limit_to_queue_region(job.config, told=False))
+        return replace(job, config=limit_to_queue_region(job.config, only_if_set=False))
     return replace(job, config=pods.with_nodes(job.config, request.flow.num_nodes))
 
 
@@ -176,14 +176,14 @@ def _place(
     if order.does == "train":
         log.origin = replace(log.origin, attempt=request.name.attempt)
         log.emit(PLAN, **(order.plan or {}))
-        told = {
+        details = {
             "attempt": request.name.attempt,
             "round": request.round,
             "step": request.name.step,
             "task": request.name.task,
         }
-        told["after_generation"] = after_generation
-        log.emit(PLACED, placement=order.placement, why=placed.reason, **told)
+        details["after_generation"] = after_generation
+        log.emit(PLACED, placement=order.placement, why=placed.reason, **details)
     return _put_order(job, request, order)
 
 
@@ -254,8 +254,8 @@ def give_up_reason(
         return None
     words = ", ".join(sorted({f"{one.placement}: {one.cause.replace('_', ' ')}" for one in last}))
     outcome = Outcome.NO_CAPACITY if never and not unmakeable else Outcome.FAILED
-    said = f"; AWS Batch on the last one: {last[0].reason}" if last[0].reason else ""
-    return outcome, f"{len(last)} attempts in a row failed ({words}), and another would too{said}"
+    batch_reason = f"; AWS Batch on the last one: {last[0].reason}" if last[0].reason else ""
+    return outcome, f"{len(last)} attempts in a row failed ({words}), and another would too{batch_reason}"
 
 
 def describe_order(order: AttemptOrder) -> str:

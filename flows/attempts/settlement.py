@@ -59,20 +59,20 @@ def settle_attempts(
         return []
     check_run_claim(job.store, job.name)
     found = _describe_when_complete(list(submitted), list(unsettled), client, deadline_seconds)
-    told = []
+    settled = []
     for job_id, attempt in found.items():
         event = submitted[job_id]
         if attempt.finished:
             if job_id in half_told and not _is_complete(attempt.to_json()):
                 continue
-            told.append(log.emit(BATCH_ATTEMPT, **batch_attempt_data(attempt, find_placement(event, events))))
+            settled.append(log.emit(BATCH_ATTEMPT, **batch_attempt_data(attempt, find_placement(event, events))))
         else:
             with contextlib.suppress(CloudRefused):  # it ended meanwhile and is recorded next time
                 why = f"run {job.run} goes on with job {job.name}"
                 words = NEVER_STARTED if attempt.started_utc is None else TERMINATED
                 cancel_job(job_id, why, client, words=words, deadline_seconds=deadline_seconds)
                 say(f"{_describe_left_behind(attempt, event)} was left behind: terminated, since {why}")
-    return told
+    return settled
 
 
 def _describe_when_complete(
@@ -88,16 +88,16 @@ def _describe_when_complete(
         time.sleep(_LOOK_SECONDS)
 
 
-def _is_complete(told: Mapping[str, Any]) -> bool:
+def _is_complete(record: Mapping[str, Any]) -> bool:
     """Return whether the description of an ended job has its end time and, if it failed, the reason."""
-    is_timed = told.get("started_utc") is None or told.get("stopped_utc") is not None
-    return is_timed and (told.get("status") != "FAILED" or bool(told.get("reason")))
+    is_timed = record.get("started_utc") is None or record.get("stopped_utc") is not None
+    return is_timed and (record.get("status") != "FAILED" or bool(record.get("reason")))
 
 
 def unsettled_jobs(events: Sequence[Event]) -> dict[str, Event]:
     """Return the Batch jobs without a recorded end, by id, with the event of the submitter or else of the agent."""
-    told = {event.data.get("job_id") for event in events if event.name == BATCH_ATTEMPT}
-    return {job_id: event for job_id, event in _submitted_jobs(events).items() if job_id not in told}
+    settled = {event.data.get("job_id") for event in events if event.name == BATCH_ATTEMPT}
+    return {job_id: event for job_id, event in _submitted_jobs(events).items() if job_id not in settled}
 
 
 def _incomplete_jobs(events: Sequence[Event]) -> dict[str, Event]:
@@ -117,8 +117,8 @@ def _submitted_jobs(events: Sequence[Event]) -> dict[str, Event]:
     return found
 
 
-def _describe_left_behind(attempt: BatchAttempt, told: Event) -> str:
-    return f"job {attempt.job_id} of run {told.run} ({attempt.status} in {attempt.queue})"
+def _describe_left_behind(attempt: BatchAttempt, submitted: Event) -> str:
+    return f"job {attempt.job_id} of run {submitted.run} ({attempt.status} in {attempt.queue})"
 
 
 def check_left_behind(context: PreflightContext) -> CheckFinding:
@@ -159,18 +159,18 @@ CHECKS = [
 ]
 
 
-def find_placement(told: Event, events: Sequence[Event]) -> Placement | None:
+def find_placement(submitted: Event, events: Sequence[Event]) -> Placement | None:
     """Return the placement of a Batch job: the last one of its run, step and task.
 
     Clocks are not compared, because an agent's machine may be minutes ahead.
     """
-    known = () if told.name == NODE_STARTED else ("step", "task")
+    known = () if submitted.name == NODE_STARTED else ("step", "task")
     placed = [
         event
         for event in events
         if event.name == PLACED
-        and (event.run, event.attempt) == (told.run, told.attempt)
-        and all(event.data.get(key) == told.data.get(key) for key in known)
+        and (event.run, event.attempt) == (submitted.run, submitted.attempt)
+        and all(event.data.get(key) == submitted.data.get(key) for key in known)
     ]
     try:
         return Placement.from_json(placed[-1].data["placement"]) if placed else None

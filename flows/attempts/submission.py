@@ -220,9 +220,9 @@ class Submission:
         if not asked:
             return
         with self._events() as log:
-            told = {"step": asked["step"], "task": asked["task"]}
-            told |= {"twin_of": self._job_id or None} if unwanted else {}
-            log.emit(BATCH_SUBMITTED, job_id=unwanted or self._job_id, job_name=job_name, **told)
+            details = {"step": asked["step"], "task": asked["task"]}
+            details |= {"twin_of": self._job_id or None} if unwanted else {}
+            log.emit(BATCH_SUBMITTED, job_id=unwanted or self._job_id, job_name=job_name, **details)
             while True:  # as long as this process lives, the store may come back
                 try:
                     return log.flush()

@@ -128,10 +128,10 @@ class LostAnswers:
         return find_marked_jobs(self._queue, self._name, self._mark, client, deadline_seconds=_LOOK_SECONDS)
 
 
-def _response(url: str, told: dict[str, str]) -> Any:
+def _response(url: str, document: dict[str, str]) -> Any:
     from botocore.awsrequest import AWSResponse
 
-    body = SimpleNamespace(stream=lambda: [json.dumps(told).encode()])
+    body = SimpleNamespace(stream=lambda: [json.dumps(document).encode()])
     return AWSResponse(url, 200, {"Content-Type": "application/json"}, body)
 
 
@@ -186,8 +186,10 @@ class SubmitRetry:
             return False
         why = _retry_reason(response, caught_exception)
         if why is None and unanswered:
-            told = f"HTTP {status}" if caught_exception is None else " ".join(str(caught_exception).split()).rstrip(".")
-            why = f"no answer, so the job may exist ({told})"
+            problem = (
+                f"HTTP {status}" if caught_exception is None else " ".join(str(caught_exception).split()).rstrip(".")
+            )
+            why = f"no answer, so the job may exist ({problem})"
         now = time.monotonic()
         if why is None:
             return None
@@ -218,8 +220,8 @@ def _retry_reason(response: Any, error: BaseException | None) -> str | None:
         return "AWS Batch is unreachable"
     if response is None:
         return None
-    status, told = getattr(response[0], "status_code", 0), response[1]
-    code = str((told.get("Error") or {}).get("Code", "")) if isinstance(told, Mapping) else ""
+    status, document = getattr(response[0], "status_code", 0), response[1]
+    code = str((document.get("Error") or {}).get("Code", "")) if isinstance(document, Mapping) else ""
     if status >= 400 and is_throttled(status, code):
         return f"throttled ({code or status})"
     return f"AWS Batch is not available ({status} {code})" if status == 503 else None

@@ -188,10 +188,12 @@ class Supervisor:
     def _why(self, record: JobRecord, outcome: Outcome) -> str:
         """Return the job's own message of its end, if the last run recorded one."""
         if record.report is not None and record.report.outcome is outcome:
-            told = record.report.events.get("message")
-            told = told or next((failure.get("culprit") for failure in record.report.events["failures"][-1:]), None)
-            if told:
-                return " ".join(str(told).split())
+            own_message = record.report.events.get("message")
+            own_message = own_message or next(
+                (failure.get("culprit") for failure in record.report.events["failures"][-1:]), None
+            )
+            if own_message:
+                return " ".join(str(own_message).split())
         return "see the run's output above"
 
     def _pause(self, verdict: RunVerdict, code: int, record: JobRecord) -> None:
@@ -233,11 +235,11 @@ class Supervisor:
 
     def _write(self, verdict: RunVerdict, code: int, seconds: float, record: JobRecord, failures: int) -> JobRecord:
         """Record the end of a run. Before there is a job, only this process remembers it."""
-        told = {"verdict": verdict.value, "commit": record.commit, "failures": failures}
-        past_run = SupervisedRun(**told, ended_utc=time.time(), seconds=seconds)
+        recorded = {"verdict": verdict.value, "commit": record.commit, "failures": failures}
+        past_run = SupervisedRun(**recorded, ended_utc=time.time(), seconds=seconds)
         if record.begun:
             with self._job_of(record).events("supervisor") as events:
-                events.emit(SUPERVISED, exit_code=code, seconds=seconds, **told)
+                events.emit(SUPERVISED, exit_code=code, seconds=seconds, **recorded)
         else:
             self._unwritten.append(past_run)
         return record.with_runs(past_run)

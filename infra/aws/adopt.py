@@ -213,7 +213,7 @@ def choose_setup(
         store: the user's choice, None without one.
         stack: name of the CloudFormation stack that the user chose, None without one.
     """
-    notes = _Notes([f"could not be read: {said}" for said in facts.unread])
+    notes = _Notes([f"could not be read: {problem}" for problem in facts.unread])
     known = _settings(facts, given, stack, notes)
     queues, light = _queues(facts, known, notes)
     store = store or _store(facts, known, stack, notes)
@@ -299,7 +299,7 @@ def _light_queue(
     if named and chosen is None:
         notes.notes.append(f"METAFLOW_BATCH_JOB_QUEUE names {name}, which does not exist in {facts.region}")
     if chosen is None or not chosen.usable:
-        # The steps around training need no machine of their own, but Fargate needs a role that nobody may have made.
+        # Fargate suits the steps around training, but it needs a role that may not exist.
         light = sorted(light, key=lambda state: state.fargate != bool(known.get(_FARGATE_ROLE)))
         chosen = next(iter([*light, *(state for state in training if state.market == "on_demand")]), None)
     if chosen is None:

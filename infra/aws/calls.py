@@ -135,9 +135,13 @@ def paginate(
     token: str = "nextToken",
     **request: Any,
 ) -> Iterator[Any]:
-    """Yield the entries under `key` of all pages. token: what the service calls the next page's mark.
+    """Yield the entries under `key` of all pages.
 
-    Raises as `call_aws` does.
+    Args:
+        token: the service's name of the next page's mark.
+
+    Raises:
+        CloudError: as `call_aws`.
     """
     following: str | None = None
     for _ in range(_MOST_PAGES):
@@ -218,8 +222,8 @@ def _retry_reason(error: Exception, question: _Request) -> tuple[str, int | None
             why = f"the credentials are not accepted ({code})"
             fix = "renew them (aws sso login), set the clock, or enable the region"
             raise CloudForbidden(f"{question}: {why}; fix: {fix}") from error
-        said = error.response.get("Error", {}).get("Message", "")
-        raise CloudRefused(f"{question}: refused: {code}: {_one_line(said)}", code=code) from error
+        message = error.response.get("Error", {}).get("Message", "")
+        raise CloudRefused(f"{question}: refused: {code}: {_one_line(message)}", code=code) from error
     if isinstance(error, NoConnection | HTTPClientError):
         return f"unreachable: {_one_line(error)}", _TRIES_TO_REACH
     if isinstance(error, NoCredentialsError):

@@ -14,7 +14,7 @@ import sys
 import textwrap
 import uuid
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,12 +29,22 @@ TEMPLATE = Path(__file__).with_name("template.yaml")
 LARGEST_TEMPLATE = 51_200
 
 
-@dataclass(frozen=True)
-class PlannedResource:
-    """A resource of the template. kind: such as AWS::S3::Bucket."""
+@dataclass(frozen=True, kw_only=True)
+class ResourceChange:
+    """A change of the stack.
 
+    Attributes:
+        action: "Add", "Modify", "Remove" and so on.
+        kind: such as AWS::S3::Bucket.
+        replacement: "True", "False" or "Conditional".
+        because: names of the properties that change.
+    """
+
+    action: str
     name: str
     kind: str
+    replacement: str = ""
+    because: tuple[str, ...] = ()
 
 
 def read_template(text: str) -> dict[str, Any]:
@@ -55,13 +65,13 @@ def check_parameters(template: Mapping[str, Any], given: Mapping[str, str]) -> N
         raise CloudRefused("\n".join(problems))
 
 
-def planned_resources(template: Mapping[str, Any], given: Mapping[str, str], *, region: str) -> list[PlannedResource]:
+def planned_resources(template: Mapping[str, Any], given: Mapping[str, str], *, region: str) -> list[ResourceChange]:
     """Return the resources that these parameters would create, in the template's order."""
     values = {name: str(of["Default"]) for name, of in template["Parameters"].items() if "Default" in of}
     values |= {"AWS::Region": region, **given}
     conditions = template.get("Conditions", {})
     return [
-        PlannedResource(name, resource["Type"])
+        ResourceChange(action="Add", name=name, kind=resource["Type"])
         for name, resource in template["Resources"].items()
         if "Condition" not in resource or _holds(conditions[resource["Condition"]], values)
     ]
@@ -120,7 +130,7 @@ def _short_form(loader: yaml.SafeLoader, name: str, node: yaml.Node) -> dict[str
 
 BATCH_LOG_GROUP = "/aws/batch/job"
 _LOG_PARAMETER, _BILL_PARAMETER = "CreateBatchLogGroup", "BillingAlerts"
-_BILLING_REGION = "us-east-1"  # where AWS publishes what an account has spent
+_BILLING_REGION = "us-east-1"  # where AWS publishes an account's charges
 _ANSWER_SECONDS = 20.0
 
 
@@ -163,40 +173,21 @@ def _told(ask_account: Callable[[], bool], question: str, give: str, say: Callab
 
 
 def _log_group_exists(region: str) -> bool:
-    answer = _ask("logs", "describe_log_groups", region, logGroupNamePrefix=BATCH_LOG_GROUP)
+    client, deadline = aws_client("logs", region), RequestDeadline.after(_ANSWER_SECONDS)
+    answer = call_aws(client, "describe_log_groups", deadline, logGroupNamePrefix=BATCH_LOG_GROUP)
     return any(one.get("logGroupName") == BATCH_LOG_GROUP for one in answer.get("logGroups") or [])
 
 
 def _bill_is_published(region: str) -> bool:
-    answer = _ask("cloudwatch", "list_metrics", region, Namespace="AWS/Billing", MetricName="EstimatedCharges")
-    return bool(answer.get("Metrics"))
-
-
-def _ask(service: str, operation: str, region: str, **request: Any) -> Any:
-    return call_aws(aws_client(service, region), operation, RequestDeadline.after(_ANSWER_SECONDS), **request)
+    client, deadline = aws_client("cloudwatch", region), RequestDeadline.after(_ANSWER_SECONDS)
+    wanted = {"Namespace": "AWS/Billing", "MetricName": "EstimatedCharges"}
+    return bool(call_aws(client, "list_metrics", deadline, **wanted).get("Metrics"))
 
 
 _POLL_SECONDS = 5.0
 _CAPABILITIES = ["CAPABILITY_IAM"]
 # Reasons of resources that were only cancelled because another one failed.
 _SECONDARY = ("cancelled", "Resource creation cancelled", "Resource update cancelled")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ResourceChange:
-    """A change that a change set would make.
-
-    Attributes:
-        action: "Add", "Modify", "Remove" and so on.
-        replacement: "True", "False" or "Conditional".
-        because: names of the properties that change.
-    """
-
-    action: str
-    name: str
-    kind: str
-    replacement: str = ""
-    because: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,10 +234,17 @@ class Stack:
         """Return the changes that an update would make, from a change set that is deleted again. Raises CloudError."""
         name = f"dry-run-{uuid.uuid4().hex[:12]}"
         request = {"StackName": self._name, "ChangeSetName": name}
-        self._ask("create_change_set", deadline, ChangeSetType="UPDATE", **request, **self._request(body, given, state))
+        call_aws(
+            self._client,
+            "create_change_set",
+            deadline,
+            ChangeSetType="UPDATE",
+            **request,
+            **self._request(body, given, state),
+        )
         try:
             while True:
-                answer = self._ask("describe_change_set", deadline, **request)
+                answer = call_aws(self._client, "describe_change_set", deadline, **request)
                 if answer["Status"] == "FAILED":
                     if _nothing_to_do(answer.get("StatusReason", "")):
                         return []
@@ -258,7 +256,7 @@ class Stack:
                     return [_change(one["ResourceChange"]) for one in found if "ResourceChange" in one]
                 self._pause(deadline, f"its change set is {answer['Status']}")
         finally:
-            self._ask("delete_change_set", RequestDeadline.after(30), **request)
+            call_aws(self._client, "delete_change_set", RequestDeadline.after(30), **request)
 
     def apply(
         self, body: str, given: Mapping[str, str], state: StackState | None, deadline: RequestDeadline
@@ -269,27 +267,29 @@ class Stack:
             CloudError: names every resource that failed, with CloudFormation's reason.
             CloudUnavailable: the deadline has passed; CloudFormation goes on by itself.
         """
-        if state is not None and not _can_be_changed(state.status):
-            raise CloudError(_how_to_go_on(self._name, state))
-        told = set() if state is None else {event["EventId"] for event in self._events(deadline)}
+        if state is not None and (refusal := _why_unchangeable(self._name, state)):
+            raise CloudError(refusal)
+        known = set() if state is None else {event["EventId"] for event in self._events(deadline)}
         operation = "create_stack" if state is None else "update_stack"
         request = self._request(body, given, state)
         try:  # the token makes a retry after a lost answer harmless
-            self._ask(operation, deadline, StackName=self._name, ClientRequestToken=uuid.uuid4().hex, **request)
+            call_aws(
+                self._client, operation, deadline, StackName=self._name, ClientRequestToken=uuid.uuid4().hex, **request
+            )
         except CloudRefused as error:
             if state is not None and _nothing_to_do(str(error)):
                 self._tell(f"stack {self._name}: nothing to change")
                 return state
             raise
-        return self._wait(told, deadline)
+        return self._wait(known, deadline)
 
-    def _wait(self, told: set[str], deadline: RequestDeadline) -> StackState:
+    def _wait(self, known: set[str], deadline: RequestDeadline) -> StackState:
         failures: list[str] = []
         while True:
             state = self.state(deadline)
-            for event in reversed(self._events(deadline)):
-                if event["EventId"] not in told:
-                    told.add(event["EventId"])
+            for event in reversed(list(self._events(deadline))):
+                if event["EventId"] not in known:
+                    known.add(event["EventId"])
                     self._tell(_line(event))
                     failures += _failure(event)
             if state is None:
@@ -311,21 +311,10 @@ class Stack:
         tags = [{"Key": "project", "Value": "ebbflow"}, {"Key": "ebbflow-stack", "Value": self._name}]
         return {"TemplateBody": body, "Parameters": parameters, "Capabilities": _CAPABILITIES, "Tags": tags}
 
-    def _events(self, deadline: RequestDeadline) -> list[Mapping[str, Any]]:
-        """Return all events, newest first."""
-        return list(
-            paginate(
-                self._client,
-                "describe_stack_events",
-                "StackEvents",
-                deadline,
-                token="NextToken",
-                StackName=self._name,
-            )
-        )
-
-    def _ask(self, operation: str, deadline: RequestDeadline, **request: Any) -> Mapping[str, Any]:
-        return call_aws(self._client, operation, deadline, **request)
+    def _events(self, deadline: RequestDeadline) -> Iterator[Mapping[str, Any]]:
+        """Yield all events, newest first."""
+        request = {"token": "NextToken", "StackName": self._name}
+        return paginate(self._client, "describe_stack_events", "StackEvents", deadline, **request)
 
     def _pause(self, deadline: RequestDeadline, what: str) -> None:
         if deadline.left() <= _POLL_SECONDS:
@@ -352,11 +341,10 @@ def _nothing_to_do(reason: str) -> bool:
     return any(text in reason for text in ("No updates are to be performed", "didn't contain changes", "no changes"))
 
 
-def _can_be_changed(status: str) -> bool:
-    return status.endswith("_COMPLETE") and status not in ("ROLLBACK_COMPLETE", "DELETE_COMPLETE")
-
-
-def _how_to_go_on(name: str, state: StackState) -> str:
+def _why_unchangeable(name: str, state: StackState) -> str:
+    """Return why a stack cannot be changed now, with the fix; "" if it can."""
+    if state.status.endswith("_COMPLETE") and state.status not in ("ROLLBACK_COMPLETE", "DELETE_COMPLETE"):
+        return ""
     if state.status.endswith("_IN_PROGRESS") and state.status != "REVIEW_IN_PROGRESS":
         return f"stack {name} is {state.status}: another operation is running; fix: wait until it is done"
     if state.status == "UPDATE_ROLLBACK_FAILED":
@@ -444,20 +432,16 @@ def _dry_run(stack: Stack, client: Any, body: str, template: Mapping[str, Any], 
     try:
         state = stack.state(deadline)
     except (CloudForbidden, CloudUnavailable) as error:
-        print(_additions(planned_resources(template, given, region=region)))
+        print(_table(planned_resources(template, given, region=region)))
         print(f"the account was not read: {error}")
         return
     given = _with_found(given, state, region)
     if state is None:
         call_aws(client, "validate_template", deadline, TemplateBody=body)
-        print(_additions(planned_resources(template, given, region=region)))
+        print(_table(planned_resources(template, given, region=region)))
         return
     changes = stack.changes(body, given, state, deadline)
     print(_table(changes) if changes else "nothing to change")
-
-
-def _additions(resources: Sequence[PlannedResource]) -> str:
-    return _table([ResourceChange(action="Add", name=one.name, kind=one.kind) for one in resources])
 
 
 def _with_found(given: Mapping[str, str], state: StackState | None, region: str) -> dict[str, str]:

@@ -39,7 +39,7 @@ def cancel_job(
         CloudError: Batch did not accept the request.
     """
     text = f"{words}: {reason}"
-    # TerminateJob also cancels what has not reached STARTING; CancelJob would leave alone what has, and not say so:
+    # TerminateJob also cancels a job before STARTING; CancelJob silently ignores later states:
     # https://docs.aws.amazon.com/batch/latest/APIReference/API_CancelJob.html
     call_aws(client, "terminate_job", RequestDeadline.after(deadline_seconds), jobId=job_id, reason=text[:1024])
 

@@ -285,12 +285,12 @@ def training_queues(batch: BatchConfig, client: Any, *, deadline_seconds: float 
     return {queue.name: _narrowed(found[queue.name], queue) for queue in batch.queues}
 
 
-def limit_to_queue_region(config: RunConfig, *, told: bool = True) -> RunConfig:
+def limit_to_queue_region(config: RunConfig, *, only_if_set: bool = True) -> RunConfig:
     """Return the configuration with the queues' region as the only region that is priced.
 
     Args:
-        told: False uses the default region where none is set, as a client does; True leaves the configuration unchanged
-            then, because a container may not know the region.
+        only_if_set: True leaves the configuration unchanged where no region is set, because a container may not
+            know the region; False uses the default region, as a client does.
 
     Raises:
         StoreError: an AWS profile cannot be read.
@@ -298,7 +298,7 @@ def limit_to_queue_region(config: RunConfig, *, told: bool = True) -> RunConfig:
     region = config.batch.region
     if region is None:
         settings = aws_settings()
-        if told and not settings.region_told:
+        if only_if_set and not settings.region_is_set:
             return config
         region = settings.region
     cost = config.cost.model_copy(update={"regions": [region]})
@@ -309,18 +309,18 @@ def declaration_conflict(state: QueueState, declared: QueueConfig) -> str:
     """Return how a declared queue contradicts Batch, with the fix; "" if they agree."""
     if state.market is not None and state.market != declared.market:
         kinds = ", ".join(dict.fromkeys(one.kind for one in state.compute_environments))
-        said = f"queue {state.name} is declared {declared.market}, but its compute environments are {kinds}"
-        return f"{said}; fix: set its market to {state.market} in batch.queues"
+        conflict = f"queue {state.name} is declared {declared.market}, but its compute environments are {kinds}"
+        return f"{conflict}; fix: set its market to {state.market} in batch.queues"
     if declared.multi_node and not state.multi_node:
-        said = f"queue {state.name} is declared multi_node, but only managed EC2 environments run it"
-        return f"{said}; fix: set its multi_node to false in batch.queues"
+        conflict = f"queue {state.name} is declared multi_node, but only managed EC2 environments run it"
+        return f"{conflict}; fix: set its multi_node to false in batch.queues"
     if declared.instance_types and state.instance_types:
         lost = [kind for kind in declared.instance_types if not _offered(kind, state.instance_types)]
         if lost:
-            said = (
+            conflict = (
                 f"queue {state.name} is declared to have {', '.join(lost)}, but has {', '.join(state.instance_types)}"
             )
-            return f"{said}; fix: correct its instance_types in batch.queues"
+            return f"{conflict}; fix: correct its instance_types in batch.queues"
     return ""
 
 

@@ -404,16 +404,16 @@ def _refused(what: str, answer: S3Response) -> StoreError:
     code = match[1] if match else ""
     message = re.search(r"<Message>(.*?)</Message>", text, re.DOTALL)
     words = " ".join(message[1].split())[:_LONGEST_TEXT] if message else ""
-    said = f"{what}: HTTP {answer.status} {code}".rstrip() + (f": {words}" if words else "")
+    message_line = f"{what}: HTTP {answer.status} {code}".rstrip() + (f": {words}" if words else "")
     status = answer.status
     if code == "NoSuchBucket" or status in (301, 307):
-        return StoreMisconfigured(f"{said}; fix: the bucket's name, AWS_REGION or the endpoint")
+        return StoreMisconfigured(f"{message_line}; fix: the bucket's name, AWS_REGION or the endpoint")
     if status == 404:
-        return ObjectNotFound(said)
+        return ObjectNotFound(message_line)
     if code in _FULL_CODES or status in (413, 507):
-        return StoreFull(f"{said}; no space; fix: delete old jobs, or raise the quota")
+        return StoreFull(f"{message_line}; no space; fix: delete old jobs, or raise the quota")
     if code in _AGAIN_CODES or status in (408, 409, 429) or status >= 500:
-        return StoreUnavailable(said)
+        return StoreUnavailable(message_line)
     if status in (401, 403):
-        return StoreForbidden(f"{said}; fix: check the keys, and that they may put and list in this bucket")
-    return StoreError(said)
+        return StoreForbidden(f"{message_line}; fix: check the keys, and that they may put and list in this bucket")
+    return StoreError(message_line)

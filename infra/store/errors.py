@@ -98,7 +98,7 @@ def _remote(operation: str, uri: str, text: str, missing: bool) -> tuple[type[St
     if source := _found(r"External AWS credential provider: ([^\n]+)", text):
         if source.startswith(
             f"{StoreUnavailable.__name__}: "
-        ):  # what `ebbflow.infra.store.s3` says of a source that hangs
+        ):  # raised by `ebbflow.infra.store.s3` for a hanging source
             return StoreUnavailable, source.partition(": ")[2]
         return StoreForbidden, f"forbidden: the credentials could not be renewed: {source[:200]}; fix: {_RENEW}"
     if code in _REGION_CODES or "BareRedirect" in text:
@@ -106,8 +106,8 @@ def _remote(operation: str, uri: str, text: str, missing: bool) -> tuple[type[St
         fix = f"AWS_REGION={region}" if region else f"AWS_REGION (aws s3api get-bucket-location --bucket {bucket})"
         return StoreMisconfigured, f"bucket {bucket!r} is in another region; fix: set {fix}"
     if code in _FULL_CODES or status in (413, 507):
-        said = " ".join(filter(None, [f"HTTP {status}", code]))
-        return StoreFull, f"no space: the store is full ({said}); fix: delete old jobs, or raise the quota"
+        answer = " ".join(filter(None, [f"HTTP {status}", code]))
+        return StoreFull, f"no space: the store is full ({answer}); fix: delete old jobs, or raise the quota"
     if code in _REFUSALS or code == "AccessDenied" or status in (401, 403):
         return StoreForbidden, _refusal(operation, bucket, code)
     return _away(text, status, code)
@@ -125,12 +125,12 @@ def _refusal(operation: str, bucket: str, code: str) -> str:
 def _away(text: str, status: int, code: str) -> tuple[type[StoreError], str]:
     host = _host(text)
     if status == 429 or status >= 500:
-        said = " ".join(filter(None, [f"HTTP {status}", code]))
+        answer = " ".join(filter(None, [f"HTTP {status}", code]))
         tries = _found(r"after (\d+) retries", text)
         after = f" after {tries} retries" if tries else ""
         return (
             StoreUnavailable,
-            f"{host} has an internal error{after} ({said}); fix: try again later, or ask the store's operator",
+            f"{host} has an internal error{after} ({answer}); fix: try again later, or ask the store's operator",
         )
     if "dns error" in text:
         return StoreUnavailable, f"the name of {host} does not resolve; fix: the endpoint (AWS_ENDPOINT_URL), or DNS"

@@ -23,7 +23,7 @@ from ebbflow.infra.retry import call_within
 T = TypeVar("T")
 
 _DEFAULT_REGION = "us-east-1"
-# botocore renews what expires within 10 minutes when it is asked: asking more often never meets an expired one.
+# botocore renews credentials that expire within 10 minutes, so asking every 5 minutes never returns expired ones.
 _ASK_AGAIN = timedelta(minutes=5)
 _TRUE = ("1", "true")
 # Metaflow passes the last one to its containers.
@@ -36,12 +36,12 @@ class AwsSettings:
 
     Attributes:
         endpoint: URL of a store that is not Amazon's; None: Amazon's.
-        region_told: the region was configured and is not the default.
+        region_is_set: the region was configured and is not the default.
     """
 
     region: str
     endpoint: str | None
-    region_told: bool = True
+    region_is_set: bool = True
 
 
 def aws_settings() -> AwsSettings:
@@ -94,7 +94,7 @@ def _from_chain(seconds: float) -> Callable[[], dict]:
         credentials.get_frozen_credentials()
     except StoreError:
         raise
-    except Exception as error:  # botocore's own kinds, the refusal of a role, what a credential_process raises
+    except Exception as error:  # botocore's errors, a refused role, errors of a credential_process
         raise StoreForbidden(f"no AWS credentials: {error}; fix: AWS_PROFILE, or renew them (aws sso login)") from error
 
     def ask() -> dict:

@@ -216,7 +216,7 @@ def test_the_queues_region_is_the_only_one_that_is_priced(
     config = batch_config("cost.regions=[us-east-1, us-west-2]")
     there = limit_to_queue_region(config)
     assert there.cost.regions == ([region] if region else ["us-east-1", "us-west-2"])
-    assert limit_to_queue_region(config, told=False).batch.region == (region or "us-east-1")
+    assert limit_to_queue_region(config, only_if_set=False).batch.region == (region or "us-east-1")
     named = limit_to_queue_region(batch_config("batch.region=ap-south-1"))
     assert (named.cost.regions, named.batch.region) == (["ap-south-1"], "ap-south-1")
 
