@@ -306,9 +306,9 @@ class EffectiveTime:
 
     def of(self, moment: object) -> float:
         """Return time.monotonic() of a moment in text form."""
-        said = str(moment)
-        if said != self._text:
-            self._text, self._ends_at = said, time.monotonic() + _seconds_until(moment)
+        moment_text = str(moment)
+        if moment_text != self._text:
+            self._text, self._ends_at = moment_text, time.monotonic() + _seconds_until(moment)
         return self._ends_at
 
 
