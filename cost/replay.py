@@ -1,11 +1,11 @@
-"""Run a finished job again on paper, with another pool, price or checkpoint interval.
+"""Replay a finished job on paper with another pool, price or checkpoint interval.
 
 All times are of the gang: the mean over its ranks, which step together.
 
-A generation that ended before the work was done lives as long as it did; within it steps take what they took in it on
-the mean, with a save each `interval` steps. If it was cut short, what came after the last durable one is done again by
-the next. The last recorded generation lives until the work is done. Wall time between generations is as it was. Where
-an interruption falls beside the moment of a save, it may come out either way.
+A generation that ended before the job was done lasts as long as recorded. Its steps take their recorded mean time, with
+one checkpoint every `interval` steps. If the generation was interrupted, the next one redoes the steps after its last
+durable checkpoint. The last recorded generation lasts until the work is done. Pauses between generations stay as they
+were. If an interruption is close to a checkpoint, the replayed checkpoint may fall on either side of it.
 """
 
 from __future__ import annotations
@@ -37,13 +37,21 @@ _STEPPING = (
     LedgerClass.REDONE_STEP,
     LedgerClass.SKIPPED_STEP,
 )
-_TAIL = (LedgerClass.INTERRUPTION, LedgerClass.HANG)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationTimes:
-    """One generation. begin: Unix time. seconds: paid; of them start: before the first step, tail: after the last sign
-    of life, shutdown: after the last step. cut: it did not end as meant. steps, saves: how many it took.
+    """Where the paid time of one generation went, in seconds of the gang.
+
+    Attributes:
+        begin: Unix time.
+        seconds: All of its paid time.
+        start: Before the first step.
+        stepping: In steps, with data and evaluations.
+        stall: In checkpoints.
+        tail: After the last event of an interrupted generation.
+        shutdown: After the last step.
+        interrupted: Whether its end was unplanned.
     """
 
     begin: float
@@ -53,26 +61,25 @@ class GenerationTimes:
     stall: float
     tail: float
     shutdown: float
-    cut: bool
+    interrupted: bool
     steps: int
     saves: int
-
-    @property
-    def step_seconds(self) -> float:
-        """The mean, with data and evaluations; 0 where it took none."""
-        return self.stepping / self.steps if self.steps else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedRun:
-    """A run in numbers. nodes: machines that are paid for. steps: that the final weights are made of. interval_steps:
-    between saves, the median.
+    """The figures of a finished job that a replay starts from.
 
-    step_seconds: with data and evaluations, the mean; stall_seconds: of a save; durable_seconds: until it counts;
-    shutdown: seconds after the last step of a generation that ended as meant, the mean.
+    Attributes:
+        nodes: Machines that are paid for.
+        steps: Steps in the final weights.
+        interval_steps: Median steps between two checkpoints.
+        step_seconds: Mean seconds of a step, with data and evaluations.
+        stall_seconds: Mean seconds that a checkpoint stalls the gang.
+        durable_seconds: Median seconds until a checkpoint is durable.
+        shutdown: Mean seconds after the last step of a generation with a planned end.
     """
 
-    job: str
     nodes: int
     steps: int
     interval_steps: int
@@ -80,69 +87,59 @@ class RecordedRun:
     stall_seconds: float
     durable_seconds: float
     shutdown: float
-    lives: tuple[GenerationTimes, ...]
-    paid_seconds: float
-    ledger: Ledger
+    generations: tuple[GenerationTimes, ...]
 
 
-def measure_run(events: Sequence[Event]) -> RecordedRun:
-    """events: of one job. Raises ReplayError for a run that took no step, LedgerError for contradictory events."""
-    ordered = sorted(events, key=lambda event: (event.t_wall, event.t_mono))
-    ledger = fold(ordered)
-    generations = read_generations(ordered)
-    lives = tuple(_life(ordered, ledger, generation) for generation in generations.values())
-    lives = tuple(life for life in lives if life.seconds > 0)
-    executed, saves = sum(life.steps for life in lives), sum(life.saves for life in lives)
-    steps = _kept(ordered, generations)
+def _measure_run(ordered: Sequence[Event], ledger: Ledger) -> RecordedRun:
+    recorded = read_generations(ordered)
+    measured = [_measure_generation(ordered, ledger, generation) for generation in recorded.values()]
+    generations = tuple(one for one in measured if one.seconds > 0)
+    executed, saves = sum(one.steps for one in generations), sum(one.saves for one in generations)
+    taken = [event for event in ordered if event.name == STEP and event.step is not None]
+    kept = [event.step or 0 for event in taken if recorded[event.generation].keeps(event.step or 0)]
+    steps = max(kept, default=0)
     if not executed or not steps:
         raise ReplayError("the run took no step that counts: there is nothing to replay")
-    ends = [life.shutdown for life in lives if not life.cut]
-    newest = max(generations)
+    durable = [float(event.data["seconds"]) for event in ordered if event.name == COMMIT and event.data.get("seconds")]
+    shutdowns = [one.shutdown for one in generations if not one.interrupted]
+    newest = max(recorded)
     return RecordedRun(
-        job=ordered[0].job,
         nodes=max(1, count_machines([bill for bill in ledger.nodes if bill.node.generation == newest])),
         steps=steps,
-        interval_steps=_interval(ordered, steps),
-        step_seconds=sum(life.stepping for life in lives) / executed,
-        stall_seconds=sum(life.stall for life in lives) / saves if saves else 0.0,
-        durable_seconds=_durable(ordered),
-        shutdown=fmean(ends) if ends else 0.0,
-        lives=lives,
-        paid_seconds=sum(life.seconds for life in lives),
-        ledger=ledger,
+        interval_steps=_measure_interval(ordered) or steps,
+        step_seconds=sum(one.stepping for one in generations) / executed,
+        stall_seconds=sum(one.stall for one in generations) / saves if saves else 0.0,
+        durable_seconds=median(durable) if durable else 0.0,
+        shutdown=fmean(shutdowns) if shutdowns else 0.0,
+        generations=generations,
     )
 
 
-def _life(events: Sequence[Event], ledger: Ledger, generation: RecordedGeneration) -> GenerationTimes:
-    mine = [bill.node for bill in ledger.nodes if bill.node.generation == generation.number]
-    ranks = [rank for node in mine for rank in compute_rank_times(node, generation)]
+def _measure_generation(events: Sequence[Event], ledger: Ledger, generation: RecordedGeneration) -> GenerationTimes:
+    nodes = [bill.node for bill in ledger.nodes if bill.node.generation == generation.number]
+    ranks = [rank for node in nodes for rank in compute_rank_times(node, generation)]
     count = max(1, len(ranks)) * MICRO
 
     def seconds(*kinds: LedgerClass) -> float:
         return sum(rank.classes.get(kind, 0) for rank in ranks for kind in kinds) / count
 
-    own = [event for event in events if event.generation == generation.number]
+    mine = [event for event in events if event.generation == generation.number]
     return GenerationTimes(
-        begin=min((node.started_wall for node in mine), default=generation.started_wall),
+        begin=min((node.started_wall for node in nodes), default=generation.started_wall),
         seconds=sum(rank.paid for rank in ranks) / count,
         start=seconds(LedgerClass.STARTUP, LedgerClass.RESTORE),
         stepping=seconds(*_STEPPING),
         stall=seconds(LedgerClass.CHECKPOINT_STALL),
-        tail=seconds(*_TAIL),
+        tail=seconds(LedgerClass.INTERRUPTION, LedgerClass.HANG),
         shutdown=seconds(LedgerClass.SHUTDOWN, LedgerClass.UNATTRIBUTED),
-        cut=generation.unplanned,
-        steps=len({event.step for event in own if event.name == STEP}),
-        saves=len({event.step for event in own if event.name == COMMIT}),
+        interrupted=generation.unplanned,
+        steps=len({event.step for event in mine if event.name == STEP}),
+        saves=len({event.step for event in mine if event.name == COMMIT}),
     )
 
 
-def _kept(events: Sequence[Event], generations: dict[int, RecordedGeneration]) -> int:
-    taken = [event for event in events if event.name == STEP and event.step is not None]
-    return max((event.step or 0 for event in taken if generations[event.generation].keeps(event.step or 0)), default=0)
-
-
-def _interval(events: Sequence[Event], steps: int) -> int:
-    """The usual distance of two commits, or of the first from the start; all steps where there is no commit."""
+def _measure_interval(events: Sequence[Event]) -> int | None:
+    """The median number of steps between two commits, or from a start to the first one; None without any commit."""
     gaps = []
     by_generation: dict[int, set[int]] = {}
     for event in events:
@@ -152,144 +149,98 @@ def _interval(events: Sequence[Event], steps: int) -> int:
         mine = [event for event in events if event.name == STEP and event.generation == number]
         reached = [min((event.step or 1 for event in mine), default=1) - 1, *sorted(committed)]
         gaps += [later - earlier for earlier, later in pairwise(reached) if later > earlier]
-    return max(1, round(median(gaps))) if gaps else steps
+    return max(1, round(median(gaps))) if gaps else None
 
 
-def _durable(events: Sequence[Event]) -> float:
-    known = [float(event.data["seconds"]) for event in events if event.name == COMMIT and event.data.get("seconds")]
-    return median(known) if known else 0.0
+@dataclass(kw_only=True)
+class _Replay:
+    """A replay in progress: what to change, and the sums so far.
 
+    Attributes:
+        curve: Price of one node.
+        interval_steps: Steps between two checkpoints.
+        speed: Work per second, relative to the recorded run.
+        interruptions: Whether the recorded interruptions happen.
+        done: Steps in the newest checkpoint.
+    """
 
-@dataclass(frozen=True, kw_only=True)
-class WhatIf:
-    """What to change. curve: price of one node; speed: work per second over the run's; interval_steps: of saves."""
-
-    pool: str
+    run: RecordedRun
     curve: PriceCurve
     interval_steps: int
     speed: float = 1.0
     interruptions: bool = True
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReplayResult:
-    """usd, seconds: paid, of the gang. finished_wall: Unix time of the end."""
-
-    usd: Decimal
-    paid_seconds: float
-    redone_steps: int
-    saves: int
-    interruptions: int
-    finished_wall: float
-
-
-@dataclass
-class _Run:
-    facts: RecordedRun
-    ask: WhatIf
-    done: int = 0  # steps in the newest commit
+    done: int = 0
     usd: Decimal = Decimal(0)
-    paid: float = 0.0
-    redone: int = 0
+    paid_seconds: float = 0.0
+    redone_steps: int = 0
     saves: int = 0
-    cuts: int = 0
+    interrupted: int = 0
 
-    def pay(self, begin: float, seconds: float) -> float:
-        """Returns the end."""
+    def simulate(self) -> _Replay:
+        """Replay all generations, and return self."""
+        run = self.run
+        at, previous = run.generations[0].begin, None
+        for number, one in enumerate(run.generations):
+            if previous is not None:
+                at += max(0.0, one.begin - previous.begin - previous.seconds)
+            own = one.stepping / one.steps if one.steps and self.interruptions else 0.0
+            step = (own or run.step_seconds) / self.speed
+            if not self.interruptions or number == len(run.generations) - 1:
+                self._pay(at, one.start + self._finish(step) + run.shutdown)
+                break
+            at = self._simulate_generation(at, one, step)
+            previous = one
+            if self.done >= run.steps:
+                break
+        return self
+
+    def _pay(self, begin: float, seconds: float) -> float:
+        """Pay the gang from a Unix time on, and return the end."""
         start = round(begin * MICRO)
-        self.usd += self.ask.curve.cost(start, start + round(seconds * MICRO)) * self.facts.nodes
-        self.paid += seconds
+        self.usd += self.curve.cost(start, start + round(seconds * MICRO)) * self.run.nodes
+        self.paid_seconds += seconds
         return begin + seconds
 
+    def _remaining_seconds(self, step: float) -> float:
+        """Seconds of all remaining steps of `step` seconds, with their checkpoints."""
+        left = self.run.steps - self.done
+        return left * step + -(-left // self.interval_steps) * self.run.stall_seconds
 
-def simulate_run(facts: RecordedRun, ask: WhatIf) -> ReplayResult:
-    """Deterministic; the same question as the run itself is how well this predicts (`compute_error_share`)."""
-    run = _Run(facts, ask)
-    end = at = facts.lives[0].begin
-    previous: GenerationTimes | None = None
-    for number, life in enumerate(facts.lives):
-        at = life.begin if previous is None else at + max(0.0, life.begin - previous.begin - previous.seconds)
-        step = (life.step_seconds or facts.step_seconds) if ask.interruptions else facts.step_seconds
-        step /= ask.speed
-        if not ask.interruptions or number == len(facts.lives) - 1:
-            end = run.pay(at, life.start + _rest(run, step) + facts.shutdown)
-            run.done = facts.steps
-            break
-        at = end = _cut_short(run, at, life, step)
-        previous = life
-        if run.done >= facts.steps:
-            break
-    return ReplayResult(
-        usd=run.usd,
-        paid_seconds=run.paid,
-        redone_steps=run.redone,
-        saves=run.saves,
-        interruptions=run.cuts,
-        finished_wall=end,
-    )
+    def _finish(self, step: float) -> float:
+        """Do all remaining steps, and return their seconds."""
+        seconds = self._remaining_seconds(step)
+        self.saves += -(-(self.run.steps - self.done) // self.interval_steps)
+        self.done = self.run.steps
+        return seconds
 
+    def _simulate_generation(self, begin: float, one: GenerationTimes, step: float) -> float:
+        """Replay one generation to its recorded end, or to the end of the work if that is earlier; return the end."""
+        run = self.run
+        working = max(0.0, one.seconds - one.tail - one.start - (0.0 if one.interrupted else one.shutdown))
+        if self._remaining_seconds(step) <= working:
+            return self._pay(begin, one.start + self._finish(step) + run.shutdown)
+        cycle = self.interval_steps * step + run.stall_seconds
+        cycles, rest = divmod(working, cycle) if cycle > 0 else (0.0, 0.0)
+        partial = int(rest / step) if step > 0 else 0
+        taken = int(cycles) * self.interval_steps + min(self.interval_steps, partial)
+        durable = int(max(0.0, working - run.durable_seconds) / cycle) if cycle > 0 else 0
+        left = run.steps - self.done
+        # Before a planned end (budget, deadline) the gang saves, so that no step is redone.
+        kept = min(durable * self.interval_steps if one.interrupted else taken, taken, left)
+        self.saves += int(cycles)
+        self.redone_steps += min(taken, left) - kept
+        self.done += kept
+        self.interrupted += one.interrupted
+        return self._pay(begin, one.seconds)
 
-def compute_error_share(facts: RecordedRun, predicted: ReplayResult) -> float:
-    """Predicted less measured dollars over measured."""
-    measured = facts.ledger.total_usd
-    return float((predicted.usd - measured) / measured) if measured else 0.0
-
-
-def _rest(run: _Run, step: float) -> float:
-    """Seconds of all that is left to do, its saves included. step: seconds of one."""
-    left = run.facts.steps - run.done
-    saves = -(-left // run.ask.interval_steps)
-    run.saves += saves
-    return left * step + saves * run.facts.stall_seconds
-
-
-def _cut_short(run: _Run, begin: float, life: GenerationTimes, step: float) -> float:
-    """One generation up to its recorded end, or to the end of the work where that comes first; returns its end."""
-    facts, ask = run.facts, run.ask
-    working = max(0.0, life.seconds - life.tail - life.start - (0.0 if life.cut else life.shutdown))
-    cycle = ask.interval_steps * step + facts.stall_seconds
-    left = facts.steps - run.done
-    needed = left * step + -(-left // ask.interval_steps) * facts.stall_seconds
-    if needed <= working:
-        end = run.pay(begin, life.start + _rest(run, step) + facts.shutdown)
-        run.done = facts.steps
-        return end
-    cycles, rest = divmod(working, cycle) if cycle > 0 else (0.0, 0.0)
-    taken = int(cycles) * ask.interval_steps + min(ask.interval_steps, int(rest / step) if step > 0 else 0)
-    durable = int(max(0.0, working - facts.durable_seconds) / cycle) if cycle > 0 else 0
-    # An end that was meant (a budget, a deadline) saves before it, and nothing is done again.
-    kept = min(durable * ask.interval_steps if life.cut else taken, taken, left)
-    run.saves += int(cycles)
-    run.redone += min(taken, left) - kept
-    run.done += kept
-    run.cuts += life.cut
-    return run.pay(begin, life.seconds)
-
-
-def add_command(commands: Any) -> None:
-    parser = commands.add_parser(
-        "replay", help="what a finished run would have cost in another pool, or saving otherwise"
-    )
-    parser.add_argument("job", metavar="RUN", help="a job's name, 'latest', or the folder or s3:// URI of a job")
-    parser.add_argument("--pool", default=None, metavar="WORDS", help="such as 'g5.xlarge spot use1-az4', as recorded")
-    parser.add_argument("--usd-per-hour", type=Decimal, default=None, help="a price of your own, per node")
-    parser.add_argument("--interval", type=int, default=None, metavar="STEPS", help="between saves")
-    parser.add_argument("--no-interruptions", action="store_true", help="as if nothing had cut it short")
-    parser.add_argument("--store", default=None, metavar="URI", help="where the job lies, if not as this machine knows")
-    parser.add_argument("--json", action="store_true", help="as JSON")
-    parser.set_defaults(run=_replay)
-
-
-def _replay(arguments: argparse.Namespace) -> int:
-    found = replay(
-        read_job(arguments.job, arguments.store),
-        pool=arguments.pool,
-        usd_per_hour=arguments.usd_per_hour,
-        interval_steps=arguments.interval,
-        interruptions=not arguments.no_interruptions,
-    )
-    print(json.dumps(found, indent=1, allow_nan=False) if arguments.json else render(found))
-    return 0
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "usd": float(self.usd),
+            "paid_seconds": self.paid_seconds,
+            "redone_steps": self.redone_steps,
+            "saves": self.saves,
+            "interruptions": self.interrupted,
+        }
 
 
 def replay(
@@ -300,35 +251,71 @@ def replay(
     interval_steps: int | None = None,
     interruptions: bool = True,
 ) -> dict[str, Any]:
-    """The run as measured, as predicted for its own pool and interval, and as it would have been. Plain JSON.
+    """Compute the run as measured, as predicted for its own pool and interval, and as it would have been.
 
-    pool: words that one recorded pool has; None: its own. Raises ReplayError naming the recorded pools for any other.
+    The difference between measured and predicted dollars shows how well the model fits this run.
+
+    Args:
+        pool: Words that identify one recorded pool; None for the run's own.
+        usd_per_hour: Dollars per hour of one node, in place of recorded prices.
+        interruptions: Whether the recorded interruptions happen.
+
+    Returns:
+        JSON values.
+
+    Raises:
+        ReplayError: The pool is unknown or ambiguous, or there is nothing to replay.
+        LedgerError: The events contradict each other.
     """
     if interval_steps is not None and interval_steps < 1:
-        raise ReplayError(f"--interval {interval_steps}: at least one step lies between two saves")
-    facts = measure_run(events)
-    own_pool, own_curve = _own(facts)
-    own = simulate_run(facts, WhatIf(pool=str(own_pool), curve=own_curve, interval_steps=facts.interval_steps))
-    name, curve, speed = _asked(events, pool, own_pool, own_curve)
+        raise ReplayError(f"--interval {interval_steps}: must be at least 1 step")
+    ordered = sorted(events, key=lambda event: (event.t_wall, event.t_mono))
+    ledger = fold(ordered)
+    run = _measure_run(ordered, ledger)
+    price = ledger.nodes[-1].price
+    if price.pool is None:
+        raise ReplayError("the events hold no plan, so that the run has no price")
+    predicted = _Replay(run=run, curve=price.curve, interval_steps=run.interval_steps).simulate()
+    name, curve, speed = price.pool, price.curve, 1.0
+    if pool is not None:
+        name, curve, speed = _find_pool(ordered, pool)
     if usd_per_hour is not None:
         curve = PriceCurve(usd_per_hour)
-    interval = interval_steps or facts.interval_steps
-    ask = WhatIf(pool=str(name), curve=curve, interval_steps=interval, speed=speed, interruptions=interruptions)
-    other = simulate_run(facts, ask)
+    interval = interval_steps or run.interval_steps
+    asked = _Replay(run=run, curve=curve, interval_steps=interval, speed=speed, interruptions=interruptions).simulate()
+    measured = ledger.total_usd
     return {
-        "job": facts.job,
-        "price_kind": facts.ledger.price_kind,
+        "job": ordered[0].job,
+        "price_kind": ledger.price_kind,
         "measured": {
-            "pool": str(own_pool),
-            "interval_steps": facts.interval_steps,
-            "usd": float(facts.ledger.total_usd),
-            "paid_seconds": facts.paid_seconds,
-            "redone_steps": facts.ledger.redone_steps,
+            "pool": str(price.pool),
+            "interval_steps": run.interval_steps,
+            "usd": float(measured),
+            "paid_seconds": sum(one.seconds for one in run.generations),
+            "redone_steps": ledger.redone_steps,
         },
-        "predicted": {"error_share": compute_error_share(facts, own), **_json(own)},
-        "what_if": {"pool": str(name), "interval_steps": interval, "speed": speed, **_json(other)},
+        "predicted": {
+            "error_share": float((predicted.usd - measured) / measured) if measured else 0.0,
+            **predicted.to_json(),
+        },
+        "what_if": {"pool": str(name), "interval_steps": interval, "speed": speed, **asked.to_json()},
         "kind": "simulated",
     }
+
+
+def _find_pool(events: Sequence[Event], words: str) -> tuple[PoolName, PriceCurve, float]:
+    """Find the recorded pool with all of the words: its name, price, and speed relative to the run's (planned)."""
+    plan = next(event.data for event in reversed(events) if event.name == PLAN and event.data.get("chosen"))
+    curves = read_price_curves(plan, Pricing.of(events).history)
+    wanted = words.lower().replace("on_demand", "on-demand").split()
+    found = [pool for pool in curves if all(word in str(pool).lower().split() for word in wanted)]
+    if len(found) != 1:
+        known = "\n".join(f"  {pool}" for pool in sorted(map(str, found or curves)))
+        which = "more than one recorded pool is" if found else "no recorded pool is"
+        raise ReplayError(f"{which} {words!r}; name one of\n{known}\nor state a price with --usd-per-hour")
+    own = plan["chosen"].get("tokens_per_second")
+    speeds = [one.get("tokens_per_second") for one in plan.get("ranked", []) if parse_pool(one) == found[0]]
+    return found[0], curves[found[0]], speeds[0] / own if speeds and speeds[0] and own else 1.0
 
 
 def render(found: dict[str, Any]) -> str:
@@ -354,41 +341,28 @@ def render(found: dict[str, Any]) -> str:
     )
 
 
-def _json(found: ReplayResult) -> dict[str, Any]:
-    return {
-        "usd": float(found.usd),
-        "paid_seconds": found.paid_seconds,
-        "redone_steps": found.redone_steps,
-        "saves": found.saves,
-        "interruptions": found.interruptions,
-    }
+def add_command(commands: Any) -> None:
+    """Add `ebbflow replay RUN`."""
+    parser = commands.add_parser(
+        "replay", help="what a finished run would have cost in another pool, or with another checkpoint interval"
+    )
+    parser.add_argument("job", metavar="RUN", help="a job's name, 'latest', or the folder or s3:// URI of a job")
+    parser.add_argument("--pool", default=None, metavar="WORDS", help="such as 'g5.xlarge spot use1-az4', as recorded")
+    parser.add_argument("--usd-per-hour", type=Decimal, default=None, help="another price, per node")
+    parser.add_argument("--interval", type=int, default=None, metavar="STEPS", help="steps between checkpoints")
+    parser.add_argument("--no-interruptions", action="store_true", help="as if the run had not been interrupted")
+    parser.add_argument("--store", default=None, metavar="URI", help="the job's store, if not known to this machine")
+    parser.add_argument("--json", action="store_true", help="as JSON")
+    parser.set_defaults(run=_replay)
 
 
-def _own(facts: RecordedRun) -> tuple[PoolName, PriceCurve]:
-    price = facts.ledger.nodes[-1].price
-    if price.pool is None:
-        raise ReplayError("the events hold no plan, so that the run has no price")
-    return price.pool, price.curve
-
-
-def _asked(
-    events: Sequence[Event], words: str | None, own: PoolName, own_curve: PriceCurve
-) -> tuple[PoolName, PriceCurve, float]:
-    """(pool, price, speed against the run's own as the plan estimated them)."""
-    if words is None:
-        return own, own_curve, 1.0
-    plan = next(event.data for event in reversed(events) if event.name == PLAN and event.data.get("chosen"))
-    curves = read_price_curves(plan, Pricing.of(events).history)
-    wanted = words.lower().replace("on_demand", "on-demand").split()
-    found = [pool for pool in curves if all(word in str(pool).lower().split() for word in wanted)]
-    if len(found) != 1:
-        known = "\n".join(f"  {pool}" for pool in sorted(map(str, found or curves)))
-        which = "more than one recorded pool is" if found else "no recorded pool is"
-        raise ReplayError(f"{which} {words!r}; name one of\n{known}\nor state a price with --usd-per-hour")
-    return found[0], curves[found[0]], _speed(plan, found[0])
-
-
-def _speed(plan: dict[str, Any], pool: PoolName) -> float:
-    own = plan["chosen"].get("tokens_per_second")
-    speeds = [one.get("tokens_per_second") for one in plan.get("ranked", []) if parse_pool(one) == pool]
-    return speeds[0] / own if speeds and speeds[0] and own else 1.0
+def _replay(arguments: argparse.Namespace) -> int:
+    found = replay(
+        read_job(arguments.job, arguments.store),
+        pool=arguments.pool,
+        usd_per_hour=arguments.usd_per_hour,
+        interval_steps=arguments.interval,
+        interruptions=not arguments.no_interruptions,
+    )
+    print(json.dumps(found, indent=1, allow_nan=False) if arguments.json else render(found))
+    return 0
