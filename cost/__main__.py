@@ -1,8 +1,8 @@
-"""`ebbflow plan CONFIG`, `… report`, `… reconcile`, `… replay`, `… prices` …: the money without Metaflow."""
+"""The cost commands without Metaflow: `ebbflow plan CONFIG`, `report`, `reconcile`, `replay`, `prices` and others."""
 
 from __future__ import annotations
 
-if __name__ == "__main__":  # before the imports that need a package
+if __name__ == "__main__":  # before imports of installed packages
     from ebbflow.infra.program import begin_program
 
     begin_program()
@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("config", nargs="?", type=Path, default=DEFAULT_CONFIG, metavar="CONFIG", help="a YAML file")
     plan.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override one key; repeatable")
     plan.add_argument("--json", action="store_true", help="the whole plan as JSON")
-    plan.add_argument("--job", default=None, metavar="JOB", help="goes on with this job: only what is left is planned")
+    plan.add_argument("--job", default=None, metavar="JOB", help="continue this job: plan only the remaining work")
     plan.set_defaults(run=_plan)
     add_report(commands)
     add_reconcile(commands)
@@ -110,7 +110,7 @@ def add_report(commands: Any) -> None:
         metavar="RUN",
         help="names of jobs, 'latest', folders or s3:// URIs; none: all of this machine",
     )
-    parser.add_argument("--store", default=None, metavar="URI", help="where the jobs lie, if not as this machine knows")
+    parser.add_argument("--store", default=None, metavar="URI", help="the jobs' store, if not known to this machine")
     shape = parser.add_mutually_exclusive_group()
     shape.add_argument("--json", action="store_true", help="the report as JSON; of several jobs a list of them")
     shape.add_argument("--csv", action="store_true", help="one line for each job")
@@ -121,7 +121,7 @@ def add_report(commands: Any) -> None:
 def _report(arguments: argparse.Namespace) -> int:
     jobs = arguments.job or list_known_jobs()
     if not jobs:
-        raise ReportError("no job is known to this machine; name one, or say where with --store")
+        raise ReportError("this machine knows no job; name one, or give its store with --store")
     reports = _reports(jobs, arguments.store, all_must=bool(arguments.job))
     if arguments.csv:
         writer = csv.DictWriter(sys.stdout, JOB_COLUMNS, lineterminator="\n")
@@ -138,7 +138,7 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def _reports(jobs: list[str], store: str | None, *, all_must: bool) -> list[RunReport]:
-    """all_must: a job that cannot be read is an error; else it is named, and the others are reported."""
+    """Build the reports. With `all_must` an unreadable job is an error, else it is left out with a message."""
     found = []
     for job in jobs:
         try:
@@ -150,7 +150,7 @@ def _reports(jobs: list[str], store: str | None, *, all_must: bool) -> list[RunR
                 raise
             print(f"{job} is left out: {' '.join(str(error).split())}", file=sys.stderr)
     if not found:
-        raise ReportError("none of the jobs that this machine knows can be read")
+        raise ReportError("none of the jobs known to this machine can be read")
     return found
 
 
@@ -177,7 +177,7 @@ def _job_history(config: RunConfig) -> JobHistory:
 
 
 def _measured_shape(config: RunConfig) -> ModelShape | None:
-    """Of a workload of one's own, whose data are prepared for it; exits with what is wrong with it."""
+    """Measure the shape of the user's own workload, after preparing its data. Exits if the workload is invalid."""
     if config.workload is None:
         return None
     from ebbflow.training.errors import TrainingError

@@ -27,7 +27,7 @@ from ebbflow.infra.store import Store
 
 @dataclass(frozen=True, kw_only=True)
 class _Asked:
-    """The plan held against the queues. offered: what they can run, cheapest first. region: the queues'."""
+    """The plan, the queues, and the offers: the pools of the plan that the queues can run, cheapest first."""
 
     plan: Plan
     region: str
@@ -40,7 +40,7 @@ class _Asked:
 
 
 def check_capacity(context: PreflightContext) -> CheckFinding:
-    """Some queue has the machines that some pool of the plan needs, and may start as many of their vCPUs."""
+    """Check that some queue has the machines of some pool of the plan, and enough vCPUs for them."""
     asked = _ask(context)
     if isinstance(asked, CheckFinding):
         return asked
@@ -58,12 +58,12 @@ def check_capacity(context: PreflightContext) -> CheckFinding:
 
 
 def check_quota(context: PreflightContext) -> CheckFinding:
-    """The account's quotas of running vCPUs, Spot and on-demand apart, allow a pool that a queue could run."""
+    """Check that the account's vCPU quotas, for Spot and on-demand, allow some pool that a queue can run."""
     asked = _ask(context)
     if isinstance(asked, CheckFinding):
         return asked
     if not asked.offered:
-        return CheckFinding.skipped("no queue can run the plan; the check aws-capacity says more")
+        return CheckFinding.skipped("no queue can run the plan; see the check aws-capacity")
     codes = [(offer, quota_code(offer.candidate.instance_type, offer.candidate.market)) for offer in asked.offered]
     counted = [(offer, code) for offer, code in codes if code is not None]
     if not counted:
@@ -91,12 +91,12 @@ def check_quota(context: PreflightContext) -> CheckFinding:
 
 
 def _ask(context: PreflightContext) -> _Asked | CheckFinding:
-    """The plan and the queues, or why they are not known."""
+    """Plan for the queues, or return the finding of why that is impossible."""
     if reason := skip_reason(context):
         return CheckFinding.skipped(reason)
     now = time.time()
     if context.config.workload is not None:
-        return CheckFinding.skipped("the model is a workload's own: it is measured by the plan")
+        return CheckFinding.skipped("the workload defines its own model, which is measured when the run is planned")
     try:
         config = limit_to_queue_region(context.config, only_if_set=False)
     except StoreError as error:
@@ -105,13 +105,13 @@ def _ask(context: PreflightContext) -> _Asked | CheckFinding:
         prices = open_prices(config, now, project_root=context.project_root, network=False)
         plan = make_plan(config, now_utc=now, prices=prices)
     except PriceError:
-        return CheckFinding.skipped("the prices cannot be read; the check prices says more")
+        return CheckFinding.skipped("the prices cannot be read; see the check prices")
     if not plan.ranked and config.cost.regions != context.config.cost.regions and plan.refusal is not None:
         named = ", ".join(context.config.cost.regions)
         detail = f"the queues are in {config.batch.region}, cost.regions has {named}: {plan.refusal.message}"
         return CheckFinding.failed(detail, plan.refusal.hint)
     if not plan.ranked:
-        return CheckFinding.skipped("there is no plan; the checks planned-memory and budget-deadline say more")
+        return CheckFinding.skipped("there is no plan; see the checks planned-memory and budget-deadline")
     try:
         client = batch_client(config.batch.region)
         queues = training_queues(config.batch, client, deadline_seconds=ANSWER_SECONDS)
@@ -123,15 +123,15 @@ def _ask(context: PreflightContext) -> _Asked | CheckFinding:
     return _Asked(plan=plan, region=region, queues=queues, offered=offered, catalogue=catalogue)
 
 
-# For the regions to answer a small question; the check itself is given a little longer.
+# Deadline for the answers of all regions. The check itself has a little longer.
 _LIVE_SECONDS = 12.0
-# For one small listing of the store.
+# Deadline for one small listing of the store.
 _STORE_SECONDS = 4.0
-_MEASURED_LATER = "the model is a workload's own: it is measured by the plan, which refuses what cannot be kept"
+_MEASURED_LATER = "the workload defines its own model, which is measured and checked when the run is planned"
 
 
 def check_planned_memory(context: PreflightContext) -> CheckFinding:
-    """The model fits the GPUs and main memory of some pool that the configuration allows; its batch divides there."""
+    """Check that the model fits the GPUs and main memory of some allowed pool, and that the batch divides there."""
     plan = _plan(context)
     if isinstance(plan, CheckFinding):
         return plan
@@ -143,23 +143,21 @@ def check_planned_memory(context: PreflightContext) -> CheckFinding:
         )
     if plan.refusal is not None and plan.refusal.outcome is Outcome.NO_CAPACITY:
         return _waits_for_prices(context, plan) or CheckFinding.failed(plan.refusal.message, plan.refusal.hint)
-    return CheckFinding.skipped("no pool meets the deadline; the check budget-deadline says more")
+    return CheckFinding.skipped("no pool meets the deadline; see the check budget-deadline")
 
 
 def check_budget_and_deadline(context: PreflightContext) -> CheckFinding:
-    """The cheapest plan keeps both limits, with the price of a last save in reserve."""
+    """Check that the cheapest plan meets budget and deadline, with the price of a last save in reserve."""
     plan = _plan(context)
     if isinstance(plan, CheckFinding):
         return plan
     if plan.refusal is not None and plan.refusal.outcome is not Outcome.NO_CAPACITY:
         if _goes_on(context):
-            return CheckFinding.skipped(
-                "the job goes on: the plan decides, by the steps, dollars and hours that are left"
-            )
+            return CheckFinding.skipped("the job continues: the plan decides by the remaining steps, dollars and hours")
         return _waits_for_prices(context, plan) or CheckFinding.failed(plan.refusal.message, plan.refusal.hint)
     chosen = plan.chosen
     if chosen is None:
-        return CheckFinding.skipped("there is no pool to price; the check planned-memory says more")
+        return CheckFinding.skipped("there is no pool to price; see the check planned-memory")
     cost, deadline = context.config.cost, context.config.cost.deadline_hours
     budget = "no budget" if cost.budget_usd is None else f"budget ${cost.budget_usd:.2f}"
     limit = "no deadline" if deadline is None else f"deadline {deadline:g} h"
@@ -170,24 +168,24 @@ def check_budget_and_deadline(context: PreflightContext) -> CheckFinding:
 
 
 def check_prices(context: PreflightContext) -> CheckFinding:
-    """The prices that the configuration names can be had without a network, and are of its regions."""
+    """Check that the configured prices are available without a network, and cover the configured regions."""
     cost, now = context.config.cost, time.time()
     if cost.prices == "live":
         return CheckFinding.skipped(NOT_ASKED)
     try:
         prices = open_prices(context.config, now, project_root=context.project_root)
     except PriceError as error:
-        return CheckFinding.failed(str(error), "mend or record the file anew, or set cost.prices to static or live")
+        return CheckFinding.failed(str(error), "repair or re-record the file, or set cost.prices to static or live")
     if isinstance(prices, RecordedPrices) and not any(map(prices.zones, cost.regions)):
         known = ", ".join(sorted({region for _, region in prices.quotes})) or "none"
-        reason = f"{cost.prices} has prices of none of cost.regions ({', '.join(cost.regions)}); it knows {known}"
+        reason = f"{cost.prices} has prices for none of cost.regions ({', '.join(cost.regions)}); it has {known}"
         return CheckFinding.failed(reason, f"set cost.regions to [{known}], or record those regions")
     said = prices.describe(now_utc=now, regions=cost.regions, max_age_hours=cost.max_price_age_hours)
     return CheckFinding.passed("\n".join(said))
 
 
 def check_live_prices(context: PreflightContext) -> CheckFinding:
-    """Each region tells a spot price: credentials, rights and network are there."""
+    """Check that EC2 returns a spot price for each region, which needs credentials, permissions and a network."""
     config = context.config
     if config.cost.prices != "live":
         return CheckFinding.skipped("cost.prices is not live")
@@ -195,19 +193,19 @@ def check_live_prices(context: PreflightContext) -> CheckFinding:
     answers = query_spot_prices(config.cost.regions, names, now_utc=time.time(), deadline_seconds=_LIVE_SECONDS)
     if answers.failed:
         return CheckFinding.failed(
-            f"the static table stands in, because {'; '.join(dict.fromkeys(answers.failed.values()))}",
-            "give the credentials ec2:DescribeSpotPriceHistory and ec2:DescribeAvailabilityZones and a way to EC2, "
+            f"the static table is used instead, because {'; '.join(dict.fromkeys(answers.failed.values()))}",
+            "allow ec2:DescribeSpotPriceHistory and ec2:DescribeAvailabilityZones and network access to EC2, "
             "or set cost.prices to static or to a recorded file",
         )
     nameless = [f"{region}: {answer.names_only}" for region, answer in answers.answered.items() if answer.names_only]
     if nameless:
-        fix = "give the credentials ec2:DescribeAvailabilityZones, so that zones have ids that every account shares"
+        fix = "allow ec2:DescribeAvailabilityZones, so that zones have ids that are the same in every account"
         return CheckFinding.failed("; ".join(nameless), fix)
     return CheckFinding.passed(f"EC2 answers in {', '.join(config.cost.regions)}")
 
 
 def _plan(context: PreflightContext) -> Plan | CheckFinding:
-    """What can be planned without a network, or why nothing can."""
+    """Plan without a network, or return the finding of why that is impossible."""
     if context.config.workload is not None:
         return CheckFinding.skipped(_MEASURED_LATER)
     now = time.time()
@@ -216,13 +214,13 @@ def _plan(context: PreflightContext) -> Plan | CheckFinding:
         prices = open_prices(config, now, project_root=context.project_root, network=False)
         return make_plan(config, now_utc=now, prices=prices)
     except StoreError as error:
-        return CheckFinding.skipped(f"the region of the queues is not known: {error}")
+        return CheckFinding.skipped(f"the region of the queues is unknown: {error}")
     except PriceError:
-        return CheckFinding.skipped("the prices cannot be read; the check prices says more")
+        return CheckFinding.skipped("the prices cannot be read; see the check prices")
 
 
 def _goes_on(context: PreflightContext) -> bool:
-    """Whether the job has been started before; a store that does not answer is another check's business."""
+    """Whether the job was started before; False if the store does not answer, which another check reports."""
     if context.job is None:
         return False
     try:
@@ -233,7 +231,7 @@ def _goes_on(context: PreflightContext) -> bool:
 
 
 def _waits_for_prices(context: PreflightContext, plan: Plan) -> CheckFinding | None:
-    """A refusal by the static table is none when live prices may lift it: the plan itself decides then."""
+    """Skip a refusal by the static table if live prices may lift it; the run's plan then decides."""
     if context.config.cost.prices != "live" or plan.refusal is None:
         return None
     priceless = any(rejection.kind == NO_SPOT_PRICE for rejection in plan.rejected)
@@ -263,7 +261,7 @@ CHECKS: list[Check] = [
     ),
     Check(
         id="prices",
-        title="prices can be had",
+        title="prices are available",
         severity="error",
         tier="quick",
         deadline_seconds=10.0,
@@ -272,7 +270,7 @@ CHECKS: list[Check] = [
     ),
     Check(
         id="live-prices",
-        title="EC2 tells spot prices",
+        title="EC2 returns spot prices",
         severity="warning",
         tier="full",
         deadline_seconds=_LIVE_SECONDS + 3.0,

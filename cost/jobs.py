@@ -43,10 +43,14 @@ _REQUEST_SECONDS = 10.0
 
 
 def find_job_uri(job: str, store: str | None = None) -> str:
-    """Where the job's events are: a URI as given, a folder that holds them, or a job of the store.
+    """Find the place of a job's events.
 
-    Without a store: the one in which the job lies, if it was started from this machine. Raises ReportError with the
-    places that were looked at.
+    Args:
+        job: A URI, a folder, or the name of a job.
+        store: The store with the job; None for the store that this machine knows for the job.
+
+    Raises:
+        ReportError: There are no events. The message lists the places that were searched.
     """
     if "://" in job:
         return job
@@ -67,7 +71,12 @@ def find_job_uri(job: str, store: str | None = None) -> str:
 
 
 def read_job(job: str, store: str | None = None) -> list[Event]:
-    """All events of a job, by time. Raises ReportError when there are none, StoreError when they cannot be read."""
+    """Read all events of a job, ordered by time.
+
+    Raises:
+        ReportError: There are none.
+        StoreError: They cannot be read.
+    """
     uri = find_job_uri(job, store)
     events = read_events(Store.open(uri, request_timeout_seconds=_REQUEST_SECONDS))
     if not events:
@@ -76,7 +85,7 @@ def read_job(job: str, store: str | None = None) -> list[Event]:
 
 
 def read_job_log(job: str, store: str | None = None) -> LogContent:
-    """The same with what is damaged in the job's log, for a report. Raises as `read_job`."""
+    """Read all events of a job with the damage of its log. Raises the same errors as `read_job`."""
     uri = find_job_uri(job, store)
     store_of_job = Store.open(uri, request_timeout_seconds=_REQUEST_SECONDS)
     content = read_log(store_of_job)
@@ -87,7 +96,7 @@ def read_job_log(job: str, store: str | None = None) -> LogContent:
 
 
 def _lost_since_report(job_store: Store, events: Sequence[Event]) -> list[Damage]:
-    """Events that the job's own report counted and that are no longer there: of a process whose log is lost whole."""
+    """Find events that the job's stored report counted and that are missing, such as the whole log of a process."""
     try:
         counted = json.loads(job_store.get(_NAME))["events"]["counts"]
         known = {str(name): int(count) for name, count in counted.items()}
@@ -102,33 +111,40 @@ def _lost_since_report(job_store: Store, events: Sequence[Event]) -> list[Damage
 
 
 def find_running_launcher(job: str, events: Sequence[Event], store: str | None = None) -> dict[str, Any] | None:
-    """The launcher that runs the job now, by its claim in the store (`infra.launchers`); None where the job has ended.
+    """Find the launcher that runs the job now by its claim in the store (`infra.launchers`); None if there is none.
 
-    A launcher that has only its report left to write does not count. Raises ReportError, StoreError.
+    A launcher of a completed job that is only writing its report does not count.
+
+    Raises:
+        ReportError: There are no events of the job.
+        StoreError: The store does not answer.
     """
     found = running_launcher(Store.open(find_job_uri(job, store), request_timeout_seconds=_REQUEST_SECONDS))
     if found is None:
         return None
     done = find_final_outcome(events)
-    written = done is not None and done.data.get("outcome") == Outcome.COMPLETED
-    if written and done is not None and done.t_wall >= found.launcher.since_utc:
-        return None
-    return found.to_json()
+    if done is None or done.data.get("outcome") != Outcome.COMPLETED or done.t_wall < found.launcher.since_utc:
+        return found.to_json()
+    return None
 
 
 def list_known_jobs(root: Path | None = None) -> list[str]:
-    """Jobs that this machine knows, the one that was last written to last; `latest` is not counted again."""
+    """List the names of the jobs that this machine knows, the most recently written one last."""
     folder = runs_folder(PROJECT_ROOT) if root is None else root
     found = [path for path in folder.glob("*") if path.name != "latest" and known_job(path) is not None]
     return [path.name for path in sorted(found, key=lambda path: path.stat().st_mtime)]
 
 
 def load_report(uri: str, *, store: str | None = None, fresh: bool = False) -> RunReport:
-    """The report of a job, with `total_usd` as Decimal; `cost.report.report` makes DataFrames of its ledger and losses.
+    """Load the report of a job, or build it from the events if none was written or the job is running.
 
-    uri: a report.json, the folder or s3:// URI of a job, or the name of a job that this machine knows ("latest").
-    fresh: fold the events anew, also where a report was written, as is done for a running job. Raises ReportError when
-    there is neither, naming the places; StoreError when the store does not answer.
+    Args:
+        uri: A report.json, the folder or s3:// URI of a job, or the name of a job that this machine knows ("latest").
+        fresh: Build the report from the events in any case.
+
+    Raises:
+        ReportError: There is neither a report nor events. The message lists the places that were searched.
+        StoreError: The store does not answer.
     """
     path = Path(uri)
     if "://" not in uri and path.suffix == ".json":
@@ -139,9 +155,9 @@ def load_report(uri: str, *, store: str | None = None, fresh: bool = False) -> R
         try:
             return _parse(Store.open(place, request_timeout_seconds=_REQUEST_SECONDS).get(_NAME), f"{place}/{_NAME}")
         except ObjectNotFound:
-            pass  # the job died before its report, or is still going on
+            pass  # the job died before it wrote a report
     content = read_job_log(uri, store)
-    if running is not None:  # its claim stands: the events say whether there is only the report left to write
+    if running is not None:  # the events tell whether only its report is missing
         running = find_running_launcher(uri, content.events, store)
     return build_report(content.events, running=running, damage=content.damage)
 
@@ -158,11 +174,16 @@ def _parse(content: bytes, where: str) -> RunReport:
 def get_cheapest_suitable_instance(
     config: RunConfig, *, prices: PriceSource | None = None, now_utc: float | None = None
 ) -> dict[str, Any]:
-    """The pool that finishes the job for the fewest expected dollars, among those that fit and meet the deadline.
+    """Find the pool with the lowest expected total cost among those that fit the model and meet the deadline.
 
-    instance_type, nodes, market, region, zone, usd_per_hour (of one node), on_demand_usd_per_hour, savings_percent
-    (None where no on-demand price of the type and region is on record), price_kind, expected_hours, expected_usd. Cheap
-    per hour is not cheap: a slow GPU at half the price may cost more. Raises PlanError when nothing is suitable.
+    The lowest price per hour is not always the lowest cost: a slow GPU at half the price may cost more.
+
+    Returns:
+        instance_type, nodes, market, region, zone, usd_per_hour and on_demand_usd_per_hour (of one node),
+        savings_percent (None without an on-demand price), price_kind, expected_hours and expected_usd.
+
+    Raises:
+        PlanError: No instance is suitable.
     """
     plan = make_plan(config, now_utc=time.time() if now_utc is None else now_utc, prices=prices)
     best = plan.chosen
@@ -175,26 +196,30 @@ def get_cheapest_suitable_instance(
 
 
 def get_accumulated_cost(job: str | Sequence[Event], *, history: Iterable[SpotRecord] = ()) -> Decimal:
-    """What a job's instances have cost so far, in dollars: the integral of the price over the time each was paid.
+    """Compute what a job has cost so far, in dollars; it may still be running.
 
-    job: its events, or the folder or s3:// URI that they lie below. history: change events of spot prices (as
-    `cost.prices.recorded.read_recording` reads them), beside those that the events hold; without any, the plan's price.
-    The total of the ledger (`cost.ledger.ledger.fold`) of a job that may still be running: by the second, at least a
-    minute of each instance. Raises ReportError where there are no events or `history` lacks the pool of a spot node,
-    LedgerError for contradictory events, and StoreError.
+    This is the total of the ledger: the price integrated over the paid time of each instance, which is billed by the
+    second and for at least a minute.
+
+    Args:
+        job: The events, or the folder or s3:// URI of the job.
+        history: Spot price changes in addition to those in the events. Without any, the plan's price applies.
+
+    Raises:
+        ReportError: There are no events, or `history` lacks the pool of a spot node.
+        LedgerError: The events contradict each other.
+        StoreError: The store does not answer.
     """
     events = read_events(Store.open(job, request_timeout_seconds=_REQUEST_SECONDS)) if isinstance(job, str) else job
     if not events:
         raise ReportError(f"no events of job {job!r}")
     pools = _changes(history)
-    told = [replace(events[0], name=PRICES, data={"pools": pools})] if pools else []
-    ledger = fold([*events, *told], running=True)
+    prices = [replace(events[0], name=PRICES, data={"pools": pools})] if pools else []
+    ledger = fold([*events, *prices], running=True)
     priced = {str(bill.price.pool): bool(bill.price.curve.changes) for bill in ledger.nodes if _is_spot(bill)}
     if pools and not all(priced.values()):
         lacking = ", ".join(sorted(name for name, known in priced.items() if not known))
-        raise ReportError(
-            f"the history has no price of {lacking}, so that its changes cannot be told; it has {_names(pools)}"
-        )
+        raise ReportError(f"the price history lacks {lacking}; it has {_names(pools)}")
     return ledger.total_usd
 
 
@@ -207,7 +232,7 @@ def _names(pools: Sequence[dict[str, Any]]) -> str:
 
 
 def _changes(history: Iterable[SpotRecord]) -> list[dict[str, Any]]:
-    """The changes of each pool, as a `prices` event holds them, by its zone's id and by its name: plans have either."""
+    """Convert records to the pools of a `prices` event, by zone id and by zone name, because plans may use either."""
     pools: dict[tuple[str, str, str], list[tuple[float, str]]] = {}
     for record in history:
         for zone in {record.zone_id, record.zone_name} - {""}:
@@ -221,7 +246,11 @@ def _changes(history: Iterable[SpotRecord]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, kw_only=True)
 class CostTracker:
-    """Both questions of one job. job: see `get_accumulated_cost`; None: it has not begun, and has cost nothing."""
+    """The configuration and events of one job, for scripts that ask for its cost repeatedly.
+
+    Attributes:
+        job: See `get_accumulated_cost`; None if the job has not started.
+    """
 
     config: RunConfig
     job: str | None = None

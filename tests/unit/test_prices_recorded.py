@@ -192,7 +192,7 @@ def test_checks_of_table_and_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     bad = checked(monkeypatch, prices="tests/prices/missing.json")
     assert bad["prices"].status == "failed" and "no such file" in bad["prices"].detail
     for name in ("planned-memory", "budget-deadline"):
-        assert bad[name].status == "skipped" and "the check prices says more" in bad[name].detail
+        assert bad[name].status == "skipped" and "see the check prices" in bad[name].detail
 
 
 def test_checks_of_live_prices_ask_nobody_in_the_quick_tier(monkeypatch: pytest.MonkeyPatch):
@@ -202,7 +202,7 @@ def test_checks_of_live_prices_ask_nobody_in_the_quick_tier(monkeypatch: pytest.
     assert live["planned-memory"].status == "skipped" and "no spot price" in live["planned-memory"].detail
     assert live["live-prices"].status == "warning"
     words = live["live-prices"].detail
-    assert "the static table stands in, because ec2:Describe" in words and "no AWS credentials" in words
+    assert "the static table is used instead, because ec2:Describe" in words and "no AWS credentials" in words
     poor = checked(monkeypatch, prices="live", budget_usd=0.0001)
     assert poor["budget-deadline"].status == "skipped" and "cost.budget_usd" in poor["budget-deadline"].detail
     assert checked(monkeypatch, budget_usd=0.0001)["budget-deadline"].status == "failed"
