@@ -30,6 +30,20 @@ from ebbflow.infra.program import IMPORT_ROOT, INSTALLED
 if TYPE_CHECKING:
     from ebbflow.infra.preflight import Target
 
+_HOOKS = ("step_init", "add_to_package", "runtime_step_cli", "task_pre_step")
+
+
+def check_hooks(decorator: type) -> None:
+    """Raise ImportError that names the hooks which this release of Metaflow's step decorators lacks."""
+    if missing := [hook for hook in _HOOKS if not hasattr(decorator, hook)]:
+        raise ImportError(
+            f"metaflow {metaflow.__version__}: step decorators have no hook {', '.join(missing)}, which the flow needs; "
+            "fix: pip install 'metaflow>=2.19,<2.20'"
+        )
+
+
+check_hooks(StepDecorator)
+
 # Decorators that send a step to another machine.
 REMOTE = ("batch", "kubernetes")
 
