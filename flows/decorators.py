@@ -37,7 +37,7 @@ def check_hooks(decorator: type) -> None:
     """Raise ImportError that names the hooks which this release of Metaflow's step decorators lacks."""
     if missing := [hook for hook in _HOOKS if not hasattr(decorator, hook)]:
         raise ImportError(
-            f"metaflow {metaflow.__version__}: step decorators have no hook {', '.join(missing)}, which the flow needs; "
+            f"metaflow {metaflow.__version__}: its step decorators have no hook {', '.join(missing)}; "
             "fix: pip install 'metaflow>=2.19,<2.20'"
         )
 
