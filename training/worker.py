@@ -111,19 +111,20 @@ def parse_arguments(arguments: list[str]) -> Request:
 def share_spec(request: Request, gang: Gang) -> WorkerSpec:
     """Claim the job, prepare data and open the generation on rank 0, and share the result with all ranks. Collective.
 
-    If another launcher runs the job, rank 0 prints that and every rank exits with 3.
+    If rank 0 cannot, it prints why in one line, and every rank exits with the error's exit code.
     """
     if gang.alone:
-        return _spec_or_refusal(request) or leave(Outcome.PREFLIGHT.exit_code)
+        made = _make_spec_or_exit_code(request)
+        return made if isinstance(made, WorkerSpec) else leave(made)
     # The others wait for rank 0's data in a group of its own: the gang's has the deadline of a step.
     waiting: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=PREPARE_SECONDS))
-    made = _spec_or_refusal(request) if gang.rank == 0 else None
-    texts = ["" if made is None else made.to_json()]
-    dist.broadcast_object_list(texts, src=0, group=waiting)
+    made = _make_spec_or_exit_code(request) if gang.rank == 0 else 0
+    shared = [made.to_json() if isinstance(made, WorkerSpec) else made]
+    dist.broadcast_object_list(shared, src=0, group=waiting)
     dist.destroy_process_group(waiting)
-    if not texts[0]:
-        leave(Outcome.PREFLIGHT.exit_code)
-    spec = WorkerSpec.from_json(texts[0])
+    if isinstance(shared[0], int):
+        leave(shared[0])
+    spec = WorkerSpec.from_json(shared[0])
     return replace(spec, node=gang.rank // spec.colocated_ranks)
 
 
@@ -133,13 +134,23 @@ def release_job() -> None:
         _claim.release()
 
 
-def _spec_or_refusal(request: Request) -> WorkerSpec | None:
-    """Return the spec, or None with a message if another launcher runs the job."""
+def _make_spec_or_exit_code(request: Request) -> WorkerSpec | int:
     try:
         return _make_spec(request)
     except JobIsRunning as error:
         print(error, file=sys.stderr)
-        return None
+        return Outcome.PREFLIGHT.exit_code
+    except (TrainingError, InfraError) as error:
+        if _is_user_failure(error):
+            raise
+        print(error, file=sys.stderr)
+        return error.outcome.exit_code
+
+
+def _is_user_failure(error: BaseException) -> bool:
+    """Return whether user code raised during the trial of its workload."""
+    cause = error.__cause__
+    return isinstance(error, WorkloadError) and not isinstance(cause, (TrainingError, InfraError, type(None)))
 
 
 def _claim_job(job_store: Store, job: str, *, take_over: bool) -> None:
@@ -257,7 +268,8 @@ def main(arguments: list[str]) -> NoReturn:
     except BaseException as error:  # sys.exit and GeneratorExit of the user's code too: each leaves its cause
         if observed:
             observed.save_records()
-        _record_exception(error)
+        expected = isinstance(error, InfraError) or (isinstance(error, TrainingError) and not error.curable)
+        _record_exception(error, one_line=spec is None and expected and not _is_user_failure(error))
         code = _exit_code(error, alone=spec is None)
     else:
         code = ending.outcome.exit_code if ending.outcome is Outcome.INTERRUPTED else 0
@@ -275,7 +287,7 @@ def _request(arguments: list[str]) -> Request:
         leave(error.outcome.exit_code)
 
 
-def _record_exception(error: BaseException) -> None:
+def _record_exception(error: BaseException, *, one_line: bool = False) -> None:
     """Print the error, and write it for the agent, ours or torchrun's, in the format of torch's @record.
 
     @record itself does not suffice: it fails if `__str__` fails, does not limit the text, catches neither sys.exit nor
@@ -294,7 +306,8 @@ def _record_exception(error: BaseException) -> None:
         with contextlib.suppress(OSError):  # a full disk; the exit code and the log remain
             _write_whole(Path(path), json.dumps(record))
     with contextlib.suppress(OSError, ValueError):  # the program may have closed its own output
-        print(text, end="", file=sys.stderr, flush=True)  # stderr escapes what its encoding lacks
+        shown = f"{error}\n" if one_line else text
+        print(shown, end="", file=sys.stderr, flush=True)  # stderr escapes what its encoding lacks
 
 
 def _exit_code(error: BaseException, *, alone: bool) -> int:
@@ -302,8 +315,7 @@ def _exit_code(error: BaseException, *, alone: bool) -> int:
 
     Without an agent (`alone`), an exception of the user's code is a plain failure.
     """
-    cause = error.__cause__
-    if alone and isinstance(error, WorkloadError) and not isinstance(cause, (TrainingError, InfraError, type(None))):
+    if alone and _is_user_failure(error):
         return Outcome.FAILED.exit_code
     outcome = getattr(error, "outcome", Outcome.FAILED)
     return (outcome if isinstance(outcome, Outcome) else Outcome.FAILED).exit_code

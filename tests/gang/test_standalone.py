@@ -16,6 +16,7 @@ from ebbflow.infra.events import read_events
 from ebbflow.infra.layout import check_job_name
 from ebbflow.infra.program import PROJECT_ROOT
 from ebbflow.infra.store import Store
+from ebbflow.training.errors import DataError
 from ebbflow.training.worker import default_job_name
 from tests.support.gangs import free_port, run_ranks
 from tests.support.tied_rank import STEP_DEADLINE_SECONDS
@@ -112,3 +113,29 @@ def test_any_run_id_makes_a_name_of_its_own(run_id: str) -> None:
     name = default_job_name({"TORCHELASTIC_RUN_ID": run_id}, 1)
     assert check_job_name(name) == name == default_job_name({"TORCHELASTIC_RUN_ID": run_id}, 1)
     assert name not in {default_job_name({"TORCHELASTIC_RUN_ID": other}, 1) for other in ("my-job--1", "x" * 80)}
+
+
+def test_an_error_of_rank_0_before_the_start_is_one_line_and_every_ranks_exit_code(tmp_path: Path) -> None:
+    path = write_config(tmp_path)
+    for text in (tmp_path / "texts").iterdir():
+        text.unlink()
+    environment = dict(os.environ, GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1", PYTHONPATH=str(PROJECT_ROOT))
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "training", str(path), "--job", "empty"],
+            cwd=PROJECT_ROOT,
+            env=environment | {"LOCAL_WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        errors = [rank.communicate(timeout=180)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [DataError.outcome.exit_code] * 2, errors
+    assert "Traceback" not in "".join(errors) and len(errors[0].splitlines()) == 1 and not errors[1], errors
