@@ -47,7 +47,8 @@ class LedgerClass(StrEnum):
 VERSION = 2  # of a line; 1: segments without a seal
 
 # Written by the lead agent. started: parent (commit key or null), parent_step, nodes, processes_per_node.
-# ended: reason (an EndReason, or the Outcome of a planned end), culprit (text), user_code (bool).
+# ended: reason (an EndReason, or the Outcome of a planned end), culprit (text), user_code (bool); ranks_started (false)
+# if it ended before any rank was started.
 GENERATION_STARTED = "generation_started"
 GENERATION_ENDED = "generation_ended"
 # Written by each node's agent: the paid time. started: ranks (list), host, and the known facts of its machine
@@ -180,7 +181,7 @@ _CHOSEN = _POOL | {
 # list; {type: shape}: a mapping with keys of that type.
 _DATA: dict[str, dict[str, Any]] = {
     GENERATION_STARTED: {"parent": str, "parent_step": int, "nodes": int, "processes_per_node": int},
-    GENERATION_ENDED: {"reason": str, "culprit": str, "user_code": bool, "fingerprint": str},
+    GENERATION_ENDED: {"reason": str, "culprit": str, "user_code": bool, "fingerprint": str, "ranks_started": bool},
     NODE_STARTED: {
         "ranks": [int],
         "host": str,

@@ -367,6 +367,7 @@ def _silent_writers(found: dict[str, bytes]) -> dict[str, bool]:
     """Return agents and ranks of ended generations without any segment; True: of a planned end."""
     heard = {match[1] for key in found if (match := _NAME.fullmatch(key))}
     ended: dict[int, bool] = {}
+    without_ranks: set[int] = set()
     expected: dict[int, set[str]] = defaultdict(set)
     for event in _gang_events(found.values()):
         try:
@@ -379,9 +380,16 @@ def _silent_writers(found: dict[str, bytes]) -> dict[str, bool]:
                 expected[number] |= {f"{folder}/{event['node']}-{rank}" for rank in data["ranks"]}
             else:
                 ended[number] = not data.get("culprit")
+                if data.get("ranks_started") is False:
+                    without_ranks.add(number)
         except (KeyError, TypeError, ValueError, AttributeError):
             continue  # a damaged line: the report names it
-    return {writer: ended[number] for number in ended for writer in expected[number] - heard}
+    return {
+        writer: by_plan
+        for number, by_plan in ended.items()
+        for writer in expected[number] - heard
+        if number not in without_ranks or writer.endswith("-agent")
+    }
 
 
 def _gang_events(segments: Iterable[bytes]) -> Iterable[dict]:

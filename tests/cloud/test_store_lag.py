@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -43,14 +44,14 @@ def write(folder: Path, *, rank: int, steps: int) -> None:
             log.emit("step", step=step, flush=True)
 
 
-def write_agents(folder: Path, *, nodes: int, culprit: str = "") -> None:
+def write_agents(folder: Path, *, nodes: int, culprit: str = "", reason: str = "completed", **ended: bool) -> None:
     for node in range(nodes):
         with EventLog(Store.open(str(folder)), Origin(job="test", generation=1, node=node, process="agent")) as log:
             if node == 0:
                 log.emit("generation_started", parent=None, parent_step=0, nodes=nodes, processes_per_node=1)
             log.emit("node_started", ranks=[node], host="here")
             if node == 0:
-                log.emit("generation_ended", reason="completed", culprit=culprit, user_code=False)
+                log.emit("generation_ended", reason=reason, culprit=culprit, user_code=False, **ended)
 
 
 def steps_of(store: Store, rank: int) -> list[int | None]:
@@ -79,6 +80,13 @@ def test_a_rank_that_stays_away_is_told_unless_it_was_killed(tmp_path: Path, cap
         write(folder, rank=0, steps=3)
         assert steps_of(LaggingStore(folder, ()), 0) == [1, 2, 3]
         assert ("nothing is listed of events/000001/1-1" in capsys.readouterr().err) is (not culprit)
+
+
+def test_ranks_that_were_never_started_are_not_awaited(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    write_agents(tmp_path, nodes=2, reason="budget", ranks_started=False)
+    began = time.monotonic()
+    assert steps_of(LaggingStore(tmp_path, ()), 0) == []
+    assert time.monotonic() - began < 1.0 and "nothing is listed" not in capsys.readouterr().err
 
 
 def test_a_generation_goes_on_once_it_is_listed(tmp_path: Path) -> None:
