@@ -1,4 +1,4 @@
-"""Retry work that may fail for a passing reason, such as asking a store."""
+"""Retries of work that may fail for a transient reason, such as a store request."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from ebbflow.training.errors import TrainingError
 
 T = TypeVar("T")
 _LOOK_SECONDS = 0.01
-_HOPELESS = (StoreForbidden, StoreMisconfigured)  # a store that is full may be made room in
+_PERMANENT = (StoreForbidden, StoreMisconfigured)  # a full store is transient: space can be freed
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.2, 5.0
 
 
 def run_while(work: Callable[[], T], meanwhile: Callable[[], object]) -> T:
-    """What `work` returns or raises. It runs in a thread, and must have deadlines of its own; `meanwhile` runs here."""
-    with ThreadPoolExecutor(1, thread_name_prefix="patience") as pool:
+    """Run `work` in a thread and call `meanwhile` here until it ends; return or raise its result.
+
+    `work` must have deadlines of its own.
+    """
+    with ThreadPoolExecutor(1, thread_name_prefix="retry") as pool:
         future = pool.submit(work)
         while not future.done():
             meanwhile()
@@ -28,8 +31,8 @@ def run_while(work: Callable[[], T], meanwhile: Callable[[], object]) -> T:
 
 
 def is_transient(error: TrainingError | InfraError) -> bool:
-    """Whether time alone may cure it."""
-    return error.curable if isinstance(error, TrainingError) else not isinstance(error, _HOPELESS)
+    """Return whether an error may disappear with time alone."""
+    return error.curable if isinstance(error, TrainingError) else not isinstance(error, _PERMANENT)
 
 
 def retry_until_deadline(
@@ -39,9 +42,12 @@ def retry_until_deadline(
     given_up: Callable[[], bool] = lambda: False,
     passing: Callable[[TrainingError | InfraError], bool] = is_transient,
 ) -> T:
-    """`work`, again and again while it fails for a reason that is `passing`, up to the deadline; then its last error.
+    """Retry `work` while it fails with a transient error; raise the last error at the deadline.
 
-    Pauses grow to 5 s: a store that refuses because too much is asked of it is not to be asked more for that.
+    Args:
+        seconds: Time until the deadline; pauses between tries grow to 5 s.
+        given_up: Returns True to stop retrying early.
+        passing: Decides which errors are transient.
     """
     limit = time.monotonic() + seconds
     for pause in backoff_pauses(first_seconds=_FIRST_PAUSE_SECONDS, longest_seconds=_LONGEST_PAUSE_SECONDS):

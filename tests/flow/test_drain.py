@@ -67,7 +67,7 @@ def attend(drain: Drain, post: Post, events: list[dict[str, Any]]) -> list[RankO
 
 
 def outlive(drain: Drain, longest_seconds: float) -> str:
-    assert drain.standing(longest_seconds) is not None
+    assert drain.find_pending(longest_seconds) is not None
     return drain.wait_out_notices(lambda seconds: "")
 
 
@@ -183,7 +183,7 @@ def test_what_is_waited_out_is_no_order_to_leave_and_is_recorded_at_once(make_dr
         left.append((seconds, drain.leaving))
         return "node 1 was told to leave"
 
-    standing = drain.standing(60)
+    standing = drain.find_pending(60)
     assert standing is not None and 30 < standing.seconds <= 51 and standing.cause == CAUSES[3] and not drain.leaving
     assert drain.wait_out_notices(meanwhile).startswith("node 1 was told to leave, and this machine is going away in ")
     assert events == [("metaflow", "wait")] and [leaving for _, leaving in left] == [False]
@@ -209,7 +209,7 @@ def test_of_two_notices_that_stand_the_later_one_is_waited_out_too(
 def test_a_notice_that_leaves_time_to_train_is_no_reason_to_wait(make_drain: MakeDrain, tmp_path: Path) -> None:
     leave_notice(tmp_path, 100)
     drain, post = make_drain(), Post()
-    assert drain.standing(60) is None
+    assert drain.find_pending(60) is None
     assert [order.cause for order in attend(drain, post, [])] == [CAUSES[3]] and drain.leaving
 
 
@@ -237,9 +237,9 @@ def test_of_a_node_that_was_left_out_nobody_hears_any_more(make_drain: MakeDrain
 
 def test_a_record_keeps_what_came_first_as_the_cause(tmp_path: Path) -> None:
     control = OrderRecord.create(tmp_path / "record")
-    control.tell(RankOrder(seconds=100.0, cause=CAUSES[2], node=3))
-    control.tell(RankOrder(seconds=50.0, cause=CAUSES[1], node=0))
-    control.tell(RankOrder(seconds=70.0, cause=CAUSES[1], node=0))
+    control.write(RankOrder(seconds=100.0, cause=CAUSES[2], node=3))
+    control.write(RankOrder(seconds=50.0, cause=CAUSES[1], node=0))
+    control.write(RankOrder(seconds=70.0, cause=CAUSES[1], node=0))
     seen = OrderRecord(tmp_path / "record")
     assert seen.cause == "spot interruption notice to node 3"
     assert 48 < seen.leave_at - time.monotonic() <= 50

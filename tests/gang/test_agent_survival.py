@@ -73,7 +73,7 @@ def test_no_end_of_a_rank_and_nothing_that_it_leaves_ends_its_agent(
                 (folder / file).write_bytes(b"[" * 100_000 if nesting else content)
         worker.log_path.write_bytes(log)
         watch = RankWatch([worker], DEADLINES, folder)
-        failures = watch.look()
+        failures = watch.check()
         watch.close()
         group = SimpleNamespace(workers=[worker])
         TerminalEcho(group).echo_new_lines()
@@ -123,7 +123,7 @@ def test_an_agent_that_raises_counts_as_a_failure_and_ends_in_a_crash_loop(
     def raises(*_: object) -> None:
         raise ValueError("a bug of the agent")
 
-    monkeypatch.setattr(Coordinator, "_generation", raises)
+    monkeypatch.setattr(Coordinator, "_run_generation", raises)
     spec = replace(endless_gang(tmp_path, survival={"standby": False}), nodes=1)
     ends = []
     for attempt in range(3):

@@ -211,7 +211,7 @@ def test_a_node_believes_no_coordinator_that_does_not_know_the_secret(words: lis
 
     with socket.create_server(("127.0.0.1", 0)) as door:
         threading.Thread(target=pose, args=(door,), daemon=True).start()
-        with pytest.raises(GangError, match="somebody else listens there"):
+        with pytest.raises(GangError, match="another program listens there"):
             join_gang("127.0.0.1", [door.getsockname()[1]], TOKEN, HELLO, deadline_seconds=1, **KNOWN)
     told = b"".join(heard)
     assert b'"hello"' in told and b"proof" not in told and SECRET.hex().encode() not in told
@@ -324,9 +324,9 @@ def test_the_awake_clock_counts_turns_and_no_pause() -> None:
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (b"[" * 200_000 + b"\n", "it does not speak our language"),
-        (b'{"kind": "failed", "x": ' + b'{"y":' * 5000 + b"\n", "it does not speak our language"),
-        (b'{"kind": "failed", "x": "\\' * 50_000 + b"[" * 100 + b"\n", "it does not speak our language"),
+        (b"[" * 200_000 + b"\n", "it sent something that is not a message"),
+        (b'{"kind": "failed", "x": ' + b'{"y":' * 5000 + b"\n", "it sent something that is not a message"),
+        (b'{"kind": "failed", "x": "\\' * 50_000 + b"[" * 100 + b"\n", "it sent something that is not a message"),
         (b"x" * (17 * 2**20), "it sent a message of more than 16,777,216 bytes"),
     ],
 )

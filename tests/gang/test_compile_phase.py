@@ -33,7 +33,7 @@ class Rank:
         self.heartbeat.beat(step, phase)
         beat = self.heartbeat.read()
         self.limits.observe(beat, beat.t_mono)
-        self.seen.append((step, phase, self.limits.limit(beat)))
+        self.seen.append((step, phase, self.limits.hang_threshold(beat)))
         self.now += 7.0 if self._phase == "compile" else 1.0  # has passed in the phase that ends
         self._phase = phase
 
@@ -111,4 +111,4 @@ def test_the_second_evaluation_may_be_as_long_as_the_first() -> None:
     limits.observe(replace(evaluation, step=2, phase="forward", t_mono=129.0, entered=2), 129.0)
     second = replace(evaluation, step=2, t_mono=130.0, entered=2)
     limits.observe(second, 130.0)
-    assert limits.limit(second) > 30.0 > DEADLINES.floor_seconds
+    assert limits.hang_threshold(second) > 30.0 > DEADLINES.floor_seconds

@@ -31,7 +31,7 @@ ebbflow.training.gang.open_wire = lambda *args, **kwargs: None
 gangs = []
 for number, gpus in enumerate(json.loads(sys.argv[1])):
     own = VisibleGpus(gpus=tuple(gpus[int(os.environ["RANK"])]))
-    ebbflow.training.gang.see_gpus = lambda choice, promised=0: own
+    ebbflow.training.gang.detect_gpus = lambda choice, promised=0: own
     gangs.append(ebbflow.training.gang.connect(start_seconds=60, collective_seconds=60, generation=f"test-{number}"))
     print("device", gangs[-1].device, gangs[-1].device_note)
 """

@@ -195,10 +195,10 @@ def test_a_culprits_daemon_is_ended_and_the_other_ranks_are_not(tmp_path: Path, 
     for worker in group.workers:
         worker.process, pid = spawn(keeper, tmp_path, DAEMON, f"rank-{worker.rank}")
         hidden.append(pid)
-    group._end_left_behind([])
+    group._kill_leftovers([])
     assert not gone(hidden[0])() and not gone(hidden[1])()
     group.workers[0].process.kill()
-    group._end_left_behind(group.workers[:1])
+    group._kill_leftovers(group.workers[:1])
     assert gone(hidden[0])() and group.workers[1].process.poll() is None
     assert group.end(grace_seconds=0.0) == []
     assert gone(*hidden)() and not descendants(keeper.pid)

@@ -141,7 +141,7 @@ def test_a_roll_call_ends_when_one_that_came_is_told_to_leave(tmp_path: Path) ->
 
     thread = threading.Thread(target=come_and_go)
     thread.start()
-    with pytest.raises(GangError, match="told to leave"):
+    with pytest.raises(GangError, match="asked to stop"):
         lead.roll_call(20, never)
     assert lead.leave_cause == NOTICE.cause
     thread.join()

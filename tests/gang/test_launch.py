@@ -123,7 +123,7 @@ def test_an_agent_of_another_job_is_sent_away() -> None:
         lobby.roll_call(2, deadline_seconds=2)
     thread.join()
     lobby.close()
-    assert "somebody else listens there" in str(errors[0])
+    assert "another program listens there" in str(errors[0])
 
 
 def test_messages_cross_and_a_closed_end_is_noticed() -> None:

@@ -71,7 +71,7 @@ def test_a_gang_is_seen_while_it_trains_and_its_logs_outlive_a_node(tmp_path: Pa
     output = (tmp_path / "output.log").read_text()
     assert set(re.findall(r"metrics: node (\d) at http", output)) == {"0", "1"}
     assert "rank 1 failed first on this node" in output
-    assert re.search(r"-m infra logs job --rank 1 --generation 1 --around step:\d+\n", output)
+    assert re.search(r"ebbflow logs job --rank 1 --generation 1 --around step:\d+\n", output)
 
     logs = sorted((tmp_path / "runs").rglob("0*/rank-*.log"))
     raw = {(int(log.parent.name[:6]), int(log.stem[-1])): log.read_text().splitlines() for log in logs}
@@ -95,7 +95,7 @@ def test_the_terminal_shows_the_first_failing_ranks_last_words(tmp_path: Path) -
     shown = first[3].splitlines()
     assert len(shown) <= 15 and Path(first[2]).read_text().splitlines()[-1] == shown[-1].removeprefix("| ")
     assert str(error.value).splitlines()[0].partition(": ")[2][:40] in "\n".join(shown)
-    assert f"-m infra logs job --rank {first[1]} --generation 1 --around step:0" in output
+    assert f"ebbflow logs job --rank {first[1]} --generation 1 --around step:0" in output
 
 
 def test_logs_come_back_from_a_bucket_by_the_jobs_name_alone(

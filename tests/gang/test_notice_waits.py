@@ -105,7 +105,7 @@ def test_a_notice_without_an_end_is_waited_for_as_long_as_a_start_may_take(waiti
     thread = waiting.call_roll(2)
     thread.join(60)
     assert waiting.errors == [
-        "roll-call: node 1 (b) still waits out its spot interruption notice, 2 s after all had come"
+        "roll-call: node 1 (b) still waits out its spot interruption notice, 2 s after all joined"
     ]
 
 

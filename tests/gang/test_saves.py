@@ -167,7 +167,7 @@ def test_a_save_that_is_asked_for_waits_for_the_one_under_way(tmp_path: Path) ->
     saver, control = Saver(), OrderRecord.create(tmp_path / "record")
     limits = Limits(None, world_size=2, elapsed_seconds=lambda: 0.0, control=control)
     saves = replace(trainer_of(saver, [], interval="steps", interval_steps=100), limits=limits).save_controller
-    control.tell(RankOrder(seconds=math.inf, cause=CAUSES[5], node=0))
+    control.write(RankOrder(seconds=math.inf, cause=CAUSES[5], node=0))
     saver.busy = True
     assert not saves.due(7)
     saver.busy = False
@@ -180,7 +180,7 @@ def test_a_rehearsed_notice_is_heard_at_its_step(tmp_path: Path) -> None:
 
     def agent() -> None:
         wait_until("the notice", notice.exists, timeout=10)
-        control.tell(RankOrder(seconds=60.0, cause=CAUSES[4], node=0))
+        control.write(RankOrder(seconds=60.0, cause=CAUSES[4], node=0))
 
     thread = threading.Thread(target=agent)
     thread.start()
@@ -204,7 +204,7 @@ def test_a_notice_hurries_the_last_save_of_a_job_that_is_done(tmp_path: Path) ->
     saves.finish()
     assert saver.asked == ["before_step"]
     saver.busy = True
-    notice = threading.Timer(0.2, lambda: control.tell(RankOrder(seconds=60.0, cause=CAUSES[2], node=0)))
+    notice = threading.Timer(0.2, lambda: control.write(RankOrder(seconds=60.0, cause=CAUSES[2], node=0)))
     notice.start()
     saves.finish()
     notice.join()

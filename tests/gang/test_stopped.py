@@ -26,14 +26,14 @@ from tests.support.flow import wait_until
 
 SAY_MUCH = """
 import sys
-from ebbflow.training.launch.logs import flush, say
+from ebbflow.training.launch.logs import flush_output, print_line
 for number in range(25_000):  # 1.3 MB
-    say(f"line {number:06} " + "x" * 40)
+    print_line(f"line {number:06} " + "x" * 40)
 open(sys.argv[1], "w").close()
 sys.stdin.read()
-flush(float(sys.argv[2]))
-say("after the pause")
-flush(float(sys.argv[2]))
+flush_output(float(sys.argv[2]))
+print_line("after the pause")
+flush_output(float(sys.argv[2]))
 """
 STUCK_IN_PRINT = """
 from ebbflow.training.launch.node_runtime import LoopWatchdog

@@ -216,15 +216,19 @@ def test_with_a_rank_in_state_d_the_gang_goes_on_here_or_elsewhere_if_it_holds_t
     held: list[None] = []
     verdict = end_from_failures([WorkerFailure(rank=0, message="killed by SIGKILL", killed_by="SIGKILL")])
     peers = SimpleNamespace(
-        poll=lambda: verdict, hold=lambda: held.append(None), orders=list, witnesses_wanted=bool, somebody_waits=False
+        poll=lambda: verdict,
+        keep_in_touch=lambda: held.append(None),
+        orders=list,
+        take_witness_request=bool,
+        store_wait_active=False,
     )
     standby = SimpleNamespace(
-        ready=True, lost=False, settled=True, pid=1, fork=lambda *_: InTheKernel(), abandon=lambda pid: None
+        ready=True, lost=False, is_settled=True, pid=1, fork=lambda *_: InTheKernel(), abandon=lambda pid: None
     )
     drain, store = Drain(spec), Store.open(str(tmp_path))
     try:
         generation = NodeGeneration(spec, start, peers, drain, NodeLog(store, "b"), store)
-        monkeypatch.setattr(generation, "_await", lambda standby: None)
+        monkeypatch.setattr(generation, "_await_readiness", lambda standby: None)
         ended = generation.run(standby, generation.folder)
     finally:
         drain.close()

@@ -63,7 +63,7 @@ class WatchedGang:
         ]
 
     def look(self) -> list[WorkerFailure]:
-        return [found for watch in self.watches for found in watch.look()]
+        return [found for watch in self.watches for found in watch.check()]
 
     def run_until_step(self, step: int) -> None:
         """Watch while nothing is wrong."""

@@ -159,23 +159,25 @@ def test_a_phase_may_take_ten_times_its_p99_once_it_is_known() -> None:
             learned.observe(HeartbeatReading(1, step, phase, now, step), now + 0.01)
             now += seconds
             learned.observe(HeartbeatReading(1, step, phase, now - seconds, step), now - 0.01)
-    assert learned.limit(HeartbeatReading(1, 300, "data", now, 300)) == 3.0  # the floor
-    assert 20.0 <= learned.limit(HeartbeatReading(1, 300, "backward", now, 300)) <= 24.0
-    assert learned.limit(HeartbeatReading(1, 300, "forward", now, 300)) == 3.0  # over before anybody could look
+    assert learned.hang_threshold(HeartbeatReading(1, 300, "data", now, 300)) == 3.0  # the floor
+    assert 20.0 <= learned.hang_threshold(HeartbeatReading(1, 300, "backward", now, 300)) <= 24.0
+    assert (
+        learned.hang_threshold(HeartbeatReading(1, 300, "forward", now, 300)) == 3.0
+    )  # over before anybody could look
     patient = {"init": 100.0, "restore": 100.0, "evaluation": 300.0, "checkpoint": 300.0}
-    assert {phase: learned.limit(HeartbeatReading(1, 300, phase, now, 1)) for phase in patient} == patient
-    assert learned.limit(HeartbeatReading(1, 300, "checkpoint", now, 2)) == 3.0
+    assert {phase: learned.hang_threshold(HeartbeatReading(1, 300, phase, now, 1)) for phase in patient} == patient
+    assert learned.hang_threshold(HeartbeatReading(1, 300, "checkpoint", now, 2)) == 3.0
     for moment in (0.0, 0.1, 0.2):  # however short it was before: the save has a deadline of its own
         learned.observe(HeartbeatReading(1, 300, "store", now + moment, 2), now + moment)
-    assert learned.limit(HeartbeatReading(1, 300, "store", now, 3)) == 130.0
+    assert learned.hang_threshold(HeartbeatReading(1, 300, "store", now, 3)) == 130.0
 
 
 def test_the_first_step_has_time_and_nothing_has_more_than_the_longest() -> None:
     learned = limits(floor_seconds=60.0, longest_seconds=40.0)
     learned.observe(HeartbeatReading(1, 7, "forward", 0.0, 1), 0.1)
-    assert learned.limit(HeartbeatReading(1, 7, "forward", 0.0, 1)) == 40.0
+    assert learned.hang_threshold(HeartbeatReading(1, 7, "forward", 0.0, 1)) == 40.0
     assert (
-        learned.limit(HeartbeatReading(1, 8, "forward", 0.0, 2)),
+        learned.hang_threshold(HeartbeatReading(1, 8, "forward", 0.0, 2)),
         learned.suspicion_threshold(HeartbeatReading(1, 8, "forward", 0.0, 2)),
     ) == (
         40.0,

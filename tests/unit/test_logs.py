@@ -18,7 +18,7 @@ from ebbflow.infra.errors import StoreError
 from ebbflow.infra.layout import job_prefix
 from ebbflow.infra.rank_logs import LONGEST_LINE_BYTES, escape_controls, read_logs, split_lines
 from ebbflow.infra.store import Store
-from ebbflow.training.launch.logs import LogUploader, RankLogs
+from ebbflow.training.launch.logs import LogUploader, RankOutput
 from tests.support.flow import wait_until
 from tests.support.rank_logs import beat, rank_log, texts, write
 
@@ -186,18 +186,19 @@ def test_a_file_system_that_cannot_free_the_middle_is_said_once(tmp_path: Path, 
     def refuse(*_: int) -> None:
         raise OSError(95, "Operation not supported")
 
-    monkeypatch.setattr(ebbflow.training.launch.logs, "punch_hole", refuse)
-    workers = [SimpleNamespace(rank=rank, log_path=tmp_path / f"rank-{rank}.log", beat=beat(1)) for rank in (0, 1)]
     said: list[str] = []
-    place = {"job": "job", "generation": 1, "node": 0}
+    monkeypatch.setattr(ebbflow.training.launch.logs, "punch_hole", refuse)
+    monkeypatch.setattr(ebbflow.training.launch.logs, "print_line", said.append)
+    workers = [SimpleNamespace(rank=rank, log_path=tmp_path / f"rank-{rank}.log", beat=beat(1)) for rank in (0, 1)]
     for worker in workers:
         write(worker.log_path, b"line\n" * (MIB // 2))
-    lines = RankLogs(
-        SimpleNamespace(workers=workers), **place, limit_bytes=MIB, pass_on=lambda *_: None, say=said.append
+    spec = SimpleNamespace(
+        job="job", node=0, log_folder=str(tmp_path / "logs"), survival=SimpleNamespace(rank_log_mib=1)
     )
-    lines.follow()
-    lines.finish()
-    [warning] = said
+    output = RankOutput(SimpleNamespace(workers=workers), spec, 1, Store.open(str(tmp_path)))
+    output.follow()
+    output.close()
+    [warning] = [line for line in said if "WARNING" in line]
     assert "raw logs exceed survival.rank_log_mib" in warning and "Operation not supported" in warning
 
 
@@ -236,7 +237,7 @@ def test_segments_of_the_store_and_records_of_the_disk_are_one_log(tmp_path: Pat
     expected = [f"line {number}" for number in range(50)]
     assert [line.text for line in read_logs([], [store]).lines] == expected
     assert [line.text for line in read_logs([tmp_path / "disk"], [store]).lines] == expected
-    assert len(said) == 1 and "takes no logs for now" in said[0]
+    assert len(said) == 1 and "accepts no logs for now" in said[0]
 
 
 def test_a_store_that_stays_away_is_said_and_holds_nobody_up(tmp_path: Path) -> None:
@@ -251,4 +252,4 @@ def test_a_store_that_stays_away_is_said_and_holds_nobody_up(tmp_path: Path) -> 
     shipper.add(0, [b"x" * 60, b"y" * 60, b"z" * 30])
     wait_until("a warning", lambda: said, timeout=10)
     shipper.close(deadline_seconds=0.1)
-    assert "trying on: refused" in said[0] and "3 lines did not reach s3://away/jobs/job/logs" in said[-1]
+    assert "retrying: refused" in said[0] and "3 lines did not reach s3://away/jobs/job/logs" in said[-1]

@@ -1,10 +1,11 @@
 """The agent of one node: run its part of a gang, as node 0 or as a follower.
 
-Metaflow's task is a node's agent in the flow; this is the same without Metaflow, for several nodes on one machine.
+An agent imports no torch, and each of its waits has a deadline. It ends its ranks as soon as one rank or node of the
+gang fails, and reports which one failed first. If the remaining agents can go on, the next generation starts at once in
+the same attempt, from the newest commit.
 
-An agent imports no torch and never waits without a deadline. It ends its gang as soon as one rank or node is gone, and
-says which one came first: that is the culprit, the others only followed. What the agents that are there can cure, they
-cure at once: the next generation of the gang begins where this one ends, with the newest commit, in the same attempt.
+In the flow the agent runs in Metaflow's task. `python -m ebbflow.training.launch.agent SPEC.json RESULT.json` runs it
+as a process of its own, and `LocalGang` starts one such process per node on this machine.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from ebbflow.infra.untrusted_text import guard_terminal
 from ebbflow.training.checkpoint.signing import use_signing_key
 from ebbflow.training.errors import GangError, TrainingError
 from ebbflow.training.launch.coordinator import REGROUP_SECONDS, Coordinator
-from ebbflow.training.launch.logs import flush
+from ebbflow.training.launch.logs import flush_output
 from ebbflow.training.launch.membership import FollowerPeers
 from ebbflow.training.launch.messages import (
     GangOutcome,
@@ -43,72 +44,78 @@ from ebbflow.training.launch.transport import control_ports
 
 
 def run_follower(own: NodeRuntime) -> GenerationEnd:
-    """The gang's last word. Raises GangError where node 0 cannot be found."""
-    standing = own.standing()
+    """Take part in the gang as any node but 0, and return how it ended.
+
+    Raises:
+        GangError: node 0 cannot be reached.
+    """
+    notice = own.find_pending_notice()
     try:
-        member = FollowerPeers(
+        peers = FollowerPeers(
             own.spec,
             own.host,
             own.start_seconds,
             own.is_leaving,
             secret=own.fetch_secret,
-            standing=standing,
+            standing=notice,
             opened=lambda number: own.log.open(own.spec, number),
         )
     except GangError:
         if own.drain.leaving:
             return end_from_stop_request(own.drain.cause)
         raise
-    last = own.stopped()
+    last = own.end_if_stopped()
     try:
-        if standing is not None and (word := _outlive(own, member, standing)) is not None:
-            last = word
-            return word
-        word = member.await_start(own.start_seconds)
-        while isinstance(word, GenerationStart):
-            spec = own.spec_among(word.nodes)
-            own.log.open(spec, word.generation, left_for=last.reason)
-            last = own.stopped()
-            last = own.run_ranks(spec, word, member)
+        if notice is not None and (end := _wait_out_notice(own, peers, notice)) is not None:
+            last = end
+            return end
+        following = peers.await_start(own.start_seconds)
+        while isinstance(following, GenerationStart):
+            spec = own.spec_among(following.nodes)
+            own.log.open(spec, following.generation, left_for=last.reason)
+            last = own.end_if_stopped()
+            last = own.run_ranks(spec, following, peers)
             if not last.again:
                 return last
             if own.spec.node in last.left_out:
                 return (last := end_for_left_out_node(last, own.drain.cause))
             own.drain.forget_nodes(last.left_out)
-            member.ready()
-            word = member.await_start(own.start_seconds + REGROUP_SECONDS)
-        if word.generation and not own.log.is_open:  # it waited for a gang that never started, and is paid for
-            own.log.open(own.spec, word.generation)
-        last = word
-        return word
+            peers.ready()
+            following = peers.await_start(own.start_seconds + REGROUP_SECONDS)
+        if following.generation and not own.log.is_open:  # a gang that never started is paid for as well
+            own.log.open(own.spec, following.generation)
+        last = following
+        return following
     finally:
-        for order in own.drain.record(own.log.emit):  # heard while it waited for the lead, which must know why
-            member.order(order)
-        member.close()
+        for order in own.drain.record_notices(own.log.emit):  # node 0 must learn why this node leaves
+            peers.order(order)
+        peers.close()
         own.log.close(last.reason)
 
 
-def _outlive(own: NodeRuntime, member: FollowerPeers, standing: RankOrder) -> GenerationEnd | None:
-    """The last word where there is one before this node can start."""
-    heard: list[GenerationEnd] = []
+def _wait_out_notice(own: NodeRuntime, peers: FollowerPeers, notice: RankOrder) -> GenerationEnd | None:
+    """Wait until a pending notice has expired; return the end of the gang if it ends before."""
+    ends: list[GenerationEnd] = []
 
-    def meanwhile(seconds: float) -> str:
-        if (verdict := member.report_wait(replace(standing, seconds=seconds))) is not None:
-            heard.append(verdict)
-        return heard[0].culprit if heard else ""
+    def report(seconds: float) -> str:
+        if (end := peers.report_wait(replace(notice, seconds=seconds))) is not None:
+            ends.append(end)
+        return ends[0].culprit if ends else ""
 
-    if why := own.wait_out_notices(meanwhile):
-        return heard[0] if heard else end_from_stop_request(why)
-    member.report_wait_over()
+    if why := own.wait_out_notices(report):
+        return ends[0] if ends else end_from_stop_request(why)
+    peers.report_wait_over()
     return None
 
 
 class LocalGang:
-    """One start of a gang. `spec` is node 0's; the other nodes' differ only by `node`.
+    """A gang on this machine, with one agent process per node, without Metaflow.
 
-    output: where all agents' output goes (rank 0's lines among it). alter: changes a node's spec, to see what a gang
-    makes of a node that is not like the others; None instead of a spec: that node never comes. command: what the
-    command of a node's agent begins with, and that becomes it (`nsenter …`).
+    Args:
+        spec: Node 0's spec; the other nodes' differ only by `node`.
+        output: File for the output of all agents.
+        alter: Changes a node's spec; if it returns None, the node does not start.
+        command: Returns the words to put before the command of a node's agent, such as `nsenter …`.
     """
 
     def __init__(
@@ -142,7 +149,11 @@ class LocalGang:
         return list(self.agents_by_node.values())
 
     def wait(self, timeout_seconds: float) -> GangOutcome:
-        """The outcome that node 0 tells. Raises GangError when the gang died, or did not end in time."""
+        """Return the outcome that node 0 reports.
+
+        Raises:
+            GangError: the gang failed, or did not end within the timeout.
+        """
         limit = time.monotonic() + timeout_seconds
         try:
             for agent in self.agents:
@@ -159,7 +170,7 @@ class LocalGang:
         return GangOutcome(**result)
 
     def kill(self) -> None:
-        """Every agent is gone when this returns; their ranks go with them."""
+        """Kill all agents; their ranks end with them."""
         for agent in self.agents:
             if agent.poll() is None:
                 agent.kill()
@@ -167,42 +178,38 @@ class LocalGang:
 
 
 def run_gang(spec: GangSpec) -> GangOutcome:
-    """Run this node's ranks as part of a gang, from roll-call to the end. Call it on every node, in the main thread.
+    """Run this node's ranks as part of a gang, from the roll-call to the end.
 
-    Returns the outcome that all ranks agreed on, the same on every node but one that the others go on without.
-    Raises GangError, naming the culprit, for all that no further generation with these agents can cure; its `curable`
-    says whether a new attempt may end better (a node that died or never came) or not (another model than the commit's,
-    a crash loop). No process that it started is alive when it returns or raises.
+    Call it on every node, in the main thread. No process that it started is alive when it returns or raises.
+
+    Returns:
+        The outcome that all ranks agreed on; on a node that was left out, an outcome with `goes_on`.
+
+    Raises:
+        GangError: no further generation with these agents can succeed. The message names the culprit, and `curable`
+            says whether a new attempt may succeed (after the loss of a node) or not (after a crash loop).
     """
     use_signing_key(spec.config.get("checkpoint", {}).get("signing_key_env"))  # ranks and uploaders inherit it
     own = NodeRuntime(spec)
-    with _signals(own.drain.on_signal):
+    with _handle_signals(own.drain.on_signal):
         try:
-            verdict = Coordinator(own).run() if spec.node == 0 else run_follower(own)
+            end = Coordinator(own).run() if spec.node == 0 else run_follower(own)
         except (TrainingError, InfraError):
             raise
-        except Exception as error:  # a scheduler that only sees a process end takes it for a lost machine
-            verdict = end_from_agent_error(error, spec.node)
+        except Exception as error:  # without this, the scheduler would see a lost machine
+            end = end_from_agent_error(error, spec.node)
         finally:
             own.close()
-            flush()  # before the caller's own lines
-    return _conclude(verdict)
-
-
-def _conclude(verdict: GenerationEnd) -> GangOutcome:
-    if verdict.outcome is None:
-        raise GangError(
-            verdict.culprit,
-            user_code=verdict.user_code,
-            curable=verdict.curable,
-            outcome=Outcome(verdict.failed_as),
-        )
-    return verdict.outcome
+            flush_output()
+    if end.outcome is None:
+        outcome = Outcome(end.failed_as)
+        raise GangError(end.culprit, user_code=end.user_code, curable=end.curable, outcome=outcome)
+    return end.outcome
 
 
 @contextmanager
-def _signals(asked_to_leave: Callable[[], object]) -> Iterator[None]:
-    """SIGTERM and Ctrl-C mean: save, leave, and let the job go on elsewhere. A second Ctrl-C means: now."""
+def _handle_signals(asked_to_leave: Callable[[], object]) -> Iterator[None]:
+    """Take SIGTERM and Ctrl-C as an order to save and leave, and a second Ctrl-C as KeyboardInterrupt."""
 
     def ask(number: int, frame: object) -> None:
         if asked and number == signal.SIGINT:
@@ -220,7 +227,7 @@ def _signals(asked_to_leave: Callable[[], object]) -> Iterator[None]:
 
 
 def main(argv: list[str]) -> int:
-    """Exit code 0 with the outcome in the result file, 1 with an "error" in it."""
+    """Run one agent; return 0 with its outcome in the result file, or 1 with an "error" in it."""
     guard_terminal()
     spec_path, result_path = map(Path, argv)
     die_with_parent()

@@ -1,7 +1,8 @@
 """The rank that caused a failure, as a pure function of the evidence of all nodes.
 
-exit or kill for memory → process state → flight recorders that differ → a frame outside any collective → furthest
-behind → network. The first failure is the cause; what its loss did to the others is marked as such.
+The rules, in order: a process that died → a stopped process → flight recorders that differ → a frame outside of any
+collective → the rank furthest behind → the network. The first failure is the cause; ranks that only followed are
+listed as cascades.
 """
 
 from __future__ import annotations
@@ -24,17 +25,21 @@ from ebbflow.training.launch.heartbeat import PHASES
 
 DIFFERENT_CALLS = "different collectives"
 LEFT_EARLY = "left early"
-_CALLED_ALONE = "it waits in a collective that the others did not call"
+_CALLED_ALONE = "it waits in a collective that the other ranks did not call"
 HANG = "hang"
-_KILL_SECONDS = 1.0  # an exception is the cause of a kill, and not its echo, if it came that much earlier
+_KILL_SECONDS = 1.0  # an exception that much earlier than a kill is its cause, not its effect
 
 
 @dataclass(frozen=True, kw_only=True)
 class Culprit:
-    """The rank that the trouble comes from; of the network between ranks, the first that told of it.
+    """The rank that caused the failure; if the network did, the first rank that reported it.
 
-    kind: what happened, in a word or two. because: by which of the rules. cascades: ranks that only followed.
-    next_action: what a human, or the agents, do. failure: what was reported of it.
+    Attributes:
+        kind: Kind of failure, in a word or two.
+        because: The rule that applied.
+        cascades: Ranks that only followed.
+        next_action: What a person or the agents should do.
+        failure: Report of this rank.
     """
 
     rank: int
@@ -53,7 +58,7 @@ class Culprit:
     failure: WorkerFailure
 
     def details(self) -> dict:
-        """For the event: all but the message, which stands in the culprit's text, and what only this module needs."""
+        """Return the fields of the fault's event, without the message and the full report."""
         return {
             name: value
             for name, value in asdict(self).items()
@@ -62,28 +67,33 @@ class Culprit:
 
 
 def blame(evidence: Sequence[WorkerFailure]) -> Culprit:
-    """Name the culprit. evidence: failures, at least one or a mismatch among the witnesses, and witnesses."""
+    """Name the culprit.
+
+    Args:
+        evidence: Failures and witnesses, with at least one failure or a mismatch among the witnesses.
+    """
     failures = [one for one in evidence if not one.witness]
     for rule in (_died, _stopped):
         if (found := rule(failures)) is not None:
             return _culprit(found[0], found[1], evidence)
     if (mismatch := detect_mismatch(evidence)) is not None:
         return _mismatched(mismatch, evidence)
-    for rule in (_elsewhere, _left, _odd_call, _behind):
+    for rule in (_outside_collective, _left, _odd_call, _behind):
         if (found := rule(evidence)) is not None:
             return _culprit(found[0], found[1], evidence)
     return _network(evidence)
 
 
 def detect_mismatch(evidence: Sequence[WorkerFailure]) -> Mismatch | None:
-    """That ranks called different collectives at the same place: proof, before anybody's time is up."""
+    """Return where ranks called different collectives: proof of a failure before any deadline has passed."""
     return find_mismatch({one.rank: one.calls for one in _latest(evidence) if one.calls})
 
 
 def settle_seconds(failures: Sequence[WorkerFailure], *, all_heard: bool = False) -> float:
-    """How long the others' news is awaited after the first failure, so that an echo is not taken for the cause.
+    """Return how long to wait for more evidence after the first failure, lest an effect be taken for the cause.
 
-    all_heard: there is evidence of every rank, so that of a hang nothing more is to come.
+    Args:
+        all_heard: There is evidence of every rank, so that nothing more about a hang will arrive.
     """
     if any(one.killed_by or one.stopped for one in failures):
         return 1.0 if all(one.cascade for one in failures if not one.hung) else 0.3
@@ -95,7 +105,7 @@ def settle_seconds(failures: Sequence[WorkerFailure], *, all_heard: bool = False
 
 
 def _died(failures: Sequence[WorkerFailure]) -> tuple[WorkerFailure, str] | None:
-    """A lost node takes its ranks along, so it comes first; an abort is what torch does when others were first."""
+    """Blame the first rank that died; a lost node comes first, and an abort, which follows other failures, last."""
     dead = [one for one in failures if not one.hung and not one.cascade]
     if not dead:
         return None
@@ -112,8 +122,8 @@ def _stopped(failures: Sequence[WorkerFailure]) -> tuple[WorkerFailure, str] | N
     return (min(stopped, key=_first), "its process is stopped") if stopped else None
 
 
-def _elsewhere(evidence: Sequence[WorkerFailure]) -> tuple[WorkerFailure, str] | None:
-    """Hung ranks and witnesses that are not waiting for anybody; a witness that was never stuck is not suspect."""
+def _outside_collective(evidence: Sequence[WorkerFailure]) -> tuple[WorkerFailure, str] | None:
+    """Blame a hung or witnessed rank that waits for no other rank."""
     alive = [one for one in _latest(evidence) if not one.cascade and not one.left and one.where]
     outside = [one for one in alive if not one.waiting]
     if not outside or (len(outside) == len(alive) > 1 and len({_place(one) for one in alive}) == 1):
@@ -122,14 +132,17 @@ def _elsewhere(evidence: Sequence[WorkerFailure]) -> tuple[WorkerFailure, str] |
 
 
 def _left(evidence: Sequence[WorkerFailure]) -> tuple[WorkerFailure, str] | None:
-    """A rank that took fewer steps than the others and went."""
+    """Blame a rank that ended after fewer steps than the others."""
     gone = [one for one in evidence if one.left]
     return (min(gone, key=lambda one: one.step), "it left while the others went on") if gone else None
 
 
 def _odd_call(evidence: Sequence[WorkerFailure]) -> tuple[WorkerFailure, str] | None:
-    """Collectives broke although nobody was gone. Who called what it never called there before, else who could not keep
-    its records, else who stands where the fewest are, and not in the engine's own call, to which all come."""
+    """Blame a rank whose collective broke although no rank had ended.
+
+    First the one that made an unusual call, then the one without records, then the one at the rarest location; the
+    engine's own collectives come last, since all ranks call them.
+    """
     broken = [one for one in evidence if one.cascade and one.where]
     places = Counter(one.where for one in broken)
     if len(places) < 2:
@@ -159,9 +172,10 @@ def _behind(evidence: Sequence[WorkerFailure]) -> tuple[WorkerFailure, str] | No
 
 
 def _called_alone(ahead: Sequence[WorkerFailure], late: Sequence[WorkerFailure]) -> bool:
-    """Whether those who called more are the odd ones: the others have come to an exchange of the engine's own at the
-    same step, and those of a CPU's gang are in no recorder (`training.peer_sockets`). Of equally many,
-    those whose call is not the usual one at that place."""
+    """Return whether the ranks with more calls are at fault: the others wait in the engine's exchange of the same step.
+
+    A CPU gang's exchanges are in no recorder (`training.peer_sockets`). Of equally many ranks, an unusual call decides.
+    """
     if not ahead or not all(one.waiting and is_engine_location(one.where) for one in late):
         return False
     if any(is_engine_location(one.where) for one in ahead) or max(one.step for one in ahead) > min(
@@ -174,13 +188,13 @@ def _called_alone(ahead: Sequence[WorkerFailure], late: Sequence[WorkerFailure])
 
 
 def _network(evidence: Sequence[WorkerFailure]) -> Culprit:
-    """All wait in the same place, or connections broke and no process did: who said so first is only a witness."""
+    """Blame the network if all ranks wait alike or connections broke without a dead process."""
     failures = [one for one in evidence if not one.witness] or list(evidence)
     first = min(failures, key=_first)
     because = "all ranks wait alike" if all(one.waiting for one in failures) else "no rank stands out"
     if len(evidence) == 1 or not (first.cascade or first.waiting):
         return _culprit(first, because, evidence)
-    text = f"{first.message}; {because}, and no process has ended: the network between them, or a storage that hangs"
+    text = f"{first.message}; {because} and no process has ended: check the network and the storage for a hang"
     return _culprit(first, because, evidence, message=text, certainty=SLOW)
 
 
@@ -248,7 +262,7 @@ def _next_action(one: WorkerFailure, kind: str) -> str:
 
 
 def _latest(evidence: Sequence[WorkerFailure]) -> list[WorkerFailure]:
-    """One record per rank: its failure, else the last that was witnessed, each with what only the other one shows."""
+    """Return one record per rank: its failure, else its last witness, completed with what only the other one shows."""
     ranks: dict[int, WorkerFailure] = {}
     for one in sorted(evidence, key=lambda one: not one.witness):
         before = ranks.get(one.rank, one)

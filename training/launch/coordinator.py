@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 from ebbflow.infra.errors import InfraError, Outcome
@@ -52,43 +53,44 @@ from ebbflow.training.rehearse import Fault
 from ebbflow.training.retry import retry_until_deadline, run_while
 
 T = TypeVar("T")
-# Outcomes that no rank has told in an event of its own.
-_TOLD_BY_THE_LEAD = (Outcome.CRASH_LOOP, Outcome.NO_RESTORE, Outcome.ROLLED_BACK)
-# For all nodes to have ended their ranks and closed their logs, after a verdict that the gang goes on.
-REGROUP_SECONDS = 30.0
-_WITHDRAW_SECONDS = 5.0  # for the store to delete the secret of the start, at the end of the agent
+# Outcomes that the coordinator records, since no rank does.
+_RECORDED_HERE = (Outcome.CRASH_LOOP, Outcome.NO_RESTORE, Outcome.ROLLED_BACK)
+REGROUP_SECONDS = 30.0  # deadline for all nodes to end their ranks before the next generation
+_SECRET_SECONDS = 5.0  # for the store to delete the start's secret when the agent exits
 
 
 class Coordinator:
-    """One attempt, over all its generations."""
+    """Runs one attempt of a gang on node 0, generation after generation."""
 
     def __init__(self, own: NodeRuntime) -> None:
         self._own, self._log, self._drain = own, own.log, own.drain
-        self._standing = own.standing()
+        self._pending_notice = own.find_pending_notice()
         self._secret = secrets.token_bytes(SECRET_BYTES)
-        self._withdrawal: threading.Thread | None = None
+        self._secret_thread: threading.Thread | None = None
+        self._ranks_started = False
         self._peers = CoordinatorPeers(own.spec, own.host, self._secret)
         self._planner = GenerationPlanner(own.spec, own.job_store, born=own.log.since)
 
     def run(self) -> GenerationEnd:
-        """Generation after generation, until one ends with the gang's last word.
+        """Run generations until one ends the gang, and return that end.
 
-        Raises InfraError or TrainingError where not even the first one can be opened.
+        Raises:
+            InfraError, TrainingError: the first generation cannot be opened.
         """
-        spec, nodes, last = self._own.spec, list(range(self._own.spec.nodes)), self._own.stopped()
+        spec, nodes, last = self._own.spec, list(range(self._own.spec.nodes)), self._own.end_if_stopped()
         try:
             generation = self._open_first()
             while isinstance(generation, Generation):
                 self._log.open(spec, generation.number, left_for=last.reason)
-                ended = last = self._own.stopped()
+                ended = last = self._own.end_if_stopped()
                 try:
-                    ended = self._generation(generation, spec, nodes)
+                    ended = self._run_generation(generation, spec, nodes)
                     self._drain.forget_nodes(ended.left_out)
-                    following = self._after(ended, generation.number, spec.world_size)
+                    following = self._open_next(ended, generation.number, spec.world_size)
                     last = ended if isinstance(following, tuple) else following
                 except (TrainingError, InfraError):
                     raise
-                except Exception as error:  # the agent's own: on record as a failure, so that it cannot come for ever
+                except Exception as error:  # a bug of the agent counts as a failure, and so towards a crash loop
                     following = ended = last = end_from_agent_error(error, spec.node)
                     with contextlib.suppress(TrainingError, InfraError):
                         seconds = self._log.seconds * spec.world_size
@@ -103,48 +105,49 @@ class Coordinator:
             last = generation
             return generation
         finally:
-            self._withdraw_secret()
+            self._update_secret(self._own.secret.withdraw)
             self._peers.close()
-            self._drain.record(self._log.emit)
+            self._drain.record_notices(self._log.emit)
             self._log.close(last.reason)
-            if self._withdrawal is not None:
-                self._withdrawal.join(_WITHDRAW_SECONDS)
+            if self._secret_thread is not None:
+                self._secret_thread.join(_SECRET_SECONDS)
 
     def _open_first(self) -> Generation | GenerationEnd:
-        """Before a notice is waited out: that time has to be on record too."""
+        """Open the first generation, before a pending notice is waited out: that wait is paid for and recorded."""
+
+        def publish_and_open() -> Generation:
+            if self._own.spec.nodes > 1:
+                self._own.secret.publish(self._secret)
+            return self._planner.open()
+
         try:
-            generation = self._retry_store(self._publish_and_open, lambda: self._peers.announce_wait(0.0))
+            generation = self._retry_store(publish_and_open, lambda: self._peers.announce_wait(0.0))
         except (TrainingError, InfraError) as error:
             if self._drain.leaving:
                 return self._peers.give_up(end_from_stop_request(self._drain.cause))
-            self._peers.give_up(end_from_open_error(error, EndReason.STORE))
+            self._peers.give_up(end_from_open_error(error))
             if isinstance(error, TrainingError) and not error.curable:
-                self._refuse(error)
+                self._update_secret(partial(self._own.secret.refuse, error))
             raise
         self._peers.announce_generation(generation.number)
         return generation
 
-    def _publish_and_open(self) -> Generation:
-        if self._own.spec.nodes > 1:
-            self._own.secret.publish(self._secret)
-        return self._planner.open()
-
     def _retry_store(self, work: Callable[[], T], meanwhile: Callable[[], object]) -> T:
-        """What asks the store: again and again as long as a start may take, since one that is in trouble may be well in
-        a moment, and another attempt would find it no better."""
+        """Retry store requests for as long as a start may take: a new attempt would find the same store."""
 
-        def patiently() -> T:
+        def retry() -> T:
             return retry_until_deadline(work, self._own.start_seconds, given_up=lambda: self._drain.leaving)
 
-        def waiting() -> None:
+        def wait() -> None:
             meanwhile()
             self._log.beat()
 
-        return run_while(patiently, waiting)
+        return run_while(retry, wait)
 
-    def _generation(self, generation: Generation, spec: GangSpec, nodes: list[int]) -> GenerationEnd:
-        """From the roll-call, or from the generation before, to the verdict."""
-        lead, leader = self._peers, self._planner
+    def _run_generation(self, generation: Generation, spec: GangSpec, nodes: list[int]) -> GenerationEnd:
+        """Run one generation, from the roll-call or the regrouping to its end."""
+        peers, planner = self._peers, self._planner
+        self._ranks_started = False
         self._log.emit(
             GENERATION_STARTED,
             parent=generation.parent,
@@ -152,88 +155,82 @@ class Coordinator:
             nodes=spec.nodes,
             processes_per_node=spec.processes_per_node,
         )
-        if leader.rolled_back is not None:
-            self._log.emit(ROLLBACK, step=leader.rolled_back.known.step, **leader.rolled_back.to_json())
-            leader.rolled_back = None
+        if planner.rolled_back is not None:
+            self._log.emit(ROLLBACK, step=planner.rolled_back.known.step, **planner.rolled_back.to_json())
+            planner.rolled_back = None
         try:
-            self._wait_out_notices()
-            lead.roll_call(self._own.start_seconds, self._own.is_leaving)
-            self._withdraw_secret()
-            start = self._retry_store(lambda: leader.plan(generation, nodes, lead.hosts(nodes)), lead.keep_in_touch)
-            if broke := end_if_unaffordable(start, generation.parent_step):
-                print_line(broke.outcome.message)
-                self._log.emit(OUTCOME, **asdict(broke.outcome))
-                return lead.give_up(replace(broke, generation=generation.number))
-            lead.start(start)
-            verdict = self._own.run_ranks(spec, start, lead)
+            self._wait_out_notice()
+            peers.roll_call(self._own.start_seconds, self._own.is_leaving)
+            self._update_secret(self._own.secret.withdraw)
+            start = self._retry_store(lambda: planner.plan(generation, nodes, peers.hosts(nodes)), peers.keep_in_touch)
+            if refusal := end_if_unaffordable(start, generation.parent_step):
+                print_line(refusal.message)
+                self._log.emit(OUTCOME, **asdict(refusal))
+                return peers.give_up(
+                    GenerationEnd(outcome=refusal, reason=refusal.outcome, generation=generation.number)
+                )
+            self._ranks_started = True
+            peers.start(start)
+            end = self._own.run_ranks(spec, start, peers)
         except (TrainingError, InfraError) as error:
-            verdict = lead.give_up(replace(self._failed(error), generation=generation.number))
-        if verdict.culprit:
+            end = peers.give_up(replace(self._end_before_start(error), generation=generation.number))
+        if end.culprit:
             self._log.emit(
                 FAULT_DETECTED,
-                at=tuple(verdict.at) or None,
-                **verdict.details
-                | {"culprit": verdict.culprit, "reason": verdict.reason, "fingerprint": verdict.fingerprint},
-                **run_while(lambda: leader.lost(self._log.since, spec.world_size), self._keep_in_touch),
+                at=tuple(end.at) or None,
+                **end.details | {"culprit": end.culprit, "reason": end.reason, "fingerprint": end.fingerprint},
+                **run_while(lambda: planner.measure_lost_work(self._log.since, spec.world_size), self._keep_in_touch),
             )
-        return verdict
+        return end
 
-    def _withdraw_secret(self) -> None:
-        """Once: as soon as all have come, or it is clear that they will not. Nobody waits for the store's answer."""
-        if self._withdrawal is None and self._own.spec.nodes > 1:
-            self._withdrawal = threading.Thread(target=self._own.secret.withdraw, name="secret", daemon=True)
-            self._withdrawal.start()
+    def _update_secret(self, update: Callable[[], object]) -> None:
+        """Delete or replace the start's secret, once, in a thread: no one waits for the store's answer."""
+        if self._secret_thread is None and self._own.spec.nodes > 1:
+            self._secret_thread = threading.Thread(target=update, name="secret", daemon=True)
+            self._secret_thread.start()
 
-    def _refuse(self, error: TrainingError) -> None:
-        """Tell the nodes that have not joined yet as well: no attempt of theirs can cure it."""
-        if self._withdrawal is None and self._own.spec.nodes > 1:
-            self._withdrawal = threading.Thread(
-                target=self._own.secret.refuse, args=(error,), name="secret", daemon=True
-            )
-            self._withdrawal.start()
+    def _wait_out_notice(self) -> None:
+        """Wait, once, until node 0's own pending notice has expired.
 
-    def _wait_out_notices(self) -> None:
-        """Once: this node's own notice, from before the start. Raises GangError where that is no time to start."""
-        standing, self._standing = self._standing, None
-        if standing is not None and (why := self._own.wait_out_notices(self._peers.announce_wait)):
+        Raises:
+            GangError: a notice or signal asks this node to stop meanwhile.
+        """
+        notice, self._pending_notice = self._pending_notice, None
+        if notice is not None and (why := self._own.wait_out_notices(self._peers.announce_wait)):
             raise GangError(why, outcome=Outcome.INTERRUPTED)
 
-    def _failed(self, error: TrainingError | InfraError) -> GenerationEnd:
-        """The end of a generation whose ranks were never started."""
+    def _end_before_start(self, error: TrainingError | InfraError) -> GenerationEnd:
         if error.outcome is Outcome.INTERRUPTED:
             return end_from_stop_request(str(error))
         if cause := self._drain.cause if self._drain.leaving else self._peers.leave_cause:
             return end_from_stop_request(cause)
-        return GenerationEnd(
-            culprit=str(error), reason=EndReason.ROLL_CALL if isinstance(error, GangError) else EndReason.STORE
-        )
+        reason = EndReason.ROLL_CALL if isinstance(error, GangError) else EndReason.STORE
+        return GenerationEnd(culprit=str(error), reason=reason)
 
-    def _after(
+    def _open_next(
         self, ended: GenerationEnd, number: int, world_size: int
     ) -> tuple[Generation, list[int]] | GenerationEnd:
-        """The generation to go on with and its nodes, or the gang's last word."""
+        """Regroup and open the next generation; return it with its nodes, or the end of the gang."""
         if not ended.again:
             return ended
-        last = nodes = self._peers.regroup(REGROUP_SECONDS, self._own.is_leaving)
-        if isinstance(nodes, list):
+        nodes = self._peers.regroup(REGROUP_SECONDS, self._own.is_leaving)
+        if isinstance(nodes, GenerationEnd):
+            return self._peers.give_up(nodes)
 
-            def open_next() -> Generation | GenerationEnd:
-                loop = self._planner.check_crash_loop(ended, number, self._log.seconds * world_size)
-                return loop or self._planner.open()
+        def open_next() -> Generation | GenerationEnd:
+            loop = self._planner.check_crash_loop(ended, number, self._log.seconds * world_size)
+            return loop or self._planner.open()
 
-            try:
-                last = self._retry_store(open_next, self._peers.keep_in_touch)
-            except (TrainingError, InfraError) as error:
-                leaving = self._drain.leaving
-                last = (
-                    end_from_stop_request(self._drain.cause) if leaving else end_from_open_error(error, EndReason.STORE)
-                )
-        if isinstance(last, GenerationEnd):
-            return self._peers.give_up(last)
-        return last, nodes
+        try:
+            following = self._retry_store(open_next, self._peers.keep_in_touch)
+        except (TrainingError, InfraError) as error:
+            leaving = self._drain.leaving
+            following = end_from_stop_request(self._drain.cause) if leaving else end_from_open_error(error)
+        if isinstance(following, GenerationEnd):
+            return self._peers.give_up(following)
+        return following, nodes
 
     def _keep_in_touch(self) -> None:
-        """What goes on while the store is asked."""
         self._peers.keep_in_touch()
         self._log.beat()
 
@@ -244,15 +241,20 @@ class Coordinator:
             culprit=ended.culprit,
             user_code=ended.user_code,
             fingerprint=ended.fingerprint,
+            **({} if self._ranks_started else {"ranks_started": False}),
         )
         incurable = last.outcome is None and not last.curable and last.failed_as == Outcome.FAILED
-        if incurable or last.failed_as in _TOLD_BY_THE_LEAD:
+        if incurable or last.failed_as in _RECORDED_HERE:
             print_line(last.culprit)
             self._log.emit(OUTCOME, outcome=last.failed_as, message=last.culprit)
 
 
 class GenerationPlanner:
-    """Over all generations of one attempt. born: since when the gang is paid for, by the clock `now`."""
+    """Opens generations, plans their starts and detects crash loops, over one attempt.
+
+    Args:
+        born: Time on the clock `now` from which the gang is paid for.
+    """
 
     def __init__(
         self, spec: GangSpec, job_store: Store, born: float, *, now: Callable[[], float] = time.monotonic
@@ -266,23 +268,26 @@ class GenerationPlanner:
         self._opening = GenerationOpening()
 
     def open(self) -> Generation:
-        """The next generation: from the newest commit, or from where a guard has ordered it to start."""
-        if not self._number:  # what failed in earlier attempts; the first start of a job has none
+        """Open the next generation, from the newest commit or from the one that a guard ordered to rewind to."""
+        if not self._number:
             events = read_events(self._job_store)
             self._failed = read_failed_generations(events)
             self.rolled_back = check_rollback(self._job_store, events)
-            # A store that was restored from a snapshot has lost generations too: their numbers are not given twice.
+            # A store restored from a snapshot may lack generations: their numbers are not used again.
             self._opening.number = max(self._opening.number, newest_generation_in_events(events))
-        parent = rewind_parent(self._job_store)
-        spec = self._spec
         generation = open_generation(
-            self._job_store, run=spec.run, attempt=spec.attempt, parent=parent, opening=self._opening
+            self._job_store,
+            run=self._spec.run,
+            attempt=self._spec.attempt,
+            parent=rewind_parent(self._job_store),
+            opening=self._opening,
         )
         self._opening = GenerationOpening()
         self._number += 1
         return generation
 
     def plan(self, generation: Generation, nodes: Sequence[int], hosts: Sequence[str]) -> GenerationStart:
+        """Decide what every node needs to start `generation`: candidates to restore, rendezvous port, budget."""
         spec = self._spec
         address = "127.0.0.1" if spec.main_address == "127.0.0.1" else ""
         start = GenerationStart(
@@ -290,8 +295,8 @@ class GenerationPlanner:
             generation_id=generation.id,
             candidates=[commit.key for commit in reachable_commits(self._job_store, limit=CANDIDATES)],
             rendezvous_port=rendezvous_port(address, f"{spec.run}/{generation.id}", spec.attempt),
-            terms=self._terms_now(),
-            rehearse=self._fault_still_due(),
+            terms=self._current_terms(),
+            rehearse=self._pending_fault(),
             hosts=list(hosts),
             nodes=list(nodes),
             overrides=read_overrides(self._job_store).to_json(),
@@ -300,7 +305,7 @@ class GenerationPlanner:
         return start
 
     def check_crash_loop(self, ended: GenerationEnd, generation: int, rank_seconds: float) -> GenerationEnd | None:
-        """The last word when this end makes a crash loop; None: another generation may do better."""
+        """Return the end of the gang if this failure completes a crash loop, else None."""
         if not ended.fingerprint:
             return None
         failed = FailedGeneration(generation=generation, fingerprint=ended.fingerprint, rank_seconds=rank_seconds)
@@ -319,9 +324,13 @@ class GenerationPlanner:
             failed_as=Outcome.CRASH_LOOP.value,
         )
 
-    def lost(self, since: float, world_size: int) -> dict[str, float]:
-        """What the failure of a generation threw away, for its event: all ranks' time since the newest commit, or since
-        the generation began (time.monotonic()) where that is later."""
+    def measure_lost_work(self, since: float, world_size: int) -> dict[str, float]:
+        """Return the rank-seconds and dollars that a failure cost, as fields of its event.
+
+        Args:
+            since: time.monotonic() at which the generation began. Work is lost from there, or from the newest commit
+                if that is later.
+        """
         seconds = time.monotonic() - since
         with contextlib.suppress(TrainingError, InfraError):
             newest = next(newest_commits(self._job_store), None)
@@ -333,9 +342,8 @@ class GenerationPlanner:
             lost["usd_lost"] = lost["lost_rank_seconds"] * Terms.from_json(self._spec.terms).usd_per_rank_second
         return lost
 
-    def _terms_now(self) -> dict | None:
-        """The ranks count their own time only; what this gang has cost since it began, by waiting for its nodes and by
-        generations that ended, is added. Thresholds that this reaches were told by the ranks that reached them."""
+    def _current_terms(self) -> dict | None:
+        """Add to the budget's count what this attempt has cost so far: ranks only count their own time."""
         now = self._now()
         waited, self._paid_until = now - self._paid_until, now
         if self._spec.terms is None:
@@ -343,13 +351,13 @@ class GenerationPlanner:
         terms = Terms.from_json(self._spec.terms)
         self._spent_usd += waited * terms.usd_per_rank_second * self._world_size
         spent = terms.spent_usd + self._spent_usd
-        told = terms.last_notified_threshold
-        if self._number > 1:
-            told = max([told, *(share for share in terms.reached(spent) if share < BUDGET_THRESHOLDS[-1])])
-        return replace(terms, spent_usd=spent, last_notified_threshold=told).to_json()
+        notified = terms.last_notified_threshold
+        if self._number > 1:  # ranks of earlier generations have reported the thresholds that they reached
+            notified = max([notified, *(share for share in terms.reached(spent) if share < BUDGET_THRESHOLDS[-1])])
+        return replace(terms, spent_usd=spent, last_notified_threshold=notified).to_json()
 
-    def _fault_still_due(self) -> dict | None:
-        """A rehearsed fault fires once per job, whatever the number of attempts and generations."""
+    def _pending_fault(self) -> dict | None:
+        """Return the rehearsed fault unless it has fired: it fires once per job, not once per generation."""
         if self._spec.rehearse is None:
             return None
         if any(event.name == FAULT_INJECTED for event in read_events(self._job_store)):
@@ -357,23 +365,23 @@ class GenerationPlanner:
         return Fault.parse(self._spec.rehearse).to_json()
 
 
-def end_from_open_error(error: TrainingError | InfraError, reason: str) -> GenerationEnd:
-    """The last word of a gang that cannot begin its next generation."""
+def end_from_open_error(error: TrainingError | InfraError) -> GenerationEnd:
+    """Return the end of a gang whose next generation cannot be opened."""
     return GenerationEnd(
         culprit=str(error),
-        reason=reason,
+        reason=EndReason.STORE,
         curable=isinstance(error, InfraError) or error.curable,
         failed_as=error.outcome.value,
     )
 
 
 SAME_LIMIT = 3
-ANY_LIMIT = 10  # failures of whatever kind: a job that never gets as far as a commit does not get anywhere
+ANY_LIMIT = 10  # failures of any kind without a commit in between
 
 
 @dataclass(frozen=True, kw_only=True)
 class FailedGeneration:
-    """A generation that failed. rank_seconds: paid for it."""
+    """A generation that failed, and the rank-seconds paid for it."""
 
     generation: int
     fingerprint: str
@@ -381,7 +389,7 @@ class FailedGeneration:
 
 
 def read_failed_generations(events: Iterable[Event]) -> list[FailedGeneration]:
-    """Of all attempts of the job, oldest first."""
+    """Collect the failed generations of all attempts of a job, oldest first."""
     ended: dict[int, str] = {}
     seconds: dict[int, float] = {}
     ranks: dict[tuple[str, int, int, int], int] = {}
@@ -401,10 +409,12 @@ def read_failed_generations(events: Iterable[Event]) -> list[FailedGeneration]:
 
 
 def find_crash_loop(failures: Sequence[FailedGeneration], newest_commit_generation: int) -> list[FailedGeneration]:
-    """The failures that make a loop, the last one being the newest; none when another generation may do better.
+    """Return the failures that form a crash loop, or [] while another generation may succeed.
 
-    newest_commit_generation: which generation wrote the newest commit, 0 without one. What failed before that
-    generation is forgiven: the job has come further since.
+    Args:
+        failures: All failed generations, oldest first.
+        newest_commit_generation: Number of the generation that wrote the newest commit; 0 if there is no commit.
+            Earlier failures do not count, since the job has progressed since.
     """
     since = [failure for failure in failures if failure.generation >= newest_commit_generation]
     if not since:
@@ -416,7 +426,7 @@ def find_crash_loop(failures: Sequence[FailedGeneration], newest_commit_generati
 
 
 def describe_crash_loop(loop: Sequence[FailedGeneration], culprit: str, *, usd_per_rank_second: float | None) -> str:
-    """The message of the outcome: which trouble, how often, and what it has cost."""
+    """Describe the repeated failure, its count and its cost, as the message of the outcome."""
     seconds = sum(failure.rank_seconds for failure in loop)
     cost = f"{seconds:.0f} rank-seconds"
     if usd_per_rank_second is not None:

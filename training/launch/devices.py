@@ -1,8 +1,8 @@
-"""The device of each rank: which GPU of which machine, or the CPU for all ranks.
+"""The device of each rank: one of its machine's GPUs, or the CPU for all ranks.
 
-Ranks exchange the identities of the GPUs that they see, and each computes the same assignment. A GPU's identity is its
-UUID, so two local "nodes" on one machine do not both take cuda:0, and neither do tasks that see one GPU each as index 0
-(`srun --gpus-per-task=1`). Importing this module imports no torch: agents use `NodeGpuCheck`.
+Ranks exchange the identities of the GPUs that they see, and each computes the same assignment. A GPU is identified by
+its UUID, so that two local "nodes" on one machine do not both take cuda:0, nor do tasks that each see one GPU as index
+0 (`srun --gpus-per-task=1`). Importing this module imports no torch: agents use `NodeGpuCheck`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ _RANKS_NAMED = 4
 class VisibleGpus:
     """The GPUs that one rank sees.
 
-    gpus: identities in the order of torch's indices. trouble: the reason why CUDA does not work although this machine
-    has GPUs, or should have; "" where it works, or where there is no GPU. promised: GPUs of each node by its placement.
+    Attributes:
+        gpus: Identities, in the order of torch's indices.
+        trouble: Why CUDA does not work although this machine has or should have GPUs; "" otherwise.
+        promised: GPUs per node that the placement pays for.
     """
 
     gpus: tuple[str, ...] = ()
@@ -46,9 +48,11 @@ class VisibleGpus:
 
 @dataclass(frozen=True, kw_only=True)
 class Assignment:
-    """indices: of each rank's GPU as torch numbers it in that rank; None: all ranks train on the CPU.
+    """The device of each rank.
 
-    note: one line for the user where GPUs are left unused; else "".
+    Attributes:
+        indices: Index of each rank's GPU as torch numbers it in that rank; None if all ranks train on the CPU.
+        note: Line for the user if GPUs are left unused; "" otherwise.
     """
 
     indices: tuple[int, ...] | None = None
@@ -56,7 +60,7 @@ class Assignment:
 
 
 def detect_gpus(choice: DeviceChoice, *, promised: int = 0) -> VisibleGpus:
-    """Look at this rank's GPUs through torch. promised: see `VisibleGpus`."""
+    """Detect this rank's GPUs through torch."""
     if choice == "cpu":
         return VisibleGpus()
     import torch
@@ -69,13 +73,16 @@ def detect_gpus(choice: DeviceChoice, *, promised: int = 0) -> VisibleGpus:
 
 
 def assign_gpus(seen: Sequence[VisibleGpus], choice: DeviceChoice) -> Assignment:
-    """One GPU for each rank, or the CPU for all of them: the collectives of a gang take one kind of device.
+    """Assign one GPU to each rank, or the CPU to all: a gang's collectives support one kind of device.
 
-    seen: of all ranks, in their order. Each rank takes the first GPU that it sees and that no rank before it has taken.
+    Each rank takes the first GPU that it sees and that no lower rank has taken.
+
+    Args:
+        seen: The GPUs of all ranks, in their order.
 
     Raises:
-        DeviceUnavailable: CUDA does not work on a machine with GPUs, or there are fewer GPUs than ranks and
-            `cluster.device` is cuda or the nodes were paid for by their GPUs.
+        DeviceUnavailable: CUDA does not work on a machine with GPUs; or there are fewer GPUs than ranks, and
+            `cluster.device` is cuda or the placement pays for GPUs.
     """
     if choice == "cpu":
         return Assignment()
@@ -109,9 +116,10 @@ def assign_gpus(seen: Sequence[VisibleGpus], choice: DeviceChoice) -> Assignment
 
 
 class NodeGpuCheck:
-    """The check of a node's GPUs, made in its agent: in a thread, whose children import torch and ask the driver.
+    """Checks a node's GPUs for its agent, in a thread whose child processes import torch and query the driver.
 
-    promised: GPUs of this node by its placement; 0: the placement names none.
+    Args:
+        promised: GPUs that the placement pays for; 0 if it names none.
     """
 
     def __init__(
@@ -133,7 +141,7 @@ class NodeGpuCheck:
 
     @property
     def refusal(self) -> DeviceUnavailable | None:
-        """The reason why no rank may start on this node. None where the GPUs work, or where there are none."""
+        """Why no rank may start on this node; None if its GPUs work or it has none."""
         finding = self._finding
         if finding is None or finding.status != "failed":
             return None
@@ -147,7 +155,7 @@ class NodeGpuCheck:
 
 
 def _identity(torch: object, index: int) -> str:
-    """A name of one GPU that is the same in every process of every container on its machine."""
+    """Return a name of a GPU that is equal in all processes and containers of its machine."""
     properties = torch.cuda.get_device_properties(index)  # type: ignore[attr-defined]
     uuid = getattr(properties, "uuid", None)
     return str(uuid) if uuid is not None else f"{socket.gethostname()}/{_visible_name(index)}"
@@ -159,7 +167,7 @@ def _visible_name(index: int) -> str:
 
 
 def _why_no_cuda(torch: object) -> str:
-    """torch's own words. Its CPU build raises AssertionError, a driver that does not work RuntimeError."""
+    """Return torch's error; its CPU build raises AssertionError, a broken driver RuntimeError."""
     if gpus_hidden():
         return f"CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']!r} hides all GPUs"
     try:

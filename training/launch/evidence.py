@@ -1,9 +1,10 @@
 """Evidence about ranks: stacks, flight recorders, and the record of a failure.
 
-py-spy with --nonblocking reads the memory of the process and so works on one that is stopped, or whose GIL is held.
+Stacks come from py-spy where tracing is permitted, else from faulthandler, which a signal triggers. py-spy with
+--nonblocking reads the process's memory, so it works while the process is stopped or its GIL is held.
 
-What it calls a record is reduced to [group, sequence, operation]; of the operation the sizes are a part where they
-must agree.
+torch's flight recorder lists each rank's collectives: the n-th collective of a group must be the same on all ranks. A
+record is reduced to [group, sequence, operation], with the tensor sizes in the operation if they must agree.
 """
 
 from __future__ import annotations
@@ -36,43 +37,45 @@ _MAIN = "MainThread"
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)', re.MULTILINE)
 _WAITING_FILES = ("training/gang.py", "training/step_sync.py", "training/peer_sockets.py")
 _EXCHANGE_FILES = ("training/gang.py", "training/peer_sockets.py")
-# There, who called it is where a rank stands.
+# Helpers of an exchange: the caller's frame shows the rank's position.
 _EXCHANGE = ("gather", "gather_numbers", "_tell", "_hear", "_read", "_lost")
 _ENGINE_PLACES = (*_WAITING_FILES, "training/trainer_setup.py", "training/guards/", "training/trainer.py")
-_WAITING_FUNCTIONS = ("sync_step",)  # where the host of a GPU waits for its stream, and so for the collectives on it
+_WAITING_FUNCTIONS = ("sync_step",)  # a GPU's host waits here for its stream, and so for its collectives
 _NOT_WAITING = ("/torch/distributed/checkpoint/", "/torch/distributed/elastic/")
-# The kernel ends what is run by this (its path and arguments follow) with the thread that waits for it.
-_WITH_ME = (
+# Runs the program whose path and arguments follow, killed together with the thread that waits for it.
+_DIE_WITH_CALLER = (
     *(sys.executable, "-I", "-S", "-c"),
     "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9, 0, 0, 0); os.execv(sys.argv[1], sys.argv[1:])",
 )
 
 
 def is_engine_location(where: str) -> bool:
-    """Whether a place, as `Stack.where` has it, is the engine's own collective, to which all ranks come."""
+    """Return whether a location (see `StackTrace.where`) is a collective of the engine, which all ranks call."""
     return where.startswith(_ENGINE_PLACES)
 
 
 @dataclass(frozen=True)
 class Frame:
+    """One frame of a Python stack."""
+
     file: str
     line: int
     name: str
 
     @property
-    def ours(self) -> bool:
-        """Of the project or of the user, and not of a library, the interpreter's included."""
+    def own_code(self) -> bool:
+        """Whether it is code of the project or the user, not of a library or the interpreter."""
         parts = ("site-packages", "dist-packages", "/lib/python3")
         return not self.file.startswith("<") and not any(part in self.file for part in parts)
 
     @property
     def exchange(self) -> bool:
-        """How rows of numbers go from rank to rank, whoever has called for it."""
+        """Whether it is a helper that exchanges numbers between ranks for its caller."""
         return self.file.endswith(_EXCHANGE_FILES) and self.name.endswith(_EXCHANGE)
 
     @property
     def collective(self) -> bool:
-        """It waits for other ranks, or for what they do together."""
+        """Whether it waits for other ranks."""
         if "/torch/distributed/" in self.file:
             return not any(part in self.file for part in _NOT_WAITING)
         return (
@@ -90,7 +93,13 @@ class Frame:
 
 @dataclass(frozen=True)
 class StackTrace:
-    """The main thread's frames, innermost first, and the text of all threads. idle: it used no processor."""
+    """A rank's stacks at one moment.
+
+    Attributes:
+        frames: Frames of the main thread, innermost first.
+        text: Stacks of all threads.
+        idle: The main thread used no CPU.
+    """
 
     frames: Sequence[Frame]
     text: str
@@ -98,55 +107,61 @@ class StackTrace:
 
     @property
     def where(self) -> str:
-        """The innermost frame of ours that is no mere exchange of rows; without one, the innermost."""
-        ours = [frame for frame in self.frames if frame.ours and not frame.exchange]
-        return next((str(frame) for frame in [*ours, *self.frames]), "")
+        """The innermost frame of own code that is no exchange helper, else the innermost frame."""
+        own = [frame for frame in self.frames if frame.own_code and not frame.exchange]
+        return next((str(frame) for frame in [*own, *self.frames]), "")
 
     @property
     def reason(self) -> str:
-        """What a C++ exception that nobody caught said of itself."""
+        """Message of an uncaught C++ exception; "" without one."""
         found = re.search(r"^  what\(\):\s*(.*)", self.text, re.MULTILINE)
         return found[1][:300] if found else ""
 
     @property
     def waiting(self) -> bool:
-        """That what it does at the innermost frame of ours is to wait for other ranks.
+        """Whether the innermost frame of own code waits for other ranks.
 
-        A CPU's backward runs collectives below one frame of torch: there an idle thread waits.
+        On a CPU, backward runs collectives below one frame of torch: an idle thread waits there.
         """
         for frame in self.frames:
             if frame.collective or (self.idle and frame.name.endswith("_engine_run_backward")):
                 return True
-            if frame.ours:
+            if frame.own_code:
                 return False
         return False
 
 
-def take_stack(pid: int, answer: Path | None) -> StackTrace | None:
-    """A rank's stack, within 4 s. answer: the file that its faulthandler writes to. None when neither way is open."""
-    return _spy(pid) or (_ask(pid, answer) if answer else None)
+def take_stack(pid: int, output: Path | None) -> StackTrace | None:
+    """Return a rank's stacks within 4 s; None if neither py-spy nor faulthandler works.
+
+    Args:
+        output: File to which the rank's faulthandler writes.
+    """
+    return _run_py_spy(pid) or (_signal_faulthandler(pid, output) if output else None)
 
 
 def parse_py_spy(text: str) -> StackTrace:
-    """What `py-spy dump --json` printed."""
+    """Parse the output of `py-spy dump --json`."""
     threads = json.loads(text)
     main = next((thread for thread in threads if thread["thread_name"] == _MAIN), threads[-1])
     return StackTrace(_spy_frames(main), "\n\n".join(map(_describe, threads)), idle=not main["active"])
 
 
 def parse_faulthandler(text: str) -> StackTrace:
-    """What faulthandler wrote: the thread that took the signal, the main one as a rule, is called the current one. A
-    thread of C++ has no frames to show; then it is the last one, which is the oldest."""
+    """Parse faulthandler's output.
+
+    The "current" thread, which received the signal, is usually the main one. If it is a C++ thread without frames, the
+    last thread, which is the oldest, is taken.
+    """
     blocks = re.split(r"^(?=Thread |Current thread )", text, flags=re.MULTILINE)
     stacks = [(block.startswith("Current"), _frames(block)) for block in blocks]
-    told = [(current, frames) for current, frames in stacks if frames]
-    frames = next((frames for current, frames in told if current), told[-1][1] if told else [])
+    stacks = [(current, frames) for current, frames in stacks if frames]
+    frames = next((frames for current, frames in stacks if current), stacks[-1][1] if stacks else [])
     return StackTrace(frames, text, idle=True)
 
 
 def read_crash_stack(log: Path) -> StackTrace | None:
-    """Where a rank was when a signal such as SIGSEGV or SIGABRT ended it. torch's @record turns faulthandler on, which
-    writes to the rank's log then."""
+    """Return the stack that faulthandler wrote to a rank's log at a fatal signal such as SIGSEGV, if any."""
     try:
         with open(log, "rb") as file:
             file.seek(max(0, log.stat().st_size - _LAST_BYTES))
@@ -159,19 +174,19 @@ def read_crash_stack(log: Path) -> StackTrace | None:
 
 
 def parse_traceback(text: str) -> str:
-    """The innermost place of ours in an exception's traceback, as `Stack.where`; "" without one."""
+    """Return the innermost location of own code in an exception's traceback; "" without one."""
     lines = re.findall(r'  File "(.*)", line (\d+), in (.*)', text)
     frames = [Frame(file, int(line), name) for file, line, name in reversed(lines)]
     return StackTrace(frames, text).where
 
 
-def _spy(pid: int) -> StackTrace | None:
+def _run_py_spy(pid: int) -> StackTrace | None:
     program = shutil.which("py-spy", path=str(Path(sys.executable).parent)) or shutil.which("py-spy")
     if program is None:
         return None
     try:
         done = subprocess.run(
-            [*_WITH_ME, program, "dump", "--nonblocking", "--json", "--pid", str(pid)],
+            [*_DIE_WITH_CALLER, program, "dump", "--nonblocking", "--json", "--pid", str(pid)],
             capture_output=True,
             text=True,
             timeout=_SPY_SECONDS,
@@ -181,17 +196,17 @@ def _spy(pid: int) -> StackTrace | None:
         return None
 
 
-def _ask(pid: int, answer: Path) -> StackTrace | None:
-    """The signal would end a process that has no handler for it, so the kernel is asked first."""
+def _signal_faulthandler(pid: int, output: Path) -> StackTrace | None:
+    """Trigger faulthandler in a process that has a handler for the signal; it would kill any other."""
     if not _handles(pid, DUMP_SIGNAL):
         return None
     try:
-        before, text = answer.stat().st_size, ""
+        before, text = output.stat().st_size, ""
         os.kill(pid, DUMP_SIGNAL)
         limit = time.monotonic() + _STACK_SECONDS
         while time.monotonic() < limit:
             time.sleep(0.05)
-            with open(answer) as file:
+            with open(output) as file:
                 file.seek(before)
                 newer = file.read()
             if newer and newer == text:
@@ -230,7 +245,7 @@ def _describe(thread: dict) -> str:
 BUFFER_VARIABLE = "TORCH_FR_BUFFER_SIZE"
 BUFFER_RECORDS = "512"
 _KEPT_CALLS = 64
-_LEAST_CALLS = 8  # of which a habit can be told
+_LEAST_CALLS = 8  # calls from which a habit can be inferred
 _SAME_SIZES = ("all_reduce", "allreduce", "all_gather", "allgather", "reduce_scatter", "broadcast", "barrier")
 _RECORDER_SECONDS = 0.5
 
@@ -239,7 +254,7 @@ Calls = Sequence[Sequence]
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Ranks that called `operation` where the others, at the same place in the sequence, called `expected`."""
+    """Ranks that called `operation` where the `others` called `expected`, at the same place in a group's sequence."""
 
     ranks: Sequence[int]
     group: str
@@ -257,7 +272,7 @@ class Mismatch:
 
 
 def parse_records(raw: bytes) -> list[list]:
-    """The last collectives, oldest first, of a dump in JSON; point-to-point calls are left out."""
+    """Return the last collectives of a flight recorder's dump in JSON, oldest first, without point-to-point calls."""
     try:
         entries = json.loads(raw).get("entries", [])
         calls = [_call(entry) for entry in entries if not entry.get("is_p2p")]
@@ -266,9 +281,9 @@ def parse_records(raw: bytes) -> list[list]:
     return calls[-_KEPT_CALLS:]
 
 
-def fetch_records(door: Path) -> bytes:
-    """Ask a rank's recorder, which answers from a thread that needs no GIL. b"" when it does not within 0.5 s."""
-    connection = _UnixConnection(door)
+def fetch_records(socket_path: Path) -> bytes:
+    """Fetch a rank's flight recorder, which answers from a thread without the GIL; b"" after 0.5 s."""
+    connection = _UnixConnection(socket_path)
     try:
         connection.request("POST", "/handler/fr_trace_json")
         return connection.getresponse().read()
@@ -279,8 +294,10 @@ def fetch_records(door: Path) -> bytes:
 
 
 def find_mismatch(calls: Mapping[int, Calls]) -> Mismatch | None:
-    """The first place where ranks called different things, and who is the odd one: the minority. Of equally many,
-    those whose call is the less usual one after the call before it."""
+    """Find the first place at which ranks called different operations.
+
+    The minority is at fault; of equally many ranks, those whose call is the less usual one after its predecessor.
+    """
     for group, sequence, by_rank in _common_places(calls):
         operations = Counter(by_rank.values())
         if len(operations) == 1:
@@ -302,7 +319,7 @@ def find_mismatch(calls: Mapping[int, Calls]) -> Mismatch | None:
 
 
 def is_unusual_call(calls: Calls) -> bool | None:
-    """Whether a rank never before called its last operation after the one before; None when too little is known."""
+    """Return whether a rank's last call never followed its predecessor before; None with too few calls."""
     group = calls[-1][0] if calls else ""
     own = [operation for name, _, operation in calls if name == group]
     if len(own) < _LEAST_CALLS:
@@ -312,10 +329,9 @@ def is_unusual_call(calls: Calls) -> bool | None:
 
 
 def find_furthest_behind(calls: Mapping[int, Calls]) -> list[int]:
-    """The ranks that others wait for: behind in one of their groups and ahead in none; [] when none is behind.
+    """Return the ranks that the others wait for: behind in one of their groups and ahead in none; [] if none is behind.
 
-    With several groups (HSDP) who waits for a rank keeps others waiting in turn: it is behind as well, but ahead of
-    the first.
+    With several groups (HSDP), a rank that waits keeps others waiting: it is behind too, but ahead of the first one.
     """
     last: dict[str, dict[int, int]] = {}
     for rank, records in calls.items():
@@ -340,9 +356,9 @@ def _call(entry: dict) -> list:
 
 
 def _common_places(calls: Mapping[int, Calls]) -> list[tuple[str, int, dict[int, str]]]:
-    """(group, sequence, {rank: operation}) where two ranks or more have a record, earliest first.
+    """Return (group, sequence, {rank: operation}) for all places that two or more ranks have recorded, earliest first.
 
-    Coalesced calls share a number, and a dump may catch a rank between them: such a place says nothing.
+    Coalesced calls share a sequence number, and a dump may catch a rank between them: such places are left out.
     """
     places: dict[tuple[str, int], dict[int, str]] = {}
     coalesced: set[tuple[str, int]] = set()
@@ -352,13 +368,12 @@ def _common_places(calls: Mapping[int, Calls]) -> list[tuple[str, int, dict[int,
             if rank in by_rank:
                 coalesced.add((group, sequence))
             by_rank[rank] = operation
-    told = [(place, by_rank) for place, by_rank in places.items() if len(by_rank) > 1 and place not in coalesced]
-    shared = [(group, sequence, by_rank) for (group, sequence), by_rank in told]
+    shared = [(*place, by_rank) for place, by_rank in places.items() if len(by_rank) > 1 and place not in coalesced]
     return sorted(shared, key=lambda place: place[1])
 
 
 def _habit(calls: Mapping[int, Calls], group: str, sequence: int, by_rank: Mapping[int, str], operation: str) -> int:
-    """How often the operation came after its predecessor, before this place, on the ranks that now called it."""
+    """Count how often `operation` followed its predecessor earlier, on the ranks that call it here."""
     count = 0
     for rank in (rank for rank, called in by_rank.items() if called == operation):
         own = [(number, name) for name_of_group, number, name in calls[rank] if name_of_group == group]
@@ -371,19 +386,18 @@ def _habit(calls: Mapping[int, Calls], group: str, sequence: int, by_rank: Mappi
 
 
 class _UnixConnection(http.client.HTTPConnection):
-    """HTTP over a socket in the file system; through its folder's descriptor, since such paths are limited to 108
-    bytes."""
+    """HTTP over a Unix socket, opened through its folder's descriptor: socket paths are limited to 108 bytes."""
 
-    def __init__(self, door: Path) -> None:
+    def __init__(self, path: Path) -> None:
         super().__init__("localhost", timeout=_RECORDER_SECONDS)
-        self._door = door
+        self._path = path
 
     def connect(self) -> None:
-        folder = os.open(self._door.parent, os.O_RDONLY)
+        folder = os.open(self._path.parent, os.O_RDONLY)
         try:
             self.sock = socket.socket(socket.AF_UNIX)
             self.sock.settimeout(_RECORDER_SECONDS)
-            self.sock.connect(f"/proc/self/fd/{folder}/{self._door.name}")
+            self.sock.connect(f"/proc/self/fd/{folder}/{self._path.name}")
         finally:
             os.close(folder)
 
@@ -394,16 +408,23 @@ SLOW = "slow"
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerFailure:
-    """Why a rank ended, or must be; or, as a `witness`, where it stood while another one failed.
+    """Why a rank ended or must be killed; with `witness`, the position of a rank while another one failed.
 
-    killed_by: signal name when it died of one. memory_kill: the kernel ended it for want of memory. cascade: it only
-    followed a peer's death, or waited in vain for one. hung: alive, without progress; stopped: and not even scheduled
-    (SIGSTOP, a debugger). error: name of its exception's class.
-    timestamp: Unix time of the death, or of the last progress of a hung rank.
-    certainty: PROVEN (dead, stopped) or SLOW (no progress for longer than its phase allows).
-    step, phase: of its last beat. where: "file.py:123 in function", of the project's or user's innermost frame.
-    waiting: that frame is in a collective, so that it waits for its peers. left: it ended as if all were done.
-    dump: path of the file with its stacks. calls: its last collectives, oldest first: [group, sequence, operation].
+    Attributes:
+        killed_by: Name of the signal that killed it, or "node N" if its node was lost.
+        memory_kill: The kernel killed it because memory ran out.
+        cascade: It only followed a peer's failure, or waited for one in vain.
+        hung: It is alive without progress.
+        stopped: It is hung because it is not scheduled (SIGSTOP, a debugger).
+        left: It ended with a result.
+        error: Class name of its exception.
+        timestamp: Unix time of its death, or of the last progress of a hung rank.
+        certainty: PROVEN (dead, stopped) or SLOW (no progress beyond its hang threshold).
+        step, phase: From its last heartbeat.
+        where: Innermost location of own code, as "file.py:123 in function".
+        waiting: That location is in a collective.
+        dump: Path of the file with its stacks.
+        calls: Its last collectives, oldest first, as [group, sequence, operation].
     """
 
     rank: int
@@ -434,7 +455,7 @@ class WorkerFailure:
 
     @property
     def kind(self) -> str:
-        """What happened, in a word or two."""
+        """The kind of failure, in a word or two."""
         if self.memory_kill:
             return "killed for memory"
         if self.killed_by:
@@ -447,21 +468,20 @@ class WorkerFailure:
 
     @property
     def fingerprint(self) -> str:
-        """The same for the same trouble in another attempt: kind and place, and no number that varies."""
+        """Kind and location, without numbers that vary: equal for equal failures in different attempts."""
         return f"{self.kind} at {self.where}" if self.where else self.kind
 
     @property
     def priority(self) -> tuple[int, float]:
-        """Smaller is guiltier: what is proven (killed, stopped), then an own exception, then who is only silent, then
-        what a lost peer caused; among equals the first by time."""
+        """Sort key: killed or stopped first, then raised, hung and followed; each by time."""
         proven = self.killed_by or self.stopped
         return (0 if proven else 3 if self.cascade else 2 if self.hung else 1, self.timestamp)
 
 
 def is_peer_loss_error(message: str) -> bool:
-    """gloo, NCCL and the TCP store report a dead or absent peer as one of these; the cause is to be found at the peer.
+    """Return whether gloo, NCCL or the TCP store report a dead or absent peer with this message.
 
-    A collective that differs between ranks is reported in the same ways, on ranks that did nothing wrong too.
+    Ranks whose collectives differ get the same messages, also where the program is right.
     """
     return any(sign in message.lower() for sign in _COLLECTIVE_SIGNS)
 
@@ -483,8 +503,7 @@ _COLLECTIVE_SIGNS = (
 
 @dataclass(frozen=True)
 class RankPosition:
-    """Where a rank stands, as `WorkerFailure` has it. path: the file with all that was seen of it, where the disk
-    took it."""
+    """Where a rank is, with the fields of `WorkerFailure`; `path` is the file with all details, "" if not written."""
 
     where: str = ""
     waiting: bool = False
@@ -493,17 +512,21 @@ class RankPosition:
 
 
 class Dump:
-    """Taken by threads, so that the agent goes on with its watch. heartbeats: {rank: (pid, path of its heartbeat)}.
-    at: when it is begun, by the clock of who asks."""
+    """Stacks and flight recorders of several ranks, collected in threads while the agent goes on.
+
+    Args:
+        heartbeats: (pid, path of the heartbeat) of each rank.
+        at: Time of the request, on the caller's clock.
+    """
 
     def __init__(
         self, pool: ThreadPoolExecutor, folder: Path, heartbeats: Mapping[int, tuple[int, Path]], at: float
     ) -> None:
-        with contextlib.suppress(OSError):  # a full disk takes the files, not the watch nor what is seen
+        with contextlib.suppress(OSError):  # on a full disk the files are missing, the positions are not
             folder.mkdir(parents=True, exist_ok=True)
         self.at = at
         self._futures: dict[int, Future[RankPosition]] = {
-            rank: pool.submit(_look_at, pid, heartbeat, folder / f"rank-{rank}.txt")
+            rank: pool.submit(_locate, pid, heartbeat, folder / f"rank-{rank}.txt")
             for rank, (pid, heartbeat) in heartbeats.items()
         }
 
@@ -511,13 +534,13 @@ class Dump:
     def done(self) -> bool:
         return all(future.done() for future in self._futures.values())
 
-    def standing(self, rank: int) -> RankPosition:
-        """Of a finished dump."""
+    def position(self, rank: int) -> RankPosition:
+        """Return a rank's position; the dump must be done."""
         future = self._futures.get(rank)
         return RankPosition() if future is None or future.exception() else future.result()
 
 
-def _look_at(pid: int, heartbeat: Path, path: Path) -> RankPosition:
+def _locate(pid: int, heartbeat: Path, path: Path) -> RankPosition:
     stack = take_stack(pid, stacks_path(heartbeat))
     raw = b"" if process_state(pid) == "T" else fetch_records(recorder_socket_path(heartbeat))
     kept = ""

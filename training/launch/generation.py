@@ -1,4 +1,4 @@
-"""One node's part of one generation: its ranks, from their start to the gang's verdict."""
+"""One node's part of one generation: its ranks, from their start to the decision how the generation ended."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from ebbflow.infra.config.schema import ClusterConfig, RunConfig
 from ebbflow.infra.errors import InfraError
@@ -29,16 +30,18 @@ from ebbflow.training.launch.preemption import Drain
 from ebbflow.training.launch.watch import GpuCounters, RankWatch
 from ebbflow.training.launch.workers import Standby, WorkerGroup
 
-_BEAT_SECONDS = 1.0
+_HEARTBEAT_SECONDS = 1.0
 _CLOSE_SECONDS = 6.0
 _POLL_SECONDS = 0.05
-_WAITING_SECONDS = 1.0  # between two words that a rank here waits for the store
+_WAITING_SECONDS = 1.0  # between two reports that a rank of this node waits for the store
 
 
 class NodeGeneration:
-    """spec: of this node, with the number that it has in this generation. None of its ranks is left when it returns.
+    """One node's ranks in one generation. None of them is alive after `run`.
 
-    gpus, gpu_check: the agent's, over all its generations.
+    Args:
+        spec: This node's spec, with its number in this generation.
+        gpus, gpu_check: Shared by all generations of the agent.
     """
 
     def __init__(
@@ -55,72 +58,77 @@ class NodeGeneration:
     ) -> None:
         self._spec, self._start, self._peers, self._drain, self._log = spec, start, peers, drain, log
         self._job_store, self._gpus, self._gpu_check = job_store, gpus, gpu_check
-        self._told = time.monotonic()
+        self._created = time.monotonic()
         self._store_wait_reported = StickyFlag(_WAITING_SECONDS)
         self._cluster = ClusterConfig(**spec.config["cluster"])
         self.folder = Path(spec.log_folder) / generation_name(start.generation, start.generation_id)
 
     def run(self, standby: Standby | None, kept: Path, keeper: Keeper | None = None) -> GenerationEnd:
-        """standby: forks the ranks, as soon as it can; without one, or when it is lost, they are started cold.
+        """Start the ranks and watch them until the generation has ended.
 
-        kept: the folder of the agent's first generation, for what need not be measured again. keeper: starts and reaps.
+        Args:
+            standby: Forks the ranks; without one, ranks are new interpreters.
+            kept: Folder in which ranks cache measurements for later generations.
+            keeper: Starts and reaps all processes; without one, they are children of this process.
         """
-        if (verdict := self._await(standby)) is not None:
-            return verdict
+        if (end := self._await_readiness(standby)) is not None:
+            return end
         if self._gpu_check is not None and (refusal := self._gpu_check.refusal):
-            return self._not_started(refusal)
+            return self._report_not_started(refusal)
         rendezvous = (self._spec.main_address, self._start.rendezvous_port)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             spec = self._worker_spec(kept)
             group = WorkerGroup(self._spec.ranks, self._spec.world_size, self.folder, spec, rendezvous, standby, keeper)
         except OSError as error:
-            return self._not_started(RankNotStarted(f"its ranks cannot be started: {error}"))
-        verdict = output = None
+            return self._report_not_started(RankNotStarted(f"its ranks cannot be started: {error}"))
+        end, output, stuck = None, None, []
         try:
             output = RankOutput(group, self._spec, self._start.generation, self._job_store)
-            verdict = self._watch(group, output)
+            end = self._watch(group, output)
         except (TrainingError, InfraError):
             raise
         except Exception as error:
-            verdict = self._agent_failed(error)
+            end = self._report_agent_error(error)
         finally:
-            stuck = group.end(verdict.ranks if verdict is not None else (), meanwhile=self._keep_in_touch)
+            stuck = group.end(end.ranks if end is not None else (), meanwhile=self._keep_in_touch)
+            place = f"node {self._spec.node}: rank"
             for rank in stuck:
-                print_line(
-                    f"node {self._spec.node}: rank {rank}: SIGKILL sent; stuck in uninterruptible sleep (state D)"
-                )
+                print_line(f"{place} {rank}: SIGKILL sent; stuck in uninterruptible sleep (state D)")
             if output is not None:
                 output.close()
-        return self._without_device(verdict, {rank: group.device_held_by(rank) for rank in stuck})
+        assert end is not None
+        return self._leave_if_device_held(end, {rank: group.device_held_by(rank) for rank in stuck})
 
     def _keep_in_touch(self) -> None:
-        """What goes on while ranks end."""
         self._peers.keep_in_touch()
         self._log.beat()
 
-    def _without_device(self, verdict: GenerationEnd, held: Mapping[int, str]) -> GenerationEnd:
-        """A rank in state D that holds a GPU keeps the next one from it: this node leaves, and the job goes on
-        elsewhere. Without a device the gang goes on here and the rank is left to the kernel."""
+    def _leave_if_device_held(self, end: GenerationEnd, held: Mapping[int, str]) -> GenerationEnd:
+        """End this node's part if a rank in state D holds a GPU that the next rank would need.
+
+        Args:
+            held: Device file of each stuck rank, "" if it holds none.
+        """
         devices = [f"rank {rank} is in state D and holds {device}" for rank, device in held.items() if device]
-        if not devices or not verdict.again:
-            return verdict
+        if not devices or not end.again:
+            return end
         culprit = f"node {self._spec.node} cannot go on: {'; '.join(devices)}; fix: reboot the machine"
         print_line(culprit)
         return GenerationEnd(culprit=culprit, reason=EndReason.NODE_LOST)
 
-    def _not_started(self, error: TrainingError) -> GenerationEnd:
+    def _report_not_started(self, error: TrainingError) -> GenerationEnd:
         return self._report_own(type(error).__name__, f"{type(error).__name__}: {error}")
 
-    def _agent_failed(self, error: Exception) -> GenerationEnd:
-        """An exception of the agent itself. It counts as a failure, in the crash loop too, and loses no machine."""
+    def _report_agent_error(self, error: Exception) -> GenerationEnd:
+        """Report an exception of the agent itself; it counts towards a crash loop, and no machine is lost."""
         print_line(describe_traceback(error))
         place = parse_traceback(describe_traceback(error))
         message = f"{AgentFailure.__name__}: the agent of node {self._spec.node} raised {describe_exception(error)}"
         return self._report_own(AgentFailure.__name__, message, where=place)
 
     def _report_own(self, error: str, message: str, where: str = "") -> GenerationEnd:
-        """Report it like any failure of a rank, so that all nodes learn the cause; the verdict comes in any case."""
+        """Report a failure of this node as if its first rank had failed, and wait for the end of the generation."""
         print_line(f"node {self._spec.node}: {message}")
         self._peers.report(
             WorkerFailure(
@@ -138,12 +146,12 @@ class NodeGeneration:
             time.sleep(_POLL_SECONDS)
         return verdict
 
-    def _await(self, standby: Standby | None) -> GenerationEnd | None:
-        """Wait for the standby's imports and the check of the GPUs: seconds at the first start, and none later."""
+    def _await_readiness(self, standby: Standby | None) -> GenerationEnd | None:
+        """Wait for the standby's imports and the GPU check; return the end if the generation ends meanwhile."""
         limit = time.monotonic() + self._cluster.start_deadline_seconds
         while not self._ready_to_start(standby) and time.monotonic() < limit:
-            if (verdict := self._peers.poll()) is not None:
-                return verdict
+            if (end := self._peers.poll()) is not None:
+                return end
             self._drain.forward_orders(self._peers, self._log.emit)
             self._log.beat()
             time.sleep(_POLL_SECONDS)
@@ -178,25 +186,25 @@ class NodeGeneration:
         )
 
     def _terms_now(self) -> dict | None:
-        """The lead's count, and what the gang has cost since: the ranks count from their own beginning."""
+        """Add to node 0's count the gang's cost since then: ranks count from their own start."""
         if self._start.terms is None:
             return None
         terms = Terms.from_json(self._start.terms)
-        waited_usd = (time.monotonic() - self._told) * terms.usd_per_rank_second * self._spec.world_size
+        waited_usd = (time.monotonic() - self._created) * terms.usd_per_rank_second * self._spec.world_size
         return replace(terms, spent_usd=terms.spent_usd + waited_usd).to_json()
 
     def _watch(self, group: WorkerGroup, output: RankOutput) -> GenerationEnd:
-        """Until the gang's verdict: report this node's news, hear the others'."""
+        """Report this node's failures and results, and carry out orders, until the generation has ended."""
         reported: dict[int, WorkerFailure] = {}
         finished = False
-        deadlines = HangLimits.of(RunConfig.model_validate(self._spec.config))
-        watch = RankWatch(group.workers, deadlines, self.folder, node=self._spec.node, gpus=self._gpus)
+        limits = HangLimits.from_config(RunConfig.model_validate(self._spec.config))
+        watch = RankWatch(group.workers, limits, self.folder, node=self._spec.node, gpus=self._gpus)
         try:
-            while (verdict := self._peers.poll()) is None:
+            while (end := self._peers.poll()) is None:
                 if self._peers.take_witness_request():
                     watch.request_witnesses()
-                patient = self._check_store_wait(group)
-                for failure in watch.look(patient=patient) + self._drain.find_overstaying_ranks(group):
+                store_wait = self._check_store_wait(group)
+                for failure in watch.check(store_wait=store_wait) + self._drain.find_overstaying_ranks(group):
                     if failure.witness:
                         self._peers.report(failure)
                     elif failure.rank not in reported:
@@ -212,13 +220,15 @@ class NodeGeneration:
                 time.sleep(_POLL_SECONDS)
         finally:
             watch.close()
-        if verdict.culprit:
+        if end.culprit:
             show_failed_logs(group, list(reported.values()), job=self._spec.job, generation=self._start.generation)
-        return verdict
+        return end
 
     def _check_store_wait(self, group: WorkerGroup) -> bool:
-        """For the store, anywhere in the gang. The others stand in a collective then and are silent through no fault of
-        theirs; the wait itself ends at the save's deadline."""
+        """Return whether a rank of any node waits for the store.
+
+        All other ranks then wait in a collective, which does not count as a hang; the save's deadline ends the wait.
+        """
         here = any(worker.beat.phase == STORE_PHASE for worker in group.workers)
         if here and not self._store_wait_reported.holds:
             self._store_wait_reported.mark()
@@ -227,7 +237,11 @@ class NodeGeneration:
 
 
 class NodeLog:
-    """The node is paid for from the agent's first moment, which is when this is made, not from its first generation."""
+    """Writes the node's events: its paid time, generation after generation.
+
+    A generation of the node ends when its next one begins, so that every second from the agent's start to its end is
+    paid for in exactly one generation.
+    """
 
     def __init__(self, job_store: Store, host: str) -> None:
         self._job_store, self._host = job_store, host
@@ -240,7 +254,7 @@ class NodeLog:
 
     @property
     def seconds(self) -> float:
-        """Of this node in the generation that is open, or until the first one is."""
+        """Seconds since this node's part of the generation, or before the first one the agent, began."""
         return time.monotonic() - self._since[1]
 
     @property
@@ -249,7 +263,11 @@ class NodeLog:
         return self._since[1]
 
     def open(self, spec: GangSpec, generation: int, *, left_for: str = "") -> None:
-        """Begin a generation, unless it has begun; the one before, if there was one, ends now, for the reason given."""
+        """Begin a generation unless it has begun, and end the one before.
+
+        Args:
+            left_for: Reason for the end of the generation before.
+        """
         if self._log is not None and self._log.origin.generation == generation:
             return
         if self._log is not None:
@@ -261,27 +279,33 @@ class NodeLog:
             job=spec.job, run=spec.run, attempt=spec.attempt, generation=generation, node=spec.node, process="agent"
         )
         self._log = EventLog(self._job_store, origin)
-        self.emit(NODE_STARTED, at=self._since, ranks=list(spec.ranks), host=self._host, **self._known(spec.node))
+        self.emit(
+            NODE_STARTED, at=self._since, ranks=list(spec.ranks), host=self._host, **self._describe_machine(spec.node)
+        )
 
     @property
     def is_open(self) -> bool:
         """Whether a generation has begun and not ended."""
         return self._log is not None
 
-    def emit(self, name: str, **data: object) -> None:
+    def emit(self, name: str, **data: Any) -> None:
         if self._log:
             self._log.emit(name, **data)
 
     def beat(self, sample: Callable[[], dict] = dict) -> None:
-        """sample: what is seen of the node besides, asked for when a heartbeat is due."""
+        """Count a turn of the agent's loop, and record a heartbeat once per second.
+
+        Args:
+            sample: Measures the node; called when a heartbeat is due.
+        """
         self.turns += 1
         now = time.monotonic()
-        if now - self._last_beat >= _BEAT_SECONDS:
+        if now - self._last_beat >= _HEARTBEAT_SECONDS:
             self._last_beat = now
             self.emit(NODE_HEARTBEAT, seconds=self.seconds, **sample())
 
     def close(self, reason: str) -> None:
-        """The end of this node's part of the job, and of its last generation."""
+        """End this node's part of the job."""
         self.emit(NODE_ENDED, seconds=self.seconds, reason=reason)
         if self._log:
             self._log.close()
@@ -291,16 +315,16 @@ class NodeLog:
             thread.join(max(0.0, limit - time.monotonic()))
 
     def _close_behind(self, log: EventLog) -> None:
-        """What is left of a generation is put while the next one starts; its deadline is the log's own."""
+        """Upload the rest of a generation's events in a thread while the next generation starts."""
         self._closing = [thread for thread in self._closing if thread.is_alive()]
         thread = threading.Thread(target=log.close, name="events-close", daemon=True)
         thread.start()
         self._closing.append(thread)
 
-    def _known(self, node: int) -> dict:
+    def _describe_machine(self, node: int) -> dict:
         if self._machine is None:
             machine = identify_machine()
             if machine.problem:
-                print_line(f"node {node}: which instance this is stays unknown: {machine.problem}")
+                print_line(f"node {node}: instance type unknown: {machine.problem}")
             self._machine = machine.to_json()
         return self._machine

@@ -1,6 +1,6 @@
-"""Heartbeats: a rank's progress in shared memory, and how long a rank may stay in one phase.
+"""Heartbeats: a rank's progress in shared memory, and how long it may stay in one phase.
 
-It carries progress (step and phase), not mere liveness: a frozen rank still exists. One beat costs about a microsecond.
+A heartbeat carries step and phase, not mere liveness: a frozen rank still exists. Writing one costs about 1 µs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PHASES = (
     "evaluation",
     "done",
 )
-_INTERLUDES = frozenset({"compile", "store"})  # in the midst of other phases, which go on after them
+_INTERLUDES = frozenset({"compile", "store"})  # interrupt other phases, which go on afterwards
 _PHASE_NUMBER = {name: number for number, name in enumerate(PHASES)}
 _PID, _STEP, _PHASE, _NANOSECONDS, _ENTERED = range(5)
 _FIELDS = _ENTERED + len(PHASES)
@@ -41,8 +41,12 @@ _FIELDS = _ENTERED + len(PHASES)
 
 @dataclass(frozen=True)
 class HeartbeatReading:
-    """The last beat: t_mono is the monotonic clock of this machine, in seconds. entered: how often that phase
-    was begun; compilation and a wait for the store in its midst do not begin it anew."""
+    """The last heartbeat of a rank.
+
+    Attributes:
+        t_mono: Monotonic clock of this machine, in seconds.
+        entered: How often this phase has begun; compilation or a wait for the store within it does not begin it again.
+    """
 
     pid: int
     step: int
@@ -52,16 +56,16 @@ class HeartbeatReading:
 
 
 class Heartbeat:
-    """Created by the agent, opened by the worker: one writer, one reader, no lock.
+    """A rank's heartbeat in shared memory: the agent creates it, the rank writes it, without a lock.
 
-    Aligned 8-byte integers, each stored whole: a reader may see a mix of two neighbouring beats, never half a number.
-    (`struct.pack_into` would not do: it clears the buffer first, and a reader that comes then sees zeros.)
+    Its fields are aligned 8-byte integers, each stored whole: a reader may see a mix of two heartbeats, but
+    never half a number. (`struct.pack_into` would clear the buffer first, so that a reader could see zeros.)
     """
 
     def __init__(self, path: Path) -> None:
         with open(path, "r+b") as file:
             self._record = memoryview(mmap.mmap(file.fileno(), _FIELDS * 8)).cast("q")
-        self._interrupted = ""  # the phase that goes on after the present interlude
+        self._interrupted = ""  # phase that goes on after the current interlude
 
     @classmethod
     def create(cls, path: Path) -> Heartbeat:
@@ -86,7 +90,7 @@ class Heartbeat:
     def read(self) -> HeartbeatReading:
         record = self._record
         number = record[_PHASE]
-        number = number if 0 <= number < len(PHASES) else 0  # the rank's memory may be overwritten by its own code
+        number = number if 0 <= number < len(PHASES) else 0  # user code may overwrite the rank's memory
         return HeartbeatReading(
             record[_PID], record[_STEP], PHASES[number], record[_NANOSECONDS] / 1e9, record[_ENTERED + number]
         )
@@ -96,49 +100,53 @@ _PR_SET_PTRACER = 0x59616D61  # <linux/prctl.h>
 
 
 def stacks_path(heartbeat: Path) -> Path:
-    """Where a rank's faulthandler writes; beside its heartbeat, as are the others."""
+    """Return the file beside the heartbeat to which a rank's faulthandler writes."""
     return heartbeat.with_suffix(".stacks")
 
 
 def recorder_socket_path(heartbeat: Path) -> Path:
-    """The socket at which its flight recorder answers."""
+    """Return the socket at which a rank's flight recorder answers."""
     return heartbeat.with_suffix(".recorder")
 
 
 def records_path(heartbeat: Path) -> Path:
-    """What the flight recorder held when the rank ended in an exception."""
+    """Return the file with the flight recorder's content at a rank's exception."""
     return heartbeat.with_suffix(".records.json")
 
 
 class WatchHooks:
-    """Of a worker that has an agent; kept for as long as the rank lives."""
+    """Lets the agent inspect this rank: faulthandler on a signal, and torch's flight recorder on a socket.
+
+    Keep it for the rank's lifetime.
+    """
 
     def __init__(self, heartbeat: Path, agent_pid: int | None) -> None:
         self._heartbeat = heartbeat
         if sys.platform.startswith("linux") and agent_pid is not None:
-            # Where the kernel lets only ancestors trace (Yama), py-spy is the agent's child and not ours.
+            # With Yama only ancestors may trace a process, but py-spy is a child of the agent.
             ctypes.CDLL(None).prctl(_PR_SET_PTRACER, agent_pid, 0, 0, 0)
         self._stacks = open(stacks_path(heartbeat), "w")  # noqa: SIM115
         faulthandler.register(DUMP_SIGNAL, file=self._stacks, all_threads=True)
         self._server = self._serve_recorder()
 
     def save_records(self) -> None:
-        """After an exception: what an agent may want to compare, since nobody can be asked once the process is gone."""
+        """Save the flight recorder's content after an exception, since an ended process cannot be asked."""
         with contextlib.suppress(Exception):
-            from torch._C._distributed_c10d import _dump_fr_trace_json
+            # The stubs of torch do not list it.
+            from torch._C._distributed_c10d import _dump_fr_trace_json  # pyright: ignore[reportAttributeAccessIssue]
 
             records_path(self._heartbeat).write_bytes(_dump_fr_trace_json(includeCollectives=True, onlyActive=False))
 
     def _serve_recorder(self) -> object | None:
-        """torch's own handlers, in C++ threads: private to torch, so that a version without them is watched without."""
+        """Serve torch's own handlers from C++ threads; None with a torch that lacks this private interface."""
         try:
             from torch._C._distributed_c10d import _WorkerServer
 
-            door = recorder_socket_path(self._heartbeat)
-            door.unlink(missing_ok=True)
-            folder = os.open(door.parent, os.O_RDONLY)
+            path = recorder_socket_path(self._heartbeat)
+            path.unlink(missing_ok=True)
+            folder = os.open(path.parent, os.O_RDONLY)
             try:
-                return _WorkerServer(f"/proc/self/fd/{folder}/{door.name}")
+                return _WorkerServer(f"/proc/self/fd/{folder}/{path.name}")
             finally:
                 os.close(folder)
         except Exception:
@@ -146,9 +154,9 @@ class WatchHooks:
 
 
 MINIMUM_SECONDS = 3.0
-FACTOR = 10.0  # of the p99 of a phase
+FACTOR = 10.0  # times the p99 of a phase
 _START_MARGIN_SECONDS = 10.0
-_STORE_MARGIN_SECONDS = 10.0  # a rank gives its own uploader up some seconds after the save's deadline
+_STORE_MARGIN_SECONDS = 10.0  # a rank gives up its uploader some seconds after the save's deadline
 _START_PHASES = frozenset({"init", "restore"})
 STORE_PHASE = "store"
 _STEP_PHASES = frozenset({"data", "forward", "backward", "optimizer"})
@@ -159,8 +167,10 @@ _BUCKETS = 96  # up to 1.4e4 s
 
 
 class DurationHistogram:
-    """Streaming quantiles in 96 counters: bucket k holds durations up to 1 ms × 2^(k/4), so that they are at most 19 %
-    too high, and never too low."""
+    """Streaming quantiles in 96 counters: bucket k holds durations up to 1 ms × 2^(k/4).
+
+    Quantiles are at most 19 % too high and never too low.
+    """
 
     def __init__(self) -> None:
         self._counts = [0] * _BUCKETS
@@ -172,9 +182,9 @@ class DurationHistogram:
         self._total += 1
 
     def quantile(self, share: float) -> float:
-        """Upper end of the bucket that holds it, in seconds; 0 while nothing was seen.
+        """Return the upper bound in seconds of the bucket with the quantile; 0 without durations.
 
-        Of 20 and more the longest one is always left out: a single stall of a young run is no habit.
+        Of 20 or more durations the longest is ignored: one stall early in a run must not raise the limits.
         """
         wanted, seen = share * self._total, 0
         if self._total >= _ENOUGH:
@@ -188,10 +198,13 @@ class DurationHistogram:
 
 @dataclass(frozen=True, kw_only=True)
 class HangLimits:
-    """floor_seconds: what is only slow is left alone for so long. start_seconds: for init and restore. store_seconds:
-    for a save to be durable, where a rank waits for that.
+    """Configured limits for phases without progress, in seconds.
 
-    longest_seconds: no phase is given more, and one that was never seen to end is given this.
+    Attributes:
+        floor_seconds: Lower bound of every hang threshold.
+        start_seconds: Limit for the phases init and restore.
+        store_seconds: Limit for a wait until a save is durable.
+        longest_seconds: Upper bound of every threshold, and the limit for phases that have not ended yet.
     """
 
     floor_seconds: float
@@ -200,8 +213,8 @@ class HangLimits:
     longest_seconds: float
 
     @classmethod
-    def of(cls, config: RunConfig) -> HangLimits:
-        """The ranks have the start's deadline to find each other, and name the missing; an agent speaks after them."""
+    def from_config(cls, config: RunConfig) -> HangLimits:
+        """Take the limits from a configuration; the margin lets ranks report a missing rank before the agent acts."""
         cluster = config.cluster
         return cls(
             floor_seconds=config.survival.hang_floor_seconds,
@@ -212,57 +225,56 @@ class HangLimits:
 
 
 class PhaseThresholds:
-    """Learns from the beats of one rank, as its agent sees them every few hundredths of a second.
+    """Hang thresholds for one rank, learned from its heartbeats as the agent samples them.
 
-    A phase that ends between two looks was shorter than their distance, and only the heartbeat's own count tells that
-    it ever was; what is seen of the others is their length to within that distance. So p99 is of the phases that were
-    seen, longer ones first: too high rather than too low.
+    A phase that begins and ends between two samples was shorter than their distance and is only counted; the length of
+    the others is known to within that distance. Their p99 is therefore too high rather than too low.
     """
 
-    def __init__(self, deadlines: HangLimits) -> None:
-        self._deadlines = deadlines
+    def __init__(self, limits: HangLimits) -> None:
+        self._limits = limits
         self._seen: dict[str, DurationHistogram] = {}
         self._beat: HeartbeatReading | None = None
         self._looked = 0.0
         self._first_step: int | None = None
 
     def observe(self, beat: HeartbeatReading, now: float) -> None:
-        """now: time.monotonic() of this look."""
+        """Learn from a heartbeat read at time.monotonic() `now`."""
         last, looked = self._beat, self._looked
         self._beat, self._looked = beat, now
         if beat.phase in _STEP_PHASES and self._first_step is None:
             self._first_step = beat.step
         if last is None or last.t_mono == beat.t_mono:
             return
-        if self._is_first(last) and last.phase != "evaluation":  # what it compiles is a phase of its own: all are alike
+        if self._is_first(last) and last.phase != "evaluation":  # compilation in an evaluation is a phase of its own
             return
-        # After a look that came late, several phases may have ended: what was certain before counts.
+        # After a late sample several phases may have ended: only the certain part counts.
         seconds = min(beat.t_mono - last.t_mono, looked - last.t_mono + 0.1)
         self._seen.setdefault(last.phase, DurationHistogram()).add(seconds)
 
     def suspicion_threshold(self, beat: HeartbeatReading) -> float:
-        """Longer than this in its phase is remarkable: 10 × p99, at least 3 s. What was never seen to end has time."""
-        if (own := self._own_deadline(beat)) is not None:
+        """Return the seconds after which a phase is suspiciously long: 10 × p99, at least 3 s."""
+        if (own := self._fixed_limit(beat)) is not None:
             return own
         if self._is_first(beat):
-            return self._deadlines.longest_seconds
+            return self._limits.longest_seconds
         seen = self._seen.get(beat.phase)
-        return min(max(FACTOR * seen.quantile(0.99) if seen else 0.0, MINIMUM_SECONDS), self._deadlines.longest_seconds)
+        return min(max(FACTOR * seen.quantile(0.99) if seen else 0.0, MINIMUM_SECONDS), self._limits.longest_seconds)
 
-    def limit(self, beat: HeartbeatReading) -> float:
-        """When a rank without progress is given up: the same, and never below the floor."""
-        if (own := self._own_deadline(beat)) is not None:
+    def hang_threshold(self, beat: HeartbeatReading) -> float:
+        """Return the seconds without progress after which a rank counts as hung."""
+        if (own := self._fixed_limit(beat)) is not None:
             return own
-        return min(max(self.suspicion_threshold(beat), self._deadlines.floor_seconds), self._deadlines.longest_seconds)
+        return min(max(self.suspicion_threshold(beat), self._limits.floor_seconds), self._limits.longest_seconds)
 
-    def _own_deadline(self, beat: HeartbeatReading) -> float | None:
-        """Of phases whose length says nothing of the rank, but of the others or of the store."""
+    def _fixed_limit(self, beat: HeartbeatReading) -> float | None:
+        """Return the limit of phases whose length depends on other ranks or the store; None for all others."""
         if beat.phase in _START_PHASES:
-            return self._deadlines.start_seconds
-        return self._deadlines.store_seconds if beat.phase == STORE_PHASE else None
+            return self._limits.start_seconds
+        return self._limits.store_seconds if beat.phase == STORE_PHASE else None
 
     def _is_first(self, beat: HeartbeatReading) -> bool:
-        """The first step compiles, allocates and connects; so do the first save and the first evaluation."""
+        """Return whether this is the first step, save or evaluation, which compiles, allocates and connects."""
         if beat.phase in _STEP_PHASES:
             return self._first_step is None or beat.step <= self._first_step
         return beat.entered <= 1 or beat.phase in ("compile", "done")

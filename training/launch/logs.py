@@ -1,14 +1,11 @@
 """The output of a node's ranks: on the terminal, as JSON lines on disk, and in the job's store.
 
-The rank writes its raw log itself, so that nothing it says depends on an agent. The agent follows that file and puts
-one record per line beside it, in `rank-N.jsonl`; if it is killed, `infra.rank_logs` reads the rest from the raw log.
+A rank writes its raw log itself, so that its output does not depend on an agent. The agent follows the file and writes
+one JSON record per line beside it, in `rank-N.jsonl`; if the agent is killed, `infra.rank_logs` reads the rest from the
+raw log. Where the log folder is not part of the store, a thread uploads the records in segments.
 
-Both files have a size limit (`survival.rank_log_mib`). Of a raw log that exceeds it, the agent frees the middle with
-fallocate(2), FALLOC_FL_PUNCH_HOLE: the rank writes on undisturbed, and the byte offsets in the records stay valid.
-
-A thread of its own puts segments, since object stores cannot append. Whoever adds lines never waits, and what a store
-that is away does not take is kept up to a limit: of logs the oldest and the newest are worth the most, so that what
-does not fit any more is left out at the end of the queue, and counted.
+Both files have a size limit (`survival.rank_log_mib`). The agent frees the middle of a longer raw log with
+fallocate(2), FALLOC_FL_PUNCH_HOLE: the rank writes on undisturbed, and byte offsets in the records stay valid.
 """
 
 from __future__ import annotations
@@ -48,17 +45,17 @@ _ECHO_BYTES_PER_LOOK = 1024 * 1024
 _LONGEST_PAUSED_TEXT = 1024 * 1024  # characters
 _WRITE_SECONDS = 1.0
 _FLUSH_SECONDS = 5.0
-# A warning or note of torch's C++ code, such as "[W1122 20:53:08.732392175 WorkerServer.cpp:113] [c10d] Server …", and
-# the stack that may follow it.
+# A warning of torch's C++ code, such as "[W1122 20:53:08.732392175 WorkerServer.cpp:113] [c10d] Server …", and the
+# stack that may follow it.
 _NATIVE_NOTE = re.compile(r"(?:\[rank\d+\]:)?\[[WI]\d{4} \d\d:\d\d:\d\d\.\d+ [^\s\]]+:\d+\] ")
 _NATIVE_STACK = re.compile(r"Exception raised from |frame #\d+: ")
 
 
 class TerminalEcho:
-    """Passes rank 0's whole lines on to this process's own output; on another node, where its metrics are to be had.
+    """Prints rank 0's lines on the agent's output; on other nodes only the lines with the metrics' address.
 
-    Up to a traceback: whether that is the cause or only follows from it, the verdict will say. One that is only logged
-    ends nothing, so that the lines of progress go on. Warnings of torch's C++ code stay in the raw log.
+    After a traceback only lines of progress are printed: whether it is the cause is decided later. Warnings of torch's
+    C++ code stay in the raw log.
     """
 
     def __init__(self, group: WorkerGroup) -> None:
@@ -75,7 +72,7 @@ class TerminalEcho:
             with open(self._path, "rb") as log:
                 log.seek(self._passed)
                 data = log.read(_ECHO_BYTES_PER_LOOK)
-        except OSError:  # the rank has removed its own log
+        except OSError:  # user code has removed the log
             return
         whole = b"".join(piece for piece, _ in split_lines(data, at_end=False))
         self._passed += len(whole)
@@ -86,22 +83,22 @@ class TerminalEcho:
         for text, prefixes in ((before, self._before), (after, self._after_traceback)):
             lines = text.removesuffix("\n").split("\n") if text else []
             lines = [line for line in lines if line.startswith(prefixes)]
-            write("".join(f"{escape_controls(line)}\n" for line in self._native.remove_from(lines)))
+            _OWN_OUTPUT.write("".join(f"{escape_controls(line)}\n" for line in self._native.remove_from(lines)))
 
 
 def _without_hole(data: bytes) -> bytes:
-    """Without the zeros that stand where the middle of a log was freed."""
+    """Remove the zeros that are read where the middle of a log was freed."""
     return data.replace(b"\0", b"")
 
 
 class NativeWarnings:
-    """Leaves warnings of torch's C++ code out of a log's lines, with the stacks that follow them; errors stay."""
+    """Removes warnings of torch's C++ code, with the stacks that follow them, from a log's lines."""
 
     def __init__(self) -> None:
         self._inside = False
 
     def remove_from(self, lines: Sequence[str]) -> Iterator[str]:
-        """The other lines. Call it with the log's next lines each time."""
+        """Yield the remaining lines; call it with consecutive parts of the log."""
         for line in lines:
             note = _NATIVE_NOTE.match(line) is not None
             self._inside = note or (self._inside and _NATIVE_STACK.match(line) is not None)
@@ -110,9 +107,9 @@ class NativeWarnings:
 
 
 def show_failed_logs(group: WorkerGroup, failures: Sequence[WorkerFailure], *, job: str, generation: int) -> None:
-    """The first failing rank's last words, where all of them are, and the command that shows what stood around them.
+    """Print the last lines of the rank that failed first, the paths of the other failed ranks' logs, and a command.
 
-    Who only followed a lost peer has nothing to tell; of the others' logs the path is enough.
+    Ranks that only followed a lost peer are left out.
     """
     workers = {worker.rank: worker for worker in group.workers}
     own = sorted((failure for failure in failures if not failure.cascade), key=lambda failure: failure.priority)
@@ -128,7 +125,7 @@ def show_failed_logs(group: WorkerGroup, failures: Sequence[WorkerFailure], *, j
 
 
 def _last_lines(path: Path) -> list[str]:
-    """From the end of the file: a log may be of any length."""
+    """Return the last lines of a log, reading only the end of the file."""
     try:
         with open(path, "rb") as log:
             log.seek(max(0, path.stat().st_size - _LAST_BYTES))
@@ -136,7 +133,7 @@ def _last_lines(path: Path) -> list[str]:
     except OSError as error:
         return [f"(no log: {error})"]
     lines = [line for line in text.split("\n") if line.strip()]
-    lines = [*NativeWarnings().remove_from(lines)] or lines  # rather a warning than nothing
+    lines = [*NativeWarnings().remove_from(lines)] or lines  # warnings are better than nothing
     return [escape_controls(line) for line in lines[-_LAST_LINES:]] or ["(it printed nothing)"]
 
 
@@ -146,15 +143,15 @@ def _logs_command(job: str, generation: int, worker: Worker) -> str:
 
 
 class NonBlockingOutput:
-    """Writes to this process's output in a thread: a reader that pauses (Ctrl-S, a full pipe) does not stop an agent.
+    """Writes to this process's output in a thread, so that a paused reader (Ctrl-S, a full pipe) stops no agent.
 
-    A caller waits until its text is written, but at most 1 s for each pause. 1 MiB of text is kept for the time after
-    it; further lines are dropped and counted.
+    A caller waits until its text is written, at most 1 s per pause. 1 MiB of text is kept for the time after the pause;
+    further lines are dropped and counted.
     """
 
     def __init__(self) -> None:
         self._waiting: SimpleQueue[tuple[Any, str, threading.Event]] = SimpleQueue()
-        self._guard = threading.RLock()  # the handler of a signal may interrupt its holder
+        self._guard = threading.RLock()  # reentrant: a signal handler may interrupt its holder
         self._thread: threading.Thread | None = None
         self._kept = self._dropped = 0  # characters, lines
         self._paused = False
@@ -171,7 +168,7 @@ class NonBlockingOutput:
             self._paused = True
 
     def flush(self, seconds: float) -> bool:
-        """Whether all that was kept is written within the time."""
+        """Return whether everything was written within the time."""
         with self._guard:
             if self._thread is None:
                 return True
@@ -203,7 +200,7 @@ class NonBlockingOutput:
 
 
 def _write_to(output: Any, text: str) -> None:
-    """Characters that the output's encoding lacks are written as similar ASCII or as escapes."""
+    """Write text, with characters that the encoding lacks as similar ASCII or escapes."""
     encoding = getattr(output, "encoding", None) or "utf-8"
     data = text.encode(encoding, REPLACE_UNPRINTABLE)
     try:
@@ -215,10 +212,10 @@ def _write_to(output: Any, text: str) -> None:
         output.flush()
         return
     output.flush()
-    while data:  # not by the stream, whose lock would be held during a pause: this process could not exit
+    while data:  # bypass the stream: its lock, held during a pause, would keep this process from exiting
         try:
             data = data[os.write(descriptor, data) :]
-        except BlockingIOError:  # a descriptor that another process has set to O_NONBLOCK
+        except BlockingIOError:  # another process has set O_NONBLOCK
             poll = select.poll()
             poll.register(descriptor, select.POLLOUT)
             poll.poll()
@@ -228,35 +225,29 @@ _OWN_OUTPUT = NonBlockingOutput()
 
 
 def print_line(text: str) -> None:
-    write(text + "\n")
+    """Print a line on this process's output; it never raises or blocks for long."""
+    _OWN_OUTPUT.write(text + "\n")
 
 
-def write(text: str) -> None:
-    """Write to this process's output. No state of it raises, or stops an agent."""
-    _OWN_OUTPUT.write(text)
-
-
-def flush(seconds: float = _FLUSH_SECONDS) -> None:
-    """Wait until what was said is written, at most `seconds`: a paused reader may never go on."""
+def flush_output(seconds: float = _FLUSH_SECONDS) -> None:
+    """Wait until all output is written, at most `seconds`."""
     _OWN_OUTPUT.flush(seconds)
 
 
 TAIL_BYTES = 1024 * 1024
-_TAIL_SHARE = 8  # at most this part of the limit is the tail
+_TAIL_SHARE = 8  # the tail is at most the limit divided by this
 _BYTES_PER_LOOK = 256 * 1024
 _BLOCK_BYTES = 4096  # file systems free whole blocks
-# A record is longer than its line, by about 150 bytes: the records of a log may take this many times its limit.
-_RECORDS_FACTOR = 4
+_RECORDS_FACTOR = 4  # size limit of the records relative to the raw log: each adds about 150 bytes
 _PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
-
-Pass = Callable[[int, list[bytes]], None]
 
 
 class RankLog:
-    """Follows one raw log.
+    """Follows one raw log and writes its records.
 
-    limit_bytes: of raw log that is kept, on disk and as records: the first part, and the last `tail_bytes` (None: an
-    eighth, at most 1 MiB). Between two calls of `free_middle` a raw log can exceed it.
+    Args:
+        limit_bytes: Limit for the raw log and, about four times as much, for its records: the first part and the last
+            `tail_bytes` are kept (None: an eighth, at most 1 MiB). A raw log is cut at the next `free_middle`.
     """
 
     def __init__(
@@ -273,20 +264,20 @@ class RankLog:
         self._raw, self._records = raw, raw.with_suffix(".jsonl")
         self._job, self._generation, self._node, self._rank = job, generation, node, rank
         self._tail = min(TAIL_BYTES, limit_bytes // _TAIL_SHARE) if tail_bytes is None else tail_bytes
-        self._head = limit_bytes - 2 * self._tail  # the tail grows to twice its size before its first half is freed
+        self._head = limit_bytes - 2 * self._tail  # the tail reaches twice its size before it is cut
         self._records_left = _RECORDS_FACTOR * self._head
         self._read = 0
-        self._freed = -(-self._head // _BLOCK_BYTES) * _BLOCK_BYTES  # the hole's end; it begins here
-        self._full = False  # the head has its records
-        self._torn = False  # the last write failed, perhaps in mid-line
+        self._freed = -(-self._head // _BLOCK_BYTES) * _BLOCK_BYTES  # start of the hole, then its end
+        self._full = False  # the records of the head are complete
+        self._torn = False  # the last write failed, perhaps within a line
 
     def follow(self, beat: HeartbeatReading) -> list[bytes]:
-        """The records of the whole lines that have come since the last look; they are in the file by then."""
+        """Write and return the records of the complete lines since the last call."""
         room = min(_BYTES_PER_LOOK, self._head - self._read, self._left())
         return self._take(room, beat, at_end=False) if room > 0 and not self._full else []
 
     def finish(self, beat: HeartbeatReading) -> list[bytes]:
-        """The records of all that is left, once the rank has ended."""
+        """Write and return the records of the rest, once the rank has ended."""
         records: list[bytes] = []
         while (left := self._left()) > 0 and (room := min(_BYTES_PER_LOOK, self._head - self._read)) > 0:
             found = [] if self._full else self._take(room, beat, at_end=room >= left)
@@ -298,7 +289,7 @@ class RankLog:
         return records
 
     def free_middle(self) -> None:
-        """Give the disk back what lies between head and tail. Raises OSError where the file system cannot."""
+        """Free the disk blocks between head and tail. Raises OSError if the file system cannot."""
         end = (self._raw.stat().st_size - self._tail) // _BLOCK_BYTES * _BLOCK_BYTES
         if end - self._freed < max(self._tail, _BLOCK_BYTES):
             return
@@ -319,18 +310,18 @@ class RankLog:
         now, at, records, room, full = time.time(), self._read, [], self._records_left, False
         for piece, more in pieces:
             text = piece.removesuffix(b"\n").decode(errors="replace")
-            record = self._record(now, beat, text, start=at, end=at + len(piece), more=more)
+            record = self._encode(now, beat, text, start=at, end=at + len(piece), more=more)
             if full := len(record) >= room:
                 break
             room -= len(record) + 1
             records.append(record)
             at += len(piece)
         self._append(records)
-        self._read, self._records_left, self._full = at, room, full  # not before: a failed write is tried again
+        self._read, self._records_left, self._full = at, room, full  # after the write: a failed one is tried again
         return records
 
     def _take_tail(self, beat: HeartbeatReading) -> list[bytes]:
-        """The records of the last lines, after one that says how much lies between."""
+        """Write the records of the last lines, after one with the number of bytes left out."""
         begin = end = max(self._read, self._raw.stat().st_size - self._tail)
         with open(self._raw, "rb") as log:
             log.seek(begin)
@@ -339,7 +330,7 @@ class RankLog:
         end = at = begin + sum(len(piece) for piece, _ in pieces)
         for piece, more in reversed(pieces):
             text = piece.removesuffix(b"\n").decode(errors="replace")
-            record = self._record(now, beat, text, start=at - len(piece), end=at, more=more)
+            record = self._encode(now, beat, text, start=at - len(piece), end=at, more=more)
             if kept and len(record) >= room:
                 break
             room -= len(record) + 1
@@ -349,12 +340,12 @@ class RankLog:
             text = (
                 f"[{at - self._read} bytes are left out here: the rank printed more than survival.rank_log_mib keeps]"
             )
-            kept.append(self._record(now, beat, text, start=self._read, end=self._read, dropped=at - self._read))
+            kept.append(self._encode(now, beat, text, start=self._read, end=self._read, dropped=at - self._read))
         self._append(kept[::-1])
         self._read = end
         return kept[::-1]
 
-    def _record(self, now: float, beat: HeartbeatReading, text: str, **place: int) -> bytes:
+    def _encode(self, now: float, beat: HeartbeatReading, text: str, **place: Any) -> bytes:
         line = LogLine(
             t=utc_text(now),
             job=self._job,
@@ -369,7 +360,7 @@ class RankLog:
         return line.to_json().encode()
 
     def _append(self, records: list[bytes]) -> None:
-        """In one write where the system lets it be one, so that a crash of this process tears the last line at most."""
+        """Append records in one write if possible, so that a crash of this process tears at most the last line."""
         if not records:
             return
         data = memoryview((b"\n" if self._torn else b"") + b"\n".join(records) + b"\n")
@@ -383,64 +374,8 @@ class RankLog:
         self._torn = False
 
 
-class RankLogs:
-    """All ranks of a node. pass_on: told each rank's new records, for whoever carries them away.
-
-    A disk that is full costs the records, never the training: it is said once, and tried again with the next look.
-    """
-
-    def __init__(
-        self,
-        group: WorkerGroup,
-        *,
-        job: str,
-        generation: int,
-        node: int,
-        limit_bytes: int,
-        pass_on: Pass,
-        say: Callable,
-    ) -> None:
-        place = {"job": job, "generation": generation, "node": node, "limit_bytes": limit_bytes}
-        self._logs: list[tuple[Worker, RankLog]] = [
-            (worker, RankLog(worker.log_path, rank=worker.rank, **place)) for worker in group.workers
-        ]
-        self._pass_on, self._say = pass_on, say
-        self._failed = self._unlimited = False
-
-    def follow(self) -> None:
-        self._each(RankLog.follow)
-
-    def finish(self) -> None:
-        self._each(RankLog.finish)
-
-    def _each(self, look: Callable[[RankLog, HeartbeatReading], list[bytes]]) -> None:
-        for worker, log in self._logs:
-            self._limit(log)
-            try:
-                records = look(log, worker.beat)
-            except OSError as error:
-                if not self._failed:
-                    self._say(f"logs: WARNING: no JSON lines of rank {worker.rank}, its raw log stands: {error}")
-                self._failed = True
-                continue
-            if records:
-                self._pass_on(worker.rank, records)
-
-    def _limit(self, log: RankLog) -> None:
-        """Where a log's middle cannot be freed, it is said once, and the raw logs grow as the ranks print."""
-        if self._unlimited:
-            return
-        try:
-            log.free_middle()
-        except FileNotFoundError:  # the rank has removed its own log
-            return
-        except OSError as error:
-            self._say(f"logs: WARNING: raw logs exceed survival.rank_log_mib, their middle cannot be freed: {error}")
-            self._unlimited = True
-
-
 def punch_hole(descriptor: int, start: int, size: int) -> None:
-    """Free a part of a file; it reads as zeros from then on. Raises OSError, EOPNOTSUPP where there is no such call."""
+    """Free a part of a file, which then reads as zeros. Raises OSError, EOPNOTSUPP without such a call."""
     fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate64", None)
     if fallocate is None:
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
@@ -448,14 +383,21 @@ def punch_hole(descriptor: int, start: int, size: int) -> None:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
-_INTERVAL_SECONDS = 15.0  # each put is a request to be paid for; a rank that printed nothing costs none
+_INTERVAL_SECONDS = 15.0  # between uploads; each is a paid request
 _CLOSE_DEADLINE_SECONDS = 5.0
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.2, 5.0
 _QUEUE_BYTES = 8 * 1024 * 1024
 
 
 class LogUploader:
-    """Puts `logs/<generation>/<node>-<rank>-<segment>.jsonl`. say: takes one line of notice."""
+    """Uploads records as `logs/<generation>/<node>-<rank>-<segment>.jsonl`, in a thread: object stores cannot append.
+
+    Adding records never blocks. While the store is unavailable, records are kept up to `queue_bytes`; later ones are
+    dropped and counted, since the oldest records of a log are worth more.
+
+    Args:
+        say: Prints one line.
+    """
 
     def __init__(
         self,
@@ -469,7 +411,7 @@ class LogUploader:
     ) -> None:
         self._store, self._generation, self._node, self._say = job_store, generation, node, say
         self._interval_seconds, self._queue_limit = interval_seconds, queue_bytes
-        self._writer = secrets.token_hex(3)  # two agents never share a segment
+        self._writer = secrets.token_hex(3)  # keeps the segments of two agents apart
         self._changed = threading.Condition()  # guards what follows
         self._pending: dict[int, list[bytes]] = {}
         self._pending_bytes = self._left_out = 0
@@ -479,7 +421,7 @@ class LogUploader:
         self._thread.start()
 
     def add(self, rank: int, records: list[bytes]) -> None:
-        """Keep these for the next segment. Never waits."""
+        """Queue records for the next segment, without blocking."""
         with self._changed:
             for record in records:
                 if self._pending_bytes + len(record) > self._queue_limit:
@@ -489,7 +431,7 @@ class LogUploader:
                 self._pending_bytes += len(record)
 
     def close(self, *, deadline_seconds: float = _CLOSE_DEADLINE_SECONDS) -> None:
-        """A last try to put everything; what is lost to the store is told. Never raises."""
+        """Try to upload the rest within the deadline, and print how many lines are missing. Never raises."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -502,7 +444,6 @@ class LogUploader:
             self._say(f"logs: WARNING: {lost} lines did not reach {self._store.uri}/logs; this machine's disk has them")
 
     def _put_forever(self) -> None:
-        """The only place that puts: a store that hangs holds up this thread and no other."""
         backoff = Backoff(_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS)
         while (batch := self._next_batch()) is not None:
             try:
@@ -510,9 +451,9 @@ class LogUploader:
                     self._put(rank, records)
                 self._away = False
                 backoff.reset()
-            except Exception as error:  # whatever it was, the lines are still there and the next try may do
+            except Exception as error:  # the records are kept, and the next try may succeed
                 if not self._away:
-                    self._say(f"logs: WARNING: {self._store.uri} takes no logs for now, trying on: {error}")
+                    self._say(f"logs: WARNING: {self._store.uri} accepts no logs for now, retrying: {error}")
                 self._away = True
                 with self._changed:
                     self._changed.wait_for(lambda: self._given_up, backoff.next_pause())
@@ -525,7 +466,7 @@ class LogUploader:
             return None if done else {rank: list(records) for rank, records in self._pending.items()}
 
     def _put(self, rank: int, records: list[bytes]) -> None:
-        """A put that failed may have arrived all the same; readers know a record that they see twice."""
+        """Upload one rank's records; readers drop records that a failed put has stored after all."""
         number = self._segments.get(rank, 0)
         key = log_key(self._generation, self._node, rank, f"{number:06d}.{self._writer}")
         self._store.put(key, b"\n".join(records) + b"\n")
@@ -538,40 +479,56 @@ class LogUploader:
 
 
 class RankOutput:
-    """Follow it with each look at the ranks; close it when they have ended, so that their last words are kept."""
+    """All output of a node's ranks in one generation: terminal, records on disk, and their upload.
+
+    A full disk costs records, never training: it is reported once, and each call tries again.
+    """
 
     def __init__(self, group: WorkerGroup, spec: GangSpec, generation: int, job_store: Store) -> None:
         self._echo = TerminalEcho(group)
-        self._shipper: LogUploader | None = None
-        if not _is_part_of_store(Path(spec.log_folder), job_store):
-            self._shipper = LogUploader(job_store, generation=generation, node=spec.node, say=print_line)
-        self._lines = RankLogs(
-            group,
-            job=spec.job,
-            generation=generation,
-            node=spec.node,
-            limit_bytes=spec.survival.rank_log_mib * 2**20,
-            pass_on=self._pass_on,
-            say=print_line,
-        )
+        self._uploader: LogUploader | None = None
+        local = job_store.local_path("logs")
+        if local is None or local.resolve() != Path(spec.log_folder).resolve():
+            self._uploader = LogUploader(job_store, generation=generation, node=spec.node, say=print_line)
+        place = {"job": spec.job, "generation": generation, "node": spec.node}
+        limit = spec.survival.rank_log_mib * 2**20
+        self._logs = [
+            (worker, RankLog(worker.log_path, rank=worker.rank, limit_bytes=limit, **place)) for worker in group.workers
+        ]
+        self._write_failed = self._unlimited = False
 
     def follow(self) -> None:
+        """Process what the ranks have printed since the last call."""
         self._echo.echo_new_lines()
-        self._lines.follow()
+        self._record(RankLog.follow)
 
     def close(self) -> None:
-        """The rest of every rank's lines; the store has 5 s to take what is left."""
+        """Process the rest once the ranks have ended; the store has 5 s to accept it."""
         self._echo.echo_new_lines()
-        self._lines.finish()
-        if self._shipper:
-            self._shipper.close()
+        self._record(RankLog.finish)
+        if self._uploader:
+            self._uploader.close()
 
-    def _pass_on(self, rank: int, records: list[bytes]) -> None:
-        if self._shipper:
-            self._shipper.add(rank, records)
+    def _record(self, read: Callable[[RankLog, HeartbeatReading], list[bytes]]) -> None:
+        for worker, log in self._logs:
+            self._free_middle(log)
+            try:
+                records = read(log, worker.beat)
+            except OSError as error:
+                if not self._write_failed:
+                    print_line(f"logs: WARNING: no JSON lines of rank {worker.rank}, only its raw log: {error}")
+                self._write_failed = True
+                continue
+            if records and self._uploader:
+                self._uploader.add(worker.rank, records)
 
-
-def _is_part_of_store(folder: Path, job_store: Store) -> bool:
-    """The default store is this machine's runs/: what lies in the job's folder there need not be carried."""
-    local = job_store.local_path("logs")
-    return local is not None and local.resolve() == folder.resolve()
+    def _free_middle(self, log: RankLog) -> None:
+        if self._unlimited:
+            return
+        try:
+            log.free_middle()
+        except FileNotFoundError:  # user code has removed the log
+            return
+        except OSError as error:
+            print_line(f"logs: WARNING: raw logs exceed survival.rank_log_mib, their middle cannot be freed: {error}")
+            self._unlimited = True

@@ -1,7 +1,7 @@
-"""Messages between the processes of a gang: specifications, starts, verdicts and orders.
+"""Messages between the processes of a gang: what a launcher tells an agent, agents tell each other, and ranks are told.
 
-A signal would do the same to a rank that is ready for it, and kill one that is only starting. The record is read when
-the rank comes to it, says until when, and costs a fraction of a microsecond.
+All of it is plain data, sent as JSON. Orders to running ranks go through shared memory instead (`OrderRecord`): a
+signal would kill a rank that is still starting.
 """
 
 from __future__ import annotations
@@ -27,19 +27,21 @@ from ebbflow.training.launch.evidence import WorkerFailure
 
 SPEC_VARIABLE = "EBBFLOW_SPEC"
 _LONGEST_SILENCE_SECONDS = 20.0
-_SHORTEST_SILENCE_SECONDS = 4.0  # agents say something each second
+_SHORTEST_SILENCE_SECONDS = 4.0  # agents ping each other once per second
 
 
 @dataclass(frozen=True, kw_only=True)
 class GangSpec:
-    """One node's view of a gang to run. Every node gets the same but for `node`.
+    """One node's view of a gang to run; the nodes' specs differ only by `node`.
 
-    main_address: where node 0's agent listens for the others.
-    prepared: what the workload's `prepare` returned, with its fingerprint.
-    terms, rehearse: node 0's count, and it tells the others.
-    attempt: counts the starts that the scheduler made (Metaflow's retry count, plus earlier runs of the job).
-    candidate_ports: control ports to try in order, the same on every node (see `control_ports`).
-    promised_gpus: of each node by its placement; 0: the placement names none, as on this machine.
+    Attributes:
+        attempt: Number of the scheduler's start: Metaflow's retry count plus earlier runs of the job.
+        main_address: Address at which node 0's agent listens.
+        prepared: Result of the workload's `prepare`, with its fingerprint.
+        terms: Budget and price (`ebbflow.infra.terms.Terms`); node 0's count applies.
+        rehearse: Fault to inject; node 0's applies.
+        candidate_ports: Ports to try for the agents' connections, in order (see `control_ports`).
+        promised_gpus: GPUs per node that the placement pays for; 0 if it names none.
     """
 
     job: str
@@ -64,19 +66,21 @@ class GangSpec:
 
     @property
     def ranks(self) -> range:
-        """The ranks of this node."""
+        """Ranks of this node."""
         first = self.node * self.processes_per_node
         return range(first, first + self.processes_per_node)
 
     @property
     def token(self) -> str:
-        """Tells agents of this start from anybody else who happens to listen on the same port."""
+        """Identifies this start to agents that may reach another gang's port."""
         return f"{self.job}/{self.run}/{self.attempt}/{self.nodes}x{self.processes_per_node}"
 
     @property
     def silence_seconds(self) -> float:
-        """How long another node's agent may say nothing: as long as a rank without progress is left alone, but not so
-        short that a busy machine is taken for a lost one, nor so long that a lost one is paid for."""
+        """Seconds without a message after which another node's agent is lost.
+
+        It equals the hang floor, within limits: a busy machine must not be taken for a lost one.
+        """
         floor_seconds = self.survival.hang_floor_seconds
         return min(_LONGEST_SILENCE_SECONDS, max(_SHORTEST_SILENCE_SECONDS, floor_seconds))
 
@@ -87,16 +91,19 @@ class GangSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSpec:
-    """What a worker process is to do. Rank and world size come from torchrun's environment contract.
+    """What a rank is to do. Rank and world size come from torchrun's environment variables.
 
-    candidates: commit keys to restore from, newest of the lineage first; empty: start afresh.
-    config: `RunConfig.model_dump(mode="json")`. prepared: what the workload's `prepare` returned, with its fingerprint.
-    rehearse: a fault to inject (`ebbflow.training.rehearse.Fault.to_json`), already known never to have fired.
-    overrides: what is to be done otherwise than config says (`ebbflow.training.guards.overrides.Overrides.to_json`).
-    colocated_ranks: ranks that share this machine's cores.
-    promised_gpus: see `GangSpec`.
-    kept_path: folder for what ranks need not measure again in the agent's later generations.
-    control_path: where the node's agent tells its ranks to leave. notice_path: where a rehearsed notice is left for it.
+    Attributes:
+        candidates: Keys of commits to restore from, newest first; empty for a start from scratch.
+        config: `RunConfig.model_dump(mode="json")`.
+        prepared: Result of the workload's `prepare`, with its fingerprint.
+        rehearse: Fault to inject (`ebbflow.training.rehearse.Fault.to_json`); it has not fired in this job yet.
+        overrides: Changes to the configuration ordered by guards (`ebbflow.training.guards.overrides`).
+        colocated_ranks: Number of ranks that share this machine's cores.
+        promised_gpus: See `GangSpec`.
+        control_path: File of the order record.
+        kept_path: Folder for measurements that later generations reuse.
+        notice_path: File through which a rank rehearses a notice.
     """
 
     job: str
@@ -130,16 +137,18 @@ class WorkerSpec:
 
     @classmethod
     def from_environment(cls) -> WorkerSpec | None:
-        """The spec that this process's agent wrote, or None when it was started by torchrun or by hand."""
+        """Read the spec that this process's agent wrote; None if torchrun or a person started the process."""
         path = os.environ.get(SPEC_VARIABLE)
         return cls.from_json(Path(path).read_text()) if path else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class GangOutcome:
-    """How a gang ended when it ended by itself: `outcome` is a value of `ebbflow.infra.errors.Outcome`.
+    """How a gang ended without a failure.
 
-    goes_on: for this node only; its machine had a notice, and the others go on without it.
+    Attributes:
+        outcome: Value of `ebbflow.infra.errors.Outcome`.
+        goes_on: This node was left out and the other nodes go on.
     """
 
     outcome: str
@@ -151,7 +160,7 @@ class GangOutcome:
 
 
 SIGTERM = "SIGTERM"
-# Why ranks are told to leave; the record holds the place in this list.
+# Causes of orders; the order record holds an index into this list.
 CAUSES = (
     "",
     SIGTERM,
@@ -160,14 +169,16 @@ CAUSES = (
     "rehearsed notice",
     "rebalance recommendation",
 )
-_LEAVE_AT, _CAUSE, _NODE, _SAVES, _WORDS = range(5)
+_LEAVE_AT, _CAUSE, _NODE, _SAVES, _FIELDS = range(5)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankOrder:
-    """What all ranks of a gang are to do: leave within `seconds`, or save now and go on (seconds: infinite).
+    """An order to all ranks: leave within `seconds`, or save now and go on if `seconds` is infinite.
 
-    cause: one of CAUSES. node: where it came from.
+    Attributes:
+        cause: One of CAUSES.
+        node: Node whose notice or signal caused the order.
     """
 
     seconds: float
@@ -188,19 +199,22 @@ class RankOrder:
 
 
 class OrderRecord:
-    """Created by the agent of a node, opened by its ranks: one writer, no lock, each number stored whole."""
+    """Orders to the ranks of a node, in shared memory that each rank reads once per step (below 1 µs).
+
+    The agent creates and writes it, ranks open it. There is one writer and no lock; each number is stored whole.
+    """
 
     def __init__(self, path: Path) -> None:
         with open(path, "r+b") as file:
-            self._record = memoryview(mmap.mmap(file.fileno(), _WORDS * 8)).cast("q")
+            self._record = memoryview(mmap.mmap(file.fileno(), _FIELDS * 8)).cast("q")
 
     @classmethod
     def create(cls, path: Path) -> OrderRecord:
-        path.write_bytes(bytes(_WORDS * 8))
+        path.write_bytes(bytes(_FIELDS * 8))
         return cls(path)
 
-    def tell(self, order: RankOrder) -> None:
-        """Of several times to leave the shortest counts; a save is asked for once each time."""
+    def write(self, order: RankOrder) -> None:
+        """Add an order. The earliest time to leave counts; each order to save counts once."""
         record = self._record
         if not order.leave:
             record[_SAVES] += 1
@@ -208,23 +222,23 @@ class OrderRecord:
         leave_at = time.monotonic_ns() + int(max(order.seconds, 0.0) * 1e9)
         if record[_LEAVE_AT] and record[_LEAVE_AT] <= leave_at:
             return
-        if not record[_LEAVE_AT]:  # what came first is what they leave for; the place before the time, for readers
+        if not record[_LEAVE_AT]:  # the first cause counts; it is written before the time, which readers check
             record[_NODE], record[_CAUSE] = order.node, CAUSES.index(order.cause)
         record[_LEAVE_AT] = leave_at
 
     @property
     def leave_at(self) -> float:
-        """time.monotonic() by which the ranks must be gone; infinite while nobody has told them to leave."""
+        """time.monotonic() by which the ranks must have ended; infinite without an order to leave."""
         return self._record[_LEAVE_AT] / 1e9 or math.inf
 
     @property
     def saves(self) -> int:
-        """How many times a save was asked for."""
+        """Number of orders to save."""
         return self._record[_SAVES]
 
     @property
     def cause(self) -> str:
-        """Why, for people; "" while nobody has told them to leave."""
+        """Cause of the order to leave, for messages; "" without one."""
         record = self._record
         if not record[_LEAVE_AT]:
             return ""
@@ -232,16 +246,20 @@ class OrderRecord:
         return cause if cause == SIGTERM else f"{cause} to node {record[_NODE]}"
 
 
-# Signals that anybody may have sent. Only where they come at the same step again are they the program's doing.
-_FROM_OUTSIDE = {number.name for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+# Signals that another process may have sent: only if they recur at the same step is the program to blame.
+_EXTERNAL_SIGNALS = {number.name for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationStart:
-    """What node 0 tells everybody: the generation, what to restore, where torch's store will listen, which fault.
+    """Node 0's message that starts a generation.
 
-    nodes: the agents that take part, by the numbers that they joined with; in this order they get their ranks.
-    hosts: theirs. overrides: of the configuration's section training, such as gradient_accumulation_steps.
+    Attributes:
+        candidates: Keys of commits to restore from, newest first.
+        rendezvous_port: Port of torch's store on node 0.
+        nodes: Nodes that take part, by the numbers that they joined with, in the order of their ranks.
+        hosts: Host names of these nodes.
+        overrides: Changes to the section `training` of the configuration.
     """
 
     generation: int
@@ -260,17 +278,20 @@ class GenerationStart:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationEnd:
-    """The end of a generation: an `outcome` that the ranks agreed on, or a `culprit` that ended it.
+    """How a generation ended: with an `outcome` that all ranks agreed on, or because of a `culprit`.
 
-    ranks: the culprit's, to be ended first. error: the class of its exception. fingerprint: the same for the same
-    trouble again; empty for what does not lie in the program, such as a lost node.
-    details: what the event of the fault has of the culprit besides (`training.launch.watch.blame.Culprit.details`).
-    at: (Unix time, monotonic time) of the verdict, for events.
-    again: the gang goes on with another generation, as soon as all ranks are gone; `Start` or a last word will come.
-    left_out: nodes that go on no more then, by the numbers that they joined with: their machines had notices, or
-        read commits wrongly.
-    curable: a new attempt may end better. failed_as: the job's outcome when it does not.
-    generation: of a gang that was never started, which its nodes waited for, and are paid for.
+    Attributes:
+        reason: `EndReason`, or the outcome.
+        ranks: Ranks of the culprit, which are killed first.
+        error: Class name of the culprit's exception.
+        fingerprint: Equal for equal failures of the program; empty for others, such as a lost node.
+        details: Further fields of the fault's event (`ebbflow.training.launch.blame.Culprit.details`).
+        at: (Unix time, monotonic time) of the decision.
+        again: The gang goes on with another generation once all ranks have ended.
+        left_out: Nodes that do not go on, by the numbers that they joined with.
+        curable: Whether a new attempt may succeed.
+        failed_as: The job's outcome if it does not.
+        generation: Number of a generation that was never started but is paid for.
     """
 
     outcome: GangOutcome | None = None
@@ -295,22 +316,26 @@ class GenerationEnd:
 
 
 def end_from_stop_request(cause: str) -> GenerationEnd:
-    """The end of a gang that was told to leave while no rank of it ran: nothing is lost, and no code is to blame."""
-    culprit = f"told to leave ({cause}) before the gang could go on; the last commit stands"
+    """Return the end of a gang that was asked to stop while none of its ranks ran."""
+    culprit = f"asked to stop ({cause}) before the gang could go on; the last commit is kept"
     return GenerationEnd(culprit=culprit, reason=EndReason.AGENT_STOPPED, failed_as=Outcome.INTERRUPTED.value)
 
 
-def end_for_left_out_node(verdict: GenerationEnd, cause: str) -> GenerationEnd:
-    """The end of a gang for a node without which the others go on. cause: of its notice, where it had one."""
-    step = verdict.outcome.step if verdict.outcome else int(verdict.details.get("step", 0))
-    why = f"told to leave ({cause})" if cause else f"left out: {' '.join(verdict.culprit.split())[:300]}"
+def end_for_left_out_node(end: GenerationEnd, cause: str) -> GenerationEnd:
+    """Return the end of a gang for a node without which the others go on.
+
+    Args:
+        cause: Cause of the node's notice; "" if it had none.
+    """
+    step = end.outcome.step if end.outcome else int(end.details.get("step", 0))
+    why = f"asked to leave ({cause})" if cause else f"left out: {' '.join(end.culprit.split())[:300]}"
     message = f"{why}; the others go on"
     outcome = GangOutcome(outcome=Outcome.INTERRUPTED.value, step=step, generation=0, message=message, goes_on=True)
     return GenerationEnd(outcome=outcome, reason=EndReason.AGENT_STOPPED)
 
 
 def end_from_failures(evidence: Sequence[WorkerFailure]) -> GenerationEnd:
-    """Who ended the generation. All but a lost node can be cured with the agents that are there."""
+    """Return the end of a generation with the culprit that the evidence shows. All but a lost node can be replaced."""
     culprit = blame(evidence)
     worst = culprit.failure
     lost_node = (worst.killed_by or "").startswith("node ")
@@ -345,7 +370,11 @@ def end_from_failures(evidence: Sequence[WorkerFailure]) -> GenerationEnd:
 
 
 def end_from_results(finished: Mapping[int, dict[int, dict]], generation: int) -> GenerationEnd:
-    """What the results of all ranks, by node, say together."""
+    """Return the end of a generation whose ranks have all finished: their common outcome, or a failure if they differ.
+
+    Args:
+        finished: Results by node and rank.
+    """
     results = {rank: result for node in finished.values() for rank, result in node.items()}
     first = results[0]
     strays = [rank for rank, result in sorted(results.items()) if _ending(result) != _ending(first)]
@@ -364,22 +393,22 @@ def end_from_results(finished: Mapping[int, dict[int, dict]], generation: int) -
     return GenerationEnd(outcome=outcome, reason=outcome.outcome)
 
 
-def end_if_unaffordable(start: GenerationStart, step: int) -> GenerationEnd | None:
-    """The end of a gang whose ranks must not start, since nothing is left but the price of a last save; None: they may.
+def end_if_unaffordable(start: GenerationStart, step: int) -> GangOutcome | None:
+    """Return the outcome if the budget only covers a last save, so that no rank may start; None if ranks may start.
 
-    step: of the commit that stands.
+    Args:
+        step: Step of the newest commit.
     """
     message = "" if start.terms is None else Terms.from_json(start.terms).out_of_money()
     if not message:
         return None
-    outcome = GangOutcome(outcome=Outcome.BUDGET.value, step=step, generation=start.generation, message=message)
-    return GenerationEnd(outcome=outcome, reason=outcome.outcome)
+    return GangOutcome(outcome=Outcome.BUDGET.value, step=step, generation=start.generation, message=message)
 
 
 def _fingerprint(culprit: Culprit) -> str:
     failure = culprit.failure
-    chance = failure.stopped or (failure.killed_by in _FROM_OUTSIDE and not failure.memory_kill)
-    return f"{culprit.fingerprint} in step {culprit.step}" if chance else culprit.fingerprint
+    external = failure.stopped or (failure.killed_by in _EXTERNAL_SIGNALS and not failure.memory_kill)
+    return f"{culprit.fingerprint} in step {culprit.step}" if external else culprit.fingerprint
 
 
 def _ending(result: dict) -> tuple[str, int, str | None]:

@@ -1,8 +1,4 @@
-"""The state of a node's agent over all generations: event log, notices, standby, keeper and ranks.
-
-One generation of a node ends at the very moment at which its next one begins, so that all of an agent's life is paid
-for in exactly one generation, and nothing twice.
-"""
+"""The state of a node's agent over all generations: event log, notices, standby, keeper and ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from ebbflow.infra.config.schema import ClusterConfig, SurvivalConfig
+from ebbflow.infra.config.schema import ClusterConfig
 from ebbflow.infra.events import EndReason
 from ebbflow.infra.keeper import Keeper
 from ebbflow.infra.layout import job_prefix
@@ -36,16 +32,19 @@ from ebbflow.training.launch.watch import GpuCounters
 from ebbflow.training.launch.workers import Standby
 from ebbflow.training.retry import run_while
 
-LOOP_SECONDS = 180.0  # that an agent's loop may stand still; all that it waits for ends sooner
-_JOIN_SECONDS = 5.0  # for a node that comes late to find the others, who wait for it as long as a start may take
-_REQUESTS_PER_START = 4  # that may hang one after the other before a start is given up
+LOOP_SECONDS = 180.0  # without a turn of the agent's loop; every wait in it has a shorter deadline
+_JOIN_SECONDS = 5.0  # reserved for a late node to join within the start deadline
+_REQUESTS_PER_START = 4  # requests that may time out one after the other within a start deadline
 
 
 class LoopWatchdog:
-    """Kills this process when its agent's loop has not turned for `limit_seconds`: no other process may be left to
-    notice, and the launcher, or the scheduler, starts a killed task again. A thread of its own, until `close`.
+    """Kills this process when its agent's loop makes no turn for `limit_seconds`, so that it is started again.
 
-    Time in which the process did not run does not count. turns: how often the loop has turned so far.
+    Time during which the process was suspended does not count.
+
+    Args:
+        turns: Returns the number of turns of the loop so far.
+        end: Kills the process.
     """
 
     def __init__(
@@ -73,7 +72,7 @@ class LoopWatchdog:
             elif awake - since > self._limit:
                 try:
                     print_line(
-                        f"this node's agent stood still for {awake - since:.0f} s: it is killed, to be started again"
+                        f"this node's agent made no progress for {awake - since:.0f} s: killing it for a restart"
                     )
                 finally:
                     self._end()
@@ -81,7 +80,7 @@ class LoopWatchdog:
 
 
 class NodeRuntime:
-    """Nothing that it started is alive after `close`."""
+    """What a node's agent keeps over all generations. `close` ends every process that it started."""
 
     def __init__(self, spec: GangSpec) -> None:
         self.spec = spec
@@ -98,23 +97,29 @@ class NodeRuntime:
         self._gpus = GpuCounters()
         self._keeper: Keeper | None = None
         self._standby: Standby | None = None
-        self._kept: Path | None = None  # folder of the first generation
-        self._pushed: set[int] = set()  # numbers that this node has had: its metrics stand under each
+        self._cache_folder: Path | None = None  # folder of the first generation
+        self._node_numbers: set[int] = set()  # in all generations; its pushed metrics are grouped by them
 
-    def standing(self) -> RankOrder | None:
-        """What is to be waited out before anything is begun here. Without it the standby begins to import what ranks
-        need, while the nodes still find each other."""
-        standing = self.drain.standing(self.start_seconds - _JOIN_SECONDS)
-        if standing is None:
-            self._warm()
-        return standing
+    def find_pending_notice(self) -> RankOrder | None:
+        """Return the notice to wait out before the start, if any; otherwise start the standby's imports."""
+        notice = self.drain.find_pending(self.start_seconds - _JOIN_SECONDS)
+        if notice is None:
+            self._prepare_processes()
+        return notice
 
     def fetch_secret(self) -> bytes | None:
-        """By which node 0 knows this node; None while there is none. Raises StoreError."""
+        """Read the secret that proves this node to node 0; None if it is not published yet. Raises StoreError."""
         return run_while(self.secret.fetch, self.is_leaving)
 
     def wait_out_notices(self, meanwhile: Callable[[float], str]) -> str:
-        """Wait out what stands, which is paid for and on record: "" when this node may start, else why not."""
+        """Wait until pending notices have expired.
+
+        Args:
+            meanwhile: Called with the seconds left; a non-empty result is the reason to end the wait.
+
+        Returns:
+            "" if this node may start, else the reason why not.
+        """
 
         def look(seconds: float) -> str:
             self.log.beat()
@@ -124,36 +129,37 @@ class NodeRuntime:
 
         why = self.drain.wait_out_notices(look)
         if not why:
-            self._warm()
+            self._prepare_processes()
         return why
 
     def run_ranks(self, spec: GangSpec, start: GenerationStart, peers: Peers) -> GenerationEnd:
-        self._pushed.add(spec.node)
+        """Run this node's ranks of one generation and return how the generation ended."""
+        self._node_numbers.add(spec.node)
         if self._keeper is not None and self._keeper.lost:
-            print_line(f"node {spec.node}: the process that keeps the ranks was lost; another one takes its place")
+            print_line(f"node {spec.node}: the keeper process was lost; starting another one")
             self._keeper.close()
             self._keeper = None
         if self._standby is not None and self._standby.lost:
             self._standby.close()
             self._standby = None
-        self._warm()
+        self._prepare_processes()
         generation = NodeGeneration(
             spec, start, peers, self.drain, self.log, self.job_store, gpus=self._gpus, gpu_check=self._gpu_check
         )
-        self._kept = self._kept or generation.folder
-        return generation.run(self._standby, self._kept, self._keeper)
+        self._cache_folder = self._cache_folder or generation.folder
+        return generation.run(self._standby, self._cache_folder, self._keeper)
 
     def spec_among(self, nodes: list[int]) -> GangSpec:
-        """This node's spec among the nodes that take part, which get their ranks in this order."""
+        """Return this node's spec if `nodes` take part, in the order of their ranks."""
         return replace(self.spec, node=nodes.index(self.spec.node), nodes=len(nodes))
 
     def is_leaving(self) -> bool:
-        """What is asked all along while this node waits for others, in which time it is paid for as well."""
+        """Return whether this node is to leave; called in every wait, so it also records the paid time."""
         self.log.beat()
         return self.drain.leaving
 
-    def stopped(self) -> GenerationEnd:
-        """Of this node, where nothing else is known."""
+    def end_if_stopped(self) -> GenerationEnd:
+        """Return the end of a generation whose agent is stopped before it learns another one."""
         culprit = f"node {self.spec.node} ({self.host}): the agent was stopped"
         return GenerationEnd(culprit=culprit, reason=EndReason.AGENT_STOPPED)
 
@@ -167,35 +173,31 @@ class NodeRuntime:
         self.drain.close()
         self._withdraw_metrics()
 
-    def _warm(self) -> None:
+    def _prepare_processes(self) -> None:
+        """Start the keeper and the standby where they are missing."""
+        spec, folder = self.spec, Path(self.spec.log_folder)
         if self._keeper is None and sys.platform.startswith("linux"):
-            with contextlib.suppress(OSError):  # no more processes or memory: ranks are this process's own children
-                folder = Path(self.spec.log_folder)
+            with contextlib.suppress(OSError):  # without a keeper, ranks are children of this process
                 folder.mkdir(parents=True, exist_ok=True)
-                self._keeper = Keeper(folder / f"keeper-node-{self.spec.node}.log")
-        if self._standby is None and SurvivalConfig(**self.spec.config.get("survival", {})).standby:
-            with contextlib.suppress(OSError):  # ranks are started cold then, or say why they cannot be
-                self._standby = self._new_standby()
-
-    def _new_standby(self) -> Standby:
-        spec = self.spec
-        here = spec.world_size if spec.main_address == "127.0.0.1" else spec.processes_per_node
-        return Standby(
-            Path(spec.log_folder) / f"standby-node-{spec.node}.log", colocated_ranks=here, keeper=self._keeper
-        )
+                self._keeper = Keeper(folder / f"keeper-node-{spec.node}.log")
+        if self._standby is None and spec.survival.standby:
+            local_ranks = spec.world_size if spec.main_address == "127.0.0.1" else spec.processes_per_node
+            with contextlib.suppress(OSError):  # without a standby, ranks start cold
+                log = folder / f"standby-node-{spec.node}.log"
+                self._standby = Standby(log, colocated_ranks=local_ranks, keeper=self._keeper)
 
     def _withdraw_metrics(self) -> None:
-        """A pushed group never expires, and a rank that was killed cannot delete its own."""
+        """Delete the metrics that ranks pushed: they never expire, and a killed rank cannot delete its own."""
         url = self.spec.config.get("metrics", {}).get("push_url")
         if url is not None:
             from ebbflow.infra.metrics import PushGroup, delete_group
 
-            for node in self._pushed:
+            for node in self._node_numbers:
                 delete_group(PushGroup(url, self.spec.job, node), say=print_line)
 
 
 def end_from_agent_error(error: Exception, node: int) -> GenerationEnd:
-    """The end of a gang one of whose agents raised: a failure of the program, which a new attempt may cure."""
+    """Return the end of a gang whose agent raised an unexpected exception; a new attempt may succeed."""
     text = describe_traceback(error)
     print_line(text)
     place = parse_traceback(text)

@@ -1,10 +1,11 @@
-"""Preemption: from a spot interruption notice to the order that all ranks leave after the same step.
+"""Preemption: from a spot interruption notice or signal to the order that all ranks leave after the same step.
 
-To leave for one at once would take attempt after attempt for the same notice, and what starts now would hardly begin to
-train. Whatever goes with the machine then goes with this one attempt.
+A node's agent reports a notice to the coordinator, which orders all nodes to leave. Each agent writes the order into
+the order record of its ranks (`ebbflow.training.launch.messages.OrderRecord`), and the ranks agree on the step at the
+next step sync.
 
-Whoever hears that a machine goes tells the lead, and the lead tells all nodes. Each agent writes the order into the
-record of its ranks (`ebbflow.training.launch.messages`), and through the step sync all ranks leave after the same step.
+A notice that is pending when an agent starts was probably received by an earlier attempt on the same machine. It is
+waited out: leaving at once would spend one attempt after another on the same notice.
 """
 
 from __future__ import annotations
@@ -37,41 +38,45 @@ from ebbflow.training.launch.workers import WorkerGroup
 
 
 def may_be_repeated(notice: Notice) -> bool:
-    """One that an attempt before this one may have heard already, of the same machine; a rehearsal is heard once."""
+    """Return whether an earlier attempt on this machine may have received this notice already."""
     return notice.reclaims and notice.source is not NoticeSource.REHEARSAL
 
 
 def seconds_until_expired(notice: Notice) -> float:
-    """Until it counts no more, if the machine is still there."""
+    """Return the seconds until a notice no longer counts if the machine still exists."""
     return max(notice.ends_at + STALE_SECONDS - time.monotonic(), 0.0)
 
 
 class PendingNotices:
-    """One node's. open: from the first look at the sources until what stands is over, or is left for after all."""
+    """Notices of this node that are waited out before its start.
+
+    Attributes:
+        open: Whether new notices are waited out as well.
+    """
 
     def __init__(self) -> None:
         self.open = False
         self._waiting: list[Notice] = []
         self._unrecorded: list[Notice] = []
 
-    def take(self, heard: Sequence[Notice]) -> list[Notice]:
-        """What of `heard` stands is waited out from now on; returns the rest."""
-        fresh = [one for one in heard if may_be_repeated(one)]
-        self._waiting += fresh
-        self._unrecorded += fresh
-        return [one for one in heard if one not in fresh]
+    def take(self, notices: Sequence[Notice]) -> list[Notice]:
+        """Add those notices that are to be waited out, and return the others."""
+        pending = [notice for notice in notices if may_be_repeated(notice)]
+        self._waiting += pending
+        self._unrecorded += pending
+        return [notice for notice in notices if notice not in pending]
 
     @property
     def soonest(self) -> Notice | None:
-        """Whose time comes first; None: nothing is waited out any more."""
-        over = time.monotonic() - STALE_SECONDS
-        self._waiting = [one for one in self._waiting if one.ends_at >= over]
-        return min(self._waiting, key=lambda one: one.ends_at, default=None)
+        """The notice that ends first; None once all have expired."""
+        expired = time.monotonic() - STALE_SECONDS
+        self._waiting = [notice for notice in self._waiting if notice.ends_at >= expired]
+        return min(self._waiting, key=lambda notice: notice.ends_at, default=None)
 
     def take_unrecorded(self) -> list[Notice]:
-        """Those that no event tells of yet; each is handed out once."""
-        fresh, self._unrecorded = self._unrecorded, []
-        return fresh
+        """Return each notice once, for its event."""
+        unrecorded, self._unrecorded = self._unrecorded, []
+        return unrecorded
 
 
 _CAUSES = {
@@ -80,23 +85,24 @@ _CAUSES = {
     NoticeSource.METAFLOW: "Metaflow's notice of a spot interruption",
     NoticeSource.REHEARSAL: "rehearsed notice",
 }
-# Past the time that was given the machine is gone, or whoever sent SIGTERM has killed the process; where neither
-# happens the agent does not wait for its ranks without end.
-_GRACE_SECONDS = 30.0
+_GRACE_SECONDS = 30.0  # after the time to leave; ranks that are still alive then have failed
 _FIRST_LOOK_SECONDS = 2.0
 _LOOK_SECONDS = 0.1
-_ECHO_SECONDS = 1.0  # for the lead to order what it was told; then this node's ranks are told all the same
+_COORDINATOR_SECONDS = 1.0  # for the coordinator to order what was reported; then this node acts alone
 
 
 class OrderChannel(Protocol):
-    """Of the other nodes, what concerns orders (`ebbflow.training.launch.membership`)."""
+    """The part of `ebbflow.training.launch.membership.Peers` that carries orders."""
 
     def order(self, order: RankOrder) -> None: ...
     def orders(self) -> list[RankOrder]: ...
 
 
 class Drain:
-    """One per agent, over all its generations. To be used by the agent's main thread."""
+    """Turns notices and signals of one node into orders for its ranks, over all generations.
+
+    It is used by the agent's main thread only.
+    """
 
     def __init__(self, spec: GangSpec) -> None:
         self._node = spec.node
@@ -111,86 +117,86 @@ class Drain:
         )
         self._signalled_at: float | None = None
         self._sources_reported = False
-        self._unsent: list[Notice] = []  # heard, and neither recorded as an event nor sent yet
-        self._standing = PendingNotices()
-        self._ordered: list[tuple[float, RankOrder]] = []  # (time.monotonic() when it came, what the lead has ordered)
-        self._own: RankOrder | None = None  # the first that came of a notice to this node
-        self._gone: set[int] = set()  # nodes that were left out: their notices concern nobody any more
-        self._own_leave_at = self._leave_at = self._machine_ends_at = self._echo_by = float("inf")
-        self._control: OrderRecord | None = None
+        self._unsent: list[Notice] = []  # neither recorded as an event nor sent yet
+        self._pending = PendingNotices()
+        self._ordered: list[tuple[float, RankOrder]] = []  # (time.monotonic() of arrival, order of the coordinator)
+        self._own: RankOrder | None = None  # from the first notice to this node
+        self._gone: set[int] = set()  # nodes that were left out, whose notices no longer matter
+        self._own_leave_at = self._leave_at = self._machine_ends_at = self._act_alone_at = float("inf")
+        self._record: OrderRecord | None = None
 
     def on_signal(self) -> None:
-        """SIGTERM or Ctrl-C came. Does nothing that a signal handler may not."""
+        """Note a SIGTERM or Ctrl-C; safe in a signal handler."""
         if self._signalled_at is None:
             self._signalled_at = time.monotonic()
 
     @property
     def leaving(self) -> bool:
-        """Whether this node, or by the lead's order the whole gang, is to leave: nothing new is to be begun."""
+        """Whether this node, or by order the whole gang, is to leave."""
         self._receive()
         return self._leave_at < float("inf")
 
-    def standing(self, longest_seconds: float) -> RankOrder | None:
-        """Before anything is begun: for how long a notice that stands already is to be waited out, and why.
+    def find_pending(self, longest_seconds: float) -> RankOrder | None:
+        """Return for how long to wait before the start, and why; None if no notice is pending.
 
-        One that leaves time to train, so that the wait would be longer than `longest_seconds`, is heard as any other.
-        None: there is nothing to be waited out.
+        A notice that would take longer than `longest_seconds` to expire leaves time to train: it is not waited out.
         """
         self._watcher.wait_for_first_poll(_FIRST_LOOK_SECONDS)
-        self._standing.open = True
+        self._pending.open = True
         self._receive()
-        if (
-            min([seconds_until_expired(one) for one in self._unsent if may_be_repeated(one)], default=float("inf"))
-            <= longest_seconds
-        ):
-            self._unsent = self._standing.take(self._unsent)
-            if (soonest := self._standing.soonest) is not None:
+        waits = [seconds_until_expired(one) for one in self._unsent if may_be_repeated(one)]
+        if min(waits, default=float("inf")) <= longest_seconds:
+            self._unsent = self._pending.take(self._unsent)
+            if (soonest := self._pending.soonest) is not None:
                 return RankOrder(seconds=seconds_until_expired(soonest), cause=_CAUSES[soonest.source], node=self._node)
         self._act_on_pending()
         return None
 
     def wait_out_notices(self, meanwhile: Callable[[float], str]) -> str:
-        """Wait out what `standing` has found, and what comes to stand meanwhile; after that it counts no more.
+        """Wait until the pending notices, and those that arrive meanwhile, have expired.
 
-        meanwhile: called all along with the seconds that are left; what it returns, if anything, is why to end it.
-        Returns "" where the gang may start here, else why not: this process is to end before that time.
+        Args:
+            meanwhile: Called with the seconds left; a non-empty result is the reason to end the wait.
+
+        Returns:
+            "" if the gang may start on this node, else the reason why not.
         """
-        told = why = ""
-        while not why and (soonest := self._standing.soonest) is not None:
+        announced, why = False, ""
+        while not why and (soonest := self._pending.soonest) is not None:
             going = f"this machine is going away in {soonest.seconds_left:.0f} s"
-            if not told:
-                told = f"node {self._node}: {going} ({_CAUSES[soonest.source]}): no rank is started before that"
-                print_line(told)
+            if not announced:
+                announced = True
+                cause = _CAUSES[soonest.source]
+                print_line(f"node {self._node}: {going} ({cause}): no rank is started before that")
             signalled = any(one.source is NoticeSource.SIGNAL for one in self._unsent)
             if why := "SIGTERM" if signalled else meanwhile(seconds_until_expired(soonest)):
                 why += f", and {going}"
             time.sleep(_LOOK_SECONDS)
             self._receive()
-            self._unsent = self._standing.take(self._unsent)
-        if told and not why:
-            print_line(f"node {self._node}: the notice's time has passed and this machine is still there: it starts")
+            self._unsent = self._pending.take(self._unsent)
+        if announced and not why:
+            print_line(f"node {self._node}: the notice has expired and this machine is still there: starting")
         self._act_on_pending()
         return why
 
     def _act_on_pending(self) -> None:
-        """From now on a notice means to leave, those that were heard and not waited out among them."""
-        self._standing.open = False
+        """Stop waiting notices out: act on those that were received, and on later ones."""
+        self._pending.open = False
         for notice in self._unsent:
             self._act_on_notice(notice)
 
     def forget_nodes(self, nodes: Collection[int]) -> None:
-        """Those nodes have left, by the numbers that they joined with, and the others go on: nobody else leaves for
-        what was ordered because of them."""
+        """Drop the orders caused by nodes that were left out, by the numbers that they joined with."""
         self._gone |= set(nodes)
         self._ordered = [(came_at, order) for came_at, order in self._ordered if order.node not in self._gone]
         leave_at = [came_at + order.seconds for came_at, order in self._ordered if order.leave]
         self._leave_at = min([self._own_leave_at, *leave_at])
 
     def find_overstaying_ranks(self, group: WorkerGroup) -> list[WorkerFailure]:
-        """Ranks of this node that were told to leave and are still there long after their time: that wait ends too."""
+        """Return a failure for each rank that is still alive long after its time to leave."""
         if time.monotonic() <= self._leave_at + _GRACE_SECONDS:
             return []
-        text = f"told to leave ({self.cause}) and still here {_GRACE_SECONDS:g} s after its time"
+        text = f"asked to leave ({self.cause}) and still running {_GRACE_SECONDS:g} s after its deadline"
         return [
             WorkerFailure(rank=worker.rank, message=text, hung=True, certainty=SLOW, node=self._node,
                           step=worker.beat.step, phase=worker.beat.phase, timestamp=time.time())
@@ -200,52 +206,52 @@ class Drain:
 
     @property
     def cause(self) -> str:
-        """Why, for people."""
+        """Cause of the first order to leave, for messages; "" without one."""
         first = next((order for _, order in self._ordered if order.leave), self._own)
         if first is None or first.cause == "SIGTERM":
             return "" if first is None else first.cause
         return f"{first.cause} to node {first.node}"
 
     def create_order_record(self, folder: Path) -> Path:
-        """The record of the ranks that are about to be started; what was ordered before holds for them too."""
+        """Create the order record for ranks that are about to start, with the orders that still hold."""
         path = folder / f"node-{self._node}.control"
-        self._control = OrderRecord.create(path)
+        self._record = OrderRecord.create(path)
         for came_at, order in self._ordered:
             if order.leave:
-                self._control.tell(replace(order, seconds=came_at + order.seconds - time.monotonic()))
+                self._record.write(replace(order, seconds=came_at + order.seconds - time.monotonic()))
         return path
 
-    def forward_orders(self, post: OrderChannel, emit: Callable[..., object]) -> None:
-        """What the agent's loop calls: tell the lead what was heard here, and the ranks what the lead has ordered."""
+    def forward_orders(self, channel: OrderChannel, emit: Callable[..., object]) -> None:
+        """Send new notices to the coordinator, and the coordinator's orders to the ranks."""
         self._receive()
         self._report_sources(emit)
-        for order in self.record(emit):
-            post.order(order)
-        for order in post.orders():
-            if order.node in self._gone:  # it came in one breath with the news that they have left
+        for order in self.record_notices(emit):
+            channel.order(order)
+        for order in channel.orders():
+            if order.node in self._gone:  # sent before its node was left out
                 continue
             now = time.monotonic()
             self._ordered.append((now, order))
             if order.leave:
                 self._leave_at = min(self._leave_at, now + order.seconds)
-            if self._control is not None:
-                self._control.tell(order)
+            if self._record is not None:
+                self._record.write(order)
         self._order_without_coordinator()
-        if time.monotonic() >= self._machine_ends_at:  # a rehearsal takes the machine when it said so
+        if time.monotonic() >= self._machine_ends_at:  # a rehearsed notice ends the machine at its time
             os.kill(os.getpid(), signal.SIGKILL)
 
     def record_pending(self, emit: Callable[..., object]) -> None:
-        """Write down what is waited out, at once: of a machine that goes meanwhile nothing is written later."""
-        for notice in self._standing.take_unrecorded():
-            self._write(notice, None, emit, waits=True)
+        """Record notices that are waited out, at once: the machine may be gone later."""
+        for notice in self._pending.take_unrecorded():
+            self._emit_notice(notice, None, emit, waits=True)
 
-    def record(self, emit: Callable[..., object]) -> list[RankOrder]:
-        """Write down what was heard and not yet told; what is to be done about it."""
+    def record_notices(self, emit: Callable[..., object]) -> list[RankOrder]:
+        """Record new notices as events, and return the orders that they lead to."""
         orders = []
         self.record_pending(emit)
         for notice in self._unsent:
-            order = self._order(notice)
-            self._write(notice, order, emit)
+            order = self._order_for(notice)
+            self._emit_notice(notice, order, emit)
             orders += [] if order is None else [order]
         self._unsent.clear()
         return orders
@@ -254,34 +260,33 @@ class Drain:
         self._watcher.close()
 
     def _receive(self) -> None:
-        """Also where there is nobody yet to be told."""
         news = self._watcher.new_notices()
         if self._signalled_at is not None and self._signalled_at >= 0:
             at, self._signalled_at = self._signalled_at, -1.0
             news.append(Notice(source=NoticeSource.SIGNAL, action=LEAVE, heard_at=at, ends_at=at + self._stop_seconds))
         for notice in news:
             self._unsent.append(notice)
-            if not (self._standing.open and may_be_repeated(notice)):
+            if not (self._pending.open and may_be_repeated(notice)):
                 self._act_on_notice(notice)
             if notice.source is NoticeSource.REHEARSAL:
                 self._machine_ends_at = min(self._machine_ends_at, notice.ends_at)
 
     def _act_on_notice(self, notice: Notice) -> None:
-        order = self._order(notice)
+        order = self._order_for(notice)
         if order is not None and order.leave:
             now = time.monotonic()
             self._own_leave_at = min(self._own_leave_at, now + order.seconds)
             self._leave_at = min(self._leave_at, self._own_leave_at)
-            self._own, self._echo_by = self._own or order, min(self._echo_by, now + _ECHO_SECONDS)
+            self._own, self._act_alone_at = self._own or order, min(self._act_alone_at, now + _COORDINATOR_SECONDS)
 
     def _order_without_coordinator(self) -> None:
-        """A lead that is frozen or gone must not cost the last save: the step sync tells the other nodes' ranks."""
+        """Write the order for this node's ranks if the coordinator does not answer: the last save must not be lost."""
         now = time.monotonic()
-        if self._own is not None and self._control is not None and now >= self._echo_by:
-            self._control.tell(replace(self._own, seconds=self._leave_at - now))
+        if self._own is not None and self._record is not None and now >= self._act_alone_at:
+            self._record.write(replace(self._own, seconds=self._leave_at - now))
 
-    def _order(self, notice: Notice) -> RankOrder | None:
-        """What is to be done about it, now; None: nothing."""
+    def _order_for(self, notice: Notice) -> RankOrder | None:
+        """Return what to do about a notice; None for nothing."""
         if notice.action == REBALANCE:
             seconds = {"save": float("inf"), "leave": self._save_seconds}.get(self._config.on_rebalance)
             cause = "rebalance recommendation"
@@ -290,7 +295,7 @@ class Drain:
         seconds = max(notice.seconds_left - margin, 0.0)
         return RankOrder(seconds=seconds, cause=_CAUSES[notice.source], node=self._node)
 
-    def _write(
+    def _emit_notice(
         self, notice: Notice, order: RankOrder | None, emit: Callable[..., object], *, waits: bool = False
     ) -> None:
         left = None if notice.ends_at == float("inf") else round(notice.seconds_left, 3)
@@ -306,7 +311,7 @@ class Drain:
             does=does,
             detail=notice.detail,
         )
-        if waits:  # it was said when it was heard
+        if waits:
             return
         time_left = "" if left is None else f", {left:.0f} s left"
         print_line(
@@ -323,4 +328,4 @@ class Drain:
                 name: absent for name, absent in decided.items() if absent
             })  # fmt: skip
             if "hop limit" in (absent := decided.get(NoticeSource.METADATA, "")):
-                print_line(f"node {self._node}: spot notices will not be heard: {absent}")
+                print_line(f"node {self._node}: spot interruption notices cannot be received: {absent}")

@@ -1,13 +1,13 @@
-"""How agents talk to each other: JSON lines over TCP with node 0 in the middle, and the handshake before it.
+"""How the agents of a gang talk to each other: JSON lines over TCP with node 0 in the middle.
 
-Node 0 draws a secret for each start and puts it into the job's store; every reader of that store can take part. Neither
-side ever sends the secret: each answers a fresh nonce of the other with an HMAC (RFC 2104, SHA-256). The answer covers
-both nonces, the start, the sender's role and the node's hello, so that none can be replayed, reflected or altered.
-Messages after the handshake carry no HMAC of their own (docs/security.md).
+Agents, not ranks, hold these connections, so that a frozen rank cannot block the news about it. A closed connection is
+the fastest sign of a lost node, silence the slower one.
 
-Agents, not ranks, hold this conversation, so that a frozen rank cannot block the news of it. A closed connection is
-the fastest sign of a lost node; silence is the slower one. A peer is believed only after both sides have proved that
-they belong to the same start (`ebbflow.training.launch.transport`); before and after that all it may cost is bounded.
+Before either side believes a message, both prove that they belong to the same start. Node 0 draws a secret for each
+start and puts it into the job's store, so every reader of that store can take part. Neither side sends the secret: each
+answers the other's nonce with an HMAC (RFC 2104, SHA-256) over both nonces, the start, the sender's role and the node's
+hello, so that no answer can be replayed, reflected or altered. Later messages carry no HMAC (docs/security.md). What a
+peer may cost is limited before and after the handshake.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ebbflow.infra.store import Store
 from ebbflow.training.errors import GangError, TrainingError
 
 SECRET_BYTES = 32
-LARGEST_GREETING_BYTES = 4096  # of any message before a peer is known
+LARGEST_GREETING_BYTES = 4096  # per message before the handshake has ended
 HANDSHAKE_SECONDS = 5.0  # from the connection to the welcome
 _COORDINATOR, _FOLLOWER = "node 0", "follower"
 _NONCE_BYTES = 32
@@ -46,17 +46,17 @@ def new_nonce() -> str:
 
 
 def coordinator_proof(secret: bytes, token: str, hello: Mapping[str, Any], nonces: tuple[str, str]) -> str:
-    """What node 0 answers to a hello. nonces: the follower's, then node 0's."""
+    """Return node 0's answer to a hello. `nonces` are the follower's and node 0's."""
     return _proof(_COORDINATOR, secret, token, hello, nonces)
 
 
 def follower_proof(secret: bytes, token: str, hello: Mapping[str, Any], nonces: tuple[str, str]) -> str:
-    """What a follower answers to node 0's nonce."""
+    """Return a follower's answer to node 0's nonce."""
     return _proof(_FOLLOWER, secret, token, hello, nonces)
 
 
 def is_proof(given: object, expected: str) -> bool:
-    """Compared in constant time."""
+    """Compare in constant time."""
     return isinstance(given, str) and hmac.compare_digest(given.encode("utf-8", "replace"), expected.encode())
 
 
@@ -65,26 +65,31 @@ def is_nonce(value: object) -> bool:
 
 
 class StartSecret:
-    """The secret of one start in the job's store. run, attempt: as in `GangSpec`."""
+    """The secret of one start, in the job's store. `run` and `attempt` are as in `GangSpec`."""
 
     def __init__(self, job_store: Store, run: str, attempt: int) -> None:
         self._store, self._key = job_store, secret_key(run, attempt)
 
     def publish(self, secret: bytes) -> None:
-        """Let the followers read it; in a folder only this user can (mode 0600). Raises StoreError."""
+        """Store the secret; in a folder it is readable by this user only (mode 0600). Raises StoreError."""
         self._store.put(self._key, secret.hex().encode(), private=True)
 
     def refuse(self, error: TrainingError) -> None:
-        """Put node 0's refusal in the secret's place, so that no follower waits for a start that will not come.
+        """Replace the secret by node 0's refusal, so that no follower waits for a start that will not come.
 
-        It may stay: every start has a key of its own. A store that does not take it costs the followers their deadline.
+        Every start has its own key, so the refusal may stay. If the store fails, followers wait for their deadline.
         """
         refusal = {"refused": str(error)[:_LONGEST_REFUSAL], "outcome": error.outcome.value}
         with contextlib.suppress(InfraError):
             self._store.put(self._key, json.dumps(refusal).encode(), private=True)
 
     def fetch(self) -> bytes | None:
-        """None while node 0 has not published it. Raises StoreError, and GangError where node 0 refuses the start."""
+        """Return the secret; None until node 0 has published it.
+
+        Raises:
+            StoreError: the store cannot be read.
+            GangError: node 0 refuses the start.
+        """
         try:
             content = self._store.get(self._key).decode("utf-8", "replace")
         except ObjectNotFound:
@@ -98,7 +103,7 @@ class StartSecret:
         return secret if len(secret) == SECRET_BYTES else None
 
     def withdraw(self) -> None:
-        """Delete it after the roll-call, when it opens nothing any more; so one that cannot be deleted may stay."""
+        """Delete the secret after the roll-call; it is useless then, so errors are ignored."""
         with contextlib.suppress(InfraError):
             self._store.delete(self._key)
 
@@ -118,35 +123,25 @@ def _proof(role: str, secret: bytes, token: str, hello: Mapping[str, Any], nonce
     return hmac.new(secret, covered.encode(), hashlib.sha256).hexdigest()
 
 
-# Below Linux's default ephemeral range (32768-60999), so that no outgoing connection holds one by chance.
+# Below Linux's default ephemeral range (32768-60999), so that no outgoing connection holds one.
 _FIRST, _COUNT = 20_000, 12_000
 
 
 def control_ports(run: str, attempt: int, *, tries: int = 8) -> list[int]:
-    """Ports to try in order: the same list on every node, another one for each run and attempt."""
+    """Return the ports to try, in order: the same list on every node, different for each run and attempt."""
     digest = hashlib.sha256(f"{run}/{attempt}".encode()).digest()
     return [_FIRST + int.from_bytes(digest[2 * i : 2 * i + 2], "big") % _COUNT for i in range(tries)]
 
 
 def rendezvous_port(address: str, run: str, attempt: int) -> int:
-    """The first free port for torch's store, from a list of its own for each run and attempt.
-
-    Node 0 looks and tells the others. Raises GangError when none of the list is free.
-    """
+    """Return a free port on node 0 for torch's store. Raises GangError if no candidate is free."""
     ports = control_ports(f"{run}/rendezvous", attempt)
-    for port in ports:
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((address, port))
-            except OSError:
-                continue
-            return port
-    raise GangError(f"none of the rendezvous ports {ports} is free on this machine")
+    with _bind_first(address, ports, "rendezvous") as probe:
+        return probe.getsockname()[1]
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host`, as it is written, is this machine's loopback address: the gang is on this machine alone."""
+    """Return whether `host` is a loopback address, so that the gang is on this machine alone."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -155,11 +150,11 @@ def is_loopback(host: str) -> bool:
 
 Message = dict[str, Any]
 PING_SECONDS = 1.0
-SILENCE_SECONDS = 20.0  # where nothing else is said
+SILENCE_SECONDS = 20.0  # default limit
 LARGEST_MESSAGE_BYTES = 16 * 2**20
-DEEPEST_MESSAGE = 64  # objects and lists within each other
-MOST_CALLERS, MOST_CALLERS_OF_ONE_SOURCE = 64, 32  # connections that have not proved yet who they are
-_BYTES_PER_LOOK, _MESSAGES_PER_LOOK = 2**20, 1000  # of one peer: the others, and this node's ranks, have a turn too
+DEEPEST_MESSAGE = 64  # nesting of objects and lists
+MOST_CALLERS, MOST_CALLERS_OF_ONE_SOURCE = 64, 32  # connections before the end of their handshake
+_BYTES_PER_LOOK, _MESSAGES_PER_LOOK = 2**20, 1000  # per peer, so that other peers and this node's ranks get a turn
 _CLOSE_SECONDS = 1.0
 _SECRET_PAUSE_SECONDS = 0.2
 _LOOK_SECONDS = 0.02
@@ -167,10 +162,14 @@ _STRING_OR_BRACKET = re.compile(rb'"(?:[^"\\]|\\.)*"?|[\[\]{}]', re.DOTALL)
 
 
 class Connection:
-    """One peer. `receive` never blocks; `closed` is set when the peer went away or fell silent for so many seconds.
+    """A connection to one peer. `closed` says why the peer counts as gone; "" while it does not.
 
-    Silence is judged only after everything that has arrived was read, and time in which this process did not run is
-    no silence of the peer's (`AwakeClock`).
+    Silence is judged only after everything that has arrived was read. Time during which this process was suspended does
+    not count as silence (`AwakeClock`).
+
+    Args:
+        silence_seconds: Silence after which the peer counts as gone.
+        largest_bytes: Size limit for messages from the peer.
     """
 
     def __init__(
@@ -181,13 +180,12 @@ class Connection:
         largest_bytes: int = LARGEST_MESSAGE_BYTES,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """largest_bytes: of one message that the peer may send."""
         self._socket = peer
         self._silence_seconds, self._now = silence_seconds, now
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket.setblocking(False)
         self._buffer = bytearray()
-        self._searched = 0  # so many bytes of the buffer hold no end of a line
+        self._searched = 0  # bytes of the buffer known to contain no line end
         self.largest_bytes = largest_bytes
         self._put_back: list[Message] = []
         self._unsent = bytearray()
@@ -197,23 +195,25 @@ class Connection:
         self.closed = ""
 
     def send(self, message: Message) -> None:
-        """What the kernel does not take at once goes out with the next call of any kind. A peer that reads nothing for
-        as long as silence is borne, or leaves 16 MiB unread, is gone, and what it would have been told with it."""
+        """Send a message without blocking; the rest of it goes out with later calls.
+
+        A peer that leaves 16 MiB unread counts as gone, and its messages are dropped.
+        """
         if not self.closed:
             self._unsent += json.dumps(message).encode() + b"\n"
             self._write()
         if self.unsent_bytes > LARGEST_MESSAGE_BYTES:
-            self.closed = self.closed or "it does not read what it is told"
+            self.closed = self.closed or "it does not read its messages"
         if self.closed:
             self._unsent.clear()
 
     @property
     def unsent_bytes(self) -> int:
-        """Of what was said and the kernel has not taken yet; nothing waits for a peer that is gone."""
+        """Bytes that the kernel has not accepted yet."""
         return len(self._unsent)
 
     def receive(self) -> list[Message]:
-        """Whole messages that have arrived, pings left out: at most 1,000, the rest with the next call."""
+        """Return the complete messages that have arrived, without pings: at most 1,000, the rest with the next call."""
         self._read()
         self._write()
         messages, self._put_back = self._put_back, []
@@ -230,15 +230,15 @@ class Connection:
         return [message for message in messages if message.get("kind") != "ping"]
 
     def push_back(self, messages: list[Message]) -> None:
-        """What was received and is for somebody else: the next call of `receive` begins with it."""
+        """Have the next `receive` begin with these messages."""
         self._put_back = messages
 
     def refuse(self, reason: str) -> None:
-        """Hear nothing more of this peer."""
+        """Treat the peer as gone."""
         self.closed = self.closed or reason
 
     def keep_alive(self) -> None:
-        """Ping when it is time, and judge the peer's silence: to be called in each turn of the agent's loop."""
+        """Ping the peer when it is time, and judge its silence; call it in each turn of the agent's loop."""
         awake, now = self._awake.tick(), self._now()
         self._read()
         if now - self._pinged >= PING_SECONDS:
@@ -248,7 +248,7 @@ class Connection:
             self.refuse(f"silent for {awake - self._received_at:.0f} s")
 
     def close(self) -> None:
-        """What is still unsent, such as a last word, has a moment to go out."""
+        """Close after at most 1 s for messages that are still unsent."""
         limit = time.monotonic() + _CLOSE_SECONDS
         while self._unsent and not self.closed and time.monotonic() < limit:
             select.select([], [self._socket], [], _CLOSE_SECONDS)
@@ -256,14 +256,14 @@ class Connection:
         self._socket.close()
 
     def _parse(self, line: bytes) -> Message:
-        """A peer that does not speak our language is closed, and what it said is passed over."""
+        """Return the message in a line; refuse a peer whose line is none."""
         message = None
         if not _is_deep(line):
             with contextlib.suppress(ValueError, RecursionError):
                 message = json.loads(line)
         if isinstance(message, dict) and isinstance(message.get("kind"), str):
             return message
-        self.refuse("it does not speak our language")
+        self.refuse("it sent something that is not a message")
         return {"kind": "ping"}
 
     def _write(self) -> None:
@@ -273,17 +273,17 @@ class Connection:
             except BlockingIOError:
                 return
             except OSError as error:
-                self._read(LARGEST_MESSAGE_BYTES)  # a last word that was sent before it went still counts
+                self._read(LARGEST_MESSAGE_BYTES)  # messages that it sent before it closed still count
                 self.refuse(f"connection lost: {error.strerror or error}")
                 return
             del self._unsent[:sent]
 
     def _read(self, most_bytes: int = _BYTES_PER_LOOK) -> None:
-        """What has arrived, up to most_bytes; the rest waits in the kernel, and then at the peer's."""
+        """Read what has arrived, up to `most_bytes`; the rest waits in the kernel, then at the peer."""
         taken = 0
         while not self.closed and taken < most_bytes:
             if len(self._buffer) > self.largest_bytes:
-                self._received_at = self._awake.seconds  # it is this side that does not listen
+                self._received_at = self._awake.seconds  # this side does not read
                 if self._buffer.find(b"\n", self._searched) < 0:
                     self.refuse(f"it sent a message of more than {self.largest_bytes:,} bytes")
                 return
@@ -303,7 +303,7 @@ class Connection:
 
 
 def _is_deep(line: bytes) -> bool:
-    """Whether objects and lists are nested deeper than any message of ours; without parsing it."""
+    """Return whether a line nests deeper than our messages, without parsing it."""
     if line.count(b"[") + line.count(b"{") <= DEEPEST_MESSAGE:
         return False
     depth = 0
@@ -316,7 +316,7 @@ def _is_deep(line: bytes) -> bool:
 
 @dataclass
 class _Caller:
-    """A connection that has not proved yet who it is. until: time.monotonic() by which it must have."""
+    """A connection during its handshake, which must end by time.monotonic() `until`."""
 
     connection: Connection
     source: str
@@ -326,7 +326,7 @@ class _Caller:
 
 
 class RollCallServer:
-    """Node 0's side of the roll-call: collects one connection for each other node."""
+    """Node 0's side of the roll-call: accepts one connection per follower."""
 
     def __init__(
         self,
@@ -336,23 +336,24 @@ class RollCallServer:
         secret: bytes,
         silence_seconds: float = SILENCE_SECONDS,
     ) -> None:
-        """secret: of this start; see `ebbflow.training.launch.transport`."""
         self._token, self._secret, self._silence_seconds = token, secret, silence_seconds
-        # A gang on one machine is nobody else's business.
-        self._listener = _listen("127.0.0.1" if address == "127.0.0.1" else "", ports)
+        # A gang on one machine accepts no connections from elsewhere.
+        self._listener = _bind_first("127.0.0.1" if address == "127.0.0.1" else "", ports, "control")
+        self._listener.listen(128)
+        self._listener.setblocking(False)
         self.port = self._listener.getsockname()[1]
         self.joined: dict[int, tuple[Connection, Message]] = {}
         self._callers: list[_Caller] = []
 
     def admit(self, nodes: int) -> None:
-        """One look at the door: who has come is let in, and all who came before are kept in touch with."""
+        """Advance all handshakes without blocking, and keep the joined connections alive."""
         for connection, _ in self.joined.values():
-            connection.keep_alive()  # who came first must not take the wait for the last one for silence
+            connection.keep_alive()
         self._accept()
         now, waiting = time.monotonic(), []
         for caller in self._callers:
             if now > caller.until:
-                caller.connection.refuse("it did not say who it is")
+                caller.connection.refuse("its handshake timed out")
             if caller.connection.closed:
                 caller.connection.close()
             elif not self._admit(caller, nodes):
@@ -362,15 +363,22 @@ class RollCallServer:
     def roll_call(
         self, nodes: int, deadline_seconds: float, stopped: Callable[[], bool] = lambda: False
     ) -> dict[int, tuple[Connection, Message]]:
-        """Wait for the other nodes. Returns each one's connection and hello; raises GangError naming the missing.
+        """Wait for all followers.
 
-        `stopped` is asked all along: whether this agent was told to leave.
+        Args:
+            stopped: Returns whether this agent was asked to stop.
+
+        Returns:
+            Connection and hello of each follower, by its number.
+
+        Raises:
+            GangError: a follower is missing (the message names it), or this agent was asked to stop.
         """
         joined = self.joined
         limit = time.monotonic() + deadline_seconds
         while len(joined) < nodes - 1:
             if stopped():
-                raise GangError("roll-call: this agent was told to leave")
+                raise GangError("roll-call: this agent was asked to stop")
             if time.monotonic() > limit:
                 missing = sorted(set(range(1, nodes)) - set(joined))
                 raise GangError(
@@ -382,7 +390,7 @@ class RollCallServer:
         return joined
 
     def close(self) -> None:
-        """Nobody else is let in; those who have joined stay connected."""
+        """Accept no further followers; joined connections stay open."""
         self._listener.close()
         for caller in self._callers:
             caller.connection.close()
@@ -392,14 +400,14 @@ class RollCallServer:
         for _ in range(MOST_CALLERS):
             try:
                 peer, address = self._listener.accept()
-            except OSError:  # there is none, or it is gone again, or this process may open no more files
+            except OSError:  # none waits, it has gone, or this process may not open more files
                 return
             connection = Connection(peer, self._silence_seconds, largest_bytes=LARGEST_GREETING_BYTES)
             self._callers.append(_Caller(connection, address[0], time.monotonic() + HANDSHAKE_SECONDS))
             self._drop_excess()
 
     def _drop_excess(self) -> None:
-        """Of the source with the most callers the oldest one goes: those from elsewhere are not crowded out."""
+        """Drop the oldest connection of the source with the most, so that other sources are not crowded out."""
         source, count = Counter(caller.source for caller in self._callers).most_common(1)[0]
         if len(self._callers) > MOST_CALLERS or count > MOST_CALLERS_OF_ONE_SOURCE:
             oldest = next(caller for caller in self._callers if caller.source == source)
@@ -407,10 +415,10 @@ class RollCallServer:
             self._callers.remove(oldest)
 
     def _admit(self, caller: _Caller, nodes: int) -> bool:
-        """Whether this caller has been answered, one way or the other."""
+        """Return whether this caller's handshake has ended, with success or not."""
         peer = caller.connection
         for message in peer.receive():
-            if peer.closed:  # one that has gone tries again, and is then to be told from this one
+            if peer.closed:  # the follower will connect again
                 return False
             kind = message.pop("kind")
             if kind == "hello" and not caller.hello and _is_hello(message, nodes):
@@ -453,10 +461,14 @@ def join_gang(
     *,
     secret: Callable[[], bytes | None],
 ) -> Connection:
-    """Another node's side of the roll-call. Raises GangError when node 0 cannot be found in time.
+    """Connect to node 0 as a follower.
 
-    secret: reads the secret of this start, anew after each handshake that failed: what an earlier start left behind is
-    soon replaced. It returns None while there is none, and may raise InfraError.
+    Args:
+        secret: Reads the secret of this start; None while there is none; may raise InfraError. It is read again after
+            a failed handshake, since an earlier start may have left another one.
+
+    Raises:
+        GangError: node 0 cannot be reached in time.
     """
     limit = time.monotonic() + deadline_seconds
     last, known = "no answer", None
@@ -481,8 +493,8 @@ def join_gang(
             if _shake_hands(connection, token, hello, known, HANDSHAKE_SECONDS):
                 return connection
             connection.close()
-            refused, last = True, f"{address}:{port}: somebody else listens there"
-        if not refused:  # node 0 may have refused the start and closed its port
+            refused, last = True, f"{address}:{port}: another program listens there"
+        if not refused:  # node 0 may have refused the start
             time.sleep(_SECRET_PAUSE_SECONDS)
         known = None
         time.sleep(0.1)
@@ -504,7 +516,7 @@ def _shake_hands(connection: Connection, token: str, hello: Message, secret: byt
                     return False
                 connection.send({"kind": "proof", "proof": follower_proof(secret, token, hello, nonces)})
             elif message["kind"] == "welcome" and nonces[1]:
-                # What follows may be the number of the generation, said in one breath.
+                # The number of the generation may have arrived with the welcome.
                 connection.push_back(messages[at + 1 :])
                 connection.largest_bytes = LARGEST_MESSAGE_BYTES
                 return True
@@ -514,16 +526,15 @@ def _shake_hands(connection: Connection, token: str, hello: Message, secret: byt
     return False
 
 
-def _listen(address: str, ports: Sequence[int]) -> socket.socket:
+def _bind_first(address: str, ports: Sequence[int], purpose: str) -> socket.socket:
+    """Return a socket bound to the first free port. Raises GangError if none is free."""
     for port in ports:
-        listener = socket.socket()
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound = socket.socket()
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            listener.bind((address, port))
+            bound.bind((address, port))
         except OSError:
-            listener.close()
+            bound.close()
             continue
-        listener.listen(128)
-        listener.setblocking(False)
-        return listener
-    raise GangError(f"none of the control ports {list(ports)} is free on this machine")
+        return bound
+    raise GangError(f"none of the {purpose} ports {list(ports)} is free on this machine")

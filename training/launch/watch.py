@@ -1,7 +1,4 @@
-"""The watch over the ranks of a node.
-
-Not verified on a GPU; the tests put another library in its place.
-"""
+"""The watch over a node's ranks: heartbeats, process states, memory kills and GPU counters."""
 
 from __future__ import annotations
 
@@ -30,14 +27,14 @@ from ebbflow.training.launch.evidence import (
 )
 from ebbflow.training.launch.heartbeat import STORE_PHASE, HangLimits, HeartbeatReading, PhaseThresholds, records_path
 
-_CLOCK_SECONDS = 2.0  # the clock of the kernel's log may differ so much from that of processes
+_CLOCK_SECONDS = 2.0  # difference between the clock of the kernel's log and CLOCK_BOOTTIME
 _LOG_RECORDS = 100_000
 
 
 class MemoryKills:
-    """Whether the kernel has killed for want of memory since this was made, in the cgroup of a process or at all.
+    """Detects that the kernel killed a process because its cgroup or the machine ran out of memory.
 
-    A container sees its own cgroup at the root of its mount; the paths of /proc/PID/cgroup are tried first.
+    A container sees its own cgroup at the root of the mount; the paths of /proc/PID/cgroup are tried first.
     """
 
     def __init__(self, pid: int) -> None:
@@ -47,14 +44,14 @@ class MemoryKills:
         self.follow()
 
     def follow(self) -> None:
-        """From time to time: a process can be moved to another cgroup."""
+        """Note the counters of the cgroups that the process is in; call it regularly, since a process can be moved."""
         for file in _counter_files(self._pid):
             self._before.setdefault(file, _kills(file))
 
-    def told(self) -> str:
-        """What the kernel's log says of the end of this process; "" when it says nothing, or may not be read.
+    def kernel_message(self) -> str:
+        """Return the kernel log's line about the kill; "" without one.
 
-        In a container its numbers are another namespace's, so that it is silent there, and the counters must do.
+        In a container the log shows other process ids, or cannot be read: only the counters tell then.
         """
         for seconds, text in _kernel_log():
             if seconds >= self._since - _CLOCK_SECONDS and f"Killed process {self._pid} (" in text:
@@ -62,15 +59,14 @@ class MemoryKills:
         return ""
 
     def happened(self) -> bool:
-        return bool(self.told()) or any(_kills(file) > before for file, before in self._before.items())
+        return bool(self.kernel_message()) or any(_kills(file) > before for file, before in self._before.items())
 
 
 def resident_bytes(pid: int) -> int:
-    """Memory of a process that is in RAM, without mapped files; 0 when it is gone.
+    """Return the process's resident memory without mapped files; 0 if the process has ended.
 
-    The pages of libraries and data that are mapped are shared by all ranks, and dropped before anybody is killed. What
-    a forked rank still shares of the standby's own memory is counted: only the kernel's look at each page
-    (smaps_rollup), which takes tens of milliseconds, could tell it apart.
+    Pages of mapped libraries and data are shared by all ranks and dropped before the kernel kills a process. Memory
+    that a forked rank shares with the standby is included: only smaps_rollup (tens of milliseconds) could tell.
     """
     try:
         lines = [line.split() for line in Path(f"/proc/{pid}/status").read_text().splitlines()]
@@ -80,7 +76,7 @@ def resident_bytes(pid: int) -> int:
 
 
 def node_sample(pids: Iterable[int], folder: Path) -> dict[str, int]:
-    """One look at the node, for its heartbeat: some tenths of a millisecond per process, and none is started."""
+    """Measure memory and disk for the node's heartbeat, in some tenths of a millisecond per process."""
     sample = {"resident_bytes": sum(map(resident_bytes, pids))}
     if (available := _available_bytes()) is not None:
         sample["memory_available_bytes"] = available
@@ -93,7 +89,7 @@ def node_sample(pids: Iterable[int], folder: Path) -> dict[str, int]:
 
 
 def cpu_seconds(pid: int) -> float | None:
-    """Of all its threads since it started (proc(5), fields 14 and 15 of stat); None when it is gone."""
+    """Return the CPU time of all threads of a process (proc(5), stat fields 14 and 15); None if it has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
@@ -102,7 +98,7 @@ def cpu_seconds(pid: int) -> float | None:
 
 
 def _kernel_log() -> Iterable[tuple[float, str]]:
-    """(seconds since boot, text) of each record of /dev/kmsg: "priority,number,microseconds,flags;text"."""
+    """Yield (seconds since boot, text) of each record in /dev/kmsg: "priority,number,microseconds,flags;text"."""
     try:
         log = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
@@ -112,7 +108,7 @@ def _kernel_log() -> Iterable[tuple[float, str]]:
             try:
                 prefix, _, text = os.read(log, 8192).decode(errors="replace").partition(";")
                 yield int(prefix.split(",")[2]) / 1e6, text.partition("\n")[0]
-            except BrokenPipeError:  # overwritten while it was read: the next record is there
+            except BrokenPipeError:  # the record was overwritten; the next one is available
                 continue
             except (OSError, ValueError, IndexError):
                 return
@@ -131,7 +127,7 @@ def _available_bytes() -> int | None:
 
 
 def _counter_files(pid: int) -> Iterable[Path]:
-    """Each file that counts memory kills of this process's cgroup, of versions 1 and 2; without any, the kernel's."""
+    """Yield the files that count memory kills in the process's cgroups (v1 and v2), else the machine's counter."""
     root = Path("/sys/fs/cgroup")
     try:
         lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
@@ -163,9 +159,9 @@ _FRESH_SECONDS = 5.0
 
 
 class GpuCounters:
-    """Asked by a thread of its own: a driver in trouble may never answer, and the agent must not wait for it.
+    """Reads NVIDIA's management library (pynvml), if it is installed, in a thread: a broken driver may never answer.
 
-    One for all of an agent's life. With one for each generation, each would leave a thread at a driver that hangs.
+    One instance serves the agent's whole life, so that at most one thread hangs. Tests replace the library.
     """
 
     def __init__(self) -> None:
@@ -175,10 +171,11 @@ class GpuCounters:
         self._closed = False
 
     def sample(self) -> dict[str, int]:
-        """What was found when it was last asked for: gpus, gpu_memory_used_bytes (of all), gpu_memory_free_bytes (of
-        the fullest), gpu_busy_percent (of the idlest, as the driver averages it) and gpu_celsius (of the hottest).
+        """Return the last measurement without waiting, and request the next one.
 
-        {} at first, where there are none, and where nothing has answered for 5 s. Returns at once.
+        Returns:
+            gpus, gpu_memory_used_bytes (sum), gpu_memory_free_bytes (smallest), gpu_busy_percent (smallest) and
+            gpu_celsius (highest); {} at first, without GPUs, and if the last answer is older than 5 s.
         """
         if self._thread is None:
             self._thread = threading.Thread(target=self._ask, name="gpu counters", daemon=True)
@@ -188,7 +185,7 @@ class GpuCounters:
         return found if time.monotonic() - at < _FRESH_SECONDS else {}
 
     def close(self) -> None:
-        """Its thread ends with the question that it is at."""
+        """End the thread after its current query."""
         self._closed = True
         self._wanted.set()
 
@@ -197,7 +194,7 @@ class GpuCounters:
             library = importlib.import_module("pynvml")
             library.nvmlInit()
             devices = [library.nvmlDeviceGetHandleByIndex(i) for i in range(library.nvmlDeviceGetCount())]
-        except Exception:  # no binding, no driver, a device that is lost: of no concern to a job
+        except Exception:  # no binding, no driver or a lost device: train without these figures
             return
         while devices:
             self._wanted.wait()
@@ -208,38 +205,38 @@ class GpuCounters:
 
 
 def _counters(library: Any, devices: list[Any]) -> dict[str, int]:
-    """What a device does not tell is left out."""
+    """Collect the counters that the devices support."""
     found = {"gpus": len(devices)}
-    if memory := _answers(library.nvmlDeviceGetMemoryInfo, devices):
+    if memory := _query(library.nvmlDeviceGetMemoryInfo, devices):
         found["gpu_memory_used_bytes"] = sum(int(one.used) for one in memory)
         found["gpu_memory_free_bytes"] = min(int(one.free) for one in memory)
-    if busy := _answers(library.nvmlDeviceGetUtilizationRates, devices):
+    if busy := _query(library.nvmlDeviceGetUtilizationRates, devices):
         found["gpu_busy_percent"] = min(int(one.gpu) for one in busy)
-    if heat := _answers(library.nvmlDeviceGetTemperature, devices, library.NVML_TEMPERATURE_GPU):
+    if heat := _query(library.nvmlDeviceGetTemperature, devices, library.NVML_TEMPERATURE_GPU):
         found["gpu_celsius"] = max(map(int, heat))
     return found
 
 
-def _answers(question: Any, devices: list[Any], *more: Any) -> list[Any]:
+def _query(function: Any, devices: list[Any], *more: Any) -> list[Any]:
     answers = []
     for device in devices:
         try:
-            answers.append(question(device, *more))
-        except Exception:  # not supported by this device, or not allowed
+            answers.append(function(device, *more))
+        except Exception:  # not supported by this device, or not permitted
             continue
     return answers
 
 
 _LONGEST_PLACE = 500
-_STOPPED_SECONDS = 1.0  # a rank that is stopped for so long is not merely being looked at
-_STATE_SECONDS = 0.25  # between two looks at the kernel's word
-_LONGEST_TURN_SECONDS = 1.0  # of the agent's loop; the rest of a longer one (a frozen container) is nobody's silence
-_DUMP_FRESH_SECONDS = 5.0  # a dump is shown as where a rank stands
-_SUSPICION_SECONDS = 30.0  # between two dumps of what is only remarkable
+_STOPPED_SECONDS = 1.0  # in state T before a rank counts as stopped; tracers stop it for less
+_STATE_SECONDS = 0.25  # between two reads of a process's state
+_LONGEST_TURN_SECONDS = 1.0  # of the agent's loop; the rest of a longer turn (a frozen container) is no one's silence
+_DUMP_FRESH_SECONDS = 5.0  # age up to which a dump shows a rank's position
+_SUSPICION_SECONDS = 30.0  # between two dumps of ranks that are only suspiciously slow
 
 
 class WatchedWorker(Protocol):
-    """What is watched: a rank's process and its heartbeat; files beside its log are named alike."""
+    """A rank's process, log and heartbeat; other files of the rank are beside its log."""
 
     rank: int
     log_path: Path
@@ -252,17 +249,20 @@ class WatchedWorker(Protocol):
 
 
 class RankWatch:
-    """Reports each rank once: as ended, stopped, or without progress for longer than its phase may take.
+    """Reports each rank of a node once: as ended, stopped, or without progress for longer than its phase may take.
 
-    Stacks and flight recorders of all ranks of the node are in files before a rank that still lives is reported; with
-    it come witnesses, the other ranks as they stood then. deadlines: see `Deadlines`. folder: for the dumps. gpus: the
-    agent's, which outlives this watch; None: nobody asks for them.
+    Before a living rank is reported, stacks and flight recorders of all ranks are dumped to files; witnesses (the
+    positions of the other ranks) are reported with it.
+
+    Args:
+        folder: Folder for the dumps.
+        gpus: GPU counters of the agent; None to leave them out of samples.
     """
 
     def __init__(
         self,
         workers: Sequence[WatchedWorker],
-        deadlines: HangLimits,
+        limits: HangLimits,
         folder: Path,
         *,
         node: int = 0,
@@ -270,45 +270,49 @@ class RankWatch:
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._now = now
-        self._ranks = [_Rank(worker, deadlines, node) for worker in workers]
+        self._ranks = [_Rank(worker, limits, node) for worker in workers]
         self._folder = folder
         self._pool = ThreadPoolExecutor(max_workers=len(self._ranks), thread_name_prefix="dump")
         self._gpus = gpus
         self._dump: Dump | None = None
         self._dumps = 0
-        self._told: Dump | None = None  # the dump whose witnesses were handed out
-        self._wanted = False
+        self._reported_dump: Dump | None = None
+        self._witnesses_wanted = False
         self._suspected_at = -_SUSPICION_SECONDS
-        self._looked = now()
-        self._absent_seconds = self._patient_seconds = 0.0
+        self._checked_at = now()
+        self._absent_seconds = self._store_wait_seconds = 0.0
 
-    def look(self, *, patient: bool = False) -> list[WorkerFailure]:
-        """What is new. Microseconds per rank while all goes well. patient: a rank somewhere waits for the store, and
-        all others for that rank: this time is no silence of theirs, also when it is over."""
+    def check(self, *, store_wait: bool = False) -> list[WorkerFailure]:
+        """Return new failures and witnesses; takes microseconds per rank without any.
+
+        Args:
+            store_wait: A rank of the gang waits for the store, and all others for that rank: this time is not
+                counted as their silence, also after the wait.
+        """
         now = self._now()
-        if now - self._looked > _LONGEST_TURN_SECONDS:
-            self._absent_seconds += now - self._looked - _LONGEST_TURN_SECONDS
-        elif patient:
-            self._patient_seconds += now - self._looked
-        self._looked = now
-        found = [failure for rank in self._ranks if (failure := rank.ended())]
+        if now - self._checked_at > _LONGEST_TURN_SECONDS:
+            self._absent_seconds += now - self._checked_at - _LONGEST_TURN_SECONDS
+        elif store_wait:
+            self._store_wait_seconds += now - self._checked_at
+        self._checked_at = now
+        found = [failure for rank in self._ranks if (failure := rank.exit_failure())]
         if found:
-            found += [witness for rank in self._ranks if (witness := rank.gone())]
+            found += [witness for rank in self._ranks if (witness := rank.exit_witness())]
         living = [rank for rank in self._ranks if rank.living]
         for rank in living:
-            rank.look(now, self._absent_seconds, self._patient_seconds)
+            rank.check(now, self._absent_seconds, self._store_wait_seconds)
         due = [rank for rank in living if not rank.reported and (rank.stopped or rank.hung)]
-        remarkable = any(rank.remarkable for rank in living) and now - self._suspected_at >= _SUSPICION_SECONDS
-        if due or remarkable or self._wanted:
-            found += self._dumped(living, due, remarkable, now)
+        suspicious = any(rank.suspicious for rank in living) and now - self._suspected_at >= _SUSPICION_SECONDS
+        if due or suspicious or self._witnesses_wanted:
+            found += self._report_dump(living, due, suspicious, now)
         return found
 
     def request_witnesses(self) -> None:
-        """Somebody on another node failed: one of the next looks tells where all ranks of this node stand."""
-        self._wanted = True
+        """Have one of the next checks report the positions of all ranks: a rank of another node has failed."""
+        self._witnesses_wanted = True
 
     def sample(self) -> dict[str, int]:
-        """Memory, disk and GPUs of the node, for its heartbeat."""
+        """Measure the node's memory, disk and GPUs for its heartbeat."""
         for rank in self._ranks:
             rank.sample()
         node = node_sample([rank.pid for rank in self._ranks if rank.living], self._folder)
@@ -317,39 +321,39 @@ class RankWatch:
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _dumped(self, living: list[_Rank], due: list[_Rank], remarkable: bool, now: float) -> list[WorkerFailure]:
-        """Start a dump, or wait for it; when it is there, all that it shows."""
+    def _report_dump(self, living: list[_Rank], due: list[_Rank], suspicious: bool, now: float) -> list[WorkerFailure]:
+        """Start a dump if there is no fresh one, and report it once it is done."""
         if self._dump is None or (self._dump.done and now - self._dump.at > _DUMP_FRESH_SECONDS):
             self._dumps += 1
             heartbeats = {rank.number: (rank.pid, rank.heartbeat) for rank in living}
             self._dump = Dump(self._pool, self._folder / f"dump-{self._dumps}", heartbeats, now)
         if not self._dump.done:
             return []
-        dump, found = self._dump, [rank.failed(self._dump, now) for rank in due]
-        if remarkable:
+        dump, found = self._dump, [rank.failure(self._dump) for rank in due]
+        if suspicious:
             self._suspected_at = now
-        if self._told is not dump or self._wanted:
-            self._told, self._wanted = dump, False
+        if self._reported_dump is not dump or self._witnesses_wanted:
+            self._reported_dump, self._witnesses_wanted = dump, False
             found += [rank.witness(dump) for rank in living if rank not in due]
-            found += [witness for rank in self._ranks if (witness := rank.gone())]
+            found += [witness for rank in self._ranks if (witness := rank.exit_witness())]
         return found
 
 
 class _Rank:
-    """One rank: what was seen of it and what was reported."""
+    """One rank's last heartbeat and state, and whether it was reported."""
 
-    def __init__(self, worker: WatchedWorker, deadlines: HangLimits, node: int) -> None:
+    def __init__(self, worker: WatchedWorker, limits: HangLimits, node: int) -> None:
         self._worker = worker
         self._node = node
-        self._limits = PhaseThresholds(deadlines)
+        self._thresholds = PhaseThresholds(limits)
         self._kills = MemoryKills(worker.process.pid)
         self._state_at = 0.0
         self._stopped_since: float | None = None
         self._resident = 0
         self._beat = worker.beat
-        self._silent = self._absent_before = self._patient_before = self._absent_at_look = 0.0
+        self._silent = self._absent_before = self._store_wait_before = self._absent_at_check = 0.0
         self.reported = False
-        self.stopped = self.hung = self.remarkable = False
+        self.stopped = self.hung = self.suspicious = False
 
     @property
     def number(self) -> int:
@@ -367,22 +371,27 @@ class _Rank:
     def living(self) -> bool:
         return self._worker.process.poll() is None
 
-    def look(self, now: float, absent: float, patient: float) -> None:
-        """Seconds since the start. absent: in which nobody looked; patient: in which some rank waited for the store."""
+    def check(self, now: float, absent: float, store_wait: float) -> None:
+        """Judge the rank's silence.
+
+        Args:
+            absent: Seconds since the start during which the agent did not check.
+            store_wait: Seconds since the start during which a rank waited for the store.
+        """
         beat = self._worker.beat
-        if absent != self._absent_at_look:  # while nobody looked, a stopped rank may have been stopped with its agent
-            self._absent_at_look, self._stopped_since = absent, None
+        if absent != self._absent_at_check:  # the rank may have been stopped together with the agent
+            self._absent_at_check, self._stopped_since = absent, None
         if beat.t_mono != self._beat.t_mono:
-            self._absent_before, self._patient_before = absent, patient
+            self._absent_before, self._store_wait_before = absent, store_wait
         self._beat = beat
-        self._limits.observe(beat, now)
+        self._thresholds.observe(beat, now)
         self._silent = now - beat.t_mono - (absent - self._absent_before)
-        excused = 0.0 if beat.phase == STORE_PHASE else patient - self._patient_before
-        self.hung = self._silent - excused > self._limits.limit(beat)
-        self.remarkable = self._silent > self._limits.suspicion_threshold(beat)
+        excused = 0.0 if beat.phase == STORE_PHASE else store_wait - self._store_wait_before
+        self.hung = self._silent - excused > self._thresholds.hang_threshold(beat)
+        self.suspicious = self._silent > self._thresholds.suspicion_threshold(beat)
         if now - self._state_at >= _STATE_SECONDS:
             self._state_at = now
-            if process_state(self.pid) != "T":  # "t" is a debugger's doing, and in its hands
+            if process_state(self.pid) != "T":  # "t" means stopped by a debugger
                 self._stopped_since = None
             elif self._stopped_since is None:
                 self._stopped_since = now
@@ -393,24 +402,24 @@ class _Rank:
             self._resident = resident_bytes(self.pid)
             self._kills.follow()
 
-    def ended(self) -> WorkerFailure | None:
-        """The end of its process, once, if it is not one that was to come."""
+    def exit_failure(self) -> WorkerFailure | None:
+        """Return, once, the failure of a process that has ended without a result."""
         if self.reported or (failure := self._worker.failure()) is None:
             return None
         self.reported = True
         beat = self._worker.beat
         memory_kill = failure.killed_by == "SIGKILL" and self._kills.happened()
-        last = read_crash_stack(self._worker.log_path) if failure.killed_by else None
-        # torch aborts a rank whose collective breaks in one of its threads; the cause is to be found elsewhere then.
-        broken_call = failure.killed_by == "SIGABRT" and last is not None and last.waiting
-        where = last.where if last else self._raised_at()
+        crash = read_crash_stack(self._worker.log_path) if failure.killed_by else None
+        # torch aborts a rank when a collective breaks in one of its threads: another rank is the cause.
+        broken_call = failure.killed_by == "SIGABRT" and crash is not None and crash.waiting
+        where = crash.where if crash else self._read_error_location()
         message = failure.message
         if memory_kill:
-            size = f", {self._resident / 2**30:.2f} GiB resident when last seen" if self._resident else ""
-            told = self._kills.told()
-            message += f" by the kernel for want of memory{size}{f' ({told})' if told else ''}"
-        if last:
-            message += f" in {where}{f': {last.reason}' if last.reason else ''}"
+            size = f", {self._resident / 2**30:.2f} GiB resident when last measured" if self._resident else ""
+            kernel = self._kills.kernel_message()
+            message += f" by the kernel: out of memory{size}{f' ({kernel})' if kernel else ''}"
+        if crash:
+            message += f" in {where}{f': {crash.reason}' if crash.reason else ''}"
         return replace(
             failure,
             node=self._node,
@@ -420,27 +429,27 @@ class _Rank:
             step=beat.step,
             phase=beat.phase,
             where=where,
-            waiting=last.waiting if last else False,
-            calls=self._last_calls(),
+            waiting=crash.waiting if crash else False,
+            calls=self._read_last_calls(),
         )
 
-    def gone(self) -> WorkerFailure | None:
-        """As a witness: that it left as one does when all is done."""
+    def exit_witness(self) -> WorkerFailure | None:
+        """Return a witness that the rank has finished with a result; None if it has not."""
         result = None if self.living else self._worker.result()
         if result is None:
             return None
         message = f"left after step {result.get('step')}: {result.get('outcome')}"
-        return replace(self._told(message), left=True, witness=True, step=int(result.get("step", 0)))
+        return replace(self._record(message), left=True, witness=True, step=int(result.get("step", 0)))
 
-    def failed(self, dump: Dump, now: float) -> WorkerFailure:
-        """As stopped or hung, with where it stands."""
+    def failure(self, dump: Dump) -> WorkerFailure:
+        """Return the failure of a stopped or hung rank, with its position."""
         self.reported = True
-        seen, beat = dump.standing(self.number), self._beat
+        seen, beat = dump.position(self.number), self._beat
         place = f", {seen.where}" if seen.where else ""
-        limit = "" if self.stopped else f" (limit {self._limits.limit(beat):.3g} s)"
+        limit = "" if self.stopped else f" (limit {self._thresholds.hang_threshold(beat):.3g} s)"
         text = f"no progress for {self._silent:.1f} s{limit} at step {beat.step} in {beat.phase}{place}"
         if process_state(self.pid) == "D":
-            text += ", in the kernel's hands (state D: a disk or a network file system that does not answer)"
+            text += ", in uninterruptible sleep (state D: a disk or network file system does not answer)"
         return replace(
             self.witness(dump),
             message=text + (", stopped by a signal" if self.stopped else ""),
@@ -451,11 +460,14 @@ class _Rank:
         )
 
     def witness(self, dump: Dump) -> WorkerFailure:
-        seen = dump.standing(self.number)
-        found = self._told(f"at step {self._beat.step} in {self._beat.phase}{f', {seen.where}' if seen.where else ''}")
+        """Return the rank's position as evidence."""
+        seen = dump.position(self.number)
+        found = self._record(
+            f"at step {self._beat.step} in {self._beat.phase}{f', {seen.where}' if seen.where else ''}"
+        )
         return replace(found, witness=True, where=seen.where, waiting=seen.waiting, calls=seen.calls, dump=seen.path)
 
-    def _told(self, message: str) -> WorkerFailure:
+    def _record(self, message: str) -> WorkerFailure:
         return WorkerFailure(
             rank=self.number,
             node=self._node,
@@ -465,15 +477,15 @@ class _Rank:
             timestamp=time.time() - self._silent,
         )
 
-    def _raised_at(self) -> str:
-        """Where its exception came from, by the record that torch's @record wrote."""
+    def _read_error_location(self) -> str:
+        """Return where the rank's exception was raised, from the record that torch's @record wrote."""
         try:
             record = json.loads(self._worker.log_path.with_suffix(".error.json").read_text())["message"]
             return bounded_text(parse_traceback(record["extraInfo"]["py_callstack"]), _LONGEST_PLACE)
         except (OSError, ValueError, LookupError, TypeError, RecursionError):
             return ""
 
-    def _last_calls(self) -> list[list]:
+    def _read_last_calls(self) -> list[list]:
         try:
             return parse_records(records_path(self.heartbeat).read_bytes())
         except OSError:

@@ -1,14 +1,14 @@
 """The worker processes of one node: start, watch and end them.
 
-All that a rank starts stays below the keeper (`ebbflow.infra.keeper`). Where there is none, because the system has no
-subreapers or the keeper was killed, what stayed in the rank's own session is found. (What a rank's main thread forks
-the kernel ends with it: `ebbflow.infra.process.tie_forked_children`.)
+Workers are started directly, with torchrun's environment variables, not by torchrun: its agent imports torch before it
+starts anything, replaces a killed worker several times more slowly (docs/benchmarks.md, Injected faults), and waits up
+to 1,801 s for a frozen one.
 
-Without it, or when it died, each rank is a new interpreter: slower by all of its imports, otherwise the same.
+A standby process per node has imported everything and forks ranks on request. Without it each rank is a new
+interpreter: slower by all of its imports, otherwise the same.
 
-Workers are started directly, with torchrun's environment contract, and not through torchrun: its agent imports torch
-before it starts anything, comes back from a killed worker several times later than ours (docs/benchmarks.md, Injected
-faults), and waits up to 1,801 s for a frozen one.
+All processes that a rank starts stay below the keeper (`ebbflow.infra.keeper`). Without a keeper, those that stayed in
+the rank's session are found. (The kernel ends what a rank's main thread forks: `ebbflow.infra.process`.)
 """
 
 from __future__ import annotations
@@ -49,27 +49,30 @@ _LEFT_BEHIND_SECONDS = 3.0
 
 
 class RankSession:
-    """Of one rank. To be made when it was just started. parents: who may have started it."""
+    """The session of a rank that was just started.
+
+    Args:
+        parents: Processes that may have started the rank.
+    """
 
     def __init__(self, pid: int, parents: Collection[int]) -> None:
         stat = process_stat(pid)
-        # A rank that is gone already has left nothing; and a number that is not a rank's must not be ended.
-        self._planner = stat if stat is not None and stat.parent in parents else None
+        # If the rank has ended already, its number may belong to another process.
+        self._rank = stat if stat is not None and stat.parent in parents else None
 
-    def left_behind(self, living: Sequence[ProcessStat]) -> list[ProcessStat]:
-        """The processes of `living` that belong to this rank, the rank itself left out."""
-        leader = self._planner
-        if leader is None:
+    def leftovers(self, living: Sequence[ProcessStat]) -> list[ProcessStat]:
+        """Return the processes in `living` that belong to this session, without the rank itself."""
+        rank = self._rank
+        if rank is None:
             return []
-        # The kernel does not give a number anew while a session of that number has members: a process that has it now
-        # and is not the rank has a session of its own.
-        now = process_stat(leader.pid)
-        if now is not None and now.started_ticks != leader.started_ticks:
+        # A number is not reused while a session of that number has members: if another process has it, none is left.
+        now = process_stat(rank.pid)
+        if now is not None and now.started_ticks != rank.started_ticks:
             return []
         return [
             one
             for one in living
-            if one.pid != leader.pid and one.session == leader.pid and one.started_ticks >= leader.started_ticks
+            if one.pid != rank.pid and one.session == rank.pid and one.started_ticks >= rank.started_ticks
         ]
 
 
@@ -80,8 +83,15 @@ def kill_leftovers(
     spare: Collection[int] = (),
     spare_trees: Collection[int] = (),
 ) -> list[int]:
-    """Kill what is in these sessions, and all that is below the keeper but `spare` and `spare_trees` (with all below
-    them). Returns what is left: killed, and in uninterruptible sleep (state D)."""
+    """Kill all processes below the keeper, or without one in these sessions.
+
+    Args:
+        spare: Processes to leave alone.
+        spare_trees: Processes to leave alone with all of their descendants.
+
+    Returns:
+        Processes that are still there after SIGKILL, in uninterruptible sleep (state D).
+    """
     spared = [stat for pid in {*spare, *spare_trees} if (stat := process_stat(pid)) is not None]
 
     def find() -> list[ProcessStat]:
@@ -89,7 +99,7 @@ def kill_leftovers(
         if below:
             return below
         living = list(all_processes())
-        return [one for session in sessions for one in session.left_behind(living)]
+        return [one for session in sessions for one in session.leftovers(living)]
 
     return kill_until_none(find, _LEFT_BEHIND_SECONDS, spare_groups={stat.group for stat in spared})
 
@@ -100,27 +110,32 @@ STANDBY_VARIABLE = "EBBFLOW_STANDBY_OF"
 
 
 class Process(Protocol):
-    """What of a rank's process an agent needs: `subprocess.Popen`, or `RemoteChild`."""
+    """A rank's process: `subprocess.Popen` or `RemoteChild`."""
 
-    pid: int
-    returncode: int | None
-
+    @property
+    def pid(self) -> int: ...
     def poll(self) -> int | None: ...
-    def send_signal(self, number: int) -> None: ...
+    def send_signal(self, number: int, /) -> None: ...
     def kill(self) -> None: ...
     def wait(self, timeout: float) -> int: ...
 
 
 class Standby:
-    """The process that forks. log: what it has to say for itself, when it fails. colocated_ranks: that will share this
-    machine's cores. keeper: starts it; without one it is this process's child, to be made in the main thread, which its
-    life is tied to then. Raises OSError."""
+    """The standby process of a node, which forks ranks.
+
+    Args:
+        log: File for its error output.
+        colocated_ranks: Ranks that will share this machine's cores.
+        keeper: Starts the process. Without one it is this process's child, ends with the creating thread, and must be
+            created in the main thread.
+
+    Raises:
+        OSError: the process cannot be started.
+    """
 
     def __init__(self, log: Path, *, colocated_ranks: int, keeper: Keeper | None = None) -> None:
         environment = dict(with_project_path(os.environ), PYTHONUNBUFFERED="1")
-        environment["OMP_NUM_THREADS"] = str(
-            threads_per_rank(colocated_ranks)
-        )  # libraries read it when they are loaded
+        environment["OMP_NUM_THREADS"] = str(threads_per_rank(colocated_ranks))  # read by libraries when they load
         environment[STANDBY_VARIABLE] = str(os.getpid() if keeper is None else keeper.pid)
         its_input, self._requests = os.pipe()
         self._answers, its_output = os.pipe()
@@ -152,12 +167,12 @@ class Standby:
 
     @property
     def is_settled(self) -> bool:
-        """Ready to fork, or lost: nothing to wait for."""
+        """Whether it is ready to fork, or lost."""
         self._receive()
         return self.ready or self.lost
 
     def fork(self, name: str, log: Path, environment: Mapping[str, str]) -> RemoteChild | None:
-        """A rank as a new process, or None when there is none to be had; this standby is of no use any more then."""
+        """Fork a rank; None if the standby does not answer, which also ends it."""
         self._number += 1
         request = {"start": self._number, "environment": dict(environment), "log": str(log), "name": name}
         limit = time.monotonic() + _FORK_DEADLINE_SECONDS
@@ -175,12 +190,12 @@ class Standby:
         return None if pid is None or self.lost else RemoteChild(pid, self)
 
     def ended(self, pid: int) -> int | None:
-        """Exit status of a rank that has ended, negative for a signal's number; None while it lives."""
+        """Return the exit status of a rank, negative for a signal; None while it is alive."""
         self._receive()
         return self._ended.get(pid, -signal.SIGKILL if self.lost else None)
 
     def close(self) -> None:
-        """Gone when this returns, and every rank that is still there with it."""
+        """End the process and every rank that it has forked."""
         self._lose()
         if self._open:
             self._open = False
@@ -188,11 +203,11 @@ class Standby:
             os.close(self._answers)
 
     def abandon(self, pid: int) -> None:
-        """Wait no more for a rank in uninterruptible sleep (state D); it ends by itself when it wakes."""
+        """Stop waiting for a rank in uninterruptible sleep (state D); it ends when it wakes."""
         self._living.discard(pid)
 
     def _ask(self, request: bytes, limit: float) -> bool:
-        """Whether it was taken in time: a frozen process reads nothing, and a pipe holds 64 KiB at most."""
+        """Return whether the request was written in time: a frozen process reads nothing, and a pipe holds 64 KiB."""
         pipe, unsent = self._requests, memoryview(request)
         while unsent and (left := limit - time.monotonic()) > 0:
             select.select([], [pipe], [], left)
@@ -205,7 +220,7 @@ class Standby:
         return not unsent
 
     def _lose(self) -> None:
-        """The kernel ends its ranks with it, so that none can go on unseen."""
+        """End the process; the kernel ends its ranks with it."""
         self.lost = True
         self._process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -225,14 +240,14 @@ class Standby:
         elif "started" in message:
             self._started[message["started"]] = message["pid"]
             self._living.add(message["pid"])
-            self._ended.pop(message["pid"], None)  # of one that had this number before
+            self._ended.pop(message["pid"], None)  # an earlier process with this number
         else:
             self._living.discard(message["ended"])
             self._ended[message["ended"]] = message["status"]
 
 
 def start_cold(log: Path, environment: Mapping[str, str], keeper: Keeper | None = None) -> Process:
-    """A rank as an interpreter of its own."""
+    """Start a rank as a new interpreter."""
     command = [sys.executable, "-m", "ebbflow.training"]
     with open(log, "ab") as output, open(os.devnull, "rb") as nothing:
         return start_process(command, environment, (nothing.fileno(), output.fileno(), output.fileno()), keeper)
@@ -241,7 +256,7 @@ def start_cold(log: Path, environment: Mapping[str, str], keeper: Keeper | None 
 def start_process(
     command: list[str], environment: Mapping[str, str], streams: tuple[int, int, int], keeper: Keeper | None
 ) -> Process:
-    """Start a program in a session of its own: signals for the agent's group do not reach it. Raises OSError."""
+    """Start a program in a new session, which the signals for the agent's group do not reach. Raises OSError."""
     if keeper is not None and not keeper.lost:
         return keeper.spawn(command, environment, *streams)
     stdin, stdout, stderr = streams
@@ -251,12 +266,12 @@ def start_process(
 
 
 def threads_per_rank(colocated_ranks: int) -> int:
-    """Of each rank: its share of the cores."""
+    """Return each rank's share of the cores."""
     return max(1, len(os.sched_getaffinity(0)) // max(1, colocated_ranks))
 
 
 def with_project_path(environment: Mapping[str, str]) -> dict[str, str]:
-    """The same, for a process that is to find the project's packages."""
+    """Return the environment with this project on PYTHONPATH."""
     return dict(environment, PYTHONPATH=python_path(environment.get("PYTHONPATH")))
 
 
@@ -269,7 +284,7 @@ _StartProcess = Callable[[str, Path, Mapping[str, str]], Process]
 
 
 class Worker:
-    """One rank's process, its log, heartbeat and result, all in `folder`."""
+    """One rank's process, with its log, heartbeat and result in `folder`."""
 
     def __init__(
         self,
@@ -281,7 +296,6 @@ class Worker:
         start: _StartProcess,
         parents: Collection[int] = (),
     ) -> None:
-        """parents: who may start it besides this process: the standby and the keeper."""
         self.rank = rank
         self.log_path = folder / f"rank-{rank}.log"
         self._result_path = folder / f"rank-{rank}.result.json"
@@ -307,14 +321,14 @@ class Worker:
         return self._heartbeat.read()
 
     def result(self) -> dict | None:
-        """The outcome that this rank has written, None without a valid one."""
+        """Return the outcome that the rank has written; None without a valid one."""
         result = _read_object(self._result_path)
         outcomes = [outcome.value for outcome in Outcome]
         valid = result.get("outcome") in outcomes and isinstance(result.get("step"), int)
         return result if valid and isinstance(result.get("message", ""), str) else None
 
     def failure(self) -> WorkerFailure | None:
-        """Why it ended, or None while it runs or when it ended well (a result was written)."""
+        """Return why the process ended without a result; None while it runs or if it has a result."""
         code = self.process.poll()
         if code is None or self.result() is not None:
             return None
@@ -325,7 +339,7 @@ class Worker:
         return WorkerFailure(**place, **self._error(code))
 
     def _error(self, code: int) -> dict[str, Any]:
-        """What the rank has recorded of its exception, in the format of torch's @record."""
+        """Return the fields of the rank's exception from its error record, in the format of torch's @record."""
         record = _read_object(self._error_path).get("message")
         text = record.get("message") if isinstance(record, dict) else record
         if not isinstance(text, str):
@@ -336,7 +350,7 @@ class Worker:
         module, _, name = str(extra.get("class") or "").rpartition(".")
         name = bounded_text(name or message.partition(":")[0], _LONGEST_NAME)
         if module and module != errors.__name__ and error_class(name) is not errors.GangError:
-            name = f"{module}.{name}"  # the user's own exception, which only has the name of one of ours
+            name = f"{module}.{name}"  # a user's exception with the name of one of ours
         return {
             "message": message,
             "cascade": is_peer_loss_error(message),
@@ -346,7 +360,7 @@ class Worker:
 
 
 class WorkerGroup:
-    """All ranks of a node. standby: forks them, where there is one that can."""
+    """All ranks of a node."""
 
     def __init__(
         self,
@@ -370,7 +384,7 @@ class WorkerGroup:
         try:
             for local_rank, rank in enumerate(ranks):
                 self.workers.append(Worker(rank, local_rank, folder, spec, environment, start, parents))
-        except BaseException:  # a full disk, no more processes: those that were started are nobody's otherwise
+        except BaseException:  # a full disk or process table: end the ranks that have started
             self.end(ranks)
             raise
 
@@ -390,24 +404,30 @@ class WorkerGroup:
         grace_seconds: float = _EXIT_SECONDS,
         meanwhile: Callable[[], object] = lambda: None,
     ) -> list[int]:
-        """End every rank and what it has started. Returns the ranks that are left 10 s after SIGKILL: they
-        are in uninterruptible sleep (state D), and are waited for no more. meanwhile: called while it waits.
+        """End every rank and everything that it has started.
 
-        culprits: ranks to be killed at once (SIGKILL works on stopped ones too). A rank that was waiting for one of
-        them in a collective hears of it, writes its last events and leaves; it has the grace for that, and then is
-        killed: it could not save any more, since a save is collective too.
+        A rank that waits in a collective for a culprit gets an error, writes its last events and exits within the grace
+        period. It could not save any more, since a save is collective too.
+
+        Args:
+            culprits: Ranks to kill first, with SIGKILL, which works on stopped processes too.
+            grace_seconds: Time for the other ranks to exit.
+            meanwhile: Called during the wait.
+
+        Returns:
+            Ranks that are alive 10 s after SIGKILL: they are in uninterruptible sleep (state D).
         """
         for worker in self.workers:
             if worker.rank in culprits:
                 worker.process.kill()
-        # A child holds copies of a rank's sockets: the others hear of its end only when both are gone.
-        self._end_left_behind([worker for worker in self.workers if worker.rank in culprits])
+        # A child holds copies of a rank's sockets: peers notice the rank's end only when both have ended.
+        self._kill_leftovers([worker for worker in self.workers if worker.rank in culprits])
         limit = time.monotonic() + grace_seconds
         self._await_exits(limit, meanwhile)
         for worker in self.workers:
             worker.process.kill()
         self._await_exits(time.monotonic() + _KILLED_SECONDS, meanwhile)
-        self._end_left_behind(self.workers)
+        self._kill_leftovers(self.workers)
         stuck = [worker for worker in self.workers if worker.process.poll() is None]
         for worker in stuck:
             if self._standby is not None:
@@ -415,7 +435,7 @@ class WorkerGroup:
         return [worker.rank for worker in stuck]
 
     def device_held_by(self, rank: int) -> str:
-        """The GPU that a rank of this node still has open, "" for none."""
+        """Return the GPU device file that a rank has open; "" for none."""
         pid = next(worker.process.pid for worker in self.workers if worker.rank == rank)
         return find_open_device(pid)
 
@@ -424,8 +444,8 @@ class WorkerGroup:
             meanwhile()
             time.sleep(0.01)
 
-    def _end_left_behind(self, ended: Sequence[Worker]) -> None:
-        """What these ranks have started; with the last of them all that is below the keeper but the standby."""
+    def _kill_leftovers(self, ended: Sequence[Worker]) -> None:
+        """Kill what these ranks have started; with the last rank, everything below the keeper but the standby."""
         if ended:
             spare = () if self._standby is None else (self._standby.pid,)
             others = [worker.process for worker in self.workers if worker not in ended]
@@ -434,7 +454,7 @@ class WorkerGroup:
 
 
 def find_open_device(pid: int) -> str:
-    """The path of a GPU that a process has open; "" for none, or where the kernel does not tell."""
+    """Return the path of a GPU that a process has open; "" for none, or if the kernel does not permit to look."""
     try:
         for descriptor in os.listdir(f"/proc/{pid}/fd"):
             with contextlib.suppress(OSError):
@@ -447,7 +467,7 @@ def find_open_device(pid: int) -> str:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    """A JSON object that a rank has written; {} for anything else, since a rank may write anything."""
+    """Return a JSON object that a rank wrote; {} for anything else, since user code may write anything."""
     try:
         with open(path, "rb") as file:
             found = json.loads(file.read(_LONGEST_RECORD))
@@ -477,6 +497,6 @@ def _environment(rendezvous: tuple[str, int], world_size: int, local_world_size:
     )
     environment.setdefault(BUFFER_VARIABLE, BUFFER_RECORDS)
     if address == "127.0.0.1":
-        # Otherwise gloo resolves the host name, which may not resolve, or resolve to an interface that is down.
+        # Otherwise gloo resolves the host name, which may fail or lead to an interface that is down.
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     return environment

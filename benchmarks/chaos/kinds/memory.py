@@ -106,7 +106,7 @@ MEMORY = (
         heal=_open_cage,
         action="the gang restarts from the newest commit; the verdict says that memory was wanting",
         reasons=(EndReason.RANK_KILLED,),
-        says="for want of memory",
+        says="out of memory",
         missing=_no_cgroup,
         bare=False,
     ),
