@@ -227,7 +227,7 @@ def test_the_two_questions_of_a_script():
     named = job(replace(one, ranked=(replace(one.chosen, zone="us-east-1a"),)), steps=7200, speed=0.5, reclaimed=False)
     assert get_accumulated_cost(named, history=[dearer]) == get_accumulated_cost(events, history=[dearer])
     nowhere = job(one, steps=7200, speed=0.5, reclaimed=False)  # the static table knows regions only
-    with pytest.raises(ReportError, match="no price of g5"):
+    with pytest.raises(ReportError, match="the price history lacks g5"):
         get_accumulated_cost(nowhere, history=[dearer])
     with pytest.raises(ReportError, match="no events"):
         get_accumulated_cost([])
