@@ -26,7 +26,7 @@ _READABLE_LOOKED_AT = 200
 
 
 def check_dataset(context: PreflightContext) -> CheckFinding:
-    """The data are text that exists, can be read, and suffices for one batch and one held-out sample."""
+    """The data is readable text, enough for one batch and one held-out sample."""
     config = context.config
     if config.workload is not None:
         return CheckFinding.skipped(f"{config.workload} brings data of its own; the check workload says more")
@@ -51,7 +51,7 @@ def check_dataset(context: PreflightContext) -> CheckFinding:
 
 
 def check_disk(context: PreflightContext) -> CheckFinding:
-    """Room in a local store for the commits that are kept, the one being written, and the token shards."""
+    """A local store has room for the kept commits, the one being written, and the token shards."""
     folder = store_folder(context)
     if folder is None:
         return CheckFinding.skipped("the store is remote")
@@ -76,10 +76,10 @@ def check_disk(context: PreflightContext) -> CheckFinding:
 
 
 def commits_room(config: RunConfig) -> tuple[int, str]:
-    """(bytes that a job's commits take at most, the arithmetic up to the size of one commit).
+    """Return (the most bytes that a job's commits take, the arithmetic).
 
-    To what retention keeps comes the commit that is newer and has not made another go yet, and the save under way
-    meanwhile. Pinned commits, and those kept for a look since they do not count, come on top and are not foreseen.
+    Two commits are added to those that retention keeps: a newer one that has not replaced an older one yet, and the
+    save in flight. Pinned commits and those kept for inspection are not included.
     """
     checkpoint, steps, one = config.checkpoint, config.training.max_steps, commit_bytes(config)
     every = steps // checkpoint.keep_every_steps if checkpoint.keep_every_steps else 0
@@ -97,7 +97,10 @@ def commits_room(config: RunConfig) -> tuple[int, str]:
 
 
 def _suffices(config: RunConfig, files: int, train_bytes: int, held_out_bytes: int) -> CheckFinding:
-    """A sample takes sequence_length tokens and one more to predict; a token is a byte, or more than one."""
+    """Check the amount of text.
+
+    A sample takes sequence_length tokens and one to predict; a token is at least one byte.
+    """
     length, batch = config.model.sequence_length, config.training.batch_size
     samples = max(0, train_bytes - 1) // length
     gang = local_gang(config)
@@ -123,7 +126,7 @@ def _suffices(config: RunConfig, files: int, train_bytes: int, held_out_bytes: i
 
 
 def _instead(config: RunConfig, project_root: Path) -> str:
-    """What a folder holds that has none of the wanted endings."""
+    """Describe the files of a folder that has none of the expected endings."""
     if config.data.path is None:
         return ""
     folder = project_root / Path(config.data.path).expanduser()
@@ -146,7 +149,7 @@ _GPU_DEVICES = "/dev/nvidia[0-9]*"
 
 
 def check_parallel(context: PreflightContext) -> CheckFinding:
-    """What ranks would refuse when they start, on this machine: sizes of shards, precision, DDP's options, compiler."""
+    """The ranks support the configured shard sizes, precision, DDP options and compiler on this machine."""
     config, place = context.config, _place(context.config)
     found = find_unsupported_options(config, place)
     if found:
@@ -200,7 +203,7 @@ WORKLOAD_CHECK = "workload"
 
 
 def check_workload(context: PreflightContext) -> CheckFinding:
-    """A workload of one's own can be loaded and built, and its loss is a sum: tried in a process of its own."""
+    """A user's workload can be loaded and built, and its loss is a sum; tried in a child process."""
     config = context.config
     if config.workload is None:
         return CheckFinding.skipped("no workload of your own is configured")
@@ -240,7 +243,7 @@ def check_tokenizer(context: PreflightContext) -> CheckFinding:
 
 
 def check_initial_weights(context: PreflightContext) -> CheckFinding:
-    """The files are there and can be read; for the built-in model, as many numbers as it has."""
+    """The files exist and can be read; for the built-in model, they hold as many numbers as it has."""
     config = context.config
     path = config.training.initial_weights
     if path is None:

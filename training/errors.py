@@ -13,10 +13,12 @@ LONGEST_TRACEBACK = 256 * 1024
 
 
 class TrainingError(Exception):
-    """Anything training could not do. `outcome` says how a job that dies of it ends.
+    """A failure of training.
 
-    curable: a new attempt may cure it. Where it is False, the same start would fail in the same way again.
-    end_reason: how a gang that ends by it is recorded.
+    Attributes:
+        outcome: the outcome of a job that ends by it.
+        curable: whether a new attempt may cure it; if not, the same start would fail in the same way again.
+        end_reason: the reason recorded for the gang's end.
     """
 
     outcome: Outcome = Outcome.FAILED
@@ -25,20 +27,21 @@ class TrainingError(Exception):
 
 
 class CheckpointError(TrainingError):
-    """A save, commit or restore that did not happen. Names the rank, the key and the cause."""
+    """A save, commit or restore that failed. Names the rank, the key and the cause."""
 
 
 class NoRoom(CheckpointError):
-    """The store is full, or a quota used up, and there was nothing left that may be deleted."""
+    """The store is full or over its quota, and no commit may be deleted."""
 
     curable = False
 
 
 class CorruptCommit(CheckpointError):
-    """Stored bytes are not the bytes that were saved: flipped, truncated, swapped or missing.
+    """Stored bytes differ from the bytes that were saved: flipped, truncated, swapped or missing.
 
-    object_key, chunk: the data object that this reader found damaged, and which of its chunks (None: all of it is
-    missing or has another size). Without an object it is the manifest, or a record.
+    Attributes:
+        object_key: the damaged data object; "" if the manifest or a record is damaged.
+        chunk: the damaged chunk of it; None: the whole object is missing or has another size.
     """
 
     def __init__(self, message: str, *, object_key: str = "", chunk: int | None = None) -> None:
@@ -54,13 +57,16 @@ class CorruptOverride(CorruptCommit):
 
 
 class UnreliableReader(CheckpointError):
-    """This process reads a commit wrongly that a second process or node reads as it was saved. Names node and rank."""
+    """This process read a commit wrongly that a second process or node read correctly. Names node and rank."""
 
     end_reason = EndReason.STORE
 
 
 class NothingToRestore(CheckpointError):
-    """The job has commits and none of them can be restored. A start from nothing would lose them: a person decides."""
+    """The job has commits, and none can be restored.
+
+    A person decides whether to start from scratch, which loses them.
+    """
 
     outcome = Outcome.NO_RESTORE
     curable = False
@@ -68,22 +74,22 @@ class NothingToRestore(CheckpointError):
 
 
 class RefusedCommit(CheckpointError):
-    """A commit without the signature that this job's commits must have. It says nothing of damage."""
+    """A commit without the signature that this job's commits must have. It may be undamaged."""
 
 
 class NoSigningKey(CheckpointError):
-    """The variable that should hold the signing key is missing, empty or too short. Names it, never its value."""
+    """The variable of the signing key is missing, empty or too short. Names the variable, never its value."""
 
     outcome = Outcome.CONFIG
     curable = False
 
 
 class MisplacedCommit(CorruptCommit):
-    """A sound manifest under the key of another step or generation; where it belongs it may well be in use."""
+    """A sound manifest under the key of another step or generation; in its own place it may be in use."""
 
 
 class RolledBack(CheckpointError):
-    """The store has older commits than the job's events know. Going on loses the steps between: a person decides."""
+    """The store has older commits than the job's events record. A person decides whether to lose the steps between."""
 
     outcome = Outcome.ROLLED_BACK
     curable = False
@@ -91,14 +97,14 @@ class RolledBack(CheckpointError):
 
 
 class CommitMismatch(CheckpointError):
-    """A sound commit that belongs to another model or optimizer than the one it is loaded into."""
+    """A sound commit of another model or optimizer than the one it is loaded into."""
 
     outcome = Outcome.CONFIG
     curable = False
 
 
 class DamagedLineage(CheckpointError):
-    """The generation records do not make one chain, so that nobody can say which commit is the newest."""
+    """Generation records that do not form one chain, so that the newest commit is undefined."""
 
     curable = False
 
@@ -110,13 +116,13 @@ class TwoLaunchers(DamagedLineage):
 
 
 class GenerationSuperseded(CheckpointError):
-    """A newer generation of the job was opened: this gang is a zombie and its later commits would never be used."""
+    """A newer generation of the job exists: this gang is a zombie, and its later commits would never be used."""
 
     curable = False
 
 
 class DataError(TrainingError):
-    """Text that is missing, too little or not what it was. Names the path and the fix."""
+    """Training data that is missing, too small or changed. Names the path and the fix."""
 
     outcome = Outcome.CONFIG
     curable = False
@@ -130,30 +136,30 @@ class WorkloadError(TrainingError):
 
 
 class ParallelError(TrainingError):
-    """A way to spread the model that this gang or machine cannot do. Names the key, the arithmetic and the fix."""
+    """A parallel mode that this gang or machine does not support. Names the key, the arithmetic and the fix."""
 
     outcome = Outcome.CONFIG
     curable = False
 
 
 class RendezvousError(TrainingError):
-    """Not all ranks came within the deadline. Names the missing."""
+    """Ranks that did not join within the deadline. Names the missing ranks."""
 
 
 class DivergenceError(TrainingError):
-    """Ranks that should be at the same place are not. Names them and where they are."""
+    """Ranks that should have equal state and do not. Names the ranks and where they differ."""
 
 
 class RankNotStarted(TrainingError):
-    """A node could not start its ranks: no room for their files, no more processes. Names the node and the cause."""
+    """A node could not start its ranks, for lack of disk space or processes. Names the node and the cause."""
 
     end_reason = EndReason.ROLL_CALL
 
 
 class DeviceUnavailable(TrainingError):
-    """A machine with GPUs, or a placement that has some, on which ranks cannot use them. Names the reason and the fix.
+    """A machine or placement with GPUs that the ranks cannot use. Names the reason and the fix.
 
-    The next start on the same image would fail in the same way, and training on the CPU would be paid at a GPU's price.
+    The next start on the same image would fail in the same way, and training on the CPU would cost a GPU's price.
     """
 
     outcome = Outcome.CONFIG
@@ -162,43 +168,45 @@ class DeviceUnavailable(TrainingError):
 
 
 class AgentFailure(TrainingError):
-    """A node's agent raised while it watched its ranks. Names the node, the exception and its place."""
+    """A node's agent raised while it watched its ranks. Names the node, the exception and its location."""
 
     end_reason = EndReason.AGENT_FAILED
 
 
 class StartAnew(TrainingError):
-    """The gang ends on purpose, and its next start goes on otherwise, by the order in the job's store
-    (`training/guards/overrides.py`)."""
+    """The gang ends on purpose.
+
+    Its next start follows the order in the job's store (`training/guards/overrides.py`).
+    """
 
 
 class Rewind(StartAnew):
-    """The last steps went wrong: back to an older commit, and past the samples that were read since."""
+    """The last steps went wrong: the job goes back to an older commit and skips the samples read since."""
 
     end_reason = EndReason.REWIND
 
 
 class MicroBatchTooLarge(StartAnew):
-    """A micro-batch does not fit into memory. Names the rank and the number of micro-batches to go on with."""
+    """A micro-batch does not fit into memory. Names the rank and the number of micro-batches of the next start."""
 
     end_reason = EndReason.SPLIT
 
 
 class MemoryGrowth(StartAnew):
-    """Memory would have run out. All is saved, and the processes are replaced."""
+    """Memory was about to run out. The state is saved, and the processes are replaced."""
 
     end_reason = EndReason.RENEWAL
 
 
 class BatchCannotBeSplit(TrainingError):
-    """Not even one sample at a time fits into memory. Names the arithmetic and what else saves memory."""
+    """A single sample does not fit into memory. Names the arithmetic and what else saves memory."""
 
     outcome = Outcome.CONFIG
     curable = False
 
 
 class TooManyRewinds(TrainingError):
-    """The job has gone back as often as it may, and still goes wrong."""
+    """The job has used all its rewinds and still goes wrong."""
 
     curable = False
 
@@ -206,8 +214,9 @@ class TooManyRewinds(TrainingError):
 class GangError(TrainingError):
     """A gang that ended before its work was done. Names the culprit.
 
-    user_code: it ended by an exception of the program and not by the loss of a process or machine.
-    curable, outcome: those of the exception that ended it, where there was one.
+    Attributes:
+        user_code: whether an exception of the program ended it, not the loss of a process or machine.
+        curable, outcome: those of the exception that ended it, if there was one.
     """
 
     def __init__(
@@ -220,20 +229,20 @@ class GangError(TrainingError):
 
 
 def error_class(name: str) -> type[TrainingError]:
-    """The class of training of that name; GangError for every other exception."""
+    """Return the training exception of that name, or GangError for any other name."""
     found = globals().get(name)
     return found if isinstance(found, type) and issubclass(found, TrainingError) else GangError
 
 
 def describe_exception(error: BaseException) -> str:
-    """`error` as "Type: text", whatever its `__str__` does, within `LONGEST_MESSAGE`."""
+    """Return `error` as "Type: text", at most `LONGEST_MESSAGE` characters, even if its `__str__` fails."""
     if isinstance(error, SystemExit):
         return f"SystemExit: the program called sys.exit({_text_of(error)}) before the training was done"
     return bounded_text(f"{type(error).__name__}: {_text_of(error)}")
 
 
 def describe_traceback(error: BaseException) -> str:
-    """The traceback of `error` within `LONGEST_TRACEBACK`; only its places where its text cannot be made."""
+    """Return the traceback of `error`, at most `LONGEST_TRACEBACK` characters; without its text if `__str__` fails."""
     try:
         lines = traceback.format_exception(error)
     except Exception:
@@ -243,7 +252,7 @@ def describe_traceback(error: BaseException) -> str:
 
 
 def bounded_text(text: str, limit: int = LONGEST_MESSAGE) -> str:
-    """`text` as UTF-8 can carry it, and of a longer one its first three quarters of `limit` characters and its end."""
+    """Return `text` as valid UTF-8; of a longer one the first three quarters of `limit` characters and the end."""
     if len(text) > limit:
         first, last = limit * 3 // 4, limit // 4
         text = f"{text[:first]}\n[{len(text) - first - last} characters left out]\n{text[-last:]}"

@@ -53,7 +53,11 @@ class MemoryGrowthMonitor:
         self._taken: deque[tuple[float, float]] = deque(maxlen=_SAMPLES)
 
     def look(self, needed_seconds: float) -> str:
-        """Why to start anew, or nothing. needed_seconds: until the job is done; a limit beyond that does no harm."""
+        """Return the reason for new processes, or "".
+
+        Args:
+            needed_seconds: until the job is done; a limit reached after that does no harm.
+        """
         now = self._now()
         if now < self._next:
             return ""
@@ -198,10 +202,12 @@ def fitting_accumulation(
 
 
 def try_micro_batch(workload: Workload, module: nn.Module, batch: Batch, parts: int, *, has_state: bool) -> bool:
-    """Whether forward and backward of the heaviest of `parts` micro-batches fit beside gradients and optimizer.
+    """Return whether forward and backward of the heaviest of `parts` micro-batches fit beside gradients and optimizer.
 
-    The bare module is called, so that no other rank waits for this one. Gradients and buffers are as before
-    afterwards. has_state: the optimizer has made its own already; else AdamW's is reckoned with.
+    The bare module is called, so that no other rank waits for this one. Gradients and buffers are restored afterwards.
+
+    Args:
+        has_state: whether the optimizer has allocated its state already; if not, AdamW's is added.
     """
     part = max(batch.split(parts), key=lambda one: one.weight)
     buffers = [buffer.clone() for buffer in module.buffers()]

@@ -1,1 +1,1 @@
-"""Workloads: the built-in one, and how one of yours is found, measured and tried before anything is paid for."""
+"""Workloads: the built-in language model, and finding, measuring and trying a user's own."""

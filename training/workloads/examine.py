@@ -1,6 +1,6 @@
-"""Looks at a workload of one's own from a process that imports no torch: in a child, within a deadline.
+"""Examine a user's workload in a child process, within a deadline; this module imports no torch.
 
-`ebbflow examine CONFIG [--set KEY=VALUE ...] [--prepare]` prints what is found, as JSON.
+`ebbflow examine CONFIG [--set KEY=VALUE ...] [--prepare]` prints the result as JSON.
 """
 
 from __future__ import annotations
@@ -32,7 +32,13 @@ _LAST_LINES = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Examination:
-    """text: what was tried. shape: measured, None where it could not be. prepared: None where `prepare` was not run."""
+    """The result of an examination.
+
+    Attributes:
+        text: the checks that were made.
+        shape: the measured shape; None if it could not be measured.
+        prepared: the description of the data; None if `prepare` was not run.
+    """
 
     text: str
     shape: ModelShape | None
@@ -40,10 +46,15 @@ class Examination:
 
 
 def examine(config: RunConfig, *, prepare: bool, seconds: float = EXAMINE_SECONDS) -> Examination:
-    """Load, build and try the configured workload in a child process. Raises WorkloadError with what is wrong.
+    """Load, build and try the configured workload in a child process.
 
-    prepare: let it prepare its data first, which the trial of one that has a `prepare` needs; without, only its module
-    is loaded then. seconds: for all of it; with `prepare` at least PREPARE_SECONDS.
+    Args:
+        prepare: prepare its data first, which a workload with a `prepare` needs to be tried; otherwise such a workload
+            is only imported.
+        seconds: deadline of the whole; with `prepare` at least PREPARE_SECONDS.
+
+    Raises:
+        WorkloadError: with the problem.
     """
     seconds = max(seconds, PREPARE_SECONDS) if prepare else seconds
     with tempfile.TemporaryDirectory(prefix="ebbflow-examine-") as folder:
@@ -73,7 +84,7 @@ def examine(config: RunConfig, *, prepare: bool, seconds: float = EXAMINE_SECOND
 
 
 def main(arguments: list[str]) -> int:
-    """The command, which is the child process too."""
+    """Run the command, which is also the child process."""
     parser = argparse.ArgumentParser(
         prog="ebbflow examine", description="Try the configured workload and print its model's shape."
     )
@@ -125,9 +136,10 @@ def _examine_here(config: RunConfig, *, prepare: bool) -> dict[str, Any]:
 
 
 def _run(command: list[str], seconds: float, what: str, *, shown: bool) -> str:
-    """The output of a command, which is killed with all that it started when it takes too long.
+    """Run a command and return its output; kill it with all its children after a timeout.
 
-    shown: the output goes where this process's goes, as it comes, and is not returned.
+    Args:
+        shown: pass the output through as it comes, and do not return it.
     """
     path = python_path(os.environ.get("PYTHONPATH"))
     with subprocess.Popen(

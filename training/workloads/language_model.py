@@ -122,7 +122,11 @@ def _residual_std(model: ModelConfig) -> float:
 
 @dataclass(frozen=True)
 class TextBatch:
-    """inputs and targets: int64 [samples, sequence_length]; a target is the token after its input."""
+    """A batch of text.
+
+    Attributes:
+        inputs, targets: int64 `[samples, sequence_length]`; a target is the token after its input.
+    """
 
     inputs: Tensor
     targets: Tensor
@@ -139,7 +143,7 @@ class TextBatch:
 
 
 class TextWorkload:
-    """Next-token prediction on the token shards that `prepare` made. Raises DataError where they do not suffice."""
+    """Next-token prediction on the token shards that `prepare` made. Raises DataError if they are too small."""
 
     weight_unit = "tokens"
 
@@ -156,7 +160,7 @@ class TextWorkload:
 
     @classmethod
     def prepare(cls, context: WorkloadContext) -> dict:
-        """The token shards, built once for the same text."""
+        """Build the token shards, once for the same text."""
         return prepare_tokens(context.config.data, context.store, project_root=context.project_root).to_json()
 
     def model(self) -> nn.Module:
@@ -179,8 +183,10 @@ class TextWorkload:
         return len(batch.inputs) * self._shape.flops_per_sample
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """held_out_loss in nats per token, over the same windows at any world size; and what it is per byte of text,
-        in bits, which is comparable between tokenizers."""
+        """Return the held-out loss in nats per token, and in bits per byte, which is comparable between tokenizers.
+
+        The windows are the same at any world size.
+        """
         training = self._config.training
         world_size = self._context.world_size
         micro_batch = max(1, training.batch_size // (world_size * training.gradient_accumulation_steps))

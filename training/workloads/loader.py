@@ -1,7 +1,7 @@
-"""Load a workload from `package.module:Name`, and blame mistakes in it on the user's code.
+"""Load a workload from `package.module:Name`, and attribute its errors to the user's code.
 
-The module is looked for as Python does (PYTHONPATH, installed packages), and last in the project's folder. The folder
-of the configuration file is not searched: it is not known on the other nodes, and a name must mean the same everywhere.
+The module is found as Python finds it (PYTHONPATH, installed packages), and last in the project's folder. The folder of
+the configuration file is not searched: other nodes do not know it, and a name must mean the same everywhere.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _MISTAKES = (ArithmeticError, AssertionError, AttributeError, LookupError, NameE
 
 
 def wrap_user_workload(workload: Workload, name: str) -> Workload:
-    """`workload`, whose required methods raise WorkloadError with file and line for a mistake in the user's own line.
+    """Wrap a workload so that an error in the user's own line becomes a WorkloadError with file and line.
 
-    Everything else passes as it is: what a library raises may come from another rank or machine.
+    Other errors pass unchanged: an error raised by a library may come from another rank or machine.
     """
     return cast(Workload, _WrappedWorkload(workload, name))
 
@@ -77,7 +77,7 @@ Door = Callable[[WorkloadContext], Workload]
 def workload_context(
     config: RunConfig, gang: Gang, *, store: Store, prepared: Mapping[str, Any] | None = None
 ) -> WorkloadContext:
-    """The context of one rank. store: the whole one, of which an own workload gets a part to itself."""
+    """Return the context of one rank; a user's workload gets its own part of `store`."""
     return WorkloadContext(
         config=config,
         store=store if config.workload is None else store.sub(workload_prefix(config.workload)),
@@ -91,7 +91,7 @@ def workload_context(
 
 
 def find_workload(config: RunConfig) -> Door:
-    """What `workload` names, not called yet. Raises WorkloadError, which says what was looked for and where."""
+    """Return the class or function that `workload` names. Raises WorkloadError with the places searched."""
     if config.workload is None:
         return TextWorkload
     module_name, _, name = config.workload.partition(":")
@@ -110,9 +110,9 @@ def find_workload(config: RunConfig) -> Door:
 
 
 def prepare_data(config: RunConfig, context: WorkloadContext) -> dict[str, Any]:
-    """Let the workload put its data into the store, where it has a `prepare`, and describe it.
+    """Run the workload's `prepare`, if it has one, and return its description of the data.
 
-    The description holds "fingerprint" and "weight_unit" in any case. Raises WorkloadError.
+    The description always contains "fingerprint" and "weight_unit". Raises WorkloadError.
     """
     door = find_workload(config)
     described: dict[str, Any] = {}
@@ -127,7 +127,7 @@ def prepare_data(config: RunConfig, context: WorkloadContext) -> dict[str, Any]:
 
 
 def has_prepare(door: Door) -> bool:
-    """Whether there is a `prepare` that can be called without an instance. Raises WorkloadError for one that cannot."""
+    """Return whether there is a `prepare`. Raises WorkloadError for one that needs an instance."""
     prepare = getattr(door, "prepare", None)
     if prepare is None:
         return False
@@ -141,7 +141,7 @@ def has_prepare(door: Door) -> bool:
 
 
 def make_workload(config: RunConfig, context: WorkloadContext) -> Workload:
-    """The workload of this rank, with all of its methods. Raises WorkloadError."""
+    """Build this rank's workload and check that it has all methods. Raises WorkloadError."""
     door = find_workload(config)
     with user_code(f"{config.workload or 'text'}(context)"):
         workload = door(context)
@@ -156,7 +156,7 @@ def make_workload(config: RunConfig, context: WorkloadContext) -> Workload:
 
 @contextmanager
 def user_code(what: str) -> Iterator[None]:
-    """Turns whatever the user's code raises into one line with the place in that code."""
+    """Turn any exception of the user's code into a WorkloadError of one line with the place in that code."""
     try:
         yield
     except (TrainingError, InfraError):  # these say what is wrong themselves
@@ -167,7 +167,7 @@ def user_code(what: str) -> Iterator[None]:
 
 
 def user_line(error: BaseException) -> str | None:
-    """ "file:line: " of what raised it, where that is the user's own; None where it is ours or a library's."""
+    """Return "file:line: " if the user's own line raised the error, else None."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return None if _foreign(frame.filename) else f"{frame.filename}:{frame.lineno}: "
 
@@ -221,7 +221,7 @@ def _as_json(described: Any, config: RunConfig) -> dict[str, Any]:
 
 
 def _place(code: Any) -> str:
-    """ "file:line: " of a class or function, "" where Python does not know it."""
+    """Return "file:line: " of a class or function, or "" if Python does not know it."""
     try:
         return f"{inspect.getsourcefile(code)}:{inspect.getsourcelines(code)[1]}: "
     except (OSError, TypeError):
@@ -229,7 +229,7 @@ def _place(code: Any) -> str:
 
 
 def _frame(error: BaseException) -> str:
-    """ "file:line: " of the innermost line of the user's own; of whatever raised where there is none."""
+    """Return "file:line: " of the innermost line of the user's code, else of the line that raised."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not _foreign(frame.filename)]
     frame = (own or list(frames))[-1]
@@ -237,5 +237,5 @@ def _frame(error: BaseException) -> str:
 
 
 def _foreign(file: str) -> bool:
-    """Ours, the interpreter's, or of an installed package."""
+    """Return whether a file is ours, the interpreter's, or of an installed package."""
     return file.startswith(("<", *_NOT_THE_USERS)) or "site-packages" in Path(file).parts

@@ -1,6 +1,6 @@
-"""Try one workload on one machine before anything is paid for: build it, take samples through its loss and evaluate.
+"""Try one workload on one machine before anything costs money: build it, compute losses of samples, and evaluate.
 
-Everything here runs on the CPU, alone, in a process that may fail.
+Everything here runs on the CPU, on one rank, in a process that may fail.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _FLOAT32_BYTES = 4
 
 @dataclass
 class SavedBytes:
-    """What autograd keeps for backward, each storage once, without the model's own tensors."""
+    """The bytes that autograd keeps for backward, each storage once, without the model's own tensors."""
 
     model: frozenset[int]
     seen: dict[int, int] = field(default_factory=dict)
@@ -51,10 +51,10 @@ class SavedBytes:
 
 
 def measure_shape(workload: Workload, model: nn.Module, batch: Batch, *, unit: str) -> tuple[ModelShape, Loss]:
-    """The shape of `model`, which is materialised or fake, by one forward pass over `batch` of one sample.
+    """Measure the shape of `model` (real or fake tensors) by one forward pass over a batch of one sample.
 
-    Activations are measured as autograd keeps them, logits among them: in the precision of the model's own code, in
-    eager mode and without recomputation. flops are the workload's own count. Returns the loss too, with its graph.
+    Activations are measured as autograd keeps them, logits included: in the precision of the model's own code, in eager
+    mode and without recomputation. The FLOPs are the workload's own count. Returns the loss too, with its graph.
     """
     saved = SavedBytes(frozenset(tensor.untyped_storage()._cdata for tensor in _tensors(model)))
     with saved_tensors_hooks(saved.note, lambda tensor: tensor):
@@ -76,7 +76,7 @@ def measure_shape(workload: Workload, model: nn.Module, batch: Batch, *, unit: s
 
 @contextlib.contextmanager
 def without_memory() -> Iterator[None]:
-    """Tensors made inside have shapes and no data, so that a model larger than this machine can be looked at."""
+    """Context in which tensors have shapes and no data, so that a model larger than this machine can be measured."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         yield
 
@@ -94,7 +94,7 @@ def _numel(part: nn.Module) -> int:
 
 
 def _outside(model: nn.Module, units: list[nn.Module]) -> int:
-    """Parameters of no unit: FSDP2 gathers them as one with the model itself."""
+    """Return the parameters outside of all units, which FSDP2 gathers together with the model itself."""
     inside = {id(parameter) for unit in units for parameter in unit.parameters()}
     return sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in inside)
 
@@ -105,14 +105,18 @@ LONGEST_SECONDS = 20.0
 
 
 class _Enough(BaseException):
-    """No Exception, which the user's code might catch."""
+    """Ends a trial at its time limit; not an `Exception`, which the user's code might catch."""
 
 
 def try_evaluate(name: str, workload: Workload, model: nn.Module, *, seconds: float = LONGEST_SECONDS) -> str:
-    """Call `evaluate` once, as a gang of one rank does, and say what was done.
+    """Call `evaluate` once, as a gang of one rank does, and describe the result.
 
-    model: in evaluation mode. seconds: then it is left, undecided. Raises WorkloadError for what it raises, and for
-    metrics that are not finite numbers by name.
+    Args:
+        model: in evaluation mode.
+        seconds: time limit; after it the result is open.
+
+    Raises:
+        WorkloadError: for an exception in it, and for metrics that are not finite numbers by name.
     """
     if distributed.is_initialized():  # a collective of its own would wait for ranks that are not here
         return "evaluate not tried, because the ranks of the gang are not all here"
@@ -131,7 +135,7 @@ def try_evaluate(name: str, workload: Workload, model: nn.Module, *, seconds: fl
 
 @contextmanager
 def _at_most(seconds: float) -> Iterator[None]:
-    """Raises _Enough inside once the time is over; in a thread, where no signal arrives, there is no limit."""
+    """Raise _Enough inside the context after `seconds`. In a thread, which gets no signal, there is no limit."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise _Enough
@@ -160,7 +164,7 @@ _NAMED = 3
 
 @dataclass
 class Trial:
-    """What was found: the shape, what was done (`text`), and remarks that forbid nothing."""
+    """The result of a trial: the measured shape, the checks made (`text`), and remarks that forbid nothing."""
 
     name: str
     shape: ModelShape | None = None
@@ -176,7 +180,7 @@ class Trial:
 
 
 def try_workload(config: RunConfig, context: WorkloadContext) -> Trial:
-    """Raises WorkloadError for the first thing that would keep the job from training, or from training exactly."""
+    """Try a workload. Raises WorkloadError for the first problem that would keep the job from training exactly."""
     trial = Trial(config.workload or "text")
     workload = make_workload(config, context)
     with user_code(f"{trial.name}.model()"):
@@ -205,7 +209,7 @@ def try_workload(config: RunConfig, context: WorkloadContext) -> Trial:
 
 
 def check_model(name: str, model: Any) -> None:
-    """A module with parameters to train, all of it on the meta device."""
+    """Check that the model is a module with trainable parameters, all on the meta device."""
     if not isinstance(model, nn.Module):
         raise WorkloadError(f"{name}.model() returned a {type(model).__name__}; fix: return a torch.nn.Module")
     tensors = [*model.named_parameters(), *model.named_buffers()]
@@ -220,7 +224,7 @@ def check_model(name: str, model: Any) -> None:
 
 
 def check_units(name: str, model: nn.Module, units: Iterable[Any]) -> None:
-    """Parts of the model, at least one, none inside another."""
+    """Check that the units are parts of the model, at least one, and none inside another."""
     units = list(units)
     names = {id(part): path for path, part in model.named_modules()}
     if not units:
@@ -239,7 +243,7 @@ def check_units(name: str, model: nn.Module, units: Iterable[Any]) -> None:
 
 
 def check_tied(name: str, model: nn.Module, units: list[nn.Module]) -> None:
-    """All names of a tied parameter lie in one unit, or outside all of them: two units would shard two of it."""
+    """Check that all names of a tied parameter are in one unit, or outside of all: two units would shard it twice."""
 
     def unit_of(parameter: str) -> int | None:
         parts = parameter.split(".")[:-1]
@@ -328,7 +332,7 @@ def _check_same_again(name: str, workload: Workload, model: nn.Module, count: in
 
 
 def _check_sum(trial: Trial, workload: Workload, model: nn.Module, batch: Batch, whole: Loss) -> None:
-    """The arithmetic that exactness at any world size and accumulation stands on."""
+    """Check that losses add up over micro-batches, on which exactness at any world size and accumulation depends."""
     with user_code(f"{trial.name}: batch.split"):
         parts = batch.split(2)
     if len(parts) != 2:
