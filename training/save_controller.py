@@ -312,7 +312,7 @@ class SaveController:
         elif last or sync.renew:
             self.save(at)
         elif sync.save_due and sync.saving and self.config.when_busy == "skip":
-            self._skip(at, f"the save before is still under way on rank {', '.join(map(str, sync.saving[:5]))}")
+            self._skip(at, f"the previous save is still in flight on rank {', '.join(map(str, sync.saving[:5]))}")
         elif sync.save_due:
             self.save(at)
 
@@ -335,7 +335,7 @@ class SaveController:
         needed, left = sync.last_save
         self.saver.hurry()
         if needed > left:
-            self._skip(at, f"a save takes {needed:.1f} s and {left:.1f} s are left; the last commit stands")
+            self._skip(at, f"a save takes {needed:.1f} s and {left:.1f} s are left; the last commit counts")
         else:
             limit = self.config.deadline_seconds
             self.save(at, deadline_seconds=max(min(left, limit), 1.0))

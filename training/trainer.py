@@ -120,7 +120,7 @@ class Evaluation:
         return store.compare_set(f"word-{ballot}", "", word).decode()
 
 
-_WORD_SECONDS = 2.0  # less than any silence that is remarkable
+_WORD_SECONDS = 2.0  # less than any hang threshold
 
 
 @dataclass(kw_only=True)
@@ -304,7 +304,7 @@ class Trainer:
         try:
             self.reporter.emit(FAULT_INJECTED, step=step, flush=True, kind=aim.fault.kind, target=str(aim.fault))
         except StoreError as error:  # without its record it would strike again in every attempt
-            message = f"rehearsed fault {aim.fault} was left out at step {step}: its record could not be kept: {error}"
+            message = f"rehearsed fault {aim.fault} was skipped at step {step}: its record could not be written: {error}"
             print(message, flush=True)
             self.reporter.emit(NOTICE, step=step, message=message)
             return
@@ -329,7 +329,7 @@ class Trainer:
         metrics = self.evaluation.run(self.workload, self.spread)
         if metrics is None:
             if self.gang.rank == 0:
-                message = f"step {at.step}: the evaluation is left: {self.limits.describe(Stop.INTERRUPTED)}"
+                message = f"step {at.step}: the evaluation is abandoned: {self.limits.describe(Stop.INTERRUPTED)}"
                 print(message, flush=True)
                 self.reporter.emit(NOTICE, step=at.step, message=message)
             return Stop.INTERRUPTED

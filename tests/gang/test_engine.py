@@ -144,7 +144,7 @@ def test_a_fault_that_cannot_be_recorded_does_not_strike(runs: dict[str, list[di
     assert [(result["outcome"], result["step"]) for result in (first, second)] == [(Outcome.COMPLETED, 4)] * 2
     assert first["notices"] == []
     (notice,) = second["notices"]
-    assert notice["step"] == 2 and "rank-kill@step:2:rank=1 was left out" in notice["message"]
+    assert notice["step"] == 2 and "rank-kill@step:2:rank=1 was skipped" in notice["message"]
     assert "the disk is full" in notice["message"]
 
 

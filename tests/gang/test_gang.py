@@ -141,7 +141,7 @@ def test_one_node_told_to_leave_makes_all_save_if_there_is_time(
     assert 0 < newest.step < outcome.step and newest.step % 20 == 0
     assert outcome.message.endswith(f"step {outcome.step} is not saved, to be resumed from step {newest.step}")
     [reason] = [event.data["reason"] for event in skipped if event.step == outcome.step]
-    assert reason.endswith("and 0.0 s are left; the last commit stands")
+    assert reason.endswith("and 0.0 s are left; the last commit counts")
 
 
 def test_a_frozen_coordinator_is_seen_by_the_others_which_leave(spec: GangSpec, tmp_path: Path) -> None:

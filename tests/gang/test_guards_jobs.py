@@ -85,7 +85,7 @@ def test_a_job_that_goes_wrong_wherever_it_goes_ends(tmp_path: Path) -> None:
     with pytest.raises(Rewind):
         job.run_alone()
     ending = job.run_alone()
-    assert ending.outcome is Outcome.NON_FINITE and "gone back 1 times" in ending.message
+    assert ending.outcome is Outcome.NON_FINITE and "1 rewinds, the limit" in ending.message
     spikes = {"spike": "rewind", "spike_window_steps": 10, "max_rewinds": 0}
     (tmp_path / "spikes").mkdir()
     job = guarded(tmp_path / "spikes", {**options, "bad_first": 72, "bad_factor": "60"}, guards=spikes)

@@ -223,7 +223,7 @@ def test_a_notice_leads_to_a_save_in_time_or_to_none() -> None:
     trainer.save_controller.save_if_due(Position(4), late, last=True)
     assert saver.asked == ["hurry", (3, 28.0), "hurry"]
     (skipped,) = [data for name, data in events if name == COMMIT_SKIPPED]
-    assert skipped["reason"] == "a save takes 31.0 s and 28.0 s are left; the last commit stands"
+    assert skipped["reason"] == "a save takes 31.0 s and 28.0 s are left; the last commit counts"
 
 
 def test_leaving_goes_on_without_the_last_save_but_a_finished_job_does_not() -> None:

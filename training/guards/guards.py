@@ -171,7 +171,7 @@ class LossGuard:
         action = Action(policy)
         if action is Action.SKIP and self.skipped_in_a_row >= self._config.skips_in_a_row:
             action = Action.REWIND
-            reason = f"{reason}, after {self.skipped_in_a_row} steps left out in a row"
+            reason = f"{reason}, after {self.skipped_in_a_row} skipped steps in a row"
         if action is Action.SKIP:
             self.skipped_in_a_row += 1
         return Judgement(action, reason, finite)
@@ -276,7 +276,7 @@ class Guards:
             return at
         self.numbers.skipped_in_a_row = 0
         if self.gang.rank == 0:
-            print(f"samples {at.cursor} to {first - 1} are left out: a rewind passed over them", flush=True)
+            print(f"samples {at.cursor} to {first - 1} are skipped after a rewind", flush=True)
         return Position(at.step, first)
 
     def weights_checksum(self, step: int, module: torch.nn.Module) -> int:
@@ -314,7 +314,7 @@ class Guards:
         if judgement.action is Action.SKIP and self.gang.rank == 0:
             samples = [at.cursor, at.cursor + self.config.training.batch_size]
             self.emit(GUARD, step=at.step + 1, action=GuardAction.SKIP, reason=judgement.reason, samples=samples)
-            print(f"step {at.step + 1}: left out: {judgement.reason}", flush=True)
+            print(f"step {at.step + 1}: skipped: {judgement.reason}", flush=True)
         return judgement
 
     def record_pace(self, step: int, sync: StepSync) -> None:
@@ -371,7 +371,7 @@ class Guards:
         names = ", ".join(map(str, odd))
         found = f"weights of rank {names} differ from those of {'their' if odd[1:] else 'its'} replicas"
         if not certain:
-            found = f"weights of ranks {names} differ, and with no majority nobody can say whose are right"
+            found = f"weights of ranks {names} differ, and no majority shows which are right"
         if self.agreed_step is None:
             found += f" at the start, step {at.step}"
             self._tell(seen_at, GuardAction.DIVERGED, ranks=odd, reason=found)
@@ -384,7 +384,7 @@ class Guards:
     def _rewind(self, at: Position, judgement: Judgement, *, first_bad: int, settle: Callable[[], object]) -> Judgement:
         guards, gone = self.config.guards, self.overrides.rewinds
         if gone >= guards.max_rewinds:
-            reason = f"{judgement.reason}; gone back {gone} times, which guards.max_rewinds allows no more"
+            reason = f"{judgement.reason}; {gone} rewinds, the limit of guards.max_rewinds"
             if not judgement.finite:
                 return Judgement(Action.STOP, reason, finite=False)
             raise TooManyRewinds(f"step {at.step + 1}: {reason}")

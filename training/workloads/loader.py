@@ -71,7 +71,7 @@ REQUIRED = ("model", "units", "next_batch", "loss", "flops", "evaluate")
 DEFAULT_WEIGHT_UNIT = "samples"
 _NOT_THE_USERS = (str(PACKAGE_ROOT / "training"), str(IMPORT_ROOT / "ebbflow"), os.path.dirname(os.__file__))
 
-Door = Callable[[WorkloadContext], Workload]
+WorkloadFactory = Callable[[WorkloadContext], Workload]
 
 
 def workload_context(
@@ -90,7 +90,7 @@ def workload_context(
     )
 
 
-def find_workload(config: RunConfig) -> Door:
+def find_workload(config: RunConfig) -> WorkloadFactory:
     """Return the class or function that `workload` names. Raises WorkloadError with the places searched."""
     if config.workload is None:
         return TextWorkload
@@ -106,7 +106,7 @@ def find_workload(config: RunConfig) -> Door:
             f"workload {config.workload} is a {type(found).__name__}, which cannot be called; "
             "fix: name a class, or a function that returns a workload"
         )
-    return found
+    return cast(WorkloadFactory, found)
 
 
 def prepare_data(config: RunConfig, context: WorkloadContext) -> dict[str, Any]:
@@ -126,7 +126,7 @@ def prepare_data(config: RunConfig, context: WorkloadContext) -> dict[str, Any]:
     return described
 
 
-def has_prepare(door: Door) -> bool:
+def has_prepare(door: WorkloadFactory) -> bool:
     """Return whether there is a `prepare`. Raises WorkloadError for one that needs an instance."""
     prepare = getattr(door, "prepare", None)
     if prepare is None:
