@@ -304,7 +304,7 @@ class Trainer:
         try:
             self.reporter.emit(FAULT_INJECTED, step=step, flush=True, kind=aim.fault.kind, target=str(aim.fault))
         except StoreError as error:  # without its record it would strike again in every attempt
-            message = f"rehearsed fault {aim.fault} was skipped at step {step}: its record could not be written: {error}"
+            message = f"rehearsed fault {aim.fault} was skipped at step {step}: its record failed: {error}"
             print(message, flush=True)
             self.reporter.emit(NOTICE, step=step, message=message)
             return
