@@ -75,6 +75,15 @@ def test_rooms_never_import_their_forbidden_packages() -> None:
     assert not broken
 
 
+def test_no_two_public_classes_share_a_name() -> None:
+    places: dict[str, list[str]] = {}
+    for path in FILES:
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert not {name: where for name, where in places.items() if len(where) > 1}
+
+
 def test_no_module_imports_itself_through_others() -> None:
     """Only imports that importing a module carries out count: one inside a function waits until both are there."""
     modules = {_module_name(path): path for path in FILES}
