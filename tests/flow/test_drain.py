@@ -18,7 +18,7 @@ from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.events import NOTICE
 from ebbflow.infra.instance import ENDPOINT_VARIABLE
 from ebbflow.infra.notices import rehearse_notice
-from ebbflow.training.launch import preemption as standing_module
+from ebbflow.training.launch import preemption as preemption_module
 from ebbflow.training.launch.messages import CAUSES, GangSpec, OrderRecord, RankOrder
 from ebbflow.training.launch.preemption import Drain
 from ebbflow.training.limits import Limits, Stop
@@ -28,7 +28,7 @@ MakeDrain = Callable[..., Drain]
 
 
 class Post:
-    """Other nodes that say back what they are told, as a lead does."""
+    """Other nodes that say back what they are told, as a coordinator does."""
 
     def __init__(self) -> None:
         self.told: list[RankOrder] = []
@@ -125,7 +125,7 @@ def test_a_lead_that_does_not_answer_costs_no_save(make_drain: MakeDrain, tmp_pa
     limits = limits_of(OrderRecord(drain.create_order_record(tmp_path)))
     drain.on_signal()
     attend(drain, post, [])
-    assert not limits.drain_requested, "the lead has a moment to tell all nodes alike"
+    assert not limits.drain_requested, "the coordinator has a moment to tell all nodes alike"
     wait_until("the word", lambda: attend(drain, post, []) and limits.drain_requested, timeout=5)
     assert 26 < limits.stop_seconds <= 28 and limits.describe(Stop.INTERRUPTED) == "asked to leave (SIGTERM)"
 
@@ -159,7 +159,7 @@ def test_a_notice_that_stands_at_the_start_is_waited_out_and_counts_no_more(
     make_drain: MakeDrain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As an attempt meets it that comes to the machine which the one before had to leave."""
-    monkeypatch.setattr(standing_module, "STALE_SECONDS", 0.5)
+    monkeypatch.setattr(preemption_module, "STALE_SECONDS", 0.5)
     leave_notice(tmp_path, 2)
     drain, post, events, began = make_drain(), Post(), [], time.monotonic()
     assert outlive(drain, 60) == "" and 1 < time.monotonic() - began < 30
@@ -194,7 +194,7 @@ def test_of_two_notices_that_stand_the_later_one_is_waited_out_too(
     make_drain: MakeDrain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the time of one cannot be read, say, and the machine goes by the other."""
-    monkeypatch.setattr(standing_module, "STALE_SECONDS", 0.5)
+    monkeypatch.setattr(preemption_module, "STALE_SECONDS", 0.5)
     leave_notice(tmp_path, 2)
     with FakeMetadata() as service:
         service.interrupt(6)

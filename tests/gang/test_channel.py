@@ -121,7 +121,7 @@ NONSENSE = [
     line({"kind": "hello", "nonce": new_nonce(), "node": 7, "host": "b"}),
     line({"kind": "hello", "nonce": 1, **HELLO}),
     line({"kind": "hello", "nonce": "\ud800" * 64, **HELLO}),
-    line({"kind": "hello", "nonce": new_nonce(), "node": 1, "host": "b", "standing": []}),
+    line({"kind": "hello", "nonce": new_nonce(), "node": 1, "host": "b", "notice": []}),
     line({"kind": "welcome"}),
 ]
 

@@ -55,26 +55,26 @@ def spec_of(folder: Path, *, nodes: int) -> GangSpec:
 def pair(tmp_path: Path) -> Iterator[tuple[CoordinatorPeers, FollowerPeers]]:
     """Two agents in a generation that has begun."""
     spec = spec_of(tmp_path, nodes=2)
-    lead, members = CoordinatorPeers(spec, "a", SECRET), []
+    coordinator, members = CoordinatorPeers(spec, "a", SECRET), []
     thread = threading.Thread(
         target=lambda: members.append(FollowerPeers(replace(spec, node=1), "b", 10, never, **KNOWN))
     )
     thread.start()
-    lead.roll_call(10, never)
+    coordinator.roll_call(10, never)
     thread.join()
-    lead.start(START)
+    coordinator.start(START)
     assert members[0].await_start(10) == START
-    yield lead, members[0]
+    yield coordinator, members[0]
     members[0].close()
-    lead.close()
+    coordinator.close()
 
 
 def test_who_is_still_busy_when_the_lead_leaves_hears_why(pair: tuple[CoordinatorPeers, FollowerPeers]) -> None:
-    lead, member = pair
-    last = lead.regroup(10, lambda: True)
+    coordinator, member = pair
+    last = coordinator.regroup(10, lambda: True)
     assert isinstance(last, GenerationEnd)
-    lead.give_up(last)
-    lead.close()
+    coordinator.give_up(last)
+    coordinator.close()
     for _ in range(3):  # what it says now is refused, and must not cost it what it has not read yet
         member.ready()
         time.sleep(0.05)
@@ -85,30 +85,30 @@ def test_who_is_still_busy_when_the_lead_leaves_hears_why(pair: tuple[Coordinato
 def test_a_node_that_leaves_between_two_generations_says_so_though_it_was_ready(
     pair: tuple[CoordinatorPeers, FollowerPeers],
 ) -> None:
-    lead, member = pair
+    coordinator, member = pair
     member.ready()
-    wait_until("the regrouping", lambda: lead.regroup(10, never) == [0, 1], timeout=10)
+    wait_until("the regrouping", lambda: coordinator.regroup(10, never) == [0, 1], timeout=10)
     member.order(NOTICE)
     member.close()
     time.sleep(0.1)
-    last = lead.regroup(10, never)
+    last = coordinator.regroup(10, never)
     assert isinstance(last, GenerationEnd) and last.failed_as == "interrupted" and NOTICE.cause in last.culprit
 
 
 def test_a_machine_that_goes_after_its_notice_is_an_interruption(pair: tuple[CoordinatorPeers, FollowerPeers]) -> None:
-    lead, member = pair
+    coordinator, member = pair
     member.order(NOTICE)
     member.close()
-    verdict = wait_until("the verdict", lead.poll, timeout=10)
+    verdict = wait_until("the verdict", coordinator.poll, timeout=10)
     assert verdict.reason == EndReason.NODE_LOST and verdict.again
-    last = lead.regroup(10, never)
+    last = coordinator.regroup(10, never)
     assert isinstance(last, GenerationEnd) and last.failed_as == "interrupted"
 
 
 def test_a_machine_that_goes_without_one_is_a_failure(pair: tuple[CoordinatorPeers, FollowerPeers]) -> None:
-    lead, member = pair
+    coordinator, member = pair
     member.close()
-    verdict = wait_until("the verdict", lead.poll, timeout=10)
+    verdict = wait_until("the verdict", coordinator.poll, timeout=10)
     assert (verdict.reason, verdict.again, verdict.failed_as) == (EndReason.NODE_LOST, False, "failed")
 
 
@@ -117,7 +117,7 @@ def test_who_hung_up_before_it_was_greeted_has_not_joined() -> None:
         probe.bind(("127.0.0.1", 0))
         ports = [probe.getsockname()[1]]
     lobby = RollCallServer("127.0.0.1", ports, "token", SECRET)
-    with socket.create_connection(("127.0.0.1", ports[0])) as gone:  # a lead that is busy greets nobody
+    with socket.create_connection(("127.0.0.1", ports[0])) as gone:  # a coordinator that is busy greets nobody
         gone.sendall(json.dumps({"kind": "hello", "nonce": new_nonce(), "node": 1, "host": "b"}).encode() + b"\n")
     came: list[Connection] = []
     hello = {"node": 1, "host": "b"}
@@ -132,7 +132,7 @@ def test_who_hung_up_before_it_was_greeted_has_not_joined() -> None:
 
 def test_a_roll_call_ends_when_one_that_came_is_told_to_leave(tmp_path: Path) -> None:
     spec = spec_of(tmp_path, nodes=3)
-    lead = CoordinatorPeers(spec, "a", SECRET)
+    coordinator = CoordinatorPeers(spec, "a", SECRET)
 
     def come_and_go() -> None:
         member = FollowerPeers(replace(spec, node=1), "b", 10, never, **KNOWN)
@@ -142,10 +142,10 @@ def test_a_roll_call_ends_when_one_that_came_is_told_to_leave(tmp_path: Path) ->
     thread = threading.Thread(target=come_and_go)
     thread.start()
     with pytest.raises(GangError, match="asked to stop"):
-        lead.roll_call(20, never)
-    assert lead.leave_cause == NOTICE.cause
+        coordinator.roll_call(20, never)
+    assert coordinator.leave_cause == NOTICE.cause
     thread.join()
-    lead.close()
+    coordinator.close()
 
 
 @pytest.mark.parametrize("joined", [True, False])
@@ -154,18 +154,18 @@ def test_an_agent_told_to_leave_before_the_start_is_interrupted_and_tells_the_le
 ) -> None:
     spec = endless_gang(tmp_path, survival={"standby": False})
     spec = replace(spec, candidate_ports=control_ports(f"{spec.job}/{spec.run}", spec.attempt))
-    lead = CoordinatorPeers(spec, "a", SECRET) if joined else None
+    coordinator = CoordinatorPeers(spec, "a", SECRET) if joined else None
     StartSecret(Store.open(spec.store_uri).sub(job_prefix(spec.job)), spec.run, spec.attempt).publish(SECRET)
     gang = LocalGang(spec, tmp_path / "gang", tmp_path / "output.log", alter=lambda own: own if own.node == 1 else None)
     [agent], told = gang.agents, tmp_path / "gang" / "node-1.result.json"
-    if lead is not None:
-        lead.roll_call(30, never)
+    if coordinator is not None:
+        coordinator.roll_call(30, never)
     wait_until("its readiness", lambda: _catches(agent.pid, signal.SIGTERM), timeout=30)
     agent.send_signal(signal.SIGTERM)
-    if lead is not None:
-        last = lead.regroup(20, never)
+    if coordinator is not None:
+        last = coordinator.regroup(20, never)
         assert isinstance(last, GenerationEnd) and last.failed_as == "interrupted" and "SIGTERM" in last.culprit
-        lead.close()
+        coordinator.close()
     agent.wait(30)
     assert json.loads(told.read_text())["outcome"] == "interrupted"
 

@@ -41,7 +41,7 @@ def never() -> bool:
 
 
 class Waiting:
-    """A lead that calls the roll, and node 1, which has come and cannot start."""
+    """A coordinator that calls the roll, and node 1, which has come and cannot start."""
 
     def __init__(self, folder: Path) -> None:
         run = f"waiting-{folder.name}"
@@ -50,8 +50,8 @@ class Waiting:
             config={"cluster": {}}, store_uri=str(folder), prepared={}, log_folder=str(folder),
             candidate_ports=control_ports(run, 0),
         )  # fmt: skip
-        self.lead = CoordinatorPeers(self.spec, "a", SECRET)
-        self.lead.announce_generation(7)
+        self.coordinator = CoordinatorPeers(self.spec, "a", SECRET)
+        self.coordinator.announce_generation(7)
         self.opened: list[int] = []
         self.members: list[FollowerPeers] = []
         self.errors: list[str] = []
@@ -59,7 +59,7 @@ class Waiting:
     def call_roll(self, deadline_seconds: float) -> threading.Thread:
         def call() -> None:
             try:
-                self.lead.roll_call(deadline_seconds, never)
+                self.coordinator.roll_call(deadline_seconds, never)
             except Exception as error:
                 self.errors.append(str(error))
 
@@ -67,7 +67,7 @@ class Waiting:
         thread.start()
         own = replace(self.spec, node=1)
         self.members.append(
-            FollowerPeers(own, "b", 60, never, **KNOWN, standing=NOTICE_STANDS, opened=self.opened.append)
+            FollowerPeers(own, "b", 60, never, **KNOWN, pending_notice=NOTICE_STANDS, opened=self.opened.append)
         )
         return thread
 
@@ -78,7 +78,7 @@ def waiting(tmp_path: Path) -> Iterator[Waiting]:
     yield waiting
     for member in waiting.members:
         member.close()
-    waiting.lead.close()
+    waiting.coordinator.close()
 
 
 def test_the_start_waits_for_a_node_that_waits_out_its_notice(waiting: Waiting) -> None:
@@ -98,7 +98,7 @@ def test_a_machine_that_goes_while_it_waits_was_to_go(waiting: Waiting) -> None:
     waiting.members[0].close()
     thread.join(60)
     assert "node 1 (b) was lost while it waited out its spot interruption notice" in waiting.errors[0]
-    assert waiting.lead.leave_cause == NOTICE_STANDS.cause
+    assert waiting.coordinator.leave_cause == NOTICE_STANDS.cause
 
 
 def test_a_notice_without_an_end_is_waited_for_as_long_as_a_start_may_take(waiting: Waiting) -> None:
@@ -115,19 +115,19 @@ def test_a_node_that_comes_again_is_heard_on_its_new_connection(waiting: Waiting
 
     def greet() -> None:
         while not done.wait(0.01):
-            waiting.lead.admit_nodes()
+            waiting.coordinator.admit_nodes()
 
     thread = threading.Thread(target=greet)
     thread.start()
     try:
-        FollowerPeers(own, "b", 60, never, **KNOWN, standing=NOTICE_STANDS).close()
+        FollowerPeers(own, "b", 60, never, **KNOWN, pending_notice=NOTICE_STANDS).close()
         waiting.members.append(member := FollowerPeers(own, "b", 60, never, **KNOWN, opened=waiting.opened.append))
         wait_until("the generation", lambda: member.poll() or waiting.opened, timeout=60)
     finally:
         done.set()
         thread.join(60)
-    assert waiting.opened == [7] and waiting.lead.nodes == [0, 1]
-    waiting.lead.roll_call(60, never)  # what it stood for before is not waited for
+    assert waiting.opened == [7] and waiting.coordinator.nodes == [0, 1]
+    waiting.coordinator.roll_call(60, never)  # what it stood for before is not waited for
 
 
 def stand(path: Path, seconds: float) -> None:

@@ -91,7 +91,7 @@ def trio(tmp_path: Path) -> Iterator[tuple[CoordinatorPeers, list[FollowerPeers]
         config={"cluster": {"min_nodes": 2}}, store_uri=str(tmp_path), prepared={}, log_folder=str(tmp_path),
         candidate_ports=control_ports(run, 0),
     )  # fmt: skip
-    lead, members = CoordinatorPeers(spec, "a", SECRET), {}
+    coordinator, members = CoordinatorPeers(spec, "a", SECRET), {}
 
     def member(node: int) -> None:
         members[node] = FollowerPeers(replace(spec, node=node), "b", 30, lambda: False, **KNOWN)
@@ -99,19 +99,19 @@ def trio(tmp_path: Path) -> Iterator[tuple[CoordinatorPeers, list[FollowerPeers]
     threads = [threading.Thread(target=member, args=(node,)) for node in (1, 2)]
     for thread in threads:
         thread.start()
-    lead.roll_call(30, lambda: False)
+    coordinator.roll_call(30, lambda: False)
     for thread in threads:
         thread.join()
     start = GenerationStart(
         generation=1, generation_id="x", candidates=[], rendezvous_port=1, terms=None, rehearse=None,
         hosts=["a", "b", "b"], nodes=[0, 1, 2],
     )  # fmt: skip
-    lead.start(start)
+    coordinator.start(start)
     assert [members[node].await_start(30) for node in (1, 2)] == [start, start]
-    yield lead, [members[1], members[2]]
+    yield coordinator, [members[1], members[2]]
     for one in members.values():
         one.close()
-    lead.close()
+    coordinator.close()
 
 
 @pytest.mark.parametrize(
@@ -129,48 +129,48 @@ def trio(tmp_path: Path) -> Iterator[tuple[CoordinatorPeers, list[FollowerPeers]
 def test_who_leaves_alone_and_when_all_must(
     orders: list[tuple[int, str]], left_out: list[int], trio: tuple[CoordinatorPeers, list[FollowerPeers]]
 ) -> None:
-    lead, members = trio
+    coordinator, members = trio
     for node, cause in orders:
         order = RankOrder(seconds=60.0, cause=cause, node=node)
-        members[node - 1].order(order) if node else lead.order(order)
-    lead.report_results({0: INTERRUPTED})
+        members[node - 1].order(order) if node else coordinator.order(order)
+    coordinator.report_results({0: INTERRUPTED})
     for rank, member in enumerate(members, start=1):
         member.report_results({rank: INTERRUPTED})
-    verdict = wait_until("the verdict", lead.poll, timeout=30)
+    verdict = wait_until("the verdict", coordinator.poll, timeout=30)
     heard = [wait_until("the verdict", member.poll, timeout=30) for member in members]
     assert [(one.again, list(one.left_out)) for one in (verdict, *heard)] == [(bool(left_out), left_out)] * 3
     assert verdict.outcome is not None and (verdict.outcome.step, verdict.culprit) == (7, "")
     if left_out:
         [staying] = {1, 2} - set(left_out)
         members[staying - 1].ready()
-        assert lead.regroup(30, lambda: False) == [0, staying] and not lead.leave_cause
+        assert coordinator.regroup(30, lambda: False) == [0, staying] and not coordinator.leave_cause
     else:
-        assert lead.leave_cause
+        assert coordinator.leave_cause
 
 
 def test_a_noticed_machine_that_goes_before_its_ranks_have_left_stops_nobody_else(
     trio: tuple[CoordinatorPeers, list[FollowerPeers]],
 ) -> None:
-    lead, members = trio
+    coordinator, members = trio
     members[0].order(RankOrder(seconds=60.0, cause=NOTICE, node=1))
-    wait_until("the order", lambda: lead.poll() is None and lead.leave_cause, timeout=30)
+    wait_until("the order", lambda: coordinator.poll() is None and coordinator.leave_cause, timeout=30)
     members[0].close()
-    verdict = wait_until("the verdict", lead.poll, timeout=30)
+    verdict = wait_until("the verdict", coordinator.poll, timeout=30)
     assert (verdict.reason, verdict.again, verdict.left_out) == ("node_lost", True, [1])
     members[1].ready()
-    assert lead.regroup(30, lambda: False) == [0, 2]
+    assert coordinator.regroup(30, lambda: False) == [0, 2]
 
 
 @pytest.mark.parametrize(("rank", "left_out"), [(1, [1]), (0, [])])
 def test_a_node_that_reads_commits_wrongly_is_left_out_but_for_the_one_that_coordinates(
     rank: int, left_out: list[int], trio: tuple[CoordinatorPeers, list[FollowerPeers]]
 ) -> None:
-    lead, members = trio
+    coordinator, members = trio
     failure = WorkerFailure(rank=rank, node=rank, message="it reads wrongly", error="UnreliableReader", timestamp=1.0)
-    (members[rank - 1] if rank else lead).report(failure)
-    verdict = wait_until("the verdict", lead.poll, timeout=30)
+    (members[rank - 1] if rank else coordinator).report(failure)
+    verdict = wait_until("the verdict", coordinator.poll, timeout=30)
     assert (verdict.again, list(verdict.left_out), verdict.user_code) == (True, left_out, False)
     assert bool(verdict.fingerprint) == (not left_out), "node 0's comes again at most twice"
     for member in members:
         member.ready()
-    assert lead.regroup(30, lambda: False) == [node for node in (0, 1, 2) if node not in left_out]
+    assert coordinator.regroup(30, lambda: False) == [node for node in (0, 1, 2) if node not in left_out]

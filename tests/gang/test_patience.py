@@ -12,7 +12,7 @@ import pytest
 
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.errors import Outcome, StoreMisconfigured, StoreUnavailable
-from ebbflow.training.launch import coordinator as leader_module
+from ebbflow.training.launch import coordinator as coordinator_module
 from ebbflow.training.launch.coordinator import Coordinator
 from ebbflow.training.launch.membership import FollowerPeers
 from ebbflow.training.launch.messages import GangOutcome, GangSpec, GenerationEnd
@@ -56,13 +56,13 @@ def test_a_start_outlasts_a_store_that_refuses_for_a_while(
     ends: list[GenerationEnd], what: str, own: NodeRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first start as the next one: to open a generation, and to say what it restores."""
-    work, coming = getattr(leader_module, what), list(ends)
+    work, coming = getattr(coordinator_module, what), list(ends)
 
     def run_ranks(*_: Any) -> GenerationEnd:
-        monkeypatch.setattr(leader_module, what, troubled(work, 2, StoreUnavailable("503 SlowDown")))
+        monkeypatch.setattr(coordinator_module, what, troubled(work, 2, StoreUnavailable("503 SlowDown")))
         return coming.pop(0)
 
-    monkeypatch.setattr(leader_module, what, troubled(work, 2, StoreUnavailable("503 SlowDown")))
+    monkeypatch.setattr(coordinator_module, what, troubled(work, 2, StoreUnavailable("503 SlowDown")))
     monkeypatch.setattr(own, "run_ranks", run_ranks)
     assert Coordinator(own).run() == DONE and coming == []
 
@@ -72,18 +72,18 @@ def test_who_has_come_is_told_to_wait_while_the_first_start_asks_the_store(
 ) -> None:
     """Or it would give node 0 up, which may wait as long again for the nodes that are missing."""
     own.spec = spec = replace(own.spec, nodes=2, candidate_ports=control_ports("patience", 0))
-    work, send, told = leader_module.open_generation, Connection.send, []
+    work, send, told = coordinator_module.open_generation, Connection.send, []
 
     def tell(connection: Connection, message: dict[str, Any]) -> None:
         told.append(message["kind"])
         send(connection, message)
 
     def slow(*arguments: Any, **options: Any) -> Any:
-        wait_until("a word to who has come", lambda: "standing" in told, timeout=60)
+        wait_until("a word to who has come", lambda: "notice_wait" in told, timeout=60)
         return work(*arguments, **options)
 
     monkeypatch.setattr(Connection, "send", tell)
-    monkeypatch.setattr(leader_module, "open_generation", slow)
+    monkeypatch.setattr(coordinator_module, "open_generation", slow)
     monkeypatch.setattr(own, "run_ranks", lambda *_: DONE)
     with ThreadPoolExecutor(1) as pool:
         coming = pool.submit(FollowerPeers, replace(spec, node=1), "b", 60, lambda: False, secret=own.secret.fetch)
@@ -93,8 +93,8 @@ def test_who_has_come_is_told_to_wait_while_the_first_start_asks_the_store(
 
 def test_a_store_that_is_none_is_told_of_at_once(own: NodeRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
     own.start_seconds = 3600.0
-    refused = troubled(leader_module.open_generation, 1, StoreMisconfigured("there is no bucket 'runs'"))
-    monkeypatch.setattr(leader_module, "open_generation", refused)
+    refused = troubled(coordinator_module.open_generation, 1, StoreMisconfigured("there is no bucket 'runs'"))
+    monkeypatch.setattr(coordinator_module, "open_generation", refused)
     monkeypatch.setattr(own, "run_ranks", lambda *_: DONE)
     with pytest.raises(StoreMisconfigured, match="there is no bucket"):
         Coordinator(own).run()
@@ -102,6 +102,6 @@ def test_a_store_that_is_none_is_told_of_at_once(own: NodeRuntime, monkeypatch: 
 
 def test_the_last_error_is_told_when_the_deadline_is_over(own: NodeRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
     own.start_seconds = 0.5
-    monkeypatch.setattr(leader_module, "reachable_commits", troubled(list, 1000, StoreUnavailable("503 SlowDown")))
+    monkeypatch.setattr(coordinator_module, "reachable_commits", troubled(list, 1000, StoreUnavailable("503 SlowDown")))
     last = Coordinator(own).run()
     assert last == replace(last, culprit="503 SlowDown", reason="store", generation=1, outcome=None)

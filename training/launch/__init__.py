@@ -1,1 +1,4 @@
-"""Starting, watching and ending a gang: all ranks of one job, on all its nodes. `agent.run_gang` is the entry."""
+"""The agents, which start, watch and end a gang: all ranks of one job, on all of its nodes.
+
+The entry point is `agent.run_gang`.
+"""

@@ -1,11 +1,13 @@
-"""The agent of one node: run its part of a gang, as node 0 or as a follower.
+"""The agent of one node, which starts and watches the node's ranks.
 
-An agent imports no torch, and each of its waits has a deadline. It ends its ranks as soon as one rank or node of the
-gang fails, and reports which one failed first. If the remaining agents can go on, the next generation starts at once in
-the same attempt, from the newest commit.
+Node 0's agent is the coordinator; the agents of all other nodes are followers. As soon as one rank or node of the gang
+fails, every agent ends its ranks, and the coordinator names the rank or node that failed first. If the remaining nodes
+can continue, the next generation starts at once in the same attempt, from the newest commit. An agent does not import
+torch, and each of its waits has a deadline.
 
-In the flow the agent runs in Metaflow's task. `python -m ebbflow.training.launch.agent SPEC.json RESULT.json` runs it
-as a process of its own, and `LocalGang` starts one such process per node on this machine.
+The flow calls `run_gang` in Metaflow's task, which makes that task's process the agent.
+`python -m ebbflow.training.launch.agent SPEC.json RESULT.json` runs an agent as a separate process; `LocalGang` starts
+one such process per node on this machine.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ from ebbflow.training.launch.transport import control_ports
 
 
 def run_follower(own: NodeRuntime) -> GenerationEnd:
-    """Take part in the gang as any node but 0, and return how it ended.
+    """Run the agent of a node other than node 0, and return the end of this node's part of the gang.
 
     Raises:
         GangError: node 0 cannot be reached.
@@ -57,7 +59,7 @@ def run_follower(own: NodeRuntime) -> GenerationEnd:
             own.start_seconds,
             own.is_leaving,
             secret=own.fetch_secret,
-            standing=notice,
+            pending_notice=notice,
             opened=lambda number: own.log.open(own.spec, number),
         )
     except GangError:
@@ -94,7 +96,11 @@ def run_follower(own: NodeRuntime) -> GenerationEnd:
 
 
 def _wait_out_notice(own: NodeRuntime, peers: FollowerPeers, notice: RankOrder) -> GenerationEnd | None:
-    """Wait until a pending notice has expired; return the end of the gang if it ends before."""
+    """Wait until a pending spot interruption notice has expired.
+
+    Returns:
+        The end of this node's part if the gang ends, or this node is asked to stop, during the wait; else None.
+    """
     ends: list[GenerationEnd] = []
 
     def report(seconds: float) -> str:
@@ -112,10 +118,11 @@ class LocalGang:
     """A gang on this machine, with one agent process per node, without Metaflow.
 
     Args:
-        spec: Node 0's spec; the other nodes' differ only by `node`.
+        spec: Node 0's spec; the specs of the other nodes are copies with another `node`.
+        folder: Folder for each agent's spec and result files.
         output: File for the output of all agents.
-        alter: Changes a node's spec; if it returns None, the node does not start.
-        command: Returns the words to put before the command of a node's agent, such as `nsenter …`.
+        alter: Function that returns a node's changed spec, or None to leave that node out.
+        command: Function that returns the words to put before the command of a node's agent, such as `nsenter …`.
     """
 
     def __init__(
@@ -149,10 +156,10 @@ class LocalGang:
         return list(self.agents_by_node.values())
 
     def wait(self, timeout_seconds: float) -> GangOutcome:
-        """Return the outcome that node 0 reports.
+        """Wait until all agents have exited, and return the outcome that node 0's agent reported.
 
         Raises:
-            GangError: the gang failed, or did not end within the timeout.
+            GangError: the gang failed, or did not end within the timeout; then its agents are killed.
         """
         limit = time.monotonic() + timeout_seconds
         try:
@@ -178,16 +185,18 @@ class LocalGang:
 
 
 def run_gang(spec: GangSpec) -> GangOutcome:
-    """Run this node's ranks as part of a gang, from the roll-call to the end.
+    """Run this node's ranks as part of a gang until the gang has ended.
 
-    Call it on every node, in the main thread. No process that it started is alive when it returns or raises.
+    Call it on every node, in the main thread. Every process that it started has ended when it returns or raises.
 
     Returns:
-        The outcome that all ranks agreed on; on a node that was left out, an outcome with `goes_on`.
+        The outcome that all ranks agreed on. If the other nodes continue without this one, `goes_on` is set.
 
     Raises:
-        GangError: no further generation with these agents can succeed. The message names the culprit, and `curable`
-            says whether a new attempt may succeed (after the loss of a node) or not (after a crash loop).
+        GangError: the gang failed, and another generation in this attempt cannot succeed. The message names the
+            culprit. `curable` is true if a new attempt may succeed, as after the loss of a node, and false if not, as
+            after a crash loop.
+        InfraError, TrainingError: the first generation could not be opened.
     """
     use_signing_key(spec.config.get("checkpoint", {}).get("signing_key_env"))  # ranks and uploaders inherit it
     own = NodeRuntime(spec)
@@ -209,7 +218,7 @@ def run_gang(spec: GangSpec) -> GangOutcome:
 
 @contextmanager
 def _handle_signals(asked_to_leave: Callable[[], object]) -> Iterator[None]:
-    """Take SIGTERM and Ctrl-C as an order to save and leave, and a second Ctrl-C as KeyboardInterrupt."""
+    """Call `asked_to_leave` on SIGTERM and Ctrl-C; raise KeyboardInterrupt on a Ctrl-C after an earlier signal."""
 
     def ask(number: int, frame: object) -> None:
         if asked and number == signal.SIGINT:
@@ -227,7 +236,14 @@ def _handle_signals(asked_to_leave: Callable[[], object]) -> Iterator[None]:
 
 
 def main(argv: list[str]) -> int:
-    """Run one agent; return 0 with its outcome in the result file, or 1 with an "error" in it."""
+    """Run one agent and write its outcome or its error to the result file.
+
+    Args:
+        argv: Paths of the spec file and the result file.
+
+    Returns:
+        Exit code: 0 after an outcome, 1 after an error.
+    """
     guard_terminal()
     spec_path, result_path = map(Path, argv)
     die_with_parent()

@@ -1,8 +1,17 @@
-"""The rank that caused a failure, as a pure function of the evidence of all nodes.
+"""Search for the rank that caused a failure, by rules over the evidence of all nodes.
 
-The rules, in order: a process that died → a stopped process → flight recorders that differ → a frame outside of any
-collective → the rank furthest behind → the network. The first failure is the cause; ranks that only followed are
-listed as cascades.
+The first of these that the evidence shows names the culprit:
+
+1. a process that died, the earliest first
+2. a process that is stopped (SIGSTOP)
+3. ranks whose flight recorders show different collectives
+4. a living rank that does not wait in a collective, while others do
+5. a rank that finished while the others continued
+6. a rank whose collective broke at another place than the others'
+7. the rank that is furthest behind
+8. the network
+
+All other ranks in the evidence are listed as cascades: they failed or waited because of the culprit.
 """
 
 from __future__ import annotations
@@ -27,19 +36,20 @@ DIFFERENT_CALLS = "different collectives"
 LEFT_EARLY = "left early"
 _CALLED_ALONE = "it waits in a collective that the other ranks did not call"
 HANG = "hang"
-_KILL_SECONDS = 1.0  # an exception that much earlier than a kill is its cause, not its effect
+_KILL_SECONDS = 1.0  # an exception counts as the cause of a kill only if it is more than this earlier
 
 
 @dataclass(frozen=True, kw_only=True)
 class Culprit:
-    """The rank that caused the failure; if the network did, the first rank that reported it.
+    """The rank that caused the failure. If the network did, it is the first rank that reported the failure.
 
     Attributes:
-        kind: Kind of failure, in a word or two.
-        because: The rule that applied.
-        cascades: Ranks that only followed.
-        next_action: What a person or the agents should do.
-        failure: Report of this rank.
+        kind: Kind of failure in one or two words, such as "hang".
+        because: Text for the rule that named this rank, such as "it ended first".
+        cascades: All other ranks in the evidence, which failed or waited because of this one.
+        next_action: Advice on what to do next, or the step that the agents take.
+        failure: The evidence from this rank. The attributes that are not listed here have the meaning that
+            `WorkerFailure` gives them.
     """
 
     rank: int
@@ -58,7 +68,7 @@ class Culprit:
     failure: WorkerFailure
 
     def details(self) -> dict:
-        """Return the fields of the fault's event, without the message and the full report."""
+        """Return the fields for the event FAULT_DETECTED: all that are not empty, without `message` and `failure`."""
         return {
             name: value
             for name, value in asdict(self).items()
@@ -67,10 +77,11 @@ class Culprit:
 
 
 def blame(evidence: Sequence[WorkerFailure]) -> Culprit:
-    """Name the culprit.
+    """Find the culprit of a failure.
 
     Args:
-        evidence: Failures and witnesses, with at least one failure or a mismatch among the witnesses.
+        evidence: Failures, and witnesses (positions of ranks that have not failed). It must include a failure, or
+            witnesses that called different collectives.
     """
     failures = [one for one in evidence if not one.witness]
     for rule in (_died, _stopped):
@@ -85,15 +96,22 @@ def blame(evidence: Sequence[WorkerFailure]) -> Culprit:
 
 
 def detect_mismatch(evidence: Sequence[WorkerFailure]) -> Mismatch | None:
-    """Return where ranks called different collectives: proof of a failure before any deadline has passed."""
+    """Compare the last collectives of the ranks.
+
+    Returns:
+        The first place at which the ranks called different collectives, which proves a failure before any deadline has
+        passed; None if they agree.
+    """
     return find_mismatch({one.rank: one.calls for one in _latest(evidence) if one.calls})
 
 
 def settle_seconds(failures: Sequence[WorkerFailure], *, all_heard: bool = False) -> float:
-    """Return how long to wait for more evidence after the first failure, lest an effect be taken for the cause.
+    """Return how many seconds to wait for more evidence after the first failure.
+
+    The report about the cause may arrive later than a report about one of its effects.
 
     Args:
-        all_heard: There is evidence of every rank, so that nothing more about a hang will arrive.
+        all_heard: Whether every rank has reported; then no more evidence about a hang will arrive.
     """
     if any(one.killed_by or one.stopped for one in failures):
         return 1.0 if all(one.cascade for one in failures if not one.hung) else 0.3
@@ -105,7 +123,10 @@ def settle_seconds(failures: Sequence[WorkerFailure], *, all_heard: bool = False
 
 
 def _died(failures: Sequence[WorkerFailure]) -> tuple[WorkerFailure, str] | None:
-    """Blame the first rank that died; a lost node comes first, and an abort, which follows other failures, last."""
+    """Return the rank that died first, with the rule's text; None if no rank died by itself.
+
+    Lost nodes come before all ranks. Ranks killed by SIGABRT come last: torch aborts a rank after another one failed.
+    """
     dead = [one for one in failures if not one.hung and not one.cascade]
     if not dead:
         return None
@@ -123,7 +144,7 @@ def _stopped(failures: Sequence[WorkerFailure]) -> tuple[WorkerFailure, str] | N
 
 
 def _outside_collective(evidence: Sequence[WorkerFailure]) -> tuple[WorkerFailure, str] | None:
-    """Blame a hung or witnessed rank that waits for no other rank."""
+    """Return a living rank that does not wait in a collective; None if all wait, or if none does at the same phase."""
     alive = [one for one in _latest(evidence) if not one.cascade and not one.left and one.where]
     outside = [one for one in alive if not one.waiting]
     if not outside or (len(outside) == len(alive) > 1 and len({_place(one) for one in alive}) == 1):
@@ -132,16 +153,17 @@ def _outside_collective(evidence: Sequence[WorkerFailure]) -> tuple[WorkerFailur
 
 
 def _left(evidence: Sequence[WorkerFailure]) -> tuple[WorkerFailure, str] | None:
-    """Blame a rank that ended after fewer steps than the others."""
+    """Return the rank that finished after the fewest steps; None if no rank has finished."""
     gone = [one for one in evidence if one.left]
     return (min(gone, key=lambda one: one.step), "it left while the others went on") if gone else None
 
 
 def _odd_call(evidence: Sequence[WorkerFailure]) -> tuple[WorkerFailure, str] | None:
-    """Blame a rank whose collective broke although no rank had ended.
+    """Return the rank whose collective broke in the most unusual call, although no rank had ended.
 
-    First the one that made an unusual call, then the one without records, then the one at the rarest location; the
-    engine's own collectives come last, since all ranks call them.
+    A rank whose last call never followed its predecessor before comes first, then a rank with too few recorded calls.
+    Among equals, the rarest code location decides, then a location outside of the engine's own collectives, which all
+    ranks call. None if all collectives broke at the same location.
     """
     broken = [one for one in evidence if one.cascade and one.where]
     places = Counter(one.where for one in broken)
@@ -172,9 +194,11 @@ def _behind(evidence: Sequence[WorkerFailure]) -> tuple[WorkerFailure, str] | No
 
 
 def _called_alone(ahead: Sequence[WorkerFailure], late: Sequence[WorkerFailure]) -> bool:
-    """Return whether the ranks with more calls are at fault: the others wait in the engine's exchange of the same step.
+    """Return whether the ranks in `ahead` called a collective that the ranks in `late` never will.
 
-    A CPU gang's exchanges are in no recorder (`training.peer_sockets`). Of equally many ranks, an unusual call decides.
+    The late ranks then wait in an exchange of the engine in the same step. They only appear to be behind, since flight
+    recorders do not show the exchanges of a CPU gang (`ebbflow.training.peer_sockets`). The smaller side is at fault;
+    if both sides are equal, the ranks ahead are at fault unless their last calls are usual ones.
     """
     if not ahead or not all(one.waiting and is_engine_location(one.where) for one in late):
         return False
@@ -188,7 +212,7 @@ def _called_alone(ahead: Sequence[WorkerFailure], late: Sequence[WorkerFailure])
 
 
 def _network(evidence: Sequence[WorkerFailure]) -> Culprit:
-    """Blame the network if all ranks wait alike or connections broke without a dead process."""
+    """Blame the network if the first failed rank waits for others or lost a peer, else blame that rank."""
     failures = [one for one in evidence if not one.witness] or list(evidence)
     first = min(failures, key=_first)
     because = "all ranks wait alike" if all(one.waiting for one in failures) else "no rank stands out"
@@ -262,7 +286,10 @@ def _next_action(one: WorkerFailure, kind: str) -> str:
 
 
 def _latest(evidence: Sequence[WorkerFailure]) -> list[WorkerFailure]:
-    """Return one record per rank: its failure, else its last witness, completed with what only the other one shows."""
+    """Return one record per rank: its failure, else its last witness.
+
+    A location or calls that the record lacks are copied from the rank's other record.
+    """
     ranks: dict[int, WorkerFailure] = {}
     for one in sorted(evidence, key=lambda one: not one.witness):
         before = ranks.get(one.rank, one)

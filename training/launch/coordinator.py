@@ -1,4 +1,7 @@
-"""Node 0's agent: gather the nodes, open one generation after another, and decide whether to go on."""
+"""The coordinator, which is node 0's agent.
+
+It gathers the nodes, opens one generation after another, and decides after each whether the gang continues.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +56,7 @@ from ebbflow.training.rehearse import Fault
 from ebbflow.training.retry import retry_until_deadline, run_while
 
 T = TypeVar("T")
-# Outcomes that the coordinator records, since no rank does.
+# Outcomes that the coordinator records, because no rank can.
 _RECORDED_HERE = (Outcome.CRASH_LOOP, Outcome.NO_RESTORE, Outcome.ROLLED_BACK)
 REGROUP_SECONDS = 30.0  # deadline for all nodes to end their ranks before the next generation
 _SECRET_SECONDS = 5.0  # for the store to delete the start's secret when the agent exits
@@ -113,7 +116,10 @@ class Coordinator:
                 self._secret_thread.join(_SECRET_SECONDS)
 
     def _open_first(self) -> Generation | GenerationEnd:
-        """Open the first generation, before a pending notice is waited out: that wait is paid for and recorded."""
+        """Open the first generation, or return the end of the gang if this node is asked to stop.
+
+        A spot interruption notice that is pending is waited for afterwards, so that the wait is recorded and billed.
+        """
 
         def publish_and_open() -> Generation:
             if self._own.spec.nodes > 1:
@@ -133,7 +139,13 @@ class Coordinator:
         return generation
 
     def _retry_store(self, work: Callable[[], T], meanwhile: Callable[[], object]) -> T:
-        """Retry store requests for as long as a start may take: a new attempt would find the same store."""
+        """Run `work` in a thread, retrying failed store requests until the start deadline, and return its result.
+
+        Ending the attempt instead would not help: a new attempt would use the same store.
+
+        Args:
+            meanwhile: Called repeatedly in this thread during the work.
+        """
 
         def retry() -> T:
             return retry_until_deadline(work, self._own.start_seconds, given_up=lambda: self._drain.leaving)
@@ -145,7 +157,7 @@ class Coordinator:
         return run_while(retry, wait)
 
     def _run_generation(self, generation: Generation, spec: GangSpec, nodes: list[int]) -> GenerationEnd:
-        """Run one generation, from the roll-call or the regrouping to its end."""
+        """Run one generation: wait until all nodes have joined, start the ranks, and return the generation's end."""
         peers, planner = self._peers, self._planner
         self._ranks_started = False
         self._log.emit(
@@ -184,16 +196,16 @@ class Coordinator:
         return end
 
     def _update_secret(self, update: Callable[[], object]) -> None:
-        """Delete or replace the start's secret, once, in a thread: no one waits for the store's answer."""
+        """Run `update`, which deletes or replaces this start's secret, in a thread. Later calls have no effect."""
         if self._secret_thread is None and self._own.spec.nodes > 1:
             self._secret_thread = threading.Thread(target=update, name="secret", daemon=True)
             self._secret_thread.start()
 
     def _wait_out_notice(self) -> None:
-        """Wait, once, until node 0's own pending notice has expired.
+        """Wait until the notice that node 0 had when it started has expired; later calls return at once.
 
         Raises:
-            GangError: a notice or signal asks this node to stop meanwhile.
+            GangError: a notice or signal asked this node to stop during the wait.
         """
         notice, self._pending_notice = self._pending_notice, None
         if notice is not None and (why := self._own.wait_out_notices(self._peers.announce_wait)):
@@ -210,7 +222,16 @@ class Coordinator:
     def _open_next(
         self, ended: GenerationEnd, number: int, world_size: int
     ) -> tuple[Generation, list[int]] | GenerationEnd:
-        """Regroup and open the next generation; return it with its nodes, or the end of the gang."""
+        """Wait until every node has ended its ranks, then open the next generation.
+
+        Args:
+            ended: End of the generation before.
+            number: Number of that generation.
+            world_size: Number of ranks that it had.
+
+        Returns:
+            The next generation and the nodes that take part in it, or the end of the gang.
+        """
         if not ended.again:
             return ended
         nodes = self._peers.regroup(REGROUP_SECONDS, self._own.is_leaving)
@@ -250,10 +271,13 @@ class Coordinator:
 
 
 class GenerationPlanner:
-    """Opens generations, plans their starts and detects crash loops, over one attempt.
+    """Planner for the generations of one attempt: opens them, plans their starts and detects crash loops.
 
     Args:
-        born: Time on the clock `now` from which the gang is paid for.
+        born: Reading of the clock `now` from which on the gang is paid for.
+
+    Attributes:
+        rolled_back: Commits that the store lacks and that the user permitted to lose, until an event has recorded them.
     """
 
     def __init__(
@@ -264,7 +288,7 @@ class GenerationPlanner:
         self._world_size = spec.world_size
         self._failed: list[FailedGeneration] = []
         self._number = 0
-        self.rolled_back: MissingCommits | None = None  # by permission, before the first generation
+        self.rolled_back: MissingCommits | None = None
         self._opening = GenerationOpening()
 
     def open(self) -> Generation:
@@ -287,7 +311,12 @@ class GenerationPlanner:
         return generation
 
     def plan(self, generation: Generation, nodes: Sequence[int], hosts: Sequence[str]) -> GenerationStart:
-        """Decide what every node needs to start `generation`: candidates to restore, rendezvous port, budget."""
+        """Build the message that starts `generation` on every node, with the commits to restore from and the budget.
+
+        Args:
+            nodes: Nodes that take part, in the order of their ranks.
+            hosts: Host names of these nodes, in the same order.
+        """
         spec = self._spec
         address = "127.0.0.1" if spec.main_address == "127.0.0.1" else ""
         start = GenerationStart(
@@ -305,7 +334,13 @@ class GenerationPlanner:
         return start
 
     def check_crash_loop(self, ended: GenerationEnd, generation: int, rank_seconds: float) -> GenerationEnd | None:
-        """Return the end of the gang if this failure completes a crash loop, else None."""
+        """Return the end of the gang if this failure completes a crash loop, else None.
+
+        Args:
+            ended: End of the failed generation.
+            generation: Number of that generation.
+            rank_seconds: Duration of that generation in seconds, times the number of its ranks.
+        """
         if not ended.fingerprint:
             return None
         failed = FailedGeneration(generation=generation, fingerprint=ended.fingerprint, rank_seconds=rank_seconds)
@@ -325,11 +360,12 @@ class GenerationPlanner:
         )
 
     def measure_lost_work(self, since: float, world_size: int) -> dict[str, float]:
-        """Return the rank-seconds and dollars that a failure cost, as fields of its event.
+        """Return the rank-seconds and dollars of work that a failure undid, as fields of its event.
 
         Args:
-            since: time.monotonic() at which the generation began. Work is lost from there, or from the newest commit
-                if that is later.
+            since: time.monotonic() at which the generation began. If a commit is newer, only the work after that commit
+                is lost.
+            world_size: Number of ranks of the generation.
         """
         seconds = time.monotonic() - since
         with contextlib.suppress(TrainingError, InfraError):
@@ -337,13 +373,17 @@ class GenerationPlanner:
             meta = self._job_store.head(newest.key) if newest else None
             if meta is not None:
                 seconds = min(seconds, max(time.time() - meta.modified, 0.0))
-        lost = {"lost_rank_seconds": seconds * world_size}
-        if self._spec.terms is not None:
-            lost["usd_lost"] = lost["lost_rank_seconds"] * Terms.from_json(self._spec.terms).usd_per_rank_second
-        return lost
+        rank_seconds = seconds * world_size
+        if self._spec.terms is None:
+            return {"lost_rank_seconds": rank_seconds}
+        usd = rank_seconds * Terms.from_json(self._spec.terms).usd_per_rank_second
+        return {"lost_rank_seconds": rank_seconds, "usd_lost": usd}
 
     def _current_terms(self) -> dict | None:
-        """Add to the budget's count what this attempt has cost so far: ranks only count their own time."""
+        """Return budget and price, with this attempt's cost so far added to the spending; None without a price.
+
+        The time between generations must be added here, since each rank counts only the time in which it runs.
+        """
         now = self._now()
         waited, self._paid_until = now - self._paid_until, now
         if self._spec.terms is None:
@@ -357,7 +397,7 @@ class GenerationPlanner:
         return replace(terms, spent_usd=spent, last_notified_threshold=notified).to_json()
 
     def _pending_fault(self) -> dict | None:
-        """Return the rehearsed fault unless it has fired: it fires once per job, not once per generation."""
+        """Return the fault to rehearse; None if there is none or it has already been injected in this job."""
         if self._spec.rehearse is None:
             return None
         if any(event.name == FAULT_INJECTED for event in read_events(self._job_store)):
@@ -375,13 +415,13 @@ def end_from_open_error(error: TrainingError | InfraError) -> GenerationEnd:
     )
 
 
-SAME_LIMIT = 3
-ANY_LIMIT = 10  # failures of any kind without a commit in between
+SAME_LIMIT = 3  # equal failures since the newest commit
+ANY_LIMIT = 10  # failures of any kind since the newest commit
 
 
 @dataclass(frozen=True, kw_only=True)
 class FailedGeneration:
-    """A generation that failed, and the rank-seconds paid for it."""
+    """A generation that failed, and the paid rank-seconds: the sum of its nodes' seconds times their ranks."""
 
     generation: int
     fingerprint: str

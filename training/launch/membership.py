@@ -121,7 +121,7 @@ class RollCall:
         self._spec = spec
         self.members: dict[int, Connection] = {}
         self.hellos: dict[int, Message] = {}
-        self.lost: RankOrder | None = None
+        self.order_of_lost_node: RankOrder | None = None
         self._server: RollCallServer | None = None
         if spec.nodes > 1:
             self._server = RollCallServer(
@@ -178,7 +178,7 @@ class RollCall:
         if not self._wait_announced.holds:
             self._wait_announced.mark()
             for connection in self.members.values():
-                connection.send({"kind": "standing", "seconds": max(seconds, 0.0)})
+                connection.send({"kind": "notice_wait", "seconds": max(seconds, 0.0)})
 
     def record_wait(self, node: int, order: RankOrder) -> None:
         """Record how long a node waits out a notice; 0 seconds end the wait."""
@@ -200,8 +200,8 @@ class RollCall:
                 before.close()
                 self._waits.pop(node, None)
             self.members[node], self.hellos[node] = connection, hello
-            if "standing" in hello:
-                self.record_wait(node, RankOrder.from_json(hello["standing"]))
+            if "notice" in hello:
+                self.record_wait(node, RankOrder.from_json(hello["notice"]))
             if self._number:
                 connection.send({"kind": "generation", "generation": self._number})
 
@@ -209,7 +209,7 @@ class RollCall:
         for node, (_, order) in self._waits.items():
             name = f"node {node} ({self.hellos[node]['host']})"
             if closed := self.members[node].closed:
-                self.lost = order
+                self.order_of_lost_node = order
                 raise GangError(f"roll-call: {name} was lost while it waited out its {order.cause}: {closed}")
             if time.monotonic() > limit:
                 raise GangError(
@@ -289,8 +289,8 @@ class CoordinatorPeers(Peers):
         try:
             self._roll_call.roll_call(deadline_seconds, should_stop)
         finally:
-            if self._roll_call.lost is not None:  # its machine was reclaimed
-                self._leave_orders.append(self._roll_call.lost)
+            if self._roll_call.order_of_lost_node is not None:  # its machine was reclaimed
+                self._leave_orders.append(self._roll_call.order_of_lost_node)
 
     def start(self, start: GenerationStart) -> None:
         """Start a generation on all nodes."""
@@ -385,7 +385,7 @@ class CoordinatorPeers(Peers):
         kind = message["kind"]
         if kind == "order":
             self.order(RankOrder.from_json(message))
-        elif kind == "standing":
+        elif kind == "notice_wait":
             self._roll_call.record_wait(node, RankOrder.from_json(message))
         elif self._started is None or message["generation"] != self._started.generation:
             return  # about a generation that has ended
@@ -486,14 +486,14 @@ class FollowerPeers(Peers):
         stopped: Callable[[], bool],
         *,
         secret: Callable[[], bytes | None],
-        standing: RankOrder | None = None,
+        pending_notice: RankOrder | None = None,
         opened: Callable[[int], object] = lambda number: None,
     ) -> None:
         """Join the gang.
 
         Args:
             secret: Reads the secret of this start.
-            standing: Notice that this node waits out before it can start.
+            pending_notice: Notice that this node waits out before it can start.
             opened: Called with the number of the generation that the gang gathers for.
 
         Raises:
@@ -501,8 +501,8 @@ class FollowerPeers(Peers):
         """
         super().__init__()
         hello: Message = {"node": spec.node, "host": host}
-        if standing is not None:
-            hello["standing"] = standing.to_json()
+        if pending_notice is not None:
+            hello["notice"] = pending_notice.to_json()
         target = (spec.main_address, spec.candidate_ports, spec.token)
         self._connection = join_gang(*target, hello, deadline_seconds, stopped, spec.silence_seconds, secret=secret)
         self._stopped, self._opened = stopped, opened
@@ -533,12 +533,12 @@ class FollowerPeers(Peers):
         """Tell node 0, once per second, how long this node still waits; return the end if there is one."""
         if not self._wait_reported.holds:
             self._wait_reported.mark()
-            self._connection.send({"kind": "standing", **order.to_json()})
+            self._connection.send({"kind": "notice_wait", **order.to_json()})
         return self.poll()
 
     def report_wait_over(self) -> None:
         """Tell node 0 that this node can start."""
-        self._connection.send({"kind": "standing", **RankOrder(seconds=0.0, cause="", node=0).to_json()})
+        self._connection.send({"kind": "notice_wait", **RankOrder(seconds=0.0, cause="", node=0).to_json()})
 
     def ready(self) -> None:
         """Report that this node's ranks of the last generation have ended."""
@@ -585,7 +585,7 @@ class FollowerPeers(Peers):
                 self._witnesses_wanted = True
             elif message["kind"] == "generation":
                 self._opened(message["generation"])
-            elif message["kind"] == "standing":
+            elif message["kind"] == "notice_wait":
                 self._asked_to_wait_until = time.monotonic() + message["seconds"]
             elif message["kind"] in kinds:
                 return message

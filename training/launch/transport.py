@@ -440,13 +440,13 @@ class RollCallServer:
 
 
 def _is_hello(message: Message, nodes: int) -> bool:
-    node, standing = message.get("node"), message.get("standing")
+    node, notice = message.get("node"), message.get("notice")
     return (
         is_nonce(message.get("nonce"))
         and type(node) is int
         and node in range(1, nodes)
         and isinstance(message.get("host"), str)
-        and (standing is None or isinstance(standing, dict))
+        and (notice is None or isinstance(notice, dict))
     )
 
 

@@ -69,21 +69,21 @@ def test_each_generation_has_less_to_spend_and_fewer_nodes_cost_less(spec: GangS
     of the $5 of earlier attempts."""
     terms = Terms(usd_per_rank_second=0.01, spent_usd=5.0, budget_usd=20.0, reserve_usd=1.0).to_json()
     now = iter((100.0, 200.0, 250.0))
-    leader = GenerationPlanner(replace(spec, terms=terms), job_store(spec), born=0.0, now=lambda: next(now))
-    first = leader.plan(leader.open(), [0, 1, 2], ["a", "a", "b"])
+    planner = GenerationPlanner(replace(spec, terms=terms), job_store(spec), born=0.0, now=lambda: next(now))
+    first = planner.plan(planner.open(), [0, 1, 2], ["a", "a", "b"])
     assert (first.terms["spent_usd"], first.terms["last_notified_threshold"]) == (11.0, 0.0)
-    second = leader.plan(leader.open(), [0, 2], ["a", "b"])
+    second = planner.plan(planner.open(), [0, 2], ["a", "b"])
     assert (second.terms["spent_usd"], second.terms["last_notified_threshold"]) == (17.0, 0.8), (
         "its ranks have told of 80 %"
     )
-    third = leader.plan(leader.open(), [0, 2], ["a", "b"])
+    third = planner.plan(planner.open(), [0, 2], ["a", "b"])
     assert third.terms["spent_usd"] == 19.0
     assert (first.generation, second.generation, third.generation) == (1, 2, 3)
     assert (first.colocated_nodes(0), second.colocated_nodes(1)) == (2, 1)
 
 
 def open_in_vain(
-    leader: GenerationPlanner, store: Store, monkeypatch: pytest.MonkeyPatch, *, arrives: bool
+    planner: GenerationPlanner, store: Store, monkeypatch: pytest.MonkeyPatch, *, arrives: bool
 ) -> list[tuple[str, bytes]]:
     """(key, data) of the records whose put was given up. arrives: they are in the store all the same."""
     late, put = [], store.put
@@ -97,7 +97,7 @@ def open_in_vain(
     with monkeypatch.context() as patch:
         patch.setattr(store, "put", give_up)
         with pytest.raises(StoreUnavailable):
-            leader.open()
+            planner.open()
     return late
 
 
@@ -106,11 +106,11 @@ def test_a_record_whose_put_was_given_up_is_nobodys_rival(
     arrives: str, spec: GangSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = job_store(spec)
-    leader = GenerationPlanner(spec, store, born=0.0)
-    late = open_in_vain(leader, store, monkeypatch, arrives=arrives == "before the next try")
-    opened = leader.open()
+    planner = GenerationPlanner(spec, store, born=0.0)
+    late = open_in_vain(planner, store, monkeypatch, arrives=arrives == "before the next try")
+    opened = planner.open()
     store.put(*late[0])
-    following = leader.open()
+    following = planner.open()
     assert following.number == opened.number + 1 and following.id != opened.id
     assert reachable_commits(store) == [], "the chain can be read"
 
@@ -120,9 +120,9 @@ def test_a_record_that_arrives_late_undoes_nothing_that_was_recorded_since(
 ) -> None:
     """Its start has gone back to an older parent meanwhile: what it left behind must not count again."""
     store = job_store(spec)
-    leader = GenerationPlanner(spec, store, born=0.0)
-    late = open_in_vain(leader, store, monkeypatch, arrives=False)
-    opened = leader.open()
+    planner = GenerationPlanner(spec, store, born=0.0)
+    late = open_in_vain(planner, store, monkeypatch, arrives=False)
+    opened = planner.open()
     older = replace(opened, parent=commit_key(4, 0, "0" * 64), parent_step=4)
     amend_parent(store, opened, older)
     store.put(*late[0])
@@ -131,9 +131,9 @@ def test_a_record_that_arrives_late_undoes_nothing_that_was_recorded_since(
 
 def test_failures_of_earlier_attempts_count(spec: GangSpec) -> None:
     store = job_store(spec)
-    leader = GenerationPlanner(spec, store, born=time.monotonic())
+    planner = GenerationPlanner(spec, store, born=time.monotonic())
     for number in (1, 2):
-        generation = leader.open()
+        generation = planner.open()
         with EventLog(store, Origin(job="job", run="run", attempt=0, generation=number, process="agent")) as log:
             log.emit(NODE_STARTED, ranks=[0, 1])
             log.emit(GENERATION_ENDED, reason="rank_failed", fingerprint=A)
