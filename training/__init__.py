@@ -1,4 +1,4 @@
-"""What runs on every rank: model, data order, parallelism, engine, checkpoints, launching and watching ranks.
+"""Training: everything that runs on a rank, and the agents that start and watch the ranks.
 
-Importing this package imports no torch: launchers, agents and uploaders start in milliseconds because of it.
+Importing this package does not import torch, so launchers, agents and uploaders start in milliseconds.
 """

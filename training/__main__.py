@@ -1,4 +1,8 @@
-"""`torchrun -m ebbflow.training CONFIG` trains without the pipeline; with a command's name first, that command runs."""
+"""Entry point of `python -m ebbflow.training`.
+
+If the first argument is one of `_COMMANDS`, run that command. Otherwise train: `torchrun -m ebbflow.training CONFIG`
+trains without Metaflow.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,10 @@ _COMMANDS = ("checkpoints", "examine", "soak", "bench", "certify")
 
 
 def main(arguments: list[str]) -> None:
-    """Run a command, or train. Imports only what is needed: listing commits needs no torch."""
+    """Run the command that the first argument names, or train if it names none.
+
+    Each command's modules are imported only when it runs, because listing commits does not need torch.
+    """
     if arguments and arguments[0] in _COMMANDS:  # not in ranks: raw logs keep their bytes
         guard_terminal()
     if arguments[:1] == ["checkpoints"]:
@@ -45,7 +52,7 @@ def main(arguments: list[str]) -> None:
 
 
 def _tie_to_parent() -> None:
-    """Make this process die with its parent, before torch's import, which takes seconds."""
+    """Make this process die with its parent, even while it is still importing torch, which takes seconds."""
     from ebbflow.infra.process import die_with_parent
 
     die_with_parent()

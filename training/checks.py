@@ -1,4 +1,4 @@
-"""Preflight checks of training: data, disk, parallelism, and what a user brings. Imports no torch."""
+"""Preflight checks of the data, the disk, the parallel mode, the workload and the weights. Imports no torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _READABLE_LOOKED_AT = 200
 
 
 def check_dataset(context: PreflightContext) -> CheckFinding:
-    """The data is readable text, enough for one batch and one held-out sample."""
+    """Check that the data is readable text, enough for one training batch and one held-out sample."""
     config = context.config
     if config.workload is not None:
         return CheckFinding.skipped(f"{config.workload} brings data of its own; the check workload says more")
@@ -51,7 +51,7 @@ def check_dataset(context: PreflightContext) -> CheckFinding:
 
 
 def check_disk(context: PreflightContext) -> CheckFinding:
-    """A local store has room for the kept commits, the one being written, and the token shards."""
+    """Check that a local store has room for the commits that retention keeps, two more, and the token shards."""
     folder = store_folder(context)
     if folder is None:
         return CheckFinding.skipped("the store is remote")
@@ -76,10 +76,10 @@ def check_disk(context: PreflightContext) -> CheckFinding:
 
 
 def commits_room(config: RunConfig) -> tuple[int, str]:
-    """Return (the most bytes that a job's commits take, the arithmetic).
+    """Return the most bytes that a job's commits take, and the arithmetic as text.
 
-    Two commits are added to those that retention keeps: a newer one that has not replaced an older one yet, and the
-    save in flight. Pinned commits and those kept for inspection are not included.
+    Two commits are added to those that retention keeps: an old one that is about to be deleted, and the one being
+    written. Pinned commits, and damaged ones that are kept for inspection, are not counted.
     """
     checkpoint, steps, one = config.checkpoint, config.training.max_steps, commit_bytes(config)
     every = steps // checkpoint.keep_every_steps if checkpoint.keep_every_steps else 0
@@ -97,9 +97,9 @@ def commits_room(config: RunConfig) -> tuple[int, str]:
 
 
 def _suffices(config: RunConfig, files: int, train_bytes: int, held_out_bytes: int) -> CheckFinding:
-    """Check the amount of text.
+    """Check that the text is enough for one training batch and one held-out sample.
 
-    A sample takes sequence_length tokens and one to predict; a token is at least one byte.
+    A sample takes `sequence_length` tokens, plus one as the target of the last. A token is at least one byte.
     """
     length, batch = config.model.sequence_length, config.training.batch_size
     samples = max(0, train_bytes - 1) // length
@@ -126,7 +126,7 @@ def _suffices(config: RunConfig, files: int, train_bytes: int, held_out_bytes: i
 
 
 def _instead(config: RunConfig, project_root: Path) -> str:
-    """Describe the files of a folder that has none of the expected endings."""
+    """Describe the endings of the files in `data.path`, for the message that none has an expected ending."""
     if config.data.path is None:
         return ""
     folder = project_root / Path(config.data.path).expanduser()
@@ -149,7 +149,7 @@ _GPU_DEVICES = "/dev/nvidia[0-9]*"
 
 
 def check_parallel(context: PreflightContext) -> CheckFinding:
-    """The ranks support the configured shard sizes, precision, DDP options and compiler on this machine."""
+    """Check that the ranks and this machine support the configured shard size, precision, DDP options and compiler."""
     config, place = context.config, _place(context.config)
     found = find_unsupported_options(config, place)
     if found:
@@ -203,7 +203,7 @@ WORKLOAD_CHECK = "workload"
 
 
 def check_workload(context: PreflightContext) -> CheckFinding:
-    """A user's workload can be loaded and built, and its loss is a sum; tried in a child process."""
+    """Check that your own workload can be built and its loss is a sum. A child process tries it."""
     config = context.config
     if config.workload is None:
         return CheckFinding.skipped("no workload of your own is configured")
@@ -216,7 +216,7 @@ def check_workload(context: PreflightContext) -> CheckFinding:
 
 
 def check_tokenizer(context: PreflightContext) -> CheckFinding:
-    """The tokenizer can be read, and the model has a row for each of its tokens."""
+    """Check that the tokenizer can be read, and that the model has an embedding row for each of its tokens."""
     config = context.config
     if config.workload is not None:
         return CheckFinding.skipped(f"{config.workload} brings data of its own")
@@ -243,7 +243,7 @@ def check_tokenizer(context: PreflightContext) -> CheckFinding:
 
 
 def check_initial_weights(context: PreflightContext) -> CheckFinding:
-    """The files exist and can be read; for the built-in model, they hold as many numbers as it has."""
+    """Check that `training.initial_weights` can be read and, for the built-in model, has its number of parameters."""
     config = context.config
     path = config.training.initial_weights
     if path is None:

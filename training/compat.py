@@ -1,6 +1,7 @@
-"""The places in which the supported releases of torch, 2.7 to 2.13, differ.
+"""One interface to the supported releases of torch, 2.7 to 2.13, where their interfaces differ.
 
-The key-value stores are here too, from the module that has type information for them.
+The classes of torch's key-value stores are imported from here too: torch's private module has their type information,
+its public module does not.
 """
 
 from __future__ import annotations
@@ -20,17 +21,20 @@ _HAS_RECOMPILE_LIMIT = "recompile_limit" in inspect.signature(torch.compile).par
 
 
 def all_gather_flat(gathered: Tensor, own: Tensor) -> None:
-    """Gather every rank's tensor, one after the other, into `gathered`. Collective.
+    """Write every rank's tensor into `gathered`, in the order of the ranks. Collective.
 
     Args:
-        gathered: shape `[world_size * k]`.
-        own: shape `[k]`.
+        gathered: receives the result; shape `[world_size * k]`.
+        own: this rank's tensor; shape `[k]`.
     """
     _all_gather(gathered, own)
 
 
 def open_tcp_store(host: str, port: int, world_size: int, **options: Any) -> TCPStore:
-    """A `TCPStore`; with `master_listen_fd`, which libuv's server of torch 2.7 does not take, the older server."""
+    """Open a `TCPStore`.
+
+    The libuv server of torch 2.7 refuses the option `master_listen_fd`; then the store uses torch's older server.
+    """
     try:
         return TCPStore(host, port, world_size, **options)
     except RuntimeError as error:
@@ -40,9 +44,11 @@ def open_tcp_store(host: str, port: int, world_size: int, **options: Any) -> TCP
 
 
 def compile_module(module: nn.Module, *, recompile_limit: int) -> None:
-    """Compile `module` in place at its first call, for the shapes of that call.
+    """Compile `module` in place when it is first called, for the shapes of that call.
 
-    Before torch had a limit for each module, the limit of the process is raised instead.
+    Args:
+        recompile_limit: how often the module may be compiled. Older releases of torch have no limit per module; there
+            the limit of the whole process is raised to this number.
     """
     if _HAS_RECOMPILE_LIMIT:
         module.compile(dynamic=False, recompile_limit=recompile_limit)

@@ -1,6 +1,6 @@
-"""The training loop. It knows nothing of models, prices or stores; those stand behind the names that it calls.
+"""The training loop. Its steps call the `Trainer`, which knows the model, the prices and the store.
 
-next_batch → split → forward and backward → step sync → guards → clip → step → heartbeat
+One step: next_batch → split → forward and backward → step sync → guards → clip → optimizer step → heartbeat
 """
 
 from __future__ import annotations
@@ -16,7 +16,11 @@ from ebbflow.training.workload import Batch, Loss
 
 
 def train(trainer: Trainer) -> LoopResult:
-    """Take steps until the last one, a limit, or a number that is not finite; all ranks end alike. Collective."""
+    """Train until the last step, a limit, or a non-finite loss that ends the job. Collective.
+
+    Returns:
+        The outcome, which is the same on all ranks.
+    """
     training, optimizer, spread = trainer.config.training, trainer.optimizer, trainer.spread
     at, stop = trainer.start, trainer.stop_before_first_step()
     while at.step < training.max_steps and stop is Stop.NONE:
@@ -59,7 +63,10 @@ def train(trainer: Trainer) -> LoopResult:
 
 
 def forward_backward(trainer: Trainer, batch: Batch, step: int) -> Loss:
-    """Add up gradients, loss and weight over the micro-batches. The step sync, which has all ranks' sums, divides."""
+    """Run forward and backward for all micro-batches of `batch`, and return the sums of their losses and weights.
+
+    The gradients are sums too. They are divided by the total weight after the step sync, which knows it for all ranks.
+    """
     accumulation = trainer.config.training.gradient_accumulation_steps
     parts = batch.split(accumulation)
     sums, weight = torch.zeros((), device=trainer.gang.device), 0.0

@@ -16,9 +16,9 @@ class TrainingError(Exception):
     """A failure of training.
 
     Attributes:
-        outcome: the outcome of a job that ends by it.
-        curable: whether a new attempt may cure it; if not, the same start would fail in the same way again.
-        end_reason: the reason recorded for the gang's end.
+        outcome: the outcome of a job that ends with this error.
+        curable: whether a new attempt may succeed. If False, the next start would fail in the same way.
+        end_reason: the reason recorded for the end of the gang.
     """
 
     outcome: Outcome = Outcome.FAILED
@@ -27,7 +27,7 @@ class TrainingError(Exception):
 
 
 class CheckpointError(TrainingError):
-    """A save, commit or restore that failed. Names the rank, the key and the cause."""
+    """A failed save, commit or restore. The message names the rank, the key and the cause."""
 
 
 class NoRoom(CheckpointError):
@@ -37,11 +37,11 @@ class NoRoom(CheckpointError):
 
 
 class CorruptCommit(CheckpointError):
-    """Stored bytes differ from the bytes that were saved: flipped, truncated, swapped or missing.
+    """A commit whose stored bytes differ from the bytes that were saved: flipped, truncated, swapped or missing.
 
     Attributes:
-        object_key: the damaged data object; "" if the manifest or a record is damaged.
-        chunk: the damaged chunk of it; None: the whole object is missing or has another size.
+        object_key: the key of the damaged data object; "" if the manifest or another record is damaged.
+        chunk: the index of the damaged chunk in that object; None if the whole object is missing or has a wrong size.
     """
 
     def __init__(self, message: str, *, object_key: str = "", chunk: int | None = None) -> None:
@@ -50,22 +50,28 @@ class CorruptCommit(CheckpointError):
 
 
 class CorruptOverride(CorruptCommit):
-    """A record of what a guard ordered cannot be read, so that a start would train on other samples than before."""
+    """An unreadable override: a guard's instruction to later starts, such as to skip samples.
+
+    Without it, the next start would train on other samples than the guard ordered.
+    """
 
     curable = False
     end_reason = EndReason.STORE
 
 
 class UnreliableReader(CheckpointError):
-    """This process read a commit wrongly that a second process or node read correctly. Names node and rank."""
+    """A process that read damaged bytes from a commit that another process or node read correctly.
+
+    The message names the node and the rank.
+    """
 
     end_reason = EndReason.STORE
 
 
 class NothingToRestore(CheckpointError):
-    """The job has commits, and none can be restored.
+    """A job whose commits all fail to restore.
 
-    A person decides whether to start from scratch, which loses them.
+    Starting from scratch would lose them, so the user has to ask for it.
     """
 
     outcome = Outcome.NO_RESTORE
@@ -74,22 +80,31 @@ class NothingToRestore(CheckpointError):
 
 
 class RefusedCommit(CheckpointError):
-    """A commit without the signature that this job's commits must have. It may be undamaged."""
+    """A commit without the signature that the job's configuration requires. Its data may be undamaged."""
 
 
 class NoSigningKey(CheckpointError):
-    """The variable of the signing key is missing, empty or too short. Names the variable, never its value."""
+    """A signing key whose environment variable is missing, empty or too short.
+
+    The message names the variable, never its value.
+    """
 
     outcome = Outcome.CONFIG
     curable = False
 
 
 class MisplacedCommit(CorruptCommit):
-    """A sound manifest under the key of another step or generation; in its own place it may be in use."""
+    """A sound manifest that is stored under the key of another step or generation.
+
+    The same manifest may also be stored under its own key and be in use there.
+    """
 
 
 class RolledBack(CheckpointError):
-    """The store has older commits than the job's events record. A person decides whether to lose the steps between."""
+    """A store whose newest commit is older than the newest commit in the job's events.
+
+    Continuing would lose the steps between the two, so the user has to accept that.
+    """
 
     outcome = Outcome.ROLLED_BACK
     curable = False
@@ -97,69 +112,81 @@ class RolledBack(CheckpointError):
 
 
 class CommitMismatch(CheckpointError):
-    """A sound commit of another model or optimizer than the one it is loaded into."""
+    """A sound commit that was saved from a different model or optimizer than the one that loads it."""
 
     outcome = Outcome.CONFIG
     curable = False
 
 
 class DamagedLineage(CheckpointError):
-    """Generation records that do not form one chain, so that the newest commit is undefined."""
+    """Generation records that do not form one chain, so it is unclear which commit is the newest."""
 
     curable = False
 
 
 class TwoLaunchers(DamagedLineage):
-    """Two launchers opened the same generation of one job. Names both records."""
+    """Two launchers that opened the same generation of a job. The message names both records."""
 
     curable = False
 
 
 class GenerationSuperseded(CheckpointError):
-    """A newer generation of the job exists: this gang is a zombie, and its later commits would never be used."""
+    """A gang that still runs although the job has started a newer generation.
+
+    Commits that it makes from then on would never be used.
+    """
 
     curable = False
 
 
 class DataError(TrainingError):
-    """Training data that is missing, too small or changed. Names the path and the fix."""
+    """Training data that is missing, too small or changed. The message names the path and the fix."""
 
     outcome = Outcome.CONFIG
     curable = False
 
 
 class WorkloadError(TrainingError):
-    """A model or workload that the engine cannot train as it is. Names the module and the fix."""
+    """A model or workload that cannot be trained as it is. The message names the module and the fix."""
 
     outcome = Outcome.CONFIG
     curable = False
 
 
 class ParallelError(TrainingError):
-    """A parallel mode that this gang or machine does not support. Names the key, the arithmetic and the fix."""
+    """A parallel mode that this gang or machine does not support.
+
+    The message names the configuration key, the arithmetic and the fix.
+    """
 
     outcome = Outcome.CONFIG
     curable = False
 
 
 class RendezvousError(TrainingError):
-    """Ranks that did not join within the deadline. Names the missing ranks."""
+    """A gang whose ranks did not all join within the deadline. The message names the missing ranks."""
 
 
 class DivergenceError(TrainingError):
-    """Ranks that should have equal state and do not. Names the ranks and where they differ."""
+    """Ranks that should have equal state and do not. The message names them and the difference."""
 
 
 class RankNotStarted(TrainingError):
-    """A node could not start its ranks, for lack of disk space or processes. Names the node and the cause."""
+    """A node that could not start its ranks because disk space or processes ran out.
+
+    The message names the node and the cause.
+    """
 
     end_reason = EndReason.ROLL_CALL
 
 
 class DeviceUnavailable(TrainingError):
-    """A machine or placement with GPUs that the ranks cannot use. Names the reason and the fix.
+    """GPUs that the machine or its placement has and that the ranks cannot use.
 
-    The next start on the same image would fail in the same way, and training on the CPU would cost a GPU's price.
+    The message names the reason and the fix.
+
+    A new attempt on the same image would fail in the same way. Training on the CPU instead would still be billed as a
+    machine with GPUs.
     """
 
     outcome = Outcome.CONFIG
@@ -168,55 +195,73 @@ class DeviceUnavailable(TrainingError):
 
 
 class AgentFailure(TrainingError):
-    """A node's agent raised while it watched its ranks. Names the node, the exception and its location."""
+    """An exception in a node's agent while it watched its ranks.
+
+    The message names the node, the exception and its location.
+    """
 
     end_reason = EndReason.AGENT_FAILED
 
 
 class StartAnew(TrainingError):
-    """The gang ends on purpose.
+    """The deliberate end of a gang, to start the ranks again with an instruction from a guard.
 
-    Its next start follows the order in the job's store (`training/guards/overrides.py`).
+    The instruction is an override in the job's store; see `training/guards/overrides.py`.
     """
 
 
 class Rewind(StartAnew):
-    """The last steps went wrong: the job goes back to an older commit and skips the samples read since."""
+    """The end of a gang because the last steps went wrong.
+
+    The next start restores an older commit and skips the samples that were read after it.
+    """
 
     end_reason = EndReason.REWIND
 
 
 class MicroBatchTooLarge(StartAnew):
-    """A micro-batch does not fit into memory. Names the rank and the number of micro-batches of the next start."""
+    """The end of a gang because a micro-batch does not fit into memory.
+
+    The next start uses more micro-batches per step.
+
+    The message names the rank and the new number.
+    """
 
     end_reason = EndReason.SPLIT
 
 
 class MemoryGrowth(StartAnew):
-    """Memory was about to run out. The state is saved, and the processes are replaced."""
+    """The end of a gang because a rank's memory would soon have run out.
+
+    The state was saved before. The next start continues from it in new processes.
+    """
 
     end_reason = EndReason.RENEWAL
 
 
 class BatchCannotBeSplit(TrainingError):
-    """A single sample does not fit into memory. Names the arithmetic and what else saves memory."""
+    """A batch that runs out of memory and cannot be split further, for example because each micro-batch is one sample.
+
+    The message has the arithmetic and other settings that save memory.
+    """
 
     outcome = Outcome.CONFIG
     curable = False
 
 
 class TooManyRewinds(TrainingError):
-    """The job has used all its rewinds and still goes wrong."""
+    """A job that has used up `guards.max_rewinds` and whose steps still go wrong."""
 
     curable = False
 
 
 class GangError(TrainingError):
-    """A gang that ended before its work was done. Names the culprit.
+    """A gang that ended before its work was done. The message names the culprit.
 
     Attributes:
-        user_code: whether an exception of the program ended it, not the loss of a process or machine.
-        curable, outcome: those of the exception that ended it, if there was one.
+        user_code: True if an exception in the user's code ended the gang; False if a process or machine was lost.
+        curable: `curable` of the exception that ended the gang; True if there was none.
+        outcome: `outcome` of the exception that ended the gang; FAILED if there was none.
     """
 
     def __init__(
@@ -229,20 +274,26 @@ class GangError(TrainingError):
 
 
 def error_class(name: str) -> type[TrainingError]:
-    """Return the training exception of that name, or GangError for any other name."""
+    """Return the exception class of this module with the given name, or GangError if there is none."""
     found = globals().get(name)
     return found if isinstance(found, type) and issubclass(found, TrainingError) else GangError
 
 
 def describe_exception(error: BaseException) -> str:
-    """Return `error` as "Type: text", at most `LONGEST_MESSAGE` characters, even if its `__str__` fails."""
+    """Return `error` as "Type: text", shortened to about `LONGEST_MESSAGE` characters.
+
+    Works even if its `__str__` raises.
+    """
     if isinstance(error, SystemExit):
         return f"SystemExit: the program called sys.exit({_text_of(error)}) before the training was done"
     return bounded_text(f"{type(error).__name__}: {_text_of(error)}")
 
 
 def describe_traceback(error: BaseException) -> str:
-    """Return the traceback of `error`, at most `LONGEST_TRACEBACK` characters; without its text if `__str__` fails."""
+    """Return the traceback of `error`, shortened to about `LONGEST_TRACEBACK` characters.
+
+    Works even if its `__str__` raises.
+    """
     try:
         lines = traceback.format_exception(error)
     except Exception:
@@ -252,7 +303,10 @@ def describe_traceback(error: BaseException) -> str:
 
 
 def bounded_text(text: str, limit: int = LONGEST_MESSAGE) -> str:
-    """Return `text` as valid UTF-8; of a longer one the first three quarters of `limit` characters and the end."""
+    """Return `text` as valid UTF-8, shortened in the middle if it has more than `limit` characters.
+
+    A shortened text has its first 3/4 × `limit` characters, a note, and its last 1/4 × `limit` characters.
+    """
     if len(text) > limit:
         first, last = limit * 3 // 4, limit // 4
         text = f"{text[:first]}\n[{len(text) - first - last} characters left out]\n{text[-last:]}"

@@ -1,4 +1,4 @@
-"""The gang: all ranks that train together, and how one of them exchanges data with the others."""
+"""The gang: all ranks that train together, and the exchange of data between them."""
 
 from __future__ import annotations
 
@@ -25,14 +25,16 @@ from ebbflow.training.peer_sockets import LARGEST_ROW_BYTES, MOST_RANKS, PeerSoc
 
 @dataclass(frozen=True, kw_only=True)
 class Gang:
-    """One rank's place in its gang.
+    """One rank's identity in its gang, and its means to exchange data with the other ranks.
 
     Attributes:
-        ranks_per_node: ranks on each node; ranks with neighbouring numbers share a node, as with torchrun.
-        device: the device of the rank's model.
-        store: the gang's own key-value store, for messages outside of collectives.
-        peers: direct connections for small rows; None if the process group carries them.
-        device_note: one line if GPUs of this machine are left unused, else "".
+        rank: the number of this rank, from 0 to `world_size` - 1.
+        world_size: the number of ranks.
+        ranks_per_node: the number of ranks on each node. Consecutive ranks share a node, as with torchrun.
+        device: the device of this rank's model.
+        store: the gang's key-value store, for messages outside collectives; None without torchrun's environment.
+        peers: direct connections to the other ranks, for small rows; None if the process group is used for them.
+        device_note: a message if GPUs of this machine remain unused, else "".
     """
 
     rank: int = 0
@@ -48,7 +50,7 @@ class Gang:
         return self.world_size == 1
 
     def gather(self, row: Tensor) -> Tensor:
-        """Return every rank's row `[k]` as `[world_size, k]`, equal on all ranks. Collective."""
+        """Return the rows `[k]` of all ranks as `[world_size, k]`, the same on every rank. Collective."""
         if self.alone:
             return row[None]
         if self.peers is not None and 0 < row.nbytes <= LARGEST_ROW_BYTES:
@@ -60,9 +62,9 @@ class Gang:
         return rows.view(self.world_size, -1)
 
     def gather_numbers(self, numbers: Sequence[float]) -> list[tuple[float, ...]]:
-        """Return every rank's numbers as float64, equal on all ranks. Collective.
+        """Return the numbers of each rank as float64, the same on every rank. Collective.
 
-        Called at every step, with cold caches: over peer sockets no tensor is made.
+        Every step calls this, so it makes no tensors when it can use the peer sockets.
         """
         layout = struct.Struct(f"{len(numbers)}d")
         rows = layout.pack(*numbers)
@@ -82,17 +84,17 @@ def connect(
     device_choice: DeviceChoice = "auto",
     promised_gpus: int = 0,
 ) -> Gang:
-    """Join the gang that torchrun's environment names; without that environment, be a gang of one.
+    """Join the gang that torchrun's environment variables describe. Without them, return a gang of one rank.
 
     Args:
         start_seconds: deadline for all ranks to join.
-        collective_seconds: deadline of any one collective.
-        generation: separates this gang's keys from those of a dead one on the same store.
-        device_choice: `cluster.device`.
-        promised_gpus: GPUs of each node in its placement; 0: the placement names none.
+        collective_seconds: deadline of each collective.
+        generation: prefix of this gang's keys in the key-value store, which an earlier gang may have used too.
+        device_choice: the value of `cluster.device`.
+        promised_gpus: the number of GPUs on each node according to the chosen placement; 0 if it names none.
 
     Raises:
-        RendezvousError: if ranks are missing; it names them.
+        RendezvousError: if ranks are missing; the message names them.
         DeviceUnavailable: if the ranks cannot use the configured device.
     """
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -140,10 +142,10 @@ def connect(
 
 
 def leave(code: int) -> NoReturn:
-    """End this process now, without the interpreter's clean-up.
+    """Exit at once with `code`, without the interpreter's clean-up.
 
-    Destroying the process group can wait for a dead peer. Even after an orderly end of gloo's group, torch 2.13 aborts
-    in about one of ten interpreter exits ("terminate called without an active exception").
+    The clean-up would destroy the process group, which can wait for a dead peer. Even after an orderly end of a gloo
+    group, torch 2.13 aborts in about one of ten interpreter exits ("terminate called without an active exception").
     """
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, OSError, ValueError):  # the program may have closed it
@@ -152,13 +154,13 @@ def leave(code: int) -> NoReturn:
 
 
 def disconnect() -> None:
-    """Destroy the process group. Call it only after an orderly end."""
+    """Destroy the process group. Call this only after an orderly end."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def _open_store(environment: Mapping[str, str], rank: int, world_size: int, seconds: float) -> Store:
-    """Open the gang's key-value store. Under torchrun its agent serves it, else rank 0."""
+    """Connect to the gang's key-value store. It is served by torchrun's agent if there is one, else by rank 0."""
     host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
     kept_by_agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     is_master = rank == 0 and not kept_by_agent
@@ -182,10 +184,10 @@ def _open_store(environment: Mapping[str, str], rank: int, world_size: int, seco
 
 
 def _loopback_listener(host: str, port: int) -> int | None:
-    """Return a listening socket for the store of a gang on this machine, or None for any other gang.
+    """Return the descriptor of a listening loopback socket for the key-value store, or None.
 
-    torch's own socket listens on every interface, and anyone who reaches it may read and write keys. If the port is
-    taken, return None; torch reports that.
+    torch's own socket listens on every interface, and any process that can reach it may read and write keys. The result
+    is None if the ranks are on several machines, or if the port is taken; torch then reports the taken port.
     """
     if not is_loopback(host):
         return None
@@ -197,7 +199,10 @@ def _loopback_listener(host: str, port: int) -> int | None:
 
 
 def _stay_on_loopback(host: str, environment: MutableMapping[str, str]) -> None:
-    """Make gloo and NCCL use the loopback interface in a gang on this machine, unless the user chose another."""
+    """Set the variables that make gloo and NCCL use the loopback interface, if all ranks are on this machine.
+
+    Variables that the user has set are not changed.
+    """
     name = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     if is_loopback(host) and name is not None:
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
@@ -205,7 +210,7 @@ def _stay_on_loopback(host: str, environment: MutableMapping[str, str]) -> None:
 
 
 def _roll_call(store: Store, rank: int, world_size: int, seconds: float, own_gpus: VisibleGpus) -> list[VisibleGpus]:
-    """Wait for all ranks and return the GPUs that each of them sees."""
+    """Wait until all ranks have joined, and return the GPUs that each rank sees."""
     keys = [f"joined/{number}" for number in range(world_size)]
     store.set(keys[rank], own_gpus.to_json())
     try:

@@ -1,4 +1,4 @@
-"""Where a job is, the reasons to stop before the last step, and how its loop ended."""
+"""Positions in a job, the limits that stop a job before its last step, and the result of the training loop."""
 
 from __future__ import annotations
 
@@ -17,7 +17,12 @@ from ebbflow.training.launch.messages import OrderRecord
 
 @dataclass(frozen=True)
 class Position:
-    """The number of steps taken, and the global index of the first sample that no step has read."""
+    """A point between two steps of a job.
+
+    Attributes:
+        step: the number of steps taken.
+        cursor: the index of the next sample to read, counted over all ranks and epochs.
+    """
 
     step: int = 0
     cursor: int = 0
@@ -28,11 +33,12 @@ class Position:
 
 @dataclass(frozen=True)
 class LoopResult:
-    """The end of the loop, the same on all ranks.
+    """The result of the training loop, the same on all ranks.
 
     Attributes:
-        step: the last one taken.
-        weights_sha256: None if not computed.
+        step: the last step that was taken.
+        message: the reason if the loop stopped early, else "".
+        weights_sha256: the hash of the final weights; None if it was not computed.
     """
 
     outcome: Outcome
@@ -47,9 +53,9 @@ _LOOK_SECONDS = 0.01
 
 
 class Stop(IntEnum):
-    """A reason to stop.
+    """A reason to stop before the last step.
 
-    If ranks differ, the largest counts: a notice leaves the least time, the budget a little more.
+    If ranks report different reasons, the largest value wins: the more urgent a reason, the larger its value.
     """
 
     NONE = 0
@@ -63,12 +69,13 @@ class Stop(IntEnum):
 
 
 class Limits:
-    """Budget, deadline, SIGTERM and the agent's requests, as reasons to stop.
+    """The checks for a reason to stop: the budget, the deadline, SIGTERM and the requests of this node's agent.
 
     Args:
-        elapsed_seconds: returns the time since this rank's process started.
-        stop_seconds: time from SIGTERM until the process is killed.
-        control: the agent's requests, if there is an agent.
+        terms: prices, budget and deadline of the job; None if the job has none.
+        elapsed_seconds: returns the seconds since this rank's process started.
+        stop_seconds: the seconds between SIGTERM and SIGKILL.
+        control: the agent's requests; None without an agent.
     """
 
     def __init__(
@@ -93,33 +100,33 @@ class Limits:
         self._told = {share for share in BUDGET_THRESHOLDS if terms and share <= terms.last_notified_threshold}
 
     def watch_signals(self) -> None:
-        """Treat SIGTERM as a drain request from now on. Call it in the main thread."""
+        """Install a SIGTERM handler that requests a drain. Call this in the main thread."""
         signal.signal(signal.SIGTERM, lambda *_: self.request_drain(self._stop_seconds - _LEAVING_SECONDS))
 
     def request_drain(self, seconds: float) -> None:
-        """Request a stop at the end of the step, with `seconds` left for a save.
+        """Request a stop at the end of the current step.
 
-        The shortest of several requests counts.
+        Args:
+            seconds: the time left for a last save. After several requests the earliest deadline counts.
         """
         self._asked = True
         self._killed_at = min(self._killed_at, time.monotonic() + seconds)
 
     @property
     def drain_requested(self) -> bool:
-        """Whether SIGTERM or this node's agent requested a drain."""
         if self._control is not None and (leave_at := self._control.leave_at) < math.inf:
             self._asked = True
             self._killed_at = min(self._killed_at, leave_at - _LEAVING_SECONDS)
         return self._asked
 
     def wait_for_drain(self, seconds: float) -> None:
-        """Wait at most `seconds` for a drain request."""
+        """Return when a drain is requested, or after `seconds`."""
         limit = time.monotonic() + seconds
         while not self.drain_requested and time.monotonic() < limit:
             time.sleep(_LOOK_SECONDS)
 
     def save_wanted(self) -> bool:
-        """Return whether the agent asked for a save since the last call."""
+        """Return whether the agent has asked for a save since the last call."""
         asked = 0 if self._control is None else self._control.saves
         wanted = asked > self._saves_answered
         self._saves_answered = asked
@@ -127,20 +134,20 @@ class Limits:
 
     @property
     def stop_seconds(self) -> float:
-        """Seconds left for a last save; infinite without a drain request."""
+        """Seconds left for a last save; infinite if no drain was requested."""
         return max(self._killed_at - time.monotonic(), 0.0)
 
     @property
     def spent_usd(self) -> float:
-        """Dollars that the job has cost at the planned price: ended attempts, plus this one since its start."""
+        """US dollars that the job has cost at the planned price: all ended attempts, plus this one so far."""
         if self.terms is None:
             return 0.0
         return self.terms.spent_usd + self.usd_per_second * self._elapsed_seconds()
 
     def stop(self) -> Stop:
-        """Return the reason to stop now.
+        """Return the reason to stop now, or `Stop.NONE`.
 
-        Call it once per step: the time between two calls estimates the next step's cost.
+        Call this once per step: the time between two calls is used to estimate the cost of the next step.
         """
         self._look()
         if self.drain_requested:
@@ -164,19 +171,20 @@ class Limits:
 
     @property
     def next_step_usd(self) -> float:
-        """The most that the next step may cost.
+        """An upper estimate of the next step's cost, in US dollars.
 
-        The longest recent step with its save or evaluation, at first the plan's figure.
+        It is the cost of the longest recent step, including its save or evaluation. Before the first step it is the
+        plan's estimate.
         """
         expected = self.terms.step_seconds if self.terms else 0.0
         return self.usd_per_second * max(self._steps, default=expected)
 
     def new_budget_thresholds(self, stop: Stop) -> list[dict[str, float]]:
-        """Return the budget thresholds that were reached since the last call, as data of `budget` events.
+        """Return the budget thresholds that were reached since the last call, each as the data of a `budget` event.
 
         Args:
-            stop: the reason that all ranks agreed on. A stop for the budget reaches every threshold, since the rest of
-                the budget is reserved.
+            stop: the reason to stop that all ranks agreed on. `Stop.BUDGET` counts as reaching every threshold, because
+                the unspent rest of the budget is reserved for the last save.
         """
         terms = self.terms
         if terms is None or terms.budget_usd is None:
@@ -191,7 +199,7 @@ class Limits:
         return [{"threshold": share, **known} for share in fresh]
 
     def describe(self, stop: Stop) -> str:
-        """Return the arithmetic behind a stop, for the outcome's message."""
+        """Return the reason for `stop` with its numbers, for the outcome's message."""
         terms = self.terms
         if stop is Stop.BUDGET and terms and terms.budget_usd is not None:
             return (

@@ -1,4 +1,7 @@
-"""The optimizer, and the learning rate as a pure function of the step: a resumed run needs no scheduler state."""
+"""The default optimizer and the learning rate schedule.
+
+The learning rate depends on the step number alone, so a resumed run needs no scheduler state.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,9 @@ _CLIP_EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 
 def make_optimizer(module: nn.Module, training: TrainingConfig) -> torch.optim.Optimizer:
-    """Return AdamW with weight decay on matrices only, not on norms and other vectors.
+    """Return AdamW, with weight decay for matrices but not for vectors such as the weights of norms.
 
-    Fused: one kernel, and one dispatch through DTensor, for all parameters of a group.
+    The optimizer is fused: each group of parameters is updated by one kernel, and dispatched through DTensor once.
     """
     parameters = list(module.parameters())
     groups = [
@@ -27,18 +30,19 @@ def make_optimizer(module: nn.Module, training: TrainingConfig) -> torch.optim.O
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
-    """Set the rate of every group, times the group's "lr_scale" if a workload's own optimizer has one."""
+    """Set the rate of every parameter group, multiplied by the group's "lr_scale" if it has one."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate * group.get("lr_scale", 1.0)
 
 
 def scale_and_clip(gradients: list[Tensor], *, scale: float, norm: float, limit: float | None) -> None:
-    """Multiply gradients by `scale`, and clip their norm to `limit`, in place and in one pass.
+    """Multiply all gradients by `scale`, then clip their norm to `limit`, in place and in one pass.
 
-    Equal to scaling followed by `torch.nn.utils.clip_grad_norm_`.
+    The result equals scaling followed by `torch.nn.utils.clip_grad_norm_`.
 
     Args:
-        norm: the norm of all scaled gradients together.
+        norm: the norm of all gradients together, after scaling.
+        limit: the largest norm; None to leave the norm as it is.
     """
     if limit is not None:
         scale *= min(1.0, limit / (norm + _CLIP_EPSILON))
@@ -49,10 +53,13 @@ _WSD_DECAY_SHARE = 0.2  # of all steps: warm-up, stable, decay (Hu et al. 2024, 
 
 
 def learning_rate(training: TrainingConfig, step: int) -> float:
-    """Return the rate of step `step`, from 1 to max_steps.
+    """Return the learning rate of a step, where steps count from 1 to `max_steps`.
 
-    All types rise linearly to the peak at step `warmup_steps`. Then: constant stays; linear_warmup falls linearly,
-    cosine as half a cosine, to final_ratio × peak at max_steps; wsd stays, and falls linearly over the last fifth.
+    Every schedule rises linearly to the peak at step `warmup_steps`, and then differs by its type:
+    - constant: remains at the peak.
+    - linear_warmup: falls linearly to `final_ratio` × peak at `max_steps`.
+    - cosine: falls along half a cosine to `final_ratio` × peak at `max_steps`.
+    - wsd: remains at the peak, then falls linearly to `final_ratio` × peak over the last fifth of all steps.
     """
     scheduler, peak = training.scheduler, training.learning_rate
     if step < scheduler.warmup_steps:

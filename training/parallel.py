@@ -1,10 +1,10 @@
-"""Spread a model over the ranks: mesh, units, FSDP2 or HSDP sharding, DDP replication.
+"""Distribution of a model over the ranks: device mesh, sharding with FSDP2 or HSDP, replication with DDP.
 
-A unit is changed by giving it a subclass of its own class. So no wrapper is in the tree of modules, and the names of
-parameters, hence digests and commits, are those of the plain model. Equal units share one subclass and with it one
-compiled code.
+A unit is a part of the model that is sharded, compiled and recomputed as one. To change a unit, its `__class__` is set
+to a subclass of its own class. No wrapper module is added, so parameters keep the names of the unchanged model, and
+hashes and commits do not depend on the parallel mode. Equal units share one subclass, so they are compiled once.
 
-The engine sees `Spread`: a model to call, the module that holds the parameters, and when gradients are reduced.
+`spread_model` builds the model. The training loop works with its result, a `Spread`.
 """
 
 from __future__ import annotations
@@ -40,10 +40,13 @@ from ebbflow.training.workload import Workload
 
 
 def report_compilation(begun: Callable[[], Callable[[], None]]) -> Callable[[], None]:
-    """Call `begun` whenever torch begins to compile, and the function it returns when that compilation is done.
+    """Report each compilation by torch. Return a function that ends the reports.
 
-    The hooks are private to torch: without them, compilation counts for the phase around it. Does nothing if the
-    compiler is not loaded. Returns a function that removes the hooks.
+    If the compiler is not loaded, or a torch release lacks these private hooks, nothing is reported, and the time of a
+    compilation counts for the phase in which it happens.
+
+    Args:
+        begun: called when a compilation begins. The function that it returns is called when that compilation ends.
     """
     if "torch._dynamo" not in sys.modules:
         return lambda: None
@@ -67,7 +70,9 @@ def report_compilation(begun: Callable[[], Callable[[], None]]) -> Callable[[], 
 def make_mesh(gang: Gang, *, shard: int) -> DeviceMesh:
     """Make the device mesh with the dimensions "replicate" and "shard". Collective.
 
-    `shard` = 1 is DDP, the world size is FSDP2, anything between is HSDP. Ranks of one shard group are neighbours.
+    Args:
+        shard: the number of ranks that share one copy of the model: 1 for DDP, the world size for FSDP2, a number
+            between for HSDP. These ranks have consecutive numbers.
     """
     if not dist.is_initialized():  # alone, and started without an environment that names a gang
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
@@ -81,7 +86,10 @@ _POWERSGD_PLAIN_STEPS = 2
 
 
 def replicate_model(module: nn.Module, ddp: DdpConfig, gang: Gang) -> tuple[DistributedDataParallel, Compression]:
-    """Wrap the model in DDP. The weights are equal already, by seed or by commit, so none is broadcast. Collective."""
+    """Wrap the model in DDP, and return the wrapper and its gradient compression. Collective.
+
+    No weights are broadcast: they are equal on all ranks already, because all ranks use one seed or restore one commit.
+    """
     group = make_mesh(gang, shard=1)["replicate"].get_group()
     model = DistributedDataParallel(
         module,
@@ -99,12 +107,15 @@ def replicate_model(module: nn.Module, ddp: DdpConfig, gang: Gang) -> tuple[Dist
 
 
 def _build_final_buckets(model: DistributedDataParallel) -> None:
-    """Make DDP build its final buckets now, by a backward pass through the parameters alone. Collective.
+    """Make DDP build its final gradient buckets now, by a backward pass over the parameters alone. Collective.
 
-    DDP builds them after its first backward pass, in the order in which gradients arrived. The position of an element
-    in its bucket decides the order of its sum over the ranks, which from three ranks on changes the last bit. So the
-    first step after a resume would differ from the same step of an uninterrupted run. With find_unused_parameters torch
-    keeps its first buckets; a static graph would take this pass for a step.
+    By default DDP builds them after its first backward pass, in the order in which gradients arrived. The position of
+    an element in its bucket decides the order in which the ranks' values are added. With three or more ranks that order
+    changes the last bit of the sum. So without this function, the first step after a resume would differ from the same
+    step of an uninterrupted run.
+
+    Do not call this with `find_unused_parameters`, where DDP keeps its first buckets, or with `static_graph`, where DDP
+    would count this pass as a step.
     """
     model.reducer.prepare_for_forward()
     model.reducer.prepare_for_backward([])
@@ -114,11 +125,11 @@ def _build_final_buckets(model: DistributedDataParallel) -> None:
 
 
 class Compression:
-    """Compression of gradients between a bucket and the network.
+    """Compression of gradients before they are sent to other ranks.
 
-    PowerSGD adds to each gradient the error of the previous one, which differs between ranks and is not in a commit. So
-    its state is reset at every commit: a rank that restores it is then equal to one that was not interrupted. The price
-    is one step's error and two uncompressed steps per commit.
+    PowerSGD adds to each gradient the compression error of the previous step. That error differs between ranks and is
+    not part of a commit. So it is reset at every commit, and a rank that restores the commit computes the same as an
+    uninterrupted one. The cost per commit is the error of one step and two steps without compression.
     """
 
     def __init__(self, model: DistributedDataParallel, kind: str) -> None:
@@ -150,11 +161,12 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def shard_model(
     module: nn.Module, units: Iterable[nn.Module], fsdp: FsdpConfig, gang: Gang, *, size: int, keep_gathered: bool
 ) -> None:
-    """Shard the model in place, on the meta device.
+    """Shard the model in place, while its parameters are on the meta device.
 
     Args:
-        size: ranks that share one copy.
-        keep_gathered: whether weights stay gathered from forward to backward.
+        units: the parts of the model that are gathered and freed as one.
+        size: the number of ranks that share one copy of the model.
+        keep_gathered: whether weights remain gathered between forward and backward.
     """
     mesh = make_mesh(gang, shard=size)
     options = {
@@ -194,10 +206,11 @@ _EXPENSIVE = {
 
 
 def recompute_units(units: Iterable[nn.Module], how: str) -> None:
-    """Recompute activations in backward.
+    """Make each unit recompute its activations in the backward pass, to save memory.
 
     Args:
-        how: "full" keeps only a unit's input; "selective" also the outputs of `_EXPENSIVE`; "none" recomputes nothing.
+        how: "full" keeps only the unit's input; "selective" also keeps the outputs of the operations in `_EXPENSIVE`;
+            "none" changes nothing.
     """
     if how == "none":
         return
@@ -215,7 +228,7 @@ def recompute_units(units: Iterable[nn.Module], how: str) -> None:
 
 
 def autocast(model: nn.Module, device_type: str, dtype: torch.dtype) -> None:
-    """Compute the model's forward pass in `dtype` where that is safe; parameters keep their type."""
+    """Make the model compute its forward pass under torch.autocast with `dtype`. Parameters keep their type."""
 
     def in_dtype(kind: type[nn.Module]) -> Callable[..., Any]:
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -228,9 +241,10 @@ def autocast(model: nn.Module, device_type: str, dtype: torch.dtype) -> None:
 
 
 def compile_units(units: Sequence[nn.Module]) -> None:
-    """Compile each unit in place at its first call, for the shapes of that call, since micro-batches are of one size.
+    """Compile each unit in place when it is first called, for the shapes of that call.
 
-    Units are compiled rather than the whole model, so that equal blocks are compiled once and hooks between them stay.
+    Fixed shapes suffice because all micro-batches have the same size. Compiling units instead of the whole model means
+    that equal blocks are compiled once, and that FSDP2's hooks between them still run.
     """
     # Units that differ count towards one limit, beyond which torch goes on without compiling them.
     limit = max(8, 2 * len(units))
@@ -253,13 +267,15 @@ def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Checkpoi
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """A model spread over the ranks.
+    """A model distributed over the ranks.
 
     Attributes:
-        model: the model to call, with the hooks that reduce gradients.
-        module: the bare module, for saving and hashing.
-        copies: copies of the model over all ranks.
-        reduce_once: whether sharded gradients are reduced with the last micro-batch only.
+        model: the module to call; its hooks reduce gradients over the ranks.
+        module: the module without wrappers, for saving and hashing.
+        copies: the number of copies of the model over all ranks.
+        reduce_once: whether sharded gradients are reduced only after the last micro-batch of a step.
+        compiled: whether the units are compiled.
+        compression: the gradient compression of DDP; None in other modes.
     """
 
     model: nn.Module
@@ -271,7 +287,11 @@ class Spread:
 
     @contextmanager
     def gradients(self, *, last: bool) -> Iterator[None]:
-        """Context of forward and backward of one micro-batch; gradients are reduced over ranks with the `last`."""
+        """Return the context for forward and backward of one micro-batch.
+
+        Args:
+            last: whether this is the last micro-batch of the step; then its gradients are reduced over the ranks.
+        """
         model = self.model
         # A static graph cannot begin with a backward pass that reduces nothing: torch fails an assertion. So it reduces
         # each time, in every step alike, or a resumed run would add in another order than one that was not interrupted.
@@ -287,9 +307,12 @@ class Spread:
 
     @contextmanager
     def evaluating(self) -> Iterator[nn.Module]:
-        """Context that yields the model in evaluation mode. Every rank must make the same number of forward passes.
+        """Return a context that yields the model in evaluation mode.
 
-        They are not compiled: few and of another size, each would be compiled again.
+        Every rank must make the same number of forward passes.
+
+        Compiled units run uncompiled here: evaluation has few passes, whose different batch size would need another
+        compilation.
         """
         self.module.eval()
         try:
@@ -302,12 +325,15 @@ class Spread:
                     unit.reshard()  # what stays gathered until a backward pass would wait for one that never comes
 
     def gradient_tensors(self) -> list[Tensor]:
-        """Return this rank's part of every gradient, as plain tensors that share the gradients' memory."""
+        """Return this rank's shards of all gradients, as plain tensors that share the gradients' memory."""
         gradients = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
         return [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
 
     def square_sum(self, gradients: Sequence[Tensor]) -> Tensor:
-        """Return this rank's share of the squared norm in float64; the shares of all ranks add up to the whole."""
+        """Return this rank's share of the squared gradient norm, in float64.
+
+        The shares of all ranks add up to the squared norm of the whole gradient.
+        """
         parts = [gradient for gradient in gradients if gradient.numel()]
         if not parts:  # fewer rows than ranks, in every parameter
             return torch.zeros((), dtype=torch.float64)
@@ -316,12 +342,12 @@ class Spread:
         return norms.double().square().sum() / self.copies
 
     def discarded(self) -> None:
-        """Reset compression after a step whose gradients were discarded."""
+        """Reset the compression after a step whose gradients were discarded."""
         if self.compression is not None:
             self.compression.reset()
 
     def committed(self) -> None:
-        """Reset compression after a save, since a commit does not hold its state."""
+        """Reset the compression after a save, because its state is not part of a commit."""
         if self.compression is not None:
             self.compression.reset()
 
@@ -329,15 +355,16 @@ class Spread:
 def spread_model(
     workload: Workload, config: RunConfig, gang: Gang, *, small_model_bytes: int = SMALL_MODEL_BYTES
 ) -> Spread:
-    """Build the workload's model with its initial weights, bit-identical in every mode and at any world size.
+    """Build the workload's model with its initial weights, and distribute it over the ranks. Collective.
 
-    Collective.
+    The weights are bit-identical in every parallel mode and at any world size. A single rank is neither sharded nor
+    replicated, unless it needs FSDP2 for mixed precision or offloading.
 
-    A single rank needs no mode, unless FSDP2 provides mixed precision or offloading. Units are changed from the inside
-    out: recompute, compile, then shard or replicate.
+    Args:
+        small_model_bytes: models of at most this size keep their weights gathered from forward to backward.
 
     Raises:
-        ParallelError: for what this gang cannot do.
+        ParallelError: if this gang does not support a configured option.
     """
     module = workload.model()
     blank, units = copy.deepcopy(module), list(workload.units(module))

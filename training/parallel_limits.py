@@ -1,7 +1,7 @@
-"""Options that a model, gang and machine do not support, and why. Used by preflight and when ranks start.
+"""Parallel options that a model, gang or machine does not support. Used by preflight and by each rank at its start.
 
-Imports no torch. Rules about the configuration alone are in `ebbflow.infra.config.shape_rules`; those repeated here
-are for configurations that did not pass through them.
+Imports no torch. Rules about the configuration alone are in `ebbflow.infra.config.shape_rules`. Some of them are
+repeated here, because a rank's configuration may not have been checked by those rules.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ _COMPILERS = {"CXX": ("g++", "clang++"), "CC": ("gcc", "cc", "clang")}
 
 @dataclass(frozen=True, kw_only=True)
 class RankLayout:
-    """The ranks that a model is to be spread over.
+    """The ranks over which a model will be distributed.
 
     Attributes:
-        gpu: NCCL on GPUs if True, else gloo.
-        parameters: of the model; None if unknown.
+        ranks: the number of ranks.
+        ranks_per_node: the number of ranks on each node.
+        gpu: True for NCCL on GPUs, False for gloo on CPUs.
+        parameters: the number of the model's parameters; None if unknown.
     """
 
     ranks: int
@@ -37,7 +39,12 @@ class RankLayout:
 
 @dataclass(frozen=True)
 class UnsupportedOption:
-    """An unsupported option; the message names its key and the arithmetic."""
+    """An option that is not supported here.
+
+    Attributes:
+        message: the option's key, and the reason with its arithmetic.
+        fix: an option to use instead.
+    """
 
     message: str
     fix: str
@@ -47,7 +54,7 @@ class UnsupportedOption:
 
 
 def find_unsupported_options(config: RunConfig, place: RankLayout) -> list[UnsupportedOption]:
-    """Return every reason why `config` cannot run on this layout; empty if it can."""
+    """Return every reason why `config` cannot run on these ranks; empty if it can."""
     found = [*_shards(config, place), *_precision(config), *_replicas(config, place)]
     if config.parallel.compile:
         found += _compiler(place)
@@ -109,7 +116,7 @@ def _replicas(config: RunConfig, place: RankLayout) -> Iterator[UnsupportedOptio
 
 
 def _compiler(place: RankLayout) -> Iterator[UnsupportedOption]:
-    """Find missing compilers: inductor writes C++ for CPUs, and Triton builds its launcher for GPUs in C."""
+    """Yield missing tools: torch.compile needs a C++ compiler on a CPU, a C compiler on a GPU, and Python.h."""
     variable = "CC" if place.gpu else "CXX"
     named = os.environ.get(variable, "")
     if not any(shutil.which(name) for name in ([named] if named else _COMPILERS[variable])):

@@ -1,8 +1,10 @@
-"""Direct connections between the ranks of a CPU gang, for small rows of numbers.
+"""Direct TCP connections between the ranks of a CPU gang, to exchange short rows of numbers.
 
-A step sync is a few hundred bytes, and every step waits for it. gloo's all-gather passes them to a thread and back,
-which takes 0.5 ms if wake-ups are slow; a write and a read take a tenth of that (`ebbflow bench overhead`). Every rank
-has one connection to every other rank. Large gangs would need too many; they use the process group's all-gather.
+Every step waits for the step sync, which exchanges a few hundred bytes. gloo's all-gather hands them to another thread
+and back, which takes 0.5 ms if waking a thread is slow. A socket needs a tenth of that (`ebbflow bench overhead`).
+
+Every rank has one connection to every other rank. A gang of more than `MOST_RANKS` would need too many connections; it
+uses the all-gather.
 """
 
 from __future__ import annotations
@@ -33,10 +35,19 @@ _BACKLOG = 128
 
 
 class PeerSockets:
-    """One rank's connections, by rank. All ranks call `gather` in the same order, with rows of the same size."""
+    """One rank's connections to all other ranks.
+
+    Every rank must call `gather` in the same order, with rows of the same size.
+    """
 
     def __init__(self, rank: int, peers: Mapping[int, socket.socket], seconds: float) -> None:
-        """Take over connected sockets; `seconds` is the deadline of any one exchange."""
+        """Use the given connected sockets, and close them in `close`.
+
+        Args:
+            rank: this rank.
+            peers: the socket to each other rank.
+            seconds: the deadline of one exchange.
+        """
         self._rank, self._peers, self._seconds = rank, dict(sorted(peers.items())), seconds
         self._number = 0
         for peer in self._peers.values():
@@ -44,11 +55,11 @@ class PeerSockets:
             peer.settimeout(seconds)
 
     def gather(self, row: bytes) -> bytes:
-        """Return every rank's row, one after the other, equal on all ranks. Collective.
+        """Return the rows of all ranks, concatenated in the order of the ranks. Collective.
 
         Raises:
-            RuntimeError: if a peer is lost, is silent for longer than the deadline, or called another exchange. The
-                text is one that `is_peer_loss_error` recognises.
+            RuntimeError: if a connection is lost, a rank does not answer before the deadline, or a rank is at another
+                exchange. `is_peer_loss_error` recognises the messages of the first two.
         """
         self._number += 1
         message = _HEAD.pack(self._number, len(row)) + row
@@ -69,7 +80,7 @@ class PeerSockets:
             self._lost(rank, error)
 
     def _hear(self, rank: int, own: bytes) -> memoryview:
-        """Return that rank's row, from a message as long as this rank's own."""
+        """Receive and return the row of `rank`, which has the size of this rank's own message."""
         peer, message = self._peers[rank], memoryview(bytearray(len(own)))
         head = own[: _HEAD.size]
         try:
@@ -97,14 +108,16 @@ class PeerSockets:
 def connect_peers(
     store: Store, rank: int, world_size: int, *, main: tuple[str, int], start_seconds: float, seconds: float
 ) -> PeerSockets:
-    """Connect to every other rank, with addresses exchanged through `store`. Collective.
+    """Connect this rank to every other rank; addresses are exchanged through `store`. Collective.
 
     Args:
-        main: an address by which all nodes reach the gang's main node. The interface that leads there is the one on
-            which the other ranks reach this rank.
+        main: host and port at which all nodes reach the gang's main node. This rank listens on the network interface
+            that connects it to that node.
+        start_seconds: deadline for all connections.
+        seconds: the deadline of one later exchange.
 
     Raises:
-        RendezvousError: if ranks are missing; it names them.
+        RendezvousError: if ranks are missing; the message names them.
     """
     limit = time.monotonic() + start_seconds
     store.set_timeout(timedelta(seconds=start_seconds))
@@ -133,10 +146,10 @@ def connect_peers(
 
 
 def _addresses(host: str, port: int, seconds: float) -> tuple[str, str]:
-    """Return (the address to publish, the address to listen on; "" for all interfaces).
+    """Return the address to publish to other ranks, and the address to listen on ("" for all interfaces).
 
-    If the main node's name resolves to its loopback there (as Debian's 127.0.1.1), it resolves to another address
-    elsewhere.
+    On the main node itself, its name may resolve to a loopback address (Debian's 127.0.1.1), while other nodes resolve
+    it to a real one. In that case the name is published, and this rank listens on all interfaces.
     """
     with socket.create_connection((host, port), seconds) as way:
         own = way.getsockname()[0]
@@ -155,10 +168,14 @@ def _listen(address: str) -> socket.socket:
 def _await_peers(
     listener: socket.socket, token: bytes, peers: dict[int, socket.socket], wanted: range, limit: float
 ) -> None:
-    """Wait until each wanted rank has connected and sent the gang's token. Raises TimeoutError at `limit`.
+    """Accept connections until each rank of `wanted` has connected and sent the gang's token.
 
-    A stranger, such as a rank of an older gang or a port scan, delays no peer: at most `_MOST_CALLERS` connections are
-    read side by side, each for at most `_HELLO_SECONDS`.
+    Other callers, such as a rank of an older gang or a port scan, do not delay the peers: up to `_MOST_CALLERS`
+    connections are read side by side, each for at most `_HELLO_SECONDS`.
+
+    Args:
+        peers: receives the socket of each rank that has connected.
+        limit: monotonic time at which TimeoutError is raised.
     """
     listener.setblocking(False)
     callers: dict[socket.socket, tuple[float, bytearray]] = {}  # (until when it is waited for, what it has sent)
@@ -187,7 +204,12 @@ def _await_peers(
 def _answered(
     caller: socket.socket, told: bytearray, token: bytes, peers: dict[int, socket.socket], wanted: range
 ) -> bool:
-    """Return whether this connection is settled: it is a peer now, or was closed."""
+    """Read from a connection. Return True if no more needs to be read: it became a peer or was closed.
+
+    Args:
+        told: the bytes that this connection has sent so far.
+        peers: receives the connection if it sent the gang's token and the number of a wanted rank.
+    """
     try:
         data = caller.recv(_HELLO.size - len(told))
     except BlockingIOError:
@@ -208,7 +230,7 @@ def _answered(
 
 
 def _read(peer: socket.socket, into: bytearray | memoryview, enough: int) -> int:
-    """Receive at least `enough` bytes and return how many were received. Raises OSError."""
+    """Receive at least `enough` bytes into `into`, and return the number of bytes received. Raises OSError."""
     rest, come = memoryview(into), 0
     while come < enough:
         count = peer.recv_into(rest[come:])

@@ -1,4 +1,7 @@
-"""The output of a run while it trains: log lines, and live metrics as a fold over the events that the rank emits."""
+"""The output of a run while it trains: progress lines, and live metrics for Prometheus.
+
+The metrics are computed from the events that the rank emits.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +33,14 @@ _SIZE = {"cpu": 1024, "cuda": 4096}
 
 
 def peak_flops_per_second(device: torch.device, dtype: torch.dtype, kept: Path | None = None) -> float:
-    """Return the best measurement of this device: a busy machine measures too little, and none measures too much.
+    """Return the highest measured speed of this device, in floating point operations per second.
+
+    The highest is the best estimate: other work on the machine makes a measurement too low, and nothing makes it too
+    high.
 
     Args:
-        kept: the file with the best measurement of earlier ranks here, so that a restart measures briefly.
+        kept: the file with the highest measurement of earlier ranks on this machine; with it, a restart measures only
+            briefly. None to measure from scratch.
     """
     known = {"dtype": str(dtype), "device": str(device)}
     best = _kept_flops_per_second(kept, known)
@@ -45,7 +52,7 @@ def peak_flops_per_second(device: torch.device, dtype: torch.dtype, kept: Path |
 
 
 def _kept_flops_per_second(kept: Path | None, known: dict[str, str]) -> float:
-    """Return the earlier measurement of the same device and type, or 0."""
+    """Return the stored measurement if it is of the same device and type, else 0."""
     if kept is not None:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             record = json.loads(kept.read_text())
@@ -55,9 +62,9 @@ def _kept_flops_per_second(kept: Path | None, known: dict[str, str]) -> float:
 
 
 def measure_flops_per_second(device: torch.device, dtype: torch.dtype, seconds: float = _SECONDS) -> float:
-    """Return the operations per second of the best round of square matrix products.
+    """Return the floating point operations per second of the fastest of several matrix products.
 
-    Ranks that share a machine should measure at the same time, since they will also work at the same time.
+    Ranks that share a machine should call this at the same time, because they will also train at the same time.
     """
     size = _SIZE.get(device.type, 1024)
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
@@ -80,9 +87,12 @@ class Status:
     """The figures of one progress line.
 
     Attributes:
-        tokens, flops: of this step, over all ranks.
-        at_risk_usd: dollars spent since the last save.
-        drag: the current slowdown, or "".
+        tokens: the weight of this step's batch over all ranks, in the unit of the workload.
+        flops: the floating point operations of this step over all ranks.
+        spent_usd: US dollars that the job has cost so far.
+        last_commit_step: the step of the newest commit; None if there is none.
+        at_risk_usd: US dollars spent since the last commit; None if unknown.
+        drag: a description of the current slowdown, or "".
     """
 
     step: int
@@ -96,11 +106,14 @@ class Status:
 
 
 class Progress:
-    """Prints progress lines. Rates are over the time since the previous line.
+    """Printer of progress lines. Each line shows mean rates since the previous line.
 
     Args:
-        peak_flops_per_second: of all ranks together, measured.
-        unit: the unit of a batch's weight.
+        peak_flops_per_second: the measured peak of all ranks together.
+        terms: prices and budget; None to print no dollars.
+        unit: the unit of a batch's weight, such as "tok".
+        write: prints one line.
+        now: the monotonic clock in seconds.
     """
 
     def __init__(
@@ -124,7 +137,7 @@ class Progress:
         self._silent_until = 0.0
 
     def step(self, status: Status) -> None:
-        """Count a step; print a line at the first and the last step, and ten seconds after the last line."""
+        """Count a step. Print a line if it is the first or the last step, or if the last line is 10 s old."""
         self._steps += 1
         self._tokens += status.tokens
         self._flops += status.flops
@@ -152,7 +165,11 @@ class Progress:
         return " · ".join(part for part in parts if part)
 
     def _mfu(self, seconds: float) -> str:
-        """Return the model FLOPs utilisation; none above 100 %, since then the peak was measured on a busy machine."""
+        """Return the model FLOPs utilisation (MFU) as text.
+
+        It is unknown without a peak, and if the run is faster than the peak: then the machine was busy when it was
+        measured.
+        """
         share = self._flops / seconds / self._peak if self._peak else None
         if share is None or share > 1.0:
             return "MFU unknown" if share is None else "MFU unknown (faster than the peak measured on a busy machine)"
@@ -179,8 +196,8 @@ Emit = Callable[..., Any]
 def live_metrics(spec: WorkerSpec, *, rank: int, world_size: int, emit: Emit) -> Iterator[Emit]:
     """Yield a replacement for `emit` that also updates this node's metrics.
 
-    Local rank 0 serves or pushes metrics if metrics.port or metrics.push_url is set; other ranks get `emit` itself. An
-    unavailable port or gateway causes one warning and never an error.
+    Only local rank 0 has metrics, and only if `metrics.port` or `metrics.push_url` is set; otherwise `emit` itself is
+    yielded. If the port or the push gateway is unavailable, a warning is printed once and training continues.
     """
     config = RunConfig.model_validate(spec.config)
     metrics = config.metrics
@@ -225,7 +242,7 @@ class NodeMetrics:
         self._begin(spec, config, world_size)
 
     def watching(self, emit: Emit) -> Emit:
-        """Return an `emit` that also updates the metrics."""
+        """Return a function that calls `emit` and then updates the metrics from the event."""
 
         def emit_and_show(name: str, *, step: int | None = None, **more: Any) -> Any:
             event = emit(name, step=step, **more)
@@ -283,7 +300,7 @@ class NodeMetrics:
         self.board.set("ebbflow_held_out_loss", data["metrics"].get("held_out_loss"))
 
     def _on_restore(self, step: int | None, data: dict[str, Any]) -> None:
-        """Show the restored commit; the time at which it became durable is unknown here."""
+        """Show the step of the restored commit. Its age is not shown, because it is unknown here."""
         self.board.set("ebbflow_step", step)
         self.board.set("ebbflow_last_commit_step", parse_commit_key(data["key"])[0])
 
@@ -294,7 +311,7 @@ class NodeMetrics:
         self.board.observe("ebbflow_commit_seconds", data["seconds"])
 
     def _look(self) -> None:
-        """Update the figures that change between events: spent dollars and heartbeats of the other ranks."""
+        """Update the metrics that change between events: dollars, and the heartbeats of the ranks."""
         if self._terms is not None:
             self.board.set("ebbflow_spent_usd", self._limits.spent_usd, self._terms.price_kind)
             if self._at_risk is not None:
@@ -308,10 +325,10 @@ class NodeMetrics:
 
 
 def _address(configured: str | None) -> str:
-    """Return the address to listen on; "" means all.
+    """Return the address on which metrics are served; "" for all interfaces.
 
-    A gang on a user's own machine serves that machine alone. A container of AWS Batch or Kubernetes is scraped from
-    outside.
+    By default, a gang on your own machine can be scraped from that machine only. A container of AWS Batch or Kubernetes
+    can be scraped from outside.
     """
     if configured is not None:
         return configured
@@ -332,7 +349,7 @@ def _serve(board: MetricBoard, port: int, address: str, node: int, ends: context
 
 
 def _heartbeats(spec: WorkerSpec, first: int) -> dict[int, Heartbeat]:
-    """Return the heartbeats of this node's ranks, this one's first; none without an agent."""
+    """Return the heartbeats of this node's ranks by rank number; empty without an agent."""
     if spec.heartbeat_path is None:
         return {}
     folder, count = Path(spec.heartbeat_path).parent, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -2,10 +2,12 @@
 
     --rehearse KIND@WHEN[:node=N|:rank=N][:seconds=S]     node-loss@60%, sleep@step:120:rank=1, notice@50%:node=0
 
-A fault fires after its step was computed and before that step is saved, so that work really is lost; after a notice
-nothing is. It fires once per job: its event keeps it from firing again after a resume. Faults inside a rank are
-functions of this module, whose names appear in the verdict on the rank. Functions that hang never return: the rank is
-killed, or dies with its agent.
+A fault fires after its step was computed and before that step is saved, so the step is lost and repeated. (After a
+notice nothing is lost, because the job saves first.) A fault fires once per job: its event in the store prevents a
+second time after a resume.
+
+Faults inside a rank are functions of this module. Their names appear when the culprit is reported. A function that
+hangs never returns: its rank is killed, or dies with its agent.
 """
 
 from __future__ import annotations
@@ -36,14 +38,14 @@ def busy_loop() -> None:
 
 
 def gil_held() -> None:
-    """Hang in a C function that keeps the GIL, so that no other Python thread of this process runs either."""
+    """Hang in a C function that holds the GIL, so that no Python thread of this process can run."""
     libc = ctypes.PyDLL(None)
     while True:
         libc.sleep(600)
 
 
 def long_regex() -> None:
-    """Match a regular expression that takes exponential time in C and keeps the GIL."""
+    """Match a regular expression that takes exponential time and holds the GIL."""
     re.match(r"(a+)+$", "a" * 64 + "b")
 
 
@@ -53,7 +55,7 @@ def asleep() -> None:
 
 
 def loader_stuck() -> None:
-    """Wait for a loader process that never returns data."""
+    """Wait for a data loader process that never returns data."""
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as loader:
         assert loader.stdout is not None
         loader.stdout.read()
@@ -72,14 +74,18 @@ def extra_collective() -> None:
 
 
 def uneven_steps() -> None:
-    """Wait for the other ranks at the end of an epoch, while they still have steps to take."""
+    """Wait in a barrier, as at the end of an epoch, while the other ranks still have steps to take."""
     import torch.distributed as dist
 
     dist.barrier()
 
 
 def memory_limit(mebibytes: int) -> None:
-    """Allocate more memory than the process's limit allows, which raises MemoryError."""
+    """Allocate more memory than the process may have, which raises MemoryError.
+
+    Args:
+        mebibytes: how much the process may still allocate before it reaches its limit.
+    """
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (used + mebibytes * _MIB, hard))
@@ -87,7 +93,7 @@ def memory_limit(mebibytes: int) -> None:
 
 
 def memory_balloon() -> None:
-    """Allocate and touch memory until the kernel or a limit refuses."""
+    """Allocate memory and write to it until the kernel or a limit refuses."""
     held = []
     while True:
         held.append(bytearray(_BALLOON_MIB * _MIB))
@@ -95,12 +101,12 @@ def memory_balloon() -> None:
 
 
 def slow(seconds: float) -> None:
-    """Delay one step. Nothing is broken."""
+    """Sleep for `seconds`, to make one step slow without any error."""
     time.sleep(seconds)
 
 
 def collect_garbage(objects: int) -> None:
-    """Run a garbage collection that pauses the interpreter for a second or two."""
+    """Create `objects` reference cycles and collect them, which pauses the interpreter for a second or two."""
     cycles: list[list] = []
     for _ in range(objects):
         cycle: list = []
@@ -170,7 +176,7 @@ _PATTERN = re.compile(
 
 
 class RehearsalError(InfraError):
-    """A `--rehearse` value that is malformed or can never fire."""
+    """A `--rehearse` value that is malformed or whose fault could never fire."""
 
     outcome = Outcome.CONFIG
 
@@ -180,9 +186,12 @@ class Fault:
     """A fault to inject.
 
     Attributes:
-        fraction: share of max_steps (0 to 1) after which it fires; None if `step` is given.
-        node, rank: the target; None: the last one.
-        seconds: of a notice, the time until its machine is gone; of a slow step, the delay.
+        kind: a key of `KINDS`.
+        fraction: the share of `max_steps` (0 to 1) after which it fires; None if `step` is given.
+        step: the step after which it fires; None if `fraction` is given.
+        node: the number of the target node; None for the last node, or if `rank` is given.
+        rank: the number of the target rank; None for the last rank, or if `node` is given.
+        seconds: for a notice, the time until the node is killed; for a slow step, the delay.
     """
 
     kind: str
@@ -194,7 +203,11 @@ class Fault:
 
     @classmethod
     def parse(cls, text: str) -> Fault:
-        """Parse KIND@WHEN[:node=N|:rank=N][:seconds=S]. Raises RehearsalError with a valid example."""
+        """Parse KIND@WHEN[:node=N|:rank=N][:seconds=S].
+
+        Raises:
+            RehearsalError: if the text is malformed; the message has a valid example.
+        """
         match = _PATTERN.fullmatch(text)
         if match is None or match["kind"] not in KINDS:
             kinds = "\n".join(f"    {kind:16} {meaning}" for kind, meaning in KINDS.items())
@@ -216,7 +229,7 @@ class Fault:
         return cls(kind=kind, fraction=fraction, step=int(match["step"]) if match["step"] else None, **more)
 
     def check(self, *, max_steps: int, nodes: int, world_size: int) -> None:
-        """Raise RehearsalError for a fault that could never fire in this job."""
+        """Raise RehearsalError if the fault could never fire in this job."""
         step = self.due_step(max_steps)
         if not 0 < step < max_steps:
             raise RehearsalError(
@@ -236,7 +249,7 @@ class Fault:
         return step == self.due_step(max_steps)
 
     def targets(self, *, node: int, rank: int, nodes: int, world_size: int) -> bool:
-        """Return whether this rank fires the fault. A fault of a node is fired by its first rank."""
+        """Return whether this rank fires the fault. The first rank of a node fires a fault of its node."""
         if self.rank is not None:
             return rank == self.rank
         wanted_node = nodes - 1 if self.node is None else self.node
@@ -246,10 +259,16 @@ class Fault:
         return node == wanted_node and rank == first_rank_of_node
 
     def strike(self, agent_pid: int | None, notice_path: str | None = None) -> None:
-        """Fire the fault. Returns only after a notice, a slow step or a non-finite loss, which the caller injects.
+        """Fire the fault.
 
-        Killing the agent ends every process of its node, since they die with their parent. A notice is written to
-        `notice_path` for the agent; without a path it is a SIGTERM.
+        This returns only after a notice, a slow step or a non-finite loss. The caller injects the non-finite loss
+        itself.
+
+        Args:
+            agent_pid: the process id of this node's agent, which a node loss kills. All processes of the node die with
+                it.
+            notice_path: the file in which the agent looks for a notice. Without it, a notice is a SIGTERM to this
+                process.
         """
         if self.kind == NOTICE:
             if notice_path is None:

@@ -1,4 +1,4 @@
-"""The phase, ledger time and events of one rank."""
+"""The reports of one rank: its current phase, its time by ledger class, and its events."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ebbflow.infra.events import PHASE, LedgerClass
 
 
 class Clock:
-    """Books every second of a rank's process in exactly one ledger class.
+    """A clock that assigns every second of a rank's process to exactly one ledger class.
 
     Args:
         emit: takes (name, **data), such as `EventLog.emit`.
-        started: monotonic seconds at which STARTUP began; None: when the process started.
+        started: monotonic seconds at which the class STARTUP began; None for the start of the process.
         now: the monotonic clock in seconds.
     """
 
@@ -36,29 +36,36 @@ class Clock:
         return self._now() - self._started
 
     def enter(self, ledger_class: LedgerClass, *, own: bool = False) -> None:
-        """Begin to book time in `ledger_class`; `own`: this rank waits for no other in it."""
+        """Assign the time from now on to `ledger_class`.
+
+        Args:
+            own: whether the rank works on its own in this time, without waiting for other ranks.
+        """
         self._book()
         self._current, self._own = ledger_class, own
 
     def booked_seconds(self, ledger_class: LedgerClass) -> float:
-        """Return the seconds in this class since the last `take`."""
+        """Return the seconds of a ledger class since the last call of `take`."""
         self._book()
         return self._booked.get(ledger_class, 0.0)
 
     @property
     def own_seconds(self) -> float:
-        """Seconds without waiting for other ranks, from the last `take` to the last `enter`."""
+        """Seconds without waiting for other ranks, from the last call of `take` to the last call of `enter`."""
         return self._own_seconds
 
     def take(self) -> dict[str, float]:
-        """Return seconds by class since the last `take`, for a step's event. The current class continues."""
+        """Return the seconds of each ledger class since the last call, for the event of a step.
+
+        The current class continues.
+        """
         self._book()
         booked, self._booked = self._booked, {}
         self._own_seconds = 0.0
         return {str(name): seconds for name, seconds in booked.items()}
 
     def emit_phases(self) -> None:
-        """Emit booked time that belongs to no step as `phase` events."""
+        """Emit the seconds since the last call of `take` as `phase` events, for time outside any step."""
         for name, seconds in self.take().items():
             self._emit(PHASE, **{"class": name, "seconds": seconds})
 
@@ -72,10 +79,10 @@ class Clock:
 
 
 def process_start_monotonic() -> float:
-    """Return when this process started, on the monotonic clock, so that interpreter and imports are counted too.
+    """Return when this process started, on the monotonic clock, so that the time of imports is counted too.
 
-    The kernel counts a process's start in ticks since boot (proc(5), /proc/pid/stat field 22). Without /proc, return
-    now.
+    The kernel records a process's start in ticks since boot (proc(5), /proc/pid/stat field 22). Without /proc, return
+    the present time.
     """
     try:
         # The second field is the command in parentheses, which may hold anything; count from its end.
@@ -109,11 +116,12 @@ _OWN_PHASES = frozenset({"data", "forward"})
 
 @dataclass(frozen=True)
 class Reporter:
-    """Reports one rank's phases to its agent, its time to the ledger, and its events.
+    """Reporter of one rank's phases to its agent, of its time to the ledger, and of its events.
 
     Attributes:
+        clock: assigns time to ledger classes.
         emit: takes (name, step=, flush=, **data).
-        beat: takes (step, phase), if an agent watches.
+        beat: takes (step, phase) and writes the rank's heartbeat; does nothing without an agent.
     """
 
     clock: Clock
@@ -123,13 +131,13 @@ class Reporter:
     _on_close: list[Callable[[], object]] = field(default_factory=list)
 
     def enter(self, phase: str, step: int) -> None:
-        """Begin `phase`; its time is booked in that phase's ledger class."""
+        """Begin `phase`. Its time is assigned to the phase's ledger class."""
         self._at[0] = (phase, step)
         self.beat(step, phase)
         self.clock.enter(_CLASS_OF_PHASE[phase], own=phase in _OWN_PHASES)
 
     def enter_temporarily(self, phase: str) -> Callable[[], None]:
-        """Begin `phase` within another; call the returned function to go back to that one."""
+        """Begin `phase`. Return a function that returns to the phase before it."""
         before, step = self._at[0]
         self.enter(phase, step)
         return lambda: self.enter(before, step)
@@ -138,6 +146,6 @@ class Reporter:
         self._on_close.append(undo)
 
     def close(self) -> None:
-        """Undo in reverse order what was registered with `on_close`."""
+        """Call the functions registered with `on_close`, the last one first."""
         while self._on_close:
             self._on_close.pop()()

@@ -1,8 +1,10 @@
-"""When a rank saves, when it skips a save, and how often.
+"""Decisions about saves: when to save, when to skip a save, and how often.
 
-Rank 0 asks for a save, and the step sync carries the request, so that all ranks save at the same step. With "auto" the
-time between two saves is Daly's interval for the measured cost of a save (the stall, and the steps that an upload slows
-down) and the hazard: the plan's as a prior, corrected by the interruptions of the job so far.
+Rank 0 asks for a save, and the step sync distributes the request, so that all ranks save at the same step.
+
+With `interval: auto`, the time between two saves is Daly's optimal interval. It depends on the cost of a save and on
+the hazard. The cost is measured: the stall, plus the slowdown of steps during the upload. The hazard is the plan's
+estimate, corrected by the interruptions of the job so far.
 """
 
 from __future__ import annotations
@@ -36,10 +38,15 @@ _STEPS_TO_COMPARE = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """The optimal interval and the figures behind it.
+    """The optimal save interval and the figures it was computed from.
 
     Attributes:
-        predicted_loss: share of the time that saves and repeated work take.
+        seconds: the interval.
+        stall_seconds: the time that training stops for one save.
+        slow_down_seconds: the time that one upload costs by slowing down steps.
+        upload_seconds: the longest recent time until a save was durable.
+        hazard_per_hour: expected interruptions per hour.
+        predicted_loss: the share of the time that is lost to saves and repeated steps, from 0 to 1.
     """
 
     seconds: float
@@ -54,10 +61,10 @@ class Choice:
 
 
 class SaveSchedule:
-    """Rank 0's decision when to save, from the configuration and the measured cost of saves.
+    """Rank 0's rule for when to save, from the configuration and the measured cost of saves.
 
     Args:
-        hazard: the estimate of interruptions when this generation begins.
+        hazard: the estimate of interruptions per hour at the start of this generation.
         now: the monotonic clock in seconds.
     """
 
@@ -94,42 +101,53 @@ class SaveSchedule:
         return since >= self.choice().seconds
 
     def record_step(self, seconds: float, *, busy: bool) -> None:
-        """Record a step's seconds without its save; `busy`: an upload was in progress."""
+        """Record the duration of a step.
+
+        Args:
+            seconds: the duration without the step's save.
+            busy: whether an upload was in progress.
+        """
         self._steps += 1
         (self._busy if busy else self._quiet).append(seconds)
         self._busy_steps += busy
 
     def saved(self, step: int, stall_seconds: float) -> None:
-        """Record that the save of `step` stalled training for `stall_seconds`."""
+        """Record that the save of `step` stopped training for `stall_seconds`."""
         self._saves += 1
         self._saved_at = self._now()
         self._asked_at[step] = self._saved_at - stall_seconds
         self._stalls.append(stall_seconds)
 
     def committed(self, step: int, seconds: float) -> None:
-        """Record that the save of `step` took `seconds` to become durable. Repeated reports of one step are ignored."""
+        """Record that the save of `step` became durable after `seconds`. A second call for the same step is ignored."""
         if step != self._committed_step:
             self._committed_step = step
             self._uploads.append(seconds)
             self._safe_at = self._asked_at.pop(step, self._safe_at)
 
     def remember(self, exposed_seconds: float) -> None:
-        """Add the time that earlier generations of the job ran, from the restored commit."""
+        """Add the running time of the job's earlier generations, which the restored commit recorded.
+
+        The more hours the job has run, the more its own interruptions count against the plan's hazard.
+        """
         self._hazard = self._hazard.seen(0, exposed_seconds / 3600.0)
         self._exposed_before = exposed_seconds
 
     @property
     def exposed_seconds(self) -> float:
-        """The time in which interruptions were counted, over all generations; stored with each commit."""
+        """The time in which an interruption could have happened, over all generations of the job, in seconds.
+
+        It is stored with each commit.
+        """
         return self._exposed_before + self._now() - self._began
 
     @property
     def seconds_at_risk(self) -> float:
-        """Seconds since the state of the last commit."""
+        """Seconds of training that an interruption now would lose: those since the last commit was staged."""
         return self._now() - self._safe_at
 
     def choice(self) -> Choice:
-        """Return the optimal interval under current estimates; used when the interval is "auto"."""
+        """Return the optimal interval under current estimates. It is used if the interval is "auto"."""
         stall = statistics.median(self._stalls) if self._stalls else 0.0
         upload = max(self._uploads, default=0.0)
         slow_down = self._slow_down_seconds()
@@ -146,14 +164,22 @@ class SaveSchedule:
         )
 
     def _loss(self, cost: float, upload: float, hazard: float, best: float) -> float:
-        """Predict the loss for the interval in use; with a fixed one, for the mean interval so far."""
+        """Return the predicted loss for the interval in use.
+
+        Args:
+            cost: seconds that one save costs.
+            upload: seconds until a save is durable.
+            hazard: interruptions per hour.
+            best: the optimal interval in seconds. If the interval is not "auto", the mean interval so far is used
+                instead.
+        """
         used = best
         if self._config.interval != "auto" and self._saves:
             used = max((self._saved_at - self._began) / self._saves, 1e-3)
         return expected_loss(max(used, 1e-3), cost, hazard, exposed_seconds=upload)
 
     def _slow_down_seconds(self) -> float:
-        """Return the seconds per save by which uploads slow down the steps beside them."""
+        """Return the seconds per save that steps lose because an upload runs beside them."""
         if min(len(self._quiet), len(self._busy)) < _STEPS_TO_COMPARE or not self._saves:
             return 0.0
         longer = statistics.median(self._busy) - statistics.median(self._quiet)
@@ -161,20 +187,25 @@ class SaveSchedule:
 
 
 def prior_hazard(planned_per_hour: float | None, *, interruptions: int) -> PlannedHazard:
-    """Return the plan's hazard (None: there is no plan), corrected by the interruptions of the job so far."""
+    """Return the estimate of interruptions at the start of a generation.
+
+    Args:
+        planned_per_hour: the plan's estimate; None without a plan.
+        interruptions: the number of interruptions of the job so far.
+    """
     plan = PlannedHazard(max(planned_per_hour or 0.0, _HAZARD_PER_HOUR))
     return plan.seen(interruptions, 0.0)
 
 
 class Saver(Protocol):
-    """The part of `ebbflow.training.checkpoint.Checkpointer` that the loop calls.
+    """The interface through which the training loop saves; `ebbflow.training.checkpoint.Checkpointer` implements it.
 
-    Every rank calls `save` and `wait` for the same steps.
+    Every rank must call `save` and `wait` at the same steps.
     """
 
     @property
     def last_commit(self) -> Any:
-        """The newest commit known to this rank, with its `step`; None if there is none."""
+        """The newest commit that this rank knows, an object with a `step`; None if there is none."""
         ...
 
     @property
@@ -189,7 +220,7 @@ class Saver(Protocol):
 
     @property
     def last_durable(self) -> tuple[int, float] | None:
-        """(step, seconds it took) of this rank's last durable save."""
+        """The step of this rank's last durable save, and the seconds it took; None if there is none."""
         ...
 
     @property
@@ -198,11 +229,11 @@ class Saver(Protocol):
         ...
 
     def abandon(self, step: int) -> None:
-        """Give up the save of `step`, which failed on another rank and so becomes no commit."""
+        """Stop waiting for the commit of `step`, because another rank failed to save that step."""
         ...
 
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Allocate the staging buffers before the first save."""
+        """Allocate the staging buffers for the first save."""
         ...
 
     def before_step(self) -> None:
@@ -218,11 +249,16 @@ class Saver(Protocol):
         *,
         deadline_seconds: float | None = None,
     ) -> float:
-        """Begin a save and return the stall in seconds."""
+        """Begin a save, and return the seconds for which it stopped training.
+
+        Args:
+            extra: additional fields of the commit.
+            deadline_seconds: the time for the save to become durable; None for the configured deadline.
+        """
         ...
 
     def hurry(self) -> None:
-        """Lift the bandwidth cap from now on."""
+        """Upload without the configured bandwidth limit from now on."""
         ...
 
     def wait(self) -> Any:
@@ -231,7 +267,7 @@ class Saver(Protocol):
 
 
 class NoSaver:
-    """A saver that saves nothing and records the requested steps, for benchmarks and tests without commits."""
+    """A saver that saves nothing but records the steps at which `save` was called. For benchmarks and tests."""
 
     last_commit = last_durable = expected_seconds = failed_step = None
     busy = False
@@ -278,12 +314,12 @@ _LOOK_SECONDS = 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class SaveController:
-    """One rank's saves: each is made, skipped or hurried at the same step on all ranks.
+    """The saves of one rank. All ranks make, skip or hurry a save at the same step.
 
     Attributes:
-        extra: fixed fields of every commit besides step, cursor and spent dollars.
-        carried: returns the fields that change, for a step.
-        save_schedule: on rank 0 only.
+        extra: fields that every commit has, besides step, cursor and spent dollars.
+        carried: returns further fields of the commit of a step.
+        save_schedule: the rule for when to save, on rank 0; None on other ranks.
     """
 
     config: CheckpointConfig
@@ -298,15 +334,19 @@ class SaveController:
     save_schedule: SaveSchedule | None = None
 
     def due(self, step: int) -> bool:
-        """Return this rank's vote for a save; only rank 0's counts.
+        """Return this rank's vote for a save after `step`; only the vote of rank 0 counts.
 
-        A save that the agent asks for waits until the one before is durable, so that it is never skipped.
+        A save that the agent requests is made when no other save is in flight, so it is never skipped.
         """
         asked = not self.saver.busy and self.limits.save_wanted()
         return asked or (self.save_schedule is not None and self.save_schedule.due(step))
 
     def save_if_due(self, at: Position, sync: StepSync, *, last: bool) -> None:
-        """Save, skip the save, or save in the time that is left; all ranks decide alike from the step sync."""
+        """Make or skip the save after a step, as the step sync requires; all ranks decide alike.
+
+        Args:
+            last: whether this is the last step.
+        """
         if sync.stop is Stop.INTERRUPTED:
             self._save_before_exit(at, sync)
         elif last or sync.renew:
@@ -317,7 +357,7 @@ class SaveController:
             self.save(at)
 
     def save(self, at: Position, *, deadline_seconds: float | None = None) -> None:
-        """Stage the state; the upload continues in the background."""
+        """Copy the state into staging buffers. The upload then continues in the background."""
         self.reporter.enter("checkpoint", at.step)
         extra = self.extra | self.carried(at.step)
         extra |= {"step": at.step, "cursor": at.cursor, "spent_usd": self.limits.spent_usd}
@@ -331,7 +371,7 @@ class SaveController:
             self.reporter.emit(INTERVAL, step=at.step, **self.save_schedule.choice().to_json())
 
     def _save_before_exit(self, at: Position, sync: StepSync) -> None:
-        """Make the last save if, by past saves, it fits into the time left; otherwise the last commit counts."""
+        """Make a last save if it is expected to be durable before the process is killed. Otherwise skip it."""
         needed, left = sync.last_save
         self.saver.hurry()
         if needed > left:
@@ -341,9 +381,9 @@ class SaveController:
             self.save(at, deadline_seconds=max(min(left, limit), 1.0))
 
     def finish(self) -> None:
-        """Wait, within the saver's deadlines, until the newest save is a commit.
+        """Wait until the newest save is a commit, within the saver's deadlines.
 
-        Lift the bandwidth cap after a drain request.
+        If a drain is requested, upload without the bandwidth limit.
         """
         self.saver.before_step()
         over = self.reporter.enter_temporarily("store")
@@ -356,7 +396,7 @@ class SaveController:
         self.saver.wait()
 
     def describe_resume_point(self, at: Position) -> str:
-        """Describe where a later attempt resumes. Called when no save is in flight."""
+        """Describe the step from which a later attempt resumes. Call this when no save is in flight."""
         commit = self.saver.last_commit
         if commit is None:
             return "there is no commit to be resumed from"
@@ -370,7 +410,12 @@ class SaveController:
             print(f"step {at.step}: not saved: {reason}", flush=True)
 
     def record_step_time(self, seconds: dict[str, float], *, saving: bool) -> dict[str, float]:
-        """Record a step for the schedule and return the save-related fields of its event."""
+        """Record a step's duration in the save schedule, and return the fields about saves for the step's event.
+
+        Args:
+            seconds: the seconds of the step by ledger class.
+            saving: whether any rank had a save in flight.
+        """
         save_schedule = self.save_schedule
         if save_schedule is None:
             return {}
@@ -381,10 +426,9 @@ class SaveController:
 
     @property
     def last_save_seconds(self) -> float:
-        """The expected seconds of the last save before exit; 0 if unknown.
+        """The expected duration of the last save before exit, in seconds; 0 if unknown.
 
-        The last save has no bandwidth cap, so times measured under a cap do not count. Then it is tried until its
-        deadline.
+        It is unknown if uploads have a bandwidth limit: the last save has none, so earlier durations do not apply.
         """
         capped = self.config.upload_mib_per_second is not None
         return 0.0 if capped else self.saver.expected_seconds or 0.0

@@ -1,7 +1,9 @@
-"""`python -m ebbflow.training --standby`: a process with all imports done that forks ranks when its agent asks.
+"""The standby process, `python -m ebbflow.training --standby`: it has imported everything and forks ranks on request.
 
-A forked rank starts in hundredths of a second, at the first start of a gang as after a fault, and shares the libraries'
-memory. The standby process starts no thread and opens no device, since neither survives a fork.
+A forked rank starts in hundredths of a second, both at the first start of a gang and after a fault, and shares the
+libraries' memory. The standby process starts no thread and opens no device, because neither survives a fork.
+
+It talks with its node's agent over stdin and stdout, in lines of JSON:
 
     agent → {"start": 7, "environment": {…}, "log": "…/rank-3.log", "name": "rank 3"}
     agent ← {"ready": pid}  {"started": 7, "pid": 4711}  {"ended": 4711, "status": -9}
@@ -36,7 +38,10 @@ _LATER = (
 
 
 def serve(agent_pid: int) -> None:
-    """Fork ranks until the agent closes the pipe, then exit; return in each rank, with its environment set."""
+    """Fork ranks until the agent closes the pipe, then exit.
+
+    This returns in each forked rank, with the environment that the agent requested.
+    """
     die_with_parent(agent_pid)
     for number in _LEFT_TO_THE_AGENT:
         signal.signal(number, signal.SIG_IGN)
@@ -52,7 +57,7 @@ def serve(agent_pid: int) -> None:
 
 
 class _Desk:
-    """Receives the agent's requests and reaps ranks that ended."""
+    """The connection to the agent: it reads requests to fork, and reports ranks that were started or ended."""
 
     def __init__(self) -> None:
         self._woken, waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -63,7 +68,7 @@ class _Desk:
         _answer({"ready": os.getpid()})
 
     def await_birth(self) -> dict[str, Any]:
-        """Fork a child for each request; return only in a child, with its request."""
+        """Fork a child for each request. In each child, return the request. The parent never returns."""
         while True:
             ready, _, _ = select.select([0, self._woken], [], [])
             if self._woken in ready:
@@ -101,12 +106,17 @@ def _reap() -> None:
 
 
 def _answer(message: dict[str, Any]) -> None:
-    """Write one line, which is short enough for a pipe to take whole."""
+    """Send one line to the agent. It is short enough for the pipe to write it atomically."""
     os.write(1, json.dumps(message).encode() + b"\n")
 
 
 def _become(request: dict[str, Any], parent_pid: int) -> None:
-    """Turn the forked child into a process like one that was started by itself."""
+    """Finish the fork in the child: set the session, signal handlers, output files, environment and name of its rank.
+
+    Args:
+        request: the agent's request.
+        parent_pid: the standby process; this process dies with it.
+    """
     die_with_parent(parent_pid)
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)

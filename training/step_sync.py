@@ -1,12 +1,12 @@
-"""The step sync: one small all-gather per step in which every rank shares its figures and requests with all others.
+"""The step sync: one small all-gather per step, in which every rank shares its figures and requests with all others.
 
-From it all ranks learn the same facts at the same step: the exact mean loss, the total weight, the gradient norm, a
-non-finite number and its rank, ranks that are at different steps, stragglers, and whether to stop.
+From it all ranks learn the same facts at the same step: the exact mean loss, the total weight, the gradient norm,
+non-finite losses, stragglers, requests to stop or save, and whether all ranks are at the same step.
 
-On a CPU the result is read at once. On a GPU that would make the host wait for the device at every step. There the rows
-are to stay on the device, the gradients' scale is computed there, and the optimizer step is guarded there (`found_inf`
-of fused AdamW). The host reads the rows of step s while step s + 1 runs, so every decision falls one step later, on all
-ranks alike. `Row` and `StepSync` are written for both.
+The host reads the result at once. On a GPU, this makes the host wait for the device at every step. `Row` and `StepSync`
+are written so that a later version can avoid the wait: it would keep the rows on the device, scale the gradients and
+guard the optimizer step there (`found_inf` of fused AdamW), and read the rows of step s during step s + 1. Every
+decision would then be made one step later, on all ranks alike.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ class Slowdown:
     """A straggler, or a rank that waits for its data.
 
     Attributes:
+        action: SLOW_RANK for a straggler, DATA_BOUND for a rank that waits for data.
         rank: the straggler, or the rank that waits longest for its data.
-        share: lost share of the step's time, the mean over the consecutive steps.
-        ratio: the straggler's own time over the median of the others'.
+        share: the share of the step's time that is lost, as the mean over consecutive steps, from 0 to 1.
+        ratio: the straggler's own time over the median of the other ranks'; 0 for DATA_BOUND.
     """
 
     action: GuardAction
@@ -53,10 +54,10 @@ class Slowdown:
 
 
 def slowest(own_seconds: Sequence[float]) -> tuple[int, float]:
-    """Return the straggler and its time over the median of the others'.
+    """Return the slowest rank, and the ratio of its time to the median of the other ranks'.
 
     Args:
-        own_seconds: per rank, the time without waiting for other ranks.
+        own_seconds: for each rank, its time in the step without waiting for other ranks.
     """
     rank = max(range(len(own_seconds)), key=own_seconds.__getitem__)
     others = [seconds for other, seconds in enumerate(own_seconds) if other != rank]
@@ -66,18 +67,21 @@ def slowest(own_seconds: Sequence[float]) -> tuple[int, float]:
 
 
 class PaceMonitor:
-    """Detects slowdowns that last. Each is reported once, and again if it returns after a normal step."""
+    """Detector of slowdowns that last for `STEPS_IN_A_ROW` steps.
+
+    A slowdown is reported once. It is reported again if it comes back after a normal step.
+    """
 
     def __init__(self) -> None:
         self._streaks = {action: _Streak() for action in (GuardAction.SLOW_RANK, GuardAction.DATA_BOUND)}
 
     def note(self, own_seconds: Sequence[float], data_seconds: Sequence[float], step_seconds: float) -> list[Slowdown]:
-        """Record a step and return the slowdowns to report now.
+        """Record a step, and return the slowdowns to report now.
 
         Args:
-            own_seconds: per rank, seconds of data and forward.
-            data_seconds: per rank, seconds of data alone.
-            step_seconds: of the slowest rank.
+            own_seconds: for each rank, its time for data and forward.
+            data_seconds: for each rank, its time for data alone.
+            step_seconds: the time of the slowest rank up to the step sync.
         """
         whole = max(step_seconds, 1e-9)
         rank, ratio = slowest(own_seconds)
@@ -95,7 +99,7 @@ class PaceMonitor:
 
     @property
     def now(self) -> str:
-        """The current slowdown, for the progress line."""
+        """A description of the current slowdowns, for the progress line; "" if there are none."""
         return ", ".join(streak.told.reason for streak in self._streaks.values() if streak.told is not None)
 
 
@@ -105,7 +109,14 @@ class _Streak:
         self.told: Slowdown | None = None
 
     def note(self, drag: Slowdown, dragging: bool) -> Slowdown | None:
-        """Return the slowdown, with the means of its streak, at the step at which it has lasted long enough."""
+        """Record a step.
+
+        Return the slowdown with its mean figures at the step at which it has lasted long enough, else None.
+
+        Args:
+            drag: the slowdown as measured in this step alone.
+            dragging: whether this step was slow enough to count.
+        """
         same = not self._drags or self._drags[-1].rank == drag.rank or drag.action is GuardAction.DATA_BOUND
         if not dragging or not same:
             self._drags, self.told = [], None
@@ -126,11 +137,26 @@ class _Streak:
 
 
 class Row(NamedTuple):
-    """One rank's part of the step sync, as float64 numbers.
+    """One rank's data in the step sync, as float64 numbers.
 
     Attributes:
-        loss_sum, weight, flops: over the rank's micro-batches.
+        step: the number of this step.
+        cursor: the index of the step's first sample over all ranks.
+        loss_sum: the sum of the loss over the rank's micro-batches.
+        weight: the sum of their weights.
         square_sum: the rank's share of the squared norm of the reduced gradients.
+        flops: the floating point operations of its micro-batches.
+        compute_seconds: the time in forward and backward.
+        data_seconds: the time waiting for data.
+        stop: the rank's `Stop` value.
+        save_due: whether to save after this step; only rank 0's value counts.
+        saving: whether a save of this rank is in flight.
+        save_seconds: the expected duration of another save; 0 if unknown.
+        stop_seconds: the time left for a last save; infinite if no drain was requested.
+        own_seconds: the time for data and forward, in which a rank hardly waits for others.
+        weights_checksum: the checksum of the weights before this step; 0 if they are not compared now.
+        renew: whether the rank's memory is about to run out.
+        failed_save: the step of the rank's last save if it failed, else 0.
     """
 
     step: float
@@ -142,19 +168,19 @@ class Row(NamedTuple):
     compute_seconds: float
     data_seconds: float
     stop: float
-    save_due: float = 0.0  # rank 0's counts
-    saving: float = 0.0  # a save of this rank is still under way
-    save_seconds: float = 0.0  # that another would take, as far as it is known
-    stop_seconds: float = math.inf  # that are left for it, where this rank was told to leave
-    own_seconds: float = 0.0  # without waiting for other ranks, as far as they can be told apart: data and forward
-    weights_checksum: float = 0.0  # of its weights before this step, where they are to be compared
-    renew: float = 0.0  # its memory is about to run out
-    failed_save: float = 0.0  # the step that this rank failed to save, 0: its last save is well or under way
+    save_due: float = 0.0
+    saving: float = 0.0
+    save_seconds: float = 0.0
+    stop_seconds: float = math.inf
+    own_seconds: float = 0.0
+    weights_checksum: float = 0.0
+    renew: float = 0.0
+    failed_save: float = 0.0
 
 
 @dataclass(frozen=True)
 class StepSync:
-    """All ranks' rows of one step, the same on every rank."""
+    """The rows of all ranks for one step, the same on every rank."""
 
     rows: list[Row]
 
@@ -164,12 +190,15 @@ class StepSync:
 
     @property
     def loss(self) -> float:
-        """Exact mean loss: the sum of all ranks' loss sums over the sum of their weights, in float64."""
+        """Exact mean loss: the sum of all loss sums over the sum of all weights, in float64."""
         return sum(row.loss_sum for row in self.rows) / self.weight
 
     @property
     def scale(self) -> float:
-        """Factor from gradients averaged over ranks (as DDP and FSDP do) to those of the mean loss."""
+        """Factor by which gradients are multiplied to become gradients of the mean loss.
+
+        DDP and FSDP2 average gradients over the ranks, where the mean loss has the sum divided by the total weight.
+        """
         return len(self.rows) / self.weight
 
     @property
@@ -187,7 +216,7 @@ class StepSync:
 
     @property
     def save_due(self) -> bool:
-        """Rank 0's request for a save, so that all ranks save after the same step."""
+        """Whether rank 0 asks all ranks to save after this step."""
         return bool(self.rows[0].save_due)
 
     @property
@@ -202,12 +231,12 @@ class StepSync:
 
     @property
     def last_save(self) -> tuple[float, float]:
-        """(expected seconds of a save on the slowest rank, seconds left for one)."""
+        """The expected seconds of a save on the slowest rank, and the seconds left for it."""
         return max(row.save_seconds for row in self.rows), min(row.stop_seconds for row in self.rows)
 
     @property
     def non_finite(self) -> str:
-        """The non-finite number and its ranks; "" if all are finite."""
+        """A message that names the ranks with a non-finite loss or gradient; "" if all are finite."""
         ranks = [str(rank) for rank, row in enumerate(self.rows) if not math.isfinite(row.loss_sum)]
         if ranks:
             return f"loss is not finite on rank {', '.join(ranks)}"
@@ -218,7 +247,7 @@ class StepSync:
 
     @property
     def slowest(self) -> tuple[int, float]:
-        """The straggler and its own time over the median of the others'."""
+        """The slowest rank, and the ratio of its own time to the median of the other ranks'."""
         return slowest(self.own_seconds)
 
     @property
@@ -244,7 +273,12 @@ class StepSync:
         return [rank for rank, row in enumerate(self.rows) if row.renew]
 
     def check(self) -> None:
-        """Raise DivergenceError if ranks are at different steps or samples. Names the minority, or the higher ranks."""
+        """Check that all ranks are at the same step and sample, and that the batch has a weight.
+
+        Raises:
+            DivergenceError: if not. It names the ranks in the minority; in a tie, those that differ from the lowest
+                rank.
+        """
         places = [(int(row.step), int(row.cursor)) for row in self.rows]
         if len(set(places)) > 1:
             usual = max(places, key=lambda place: (places.count(place), -places.index(place)))
@@ -260,7 +294,7 @@ class StepSync:
 
 
 def exchange(gang: Gang, row: Row) -> StepSync:
-    """Share this rank's row, and check and return all ranks' rows. Collective."""
+    """Send this rank's row to all ranks; check and return the rows of all ranks. Collective."""
     sync = StepSync([Row._make(numbers) for numbers in gang.gather_numbers(row)])
     sync.check()
     return sync
