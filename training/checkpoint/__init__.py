@@ -1,6 +1,7 @@
-"""Asynchronous, sharded, verified commits with lineage: the public names. `docs/checkpoints.md` describes the protocol.
+"""The public names of the checkpoint package, which saves and restores sharded training state asynchronously.
 
-Names are imported on first use, so that importing lineage, uploader and commands loads no torch.
+`docs/checkpoints.md` describes the protocol. Each name is imported on first use, so that the package and its torch-free
+modules, such as lineage, uploader and commands, can be imported without loading torch.
 """
 
 from __future__ import annotations

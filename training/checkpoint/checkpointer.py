@@ -1,4 +1,4 @@
-"""Save without waiting for the store, track commits, and restore the newest one that verifies."""
+"""Save checkpoints without waiting for the store, track their commits, and restore the newest one that verifies."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _CLOSE_GRACE_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class _Queued:
-    """A save that is sent to the uploader once its copy from the device is complete."""
+    """A staged save that is handed to the uploader once its copy from the device is complete."""
 
     flight: InflightSave
     staged: StagedState
@@ -44,13 +44,14 @@ class Checkpointer:
 
     Args:
         job_store_uri: the job's folder in the store (`<store>/jobs/<job>`).
-        deadline_seconds: for one save to be committed, counted from the call of `save`.
-        retention: which commits are kept.
-        upload_bytes_per_second: cap of this rank's upload; None: no cap.
+        generation: the current start of the gang, as `open_generation` returned it.
+        deadline_seconds: time for a save to become a commit, counted from the call of `save`.
+        retention: policy that decides which commits are kept.
+        upload_bytes_per_second: bandwidth cap for this rank's uploads; None means no cap.
         chunk_bytes: bytes per checksum. An upload part has two chunks; Amazon S3 accepts parts from 5 MiB.
-        request_seconds: limit for each request of a restore.
-        emit: `EventLog.emit`. Rank 0 emits `commit`; every rank `staged` and `commit_failed`.
-        waiting: called when a wait for the uploader begins; its result is called when the wait ends.
+        request_seconds: timeout of each store request of a restore.
+        emit: records an event; usually `EventLog.emit`. Rank 0 emits `commit`; every rank `staged` and `commit_failed`.
+        waiting: called when a wait for the uploader begins; returns a function that is called when the wait ends.
     """
 
     def __init__(
@@ -91,40 +92,41 @@ class Checkpointer:
 
     @property
     def last_commit(self) -> CommitRef | None:
-        """The newest commit this rank knows of. On ranks above 0 it may lag behind until `wait`."""
+        """The newest commit that this rank knows of. On ranks above 0 it may be out of date until `wait` returns."""
         self._saves.drain()
         return self._saves.last_commit
 
     @property
     def busy(self) -> bool:
-        """Whether a save is in flight, so that the next one would have to wait. Differs between ranks."""
+        """Whether a save is in flight, so that the next `save` would have to wait. Ranks may have different values."""
         return self._queued is not None or self._saves.busy
 
     @property
     def expected_seconds(self) -> float | None:
-        """Estimated seconds until a save would be durable; None before the first one."""
+        """Estimated seconds until a new save would be durable; None before the first save is durable."""
         self._saves.drain()
         return self._saves.expected_seconds(self._planner.layout.length)
 
     @property
     def last_durable(self) -> tuple[int, float] | None:
-        """Step of the last durable save, and seconds from the call of `save` until it was durable."""
+        """Step of the last durable save, and seconds from the call of `save` until it was durable; None before the
+        first.
+        """
         self._saves.drain()
         return self._saves.durable
 
     @property
     def failed_step(self) -> int | None:
-        """The step of this rank's last save if that failed; else None."""
+        """The step of this rank's last save if that save failed; else None."""
         self._saves.drain()
         return self._saves.failed_step
 
     def abandon(self, step: int) -> None:
-        """Stop waiting for the commit of `step`, since another rank failed to save it."""
+        """Stop waiting for the commit of `step`, because another rank failed to save it."""
         self._saves.abandon(step)
 
     @property
     def upload_cost(self) -> UploadCost:
-        """Totals of this rank's uploads."""
         return self._saves.cost
 
     def prepare(self, model: nn.Module, optimizer: Optimizer | None) -> None:
@@ -135,7 +137,7 @@ class Checkpointer:
         self._stage.prepare(self._planner.expected_bytes(model, optimizer))
 
     def hurry(self) -> None:
-        """Lift the bandwidth cap: training has ended and little time is left."""
+        """Lift the bandwidth cap on uploads. Called after the last step, when little time is left."""
         self._bytes_per_second = None
         self._saves.uploader.tell({"command": "hurry"})
 
@@ -154,8 +156,8 @@ class Checkpointer:
         nothing and returns 0.0. A copy from a CUDA device may still be running on return; `before_step` waits for it.
 
         Args:
-            extra: JSON without NaN; rank 0's is stored.
-            deadline_seconds: for this save only.
+            extra: further data to store with the checkpoint, as JSON without NaN. Only rank 0's is stored.
+            deadline_seconds: deadline of this save; default: that of the checkpointer.
 
         Raises:
             GenerationSuperseded: a newer generation of the job is running.
@@ -188,14 +190,21 @@ class Checkpointer:
         return time.monotonic() - began
 
     def before_step(self) -> None:
-        """Wait until a copy from the device is complete. Call it before the optimizer changes the state."""
+        """Wait until the copy of the last save from the device is complete. Call it before the optimizer changes the
+        state.
+        """
         if self._queued is not None:
             if self._queued.staged.copied is not None:
                 self._queued.staged.copied.synchronize()
             self._send()
 
     def wait(self) -> CommitRef | None:
-        """Wait until all ranks have committed the newest save. Raises CheckpointError at its deadline."""
+        """Wait until the newest save is committed for all ranks, and return the newest commit; None if there is none.
+
+        Raises:
+            CheckpointError: the save failed, or its deadline passed.
+            GenerationSuperseded: a newer generation of the job is running.
+        """
         self.before_step()
         flights = self._saves
         flights.settle()
@@ -219,11 +228,11 @@ class Checkpointer:
             candidates: commit keys, newest first.
 
         Returns:
-            None without candidates.
+            What was restored; None if there are no candidates.
 
         Raises:
             CommitMismatch: the commit belongs to another model.
-            CheckpointError: no candidate is left.
+            CheckpointError: no candidate can be restored.
         """
         if self._generation.parent is not None and self._generation.parent not in candidates:
             raise CheckpointError(
@@ -241,7 +250,10 @@ class Checkpointer:
         return restored
 
     def close(self) -> None:
-        """End the uploader. An in-flight save gets 5 s; call `wait` first to be sure of it."""
+        """End the uploader process and free the staging buffers.
+
+        An in-flight save gets 5 s to finish; call `wait` first to make sure that it is committed.
+        """
         if self._stage.descriptors:
             self._saves.uploader.close(_CLOSE_GRACE_SECONDS)
             self._planner.forget()
@@ -254,7 +266,7 @@ class Checkpointer:
         self.close()
 
     def _go_back_to(self, key: str, step: int) -> None:
-        """Record that this generation starts from an older commit than its record says."""
+        """Amend this generation's record, because it starts from an older commit than the record names."""
         generation = replace(self._generation, parent=key, parent_step=step)
         if self._rank == 0:
             what = f"amend the record of {generation.name}"  # otherwise late commits between the two would count
@@ -272,7 +284,7 @@ class Checkpointer:
         return common
 
     def _send(self) -> None:
-        """Hand the queued save to the uploader, with the layout if that process does not have it yet."""
+        """Hand the queued save to the uploader process, with the buffer layout if that process does not have it yet."""
         assert self._queued is not None
         queued, self._queued = self._queued, None
         layout = queued.staged.layout

@@ -1,4 +1,4 @@
-"""`ebbflow checkpoints …`: inspect and change a job's commits by hand. Only export and import load torch."""
+"""The command `ebbflow checkpoints`, which inspects and changes a job's commits. Only export and import load torch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _KINDS = ("dcp", "safetensors", "torch")
 
 
 def main(argv: list[str]) -> int:
-    """Run one command and return its exit code: 0 done and sound, 1 damaged, missing or unchecked, 2 bad usage."""
+    """Run one command and return its exit code: 0 for success, 1 for an error or a damaged commit, 2 for bad usage."""
     options = _parser().parse_args(argv)
     try:
         fresh = options.command == "import"  # only import may create a job
@@ -47,7 +47,7 @@ def main(argv: list[str]) -> int:
 
 
 def _store_uri(uri: str) -> str:
-    """Return the job's store; the folder may hold only its reports."""
+    """Return the URI of the job's store. `uri` may also be the job's report folder, which names the store."""
     known = None if (Path(uri) / "commits").is_dir() else known_job(Path(uri))
     return uri if known is None else known.uri
 
@@ -58,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     by_hand = "a step, a key, or the start of its hash"
 
     def add(name: str, run: Callable[..., int], text: str, *, commit: str = "", **more: Any) -> argparse.ArgumentParser:
-        """Add a command. commit: the default of its option --commit; "": it has none."""
+        """Add a subcommand. `commit` is the default of its option --commit, for the help; "" means no such option."""
         command = commands.add_parser(name, help=text, **more)
         if name == "import":
             command.add_argument("source", type=Path, metavar="SOURCE", help="file or folder; its kind is recognised")
@@ -100,9 +100,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def choose_signing_key(store: Store, name: str | None, *, must_check: bool) -> None:
-    """Use the signing key of the variable `name`, of the environment, or of the job's configuration.
+    """Choose the environment variable that holds the signing key, and use its key.
 
-    must_check: raise NoSigningKey if the configured variable is not set, instead of not checking.
+    It is `name`; without `name`, the one that the environment names; without that, the one that the job's configuration
+    names.
+
+    Args:
+        must_check: raise NoSigningKey if the job's configuration names a variable that is not set. Otherwise signatures
+            are not checked in that case.
     """
     name = name or os.environ.get(NAME_VARIABLE)
     if name is None and (named := _configured_name(store)):
@@ -120,7 +125,14 @@ def _configured_name(store: Store) -> str | None:
 
 
 def find(store: Store, wanted: str | None) -> TracedCommit:
-    """Return the commit named `wanted`; None: the newest that counts. Raises CheckpointError naming the candidates."""
+    """Find one commit of a job. A commit counts if a start may restore it.
+
+    Args:
+        wanted: a step, a key or the start of a hash (6 digits or more); None means the newest commit that counts.
+
+    Raises:
+        CheckpointError: no commit or several commits match; the message lists the candidates.
+    """
     traced = trace_lineage(store)
     if wanted is None:
         found = [one for one in traced if one.unreachable_because is None][:1]
@@ -162,7 +174,10 @@ def _list(store: Store, options: argparse.Namespace) -> int:
 
 
 def _row(store: Store, traced: TracedCommit) -> dict[str, Any]:
-    """Describe a commit. state: verified (every byte was read), whole (manifest and sizes match), or torn."""
+    """Describe a commit as a row of `list`.
+
+    Its state is "verified" (every byte was read and checked), "whole" (manifest and object sizes match) or "torn".
+    """
     ref, reason = traced.ref, traced.unreachable_because
     row: dict[str, Any] = {
         "step": ref.step,
@@ -264,7 +279,7 @@ def _signature_standing(store: Store, key: str) -> str:
 
 
 def _sign(store: Store, options: argparse.Namespace) -> int:
-    """Sign unsigned commits after reading every byte of them."""
+    """Sign the commits that have no signature, after reading and verifying every byte of each."""
     name = os.environ.get(NAME_VARIABLE)
     if name is None:
         raise CheckpointError("sign: which key? name its variable with --signing-key-env")
@@ -285,7 +300,10 @@ def _sign(store: Store, options: argparse.Namespace) -> int:
 
 
 def _sha256_of_data(store: Store, manifest: Manifest) -> dict[str, list[str]]:
-    """Return the SHA-256 of each chunk by data object; the same bytes are compared with their CRC again."""
+    """Return the SHA-256 of each chunk, by data object.
+
+    Each chunk is compared with its CRC again, because it may have changed since it was verified.
+    """
     found: dict[str, list[str]] = {}
     for data in manifest.data:
         rows = found[data.key] = []
@@ -299,7 +317,7 @@ def _sha256_of_data(store: Store, manifest: Manifest) -> dict[str, list[str]]:
 
 
 def _uncommitted(step: int, prefix: str) -> dict[str, Any]:
-    """Describe a save without a commit, as a row of `verify`."""
+    """Return the row of `verify` for a save that no manifest names."""
     problem = (
         "all ranks have saved and no manifest names it: it is being committed or deleted, that was interrupted, or its "
         "manifest is lost"
@@ -308,7 +326,7 @@ def _uncommitted(step: int, prefix: str) -> dict[str, Any]:
 
 
 def _record_verification(store: Store, traced: TracedCommit, *, sound: bool) -> None:
-    """Record the result of `verify` for `list`. Without write permission this is skipped."""
+    """Record the result of `verify`, which `list` shows. If the store cannot be written, only print a note."""
     key = verified_key(traced.ref.sha256)
     try:
         if sound:
@@ -320,7 +338,11 @@ def _record_verification(store: Store, traced: TracedCommit, *, sound: bool) -> 
 
 
 def _pin(store: Store, options: argparse.Namespace) -> int:
-    """Pin a commit, then look for a tombstone. A deletion does the reverse, so one of them sees the other."""
+    """Pin a commit, so that retention never deletes it.
+
+    The pin is written before the check for a tombstone (the record that a deletion has begun); a deletion writes the
+    tombstone before its check for a pin. So if both happen at once, at least one sees the other.
+    """
     ref = find(store, options.commit).ref
     store.put(pin_key(ref.sha256), seal({"version": VERSION, "key": ref.key, "t_wall": time.time()}))
     if store.head(tombstone_key(ref.sha256)) is not None:

@@ -3,8 +3,9 @@
 Nothing depends on winning a race. The manifest is a pure function of the indexes and its key contains its hash, so
 racing writers write the same bytes. Losing any rank after its index is durable cannot block the commit.
 
-Rank 0's uploader watches until the commit exists. The other ranks look rarely, and more of them the longer it takes, so
-that the number of requests grows with the ranks and not with their square: usually only ranks 1 to 3 look at all.
+Rank 0's uploader polls the store until the commit exists. The other ranks are a backup: they poll rarely, and the
+higher a rank, the later it starts. Usually only ranks 1 to 3 poll at all, so the number of requests grows with the
+number of ranks and not with its square.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _RANKS_PER_SECOND = 200  # indexes that a slow machine reads and merges per seco
 
 @dataclass(frozen=True)
 class CommitAttempt:
-    """Result of one look at the store: the commit, or the ranks whose index is missing."""
+    """The result of one look at the store: the commit, or the ranks whose index is missing."""
 
     commit: CommitRef | None
     size: int  # bytes of data
@@ -45,7 +46,7 @@ class CommitAttempt:
 
 
 class CommitWatch:
-    """Watches one save. Indexes never change, so each is read once."""
+    """Collects the indexes of one save and commits it once all exist. An index never changes, so each is read once."""
 
     def __init__(self, store: Store, save: CheckpointId) -> None:
         self._store = store
@@ -53,12 +54,15 @@ class CommitWatch:
         self._indexes: dict[int, tuple[RankIndex, bytes]] = {}
 
     def all_there(self) -> bool:
-        """Whether the index of every rank exists; none is read."""
+        """Return whether the index of every rank exists, without reading any."""
         return not self._missing()
 
     def look(self) -> CommitAttempt:
-        """Commit the save if all its indexes exist and are sound. Raises StoreError, and CheckpointError if they
-        conflict.
+        """Commit the save if all its indexes exist and are sound; return the commit or the ranks that are missing.
+
+        Raises:
+            StoreError: the store failed.
+            CheckpointError: the indexes contradict each other.
         """
         missing = self._missing()
         cause = self._read([rank for rank in range(self._save.world_size) if rank not in missing])
@@ -84,7 +88,10 @@ class CommitWatch:
         return set(missing)
 
     def _read(self, ranks: list[int]) -> str:
-        """Read new indexes. Returns why one is unusable; it is read again at the next look."""
+        """Read the indexes that have not been read yet, and return why some are unusable; "" if none is.
+
+        The next call reads unusable indexes again.
+        """
         new = [rank for rank in ranks if rank not in self._indexes]
         if not new:
             return ""
@@ -110,7 +117,7 @@ class CommitWatch:
 
 
 def find_commit(store: Store, save: CheckpointId) -> CommitAttempt | None:
-    """Return the commit of `save` that another rank has made, or None."""
+    """Return the commit of `save` if any rank has made it, else None."""
     for meta in store.list(commit_prefix(save.step, save.generation_number)):
         try:
             manifest = fetch_verified(store, meta.key, Manifest.from_bytes)
@@ -131,16 +138,17 @@ def await_commit(
     foreign_first: bool = False,
     given_up: Callable[[], bool] = lambda: False,
 ) -> CommitAttempt:
-    """Wait until `save` is committed and listed; commit it if all indexes exist.
+    """Wait until `save` is committed and the store lists the commit; commit it as soon as all indexes exist.
 
     A start finds commits by listing them, so a commit is announced only once it is listed.
 
     Args:
-        foreign_first: ask first whether another rank has committed it.
-        given_up: returns true when waiting has become pointless.
+        foreign_first: look for a commit by another rank before trying to commit.
+        given_up: returns True when waiting has become pointless.
 
     Raises:
-        CheckpointError: the deadline has passed; names the ranks without an index and the store's last error.
+        CheckpointError: the save was not committed by the deadline, or was given up. The message names the ranks
+            without an index and the store's last error.
     """
     watch = CommitWatch(store, save)
     attempt, cause = CommitAttempt(None, 0, []), ""
@@ -174,12 +182,15 @@ def await_commit(
 def commit_as_backup(
     store: Store, save: CheckpointId, rank: int, deadline: Deadline, interrupted: Callable[[float], bool]
 ) -> None:
-    """Make sure, as a rank above 0 with a durable index, that some rank commits the save.
+    """Commit the save in place of rank 0 if rank 0 does not, for example because it died.
 
-    Store errors are left to the next look. A save whose indexes stay incomplete is reported by rank 0.
+    A rank above 0 calls this once its own index is durable. At growing intervals it checks whether the commit exists,
+    and makes the commit if all indexes exist and no other rank has. It returns without a commit at the deadline: rank 0
+    reports a save whose indexes stay incomplete. Store errors are ignored until the next check.
 
     Args:
-        interrupted: waits the given seconds and returns whether other work has arrived.
+        interrupted: waits up to the given seconds for other work, and returns True if there is some. Then this function
+            returns too.
     """
     unit = min(_LONGEST_UNIT_SECONDS, deadline.seconds / _UNITS)
     watch = CommitWatch(store, save)

@@ -1,4 +1,6 @@
-"""Commits as storage for torch's DCP, whose planner finds the pieces that a rank needs at any world size."""
+"""A reader of commits for DCP (`torch.distributed.checkpoint`), which finds the pieces that a rank needs at any world
+size.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ _Finish = Callable[[], object]
 class CommitReader(StorageReader):
     """Reads and verifies the commit `key` of a job's store; also usable with `dcp.load`.
 
-    parallel: chunks read at once; default: by kind of store.
+    Args:
+        parallel: chunks read at once; default: 2 from a local store, 8 from a remote one.
     """
 
     def __init__(self, job_store: Store, key: str, *, parallel: int | None = None) -> None:
@@ -65,7 +68,10 @@ class CommitReader(StorageReader):
         return False  # a commit is identified by a store and a key, not by one path
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read each chunk that this rank needs once, straight into the tensors if their memory is contiguous."""
+        """Fill the tensors of a load plan.
+
+        Each chunk is read once, straight into a tensor where the tensor's memory is contiguous.
+        """
         wanted: list[WantedRange] = []
         finishes: list[_Finish] = []
         targets = []
@@ -84,7 +90,7 @@ class CommitReader(StorageReader):
         return future
 
     def read_whole(self, *names: str) -> dict[str, torch.Tensor]:
-        """Read whole tensors into new CPU memory."""
+        """Read the named tensors completely into new CPU memory, and return them by name."""
         found: dict[str, torch.Tensor] = {}
         for name in names:
             entry = self.manifest.tensors[name]
@@ -93,7 +99,7 @@ class CommitReader(StorageReader):
         return found
 
     def read_into(self, targets: Mapping[str, torch.Tensor]) -> None:
-        """Fill whole tensors, given by name with the commit's shapes and dtypes."""
+        """Fill the given tensors completely. Their names, shapes and dtypes are those of the commit."""
         wanted: list[WantedRange] = []
         finishes: list[_Finish] = []
         for name, target in targets.items():
@@ -121,7 +127,15 @@ class CommitReader(StorageReader):
         wanted: list[WantedRange],
         finishes: list[_Finish],
     ) -> None:
-        """Request the rows of a piece that `item` asks for (None: all), directly into `target` or through a copy."""
+        """Add the request that reads one piece of a tensor into `target`.
+
+        Bytes that do not fit the memory of `target` as they are stored are read into a temporary tensor first.
+
+        Args:
+            item: selects the rows to read; None means the whole piece.
+            wanted: list to which the request is added.
+            finishes: list to which the copy from the temporary tensor is added, to be called after the read.
+        """
         dtype = getattr(torch, entry.dtype)
         sizes = piece.sizes or (1,)  # a scalar is a row of one element
         if math.prod(sizes) * dtype.itemsize != piece.length:
@@ -145,7 +159,7 @@ class CommitReader(StorageReader):
 
 
 def _memory(tensor: torch.Tensor, dtype: torch.dtype) -> memoryview | None:
-    """Return the tensor's bytes if they are laid out in this process's memory as in the data object."""
+    """Return the tensor's memory if stored bytes can be read straight into it; else None."""
     if tensor.device.type != "cpu" or tensor.dtype != dtype or not tensor.is_contiguous():
         return None
     return tensor.view(-1).view(torch.uint8).numpy().data

@@ -4,8 +4,8 @@ All three are written without holding all tensors in memory. A torch file is wri
 except the tensors' bytes, for which `torch.serialization.skip_data` leaves room, then these bytes. The file is a zip
 archive of uncompressed entries, whose CRC-32 is filled in too, so that unzip and Python's zipfile can read it.
 
-Safetensors hold weights; the optimizer's tensors go to NAME.optimizer.safetensors as `<parameter>.<state>`, and step,
-settings and extra are JSON in the metadata of the first file.
+Safetensors files hold weights. The optimizer's tensors are in a second file, NAME.optimizer.safetensors, under
+`<parameter>.<state>`. Step, optimizer settings and `extra` are JSON in the metadata of the first file.
 """
 
 from __future__ import annotations
@@ -73,7 +73,15 @@ _DTYPES = {
 
 
 def read_file(path: Path, *, weights_only: bool = False) -> PortableState:
-    """Read a file or folder of any of the three kinds. Raises CheckpointError."""
+    """Read a DCP folder, a safetensors file or folder, or a torch file; the format is recognised by the path and its
+    content.
+
+    Args:
+        weights_only: leave out the optimizer's state.
+
+    Raises:
+        CheckpointError: the path does not exist or cannot be read in its format.
+    """
     _refuse_special_files(path)
     kind = _kind_of(path)
     try:
@@ -86,14 +94,15 @@ def read_file(path: Path, *, weights_only: bool = False) -> PortableState:
 
 
 def _refuse_special_files(path: Path) -> None:
-    """Refuse FIFOs and the like, which would block for ever. Raises CheckpointError."""
+    """Raise CheckpointError for FIFOs, sockets and devices, which could block a reader forever."""
     for one in [path, *(path.iterdir() if path.is_dir() else ())]:
         if one.exists() and not (one.is_file() or one.is_dir()):
             raise CheckpointError(f"{one}: is not a regular file")
 
 
 def write_file(content: PortableState, path: Path, kind: str) -> None:
-    """Write a file or folder of the given kind; after an error nothing is left.
+    """Write `content` as a file or folder of the given kind, one of KINDS. After an error the incomplete output is
+    removed.
 
     Raises:
         CheckpointError: the path exists.
@@ -112,7 +121,7 @@ def write_file(content: PortableState, path: Path, kind: str) -> None:
 
 
 def is_full(error: BaseException | None) -> bool:
-    """Whether an error was caused by a full disk or an exhausted quota.
+    """Return whether a full disk or an exhausted quota caused an error, directly or through its chain of causes.
 
     torch's file writer reports a short write as a wrong position ("unexpected pos 704 vs 662").
     """
@@ -168,7 +177,7 @@ def read_dcp(path: Path, weights_only: bool) -> PortableState:
 
 
 def write_dcp(content: PortableState, path: Path) -> None:
-    """Write a DCP folder with the names of `get_state_dict`, for `dcp.load` and `set_state_dict`."""
+    """Write a DCP folder for `dcp.load` and `set_state_dict`, with the names that `get_state_dict` uses."""
     document: dict[str, Any] = {"model": content.weights, "step": content.step, "extra": json.dumps(content.extra)}
     if content.settings is not None:
         document["optimizer"] = named_optimizer(content)
@@ -182,7 +191,7 @@ def write_dcp(content: PortableState, path: Path) -> None:
 
 
 class _Planner(DefaultSavePlanner):
-    """Plans with shapes only, and takes each tensor's values from the content when it is written."""
+    """Plans a DCP save from shapes alone, and reads each tensor's values only when they are written."""
 
     def __init__(self, content: PortableState) -> None:
         super().__init__()
@@ -225,9 +234,14 @@ def _restore_lists(document: Any) -> Any:
 
 
 def save_hollow(document: Any, names: Mapping[int, str], path: Path) -> list[str]:
-    """Save `document`, whose tensors have no values, with room for the values.
+    """Save a document whose tensors have no values yet as a torch file, with room for the values. `fill` writes them.
 
-    names: each tensor's name by its `id`. Returns the names in the order of the storages in the file.
+    Args:
+        document: what `torch.save` takes.
+        names: tensor names by the `id` of the tensor.
+
+    Returns:
+        Tensor names in the order of the storages in the file.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode  # takes a second to import
 
@@ -240,7 +254,7 @@ def save_hollow(document: Any, names: Mapping[int, str], path: Path) -> list[str
 
 
 def fill(path: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
-    """Fill in the values of the tensors, given in the order of the storages."""
+    """Write the values of tensors into a file of `save_hollow`. The tensors come in the order of its storages."""
     with path.open("r+b") as file:
         with zipfile.ZipFile(file) as archive:
             entries = [info for info in archive.infolist() if info.filename.split("/")[1:-1] == ["data"]]
@@ -257,7 +271,10 @@ def fill(path: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
 
 
 def _hollow_copy(value: Any, names: Mapping[int, str], order: list[str]) -> Any:
-    """Copy `document` in pickle's order, with tensors that have a storage in name only."""
+    """Copy a document with an empty tensor in place of each tensor.
+
+    The tensors' names are added to `order` as pickle will meet them.
+    """
     if isinstance(value, Tensor):
         order.append(names[id(value)])
         return torch.empty(value.shape, dtype=value.dtype)
@@ -309,7 +326,12 @@ def write_torch(content: PortableState, path: Path) -> None:
 
 
 def parse_document(document: Any, what: str, weights_only: bool) -> PortableState:
-    """Interpret a state dict, or a mapping that contains one under a usual name."""
+    """Extract the weights, and the optimizer unless `weights_only`, from a loaded checkpoint.
+
+    Args:
+        document: a state dict, or a mapping with one under a usual name, such as "model" or "state_dict".
+        what: name of the file, for errors.
+    """
     if not isinstance(document, Mapping):
         raise CheckpointError(f"{what}: is a {type(document).__name__}, not a state dict")
     if all(isinstance(value, Tensor) for value in document.values()):
@@ -330,7 +352,7 @@ def parse_document(document: Any, what: str, weights_only: bool) -> PortableStat
 
 
 def read_safetensors(path: Path, weights_only: bool) -> PortableState:
-    """Read one file, or a folder whose files together hold the weights."""
+    """Read a file, or a folder whose files together hold the weights; also the optimizer's file, if there is one."""
     files = [path]
     if path.is_dir():
         files = sorted(file for file in path.glob("*.safetensors") if not file.name.endswith(_OPTIMIZER))
@@ -355,7 +377,10 @@ def read_safetensors(path: Path, weights_only: bool) -> PortableState:
 
 
 def write_safetensors(content: PortableState, path: Path) -> None:
-    """Write one tensor after the other; the library's own writer needs all of them in memory."""
+    """Write the weights, and the optimizer's tensors to a second file, one tensor after the other.
+
+    The library's own writer is not used, because it needs all tensors in memory.
+    """
     about = {"step": content.step, "extra": content.extra, "settings": content.settings}
     metadata = {"format": "pt", _OURS: json.dumps(about)}
     _write(content, _WEIGHTS, path, metadata)
@@ -364,7 +389,7 @@ def write_safetensors(content: PortableState, path: Path) -> None:
 
 
 def _write(content: PortableState, prefix: str, path: Path, metadata: dict[str, str]) -> None:
-    """Write the tensors of `PortableState.named` that begin with `prefix`, under their names without it.
+    """Write one safetensors file with the tensors whose name begins with `prefix`, under their names without it.
 
     Format (https://github.com/huggingface/safetensors, "Format"): the length of the header in eight bytes, the header
     as JSON, and the tensors' bytes without gaps. Tensors with larger elements come first, so that each is aligned.
