@@ -1,7 +1,7 @@
 """The in-flight save of a rank, and the trainer's client of its uploader process.
 
-At most one save is in flight. The trainer hands it to the uploader, reads the answers without blocking, and decides
-what a failure means.
+A rank has at most one save in flight. The trainer hands it to the uploader, reads the answers without blocking, and
+decides what a failure means.
 """
 
 from __future__ import annotations
@@ -34,7 +34,11 @@ _NO_ROOM_HINT = "free space or raise the quota, or use another store; then start
 
 
 class UploaderClient:
-    """A client of one uploader process, which is restarted after it died or was given up."""
+    """Starts an uploader process, sends it commands and reads its answers. A dead process is replaced by a new one.
+
+    Args:
+        buffers: file descriptors of the staging buffers, which the process inherits.
+    """
 
     def __init__(self, store_uri: str, rank: int, buffers: list[int]) -> None:
         self._store_uri = store_uri
@@ -50,7 +54,7 @@ class UploaderClient:
         return self._process.pid if self._process else None
 
     def start(self) -> None:
-        """Start the process. Call it in a long-lived thread: the kernel ends the uploader with it."""
+        """Start the process. Call it in a long-lived thread: the kernel kills the process when the thread ends."""
         path = python_path(os.environ.get("PYTHONPATH"))
         name = "ebbflow.training.checkpoint.uploader"
         arguments = [str(os.getpid()), str(self._rank), self._store_uri, *map(str, self._buffers)]
@@ -78,7 +82,7 @@ class UploaderClient:
         return self.pid
 
     def tell(self, command: dict[str, Any]) -> None:
-        """Send a command that may be lost with the process."""
+        """Send a command without checking that the process is alive; the command may be lost."""
         if self._process is not None:
             self._write(command)
 
@@ -88,14 +92,14 @@ class UploaderClient:
         self._write(command)
 
     def answer(self, timeout_seconds: float) -> dict[str, Any] | None:
-        """Return the next answer, or None after the timeout. 0: do not wait."""
+        """Return the next answer, or None if there is none within the timeout. A timeout of 0 does not wait."""
         try:
             return self._answers.get(timeout=timeout_seconds) if timeout_seconds > 0 else self._answers.get_nowait()
         except queue.Empty:
             return None
 
     def give_up(self) -> None:
-        """Kill the process; the next command starts another one."""
+        """Kill the process. The next `ask` starts another one."""
         if self._process is not None:
             self._process.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -103,7 +107,7 @@ class UploaderClient:
             self._process = None
 
     def close(self, grace_seconds: float) -> None:
-        """End the process; let it finish earlier commands for up to `grace_seconds`."""
+        """End the process, after up to `grace_seconds` in which it may finish earlier commands."""
         if self._process is None:
             return
         end = time.monotonic() + grace_seconds
@@ -136,7 +140,12 @@ def _read_answers(process: subprocess.Popen[str], answers: queue.SimpleQueue[dic
 
 
 class UploadCost(NamedTuple):
-    """Totals of a rank's uploads. seconds: from the command until the index is durable."""
+    """Totals of a rank's uploads.
+
+    Attributes:
+        cpu_seconds: CPU time of the uploader process.
+        seconds: wall-clock time from each command until the rank's index was durable.
+    """
 
     bytes: int
     cpu_seconds: float
@@ -147,7 +156,10 @@ class UploadCost(NamedTuple):
 class InflightSave:
     """A save that was handed to the uploader.
 
-    began: `time.monotonic()` at the request. size: bytes of this rank.
+    Attributes:
+        began: `time.monotonic()` when the save was requested.
+        size: bytes of this rank's part.
+        stall_seconds: time for which the save held up training.
     """
 
     save: CheckpointId
@@ -158,7 +170,11 @@ class InflightSave:
 
 
 class SaveTracker:
-    """Hands saves to the uploader, at most one at a time, and tracks their outcome."""
+    """Hands saves to the uploader, at most one at a time, and tracks their outcome.
+
+    Args:
+        waiting: called when a wait for the uploader begins; returns a function that is called when the wait ends.
+    """
 
     def __init__(
         self,
@@ -167,7 +183,6 @@ class SaveTracker:
         emit: Callable[..., Any],
         waiting: Callable[[], Callable[[], None]],
     ) -> None:
-        """waiting: called when a wait for the uploader begins; its result is called when the wait ends."""
         self.uploader = uploader
         self._waiting = waiting
         self._rank = rank
@@ -192,7 +207,10 @@ class SaveTracker:
         return self._current is not None
 
     def expected_seconds(self, size: int) -> float | None:
-        """Estimate the seconds until `size` bytes are durable from the last save; None before the first one."""
+        """Estimate the seconds until `size` more bytes would be durable, at the speed of the last save.
+
+        Returns None before the first save is durable.
+        """
         if self._seconds_per_byte is None:
             return None
         left = 0.0
@@ -207,7 +225,7 @@ class SaveTracker:
         self._current = self.last = flight
 
     def settle(self) -> None:
-        """Wait for the in-flight save; at its deadline replace the uploader, which counts as stuck."""
+        """Wait until no save is in flight. After its deadline, kill the uploader, which counts as stuck."""
         self.drain()
         if self._current is None:
             return
@@ -226,14 +244,14 @@ class SaveTracker:
                 self._failed(f"rank {self._rank}: its uploader gave no answer within {seconds:g} s and was killed")
 
     def abandon(self, step: int) -> None:
-        """Stop waiting for the commit of `step` in 2 s, since another rank failed to save it."""
+        """Tell the uploader to wait 2 s at most for the commit of `step`, because another rank failed to save it."""
         self.drain()
         if self._current is not None and self._current.save.step == step != self._abandoned:
             self._abandoned = step
             self.uploader.tell({"command": "abandon", "step": step})
 
     def drain(self) -> None:
-        """Process the answers that have arrived."""
+        """Process the uploader's answers that have arrived, without waiting."""
         while self._take_answer(0):
             pass
 
@@ -253,7 +271,10 @@ class SaveTracker:
             raise CheckpointError(self.last_failure)
 
     def _raise_if_full(self) -> None:
-        """Raise at the first failure: retention has deleted all it may, so the next save would fail too."""
+        """Raise NoRoom if the last save failed because the store is full.
+
+        One failure suffices: retention has already deleted all it may, so the next save would fail too.
+        """
         if self._no_room and self.last_failure is not None:
             raise NoRoom(f"{self.last_failure}; hint: {_NO_ROOM_HINT}")
 
@@ -273,7 +294,7 @@ class SaveTracker:
         return True
 
     def _on_uploaded(self, answer: dict[str, Any]) -> None:
-        """Record that this rank's part is durable. Rank 0's save stays in flight until the commit is seen."""
+        """Record that this rank's part is durable. On rank 0 the save stays in flight until it is committed."""
         was = self.cost
         self.cost = UploadCost(
             was.bytes + answer["bytes"], was.cpu_seconds + answer["cpu_seconds"], was.seconds + answer["seconds"]
@@ -317,7 +338,7 @@ class SaveTracker:
             self._current = None
 
     def _failed(self, message: str, step: int | None = None) -> None:
-        """Record a failed save. step: None for the one in flight."""
+        """Record that the save of `step` failed; without `step`, the save in flight."""
         under_way = self._current.save.step if self._current is not None else None
         step = under_way if step is None else step
         if step == under_way:  # not for the late failure of an earlier save

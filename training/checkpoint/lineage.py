@@ -1,11 +1,13 @@
 """Decide which commits a new generation may start from. Torch-free.
 
-A generation is one start of the gang. Its record names the commit it started from, so the records form a chain from the
-newest generation back; of an ancestor only the commits up to the step that its child started from count.
+A generation is one start of the gang. Its record names its parent, the commit from which it started, so the records
+form a chain from the newest generation back to the first. A commit counts if its generation is in this chain and its
+step is not above the step from which the next generation in the chain started.
 
-Hence the newest commit is decided by lineage, not by step: late commits of a zombie and the steps abandoned by a rewind
-never count, although their step is higher. A generation saves only steps after its start, so among the commits that
-count the newest has the highest step. Commits are listed highest step first: the newest is usually on the first page.
+Hence the newest commit is decided by lineage, not by step: commits that a superseded gang makes late and steps that a
+rewind abandoned never count, although their step is higher. A generation saves only steps after its start, so among the
+commits that count the newest has the highest step. Commits are listed highest step first: the newest is usually on the
+first page.
 """
 
 from __future__ import annotations
@@ -53,7 +55,13 @@ NO_PARENT = ""  # instead of a parent: start from scratch although there are com
 
 @dataclass(frozen=True)
 class Generation:
-    """One start of the gang. parent: key of the commit it starts from; None: from scratch."""
+    """One start of the gang.
+
+    Attributes:
+        id: random text that distinguishes two launchers which open the same number.
+        parent: key of the commit from which it starts; None if it starts from scratch.
+        parent_step: step of that commit; 0 without one.
+    """
 
     number: int
     id: str
@@ -66,7 +74,12 @@ class Generation:
 
 
 def read_generation(job_store: Store, number: int, generation_id: str) -> Generation:
-    """Read a generation's record. Raises DamagedLineage, and ObjectNotFound without a record."""
+    """Read a generation's record.
+
+    Raises:
+        ObjectNotFound: there is no record.
+        DamagedLineage: the record is damaged, or belongs to another generation.
+    """
     key = generation_key(number, generation_id)
     try:
         record = fetch_verified(job_store, key, unseal, f"{job_store.uri}/{key}")
@@ -78,9 +91,10 @@ def read_generation(job_store: Store, number: int, generation_id: str) -> Genera
 
 
 def amend_parent(job_store: Store, opened: Generation, actual: Generation) -> None:
-    """Record that `opened` really starts from the older commit that `actual` names, since its parent is unusable.
+    """Record that `opened` starts from the older commit that `actual` names, because its recorded parent cannot be
+    restored.
 
-    Until then the abandoned steps between the two commits would count. One process calls this, before the generation's
+    Otherwise the abandoned steps between the two commits would count. One process calls this, before the generation's
     first save. Raises StoreError, CorruptCommit.
     """
     key = generation_key(opened.number, opened.id)
@@ -90,15 +104,19 @@ def amend_parent(job_store: Store, opened: Generation, actual: Generation) -> No
 
 
 def newest_generation_number(job_store: Store, *, near: int = 0) -> int:
-    """Return the highest generation number on record, 0 without any. near: as in `GenerationRecords`."""
+    """Return the highest generation number on record, or 0 if there is none. `near` is as in `GenerationRecords`."""
     return GenerationRecords(job_store, near=near).newest
 
 
 def await_listed_ids(job_store: Store, generation: Generation) -> list[str]:
-    """Wait until the record of `generation` is listed, and return all ids under its number.
+    """Wait until the store lists the record of `generation`, and return all ids recorded under the same number.
 
-    Listings may lag behind puts. A launcher that waits to see itself also sees the rivals that saw themselves before,
-    and the next launcher does not reuse a listed number. Raises StoreUnavailable.
+    More than one id means that several launchers opened this number. Listings may lag behind puts. A launcher that
+    waits until its own record is listed also sees the records that were listed before, and the next launcher sees this
+    number and takes a higher one.
+
+    Raises:
+        StoreUnavailable: the record is not listed within 10 s.
     """
     limit = time.monotonic() + LISTING_SECONDS
     for pause in backoff_pauses(longest_seconds=0.5):
@@ -115,10 +133,11 @@ def await_listed_ids(job_store: Store, generation: Generation) -> list[str]:
 
 
 class GenerationRecords:
-    """Ids by generation number, from a listing of the records.
+    """The numbers and ids of the recorded generations, from a listing of the store.
 
-    near: a number that is known not to be above the newest. The listing begins shortly before it and takes one request
-    per 1,000 records; if nothing is found there, everything is listed.
+    Args:
+        near: a number that the newest generation has or exceeds. The listing begins 500 numbers before it and takes one
+            request per 1,000 records; if it finds no such generation, everything is listed.
     """
 
     def __init__(self, job_store: Store, *, near: int = 0) -> None:
@@ -131,13 +150,13 @@ class GenerationRecords:
         self.newest = max(self._ids, default=0)
 
     def ids(self, number: int) -> list[str]:
-        """Return the ids under `number`: none, one, or two if two launchers worked at once."""
+        """Return the ids under `number`: usually one; none without a record; two if two launchers worked at once."""
         if number not in self._ids:
             self._list(max(0, number - _BEFORE), number)
         return self._ids.get(number, [])
 
     def _list(self, first: int, last: int | None) -> None:
-        """List the records of the numbers `first` to `last`; None: to the end."""
+        """List the records with numbers from `first` to `last`; without `last`, all from `first` on."""
         found: dict[int, list[str]] = defaultdict(list)
         for page in self._store.pages("generations", after=f"generations/{first:06d}"):
             for meta in page:
@@ -150,7 +169,10 @@ class GenerationRecords:
 
 
 class LineageChain:
-    """The ancestors of the newest generation. Records are read one by one, only as far back as a question needs.
+    """The newest generation and its ancestors. Records are read one by one, only as far back as a call needs.
+
+    Args:
+        near: as in `GenerationRecords`.
 
     Raises:
         DamagedLineage: a record is missing or wrong.
@@ -172,16 +194,17 @@ class LineageChain:
             self._follow(self.newest, float("inf"))
 
     def counts(self, number: int, step: int) -> bool:
-        """Whether a commit of generation `number` at `step` is part of the newest generation's history.
+        """Return whether a commit of generation `number` at `step` is part of the newest generation's history.
 
-        Limits never grow on the way back, so a step above the next limit needs no further records.
+        An older ancestor never has a higher limit than a newer one, so for a step above the next ancestor's limit no
+        further records are read.
         """
         while self._ahead is not None and number <= self._ahead[0] and step <= self._ahead[1]:
             self._follow(*self._ahead)
         return number in self.limits and step <= self.limits[number]
 
     def back_to(self, oldest: int) -> dict[int, float]:
-        """Return the last step that counts, by number, of all ancestors back to `oldest`."""
+        """Return the last step that counts of each ancestor, by generation number, back to generation `oldest`."""
         while self._ahead is not None and self._ahead[0] >= oldest:
             self._follow(*self._ahead)
         return self.limits
@@ -225,12 +248,12 @@ class CommitRef:
 
 @dataclass(frozen=True)
 class TracedCommit:
-    """A commit and whether it counts.
+    """A commit, and whether it counts.
 
-    Args:
-        unreachable_because: None if it counts.
-        modified: Unix time of its manifest.
-        refused: it would count if it were signed. It may be sound, so retention does not delete it.
+    Attributes:
+        unreachable_because: why it does not count; None if it counts.
+        modified: Unix time at which its manifest was written.
+        refused: only its signature is missing or wrong. The commit may be sound, so retention does not delete it.
     """
 
     ref: CommitRef
@@ -241,11 +264,15 @@ class TracedCommit:
 
 @dataclass
 class GenerationOpening:
-    """All tries at one start of the gang. number: the highest number that a try has put a record under; 0: none.
+    """The tries of a launcher to open one generation. Each try takes a new number.
 
-    A put that timed out may still arrive. If its number and id were tried again, it could overwrite a newer record. So
-    each try takes a new number: a late arrival is then a start without descendants, and a rival only of another attempt
-    that took that number before.
+    A put that timed out may still arrive. If a later try used the same number and id, the late record could overwrite
+    the newer one. With a number of its own, the late record is a generation without descendants; it conflicts only with
+    another launcher's record of that number.
+
+    Attributes:
+        id: the same for all tries.
+        number: the highest number that a try has used; 0 before the first.
     """
 
     id: str = field(default_factory=lambda: secrets.token_hex(4))
@@ -260,17 +287,20 @@ def open_generation(
     parent: str | None = None,
     opening: GenerationOpening | None = None,
 ) -> Generation:
-    """Record the next generation, whose parent is the newest readable commit that counts. One process per start calls
-    this.
+    """Record the next generation and return it. One process per start calls this.
+
+    Its parent is the newest readable commit that counts.
 
     Args:
-        parent: start from this commit instead (a rewind: later commits no longer count), or `NO_PARENT`.
+        parent: key of a commit to start from instead (a rewind: later commits no longer count), or `NO_PARENT`.
         opening: the same object for each try at one start.
 
     Raises:
-        NothingToRestore: the job has commits, none can be restored, and no permit allows to start from scratch.
-        UnreliableReader: this process reads a sound manifest wrongly.
+        NothingToRestore: the job has commits, none can be restored, and no permit (a person's consent, see
+            `checkpoint.rollback`) allows a start from scratch.
+        UnreliableReader: this process reads a manifest wrongly that another process finds sound.
         TwoLaunchers: another launcher opened the same number; this record has been withdrawn.
+        CheckpointError: the parent is being deleted.
     """
     opening = opening or GenerationOpening()
     seen = _newest_seen_number(job_store)
@@ -319,7 +349,7 @@ def open_generation(
 
 
 def nothing_to_restore_error(job_store: Store, cause: str) -> NothingToRestore:
-    """Describe a start that would lose every commit of the job."""
+    """Return the error for a start that would lose every commit of the job."""
     return NothingToRestore(
         f"{job_store.uri}: {cause}; nothing was started; hint: where `ebbflow checkpoints verify "
         f"{job_store.uri}` on another machine finds a commit sound, delete its record in quarantine/ and start again; "
@@ -328,18 +358,22 @@ def nothing_to_restore_error(job_store: Store, cause: str) -> NothingToRestore:
 
 
 def permitted_generation(job_store: Store, what: str) -> int:
-    """Return the newest generation whose commits a person has permitted to give up; 0 without a permit."""
+    """Return the newest generation whose commits a permit allows to give up; 0 without a permit.
+
+    Args:
+        what: kind of the permit, see `checkpoint.rollback`.
+    """
     names = (meta.key.rsplit("/", 1)[-1].removesuffix(".json") for meta in job_store.list(permit_prefix(what)))
     return max((int(name) for name in names if name.isascii() and name.isdigit()), default=0)
 
 
 def _is_being_deleted(job_store: Store, ref: CommitRef) -> bool:
-    """Whether a commit is deleted or being deleted: its manifest goes after its tombstone has come."""
+    """Return whether a commit is deleted or being deleted: first its tombstone is put, then its manifest goes."""
     return job_store.head(tombstone_key(ref.sha256)) is not None or job_store.head(ref.key) is None
 
 
 def newest_commits(job_store: Store) -> Iterator[CommitRef]:
-    """Yield the commits that may be restored, newest first, listing no more than needed.
+    """Yield the commits that may be restored, newest first, listing no more pages than needed.
 
     If this process checks signatures, commits without a valid one are left out. Raises DamagedLineage or TwoLaunchers.
     """
@@ -347,7 +381,7 @@ def newest_commits(job_store: Store) -> Iterator[CommitRef]:
 
 
 def _newest_with_refusals(job_store: Store) -> Iterator[tuple[CommitRef, str]]:
-    """Yield the commits that count, newest first, each with why its signature is refused, or ""."""
+    """Yield the commits that count, newest first, each with the reason why its signature is refused, or ""."""
     chain, out, signs = None, set(), signer()
     for page in _commit_pages(job_store):
         if chain is None:
@@ -368,7 +402,7 @@ def _refusal_reason(signs: Signer | None, job_store: Store, ref: CommitRef) -> s
 
 
 def _report_refused(job_store: Store, chosen: CommitRef | None) -> str:
-    """Warn of each refused commit newer than `chosen`; return the newest one's reason, or ""."""
+    """Warn of each commit newer than `chosen` whose signature is refused; return the newest one's reason, or ""."""
     first = ""
     for ref, refused in _newest_with_refusals(job_store) if signer() is not None else ():
         if ref == chosen:
@@ -385,7 +419,7 @@ def reachable_commits(job_store: Store, *, limit: int | None = None) -> list[Com
 
 
 def trace_lineage(job_store: Store) -> list[TracedCommit]:
-    """List all commits: those that count, then the others with their reasons; each newest first."""
+    """List all commits: first those that count, then the others with their reasons; both newest first."""
     found = [commit for page in _commit_pages(job_store) for commit in page]
     if not found:
         return []
@@ -424,7 +458,7 @@ def _commit_pages(job_store: Store) -> Iterator[list[tuple[CommitRef, float]]]:
 
 
 def _newest_seen_number(job_store: Store) -> int:
-    """Return the highest generation on the first page of commits, which the newest one is not below."""
+    """Return the highest generation on the first page of commits; the newest generation is not below it."""
     page = next(_commit_pages(job_store), [])
     return max((ref.generation for ref, _ in page), default=0)
 
@@ -434,9 +468,12 @@ def _names_below(job_store: Store, prefix: str) -> set[str]:
 
 
 def is_readable_commit(job_store: Store, ref: CommitRef) -> bool:
-    """Whether a commit's manifest reads well, so that a generation can start from it; warns if not.
+    """Return whether a commit's manifest is readable, so that a generation can start from it; print a warning if not.
 
-    A manifest that reads badly is read again by a new process. Raises UnreliableReader if that finds it sound.
+    A new process reads a damaged manifest again.
+
+    Raises:
+        UnreliableReader: the new process finds the manifest sound, so this machine reads wrongly.
     """
     try:
         fetch_verified(job_store, ref.key, Manifest.from_bytes)
@@ -456,7 +493,10 @@ def _sound_parent(job_store: Store) -> CommitRef | None:
 
 
 def _commits_of_lineage(job_store: Store) -> list[CommitRef]:
-    """List what would count if every commit were readable: also quarantined ones, not those being deleted."""
+    """List the commits that would count if all were readable.
+
+    Quarantined commits are among them; commits that are being deleted are not.
+    """
     found = [ref for page in _commit_pages(job_store) for ref, _ in page]
     if not found:
         return []

@@ -1,7 +1,8 @@
 """The objects of a commit: one index per rank, merged into one canonical manifest. Versioned JSON, no pickle.
 
 data object   the rank's pieces of tensors as little-endian bytes, each start aligned to 64 bytes
-index         the pieces in it and a checksum per chunk (16 MiB by default); sealed; rank 0's also carries `extra`
+index         the position of each piece, a checksum per chunk (16 MiB by default) and a checksum of the index itself;
+              rank 0's also has `extra`
 manifest      all indexes merged: the pieces of each tensor and their positions. It contains no host and no time, so
               every rank writes the same bytes, under a key that contains their SHA-256
 """
@@ -25,7 +26,11 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointId:
-    """Identity of a checkpoint, which all its objects share. generation: name with its random id."""
+    """The identity of a checkpoint, which all its objects contain.
+
+    Attributes:
+        generation: name of the generation, that is its number and its random id.
+    """
 
     job: str
     generation: str
@@ -39,7 +44,15 @@ class CheckpointId:
 
 @dataclass(frozen=True, kw_only=True)
 class IndexEntry:
-    """A box of one tensor in a rank's data object: `sizes` elements at `offsets`, `length` bytes from `start`."""
+    """A rectangular piece of a tensor, and its position in a rank's data object.
+
+    Attributes:
+        shape: shape of the whole tensor.
+        offsets: position of the piece's first element in the whole tensor, by dimension.
+        sizes: shape of the piece.
+        start: first byte in the data object.
+        length: bytes.
+    """
 
     name: str
     dtype: str  # as torch names it, without "torch."
@@ -61,9 +74,12 @@ class IndexEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class DataObject:
-    """One rank's bytes, with a CRC64NVME of the whole and of each chunk.
+    """The bytes that one rank uploaded, described by their CRC64NVME as a whole and by chunk.
 
-    sha256: of each chunk if commits are signed, since a CRC can be forged; otherwise empty and not stored.
+    Attributes:
+        size: bytes.
+        chunks: checksum of each chunk of `chunk_bytes` bytes; the last chunk may be shorter.
+        sha256: SHA-256 of each chunk if commits are signed, since a CRC can be forged; otherwise empty and not stored.
     """
 
     key: str
@@ -84,11 +100,11 @@ class DataObject:
 
 @dataclass(frozen=True, kw_only=True)
 class RankIndex:
-    """What one rank saved.
+    """The description of one rank's part of a checkpoint.
 
-    Args:
-        common: stored once, by rank 0: extra, optimizer settings, key of the parent commit.
-        hmac: signature of the rest and of the index's key (`signing.Signer`); empty and not stored if unsigned.
+    Attributes:
+        common: extra, optimizer settings and key of the parent commit; only rank 0 stores them.
+        hmac: signature of the other fields and the index's key (`signing.Signer`); empty and not stored if unsigned.
     """
 
     save: CheckpointId
@@ -128,7 +144,7 @@ class RankIndex:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorPiece:
-    """Position of a tensor's box: `length` bytes from `start` in the data object of `rank`."""
+    """A rectangular piece of a tensor, as in `IndexEntry`, and its position in the data object of `rank`."""
 
     rank: int
     offsets: tuple[int, ...]
@@ -139,7 +155,7 @@ class TensorPiece:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorEntry:
-    """A whole tensor, whose pieces cover it exactly once."""
+    """A whole tensor, and the pieces that cover it exactly once."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -148,7 +164,14 @@ class TensorEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """A commit. indexes: SHA-256 of each rank's index. common: extra, optimizer settings, key of the parent commit."""
+    """The manifest of a commit: the indexes of all ranks, merged.
+
+    Attributes:
+        data: data objects, in the order of ranks.
+        indexes: SHA-256 of each rank's index.
+        tensors: tensors by name.
+        common: extra, optimizer settings and key of the parent commit.
+    """
 
     save: CheckpointId
     data: tuple[DataObject, ...]
@@ -158,7 +181,7 @@ class Manifest:
 
     @property
     def size(self) -> int:
-        """Bytes of data."""
+        """Total bytes of the data objects."""
         return sum(item.size for item in self.data)
 
     def to_bytes(self) -> bytes:
@@ -178,7 +201,7 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, data: bytes, key: str) -> Manifest:
-        """Parse a manifest.
+        """Parse the manifest with the commit key `key`.
 
         Raises:
             CorruptCommit: the bytes do not have the SHA-256 in the key, or are no manifest of this format.
@@ -212,7 +235,7 @@ class Manifest:
         return manifest
 
     def _inconsistencies(self) -> Iterator[str]:
-        """Yield contradictory counts, from which no key may be derived."""
+        """Yield a description of each count or size that contradicts another one."""
         world_size = self.save.world_size
         if not len(self.data) == len(self.indexes) == world_size:
             yield f"{len(self.data)} data objects, {len(self.indexes)} indexes, {world_size} ranks"
@@ -225,7 +248,7 @@ class Manifest:
                 yield f"{item.key}: {len(item.sha256)} SHA-256 for {len(item.chunks)} chunks"
 
     def problems(self) -> Iterator[str]:
-        """Yield pieces of tensors that do not fit the data objects or their own shape."""
+        """Yield a description of each tensor piece that does not fit its data object or its own shape."""
         for name, entry in self.tensors.items():
             for piece in entry.pieces:
                 if not 0 <= piece.rank < len(self.data):
@@ -238,7 +261,10 @@ class Manifest:
 
 
 def merge_indexes(save: CheckpointId, indexes: Sequence[tuple[RankIndex, bytes]]) -> Manifest:
-    """Merge the indexes of all ranks, in the order of ranks.
+    """Merge the indexes of all ranks into a manifest.
+
+    Args:
+        indexes: each rank's index with its serialised bytes, in the order of ranks.
 
     Raises:
         CheckpointError: an index belongs to another save or names another rank's data object, or the pieces do not
@@ -269,7 +295,10 @@ def merge_indexes(save: CheckpointId, indexes: Sequence[tuple[RankIndex, bytes]]
 
 
 def dtype_bytes(dtype: str) -> int:
-    """Return bytes per element of a torch dtype name, whose first number is in bits; `bool` has none."""
+    """Return the bytes per element of a torch dtype, given its name.
+
+    The first number in the name is the size in bits; only `bool` has no number, and takes one byte.
+    """
     bits = re.search(r"\d+", dtype)
     return int(bits[0]) // 8 if bits else 1
 

@@ -34,9 +34,9 @@ _LONGEST_PAUSE_SECONDS = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class PartSettings:
-    """How an object is divided.
+    """The sizes into which an object is divided for its upload.
 
-    Args:
+    Attributes:
         part_bytes: bytes per part, a multiple of `chunk_bytes`.
         chunk_bytes: bytes per checksum in the index.
         parallel: parts uploaded at once.
@@ -73,7 +73,11 @@ class PartUploader:
         self._pool = ThreadPoolExecutor(settings.parallel, thread_name_prefix="part")
 
     def upload(self, key: str, view: memoryview, deadline: Deadline) -> DataObject:
-        """Upload an object and verify its size. Raises CheckpointError naming the part, the tries and the cause."""
+        """Upload an object, verify its size and checksum in the store, and return its description.
+
+        Raises:
+            CheckpointError: names the part, the tries and the cause.
+        """
         pieces = self._pieces(view)
         what = f"put {key}"
         begun = retry_until(deadline, what, lambda: self._begin(key, len(view), len(pieces), deadline))
@@ -101,7 +105,10 @@ class PartUploader:
         return self._sink.sweep(prefix, older_than_seconds=older_than_seconds, seconds=seconds)
 
     def _try_seconds(self, deadline: Deadline, part_bytes: int) -> float:
-        """Return the timeout of one try: several fit into the deadline, but a capped part gets the time it needs."""
+        """Return the timeout of one try in seconds.
+
+        Three tries fit into the deadline, except for a part that needs longer because of the bandwidth cap.
+        """
         usual = min(_LONGEST_TRY_SECONDS, deadline.seconds / 3)
         if (rate := self._throttle.bytes_per_second) is not None:
             usual = max(usual, 2.0 * part_bytes * self._settings.parallel / rate)
@@ -166,7 +173,11 @@ class PartUploader:
     def _finish(
         self, what: str, key: str, begun: Any, sent: list[_Sent], whole: int, size: int, deadline: Deadline
     ) -> None:
-        """Complete the upload. After an error look at the object: no other process writes this key."""
+        """Complete the upload.
+
+        If the store reports an error, check whether the object has arrived all the same: no other process writes this
+        key.
+        """
         parts, crcs = [one.part for one in sent], [combine_crcs(one.sums) for one in sent]
 
         def finish() -> None:
@@ -202,7 +213,7 @@ class PartUploader:
         _compare(key, stated, whole)
 
     def _abort(self, begun: Any) -> None:
-        """Abort the upload. If that fails, it is swept later."""
+        """Abort the upload. If that fails, a later sweep removes it."""
         with contextlib.suppress(StoreError):
             self._sink.abort(begun, seconds=_ABORT_SECONDS)
 

@@ -1,4 +1,4 @@
-"""Whole commits in one process, to export them to other formats or to import from those. Imports torch."""
+"""Read and write whole commits in one process, for exports to other formats and imports from them. Imports torch."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ _OBJECT_BYTES = 2 * 2**30  # per data object: memory that an import needs in add
 
 @dataclass(kw_only=True)
 class PortableState:
-    """The state of a commit, independent of ranks.
+    """The state in a commit, independent of ranks.
 
-    Args:
+    Attributes:
         weights: tensors by name.
-        moments: optimizer state tensors by parameter and state.
-        settings: as from `optimizer_settings`; None without an optimizer.
-        extra: JSON that our own commits carry.
-        source: reads the tensors' values, which are on device "meta" then; None: the tensors have their values.
+        moments: optimizer tensors by parameter name and then state name, such as exp_avg.
+        settings: the rest of the optimizer, as `optimizer_settings` returns it; None without an optimizer.
+        extra: JSON that Ebbflow stores with its own commits.
+        source: reads the values of the tensors, which are on device "meta"; None if the tensors have their values.
     """
 
     weights: dict[str, Tensor]
@@ -53,15 +53,15 @@ class PortableState:
     source: Source | None = None
 
     def stream(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the named tensors with their values, in this order. A value is valid until the next is requested.
+        """Yield the named tensors with their values, in this order.
 
-        Memory is reused, so the tensors need not fit together.
+        A tensor is valid until the next one is requested: memory is reused, so not all tensors need to fit at once.
         """
         named = self.named()
         yield from ((name, named[name]) for name in names) if self.source is None else self.source(list(names))
 
     def named(self) -> dict[str, Tensor]:
-        """Return the tensors under their names in a commit."""
+        """Return all tensors under their names in a commit, `model.<name>` and `optimizer.<name>.<state>`."""
         named = {f"model.{name}": tensor for name, tensor in self.weights.items()}
         for name, states in self.moments.items():
             named |= {f"optimizer.{name}.{key}": tensor for key, tensor in states.items()}
@@ -72,7 +72,14 @@ class PortableState:
 
 
 def unwrap_weights(state: Mapping[str, Any], what: str) -> dict[str, Tensor]:
-    """Return a state dict without wrapper prefixes, each tied tensor once under its first name."""
+    """Return the weights of a state dict under their names without wrapper prefixes. A tied tensor is kept once.
+
+    Args:
+        what: name of the file, for errors.
+
+    Raises:
+        CheckpointError: a value is not a tensor, two names become equal, or there are no weights.
+    """
     weights: dict[str, Tensor] = {}
     seen: set[tuple[Any, ...]] = set()
     for name, tensor in state.items():
@@ -92,7 +99,10 @@ def unwrap_weights(state: Mapping[str, Any], what: str) -> dict[str, Tensor]:
 
 
 def unwrap_name(name: str) -> str:
-    """Strip wrapper prefixes from a name: `module.` only in front, the others anywhere."""
+    """Strip the prefixes that DDP, torch.compile and activation checkpointing add to a parameter's name.
+
+    `module.` is stripped only in front, the others anywhere.
+    """
     name = name.removeprefix(_PREFIXES[0])
     for prefix in _PREFIXES[1:]:
         name = name.replace(prefix, "")
@@ -100,10 +110,14 @@ def unwrap_name(name: str) -> str:
 
 
 def add_optimizer(content: PortableState, document: Mapping[str, Any], what: str) -> None:
-    """Add an optimizer's state dict, whose parameters are numbers (torch) or names (DCP).
+    """Add an optimizer's state dict to `content`. It identifies parameters by number (torch) or by name (DCP).
+
+    Args:
+        document: the state dict.
+        what: name of the file, for errors.
 
     Raises:
-        CheckpointError: it is unclear which number is which parameter.
+        CheckpointError: it is unclear which number is which parameter, or a state does not have its parameter's shape.
     """
     groups, states = document["param_groups"], document["state"]
     names = _parameter_names(content, groups, states, what)
@@ -126,7 +140,7 @@ def add_optimizer(content: PortableState, document: Mapping[str, Any], what: str
 
 
 def torch_optimizer(content: PortableState) -> dict[str, Any]:
-    """Return the optimizer as `Optimizer.load_state_dict` takes it: parameters are numbers in the order of groups."""
+    """Return the optimizer's state dict for `Optimizer.load_state_dict`: parameters are numbered by group."""
     assert content.settings is not None
     groups, states, number = [], {}, 0
     for group in content.settings["param_groups"]:
@@ -143,7 +157,7 @@ def torch_optimizer(content: PortableState) -> dict[str, Any]:
 
 
 def named_optimizer(content: PortableState) -> dict[str, Any]:
-    """Return the optimizer as torch's `set_state_dict` takes it: parameters are names."""
+    """Return the optimizer's state dict for torch's `set_state_dict`: parameters are identified by name."""
     assert content.settings is not None
     scalars = content.settings["scalars"]
     names = [name for group in content.settings["param_groups"] for name in group["params"]]
@@ -158,7 +172,7 @@ def named_optimizer(content: PortableState) -> dict[str, Any]:
 def _parameter_names(
     content: PortableState, groups: Iterable[Mapping[str, Any]], states: Mapping[Any, Any], what: str
 ) -> dict[str, str]:
-    """Map the optimizer's parameter numbers or names to names of weights."""
+    """Map the optimizer's parameter numbers or names to names of weights. Raises CheckpointError."""
     called = [str(number) for group in groups for number in group["params"]]
     given = [name for group in groups for name in group.get("param_names") or []]
     if not all(name.isdigit() for name in called):
@@ -187,7 +201,10 @@ def _plain(value: Any) -> Any:
 
 
 def read_commit(store: Store, key: str) -> PortableState:
-    """Open a commit. Tensors are read and verified when requested; the ranks' random states are left out."""
+    """Return the state in a commit, without the ranks' random states.
+
+    Tensors are read and verified only when `PortableState.stream` requests them.
+    """
     reader = CommitReader(store, key)
     manifest = reader.manifest
     content = PortableState(weights={}, step=manifest.save.step, extra=manifest.common.get("extra") or {})
@@ -208,13 +225,14 @@ def read_commit(store: Store, key: str) -> PortableState:
 
 
 def _first_position(manifest: Manifest, name: str) -> tuple[int, str]:
-    """Sort key: tensors in the order of their positions share chunks with their neighbours."""
+    """Return a sort key that puts tensors in the order of their positions, where neighbours share chunks."""
     return min((piece.start for piece in manifest.tensors[name].pieces), default=0), name
 
 
 def _stream(reader: CommitReader, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-    """Read a window of tensors at a time, since whole chunks are verified and are mostly larger than a tensor.
+    """Read the named tensors in groups ("windows"), and yield them in order.
 
+    Whole chunks are verified, and a chunk is usually larger than a tensor, so single tensors would read it repeatedly.
     A window is at least two chunks of each object, because a chunk at its edge may be read twice. All windows share the
     same memory: allocating and freeing pieces would fragment the heap.
     """
@@ -230,7 +248,7 @@ def _stream(reader: CommitReader, names: Sequence[str]) -> Iterator[tuple[str, T
 
 
 def _tensor_in(memory: memoryview, start: int, entry: TensorEntry) -> Tensor:
-    """Return a tensor with its own storage of its own size, since some writers write whole storages."""
+    """Return a tensor whose storage is exactly its own bytes of `memory`, since some writers write whole storages."""
     dtype, length = getattr(torch, entry.dtype), _bytes(entry)
     if not length:
         return torch.empty(entry.shape, dtype=dtype)
@@ -238,14 +256,14 @@ def _tensor_in(memory: memoryview, start: int, entry: TensorEntry) -> Tensor:
 
 
 def commit_portable_state(store: Store, content: PortableState, *, source: str, seconds: float = 3600.0) -> CommitRef:
-    """Write `content` as the first commit of a new job, from which a start continues.
+    """Write `content` as the first commit of a new job. The job's first start continues from it.
 
     Args:
-        source: name of the imported file, for the record.
-        seconds: limit for everything.
+        source: name of the imported file, to be recorded in the commit.
+        seconds: time limit of the whole import.
 
     Raises:
-        CheckpointError: also if the job has been started before.
+        CheckpointError: the job has been started before, or the import failed.
     """
     if newest_generation_number(store):
         raise CheckpointError(f"{store.uri}: the job has been started already; hint: import into a new job's name")
@@ -275,7 +293,11 @@ def _job(store: Store) -> str:
 
 
 def _windows(sizes: dict[str, int], most_bytes: int) -> Iterator[dict[str, int]]:
-    """Group tensor sizes into windows of at most `most_bytes`; a larger tensor is alone. Yields at least one window."""
+    """Group tensors into windows of at most `most_bytes`; a larger tensor is alone. Yields at least one window.
+
+    Args:
+        sizes: bytes by name.
+    """
     found: dict[str, int] = {}
     size = 0
     for name, length in sizes.items():
@@ -288,7 +310,7 @@ def _windows(sizes: dict[str, int], most_bytes: int) -> Iterator[dict[str, int]]
 
 
 def _align_window(sizes: dict[str, int]) -> tuple[dict[str, int], int]:
-    """Return each tensor's aligned start, and the end of the last."""
+    """Return the aligned start of each tensor in a window's memory, and the end of the last tensor, in bytes."""
     starts: dict[str, int] = {}
     end = 0
     for name, length in sizes.items():
