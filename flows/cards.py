@@ -1,4 +1,4 @@
-"""The report as a Metaflow card, with the figures of every other rendering."""
+"""The job's report as a Metaflow card, with the same figures as on the terminal and in report.html."""
 
 # Metaflow's stubs neither re-export its public names nor know the attributes that it adds at run time.
 # pyright: reportPrivateImportUsage=false
@@ -38,11 +38,12 @@ from ebbflow.cost.report.report import RunReport
 def show_report(card: Any, report: dict, earlier: Sequence[dict] = ()) -> None:
     """Fill a blank card with a report.
 
-    Foreign text is escaped, and NaN is left out because a single NaN leaves the whole page blank. Tables are those of
-    report.html, since Metaflow's own are cut off on a phone.
+    Text from outside this program is escaped. Losses that are NaN are left out, because a single NaN leaves the whole
+    page blank. Tables are the HTML tables of report.html, because Metaflow's own are cut off on a phone.
 
     Args:
-        earlier: reports of other jobs, for comparison.
+        report: the report as JSON.
+        earlier: reports of other jobs as JSON, for comparison.
     """
     run = RunReport.from_json(report)
     card.append(Markdown(f"<style>{TABLE_STYLE.replace(chr(10), '')}</style>"))
@@ -72,7 +73,6 @@ def show_report(card: Any, report: dict, earlier: Sequence[dict] = ()) -> None:
 
 
 def _show_table(card: Any, title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Add a table under its title, nothing without rows."""
     if rows:
         card.append(Markdown(f"## {title}"))
         card.append(Markdown(render_html_table(header, rows)))
@@ -93,5 +93,5 @@ def _loss_chart(curve: list[dict], unit: str) -> dict:
 
 
 def _text(value: object) -> str:
-    """Escape foreign text for Markdown: neither HTML nor emphasis, links or code."""
+    """Escape text from outside this program, so that Markdown shows it without HTML, emphasis, links or code."""
     return re.sub(r"([\\`*_~\[\]|])", r"\\\1", html.escape(str(value), quote=False))

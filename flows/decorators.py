@@ -1,9 +1,11 @@
-"""Decorators of the flow: `@capacity`, `--with cloud`, `--with local`, and the code package.
+"""Decorators of the flow (`@capacity`, `--with cloud`, `--with local`) and the contents of its code package.
 
-Metaflow sends a step where its decorators say, the same in each attempt. `@capacity` changes that for each attempt in
-the hook `runtime_step_cli`, which is not public because Metaflow has no public hook for it (docs/architecture.md).
+By itself, Metaflow runs every attempt of a step in the place that the step's decorators name. `@capacity` chooses
+queue, machine and number of nodes anew for each attempt. It does so in the hook `runtime_step_cli`, which is private:
+Metaflow has no public hook for this (docs/architecture.md).
 
-Metaflow before 2.19.39 has no `@package_sources`; there the hook `add_to_package` adds files to the code package.
+The code package is the archive of source files that Metaflow copies into a container. Metaflow before 2.19.39 has no
+`@package_sources` to choose these files; there, `@capacity` adds them in its hook `add_to_package`.
 """
 
 # Metaflow's stubs neither re-export its public names nor know the attributes that it adds at run time.
@@ -34,7 +36,7 @@ _HOOKS = ("step_init", "add_to_package", "runtime_step_cli", "task_pre_step")
 
 
 def check_hooks(decorator: type) -> None:
-    """Raise ImportError that names the hooks which this release of Metaflow's step decorators lacks."""
+    """Raise ImportError, which names the hooks, if the step decorator class lacks hooks that `@capacity` uses."""
     if missing := [hook for hook in _HOOKS if not hasattr(decorator, hook)]:
         raise ImportError(
             f"metaflow {metaflow.__version__}: its step decorators have no hook {', '.join(missing)}; "
@@ -49,9 +51,10 @@ REMOTE = ("batch", "kubernetes")
 
 
 class local(StepMutator):  # noqa: N801 - the name follows --with
-    """Remove @batch and @kubernetes from each step before they ask for a remote datastore.
+    """Mutator of `--with local`: it removes @batch and @kubernetes from every step.
 
-    This runs in every task's process too and therefore prints nothing.
+    Metaflow applies it before these decorators demand a remote datastore. It runs in the process of every task too, so
+    it prints nothing.
     """
 
     def mutate(self, mutable_step):
@@ -61,7 +64,7 @@ class local(StepMutator):  # noqa: N801 - the name follows --with
 
 
 class cloud(StepMutator):  # noqa: N801
-    """Send the training steps to AWS Batch and leave the light steps on the launching machine."""
+    """Mutator of `--with cloud`: it sends the training steps to AWS Batch and keeps all others on this machine."""
 
     def mutate(self, mutable_step):
         names = _decorator_names(mutable_step)
@@ -71,19 +74,18 @@ class cloud(StepMutator):  # noqa: N801
 
 
 def _init_decorator(mutable_step: Any, name: str) -> None:
-    """Initialise a decorator that a mutator added, which Metaflow does only in newer releases than 2.19.20."""
+    """Initialise a decorator that a mutator added. Metaflow up to 2.19.20 does not do it by itself."""
     for decorator in getattr(getattr(mutable_step, "_my_step", None), "decorators", ()):
         if decorator.name == name:
             decorator.external_init()
 
 
 def _decorator_names(mutable_step: Any) -> set[str]:
-    """Return the names of a step's decorators; `has_decorator` is missing in some releases."""
-    return {name for name, *_ in mutable_step.decorator_specs}
+    return {name for name, *_ in mutable_step.decorator_specs}  # some releases have no `has_decorator`
 
 
 def training_backend(flow: Any) -> Target | None:
-    """Return where the training steps run: "batch", "kubernetes", or None for this machine."""
+    """Return the backend of the training steps: "batch", "kubernetes", or None for this machine."""
     steps = (flow.train, flow.train_node)
     return next((one.name for step in steps for one in step.decorators if one.name in REMOTE), None)
 
@@ -94,7 +96,7 @@ _SHIPPED: list[Path] = []
 
 
 def package_sources() -> Callable[[type], Any]:
-    """Decorate a flow so that its code package holds the package `ebbflow` and, in a checkout, `examples`."""
+    """Return a class decorator that adds the package `ebbflow`, and in a checkout `examples`, to the code package."""
     folders = [IMPORT_ROOT / "ebbflow", *([] if INSTALLED else [IMPORT_ROOT / "examples"])]
     folders = [folder for folder in folders if folder.is_dir()]  # in a code package itself there may be no examples
     if not OWN:
@@ -108,7 +110,7 @@ def package_sources() -> Callable[[type], Any]:
 
 
 def packaged_files() -> Iterator[tuple[str, str]]:
-    """Yield (path, name in the package) for a decorator to add; nothing where Metaflow adds the files itself."""
+    """Yield (path, name in the package) of each file that `@capacity` must add; none if Metaflow adds the files."""
     for folder in _SHIPPED:
         for parent, _, names in sorted(os.walk(folder, followlinks=True)):  # the rooms are links in a checkout
             for path in (Path(parent, name) for name in sorted(names)):
@@ -116,7 +118,7 @@ def packaged_files() -> Iterator[tuple[str, str]]:
                     yield str(path), str(path.relative_to(folder.parent))
 
 
-# Options of a local step; all others are @batch's.
+# Command-line options of a step on this machine. All others belong to @batch.
 _LOCAL_OPTIONS = frozenset({
     "run-id", "task-id", "input-paths", "split-index", "split_index", "retry-count", "max-user-code-retries", "tag",
     "namespace", "ubf-context", "clone-run-id", "num-parallel",
@@ -125,7 +127,7 @@ _ARTIFACTS = ("job", "settings", "capacity", "examined", "rounds", "num_nodes")
 
 
 class CapacityDecorator(StepDecorator):
-    """Changes queue, resources, time limit and number of nodes in an attempt's command line."""
+    """Step decorator that writes queue, resources, time limit and number of nodes into each attempt's command line."""
 
     name = "capacity"
     defaults: ClassVar[dict[str, Any]] = {}
@@ -137,7 +139,7 @@ class CapacityDecorator(StepDecorator):
         queues = [one.attributes.get("queue") for one in decorators if one.name == "batch"]
         self._named = any(queue not in (None, BATCH_JOB_QUEUE) for queue in queues)
         self._parallel = graph[step_name].parallel_step
-        # Hooks run in this order, and @batch overwrites the command line, so this one is last.
+        # Hooks run in the order of this list, and @batch overwrites the command line, so this decorator must be last.
         step = getattr(type(flow), step_name)
         step.decorators = [one for one in step.decorators if one is not self] + [self]
 
@@ -157,7 +159,7 @@ class CapacityDecorator(StepDecorator):
         self, step_name, task_datastore, metadata, run_id, task_id, flow, graph, retry_count, max_retries, ubf_context,
         inputs,
     ) -> None:  # fmt: skip
-        # As @batch does for multi-node jobs, for a @parallel step that one node runs as a plain job.
+        # @batch sets these attributes in multi-node jobs only; a @parallel step in a plain job needs them too.
         alone = "AWS_BATCH_JOB_ID" in os.environ and "AWS_BATCH_JOB_NUM_NODES" not in os.environ
         if ubf_context == "ubf_control" and (alone or pods.is_single_pod()):
             flow._control_mapper_tasks = [f"{run_id}/{step_name}/{task_id}"]
@@ -192,9 +194,12 @@ class CapacityDecorator(StepDecorator):
             cli_args.env[SUBMIT_VARIABLE] = json.dumps(_for_the_submitter(flow, name, answer.order))
 
     def _unplaced(self, cli_args: Any, task: Any, trouble: str) -> None:
-        """Run an attempt without placement in the queue that @batch names; without one, fail beside the scheduler.
+        """Handle an attempt that could not be placed.
 
-        The queue of the light steps has no machine to train on. The next attempt is placed anew.
+        If the user named a queue (`--with batch:queue=…`), and always on Kubernetes, the attempt runs with the settings
+        of that decorator. Otherwise it runs on the scheduler's machine and fails there with the message `trouble`,
+        because the default queue is for the steps around training and has no machine to train on. Metaflow then retries
+        the step, and the next attempt is placed anew.
         """
         backend = cli_args.commands[0]
         if self._named or backend == "kubernetes":
@@ -208,7 +213,7 @@ class CapacityDecorator(StepDecorator):
 
 
 def apply_to_batch(cli_args: Any, order: AttemptOrder, config: dict[str, Any]) -> None:
-    """Write an order into the command line of `batch step`, over the values of @batch."""
+    """Write the order's placement into the command line of `batch step`, in place of the values of @batch."""
     placement, batch = order.placement or {}, config["batch"]
     options = cli_args.command_options
     options.update({
@@ -230,7 +235,7 @@ def apply_to_batch(cli_args: Any, order: AttemptOrder, config: dict[str, Any]) -
 
 
 def run_locally(cli_args: Any, step: str) -> None:
-    """Run a step beside the scheduler, because it only decides how the job goes on."""
+    """Change a step's command line so that the step runs on the scheduler's machine, for attempts that do not train."""
     cli_args.commands, cli_args.command_args = ["step"], [step]
     options = cli_args.command_options
     cli_args.command_options = {key: value for key, value in options.items() if key in _LOCAL_OPTIONS}
@@ -252,7 +257,7 @@ def _for_the_submitter(flow: SimpleNamespace, name: AttemptName, order: AttemptO
 
 
 def _artifacts(store: Any, pathspec: str) -> SimpleNamespace:
-    """Return the artifacts of the previous task."""
+    """Return the artifacts that `_ARTIFACTS` lists of the task with this pathspec (RUN/STEP/TASK)."""
     parent = store.get_task_datastore(*pathspec.split("/"))
     return SimpleNamespace(**{name: parent[name] for name in _ARTIFACTS})
 

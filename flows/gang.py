@@ -1,7 +1,8 @@
-"""This node's part of the gang, run from a step: its shape, its money terms and its outcome.
+"""The work of the steps `train` and `train_node`: start this node's agent, and turn its outcome into the step's result.
 
-In a multi-node job AWS Batch gives each container an interface of the VPC and one of the ECS agent, whose link-local
-address is the same in all of them. gloo and NCCL could wait on the wrong one for ever, so the interface is set.
+In a multi-node job, AWS Batch gives each container two network interfaces: one in the VPC, and one of the ECS agent,
+whose link-local address is the same in all containers. gloo and NCCL could choose the second one and wait for ever.
+`set_network_interface` therefore names the first.
 """
 
 from __future__ import annotations
@@ -41,10 +42,12 @@ _ANY_PORT = 9
 
 
 def set_network_interface(main_address: str, environment: MutableMapping[str, str] = os.environ) -> str | None:
-    """Set gloo's and NCCL's variables to the interface that leads to node 0, unless the user has set them.
+    """Make gloo and NCCL use the network interface that leads to node 0, by environment variables.
+
+    Variables that the user has set keep their values.
 
     Returns:
-        The interface's name, None (and nothing set) if none leads there.
+        The interface's name. None if no interface leads to node 0; then nothing is set.
     """
     name = route_interface(main_address)
     if name is not None:
@@ -54,7 +57,7 @@ def set_network_interface(main_address: str, environment: MutableMapping[str, st
 
 
 def route_interface(address: str) -> str | None:
-    """Return the interface whose address a connection to an IPv4 address would use. Sends nothing."""
+    """Return the network interface by which this machine reaches an IPv4 address, or None. Sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((address, _ANY_PORT))
@@ -72,21 +75,25 @@ def _address_of(probe: socket.socket, name: str) -> str | None:
     return None
 
 
-STOPPED_TASK_SECONDS = 20.0  # as long as another node's agent may be silent
+STOPPED_TASK_SECONDS = 20.0  # the longest silence after which agents count a node as lost
 _LOOK_SECONDS = 1.0
 _STOPPED = {"step": None, "weights_sha256": None}
 
 
 @dataclass(frozen=True)
 class GangShape:
-    """Nodes and ranks per node of the gang that runs."""
+    """Number of nodes of a gang, and number of ranks per node."""
 
     nodes: int
     processes_per_node: int
 
 
 def gang_shape(flow: Any, order: AttemptOrder | None = None) -> GangShape:
-    """Return the shape of the order, else of the configuration, where `auto` follows the plan."""
+    """Return the gang's shape from the attempt's order or, without an order, from the configuration.
+
+    A configured `auto` takes the value of the chosen plan. On this machine, `auto` ranks per node use the local GPUs
+    first.
+    """
     if order is not None:
         return GangShape(order.nodes, order.processes_per_node)
     job = current_job(flow)
@@ -101,7 +108,10 @@ def gang_shape(flow: Any, order: AttemptOrder | None = None) -> GangShape:
 
 
 def ranks_of_local_gpus(config: RunConfig, nodes: int) -> int | None:
-    """Return the most ranks per node that each have a GPU here and divide the batch, None with too few GPUs."""
+    """Return the largest number of ranks per node that the local GPUs allow, one GPU per rank.
+
+    The batch must divide evenly among the ranks. Returns None if no number fits or the configured device is the CPU.
+    """
     most = 0 if config.cluster.device == "cpu" else visible_gpus() // nodes
     parts = config.training.gradient_accumulation_steps * nodes
     return next((ranks for ranks in range(most, 0, -1) if config.training.batch_size % (parts * ranks) == 0), None)
@@ -110,18 +120,19 @@ def ranks_of_local_gpus(config: RunConfig, nodes: int) -> int | None:
 def end_stopped_tasks(
     launcher: int, *, limit_seconds: float = STOPPED_TASK_SECONDS, done: threading.Event | None = None
 ) -> None:
-    """Kill local tasks that stay stopped (SIGSTOP) until `done` is set; Metaflow would wait for them without end.
+    """Kill local tasks that stay stopped by SIGSTOP for `limit_seconds`. Returns when `done` is set.
 
-    A stopped task blocks its node's agent, and the job goes on as after a lost node. Tasks that submit to AWS Batch are
-    spared, because their job would go on without them.
+    Metaflow would wait for a stopped task without end. Its node's agent is stopped as well, so the job recovers from
+    the kill as from a lost node. Tasks that submit to AWS Batch are spared: without them, their Batch job would run on.
 
     Args:
         launcher: process id of Metaflow's scheduler.
+        done: ends the function; None: it never returns.
     """
     watched, done = StoppedProcesses(limit_seconds), done or threading.Event()
     while not done.wait(min(_LOOK_SECONDS, limit_seconds / 4)):
         tasks = [pid for pid in children(launcher) if _is_local_task(pid)]
-        tasks += [pid for task in tasks for pid in children(task) if _is_local_task(pid)]  # of the other nodes
+        tasks += [pid for task in tasks for pid in children(task) if _is_local_task(pid)]  # other nodes
         for pid, seconds in watched.look(tasks).items():
             text = f"the task with pid {pid} was stopped (state T) for {seconds:.0f} s: killed, to be retried"
             print(text, file=sys.stderr, flush=True)
@@ -138,20 +149,23 @@ def _is_local_task(pid: int) -> bool:
 
 
 def initial_branch(flow: Any) -> str:
-    """Return "node" for a single node in AWS Batch, which repeats its own step after each reclaim, else "gang"."""
+    """Return the branch after `prepare`: "node" for a single node in AWS Batch, else "gang".
+
+    "node" leads to the step `train_node`, which repeats when its machine is reclaimed; "gang" leads to `fan_out`.
+    """
     return "node" if training_backend(flow) == "batch" and flow.num_nodes == 1 else "gang"
 
 
-def train_round(flow: Any, this: Any) -> tuple[dict, str]:
-    """Run one round of a single node.
+def train_node(flow: Any, this: Any) -> tuple[dict, str]:
+    """Run one round of the step `train_node`: train on a single node until the job ends or the machine is reclaimed.
 
-    A drain after a notice is a regular end of the round.
+    A drain after a Spot notice ends the round as planned, and the step repeats.
 
     Returns:
-        (outcome, next branch: again, gang or done).
+        (outcome as JSON, next branch of the flow: "again", "gang" or "done").
 
     Raises:
-        StepFailed: a new attempt may help.
+        StepFailed: the training failed in a way that a new attempt may cure.
     """
     flow.rounds += 1
     order = _order(flow, this)
@@ -159,7 +173,7 @@ def train_round(flow: Any, this: Any) -> tuple[dict, str]:
         flow.num_nodes = order.nodes
         return {"outcome": Outcome.INTERRUPTED.value, **_STOPPED}, order.does
     try:
-        return _train(flow, this, order, node=0, main_address="127.0.0.1"), "done"
+        return _run_node(flow, this, order, node=0, main_address="127.0.0.1"), "done"
     except StepFailed as error:
         if error.outcome is not Outcome.INTERRUPTED:
             raise
@@ -167,12 +181,16 @@ def train_round(flow: Any, this: Any) -> tuple[dict, str]:
         return {"outcome": Outcome.INTERRUPTED.value, **_STOPPED}, "again"
 
 
-def train_node(flow: Any, this: Any) -> dict:
-    """Run this node's part of the gang. Raises StepFailed for a death or a drain, where a new attempt may help."""
-    return _train(flow, this, _order(flow, this), node=this.parallel.node_index, main_address=this.parallel.main_ip)
+def train(flow: Any, this: Any) -> dict:
+    """Run this node's part of the gang in the step `train`, and return its outcome as JSON.
+
+    Raises:
+        StepFailed: the gang failed or was drained, and a new attempt may cure it.
+    """
+    return _run_node(flow, this, _order(flow, this), node=this.parallel.node_index, main_address=this.parallel.main_ip)
 
 
-def _train(flow: Any, this: Any, order: AttemptOrder | None, *, node: int, main_address: str) -> dict:
+def _run_node(flow: Any, this: Any, order: AttemptOrder | None, *, node: int, main_address: str) -> dict:
     from ebbflow.training.errors import GangError, TrainingError
     from ebbflow.training.launch.agent import run_gang
 
@@ -186,7 +204,7 @@ def _train(flow: Any, this: Any, order: AttemptOrder | None, *, node: int, main_
         if isinstance(error, InfraError) or error.curable:  # the store may come back
             raise StepFailed(error.outcome, str(error)) from error
         say(f"a new attempt would not help: {error}")
-        if node == 0 and not isinstance(error, GangError):  # without a generation, whose end would be recorded
+        if node == 0 and not isinstance(error, GangError):  # the end of a gang is recorded already
             record_outcome(flow, error.outcome, str(error))
         return {"outcome": error.outcome.value, **_STOPPED}
     if outcome.goes_on:  # the other nodes go on
@@ -197,7 +215,7 @@ def _train(flow: Any, this: Any, order: AttemptOrder | None, *, node: int, main_
 
 
 def _stopped(flow: Any, order: AttemptOrder, node: int) -> dict:
-    """Record that the order stops the job for budget, deadline or capacity."""
+    """Record the outcome with which the order stops the job (budget, deadline or capacity), and return it as JSON."""
     say(f"no further attempt: {order.message}")
     if node == 0:
         record_outcome(flow, Outcome(order.outcome), order.message)
@@ -205,7 +223,11 @@ def _stopped(flow: Any, order: AttemptOrder, node: int) -> dict:
 
 
 def _order(flow: Any, this: Any) -> AttemptOrder | None:
-    """Read this attempt's order, None if it was not placed, as on this machine. Raises StepFailed."""
+    """Return the order that the scheduler wrote for this attempt, or None if there is none, as on this machine.
+
+    Raises:
+        StepFailed: the attempt could not be placed, or the store fails.
+    """
     if training_backend(flow) is None:
         return None
     if trouble := os.environ.get(UNPLACED_VARIABLE):
@@ -220,13 +242,13 @@ def _order(flow: Any, this: Any) -> AttemptOrder | None:
 
 
 def _placed_task(this: Any) -> str:
-    """Return the task under which the scheduler placed the attempt: of a gang, its control task."""
+    """Return the id of the task for which the scheduler wrote the order: in a gang, the id of its control task."""
     control = this.parallel.control_task_id if getattr(this, "is_parallel", False) else None
     return str(control or this.task_id)
 
 
 def _gang_spec(flow: Any, this: Any, order: AttemptOrder | None, *, node: int, main_address: str) -> GangSpec:
-    """Build the specification for this node's agent. Raises StoreError if the costs so far cannot be read."""
+    """Build the `GangSpec` for this node's agent. Raises StoreError if the costs so far cannot be read."""
     from ebbflow.training.launch.messages import GangSpec
     from ebbflow.training.launch.transport import control_ports
 
@@ -258,7 +280,7 @@ def _promised_gpus(order: AttemptOrder | None) -> int:
 
 
 def _terms(flow: Any, job: Job, order: AttemptOrder | None) -> dict:
-    """Return the money terms of this attempt: the price of its placement and the costs of all attempts before it."""
+    """Return this attempt's money terms as JSON: its price per rank-second, the job's limits, and its costs so far."""
     from ebbflow.cost.errors import CostError
     from ebbflow.cost.ledger.ledger import compute_spent_usd, last_notified_threshold
     from ebbflow.cost.plan.plan import Plan

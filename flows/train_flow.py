@@ -105,7 +105,7 @@ class TrainFlow(FlowSpec):
     @step
     def train_node(self):
         """Run a single node in AWS Batch, one round for each machine, so that a reclaim is no failure."""
-        self.gang_outcome, self.next_branch = gang.train_round(self, current)
+        self.gang_outcome, self.next_branch = gang.train_node(self, current)
         self.next({"again": self.train_node, "gang": self.fan_out, "done": self.report}, condition="next_branch")
 
     @step
@@ -120,7 +120,7 @@ class TrainFlow(FlowSpec):
     @step
     def train(self):
         """Run this node's ranks from the last commit to the end."""
-        self.gang_outcome = gang.train_node(self, current)
+        self.gang_outcome = gang.train(self, current)
         self.next(self.join)
 
     @step

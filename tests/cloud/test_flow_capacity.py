@@ -15,7 +15,7 @@ from ebbflow.cost.capacity import AttemptHistory, PastAttempt, Placement, read_a
 from ebbflow.flows.attempts.order import UNPLACED_VARIABLE, AttemptName, AttemptOrder
 from ebbflow.flows.attempts.placement import give_up_reason
 from ebbflow.flows.decorators import CapacityDecorator, apply_to_batch, cloud, run_locally
-from ebbflow.flows.gang import train_round
+from ebbflow.flows.gang import train_node
 from ebbflow.flows.metaflow_fixes import correct_node_commands, is_known_release, needs_fixes, node_command
 from ebbflow.flows.remote import refusal_reason, requested_backend, set_environment
 from ebbflow.flows.steps import StepFailed
@@ -141,7 +141,7 @@ def test_a_step_whose_attempt_was_not_placed_fails_and_says_why(monkeypatch: pyt
     monkeypatch.setenv(UNPLACED_VARIABLE, "the store is away")
     step = SimpleNamespace(decorators=[SimpleNamespace(name="batch")])
     with pytest.raises(StepFailed, match="could not be placed: the store is away"):
-        train_round(SimpleNamespace(rounds=0, train=step, train_node=step), SimpleNamespace())
+        train_node(SimpleNamespace(rounds=0, train=step, train_node=step), SimpleNamespace())
 
 
 def history(*causes: str, started: float | None = 10.0, run: str = "r", after: int = 0) -> AttemptHistory:
