@@ -1,4 +1,4 @@
-"""Preflight checks of the configuration, this machine, the store and the AWS account: the table of all of them."""
+"""Table of the preflight checks of the configuration, this machine, the store and the AWS account."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Preflight checks of an AWS account, for a job that goes to AWS Batch; skipped for every other job."""
+"""Preflight checks of an AWS account for a job on AWS Batch; other jobs skip them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _ROLE = re.compile(r"arn:aws[a-z-]*:iam::[0-9]{12}:role/.+")
 
 
 def check_batch_role(context: PreflightContext) -> CheckFinding:
-    """The containers' role exists, and containers may assume it."""
+    """Check that the containers' IAM role exists, and that its trust policy lets containers assume it."""
     if reason := skip_reason(context):
         return CheckFinding.skipped(reason)
     arn = _role(context)
@@ -61,7 +61,7 @@ def check_batch_role(context: PreflightContext) -> CheckFinding:
 
 
 def check_batch_rights(context: PreflightContext) -> CheckFinding:
-    """The role has the rights that a node needs in the store, by IAM's simulation of the role's own policies."""
+    """Check, with IAM's policy simulator, that the role's own policies allow what a node does in the store."""
     if reason := skip_reason(context):
         return CheckFinding.skipped(reason)
     arn = _role(context)
@@ -86,7 +86,7 @@ def check_batch_rights(context: PreflightContext) -> CheckFinding:
 
 
 def check_batch_bucket(context: PreflightContext) -> CheckFinding:
-    """The bucket is in the queues' region, blocks public access, and deletes parts of unfinished uploads."""
+    """Check that the bucket is in the queues' region, blocks public access, and deletes parts of unfinished uploads."""
     if reason := skip_reason(context):
         return CheckFinding.skipped(reason)
     if not context.config.store.startswith("s3://"):
@@ -118,7 +118,7 @@ def check_batch_bucket(context: PreflightContext) -> CheckFinding:
 
 
 def check_batch_image(context: PreflightContext) -> CheckFinding:
-    """The container image exists, if it is in ECR."""
+    """Check that the container image exists, if it is in ECR."""
     if reason := skip_reason(context):
         return CheckFinding.skipped(reason)
     image = context.config.batch.image or _metaflow_image()
@@ -140,7 +140,7 @@ def check_batch_image(context: PreflightContext) -> CheckFinding:
 
 
 def _metaflow_image() -> str:
-    """Return the image that Metaflow would use: one without a registry gets the registry of its setting."""
+    """Return the image that Metaflow would use: the configured one, in the configured registry if its name has none."""
     image, registry = (metaflow_setting(f"METAFLOW_BATCH_CONTAINER_{part}") for part in ("IMAGE", "REGISTRY"))
     host, slash, _ = image.partition("/")
     named = bool(slash) and ("." in host or ":" in host or host == "localhost")
@@ -169,7 +169,7 @@ _ADOPT = "ebbflow adopt shows what there is"
 
 
 def skip_reason(context: PreflightContext) -> str:
-    """Explain why the AWS account is not checked for this job; "" when it is."""
+    """Return why the AWS account is not checked for this job; "" if it is checked."""
     cluster = context.config.cluster
     if context.target not in (None, "batch"):
         return "the job does not go to AWS Batch"
@@ -181,7 +181,7 @@ def skip_reason(context: PreflightContext) -> str:
 
 
 def check_batch_queues(context: PreflightContext) -> CheckFinding:
-    """The queues exist, accept jobs, have the declared market, and one accepts the job's number of nodes."""
+    """Check that the queues exist, accept jobs and have the configured market, and that one takes the job's nodes."""
     if reason := skip_reason(context):
         return CheckFinding.skipped(reason)
     batch = context.config.batch
@@ -209,7 +209,7 @@ def check_batch_queues(context: PreflightContext) -> CheckFinding:
 
 
 def check_batch_metaflow(context: PreflightContext) -> CheckFinding:
-    """Metaflow's own records are where containers reach them, and its containers have a role."""
+    """Check that Metaflow keeps its data in S3, where containers can read it, and that the containers have a role."""
     if reason := skip_reason(context):
         return CheckFinding.skipped(reason)
     lacks, fixes = [], []
@@ -237,7 +237,7 @@ def check_batch_metaflow(context: PreflightContext) -> CheckFinding:
 
 
 def _nodes_have_a_queue(context: PreflightContext, usable: Mapping[str, QueueState]) -> CheckFinding | None:
-    """Return the failure when no queue accepts the job's number of nodes."""
+    """Return a failure if the job has several nodes and no queue accepts multi-node jobs; else None."""
     cluster = context.config.cluster
     if cluster.nodes == "auto" or cluster.nodes == 1 or any(state.multi_node for state in usable.values()):
         return None
@@ -264,7 +264,10 @@ def _told(usable: Mapping[str, QueueState]) -> str:
 
 
 def _fargate(light: Mapping[str, QueueState]) -> list[str]:
-    """List the Fargate queues for light steps. They refuse nothing: `--with cloud` sends no step there."""
+    """Return a note for each Fargate queue of the steps around training that lacks the execution role of Fargate.
+
+    A note does not fail the check, because `--with cloud` sends no step to such a queue.
+    """
     role = "METAFLOW_ECS_FARGATE_EXECUTION_ROLE"
     found = [name for name, state in light.items() if state.fargate and not metaflow_setting(role)]
     return [
@@ -286,10 +289,13 @@ def _kinds(state: QueueState) -> str:
 
 
 def _unanswered(said: str) -> CheckFinding:
-    """Make the finding for Batch queues that could not be described.
+    """Return the finding if AWS did not describe the queues.
 
-    Metaflow describes them before each job, so that a launch would fail. A container submits no jobs, and its role may
-    lack the right.
+    On the launching machine the check fails: Metaflow makes the same request before each job, so the launch would fail
+    too. In a Batch container the check is skipped: a container submits no jobs, and its role may lack the permission.
+
+    Args:
+        said: message of the error, with a fix after "; fix: " if there is one.
     """
     if "AWS_BATCH_JOB_ID" in os.environ:
         return CheckFinding.skipped(f"{said}; the launching machine has checked the queues")
@@ -298,7 +304,7 @@ def _unanswered(said: str) -> CheckFinding:
 
 
 def check_batch_clock(context: PreflightContext) -> CheckFinding:
-    """This machine's clock agrees with AWS Batch's: AWS rejects requests that are signed 5 minutes off."""
+    """Check that this machine's clock agrees with AWS Batch's: AWS rejects requests signed 5 minutes off."""
     if reason := skip_reason(context):
         return CheckFinding.skipped(reason)
     try:

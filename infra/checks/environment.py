@@ -1,4 +1,4 @@
-"""Preflight checks of what a job is started with: configuration, Python, packages and environment variables."""
+"""Preflight checks of a job's environment: configuration, Python, packages and environment variables."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _INSTALL = f"{sys.executable} -m pip install -r requirements.txt"
 
 
 def check_configuration(context: PreflightContext) -> CheckFinding:
-    """The final configuration, from whatever source, breaks no rule."""
+    """Check that the configuration, with all overrides, breaks no rule."""
     broken = violations(context.config)
     if broken:
         hints = [violation.hint or f"change {violation.keys[0]}" for violation in broken]
@@ -37,7 +37,7 @@ def check_configuration(context: PreflightContext) -> CheckFinding:
 
 
 def check_signing_key(context: PreflightContext) -> CheckFinding:
-    """The environment variable with the key that signs commits is set here; ranks check again where they run."""
+    """Check that the environment variable with the key that signs commits is set here; ranks check their own."""
     name = context.config.checkpoint.signing_key_env
     if name is None:
         return CheckFinding.passed("commits are not signed (checkpoint.signing_key_env is null)")
@@ -49,7 +49,7 @@ def check_signing_key(context: PreflightContext) -> CheckFinding:
 
 
 def check_interpreter(context: PreflightContext) -> CheckFinding:
-    """`python` is this interpreter: Metaflow starts the other nodes of a local run with that bare word."""
+    """Check that the command `python` is this interpreter: Metaflow starts the other nodes of a local run with it."""
     version = ".".join(map(str, sys.version_info[:3]))
     if sys.version_info < OLDEST_PYTHON:
         return CheckFinding.failed(f"Python {version} is too old", "use Python 3.11, 3.12 or 3.13")
@@ -72,7 +72,7 @@ def check_interpreter(context: PreflightContext) -> CheckFinding:
 
 
 def check_packages(context: PreflightContext) -> CheckFinding:
-    """Every package is installed, and torch is a supported release. Imports nothing."""
+    """Check that every package is installed, and that torch is a supported release, without importing them."""
     versions = {requirement: requirement.installed() for requirement in REQUIREMENTS}
     wrong = [f"{requirement} is not installed" for requirement, version in versions.items() if version is None]
     wrong += [
@@ -86,7 +86,7 @@ def check_packages(context: PreflightContext) -> CheckFinding:
 
 
 def check_versions(context: PreflightContext) -> CheckFinding:
-    """Python and every package are of versions that the whole test suite runs with."""
+    """Check that Python and the packages have the versions with which the whole test suite runs."""
     untested = []
     if sys.version_info[:2] != TESTED_PYTHON:
         supported = OLDEST_PYTHON <= sys.version_info[:2] <= NEWEST_PYTHON
@@ -107,7 +107,7 @@ def check_versions(context: PreflightContext) -> CheckFinding:
 
 
 def check_imports(context: PreflightContext) -> CheckFinding:
-    """The imports of a rank work in a new process, from any folder."""
+    """Check that a new process can import, from any folder, what a rank imports."""
     code = "import torch.distributed, numpy, obstore, awscrt.checksums, ebbflow.training; print(torch.__version__)"
     environment = os.environ | {"PYTHONPATH": python_path(os.environ.get("PYTHONPATH"))}
     try:
@@ -131,7 +131,7 @@ def check_imports(context: PreflightContext) -> CheckFinding:
 
 
 def check_ports(context: PreflightContext) -> CheckFinding:
-    """The loopback interface accepts connections, as between the ranks of this machine."""
+    """Check that the loopback interface accepts connections, which ranks on this machine need."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             server.settimeout(_ANSWER_SECONDS)
@@ -148,7 +148,7 @@ def check_ports(context: PreflightContext) -> CheckFinding:
 
 
 def check_host_name(context: PreflightContext) -> CheckFinding:
-    """The hostname resolves to this host. Gloo looks up its interface by it; a slow lookup delays every start."""
+    """Check that the hostname resolves to this host: Gloo looks up its interface by it at each start."""
     if context.config.cluster.nodes == 1:
         return CheckFinding.skipped("a single node looks up no names")
     name = socket.gethostname()
@@ -169,7 +169,7 @@ def check_host_name(context: PreflightContext) -> CheckFinding:
 
 
 def _same_environment(python: str) -> bool:
-    """Whether a Python executable belongs to this environment; a venv's links point into another folder."""
+    """Return whether a Python executable is in the folder of this one, without following a venv's links."""
     return os.path.dirname(os.path.abspath(python)) == os.path.dirname(os.path.abspath(sys.executable))
 
 
@@ -208,7 +208,14 @@ def _is_detail(value: str, context: PreflightContext) -> bool:
 
 @dataclass(frozen=True)
 class Advice:
-    """Advice about one environment variable: the problem, the alternative, and the values it applies to."""
+    """Advice about one environment variable.
+
+    Attributes:
+        variable: name of the variable.
+        why: the problem; continues the variable's name.
+        instead: the alternative.
+        applies: returns whether the advice applies to a value.
+    """
 
     variable: str
     why: str
@@ -260,7 +267,7 @@ ADVICE = (
 
 
 def check_advice(context: PreflightContext) -> CheckFinding:
-    """No environment variable is set that has another effect than it seems to have."""
+    """Check that no set environment variable is without effect, slows training, or misleads by its name."""
     found = [
         (f"{one.variable}={os.environ[one.variable]} {one.why}", f"{one.variable}: {one.instead}")
         for one in ADVICE
@@ -273,7 +280,7 @@ def check_advice(context: PreflightContext) -> CheckFinding:
 
 
 def check_debug_level(context: PreflightContext) -> CheckFinding:
-    """No debugging level is set at which DDP crashes in its constructor (torch 2.13 on CPUs)."""
+    """Check that TORCH_DISTRIBUTED_DEBUG is not set to a level that crashes DDP's constructor (torch 2.13 on CPUs)."""
     level, mode = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "OFF"), context.config.parallel.mode
     detail = f"TORCH_DISTRIBUTED_DEBUG={level}, parallel.mode {mode}"
     if mode == "ddp" and _is_detail(level, context) and not gpu_files():
@@ -288,7 +295,7 @@ def _is_unknown(name: str, context: PreflightContext) -> bool:
 
 
 def _unknown(name: str) -> tuple[str, str]:
-    """Advise about a variable that looks like ours, such as an override with one underscore too few."""
+    """Return problem and fix of an unknown EBBFLOW_ variable, such as an override with one underscore too few."""
     close = difflib.get_close_matches(name, _OWN_VARIABLES, n=1, cutoff=0.85)
     if close:
         return f"no program reads {name}", f"{name}: did you mean {close[0]}?"

@@ -28,12 +28,12 @@ def gpu_files() -> list[str]:
 
 
 def gpus_hidden() -> bool:
-    """Whether CUDA_VISIBLE_DEVICES hides every GPU."""
+    """Return whether CUDA_VISIBLE_DEVICES hides every GPU."""
     return os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1")
 
 
 def visible_gpus() -> int:
-    """Count the GPUs that a process started here would see, as far as files and CUDA_VISIBLE_DEVICES show it."""
+    """Count the GPUs that a new process would see, from device files and CUDA_VISIBLE_DEVICES."""
     if gpus_hidden():
         return 0
     named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
@@ -82,11 +82,11 @@ class _Driver:
 
 
 class _NoAnswer(Exception):
-    """The driver or torch did not answer."""
+    """Failed query of the driver or of torch."""
 
 
 def check_gpu(context: PreflightContext) -> CheckFinding:
-    """Driver, CUDA and GPUs work together, as one addition on each GPU shows, and there is a GPU for each rank."""
+    """Check that torch computes on every GPU of this machine; with cluster.device cuda, that each rank has one."""
     config = context.config
     if config.cluster.device == "cpu":
         return CheckFinding.skipped("cluster.device is cpu")
@@ -113,24 +113,25 @@ def check_gpu(context: PreflightContext) -> CheckFinding:
 
 
 def may_have_gpus(*, promised: int = 0, wanted: bool = False, by_tool: bool = True) -> bool:
-    """Whether the placement, the configuration or the kernel indicates GPUs here.
+    """Return whether the placement, the configuration or this machine itself suggests that there are GPUs here.
 
     Args:
-        promised: number of GPUs in the placement.
+        promised: number of GPUs per node in the placement; 0: none or unknown.
         wanted: whether the configuration demands GPUs.
-        by_tool: also count nvidia-smi on the path; GPU images have it on machines without a GPU as well.
+        by_tool: whether nvidia-smi on the PATH counts; GPU images have it even on machines without a GPU.
     """
     here = bool(gpu_files()) or (by_tool and shutil.which("nvidia-smi") is not None)
     return promised > 0 or wanted or (here and not gpus_hidden())
 
 
 def try_gpus(promised: int = 0) -> tuple[CheckFinding, int]:
-    """Compute on each GPU.
+    """Compute an addition on each GPU with torch, in a child process.
 
     Args:
-        promised: GPUs of this node in its placement; 0: the placement names none.
+        promised: number of GPUs per node in the placement; 0: none or unknown.
 
-    Returns: a finding, passed if torch computes on every GPU; and the number of GPUs.
+    Returns:
+        The finding, passed if torch computes on every GPU, and the number of GPUs that torch found.
     """
     if gpus_hidden():
         hidden = f"CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']!r} hides all GPUs"
@@ -154,14 +155,15 @@ def try_gpus(promised: int = 0) -> tuple[CheckFinding, int]:
 
 
 def has_kernels_for(capability: int, architectures: list[str]) -> bool:
-    """Whether a GPU can run compiled kernels: machine code of its generation, or portable code (PTX) that is older.
+    """Return whether a torch build has kernels that a GPU can run.
 
-    Machine code runs on the same major and the same or a later minor version; that of sm_90a on exactly that one (CUDA
-    C++ Programming Guide, "Application Compatibility").
+    Machine code (sm_80) runs on GPUs with the same major and the same or a later minor version; with a suffix (sm_90a)
+    it runs on exactly that version. Portable code (PTX, compute_80) runs on the same and all later versions (CUDA C++
+    Programming Guide, "Application Compatibility").
 
     Args:
-        capability: 90 for compute capability 9.0.
-        architectures: from torch.cuda.get_arch_list: sm_80 or compute_90.
+        capability: compute capability × 10, such as 90 for 9.0.
+        architectures: result of torch.cuda.get_arch_list, such as sm_80 or compute_90.
     """
     for name in architectures:
         match = re.fullmatch(r"(sm|compute)_([0-9]+)([a-z]?)", name)
@@ -207,7 +209,10 @@ def _compare(driver: _Driver, answer: dict) -> CheckFinding:
 
 
 def _fix_of(said: str) -> str:
-    """Choose the fix by torch's message. Error 802 is cudaErrorSystemNotReady: the fabric manager is not ready."""
+    """Return the fix for an error message of torch.
+
+    Error 802 is cudaErrorSystemNotReady: the fabric manager is not ready.
+    """
     if "802" in said or "system not yet initialized" in said:
         return "start NVIDIA Fabric Manager of the driver's version: systemctl start nvidia-fabricmanager"
     if "too old" in said or "insufficient" in said:
@@ -216,7 +221,7 @@ def _fix_of(said: str) -> str:
 
 
 def _ask_driver() -> _Driver:
-    """Read the driver's version from nvidia-smi, or from the kernel module where a container lacks the tool."""
+    """Return the driver's version and GPUs from nvidia-smi; without it, the version from the kernel module."""
     if shutil.which("nvidia-smi") is None:
         match = re.search(r"\b([0-9]{3,}\.[0-9.]+)\b", _DRIVER_FILE.read_text() if _DRIVER_FILE.exists() else "")
         if match is None:

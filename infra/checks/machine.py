@@ -35,7 +35,10 @@ _INTERFACES = Path("/sys/class/net")
 
 
 def check_imds(context: PreflightContext) -> CheckFinding:
-    """EC2's metadata service answers with a token (IMDSv2). Spot notices and a role's credentials come from it."""
+    """Check that EC2's metadata service accepts only requests with a token (IMDSv2) and has no spot notice.
+
+    Spot notices and a role's credentials come from this service.
+    """
     if reason := metadata_unavailable_reason(os.environ):
         return CheckFinding.skipped(f"{reason}: neither spot notices nor a role's credentials")
     service = MetadataService(metadata_endpoint(os.environ))
@@ -50,7 +53,7 @@ def check_imds(context: PreflightContext) -> CheckFinding:
 
 
 def check_interfaces(context: PreflightContext) -> CheckFinding:
-    """The interfaces that GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name exist on this machine."""
+    """Check that the network interfaces named in GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME exist on this machine."""
     if not _INTERFACES.is_dir():
         return CheckFinding.skipped(f"this system has no {_INTERFACES}")
     there = sorted(name for _, name in socket.if_nameindex())
@@ -70,7 +73,7 @@ def check_interfaces(context: PreflightContext) -> CheckFinding:
 
 
 def _ask(service: MetadataService) -> CheckFinding:
-    """Make all requests within one deadline."""
+    """Query the metadata service within one deadline for all requests, and return the finding."""
     limit = time.monotonic() + _ALL_ANSWERS_SECONDS
 
     def get(path: str, token: str) -> tuple[int, str]:
@@ -99,10 +102,15 @@ def _ask(service: MetadataService) -> CheckFinding:
 
 
 def _matches(variable: str, value: str, there: list[str]) -> bool:
-    """Whether an interface name of gloo or NCCL matches an interface of this machine.
+    """Return whether an interface name of gloo or NCCL matches an interface of this machine.
 
     gloo takes names. NCCL takes prefixes, exclusions after '^', and exact names after '=' (NCCL user guide,
     "NCCL_SOCKET_IFNAME").
+
+    Args:
+        variable: GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME.
+        value: its value.
+        there: names of the interfaces of this machine.
     """
     if variable.startswith("GLOO"):
         return all(name.strip() in there for name in value.split(","))
@@ -119,10 +127,10 @@ _NO_LIMIT = 1 << 60  # cgroups v1 shows a huge number where there is no limit
 
 
 def check_shared_memory(context: PreflightContext) -> CheckFinding:
-    """/dev/shm has room for the shared-memory segments of NCCL and of data loaders.
+    """Check that /dev/shm has room for the shared-memory segments of NCCL and of data loaders.
 
-    Staging buffers of checkpoints are anonymous files, which its limit does not cover; `check_memory` counts them. On
-    CPUs nothing uses /dev/shm, because gloo uses TCP.
+    Staging buffers of checkpoints are anonymous files, which do not count against the size of /dev/shm; `check_memory`
+    counts them. On CPUs nothing uses /dev/shm, because gloo uses TCP.
     """
     if not _SHARED_MEMORY.is_dir():
         return CheckFinding.skipped(f"this system ({sys.platform}) has no {_SHARED_MEMORY}")
@@ -143,7 +151,7 @@ def check_shared_memory(context: PreflightContext) -> CheckFinding:
 
 
 def check_locked_memory(context: PreflightContext) -> CheckFinding:
-    """RLIMIT_MEMLOCK is large enough for RDMA devices, which need memory that stays in place."""
+    """Check that RLIMIT_MEMLOCK is unlimited if there is an RDMA device, whose buffers are locked in memory."""
     if not has_rdma():
         return CheckFinding.skipped("this machine has no InfiniBand or EFA device")
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -156,7 +164,7 @@ def check_locked_memory(context: PreflightContext) -> CheckFinding:
 
 
 def check_cores(context: PreflightContext) -> CheckFinding:
-    """This machine, or its container, has a core for each rank."""
+    """Check that this machine, or its container, has a core for each rank."""
     gang = local_gang(context.config)
     if gang is None:
         return CheckFinding.skipped("the number of ranks is auto")
@@ -172,7 +180,7 @@ def check_cores(context: PreflightContext) -> CheckFinding:
 
 
 def check_open_files(context: PreflightContext) -> CheckFinding:
-    """RLIMIT_NOFILE is large enough for the sockets and files of the busiest rank."""
+    """Check that RLIMIT_NOFILE is large enough for the sockets and files of the rank that opens the most."""
     gang = local_gang(context.config)
     if gang is None:
         return CheckFinding.skipped("the number of ranks is auto")
@@ -189,7 +197,7 @@ def check_open_files(context: PreflightContext) -> CheckFinding:
 
 
 def check_memory(context: PreflightContext) -> CheckFinding:
-    """This machine, or its container, has enough main memory for the gang."""
+    """Check that this machine, or its container, has enough main memory for all ranks together."""
     config, gang = context.config, local_gang(context.config)
     if gang is None:
         return CheckFinding.skipped("the number of ranks is auto")
@@ -208,7 +216,7 @@ def check_memory(context: PreflightContext) -> CheckFinding:
 
 
 def _cores() -> float:
-    """Return the number of cores that this process may use, by its affinity and its control group's quota."""
+    """Return the number of cores that this process may use: the least of its affinity and its control group's quota."""
     available = float(len(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else float(os.cpu_count() or 1)
     quota, period = (*_read("/sys/fs/cgroup/cpu.max").split(), "", "")[:2]  # version 2
     if not quota:
@@ -219,7 +227,7 @@ def _cores() -> float:
 
 
 def _memory_limits() -> dict[str, int]:
-    """Return the bytes that this process could get, by the source of each limit."""
+    """Return the limits of this process's memory in bytes, by a description such as "available on this machine"."""
     limits = {}
     for line in _read("/proc/meminfo").splitlines():
         name, _, value = line.partition(":")
@@ -253,7 +261,7 @@ _NEAR = 4  # largest batch to suggest, as a multiple of the given one
 
 
 def check_derived(context: PreflightContext) -> CheckFinding:
-    """Every quantity that follows by a division is at least 1: a job that rounds to nothing would do nothing."""
+    """Check that no derived quantity, such as samples per micro-batch, rounds to 0: the job would do nothing."""
     config = context.config
     known = [one for one in DERIVED if one.applies(config)]
     wrong = [found for one in known if (found := one.check(config)) is not None]
@@ -264,7 +272,7 @@ def check_derived(context: PreflightContext) -> CheckFinding:
 
 
 def check_batch(context: PreflightContext) -> CheckFinding:
-    """Each rank gets the same number of samples in each micro-batch."""
+    """Check that each rank gets the same number of samples in each micro-batch."""
     gang = local_gang(context.config)
     if gang is None:
         return CheckFinding.skipped("cluster.nodes or cluster.processes_per_node is auto; the plan's check decides")
@@ -279,7 +287,7 @@ def check_batch(context: PreflightContext) -> CheckFinding:
 
 
 def check_elastic(context: PreflightContext) -> CheckFinding:
-    """Batch and shards still divide at every smaller number of nodes that the job may continue with."""
+    """Check that the batch and the shards also divide evenly among the ranks of every smaller number of nodes."""
     config, gang = context.config, local_gang(context.config)
     if gang is None:
         return CheckFinding.skipped("the number of ranks is auto")
@@ -302,7 +310,7 @@ def check_elastic(context: PreflightContext) -> CheckFinding:
 
 
 def _trouble(batch: int, accumulation: int, shard: int | None, gang: HostGang) -> str | None:
-    """Describe what does not divide on a smaller gang, with an accumulation that would; None if all divides."""
+    """Return why batch or shards do not divide evenly on a gang, with accumulations that would; None if they divide."""
     if shard is not None and gang.ranks % shard:
         return f"groups of parallel.shard_size do not divide the ranks: {division(gang.ranks, shard)}"
     if batch % (gang.ranks * accumulation) == 0:

@@ -41,7 +41,7 @@ def nearest_existing(folder: Path) -> Path:
 
 
 def check_store_folder(context: PreflightContext) -> CheckFinding:
-    """A local store can be created in its place. Writes nothing."""
+    """Check, without writing, that the folder of a local store exists or can be created, and is writable."""
     folder = store_folder(context)
     if folder is None:
         return CheckFinding.skipped("the store is remote; the check store-probe asks it")
@@ -59,7 +59,7 @@ def check_store_folder(context: PreflightContext) -> CheckFinding:
 
 
 def check_records_folder(context: PreflightContext) -> CheckFinding:
-    """Reports, logs (runs/) and Metaflow's records can be written on this machine. Writes nothing."""
+    """Check, without writing, that runs/ (reports and logs) and Metaflow's records are writable on this machine."""
     runs = runs_folder(context.project_root)
     metaflow = Path(
         os.environ.get("METAFLOW_DATASTORE_SYSROOT_LOCAL") or records_root(context.project_root, METAFLOW_FOLDER)
@@ -76,9 +76,11 @@ def check_records_folder(context: PreflightContext) -> CheckFinding:
 
 
 def check_store_probe(context: PreflightContext) -> CheckFinding:
-    """An object can be put, listed, read, compared and deleted in the store. Leaves nothing behind.
+    """Check that an object can be put, listed, read and deleted in the store, and that the bytes read are those
+    written. The object is removed again.
 
-    An unavailable store ends the check at once; a missing right does not, so that the result names all missing rights.
+    The check ends at the first request that fails because the store is unavailable. After a forbidden request it
+    continues, so that the finding names all missing permissions.
     """
     folder = store_folder(context)
     uri = context.config.store if folder is None else str(folder)
@@ -97,7 +99,7 @@ def check_store_probe(context: PreflightContext) -> CheckFinding:
 
 
 def check_store_multipart(context: PreflightContext) -> CheckFinding:
-    """A multipart upload can be started and aborted: commits are put in parts, and leftover parts are billed."""
+    """Check that a multipart upload can be started and aborted; commits use it, and leftover parts are billed."""
     if not context.config.store.startswith("s3://"):
         return CheckFinding.skipped("the store is a folder: files are not put in parts")
     from botocore.exceptions import BotoCoreError, ClientError
@@ -174,7 +176,7 @@ _FIX = "set the clock: chronyc makestep, or timedatectl set-ntp true"
 
 
 def check_store_clock(context: PreflightContext) -> CheckFinding:
-    """This machine's clock agrees with the store's: S3 rejects requests that are signed 15 minutes off."""
+    """Check that this machine's clock agrees with the store's: S3 rejects requests signed 15 minutes off."""
     if not context.config.store.startswith("s3://"):
         return CheckFinding.skipped("the store is a folder: nothing is signed")
     try:
@@ -186,11 +188,12 @@ def check_store_clock(context: PreflightContext) -> CheckFinding:
 
 
 def compare_clock(url: str, *, warned: float, refused: float) -> CheckFinding:
-    """Compare this machine's clock with a server's.
+    """Compare this machine's clock with the Date header of a server's response.
 
     Args:
-        warned: difference in seconds from which the check fails.
-        refused: difference in seconds from which the server rejects signed requests.
+        url: address of the server.
+        warned: difference in seconds above which the check fails.
+        refused: difference in seconds above which the server rejects signed requests.
     """
     before = time.time()
     try:
@@ -210,9 +213,12 @@ def compare_clock(url: str, *, warned: float, refused: float) -> CheckFinding:
 
 
 def _date_of(url: str) -> float:
-    """Return the Unix time in the Date header of a response, even of a refusal.
+    """Return the Unix time in the Date header of the response to a HEAD request; HTTP errors have one too.
 
-    Raises: OSError, ValueError or HTTPException.
+    Raises:
+        OSError: the server cannot be reached.
+        HTTPException: the response is not HTTP.
+        ValueError: the header is missing or not a date.
     """
     opener = urllib.request.build_opener(_NoRedirect)
     request = urllib.request.Request(url, method="HEAD")
@@ -227,7 +233,7 @@ def _date_of(url: str) -> float:
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Follows no redirect: another server's clock is not the one to compare with."""
+    """Handler that follows no redirect, because another server's clock must not be read."""
 
     def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> None:
         return None

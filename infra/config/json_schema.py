@@ -1,6 +1,7 @@
-"""JSON schema of a configuration (configs/schema.json), for editors that complete and check while one types.
+"""JSON schema of a configuration file, written to configs/schema.json for completion and checks in editors.
 
-The schema knows keys, types and ranges. Rules about several keys are checked by the loader only.
+The schema covers keys, types and ranges. Rules that involve several keys are checked only when a configuration is
+loaded.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ _DIALECT = "http://json-schema.org/draft-07/schema#"  # the newest that YAML lan
 
 
 def json_schema() -> dict[str, Any]:
-    """Return the schema as one tree without references: draft 7 ignores whatever is beside a reference."""
+    """Return the schema with every reference ($ref) replaced by its definition.
+
+    Draft 7 of JSON schema ignores keywords beside a $ref, such as a section's default.
+    """
     generated = RunConfig.model_json_schema()
     tree = _inlined(generated, generated.get("$defs", {}))
     for old, new in RENAMED_KEYS.items():

@@ -1,4 +1,4 @@
-"""Keys of the configuration, and the values that a file, the environment and --set give them."""
+"""Dotted keys of the configuration, and the values given for them in a file, the environment and --set."""
 
 from __future__ import annotations
 
@@ -23,11 +23,15 @@ OPTION_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 
 @dataclass(frozen=True)
 class Entry:
-    """A value that the file, the environment or --set gives for a key.
+    """A value given for one key in the configuration file, an environment variable or --set.
 
-    key: dotted; in a free mapping with the name that the user chose ("workload_options.width").
-    place: where the value is written; the key's place when there is no value.
-    given_key: the key as the user wrote it; differs from `key` where that was renamed.
+    Attributes:
+        key: dotted key; in a free mapping it ends with the name that the user chose ("workload_options.width").
+        node: YAML node of the value.
+        place: location of the value; location of the key if the value is empty.
+        origin: kind of the source.
+        source: text that contains the value.
+        given_key: key as the user wrote it; differs from `key` if the key was renamed.
     """
 
     key: str
@@ -38,24 +42,27 @@ class Entry:
     given_key: str
 
     def place_of(self, part: Node | None) -> SourceSpan:
-        """Return the place of a part of the value, such as an item of a list."""
+        """Return the location of `part`, a node inside the value such as a list item; None: the whole value."""
         return self.place if part is None else self.source.span_of(part)
 
 
 @cache
 def leaf_fields() -> dict[str, FieldInfo]:
-    """Return every dotted key that holds a value, in the schema's order."""
+    """Return the schema field of every key that holds a value, by dotted key in the schema's order."""
     return dict(_walk(RunConfig, ""))
 
 
 @cache
 def free_mappings() -> frozenset[str]:
-    """Return the keys whose value is a mapping with names of the user's choice, such as workload_options."""
+    """Return the keys of the free mappings, in which the user chooses the names, such as workload_options."""
     return frozenset(key for key, field in leaf_fields().items() if get_origin(field.annotation) is dict)
 
 
 def mapping_of(key: str) -> str | None:
-    """Return the free mapping that a dotted key belongs to: workload_options for workload_options.width."""
+    """Return the free mapping that contains a dotted key, such as workload_options for workload_options.width.
+
+    Returns None if the key is not a name in a free mapping.
+    """
     parent, dot, name = key.rpartition(".")
     return parent if dot and parent in free_mappings() and OPTION_NAME.fullmatch(name) else None
 
@@ -68,7 +75,7 @@ def annotation_of(key: str) -> Any:
 
 @cache
 def sections() -> dict[str, type[BaseModel]]:
-    """Return every section by its dotted name; "" is the whole configuration."""
+    """Return the model of every section by the section's dotted name; "" is the whole configuration."""
     found: dict[str, type[BaseModel]] = {"": RunConfig}
     pending = [""]
     while pending:
@@ -84,11 +91,17 @@ def sections() -> dict[str, type[BaseModel]]:
 def collect_entries(
     node: Node | None, section: str, source: SourceText, origin: Origin, at: SourceSpan | None = None
 ) -> tuple[dict[str, Entry], list[Problem]]:
-    """Collect the values that a node gives for a section, and the problems of its keys.
+    """Collect the values that a YAML node gives for a section of the configuration.
 
     Args:
-        section: the section's dotted name; "" for the whole configuration.
-        at: the place to point at when the node is no section.
+        node: content of the section; None or an empty node gives no values.
+        section: dotted name of the section; "" for the whole configuration.
+        source: text that contains the node.
+        origin: kind of the source.
+        at: location of the problem if the node is not a section; None: the node's own location.
+
+    Returns:
+        The entries by dotted key, and the problems of the keys: unknown, given twice, or not a name.
     """
     entries: dict[str, Entry] = {}
     problems: list[Problem] = []
@@ -125,7 +138,7 @@ def collect_entries(
 
 
 def unknown_key(key: str, place: SourceSpan) -> Problem:
-    """Describe a key that the schema lacks, with a hint at the key that was probably meant."""
+    """Return the problem of a key that the schema lacks, with a hint such as the most similar key."""
     shown = key if key.isprintable() and len(key) <= 80 else repr(key[:80])
     return Problem(message=f"unknown key {shown}", key=key, place=place, hint=_meant(key))
 
@@ -138,7 +151,7 @@ def _what_goes_into(section: str) -> str:
 
 
 def _meant(key: str) -> str:
-    """Suggest the closest key, the section where a key of that name belongs, or the known keys."""
+    """Return a hint for an unknown key: a similar key, the section with a key of that name, or the known keys."""
     mapping = next((name for name in free_mappings() if key.startswith(f"{name}.")), None)
     if mapping is not None and mapping_of(key):
         return f"write {key.removeprefix(f'{mapping}.')} on a line of its own in the section {mapping}"
@@ -197,12 +210,19 @@ ENVIRONMENT = f"environment {PREFIX}"  # prefix of sources and messages
 
 
 def environment_source(key: str) -> str:
-    """Return the source text of a key's environment variable: "environment EBBFLOW__MODEL__NUM_HEADS"."""
+    """Return the source to show for a key that an environment variable sets: "environment EBBFLOW__MODEL__NUM_HEADS".
+
+    The key of this example is model.num_heads.
+    """
     return ENVIRONMENT + key.replace(".", "__").upper()
 
 
 def read_environment(environment: Mapping[str, str]) -> tuple[dict[str, Entry], list[Problem]]:
-    """Read all variables that begin with EBBFLOW__, in the order of their names; keys are lower-case."""
+    """Read all variables whose names begin with EBBFLOW__: EBBFLOW__MODEL__NUM_HEADS=8 sets model.num_heads.
+
+    Returns:
+        The entries by dotted key, in the order of the variables' names, and the problems.
+    """
     entries: dict[str, Entry] = {}
     problems: list[Problem] = []
     for name in sorted(name for name in environment if name.startswith(PREFIX)):
@@ -214,7 +234,11 @@ def read_environment(environment: Mapping[str, str]) -> tuple[dict[str, Entry], 
 
 
 def read_override(override: str) -> tuple[dict[str, Entry], list[Problem]]:
-    """Read one "key=value" of --set; the key may be a whole section: "model={num_heads: 8}"."""
+    """Read one --set option, "key=value", or a whole section: "model={num_heads: 8}".
+
+    Returns:
+        The entries by dotted key, and the problems.
+    """
     key, equals, value = override.partition("=")
     stripped = key.strip()
     if not equals or not stripped:
@@ -225,16 +249,22 @@ def read_override(override: str) -> tuple[dict[str, Entry], list[Problem]]:
 
 
 def override_name(override: str) -> str:
-    """Return the name of an override in messages."""
+    """Return the name of an override in messages: "--set key=value", with unprintable characters escaped."""
     return f"--set {override}" if override.isprintable() else f"--set {override!r}"
 
 
 def _read(key: str, written: str, value: str, name: str, origin: Origin) -> tuple[dict[str, Entry], list[Problem]]:
-    """Read one value.
+    """Read the value of one key or section from an environment variable or a --set option.
 
     Args:
-        written: the text before the equals sign.
-        name: the name that problems are reported under.
+        key: dotted key.
+        written: text before the equals sign, as the user wrote it.
+        value: text after the equals sign.
+        name: name of the source in problems, such as "--set model.num_heads=8".
+        origin: kind of the source.
+
+    Returns:
+        The entries by dotted key, and the problems.
     """
     source = SourceText(name, value, first_column=len(written) + 1, before=f"{written}=")
     if key in sections() or key in free_mappings():

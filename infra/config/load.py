@@ -1,4 +1,4 @@
-"""Load one typed configuration from a YAML file, the environment and --set, or report all problems at once."""
+"""Loading of a typed configuration from a YAML file, the environment and --set; all problems are reported at once."""
 
 from __future__ import annotations
 
@@ -52,12 +52,16 @@ def violations(config: RunConfig, *, without: Collection[str] = ()) -> list[Viol
     return broken
 
 
-# Rank of each origin when a broken rule is reported at one key: the highest wins.
+# A broken rule is reported at one of its keys: the one whose origin has the highest number.
 _BLAME: dict[Origin | None, int] = {None: 0, "file": 1, "environment": 2, "set": 3}
 
 
 def convert_entries(entries: Mapping[str, Entry]) -> tuple[dict[str, Any], list[Problem]]:
-    """Convert each value to the type that the schema expects; returns values by dotted key, and problems."""
+    """Convert each value to the type that the schema expects.
+
+    Returns:
+        The converted values by dotted key, and a problem for each value of another type.
+    """
     values: dict[str, Any] = {}
     problems = []
     for key, entry in entries.items():
@@ -72,12 +76,15 @@ def convert_entries(entries: Mapping[str, Entry]) -> tuple[dict[str, Any], list[
 def validate(
     values: Mapping[str, Any], entries: Mapping[str, Entry], unknown: Collection[str]
 ) -> tuple[RunConfig, list[Problem]]:
-    """Check ranges and rules.
+    """Check values against the schema's ranges and against the rules about several keys.
 
     Args:
+        values: converted values by dotted key.
+        entries: sources of the values, which locate the problems.
         unknown: keys whose intended value is unknown; rules about them are skipped.
 
-    Returns: the configuration, with defaults in place of wrong values, and the problems.
+    Returns:
+        The configuration, with defaults in place of wrong values, and the problems.
     """
     problems = []
     good = dict(values)
@@ -95,7 +102,11 @@ def validate(
 
 
 def _errors_by_key(error: ValidationError) -> dict[str, ErrorDetails]:
-    """Choose one error per key. In a union, a broken limit says more than a mismatch with the other branch."""
+    """Return one pydantic error for each key with errors.
+
+    A union such as `int | Literal["auto"]` has an error per member. An exceeded limit is preferred to "not a valid
+    choice".
+    """
     found: dict[str, ErrorDetails] = {}
     for details in error.errors():
         key = ".".join(str(part) for part in details["loc"])
@@ -119,7 +130,10 @@ def _range_message(entry: Entry, details: ErrorDetails) -> tuple[str, str | None
 
 
 def _rule_problem(violation: Violation, entries: Mapping[str, Entry]) -> Problem:
-    """Report a broken rule at the key that was given last: --set before environment before file."""
+    """Return the problem of a broken rule, located at one of the rule's keys.
+
+    Among them, a key given with --set is preferred, then one from the environment, then one from the file.
+    """
     given = {key: _entry(key, entries) for key in violation.keys}
     blamed = max(violation.keys, key=lambda key: _rank(given[key]))  # the first one wins a tie
     entry = given[blamed]
@@ -162,9 +176,12 @@ _PATHS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class LoadedConfig:
-    """A configuration with absolute paths, the file it came from, and the source of each value.
+    """A loaded configuration.
 
-    sources: dotted key → "default", "configs/x.yaml:3", "environment EBBFLOW__MODEL__NUM_LAYERS" or "--set".
+    Attributes:
+        config: values of all keys, with absolute paths.
+        sources: dotted key → "default", "configs/x.yaml:3", "environment EBBFLOW__MODEL__NUM_LAYERS" or "--set".
+        path: absolute path of the configuration file.
     """
 
     config: RunConfig
@@ -180,17 +197,17 @@ def load_config(
     cwd: Path | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> LoadedConfig:
-    """Read a configuration.
+    """Load the configuration from a YAML file, the environment and overrides.
 
     Args:
         path: the YAML file, relative to `cwd`.
-        overrides: "model.num_heads=8" and the like; later ones win, and all win over the environment and the file.
-        project_root: base of relative paths in the file; those in overrides and the environment are relative to `cwd`.
-        cwd: the current directory when None.
-        environment: variables such as EBBFLOW__MODEL__NUM_HEADS=8 win over the file; os.environ when None.
+        overrides: texts such as "model.num_heads=8"; later ones win, and all win over the environment and the file.
+        project_root: base of relative paths in the file.
+        cwd: base of all other relative paths; None: the current directory.
+        environment: variables, of which EBBFLOW__MODEL__NUM_HEADS=8 and the like win over the file; None: os.environ.
 
     Raises:
-        ConfigError: carries every problem at once.
+        ConfigError: the configuration has problems; the error has all of them.
     """
     cwd = Path.cwd() if cwd is None else Path(cwd)
     file = Path(os.path.abspath(cwd / Path(path).expanduser()))
@@ -227,7 +244,11 @@ def _warn(line: str) -> None:
 def _read_entries(
     file: Path, given: Path | str, project_root: Path, cwd: Path
 ) -> tuple[dict[str, Entry], list[Problem], bool]:
-    """Read the file's values, the problems of its form, and whether it could be read at all."""
+    """Read the configuration file.
+
+    Returns:
+        The entries by dotted key, the problems, and False if the file or its YAML could not be read as a whole.
+    """
     text, problems = _read(file, given, project_root, cwd)
     if text is None:
         return {}, problems, False
@@ -264,7 +285,7 @@ def _read(file: Path, given: Path | str, project_root: Path, cwd: Path) -> tuple
 
 
 def _configs_there_are(file: Path, project_root: Path, cwd: Path) -> str:
-    """List the configurations of the project and of the given folder, the closest name first."""
+    """Return a hint that lists the existing configuration files and suggests the one with the most similar name."""
     folders = dict.fromkeys([file, file.parent, project_root / "configs"])
     try:
         names = [_display(found, cwd) for folder in folders for found in sorted(folder.glob("*.yaml"))]
@@ -278,7 +299,10 @@ def _configs_there_are(file: Path, project_root: Path, cwd: Path) -> str:
 
 
 def _resolve_paths(values: dict[str, Any], entries: Mapping[str, Entry], *, project_root: Path, cwd: Path) -> None:
-    """Make paths absolute. Empty values, special words and addresses are left to the rules."""
+    """Make the paths among `values` absolute, in place.
+
+    Empty values, special words such as "live", and addresses such as s3:// stay as they are; the rules check them.
+    """
     values.setdefault("store", leaf_fields()["store"].default)
     for key, words in _PATHS.items():
         value = values.get(key)
@@ -294,7 +318,7 @@ def _resolve_paths(values: dict[str, Any], entries: Mapping[str, Entry], *, proj
 
 
 def _hides(bad: str, key: str, entries: Mapping[str, Entry], values: Mapping[str, Any]) -> bool:
-    """Whether a problem with key `bad` leaves the intended value of `key` unknown."""
+    """Return whether a problem with key `bad` leaves the intended value of `key` unknown."""
     if key in values and key in entries:
         return False
     return bool(bad) and (key == bad or key.startswith(f"{bad}."))
@@ -315,7 +339,7 @@ def _in_reading_order(problems: Sequence[Problem], overrides: Sequence[str]) -> 
 
 
 def _display(file: Path, cwd: Path) -> str:
-    """Return the path relative to the current directory if it is below it."""
+    """Return the path to show for a file: relative if the file is below `cwd`, else absolute."""
     return str(file.relative_to(cwd)) if file.is_relative_to(cwd) else str(file)
 
 
@@ -323,7 +347,10 @@ DEFAULT = "default"
 
 
 def sources_of(entries: Mapping[str, Entry]) -> dict[str, str]:
-    """Return the source of every key in the schema's order; of a free mapping, of each name given in it."""
+    """Return the source of each key's value, by dotted key in the schema's order.
+
+    A free mapping with values has one item for each name in it, such as workload_options.width.
+    """
     sources: dict[str, str] = {}
     for key in leaf_fields():
         names = [name for name in entries if mapping_of(name) == key] if key in free_mappings() else []
@@ -332,10 +359,11 @@ def sources_of(entries: Mapping[str, Entry]) -> dict[str, str]:
 
 
 def values_with_sources(config: Mapping[str, Any], sources: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Return rows of key, value and source in the order of `sources`.
+    """Return a row {"key", "value", "source"} for each key in `sources`, in the same order.
 
     Args:
         config: the nested configuration as JSON; a key that it lacks gets the value null.
+        sources: source of each dotted key.
     """
     return [{"key": key, "value": _at(config, key), "source": source} for key, source in sources.items()]
 

@@ -23,9 +23,10 @@ _PRICE_SOURCES = ("static", "live")
 
 
 def zone_prefix(region: str) -> str | None:
-    """Return the prefix of a region's zone ids: use1 for us-east-1, apse2 for ap-southeast-2; None for no region.
+    """Return the prefix of an AWS region's zone ids: use1 for us-east-1, apse2 for ap-southeast-2.
 
-    AWS shortens each compass point and each other word to its first letter: southeast → se, central → c.
+    AWS shortens each compass point and each other word to its first letter: southeast → se, central → c. Returns None
+    if `region` does not have the form of a region's name.
     """
     match = _REGION.fullmatch(region)
     if match is None:
@@ -47,7 +48,7 @@ def _store_is_known(config: RunConfig) -> Breach:
 
 
 def _named(key: str, hint: str) -> Rule:
-    """Make the rule that a path is not empty and is on this machine."""
+    """Return the rule that the path at `key` is on this machine and not empty; `hint` is shown for an empty path."""
 
     def check(config: RunConfig) -> Breach:
         value = value_of(config, key)
@@ -94,7 +95,7 @@ def _regions_are_regions(config: RunConfig) -> Breach:
 
 
 def region_problem(key: str, name: str | None) -> Breach:
-    """Check that a key, which may be null, is the name of an AWS region."""
+    """Return the problem if `name`, the value of `key`, is not an AWS region; None if it is one, or is null."""
     if name is None or zone_prefix(name) is not None:
         return None
     return f"{key} must be the name of an AWS region, not {name!r}", "such as us-east-1"
@@ -171,7 +172,7 @@ def _metrics_address_is_an_ip_address(config: RunConfig) -> Breach:
 
 
 def _signing_key_env_is_a_name(config: RunConfig) -> Breach:
-    """Check the variable's name; the message omits the value, which may be the key itself by mistake."""
+    """Check the name of the variable. The message does not show it: a user may have given the key itself by mistake."""
     name = config.checkpoint.signing_key_env
     if name is None or NAME_PATTERN.fullmatch(name):
         return None

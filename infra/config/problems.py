@@ -1,4 +1,4 @@
-"""Problems of a configuration: where each one is, what is wrong, and how to fix it."""
+"""Problems of a configuration, each with its location, message and hint, and their rendering for a terminal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,15 @@ _PASSWORD = re.compile(r"(?<=://)[^/@\s]+(?=@)")  # password in a URL: terminals
 
 @dataclass(frozen=True, kw_only=True)
 class SourceSpan:
-    """A stretch of one line. line and column count from 1, in characters; text is the whole line."""
+    """A range of characters in one line of a configuration's source.
+
+    Attributes:
+        source: name of the source, such as a file's path or "--set model.num_heads=8".
+        line: number of the line, counted from 1.
+        column: position of the first character in the line, counted from 1.
+        length: number of characters.
+        text: the whole line.
+    """
 
     source: str
     line: int
@@ -30,7 +38,14 @@ class SourceSpan:
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One error in a configuration. key is dotted ("model.hidden_size"), or "" for the file as a whole."""
+    """One error in a configuration.
+
+    Attributes:
+        message: what is wrong.
+        key: dotted key ("model.hidden_size"); "" for the file as a whole.
+        place: location of the error, if there is one.
+        hint: how to fix it.
+    """
 
     message: str
     key: str = ""
@@ -45,7 +60,7 @@ class Problem:
 
 
 class ConfigError(InfraError):
-    """The configuration cannot be used. Carries every problem at once; its text is the rendered list."""
+    """A configuration that cannot be used. `problems` has every problem; the error's text is the rendered list."""
 
     outcome = Outcome.CONFIG
 
@@ -72,7 +87,7 @@ def _render(problem: Problem) -> str:
 
 
 def _excerpt(place: SourceSpan) -> list[str]:
-    """Return the line and the caret below it; a long line is cut around the place."""
+    """Return the source line and a line of carets below the error; a line over 160 characters is cut around it."""
     start = max(0, place.column - 1 - _WIDEST_LINE // 2) if len(place.text) > _WIDEST_LINE else 0
     shown = place.text[start : start + _WIDEST_LINE]
     before = place.column - 1 - start

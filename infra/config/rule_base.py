@@ -1,4 +1,4 @@
-"""The type of a configuration rule, and the arithmetic that its message shows."""
+"""Base of the configuration rules: their type, and the arithmetic shown in their messages."""
 
 from __future__ import annotations
 
@@ -9,12 +9,18 @@ from typing import Any
 
 from ebbflow.infra.config.schema import RunConfig
 
-Breach = tuple[str, str | None] | None  # message and hint of a broken rule; None: it holds
+Breach = tuple[str, str | None] | None  # message and hint of a broken rule; None: the rule holds
 
 
 @dataclass(frozen=True, kw_only=True)
 class Violation:
-    """A broken rule. keys: the keys it is about; the first one is reported."""
+    """A rule that a configuration breaks.
+
+    Attributes:
+        keys: dotted keys that the rule is about, the most likely mistake first.
+        message: what is wrong.
+        hint: how to fix it.
+    """
 
     keys: tuple[str, ...]
     message: str
@@ -25,8 +31,9 @@ class Violation:
 class Rule:
     """A rule about one or more keys.
 
-    keys: the keys that `check` reads; the first one is reported.
-    check: returns message and hint, or None when the rule holds.
+    Attributes:
+        keys: dotted keys that `check` reads, the most likely mistake first.
+        check: returns message and hint of a broken rule, or None if the rule holds.
     """
 
     keys: tuple[str, ...]
@@ -42,7 +49,7 @@ def value_of(config: RunConfig, key: str) -> Any:
 
 
 def count_ranks(config: RunConfig) -> int | None:
-    """Return the number of ranks, or None where the plan chooses it."""
+    """Return the number of ranks, or None if nodes or ranks per node are "auto"."""
     nodes, processes = config.cluster.nodes, config.cluster.processes_per_node
     return None if nodes == "auto" or processes == "auto" else nodes * processes
 
@@ -60,7 +67,7 @@ def nearest_divisors(number: int, near: int) -> list[int]:
 
 
 def nearest_multiples(unit: int, near: int) -> list[int]:
-    """Return the positive multiples of `unit` just below and just above `near`, which is not one itself."""
+    """Return the positive multiples of `unit` just below and above `near`, which must not be a multiple itself."""
     below = near // unit * unit
     return [multiple for multiple in (below, below + unit) if multiple > 0]
 
@@ -78,5 +85,5 @@ def product(factors: Sequence[object]) -> str:
 
 
 def suggest_values(*offers: tuple[str, Sequence[object]]) -> str:
-    """Render "set a to 1 or 2, or b to 3", without the keys that have no fitting value."""
+    """Render a hint such as "set a to 1 or 2, or b to 3" from (key, values) pairs, without pairs that lack values."""
     return "set " + ", or ".join(f"{key} to {' or '.join(map(str, values))}" for key, values in offers if values)

@@ -1,7 +1,7 @@
-"""The typed configuration of a job. Plain data: no torch, no I/O.
+"""Schema of a job's configuration: typed sections without I/O and without torch.
 
-Cross-field rules are in `ebbflow.infra.config.shape_rules` and `name_rules`; files are read in
-`ebbflow.infra.config.load`.
+Rules about several keys are in `ebbflow.infra.config.shape_rules` and `name_rules`; `ebbflow.infra.config.load` reads
+files.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Count = Annotated[int, Field(ge=1)]
 
 
 class QueueConfig(Section):
-    """A job queue for training. `market` is set per queue: AWS Batch knows it of compute environments only."""
+    """A job queue for training. `market` is set here: AWS Batch knows the market only of compute environments."""
 
     name: str = Field(description="the job queue's name or ARN")
     market: Literal["spot", "on_demand"] = Field(description="purchase option of its compute environments")
@@ -76,7 +76,7 @@ class ModelConfig(Section):
 
 
 class SchedulerConfig(Section):
-    """Learning rate over steps."""
+    """Learning rate as a function of the step."""
 
     type: Literal["constant", "linear_warmup", "cosine", "wsd"] = Field(
         default="cosine",
@@ -87,7 +87,7 @@ class SchedulerConfig(Section):
 
 
 class TrainingConfig(Section):
-    """Optimization. batch_size counts sequences of the whole gang, at any number of ranks."""
+    """Optimization. batch_size is the number of sequences per step of all ranks together."""
 
     batch_size: int = Field(default=32, ge=1, description="sequences per step over all ranks")
     learning_rate: float = Field(default=1e-3, gt=0, description="peak learning rate")
@@ -111,7 +111,7 @@ class TrainingConfig(Section):
 
 
 class DataConfig(Section):
-    """Text to train on. Without a path: the standard library of the running Python, tests excluded."""
+    """Text to train on. Without a path, this is the standard library of the running Python, tests excluded."""
 
     path: str | None = Field(default=None, description="folder, file or glob; null: the interpreter's standard library")
     suffixes: list[str] = Field(default=[".py"], description="file extensions to read in a folder")
@@ -125,7 +125,7 @@ class DataConfig(Section):
 
 
 class ParallelConfig(Section):
-    """How the model is spread over ranks, and how memory is traded for compute."""
+    """Distribution of the model over ranks, and the trade of memory for compute."""
 
     mode: Literal["ddp", "fsdp2", "hsdp"] = Field(
         default="fsdp2", description="replicate (ddp), shard (fsdp2), or shard within groups that are replicated (hsdp)"
@@ -206,7 +206,7 @@ class ClusterConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """When checkpoints are saved, and which commits are kept."""
+    """Save schedule, and the commits to keep."""
 
     interval: Literal["steps", "seconds", "auto"] = Field(
         default="steps", description="save every interval_steps, every interval_seconds, or by measured cost and hazard"
@@ -332,7 +332,7 @@ class GuardsConfig(Section):
 
 
 class MetricsConfig(Section):
-    """Prometheus metrics. metrics.prom is written with every report in any case."""
+    """Prometheus metrics. Every report also writes the file metrics.prom, whatever is set here."""
 
     port: Annotated[int, Field(ge=1, le=65535)] | None = Field(
         default=None, description="port on which each node serves /metrics while it trains; null: none"

@@ -99,11 +99,18 @@ MODEL_RULES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Derived:
-    """A quantity name = top / (bottom × …), rounded down, that must be at least 1.
+    """A quantity that must be at least 1: the product of the keys `top` divided by that of the keys `bottom`, rounded
+    down.
 
-    why: the consequence when it is 0.
-    applies: whether the quantity exists in a configuration.
-    spare: the hint offers this many times the minimum, such as 4 commits of a job.
+    Keys that are "auto" are left out of the products.
+
+    Attributes:
+        name: name of the quantity in messages.
+        top: dotted keys of the numerator.
+        bottom: dotted keys of the denominator.
+        why: consequence if the quantity is 0.
+        spare: size of the quantity with the values that the hint suggests, such as 4 commits of a job.
+        applies: whether a configuration has the quantity.
     """
 
     name: str
@@ -126,7 +133,6 @@ class Derived:
         return f"{product(top)} / {product(bottom)} = {numbers} = {exact:.4g}"
 
     def check(self, config: RunConfig) -> Breach:
-        """Check that the quantity is at least 1."""
         if not self.applies(config) or self.value(config) >= 1:
             return None
         return f"{self.name} must be at least 1, or {self.why}: {self.formula(config)}", self._hint(config)
@@ -256,7 +262,7 @@ def _compressed_once(config: RunConfig) -> Breach:
 
 
 def _only_with_modes(key: str, default: object, modes: tuple[str, ...]) -> Rule:
-    """Make the rule that an option has its default in modes that ignore it."""
+    """Return the rule that an option keeps its default in every parallel mode except `modes`; others ignore it."""
 
     def check(config: RunConfig) -> Breach:
         mode, value = config.parallel.mode, value_of(config, key)
@@ -317,7 +323,7 @@ def _no_more_than_allowed(config: RunConfig) -> Breach:
 
 
 def _shards_stay_on_a_node(config: RunConfig) -> Breach:
-    """Check that a group of shards fits on one node where nodes may be lost."""
+    """Check that an hsdp shard group is on one node, if the job may continue with fewer nodes."""
     shard, processes = config.parallel.shard_size, config.cluster.processes_per_node
     if config.cluster.min_nodes is None or config.parallel.mode != "hsdp" or shard is None or processes == "auto":
         return None

@@ -1,4 +1,4 @@
-"""YAML 1.2 with positions: parse a text into nodes, and convert each node to the type that the schema expects.
+"""YAML 1.2 parser that keeps positions, and the conversion of its nodes to the types that the schema expects.
 
 ruamel.yaml follows YAML 1.2; in YAML 1.1 ``1e-3`` is a text, ``012`` is ten, ``1:30`` is ninety and ``no`` is false.
 Nodes keep their start and end, so that each error can point at the value.
@@ -51,9 +51,13 @@ _SYNTAX_HINTS = (
 
 @dataclass(frozen=True)
 class SourceText:
-    """A text to parse, and the name that problems in it are reported under.
+    """A text to parse.
 
-    first_column, before: characters shown before the text in its first line, such as "model.num_heads=" of an override.
+    Attributes:
+        name: name of the text in problems, such as the file's path.
+        text: the YAML text.
+        first_column: number of characters shown before the text in its first line.
+        before: these characters, such as "model.num_heads=" of an override.
     """
 
     name: str
@@ -77,19 +81,19 @@ class SourceText:
         )
 
     def span_of(self, node: Node) -> SourceSpan:
-        """Return the span of a node."""
         return self.span(node.start_mark, node.end_mark)
 
     def span_at(self, index: int) -> SourceSpan:
-        """Return the span of one character, by its position in the text."""
+        """Return the span of the character at `index` in the text."""
         lines = _LINE_BREAK.split(self.text[:index])
         return self.span(*(_mark(len(lines) - 1, len(lines[-1]) + shift) for shift in (0, 1)))
 
 
 def parse(source: SourceText) -> tuple[Node | None, list[Problem]]:
-    """Parse one YAML document into its node graph.
+    """Parse one YAML document into its graph of nodes.
 
-    Returns: the root node, None for an empty document; and the problem that prevented parsing, if any.
+    Returns:
+        The root node (None for an empty document or after an error), and the problem that prevented parsing, if any.
     """
     yaml = YAML(typ="safe", pure=True, plug_ins=[])
     yaml.composer.warn_double_anchors = False
@@ -105,12 +109,11 @@ def parse(source: SourceText) -> tuple[Node | None, list[Problem]]:
 
 
 def is_empty(node: Node | None) -> bool:
-    """Whether nothing was written: ``model:`` without a value, or an empty file."""
+    """Return whether a node has no content: the value of ``model:`` with nothing after it, or an empty file."""
     return node is None or (isinstance(node, ScalarNode) and node.style is None and node.value == "")
 
 
 def empty_node() -> ScalarNode:
-    """Return the node of an empty text."""
     return ScalarNode(_TAG_PREFIX + "null", "", _mark(0, 0), _mark(0, 0))
 
 
@@ -119,7 +122,7 @@ def _mark(line: int, column: int) -> StringMark:
 
 
 def _foreign_tag(node: Node) -> str | None:
-    """Return an explicit tag such as ``!!python/name:os.system``; a configuration has no use for one."""
+    """Return a node's tag if it is not one of YAML's core types, such as ``!!python/name:os.system``; else None."""
     return None if node.tag in _CORE_TAGS else node.tag.replace(_TAG_PREFIX, "!!")
 
 
@@ -136,7 +139,10 @@ def _syntax_problem(source: SourceText, error: MarkedYAMLError) -> Problem:
 
 
 class MismatchError(InfraError):
-    """A value does not fit its key. The message continues the key's name: "must be a whole number, not …"."""
+    """A value that its key does not accept.
+
+    The message continues the name of the key: "must be a whole number, not …".
+    """
 
     outcome = Outcome.CONFIG
 
@@ -144,14 +150,18 @@ class MismatchError(InfraError):
         super().__init__(message)
         self.message = message
         self.hint = hint
-        self.node = node  # the part of the value to point at; None: all of it
+        self.node = node  # the part of the value to point at; None: the whole value
 
 
 @dataclass(frozen=True)
 class Expected:
-    """The values that a field accepts: types, names from a fixed set, and null.
+    """The values that a field accepts.
 
-    section: the type of a list's items where they are sections; None where they are texts.
+    Attributes:
+        types: accepted Python types.
+        choices: accepted words.
+        nullable: whether null is accepted.
+        section: type of a list's items if they are sections; None if they are texts.
     """
 
     types: frozenset[type]
@@ -161,7 +171,7 @@ class Expected:
 
     @classmethod
     def of(cls, annotation: Any) -> Expected:
-        """Read a field's annotation, such as ``int | Literal["auto"]``."""
+        """Make it from a field's type annotation, such as ``int | Literal["auto"]``."""
         types, choices, nullable, section = set(), [], False, None
         for part in _alternatives(annotation):
             if part in (None, type(None)):
@@ -186,7 +196,7 @@ class Expected:
 
 
 def convert(node: Node, expected: Expected) -> Any:
-    """Convert a node to the expected type. Raises MismatchError."""
+    """Convert a node to a Python value. Raises MismatchError if the value is not one of the expected ones."""
     tag = _foreign_tag(node)
     if tag is not None:
         raise MismatchError(f"has the tag {tag}, which a configuration has no use for", "remove the tag")
@@ -224,7 +234,7 @@ def _convert_item(node: Node, number: int, section: type[BaseModel] | None) -> A
 
 
 def _convert_section(node: Node, section: type[BaseModel]) -> dict[str, Any]:
-    """Convert a section in a list; reports unknown, missing and duplicate keys."""
+    """Convert a list item that is a section. Raises MismatchError for an unknown, missing or duplicate key."""
     fields = section.model_fields
     known = _known_keys(section)
     if not isinstance(node, MappingNode):
@@ -302,13 +312,13 @@ def _text_hint(text: str, expected: Expected, plain: bool) -> str | None:
 
 
 def _is_value_unquoted(text: str) -> bool:
-    """Whether a quoted text would be a number, true, false or null without its quotes."""
+    """Return whether a quoted text would be a number, true, false or null without its quotes."""
     node, _ = parse(SourceText("", text))
     return isinstance(node, ScalarNode) and not isinstance(_interpret(node), str)
 
 
 def _interpret(node: ScalarNode) -> Value:
-    """Read a scalar by YAML 1.2's core schema. A number with a leading zero stays a text."""
+    """Convert a scalar as YAML 1.2's core schema defines it. A number with a leading zero stays a text."""
     text, kind = node.value, node.tag.removeprefix(_TAG_PREFIX)
     if node.style is not None:
         return text
@@ -346,7 +356,7 @@ def _mapping_hint(expected: Expected) -> str | None:
 
 
 def _alternatives(annotation: Any) -> list[Any]:
-    """Return the members of a union, unwrapped from Annotated."""
+    """Return the member types of a union, without the metadata of `Annotated`."""
     origin = get_origin(annotation)
     if origin is Annotated:
         return _alternatives(get_args(annotation)[0])
