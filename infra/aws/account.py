@@ -1,4 +1,4 @@
-"""Read-only questions to an AWS account (quotas, roles, buckets, images), and Metaflow's settings on this machine."""
+"""Read-only queries of an AWS account (quotas, roles, buckets, images), and the Metaflow settings of this machine."""
 
 from __future__ import annotations
 
@@ -38,7 +38,12 @@ _QUOTAS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Quota:
-    """A limit on running vCPUs, with the code and the name that Service Quotas gives it."""
+    """A limit on the vCPUs that run at the same time in a region.
+
+    Attributes:
+        code: identifier of the quota in AWS Service Quotas, such as "L-1216C47A".
+        name: title of the quota in AWS Service Quotas.
+    """
 
     code: str
     name: str
@@ -47,7 +52,11 @@ class Quota:
 
 @dataclass(frozen=True, kw_only=True)
 class RoleState:
-    """An IAM role and the services that may assume it."""
+    """An IAM role and the services that may assume it.
+
+    Attributes:
+        trusted: service principals, such as "ecs-tasks.amazonaws.com".
+    """
 
     arn: str
     trusted: tuple[str, ...]
@@ -58,8 +67,8 @@ class BucketState:
     """The properties of a bucket that a job depends on.
 
     Attributes:
-        public_access_blocked: all four settings of S3's public access block are on.
-        abort_days: days until S3 deletes parts of unfinished uploads; None: never.
+        public_access_blocked: True if all four settings of S3's public access block are on.
+        abort_days: days after which S3 deletes the parts of an unfinished upload; None if it keeps them forever.
     """
 
     region: str
@@ -68,10 +77,11 @@ class BucketState:
 
 
 def sibling_client(service: str, batch: Any, region: str | None = None) -> Any:
-    """Make the client of another service for the account that a Batch client talks to.
+    """Make the client of another AWS service for the account that a Batch client talks to.
 
     Raises:
-        CloudRefused: Batch is a stand-in and the service would be Amazon's, which knows nothing of that Batch.
+        CloudRefused: the Batch client talks to a stand-in for AWS, such as a test server, but the new client would talk
+            to Amazon.
     """
     client = aws_client(service, region or batch.meta.region_name)
     if is_amazons(client) and not is_amazons(batch):
@@ -96,14 +106,18 @@ def quota_code(instance_type: str, market: str) -> str | None:
 
 
 def vcpu_quota(code: str, client: Any, deadline: RequestDeadline) -> Quota:
-    """Read one vCPU quota. client: of service-quotas. Raises CloudError."""
+    """Read one vCPU quota through a client of "service-quotas". Raises CloudError if AWS does not answer or refuses."""
     answer = call_aws(client, "get_service_quota", deadline, ServiceCode="ec2", QuotaCode=code)
     vcpus = required_field(answer, "Quota.Value", client, "get_service_quota")
     return Quota(code=code, name=answer["Quota"].get("QuotaName", code), vcpus=float(vcpus))
 
 
 def role_state(arn: str, client: Any, deadline: RequestDeadline) -> RoleState | None:
-    """Read a role, or return None if it does not exist. client: of iam. Raises CloudError."""
+    """Read a role through a client of "iam", or return None if it does not exist.
+
+    Raises:
+        CloudError: AWS does not answer or refuses.
+    """
     try:
         answer = call_aws(client, "get_role", deadline, RoleName=arn.rpartition("/")[2])
     except CloudRefused as error:
@@ -115,7 +129,11 @@ def role_state(arn: str, client: Any, deadline: RequestDeadline) -> RoleState | 
 
 
 def trusted_services(document: Any) -> tuple[str, ...]:
-    """Return the services that a trust policy allows to assume the role. document: as IAM gives it."""
+    """Return the services that a trust policy allows to assume its role.
+
+    Args:
+        document: the policy as IAM returns it, a dict or URL-encoded JSON.
+    """
     policy = json.loads(unquote(document)) if isinstance(document, str) else document or {}
     statements = policy.get("Statement") or []
     found: list[str] = []
@@ -130,15 +148,19 @@ def trusted_services(document: Any) -> tuple[str, ...]:
 def denied_actions(
     arn: str, actions: Sequence[str], resources: Sequence[str], client: Any, deadline: RequestDeadline
 ) -> tuple[str, ...]:
-    """Return the actions that IAM's policy simulation denies a role on any of the resources.
+    """Return those of `actions` that a role may not perform on at least one of `resources`.
 
-    The simulation ignores policies of buckets and of the organisation, so a bucket policy may still allow an action.
+    IAM's policy simulation decides. It ignores bucket policies and the policies of the AWS organisation, so a bucket
+    policy may still allow a returned action.
 
     Args:
-        client: of iam.
+        arn: ARN of the role.
+        actions: IAM actions, such as "s3:PutObject".
+        resources: ARNs.
+        client: client of "iam".
 
     Raises:
-        CloudError: the simulation failed or decided nothing about an action.
+        CloudError: the simulation failed, or its answer lacks a decision on one of the actions.
     """
     request = {"PolicySourceArn": arn, "ActionNames": list(actions), "ResourceArns": list(resources)}
     answer = call_aws(client, "simulate_principal_policy", deadline, **request)
@@ -155,7 +177,7 @@ def denied_actions(
 
 
 def bucket_state(bucket: str, client: Any, deadline: RequestDeadline) -> BucketState:
-    """Read the properties of a bucket. client: of s3. Raises CloudError if any of them cannot be read."""
+    """Read a bucket's properties through a client of "s3". Raises CloudError if any of them cannot be read."""
     location = call_aws(client, "get_bucket_location", deadline, Bucket=bucket).get("LocationConstraint")
     block = _call_optional(
         client, "get_public_access_block", deadline, "NoSuchPublicAccessBlockConfiguration",
@@ -191,14 +213,15 @@ def ecr_region(image: str) -> str | None:
 
 
 def image_exists(image: str, client: Any, deadline: RequestDeadline) -> bool:
-    """Return whether an image is in ECR.
+    """Return whether an image exists in ECR.
 
     Args:
-        client: of ecr, in the image's region.
+        image: full name of the image, with registry, repository, and tag or digest.
+        client: client of "ecr" in the image's region.
 
     Raises:
         CloudError: ECR does not answer or refuses.
-        ValueError: the image is not in ECR.
+        ValueError: the image belongs to another registry.
     """
     match = _ECR.fullmatch(image)
     if match is None:
@@ -219,7 +242,7 @@ def image_exists(image: str, client: Any, deadline: RequestDeadline) -> bool:
 def _call_optional(
     client: Any, operation: str, deadline: RequestDeadline, absent: str, *, iam_action: str, **request: Any
 ) -> Any:
-    """Return the answer, or None if AWS answers with the code `absent`."""
+    """Send a request and return the answer, or None if AWS refuses with the error code `absent`."""
     try:
         return call_aws(client, operation, deadline, iam_action=iam_action, **request)
     except CloudRefused as error:
@@ -229,10 +252,16 @@ def _call_optional(
 
 
 def metaflow_settings(environment: Mapping[str, str] | None = None) -> dict[str, tuple[str, str]]:
-    """Return every METAFLOW_* setting as (value, source).
+    """Return the METAFLOW_* settings of this machine.
 
-    Sources are the environment and ~/.metaflowconfig/config.json (config_<profile>.json with METAFLOW_PROFILE;
-    METAFLOW_HOME names another folder). An unreadable file counts as empty.
+    The environment takes precedence over ~/.metaflowconfig/config.json. METAFLOW_HOME names another folder for this
+    file, and METAFLOW_PROFILE selects config_<profile>.json in it. An unreadable file counts as empty.
+
+    Args:
+        environment: the variables to read; None reads those of this process.
+
+    Returns:
+        (value, source) by name; the source is the file's path or "the environment".
     """
     variables = os.environ if environment is None else environment
     path = _file(variables)

@@ -1,4 +1,7 @@
-"""The command `ebbflow adopt`: write a job's configuration from the resources of an AWS account. Reads only."""
+"""The command `ebbflow adopt`: write a job's configuration from the existing resources of an AWS account.
+
+The command changes nothing in the account.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ from ebbflow.infra.errors import CloudError, InfraError, Outcome
 
 T = TypeVar("T")
 
-# Outputs of the stacks that people have: Metaflow's published template, and our own.
+# Outputs of the stacks that users have: those of Metaflow's published template, and our own.
 # https://github.com/Netflix/metaflow-tools/blob/master/aws/cloudformation/metaflow-cfn-template.yml
 SETTING_OF_OUTPUT = {
     "MetaflowDataStoreS3Url": "METAFLOW_DATASTORE_SYSROOT_S3",
@@ -41,7 +44,7 @@ _MARKS = ("MetaflowDataStoreS3Url", "LightQueueName")
 # Words in the names of buckets, repositories and roles that belong to these tools.
 _OURS = ("ebbflow", "metaflow")
 _SECONDS = 15.0
-_MOST_BUCKETS = 20  # whose location is read if none is named for this
+_MOST_BUCKETS = 20  # buckets whose region is read if no bucket's name contains one of `_OURS`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,13 +57,14 @@ class StackOutputs:
 
 @dataclass(frozen=True, kw_only=True)
 class AccountFacts:
-    """The answers of the account.
+    """The resources of an AWS account in one region that jobs could use.
 
     Attributes:
-        buckets: in the region and possibly meant for jobs.
+        queues: all job queues, by name.
+        buckets: names of buckets that may be meant for jobs.
         roles: ARNs of roles that containers may assume.
-        images: newest tagged image of each possible repository.
-        unread: one message for each service that could not be read.
+        images: newest tagged image of each repository with "ebbflow" or "metaflow" in its name.
+        unread: one error message for each service that could not be read.
     """
 
     region: str
@@ -74,7 +78,13 @@ class AccountFacts:
 
 
 def read_account(region: str | None, *, seconds: float = _SECONDS) -> AccountFacts:
-    """Read queues, stacks, buckets, roles and images of an account, each service within `seconds`.
+    """Read the queues, stacks, buckets, roles and images of an account.
+
+    If a service other than Batch cannot be read, its resources are left out and its error is added to `unread`.
+
+    Args:
+        region: None uses the region of the environment or the AWS profile.
+        seconds: deadline for each service.
 
     Raises:
         CloudError: Batch does not describe its queues.
@@ -121,7 +131,11 @@ def _stacks(client: Any, deadline: RequestDeadline) -> tuple[StackOutputs, ...]:
 
 
 def _buckets(client: Any, deadline: RequestDeadline) -> tuple[str, ...]:
-    """Return the region's buckets named for this, else all. Buckets of unknown location are left out."""
+    """Return the buckets in the client's region with "ebbflow" or "metaflow" in their name.
+
+    If the account has no bucket with such a name, its first 20 buckets are considered instead. A bucket whose region
+    cannot be read is left out.
+    """
     names = [
         bucket["Name"]
         for bucket in call_aws(client, "list_buckets", deadline, iam_action="s3:ListAllMyBuckets")["Buckets"]
@@ -138,7 +152,7 @@ def _buckets(client: Any, deadline: RequestDeadline) -> tuple[str, ...]:
 
 
 def _roles(client: Any, deadline: RequestDeadline) -> tuple[str, ...]:
-    """Return the roles that containers may assume, those named for this first."""
+    """Return the ARNs of roles that containers may assume; names with "ebbflow" or "metaflow" come first."""
     arns = [
         role["Arn"]
         for role in paginate(client, "list_roles", "Roles", deadline, token="Marker")
@@ -149,7 +163,7 @@ def _roles(client: Any, deadline: RequestDeadline) -> tuple[str, ...]:
 
 
 def _images(client: Any, deadline: RequestDeadline) -> tuple[str, ...]:
-    """Return the newest tagged image of each repository named for this."""
+    """Return the newest tagged image of each repository with "ebbflow" or "metaflow" in its name."""
     found = []
     for repository in paginate(client, "describe_repositories", "repositories", deadline):
         name = repository["repositoryName"]
@@ -171,12 +185,13 @@ _FARGATE_ROLE = "METAFLOW_ECS_FARGATE_EXECUTION_ROLE"  # without it Metaflow mak
 
 @dataclass(frozen=True, kw_only=True)
 class AdoptedSetup:
-    """The setup that is written to the configuration.
+    """The resources and settings that the written configuration names.
 
     Attributes:
-        queues: for training.
-        gang_queues: names of the queues for several nodes.
-        settings: Metaflow's.
+        queues: queues for training.
+        gang_queues: names of the queues for jobs of several nodes.
+        light_queue: name of the queue for the steps around training, None if there is none.
+        settings: Metaflow's settings, by name.
         notes: one line each, for the user.
     """
 
@@ -197,7 +212,12 @@ class _Notes:
     notes: list[str] = field(default_factory=list)
 
     def only(self, what: str, options: tuple[str, ...], how: str) -> str | None:
-        """Return the only option, or None; several options are listed in a note."""
+        """Return the option if there is exactly one, else None. If there are several, add a note for the user.
+
+        Args:
+            what: start of the note.
+            how: end of the note, which explains how to choose.
+        """
         if len(options) > 1:
             self.notes.append(f"{what}: {', '.join(options)}; {how}")
         return options[0] if len(options) == 1 else None
@@ -206,12 +226,12 @@ class _Notes:
 def choose_setup(
     facts: AccountFacts, given: Mapping[str, tuple[str, str]], *, store: str | None = None, stack: str | None = None
 ) -> AdoptedSetup:
-    """Choose store, queues, image, role and Metaflow's settings.
+    """Choose the store, queues, image, role and Metaflow settings of a job.
 
     Args:
-        given: Metaflow's settings on this machine as (value, source).
-        store: the user's choice, None without one.
-        stack: name of the CloudFormation stack that the user chose, None without one.
+        given: Metaflow's settings on this machine, as (value, source) by name. They override a stack's outputs.
+        store: URI that the user chose; None derives one from the account.
+        stack: name of the CloudFormation stack that the user chose; None uses the only one, if there is exactly one.
     """
     notes = _Notes([f"could not be read: {problem}" for problem in facts.unread])
     known = _settings(facts, given, stack, notes)
@@ -248,7 +268,7 @@ def choose_setup(
 def _settings(
     facts: AccountFacts, given: Mapping[str, tuple[str, str]], stack: str | None, notes: _Notes
 ) -> dict[str, str]:
-    """Return Metaflow's settings: those of this machine, completed by the outputs of the one stack that has them."""
+    """Return the Metaflow settings of this machine, completed from the outputs of the chosen stack."""
     chosen = _stack(facts, stack, notes)
     outputs = {} if chosen is None else chosen.outputs
     found = {SETTING_OF_OUTPUT[key]: value for key, value in outputs.items() if key in SETTING_OF_OUTPUT}
@@ -269,7 +289,7 @@ def _stack(facts: AccountFacts, wanted: str | None, notes: _Notes) -> StackOutpu
 
 
 def _queues(facts: AccountFacts, known: Mapping[str, str], notes: _Notes) -> tuple[tuple[QueueState, ...], str | None]:
-    """Return the queues for training and the name of the queue for light steps."""
+    """Return (queues for training, name of the queue for the steps around training or None)."""
     training, light = [], []
     for state in facts.queues.values():
         if not state.usable:
@@ -287,11 +307,11 @@ def _queues(facts: AccountFacts, known: Mapping[str, str], notes: _Notes) -> tup
 def _light_queue(
     facts: AccountFacts, known: Mapping[str, str], light: list[QueueState], training: list[QueueState], notes: _Notes
 ) -> str | None:
-    """Choose the queue for the steps around training.
+    """Return the name of the queue for the steps around training, or None if there is no on-demand queue.
 
     Args:
         light: on-demand queues without GPUs.
-        training: used if there are no others.
+        training: queues for training; an on-demand one is used if `light` is empty.
     """
     named = known.get("METAFLOW_BATCH_JOB_QUEUE", "")
     name = named.rpartition("/")[2]
@@ -311,7 +331,10 @@ def _light_queue(
 
 
 def _gangs(queues: tuple[QueueState, ...], notes: _Notes) -> frozenset[str]:
-    """Return the names of the queues for several nodes: those that place nodes together, if there are any."""
+    """Return the names of the queues for jobs of several nodes.
+
+    If some queues place all nodes of a job in one zone, only these are returned.
+    """
     able = [state for state in queues if state.multi_node]
     near = [state for state in able if state.places_nodes_together]
     if able and not near:
@@ -340,7 +363,7 @@ def _store(facts: AccountFacts, known: Mapping[str, str], stack: str | None, not
 
 
 def _metadata(known: Mapping[str, str], given: Mapping[str, tuple[str, str]], notes: _Notes) -> dict[str, str]:
-    """Return the settings of Metaflow's metadata service. Its key is a secret and is never written."""
+    """Return the settings for Metaflow's metadata service, without the service's key because it is a secret."""
     url = known.get("METAFLOW_SERVICE_URL")
     if not url:
         notes.notes.append("no metadata service found: Metaflow's records stay on the launching machine (docs/aws.md)")
@@ -357,7 +380,11 @@ def _bucket(uri: str) -> str:
 
 
 def configuration_text(choice: AdoptedSetup, now_utc: float) -> str:
-    """Render the configuration as YAML that the loader accepts: store, cluster.plan_for, cost.regions and batch."""
+    """Render the setup as a YAML configuration.
+
+    Args:
+        now_utc: Unix time, for the header.
+    """
     document: dict[str, Any] = {} if choice.store is None else {"store": choice.store}
     document |= {"cluster": {"plan_for": "batch", "nodes": "auto", "processes_per_node": "auto"}}
     document |= {"cost": {"regions": [choice.region]}}
@@ -375,7 +402,7 @@ def configuration_text(choice: AdoptedSetup, now_utc: float) -> str:
 
 
 def settings_text(choice: AdoptedSetup, now_utc: float) -> str:
-    """Render Metaflow's settings as a shell script without secrets."""
+    """Render Metaflow's settings as a shell script without secrets. now_utc is the Unix time for the header."""
     head = f"# Metaflow's settings for account {choice.account} in {choice.region}, read on {_day(now_utc)}."
     return "\n".join([head, *_exports(choice.settings)]) + "\n"
 
@@ -385,7 +412,7 @@ def notes_text(choice: AdoptedSetup) -> str:
 
 
 def _queue(state: QueueState, choice: AdoptedSetup) -> dict[str, Any]:
-    """Return a queue's entry for the configuration without default values."""
+    """Return a queue's entry in the configuration; fields with default values are left out."""
     entry: dict[str, Any] = {"name": state.name, "market": state.market}
     if state.instance_types and not set(AUTO_INSTANCE_TYPES) & set(
         state.instance_types
@@ -410,7 +437,6 @@ _SETTINGS_SUFFIX = ".env"
 
 
 def add_adopt_command(commands: argparse._SubParsersAction) -> None:
-    """Add `adopt` and its options to the commands."""
     command = commands.add_parser("adopt", help="write a configuration from what an AWS account already has")
     command.add_argument(
         "--out", type=Path, metavar="FILE", help="where to write it, with FILE.env beside it; else printed"
@@ -427,10 +453,11 @@ def add_adopt_command(commands: argparse._SubParsersAction) -> None:
 
 
 def adopt(options: argparse.Namespace) -> int:
-    """Run `ebbflow adopt` and return the exit code.
+    """Run `ebbflow adopt`.
 
     Returns:
-        0; 1 if there is no queue for training; 2 for a bad request or a file that exists.
+        The exit code: 0 for success, 1 if there is no queue for training, 2 for a bad request or a file that exists, or
+            the exit code of an AWS error.
     """
     files = _files(options.out)
     there = [str(file) for file in files if file.exists()]

@@ -1,6 +1,6 @@
 """Calls to AWS with a deadline, bounded retries and one-line errors.
 
-botocore is imported only when a client is made. Its own retries are off because they know no deadline.
+botocore is imported only when a client is made. Its own retries are off because they ignore the deadline.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _NOT_ACCEPTED = frozenset(
      "RequestExpired", "SignatureDoesNotMatch", "InvalidSignatureException", "UnrecognizedClientException",
      "IncompleteSignature", "RequestTimeTooSkewed"}
 )  # fmt: skip
-_NOT_IMPLEMENTED = 501  # by a stand-in for AWS, which does not know the operation
+_NOT_IMPLEMENTED = 501  # a stand-in for AWS answers this to an operation that it lacks
 _CONNECT_SECONDS, _READ_SECONDS = 4.0, 10.0
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.3, 5.0
-# A retry within seconds seldom helps where nothing listens; it does where requests are throttled.
+# A retry within seconds seldom helps if nothing listens at the endpoint; it does if requests are throttled.
 _TRIES_TO_REACH = 3
 _MOST_PAGES = 2000
 _AMAZONS = (".amazonaws.com", ".amazonaws.com.cn", ".api.aws")
@@ -42,7 +42,12 @@ _AMAZONS = (".amazonaws.com", ".amazonaws.com.cn", ".api.aws")
 
 @dataclass(frozen=True)
 class RequestDeadline:
-    """The time until which a call and its retries may take, in seconds of `monotonic`."""
+    """The time by which a call must have ended, retries included.
+
+    Attributes:
+        until: the time, in seconds of the clock `monotonic`.
+        monotonic: the clock; tests replace it and `sleep`.
+    """
 
     until: float
     monotonic: Callable[[], float] = field(default=time.monotonic, repr=False)
@@ -57,16 +62,16 @@ class RequestDeadline:
 
 
 def aws_client(service: str, region: str | None = None) -> Any:
-    """Make a client with short time-outs and no retries of its own, since `call_aws` retries.
+    """Make a botocore client with short time-outs and without botocore's own retries, since `call_aws` retries.
 
-    AWS_ENDPOINT_URL and AWS_ENDPOINT_URL_<SERVICE> name another endpoint than Amazon's.
+    AWS_ENDPOINT_URL and AWS_ENDPOINT_URL_<SERVICE> may name an endpoint other than Amazon's.
 
     Args:
         service: botocore's name of the service, such as "batch".
-        region: None uses the region that every AWS tool finds.
+        region: None uses the region of the environment or the AWS profile (`aws_settings`).
 
     Raises:
-        CloudRefused: no client can be made with these settings.
+        CloudRefused: botocore cannot make a client from the AWS settings.
     """
     from botocore.config import Config
     from botocore.exceptions import BotoCoreError
@@ -85,7 +90,7 @@ def aws_client(service: str, region: str | None = None) -> Any:
 
 
 def is_amazons(client: Any) -> bool:
-    """Return whether a client's endpoint is Amazon's and not a stand-in."""
+    """Return whether a client's endpoint belongs to Amazon, and not to a stand-in for AWS such as a test server."""
     host = urlsplit(client.meta.endpoint_url).hostname or ""
     return host.endswith(_AMAZONS)
 
@@ -101,18 +106,18 @@ def _loader(path: str | None) -> Any:
 def call_aws(
     client: Any, operation: str, deadline: RequestDeadline, *, iam_action: str = "", **request: Any
 ) -> Mapping[str, Any]:
-    """Send one request and retry it with growing pauses while that may help.
+    """Send one request to AWS and return the answer. Retry with growing pauses while a retry may help.
 
     Args:
-        operation: the client's method, such as "describe_jobs".
-        deadline: for the request and all its retries.
-        iam_action: the IAM action that errors name, where it differs from the operation's name.
+        operation: name of the client's method, such as "describe_jobs".
+        deadline: limit for the request and all its retries.
+        iam_action: the IAM action to name in errors, if its name differs from the operation's.
         request: the request's parameters.
 
     Raises:
-        CloudUnavailable: no answer in time.
-        CloudForbidden: the credentials are refused or lack the action.
-        CloudRefused: AWS finds the request wrong; `code` is AWS's error code.
+        CloudUnavailable: AWS could not be reached or did not answer in time.
+        CloudForbidden: AWS rejects the credentials, or they lack a permission.
+        CloudRefused: AWS rejects the request for another reason; `code` is AWS's error code.
     """
     question = _Request(client, operation, iam_action)
     return retry(
@@ -135,13 +140,21 @@ def paginate(
     token: str = "nextToken",
     **request: Any,
 ) -> Iterator[Any]:
-    """Yield the entries under `key` of all pages.
+    """Request a listing page by page, and yield the entries under `key` of each page.
+
+    The next page is requested only when the caller has used up the entries of the one before. A listing ends after
+    2,000 pages at the latest.
 
     Args:
-        token: the service's name of the next page's mark.
+        operation: name of the client's method, such as "describe_job_queues".
+        key: field of each answer that holds the list of entries, such as "jobQueues".
+        deadline: limit for all pages together.
+        iam_action: the IAM action to name in errors, if its name differs from the operation's.
+        token: the field that asks for the next page; depending on the service "nextToken", "NextToken" or "Marker".
+        request: the request's other parameters.
 
     Raises:
-        CloudError: as `call_aws`.
+        CloudError: a page could not be read, as for `call_aws`.
     """
     following: str | None = None
     for _ in range(_MOST_PAGES):
@@ -154,9 +167,10 @@ def paginate(
 
 
 def required_field(answer: Mapping[str, Any], path: str, client: Any, operation: str) -> Any:
-    """Return the value under a dotted path of an answer.
+    """Return the value at a dotted path of an answer, such as "Quota.Value".
 
-    Proxies, stand-ins for AWS and unknown versions of a service may answer 200 with fields missing.
+    An answer may lack a field despite status 200 if it comes from a proxy, a stand-in for AWS or another version of the
+    service.
 
     Raises:
         CloudRefused: the field is missing; the message names the call and the path.
@@ -180,7 +194,7 @@ def request_name(client: Any, operation: str) -> str:
 
 
 def within(seconds: float, find: Callable[[], T], what: str) -> T:
-    """Return the result of `find`, or raise CloudUnavailable when it takes longer than `seconds`."""
+    """Call `find` and return its result. Raises CloudUnavailable, naming `what`, if it takes longer than `seconds`."""
     return call_within(seconds, find, what, lambda: CloudUnavailable(f"{what}: timed out after {seconds:.3g} s"))
 
 
@@ -195,7 +209,7 @@ class _Request:
 
 
 def _retry_reason(error: Exception, question: _Request) -> tuple[str, int | None]:
-    """Return why a retry may help and the largest number of tries (None: until the deadline).
+    """Return (reason, tries): why a retry may help, and the most tries to make (None if only the deadline limits them).
 
     Raises:
         CloudError: a retry cannot help.

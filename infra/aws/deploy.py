@@ -1,7 +1,7 @@
-"""The command `ebbflow deploy`: show what the CloudFormation template would create or change, or apply it.
+"""The command `ebbflow deploy`: preview or apply the changes of Ebbflow's CloudFormation template.
 
-CloudFormation does the work. This module waits for it with progress lines and one-line causes of failures, which the
-SDK's waiters do not give.
+CloudFormation does the work. This module waits for it, prints a line of progress for each event, and explains each
+failed resource in one line, which the SDK's waiters do not do.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ LARGEST_TEMPLATE = 51_200
 
 @dataclass(frozen=True, kw_only=True)
 class ResourceChange:
-    """A change of the stack.
+    """A change of one resource of the stack.
 
     Attributes:
         action: "Add", "Modify", "Remove" and so on.
-        kind: such as AWS::S3::Bucket.
-        replacement: "True", "False" or "Conditional".
+        name: the resource's name in the template.
+        kind: type of the resource, such as "AWS::S3::Bucket".
+        replacement: whether CloudFormation replaces the resource: "True", "False" or "Conditional"; "" if unknown.
         because: names of the properties that change.
     """
 
@@ -48,12 +49,16 @@ class ResourceChange:
 
 
 def read_template(text: str) -> dict[str, Any]:
-    """Parse the template as CloudFormation does, with short forms (`!Ref X`) written out (`{"Ref": "X"}`)."""
+    """Parse the template's YAML, and expand short forms such as `!Ref X` to `{"Ref": "X"}`."""
     return yaml.load(text, _loader())
 
 
 def check_parameters(template: Mapping[str, Any], given: Mapping[str, str]) -> None:
-    """Raise CloudRefused that names every unknown parameter and every value that the template does not allow."""
+    """Check that the template knows each given parameter and allows its value.
+
+    Raises:
+        CloudRefused: the message has one line for each unknown parameter and each value that is not allowed.
+    """
     known = template["Parameters"]
     problems = []
     for name, value in given.items():
@@ -66,7 +71,7 @@ def check_parameters(template: Mapping[str, Any], given: Mapping[str, str]) -> N
 
 
 def planned_resources(template: Mapping[str, Any], given: Mapping[str, str], *, region: str) -> list[ResourceChange]:
-    """Return the resources that these parameters would create, in the template's order."""
+    """Return the resources that a new stack with these parameters would create, in the template's order."""
     values = {name: str(of["Default"]) for name, of in template["Parameters"].items() if "Default" in of}
     values |= {"AWS::Region": region, **given}
     conditions = template.get("Conditions", {})
@@ -95,7 +100,7 @@ def _not_allowed(parameter: Mapping[str, Any], value: str) -> str:
 
 
 def _holds(condition: Mapping[str, Any], values: Mapping[str, str]) -> bool:
-    """Evaluate a condition made of Fn::Equals, Fn::Not, Fn::And and Ref."""
+    """Evaluate a condition of the template, made of Fn::Equals, Fn::Not, Fn::And and Ref."""
     [(function, arguments)] = condition.items()
     if function == "Fn::And":
         return all(_holds(one, values) for one in arguments)
@@ -135,14 +140,17 @@ _ANSWER_SECONDS = 20.0
 
 
 def found_parameters(region: str, decided: Collection[str], say: Callable[[str], None]) -> dict[str, str]:
-    """Derive parameters from the account's existing resources, for a stack that does not have them yet.
+    """Derive the values of undecided parameters from resources that the account already has.
 
-    A parameter whose state cannot be read keeps the template's default, and `say` names it.
+    If the account cannot be read, the parameter is left out, so the template's default applies, and `say` reports it.
 
     Args:
-        region: of the stack.
-        decided: names of parameters that the user gave or that the stack has.
+        region: the stack's region.
+        decided: names of parameters that the user gave or that an existing stack has; they are not derived.
         say: prints one line.
+
+    Returns:
+        The derived values, by name of the parameter.
     """
     found = {}
     if _LOG_PARAMETER not in decided:
@@ -164,7 +172,12 @@ def found_parameters(region: str, decided: Collection[str], say: Callable[[str],
 
 
 def _told(ask_account: Callable[[], bool], question: str, give: str, say: Callable[[str], None]) -> bool | None:
-    """Return the account's answer, or None (and say so) if it cannot be read."""
+    """Call `ask_account` and return its answer. If AWS does not answer or refuses, print a line and return None.
+
+    Args:
+        question: the fact that the line calls unknown.
+        give: the parameter that the line advises to set, as NAME=VALUE.
+    """
     try:
         return ask_account()
     except CloudError as error:
@@ -195,8 +208,9 @@ class StackState:
     """The state of an existing stack.
 
     Attributes:
-        status: such as "CREATE_COMPLETE".
-        parameters: of the last update.
+        status: CloudFormation's status, such as "CREATE_COMPLETE".
+        reason: CloudFormation's reason for the status, "" if it gives none.
+        parameters: the stack's current values, by name.
     """
 
     status: str
@@ -206,7 +220,11 @@ class StackState:
 
 
 class Stack:
-    """A CloudFormation stack in the client's region. Each call ends within its deadline."""
+    """A CloudFormation stack in the client's region. Each method ends within its deadline.
+
+    Args:
+        tell: prints one line of progress.
+    """
 
     def __init__(self, client: Any, name: str, tell: Callable[[str], None]) -> None:
         self._client = client
@@ -231,7 +249,18 @@ class Stack:
     def changes(
         self, body: str, given: Mapping[str, str], state: StackState, deadline: RequestDeadline
     ) -> list[ResourceChange]:
-        """Return the changes that an update would make, from a change set that is deleted again. Raises CloudError."""
+        """Return the changes that an update of the stack would make, and change nothing.
+
+        CloudFormation computes them in a change set, which is deleted afterwards.
+
+        Args:
+            body: text of the template.
+            given: the parameters to set; the others keep their values.
+            state: the stack's current state.
+
+        Raises:
+            CloudError: CloudFormation refuses the update, or the deadline has passed.
+        """
         name = f"dry-run-{uuid.uuid4().hex[:12]}"
         request = {"StackName": self._name, "ChangeSetName": name}
         call_aws(
@@ -261,11 +290,17 @@ class Stack:
     def apply(
         self, body: str, given: Mapping[str, str], state: StackState | None, deadline: RequestDeadline
     ) -> StackState:
-        """Create or update the stack and wait until it is done.
+        """Create or update the stack, wait until this is done, and return the new state.
+
+        Args:
+            body: text of the template.
+            given: the parameters to set; the others keep their values.
+            state: the stack's current state, or None to create the stack.
 
         Raises:
-            CloudError: names every resource that failed, with CloudFormation's reason.
-            CloudUnavailable: the deadline has passed; CloudFormation goes on by itself.
+            CloudError: the stack cannot be changed now, or resources failed; the message names each with
+                CloudFormation's reason.
+            CloudUnavailable: the deadline has passed; CloudFormation continues on its own.
         """
         if state is not None and (refusal := _why_unchangeable(self._name, state)):
             raise CloudError(refusal)
@@ -303,7 +338,7 @@ class Stack:
         raise CloudError("\n".join([f"stack {self._name}: {state.status}", *(f"  {one}" for one in causes)]))
 
     def _request(self, body: str, given: Mapping[str, str], state: StackState | None) -> dict[str, Any]:
-        """Return the request's parameters; a parameter that is not given keeps its value."""
+        """Return the fields of a create or update request. A parameter that is not in `given` keeps its value."""
         parameters = [{"ParameterKey": name, "ParameterValue": value} for name, value in given.items()]
         if state is not None:
             kept = [name for name in state.parameters if name not in given and f"\n  {name}:\n" in body]
@@ -377,7 +412,6 @@ _MARKS = {"Add": "+", "Modify": "~", "Remove": "-"}
 
 
 def add_deploy_command(commands: Any) -> None:
-    """Add `deploy` and its options to the commands."""
     command = commands.add_parser("deploy", help="the stack on AWS: network, bucket, queues, roles, schedule, budget")
     what = command.add_mutually_exclusive_group(required=True)
     what.add_argument(
@@ -395,7 +429,11 @@ def add_deploy_command(commands: Any) -> None:
 
 
 def deploy(options: argparse.Namespace) -> int:
-    """Run `ebbflow deploy` and return the exit code: 0, 1 if AWS refuses or a resource fails, 2 for a bad request."""
+    """Run `ebbflow deploy`.
+
+    Returns:
+        The exit code: 0 for success, 1 if AWS refuses or a resource fails, 2 for a bad request.
+    """
     try:
         given = _given(options.parameter)
         if not _STACK_NAME.fullmatch(options.stack):
@@ -445,7 +483,7 @@ def _dry_run(stack: Stack, client: Any, body: str, template: Mapping[str, Any], 
 
 
 def _with_found(given: Mapping[str, str], state: StackState | None, region: str) -> dict[str, str]:
-    """Complete the given parameters by those found in the account; parameters of an existing stack stay as they are."""
+    """Add parameters derived from the account to the given ones. Parameters of an existing stack keep their values."""
     decided = {*given, *(state.parameters if state is not None else ())}
     return {**found_parameters(region, decided, print), **given}
 
@@ -482,7 +520,7 @@ def _table(changes: Sequence[ResourceChange]) -> str:
 
 
 def _settings(stack: str, state: StackState, region: str) -> str:
-    """Render the settings for launching runs as a shell script without secrets."""
+    """Render the environment variables for launching runs on this stack, as a shell script without secrets."""
     outputs = state.outputs
     exports = {
         "AWS_DEFAULT_REGION": region,
