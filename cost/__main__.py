@@ -1,4 +1,4 @@
-"""The cost commands without Metaflow: `ebbflow plan CONFIG`, `report`, `reconcile`, `replay`, `prices` and others."""
+"""Commands of the cost package, without Metaflow: `ebbflow plan CONFIG`, `report`, `reconcile`, `replay`, `prices` …"""
 
 from __future__ import annotations
 
@@ -138,7 +138,11 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def _reports(jobs: list[str], store: str | None, *, all_must: bool) -> list[RunReport]:
-    """Build the reports. With `all_must` an unreadable job is an error, else it is left out with a message."""
+    """Build the report of each job.
+
+    Args:
+        all_must: Whether an unreadable job is an error. If False, it is left out and a message is printed.
+    """
     found = []
     for job in jobs:
         try:
@@ -177,7 +181,10 @@ def _job_history(config: RunConfig) -> JobHistory:
 
 
 def _measured_shape(config: RunConfig) -> ModelShape | None:
-    """Measure the shape of the user's own workload, after preparing its data. Exits if the workload is invalid."""
+    """Prepare the data of the user's own workload and measure its model's shape; None for a built-in model.
+
+    Exits the process if the workload is invalid.
+    """
     if config.workload is None:
         return None
     from ebbflow.training.errors import TrainingError

@@ -1,6 +1,7 @@
-"""Dollars and other amounts: round them, split them so that the parts sum to the whole, and format them as text.
+"""Dollars and other amounts: rounding, splitting a total into rounded parts that sum to it, and formatting as text.
 
-Dollar amounts show cents from $10 on and four decimals below, because a short run often costs less than one cent.
+Amounts of $10 and more are shown with two decimals. Smaller ones have four, because a short run often costs less than
+one cent.
 """
 
 from __future__ import annotations
@@ -14,20 +15,22 @@ NONE = "n/a"
 
 
 def round_amount(amount: Decimal, decimals: int = USD_DECIMALS) -> Decimal:
-    """Round half to even."""
+    """Round to `decimals` decimals, half to even."""
     return amount.quantize(Decimal(1).scaleb(-decimals), ROUND_HALF_EVEN)
 
 
 def apportion(amounts: list[Decimal], decimals: int = USD_DECIMALS, *, total: Decimal | None = None) -> list[Decimal]:
     """Round each amount so that the rounded amounts sum to the rounded sum of the exact amounts.
 
-    Uses the largest-remainder method: every amount is rounded down, and the missing units go, one each, to the amounts
-    with the largest remainders (to the earlier amount when equal). No amount moves by a whole unit or more.
+    The method is that of the largest remainder: Every amount is rounded down. The missing units are then added, one
+    each, to the amounts with the largest remainders (to the earlier amount when equal). No amount changes by a whole
+    unit or more.
 
     Args:
-        total: The rounded sum, if it is already known. Pass it whenever the same whole is split in several ways:
-            Decimal sums depend on their order in the 28th digit, and a sum half-way between two units could round to
-            either.
+        decimals: Number of decimals to round to.
+        total: The rounded sum, if it is already known. Pass it if the same total is split in several ways. A Decimal
+            sum depends on the order of its amounts in the 28th digit, so a total half-way between two units could
+            otherwise round differently each time.
     """
     unit = Decimal(1).scaleb(-decimals)
     floors = [amount.quantize(unit, ROUND_FLOOR) for amount in amounts]
@@ -69,7 +72,7 @@ def format_share(share: float | None, whole: str) -> str:
 
 
 def format_seconds(value: float | None) -> str:
-    """Format rank-seconds to two decimals, rounded half to even as the lines of a ledger are, so that they add up."""
+    """Format seconds with two decimals, rounded half to even like the lines of a ledger; "n/a" for None and NaN."""
     if value is None or not math.isfinite(value):
         return NONE
     return f"{round_amount(Decimal(str(value)), 2):,}"

@@ -1,11 +1,13 @@
-"""Read the lines of an AWS Cost and Usage Report: CSV (also gzipped) or Parquet, in either generation of column names.
+"""Reader of AWS Cost and Usage Reports: CSV, gzipped CSV or Parquet, with the column names of either generation.
 
 Columns and their meaning: https://docs.aws.amazon.com/cur/latest/userguide/data-dictionary.html and, for the second
 generation (Data Exports), https://docs.aws.amazon.com/cur/latest/userguide/table-dictionary-cur2.html
 
-A line's id is unique within one partition of one delivery, and differs in the next delivery (identity/LineItemId in
-https://docs.aws.amazon.com/cur/latest/userguide/identity-columns.html). A line therefore repeats an earlier one if it
-has the same id, time, resource and use, or if another file has an equal line. Equal lines of one file all count.
+AWS delivers a report several times, and each delivery repeats lines of the one before. A line's id is unique only
+within one partition of one delivery, and differs in the next delivery (identity/LineItemId in
+https://docs.aws.amazon.com/cur/latest/userguide/identity-columns.html). A line therefore counts as repeated if an
+earlier line has the same id, time, resource and use, or if another file has an equal line. Equal lines within one file
+all count.
 """
 
 from __future__ import annotations
@@ -54,16 +56,16 @@ class BillLine:
     """One line of a bill.
 
     Attributes:
-        start, end: Unix time of its hour or day.
+        start, end: Unix seconds of the start and end of the billed hour or day.
         kind: "instance", "storage", "transfer" or "other".
-        amount: Used amount; of an instance, hours.
+        amount: The amount of use; hours for an instance.
         usd: The unblended cost, exactly.
         market: "spot" or "on_demand" for instances, else empty.
-        tags: By normalised key (`normalise_tag`).
+        tags: Values by normalised key (`normalise_tag`).
         synthetic: Whether the file marks itself as generated.
-        line_id: Valid within this delivery; empty if the report has none.
-        delivery: Number of the file among those that were passed together.
-        where: File and line.
+        line_id: Id of the line within its delivery; empty if the report has no ids.
+        delivery: Index of the line's file among the files that were passed together.
+        where: File and line number, for messages.
     """
 
     resource_id: str
@@ -85,7 +87,7 @@ class BillLine:
 
     @property
     def seconds(self) -> float:
-        """Billed time of an instance; 0 for other lines."""
+        """Billed seconds of an instance; 0 for other lines."""
         return float(self.amount) * 3600 if self.kind == "instance" else 0.0
 
 
@@ -93,7 +95,7 @@ def read_bill(path: Path, delivery: int = 0) -> Iterator[BillLine]:
     """Yield the lines of a report one by one.
 
     Args:
-        delivery: Number of the file, if several are passed together.
+        delivery: Index of this file, if several are passed together.
 
     Raises:
         BillError: The file is unreadable or invalid. The message has file:line, the column and the problem.
@@ -104,7 +106,10 @@ def read_bill(path: Path, delivery: int = 0) -> Iterator[BillLine]:
 
 
 def normalise_tag(key: str) -> str:
-    """Reduce a tag's key to letters and digits: reports spell one tag as user:ebbflow-job or user_ebbflow_job."""
+    """Reduce a tag's key to lower-case letters and digits, without the prefix "aws" or "user".
+
+    Reports spell the same key in several ways, such as user:ebbflow-job and user_ebbflow_job.
+    """
     return re.sub(r"[^a-z0-9]", "", re.sub(r"^(?:aws|user)[:_]", "", key.lower()))
 
 
@@ -140,7 +145,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _normalise_name(name: str) -> str:
-    """Convert a column name such as lineItem/UsageStartDate to line_item_usage_start_date. Tags keep their key."""
+    """Convert a column name such as lineItem/UsageStartDate to line_item_usage_start_date. The key of a tag is kept."""
     head, slash, rest = name.strip().partition("/")
     if slash and head == "resourceTags":
         return f"resource_tags_{rest}"
@@ -203,7 +208,7 @@ def _kind(product: str, usage_type: str, instance: bool) -> str:
 
 
 def _tags(row: Mapping[str, Any], column: str) -> dict[str, str]:
-    """Read the tags from one column per tag (first generation) or from one column with all (JSON map or pairs)."""
+    """Read a line's tags from one column per tag (first generation), or from one column with all tags."""
     tags = {
         normalise_tag(found.group(1)): str(row[name])
         for name in row
@@ -238,17 +243,20 @@ def _number(text: str, column: str, where: str) -> Decimal:
 
 
 class RepeatFilter:
-    """Recognise repeated lines. It remembers every line, so pass it only those of one job: a bill may have millions."""
+    """Filter that recognises repeated bill lines.
+
+    It keeps every line in memory. A bill may have millions of lines, so pass only those of one job.
+    """
 
     def __init__(self) -> None:
         self._by_id: dict[tuple[str, ...], tuple[Decimal, Decimal]] = {}
         self._alike: dict[tuple[Any, ...], dict[int, int]] = {}
 
     def is_repeat(self, line: BillLine) -> bool:
-        """Whether the line was passed before.
+        """Return whether the line repeats an earlier one, as defined in the module's docstring, and remember it.
 
         Raises:
-            BillError: It was, with another amount or other dollars.
+            BillError: An earlier line has the same id, time, resource and use, but another amount or other dollars.
         """
         use = (line.resource_id, line.usage_type, line.line_type, line.start, line.end)
         name = (line.line_id, *map(str, use))

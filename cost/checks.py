@@ -1,4 +1,4 @@
-"""The cost checks of preflight: prices are available, a pool holds the job, limits, queues and quotas allow it."""
+"""Preflight checks of cost: prices, memory, budget and deadline, and the queues and quotas of AWS Batch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,12 @@ from ebbflow.infra.store import Store
 
 @dataclass(frozen=True, kw_only=True)
 class _Asked:
-    """The plan, the queues, and the offers: the pools of the plan that the queues can run, cheapest first."""
+    """Input of the checks of queues and quotas: the plan, and the queues of AWS Batch that can run it.
+
+    Attributes:
+        queues: State of each training queue, by name.
+        offered: The pools of the plan that some queue can run, cheapest first.
+    """
 
     plan: Plan
     region: str
@@ -40,7 +45,7 @@ class _Asked:
 
 
 def check_capacity(context: PreflightContext) -> CheckFinding:
-    """Check that some queue has the machines of some pool of the plan, and enough vCPUs for them."""
+    """Check that some queue has the machines of at least one pool of the plan, and enough vCPUs for them."""
     asked = _ask(context)
     if isinstance(asked, CheckFinding):
         return asked
@@ -58,7 +63,7 @@ def check_capacity(context: PreflightContext) -> CheckFinding:
 
 
 def check_quota(context: PreflightContext) -> CheckFinding:
-    """Check that the account's vCPU quotas, for Spot and on-demand, allow some pool that a queue can run."""
+    """Check that the account's vCPU quotas (Spot, on-demand) allow at least one pool that a queue can run."""
     asked = _ask(context)
     if isinstance(asked, CheckFinding):
         return asked
@@ -91,7 +96,7 @@ def check_quota(context: PreflightContext) -> CheckFinding:
 
 
 def _ask(context: PreflightContext) -> _Asked | CheckFinding:
-    """Plan for the queues, or return the finding of why that is impossible."""
+    """Make the plan and query the queues for it. If that is impossible, return a finding with the reason."""
     if reason := skip_reason(context):
         return CheckFinding.skipped(reason)
     now = time.time()
@@ -131,7 +136,7 @@ _MEASURED_LATER = "the workload defines its own model, which is measured and che
 
 
 def check_planned_memory(context: PreflightContext) -> CheckFinding:
-    """Check that the model fits the GPUs and main memory of some allowed pool, and that the batch divides there."""
+    """Check that an allowed pool has enough GPU and main memory for the model, and that its ranks divide the batch."""
     plan = _plan(context)
     if isinstance(plan, CheckFinding):
         return plan
@@ -147,7 +152,7 @@ def check_planned_memory(context: PreflightContext) -> CheckFinding:
 
 
 def check_budget_and_deadline(context: PreflightContext) -> CheckFinding:
-    """Check that the cheapest plan meets budget and deadline, with the price of a last save in reserve."""
+    """Check that the cheapest plan meets budget and deadline, including the reserved cost of a last save."""
     plan = _plan(context)
     if isinstance(plan, CheckFinding):
         return plan
@@ -205,7 +210,7 @@ def check_live_prices(context: PreflightContext) -> CheckFinding:
 
 
 def _plan(context: PreflightContext) -> Plan | CheckFinding:
-    """Plan without a network, or return the finding of why that is impossible."""
+    """Make the plan without using the network. If that is impossible, return a finding with the reason."""
     if context.config.workload is not None:
         return CheckFinding.skipped(_MEASURED_LATER)
     now = time.time()
@@ -220,7 +225,10 @@ def _plan(context: PreflightContext) -> Plan | CheckFinding:
 
 
 def _goes_on(context: PreflightContext) -> bool:
-    """Whether the job was started before; False if the store does not answer, which another check reports."""
+    """Return whether the job has started before.
+
+    If the store does not answer, return False; another check reports that.
+    """
     if context.job is None:
         return False
     try:
@@ -231,7 +239,10 @@ def _goes_on(context: PreflightContext) -> bool:
 
 
 def _waits_for_prices(context: PreflightContext, plan: Plan) -> CheckFinding | None:
-    """Skip a refusal by the static table if live prices may lift it; the run's plan then decides."""
+    """Return a skipped finding if the static prices led to a refusal that live prices may lift, else None.
+
+    The plan that the run makes with live prices then decides.
+    """
     if context.config.cost.prices != "live" or plan.refusal is None:
         return None
     priceless = any(rejection.kind == NO_SPOT_PRICE for rejection in plan.rejected)

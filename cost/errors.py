@@ -1,4 +1,4 @@
-"""The exceptions of the cost package. Each has the outcome, and with it the exit code, of a job that fails with it."""
+"""Exceptions of the cost package. Each class has the outcome, and thereby the exit code, of a job that it ends."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from ebbflow.infra.errors import Outcome
 
 
 class CostError(Exception):
-    """Base class of all errors of the cost package. `outcome` is the outcome of a job that fails with the error."""
+    """Base class of all errors of the cost package. `outcome` is the outcome of a job that the error ends."""
 
     outcome = Outcome.FAILED
 
@@ -18,7 +18,7 @@ class CatalogueError(CostError):
 
 
 class PlanError(CostError):
-    """A plan lacks the requested part, such as the terms of a refused plan."""
+    """No pool is suitable, or a plan cannot be used for the requested purpose."""
 
 
 class PlacementError(CostError):
@@ -30,11 +30,11 @@ class PlacementError(CostError):
 
 
 class LedgerError(CostError):
-    """The events contradict each other, so that no ledger can be made. The message has the rank and the classes."""
+    """The events contradict each other, so no ledger can be computed. The message names the rank and the classes."""
 
 
 class ReportError(CostError):
-    """There is no job to report on. The message lists the places that were searched."""
+    """A report cannot be made or read. The message has the reason, such as the places without events of the job."""
 
     outcome = Outcome.CONFIG
 

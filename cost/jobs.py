@@ -1,4 +1,4 @@
-"""Find jobs, load their reports, and compute what a job has cost so far.
+"""Functions to find jobs, load their reports and compute the cost of a job so far.
 
 In a notebook:
 
@@ -43,11 +43,12 @@ _REQUEST_SECONDS = 10.0
 
 
 def find_job_uri(job: str, store: str | None = None) -> str:
-    """Find the place of a job's events.
+    """Return the folder or URI that has a job's events.
 
     Args:
         job: A URI, a folder, or the name of a job.
-        store: The store with the job; None for the store that this machine knows for the job.
+        store: URI or folder of the store. With None, look in this machine's folder of runs, which also knows the stores
+            of jobs that it started.
 
     Raises:
         ReportError: There are no events. The message lists the places that were searched.
@@ -74,8 +75,8 @@ def read_job(job: str, store: str | None = None) -> list[Event]:
     """Read all events of a job, ordered by time.
 
     Raises:
-        ReportError: There are none.
-        StoreError: They cannot be read.
+        ReportError: The job has no events.
+        StoreError: The store cannot be read.
     """
     uri = find_job_uri(job, store)
     events = read_events(Store.open(uri, request_timeout_seconds=_REQUEST_SECONDS))
@@ -85,7 +86,7 @@ def read_job(job: str, store: str | None = None) -> list[Event]:
 
 
 def read_job_log(job: str, store: str | None = None) -> LogContent:
-    """Read all events of a job with the damage of its log. Raises the same errors as `read_job`."""
+    """Read all events of a job, and the damaged places of its event log. Raises the same errors as `read_job`."""
     uri = find_job_uri(job, store)
     store_of_job = Store.open(uri, request_timeout_seconds=_REQUEST_SECONDS)
     content = read_log(store_of_job)
@@ -96,7 +97,10 @@ def read_job_log(job: str, store: str | None = None) -> LogContent:
 
 
 def _lost_since_report(job_store: Store, events: Sequence[Event]) -> list[Damage]:
-    """Find events that the job's stored report counted and that are missing, such as the whole log of a process."""
+    """Return a `Damage` for each kind of event of which the log has fewer than the job's stored report counted.
+
+    This finds losses that leave no trace in the log, such as the whole log of one process.
+    """
     try:
         counted = json.loads(job_store.get(_NAME))["events"]["counts"]
         known = {str(name): int(count) for name, count in counted.items()}
@@ -111,9 +115,11 @@ def _lost_since_report(job_store: Store, events: Sequence[Event]) -> list[Damage
 
 
 def find_running_launcher(job: str, events: Sequence[Event], store: str | None = None) -> dict[str, Any] | None:
-    """Find the launcher that runs the job now by its claim in the store (`infra.launchers`); None if there is none.
+    """Find the launcher that is running the job, from its claim in the store (`infra.launchers`).
 
-    A launcher of a completed job that is only writing its report does not count.
+    Returns:
+        The launcher as JSON values. None if no launcher is running, or if the job is completed and its launcher only
+        writes the report.
 
     Raises:
         ReportError: There are no events of the job.
@@ -140,7 +146,7 @@ def load_report(uri: str, *, store: str | None = None, fresh: bool = False) -> R
 
     Args:
         uri: A report.json, the folder or s3:// URI of a job, or the name of a job that this machine knows ("latest").
-        fresh: Build the report from the events in any case.
+        fresh: Build the report from the events even if one was written.
 
     Raises:
         ReportError: There is neither a report nor events. The message lists the places that were searched.
@@ -196,14 +202,15 @@ def get_cheapest_suitable_instance(
 
 
 def get_accumulated_cost(job: str | Sequence[Event], *, history: Iterable[SpotRecord] = ()) -> Decimal:
-    """Compute what a job has cost so far, in dollars; it may still be running.
+    """Compute the dollars that a job has cost so far. The job may still be running.
 
     This is the total of the ledger: the price integrated over the paid time of each instance, which is billed by the
     second and for at least a minute.
 
     Args:
         job: The events, or the folder or s3:// URI of the job.
-        history: Spot price changes in addition to those in the events. Without any, the plan's price applies.
+        history: Spot price changes in addition to those in the events. If neither has changes for a pool, the plan's
+            price applies.
 
     Raises:
         ReportError: There are no events, or `history` lacks the pool of a spot node.
@@ -232,7 +239,10 @@ def _names(pools: Sequence[dict[str, Any]]) -> str:
 
 
 def _changes(history: Iterable[SpotRecord]) -> list[dict[str, Any]]:
-    """Convert records to the pools of a `prices` event, by zone id and by zone name, because plans may use either."""
+    """Convert price records to the pools of a `prices` event.
+
+    Each record is listed under its zone id and under its zone name, because plans may use either.
+    """
     pools: dict[tuple[str, str, str], list[tuple[float, str]]] = {}
     for record in history:
         for zone in {record.zone_id, record.zone_name} - {""}:
@@ -246,10 +256,12 @@ def _changes(history: Iterable[SpotRecord]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, kw_only=True)
 class CostTracker:
-    """The configuration and events of one job, for scripts that ask for its cost repeatedly.
+    """Queries about the cost of one job, for scripts that repeat them.
 
     Attributes:
-        job: See `get_accumulated_cost`; None if the job has not started.
+        job: Folder or s3:// URI of the job; None if it has not started.
+        prices: Source of the prices for `get_cheapest_suitable_instance`; None for the static table.
+        history: Spot price changes for `get_accumulated_cost`, in addition to those in the events.
     """
 
     config: RunConfig

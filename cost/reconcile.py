@@ -35,15 +35,16 @@ _WIDTH = 100
 
 @dataclass(kw_only=True)
 class MeteredInstance:
-    """One instance in the job's events.
+    """One instance, as the job's events record it.
 
     Attributes:
         machine: Facts that the agent recorded about the machine.
-        start, end: Unix time.
-        seconds: Of its nodes, with pauses and minimum charge. Overlapping nodes count once.
-        usd: Dollars for the same time.
+        start, end: Unix time of the start of its first node and the end of its last one.
+        seconds: Paid seconds of its nodes, with pauses and minimum charge. Time in which several nodes overlap counts
+            once.
+        usd: Dollars for these seconds.
         lost_ends: Number of nodes whose end was not recorded.
-        usd_per_hour: The lowest and the highest recorded price from its boot to its end.
+        usd_per_hour: The lowest and the highest recorded price from the instance's boot to its end.
     """
 
     instance_id: str
@@ -58,18 +59,21 @@ class MeteredInstance:
 
     @property
     def boot_seconds(self) -> float:
-        """Time from its boot to its first node, capped: an instance that was up for longer served another job."""
+        """Seconds from the instance's boot to its first node, at most `LONGEST_IDLE_SECONDS`.
+
+        An instance that was up for longer is assumed to have served another job before.
+        """
         return _boot_seconds(self.machine)
 
 
 @dataclass(kw_only=True)
 class BilledInstance:
-    """One instance in the bill, with the lines of the hours in which it ran the job.
+    """One instance, as the bill has it: sums of its lines for the hours in which it ran the job.
 
     Attributes:
-        elsewhere_usd: Dollars of its lines in other hours.
-        spans: Billed seconds by (start, end) of the line.
-        deliveries: The files that have lines of the same use in the same hour.
+        elsewhere_usd: Dollars of its lines for other hours, which are not in `usd`.
+        spans: Billed seconds by (start, end) of the hour, Unix time.
+        deliveries: Indices of the files with lines for a use in an hour, by (start, end, usage type, line type).
     """
 
     instance_id: str
@@ -85,12 +89,15 @@ class BilledInstance:
 
     @property
     def excess_seconds(self) -> float:
-        """Seconds billed beyond the length of their hours, which is impossible for a single instance."""
+        """Seconds by which the billed time exceeds the length of its hours. A single instance cannot have any."""
         return sum(max(0.0, seconds - (end - start)) for (start, end), seconds in self.spans.items())
 
     @property
     def conflicting_uses(self) -> int:
-        """Number of uses in an hour for which several files have different lines."""
+        """Number of entries of `deliveries` with several files.
+
+        Their lines differ, because repeated lines are left out.
+        """
         return sum(len(files) > 1 for files in self.deliveries.values())
 
     def add(self, line: BillLine, job_tag: str) -> None:
@@ -106,7 +113,11 @@ class BilledInstance:
 
 @dataclass(frozen=True, kw_only=True)
 class GapPart:
-    """A part of the gap, billed less metered. `cause` is "boot time", "minimum charge", "price", "unexplained" …"""
+    """One part of an instance's gap (billed less metered dollars), and its explanation in words.
+
+    `cause` is "price", "boot time", "minimum charge", "end not recorded", "unexplained" or "other" with a property of
+    the instance, such as "other zone".
+    """
 
     cause: str
     instance_id: str
@@ -116,7 +127,7 @@ class GapPart:
 
 @dataclass(frozen=True, kw_only=True)
 class BillingFinding:
-    """A fault such as an orphan instance, a wrong zone or a missed tag. `usd` is the sum of the lines it concerns."""
+    """One fault, such as an orphan instance, a wrong zone or a missing tag, with the dollars of the instance."""
 
     kind: str
     resource: str
@@ -126,17 +137,18 @@ class BillingFinding:
 
 @dataclass(kw_only=True)
 class Reconciliation:
-    """A job's forecast, ledger and bill, with the gap between the latter two in parts that sum to it exactly.
+    """Comparison of a job's forecast, ledger and bill. Its parts sum exactly to the gap (billed less metered dollars).
 
     Attributes:
+        metered, billed: The job's instances in the events, and those of them in the bill, by instance id.
         simulated: Whether the job's prices were assumed, so that no provider billed them.
         synthetic: Whether the bill marks itself as generated.
         orphans: Instances with the job's tag that are in none of its events.
         unknown: Nodes whose instance was not recorded.
         shared: Instances that several nodes of the job used at once.
         other_usd: Dollars of tagged lines by kind: storage, transfer, other.
-        covers_until: End of the bill's newest line, Unix time.
-        repeated_lines: Lines that a further delivery of the same report repeats. They count once.
+        covers_until: Unix time of the end of the bill's newest line.
+        repeated_lines: Number of lines that another delivery of the same report repeats. They count once.
     """
 
     job: str
@@ -158,12 +170,12 @@ class Reconciliation:
 
     @property
     def billed_usd(self) -> Decimal:
-        """Billed for the instances in the events, in the hours of the job."""
+        """Dollars billed for the instances in the events, for the hours in which they ran the job."""
         return sum((billed.usd for billed in self.billed.values()), Decimal(0))
 
     @property
     def joined_usd(self) -> Decimal:
-        """Metered on instances with a known id, which can be joined with a bill."""
+        """Dollars metered on instances with a known id. Only these can be compared with a bill."""
         return sum((metered.usd for metered in self.metered.values()), Decimal(0))
 
     @property
@@ -172,7 +184,11 @@ class Reconciliation:
 
     @property
     def unexplained_share(self) -> float | None:
-        """Share of the billed dollars that is unexplained: the sum of each instance's absolute amount."""
+        """Unexplained share of the billed dollars; None if nothing was billed.
+
+        The unexplained amount of each instance counts by its absolute value, so that positive and negative ones do not
+        cancel.
+        """
         if not self.billed_usd:
             return None
         apart = sum((abs(part.usd) for part in self.parts if part.cause == UNEXPLAINED), Decimal(0))
@@ -206,13 +222,14 @@ class Reconciliation:
 
 
 def reconcile(events: Sequence[Event], lines: Iterable[BillLine], *, job_tag: str = JOB_TAG) -> Reconciliation:
-    """Compare a job's events with a bill, and split the gap of each instance.
+    """Compare a job's events with a bill, and split the gap (billed less metered dollars) of each instance by cause.
 
-    Lines are joined with the job by instance id and hour, because the tags of a Batch job are not copied to its EC2
-    instances. The gap is split first by price, then by time. What no evidence covers stays unexplained.
+    Lines of the bill are matched with the job by instance id and hour, because the tags of a Batch job are not copied
+    to its EC2 instances. The gap is split first by price, then by time. An amount without evidence for its cause is
+    unexplained.
 
     Args:
-        lines: The lines of a whole account's report. They are read once and not kept.
+        lines: The lines of a whole account's report. They are read once and not kept in memory.
 
     Raises:
         LedgerError: The events contradict each other.
@@ -266,7 +283,6 @@ def _add_line(found: Reconciliation, line: BillLine, repeats: RepeatFilter) -> N
 
 
 def _meter_instances(bills: Sequence[NodeBill]) -> dict[str, MeteredInstance]:
-    """The metered instances, ordered by id."""
     of_node = {id(bill.node): bill for bill in bills}
     found = {}
     for instance_id, nodes in sorted(group_by_instance([bill.node for bill in bills]).items()):
@@ -293,7 +309,11 @@ def _boot_seconds(machine: dict[str, Any]) -> float:
 
 
 def _split_gap(found: Reconciliation, metered: MeteredInstance) -> Iterator[GapPart]:
-    """billed − metered = (billed price − metered price) × common seconds + other seconds × their price."""
+    """Yield the parts of one instance's gap.
+
+    The common seconds are the smaller of metered and billed seconds. The gap is then (billed price − metered price) ×
+    common seconds + the other seconds × their price.
+    """
 
     def part(cause: str, usd: Decimal, words: str) -> GapPart:
         return GapPart(cause=cause, instance_id=metered.instance_id, usd=usd, words=words)
@@ -328,7 +348,10 @@ def _split_gap(found: Reconciliation, metered: MeteredInstance) -> Iterator[GapP
 
 
 def _find_contradictions(metered: MeteredInstance, billed: BilledInstance) -> Iterator[tuple[str, str]]:
-    """Yield (zone, type or market; explanation) where the bill names another one than the events."""
+    """Yield (property, explanation) for each property of the instance that differs between bill and events.
+
+    The properties are "zone", "type" and "market".
+    """
     machine = metered.machine
     for kind, known, in_bill in (
         ("zone", machine.get("zone"), billed.zones),
@@ -375,7 +398,7 @@ def _find_faults(found: Reconciliation) -> Iterator[BillingFinding]:
 
 
 def _check_price(metered: MeteredInstance, billed: BilledInstance) -> str | None:
-    """Explain why no recorded price leads from the ledger's dollars to the bill's; None if one does."""
+    """Return an explanation if the billed dollars do not match the recorded prices of the instance, else None."""
     beyond = _decimal(billed.seconds - metered.seconds) / 3600
     low, high = sorted(metered.usd + beyond * usd for usd in metered.usd_per_hour)
     if max(low - billed.usd, billed.usd - high) <= AGREED_SHARE * billed.usd:
@@ -389,7 +412,7 @@ def _decimal(seconds: float) -> Decimal:
 
 
 def render(found: Reconciliation) -> str:
-    """Render forecast, metered and billed dollars, the parts of the gap, the faults and what could not be joined."""
+    """Render the reconciliation as text."""
     return "\n".join(piece for line in _render_lines(found) for piece in _wrap(line))
 
 
@@ -459,7 +482,7 @@ def add_command(commands: Any) -> None:
 
 
 def _reconcile(arguments: argparse.Namespace) -> int:
-    """Return exit code 0 if ledger and bill agree and there are no faults, else 1."""
+    """Print the reconciliation. Return exit code 0 if ledger and bill agree and there are no faults, else 1."""
     lines = (line for number, path in enumerate(arguments.bill) for line in read_bill(path, delivery=number))
     found = reconcile(read_job(arguments.job, arguments.store), lines, job_tag=arguments.tag)
     print(json.dumps(found.to_json(), indent=1, allow_nan=False) if arguments.json else render(found))

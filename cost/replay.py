@@ -1,11 +1,11 @@
-"""Replay a finished job on paper with another pool, price or checkpoint interval.
+"""Replay of a finished job: its estimated cost with another pool, price or checkpoint interval.
 
-All times are of the gang: the mean over its ranks, which step together.
+All times are means over the ranks of the gang, which step together.
 
-A generation that ended before the job was done lasts as long as recorded. Its steps take their recorded mean time, with
-one checkpoint every `interval` steps. If the generation was interrupted, the next one redoes the steps after its last
-durable checkpoint. The last recorded generation lasts until the work is done. Pauses between generations stay as they
-were. If an interruption is close to a checkpoint, the replayed checkpoint may fall on either side of it.
+Each generation except the last lasts as long as recorded. Its steps take their recorded mean time, with one checkpoint
+every `interval` steps. If the generation was interrupted, the next one redoes the steps after its last durable
+checkpoint. The last generation lasts until all steps are done. Pauses between generations keep their length. If a
+recorded interruption came shortly before or after a checkpoint, the replay may have the two in the opposite order.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ _STEPPING = (
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationTimes:
-    """Where the paid time of one generation went, in seconds of the gang.
+    """Paid time of one generation by use, in seconds (means over its ranks).
 
     Attributes:
-        begin: Unix time.
+        begin: Unix time of the start.
         seconds: All of its paid time.
-        start: Before the first step.
-        stepping: In steps, with data and evaluations.
-        stall: In checkpoints.
-        tail: After the last event of an interrupted generation.
-        shutdown: After the last step.
+        start: Time before the first step.
+        stepping: Time in steps, including waiting for data and evaluations.
+        stall: Time in which checkpoints stalled training.
+        tail: Time of a hang, and time after the last event of an interrupted generation.
+        shutdown: Time after the last step, and unattributed time.
         interrupted: Whether its end was unplanned.
     """
 
@@ -68,14 +68,14 @@ class GenerationTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedRun:
-    """The figures of a finished job that a replay starts from.
+    """Measured figures of a finished job, from which a replay starts.
 
     Attributes:
-        nodes: Machines that are paid for.
-        steps: Steps in the final weights.
-        interval_steps: Median steps between two checkpoints.
+        nodes: Number of machines that are paid for.
+        steps: Number of steps in the final weights.
+        interval_steps: Median number of steps between two checkpoints.
         step_seconds: Mean seconds of a step, with data and evaluations.
-        stall_seconds: Mean seconds that a checkpoint stalls the gang.
+        stall_seconds: Mean seconds for which a checkpoint stalls the gang.
         durable_seconds: Median seconds until a checkpoint is durable.
         shutdown: Mean seconds after the last step of a generation with a planned end.
     """
@@ -139,7 +139,7 @@ def _measure_generation(events: Sequence[Event], ledger: Ledger, generation: Rec
 
 
 def _measure_interval(events: Sequence[Event]) -> int | None:
-    """The median number of steps between two commits, or from a start to the first one; None without any commit."""
+    """Return the median number of steps from a generation's start or commit to its next commit, None without any."""
     gaps = []
     by_generation: dict[int, set[int]] = {}
     for event in events:
@@ -154,14 +154,14 @@ def _measure_interval(events: Sequence[Event]) -> int | None:
 
 @dataclass(kw_only=True)
 class _Replay:
-    """A replay in progress: what to change, and the sums so far.
+    """State of a replay: the settings that it changes, and sums over the replayed generations.
 
     Attributes:
         curve: Price of one node.
         interval_steps: Steps between two checkpoints.
         speed: Work per second, relative to the recorded run.
         interruptions: Whether the recorded interruptions happen.
-        done: Steps in the newest checkpoint.
+        done: Number of steps in the newest checkpoint.
     """
 
     run: RecordedRun
@@ -195,26 +195,34 @@ class _Replay:
         return self
 
     def _pay(self, begin: float, seconds: float) -> float:
-        """Pay the gang from a Unix time on, and return the end."""
+        """Add the gang's price for `seconds` from the Unix time `begin` on, and return the Unix time of the end."""
         start = round(begin * MICRO)
         self.usd += self.curve.cost(start, start + round(seconds * MICRO)) * self.run.nodes
         self.paid_seconds += seconds
         return begin + seconds
 
     def _remaining_seconds(self, step: float) -> float:
-        """Seconds of all remaining steps of `step` seconds, with their checkpoints."""
+        """Return the seconds for all remaining steps and their checkpoints, if a step takes `step` seconds."""
         left = self.run.steps - self.done
         return left * step + -(-left // self.interval_steps) * self.run.stall_seconds
 
     def _finish(self, step: float) -> float:
-        """Do all remaining steps, and return their seconds."""
+        """Count all remaining steps as done, and return the seconds that they and their checkpoints take."""
         seconds = self._remaining_seconds(step)
         self.saves += -(-(self.run.steps - self.done) // self.interval_steps)
         self.done = self.run.steps
         return seconds
 
     def _simulate_generation(self, begin: float, one: GenerationTimes, step: float) -> float:
-        """Replay one generation to its recorded end, or to the end of the work if that is earlier; return the end."""
+        """Replay one generation until its recorded end, or until all steps of the job are done if that is earlier.
+
+        Args:
+            begin: Unix time of the start.
+            step: Seconds of a step.
+
+        Returns:
+            The Unix time of the end.
+        """
         run = self.run
         working = max(0.0, one.seconds - one.tail - one.start - (0.0 if one.interrupted else one.shutdown))
         if self._remaining_seconds(step) <= working:
@@ -251,17 +259,18 @@ def replay(
     interval_steps: int | None = None,
     interruptions: bool = True,
 ) -> dict[str, Any]:
-    """Compute the run as measured, as predicted for its own pool and interval, and as it would have been.
+    """Compute a run's cost as measured, as the model predicts it for the same settings, and with changed settings.
 
     The difference between measured and predicted dollars shows how well the model fits this run.
 
     Args:
-        pool: Words that identify one recorded pool; None for the run's own.
+        pool: Words that identify one recorded pool, such as "g5.xlarge spot use1-az4"; None for the pool of the run.
         usd_per_hour: Dollars per hour of one node, in place of recorded prices.
+        interval_steps: Steps between two checkpoints; None for the interval of the run.
         interruptions: Whether the recorded interruptions happen.
 
     Returns:
-        JSON values.
+        JSON values: "measured", "predicted" and "what_if" each have dollars, paid seconds and redone steps.
 
     Raises:
         ReplayError: The pool is unknown or ambiguous, or there is nothing to replay.
@@ -304,7 +313,11 @@ def replay(
 
 
 def _find_pool(events: Sequence[Event], words: str) -> tuple[PoolName, PriceCurve, float]:
-    """Find the recorded pool with all of the words: its name, price, and speed relative to the run's (planned)."""
+    """Find the one recorded pool whose name contains all of the words.
+
+    Returns:
+        Its name, its price over time, and its planned speed relative to that of the run's pool.
+    """
     plan = next(event.data for event in reversed(events) if event.name == PLAN and event.data.get("chosen"))
     curves = read_price_curves(plan, Pricing.of(events).history)
     wanted = words.lower().replace("on_demand", "on-demand").split()

@@ -1,1 +1,1 @@
-"""The ledger of a job: paid time from its events, by class and by cause, at the price of each moment."""
+"""Ledger of a job: its paid time and dollars by class and by cause, computed from its events."""

@@ -31,12 +31,12 @@ SharerCounts = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class NodeBill:
-    """The cost of one node of one generation.
+    """Cost of one node of one generation.
 
     Attributes:
-        sharers: How many nodes shared the instance over time; empty if the node was always alone.
-        extras: Paid time of its instance beyond the node's own (`cost.ledger.instances`).
-        usd: Exact dollars, extras included.
+        sharers: Number of the job's nodes on the instance over time; empty if the node was always alone there.
+        extras: Paid time of the instance that the node's agent did not record (`cost.ledger.instances`).
+        usd: Exact dollars, including the extras.
         job: The Batch job that the node was part of, if Batch reported it.
     """
 
@@ -54,12 +54,12 @@ class NodeBill:
 
     @property
     def curve(self) -> PriceCurve:
-        """What the node pays per hour: its part of the price of its instance."""
+        """The node's share of the hourly price of its instance, over time."""
         return divide_price(self.price.curve, self.sharers)
 
     @property
     def on_demand_curve(self) -> PriceCurve | None:
-        """The node's part of the on-demand price of its instance; None if that price is unknown."""
+        """The node's share of the on-demand price of its instance; None if that price is unknown."""
         usd = self.price.on_demand_usd_per_hour
         return None if usd is None else divide_price(PriceCurve(usd), self.sharers)
 
@@ -74,7 +74,7 @@ class NodeBill:
 
 @dataclass(frozen=True, kw_only=True)
 class UnreportedBill:
-    """The cost of a node of a Batch job that recorded no event. All of its time counts as start-up."""
+    """Cost of a node of a Batch job that recorded no event. All of its time counts as start-up."""
 
     job: BatchJob
     node: int
@@ -93,14 +93,14 @@ class UnreportedBill:
 
 @dataclass(frozen=True, kw_only=True)
 class Bills:
-    """The costs of a job: `nodes` by generation and node, `unreported` by Batch job and node."""
+    """Costs of a job: `nodes` for nodes with events, `unreported` for nodes of Batch jobs without events."""
 
     nodes: tuple[NodeBill, ...]
     unreported: tuple[UnreportedBill, ...]
 
 
 def compute_bills(events: Sequence[Event], generations: Mapping[int, RecordedGeneration]) -> Bills:
-    """Compute the cost of every node and Batch job in the events, which are ordered by time."""
+    """Compute the cost of every node of a job from its events, which must be ordered by time."""
     nodes = read_paid_nodes(events)
     jobs = read_batch_jobs(events)
     reported = group_nodes_by_job(nodes, jobs)
@@ -133,7 +133,10 @@ def compute_bills(events: Sequence[Event], generations: Mapping[int, RecordedGen
 def merge_batch_status(
     generations: Mapping[int, RecordedGeneration], bills: Sequence[NodeBill]
 ) -> dict[int, RecordedGeneration]:
-    """Give each generation without a recorded end the reason that Batch reported, if that ended it."""
+    """Return the generations, with the end reasons that AWS Batch reported where no event records one.
+
+    Batch's reason is used only if the generation's Batch job was reclaimed or terminated.
+    """
     causes = {bill.node.generation: bill.job.cause for bill in bills if bill.job is not None}
     return {
         number: replace(one, reason=causes[number])
@@ -149,7 +152,7 @@ def count_machines(bills: Sequence[NodeBill]) -> int:
 
 
 def compute_rank_charges(node: NodeTime, rank: RankTime, curve: PriceCurve) -> dict[LedgerClass, Decimal]:
-    """Divide one rank's share of its node's cost by class.
+    """Divide one rank's share of its node's cost among the classes of its time. Return dollars by class.
 
     With a constant price the dollars are proportional to the seconds. If the price changed, each span of the rank's
     time is charged at its mean price, and time in no span at the mean price of the gaps.
@@ -168,12 +171,12 @@ def compute_rank_charges(node: NodeTime, rank: RankTime, curve: PriceCurve) -> d
 
 
 def start_micros(node: NodeTime) -> int:
-    """Unix microseconds of the node's start."""
+    """Return the Unix microseconds at which the node started."""
     return round(node.started_wall * MICRO)
 
 
 def _weigh_classes(rank: RankTime, curve: PriceCurve, start: int) -> dict[LedgerClass, Decimal]:
-    """Weights by class: microseconds times the mean price while they passed."""
+    """Return the weight of each class in a rank's cost: its microseconds, times the mean price during them."""
     spent: dict[LedgerClass, Decimal] = {}
     micros: dict[LedgerClass, int] = {}
     for span in [*rank.spans, *_find_gaps(rank)]:
@@ -189,7 +192,7 @@ def _weigh_classes(rank: RankTime, curve: PriceCurve, start: int) -> dict[Ledger
 
 
 def _find_gaps(rank: RankTime) -> Iterator[Span]:
-    """Yield the time that no span covers, as unattributed spans."""
+    """Yield one span of unattributed time for each interval that none of the rank's spans covers."""
     reached = 0
     for span in sorted(rank.spans, key=lambda span: span.start):
         if span.start > reached:
@@ -200,14 +203,18 @@ def _find_gaps(rank: RankTime) -> Iterator[Span]:
 
 
 def _mean_price(curve: PriceCurve, start: int, end: int) -> Decimal:
-    """The mean price per hour from `start` to `end`, Unix microseconds."""
+    """Return the mean price per hour from `start` to `end` (Unix microseconds)."""
     if end <= start:
         return curve.price_at(start / MICRO)
     return curve.cost(start, end) * 3600 * MICRO / (end - start)
 
 
 def count_sharers(nodes: Sequence[NodeTime]) -> dict[int, SharerCounts]:
-    """Count the nodes on each instance over time, for every node (by its `id()`) that was not always alone."""
+    """Count the nodes that share an instance, over time.
+
+    Returns:
+        The counts by `id()` of the node, for every node that was not always alone on its instance.
+    """
     found: dict[int, SharerCounts] = {}
     for mine in group_by_instance(nodes).values():
         intervals = _paid_intervals(mine)
@@ -221,7 +228,10 @@ def count_sharers(nodes: Sequence[NodeTime]) -> dict[int, SharerCounts]:
 
 
 def divide_price(curve: PriceCurve, sharers: SharerCounts) -> PriceCurve:
-    """Divide the price by the number of sharers at each moment. Before the first of `sharers` it stays as it is."""
+    """Divide the price at each moment by the number of nodes that share the instance at that moment.
+
+    Before the first entry of `sharers` the price is not divided.
+    """
     if not sharers:
         return curve
     moments = sorted({at for at, _ in curve.changes} | {at for at, _ in sharers})
@@ -233,7 +243,7 @@ def divide_price(curve: PriceCurve, sharers: SharerCounts) -> PriceCurve:
 
 
 def covered_seconds(nodes: Sequence[NodeTime]) -> float:
-    """Seconds in which at least one of the nodes was paid for."""
+    """Return the number of seconds in which at least one of the nodes was paid for."""
     total, reached = 0, 0
     for start, end in sorted(_paid_intervals(nodes)):
         total += max(0, end - max(start, reached))

@@ -36,14 +36,16 @@ class RecordedGeneration:
     """One start of the gang, as its events record it.
 
     Attributes:
-        parent_step: The step of the commit that the generation started from.
-        started_wall: Unix time of the first event.
-        ended_wall: Unix time of the last event.
-        reason: How the generation ended; None if no event records it.
+        parent_step: Step of the commit that the generation started from.
+        started_wall: Unix time of its first event.
+        ended_wall: Unix time of its last event.
+        reason: Why the generation ended; None if no event records it.
+        culprit: Rank or node that caused the end; empty if none was recorded.
         user_code: Whether an error in the user's program ended it.
         planned: Whether it ended as intended (completed, budget, deadline, …).
         running: Whether it is still running.
-        kept: The steps (after, up to) that are part of the final weights. All its other steps were discarded.
+        kept: Range (after, up to) of the steps that are part of the final weights: those above the first number, up to
+            and including the second. All other steps of the generation were discarded.
     """
 
     number: int
@@ -62,7 +64,7 @@ class RecordedGeneration:
         return not self.planned and not self.running
 
     def keeps(self, step: int) -> bool:
-        """Whether the step, as this generation executed it, is part of the final weights."""
+        """Return whether this generation's execution of the step is part of the final weights."""
         return self.kept[0] < step <= self.kept[1]
 
 
@@ -70,7 +72,7 @@ def read_generations(events: Sequence[Event], *, running: bool = False) -> dict[
     """Read all generations by number, oldest first.
 
     Args:
-        running: Whether the job is still running. The newest generation is then not an interruption if it has no
+        running: Whether the job is still running. If so, the newest generation is not an interruption if it has no
             recorded end, and its steps after the last commit count as kept.
     """
     by_number: dict[int, list[Event]] = {}
@@ -86,9 +88,10 @@ def read_generations(events: Sequence[Event], *, running: bool = False) -> dict[
 
 
 def find_final_outcome(events: Sequence[Event]) -> Event | None:
-    """Find the last `outcome` event of the newest generation, or a later one that the flow wrote.
+    """Find the `outcome` event that applies to the job; None if there is none.
 
-    A completed job stays completed if preflight refuses a later run of it (`find_later_refusal`).
+    This is the last one of the newest generation, or a later one that the flow wrote. A completed job stays completed
+    if preflight refuses a later run of it (`find_later_refusal`).
     """
     outcomes = _final_outcomes(events)
     acted = [event for event in outcomes if event.data.get("outcome") not in _REFUSED]
@@ -98,13 +101,13 @@ def find_final_outcome(events: Sequence[Event]) -> Event | None:
 
 
 def find_later_refusal(events: Sequence[Event]) -> Event | None:
-    """Find the last `outcome` event if it refused a run of an already completed job; None otherwise."""
+    """Find the `outcome` event of the job's last run if that run was refused after the job had completed, else None."""
     last = (_final_outcomes(events) or [None])[-1]
     return last if last is not find_final_outcome(events) else None
 
 
 def _final_outcomes(events: Sequence[Event]) -> list[Event]:
-    """The `outcome` events of the newest generation, and those of the flow since it started."""
+    """Return the `outcome` events of the newest generation, and later ones that the flow wrote."""
     started = [event for event in events if event.name == GENERATION_STARTED]
     newest = max((event.generation for event in started), default=None)
     since = max((event.t_wall for event in started if event.generation == newest), default=-math.inf)
@@ -139,7 +142,11 @@ def _generation(number: int, events: list[Event], running: bool, kept: tuple[flo
 
 
 def _find_kept_steps(by_number: dict[int, list[Event]], running: bool) -> dict[int, tuple[float, float]]:
-    """Walk from the newest generation to the generation of its parent commit, and so on, collecting the kept steps."""
+    """Return the range (after, up to) of kept steps by generation.
+
+    The newest generation comes first, then the one that wrote its parent commit, and so on. The steps of all other
+    generations were discarded.
+    """
     kept: dict[int, tuple[float, float]] = {}
     if not by_number:
         return kept
@@ -154,7 +161,7 @@ def _find_kept_steps(by_number: dict[int, list[Event]], running: bool) -> dict[i
 
 
 def _find_last_kept_step(events: list[Event], running: bool) -> float:
-    """The step of the newest generation's last commit; infinity if the generation completed or is running."""
+    """Return the step of the newest generation's last commit; infinity if the generation completed or is running."""
     outcome = _last(events, OUTCOME)
     ended = _last(events, GENERATION_ENDED)
     completed = outcome is not None and outcome.data.get("outcome") == Outcome.COMPLETED
@@ -166,7 +173,7 @@ def _find_last_kept_step(events: list[Event], running: bool) -> float:
 
 
 def _find_parent_step(events: list[Event]) -> int:
-    """The step that the generation restored, which may be older than planned if a commit was corrupt."""
+    """Return the step that the generation restored, which may be older than planned if a commit was corrupt."""
     restored = _last(events, RESTORE)
     if restored is not None and restored.step is not None:
         return restored.step
@@ -178,7 +185,10 @@ def _find_parent_step(events: list[Event]) -> int:
 
 
 def _find_parent_generation(by_number: dict[int, list[Event]], number: int) -> int | None:
-    """The generation that wrote the parent commit: from the commit's key, else the newest one with that step."""
+    """Return the number of the generation that wrote the parent commit; None if it cannot be found.
+
+    The commit's key has the number. Without a key it is the newest earlier generation that executed the commit's step.
+    """
     events = by_number[number]
     source = _last(events, RESTORE) or _last(events, GENERATION_STARTED)
     key = None if source is None else source.data.get("key" if source.name == RESTORE else "parent")
@@ -200,10 +210,10 @@ def _last(events: list[Event], name: str) -> Event | None:
 
 
 def proves_generation(event: Event) -> bool:
-    """Whether the event alone proves that its generation started. Heartbeats and ends of agents do not."""
+    """Return whether the event alone proves that its generation started. An agent's heartbeats and its end do not."""
     return event.rank >= 0 or event.name in (GENERATION_STARTED, GENERATION_ENDED, NODE_STARTED)
 
 
 def accounts_for_time(event: Event) -> bool:
-    """Whether the event accounts for a rank's time."""
+    """Return whether the event records how a rank spent an interval of its time, as `phase` and `step` events do."""
     return event.rank >= 0 and event.name in (PHASE, STEP)

@@ -1,9 +1,9 @@
-"""Paid time of instances beyond what their agents recorded: AWS Batch jobs, idle pauses and minimum charges.
+"""Paid time of instances that their agents did not record: idle pauses, minimum charges and the rest of AWS Batch jobs.
 
 Instances are identified by their ids. EC2 bills Linux by the second from the start of an instance to its end, and at
-least a minute (https://aws.amazon.com/ec2/pricing/on-demand/). An instance that never became a node costs nothing.
+least a minute (https://aws.amazon.com/ec2/pricing/on-demand/). An instance on which no node started is not counted.
 
-A Batch job is paid on each of its nodes from when Batch started the node until the node stopped. Where Batch reports no
+Each node of a Batch job is paid from the moment when Batch started the node until the node stopped. If Batch reports no
 times of a node, those of the main node apply. The agents record a part of that time, by the monotonic clock of their
 machine. The rest of a node's time is
 
@@ -11,9 +11,9 @@ machine. The rest of a node's time is
     pauses  between two generations of the node                idle
     tail    from the last event to Batch's stop                interruption if the node was cut off, else idle
 
-The length of the rest follows from durations alone, each by one clock, so that no time is paid twice even if clocks
-differ. Its division into lead and tail compares the wall clocks of two machines, which may be minutes apart; both are
-therefore estimated. A node without any event counts as start-up for all of its time.
+The length of the rest is computed from durations, each measured by one clock. So no time is counted twice, even if
+clocks differ. The division into lead and tail compares the wall clocks of two machines, which may be minutes apart;
+lead and tail are therefore estimated. If a node has no event, all of its time counts as start-up.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ExtraTime:
     """Paid time of an instance that none of its nodes recorded.
 
     Attributes:
-        node: The node whose ranks and price apply.
+        node: The node whose ranks and price are used for the time.
         start: Unix seconds.
     """
 
@@ -57,7 +57,10 @@ class ExtraTime:
 
 @dataclass(frozen=True, kw_only=True)
 class PaidStay:
-    """The time from `started` to `stopped` (Unix seconds by Batch's clock) in which a node of a Batch job was paid."""
+    """Paid time of one node of a Batch job, from `started` to `stopped` (Unix seconds by Batch's clock).
+
+    `cause` is the reason for which the job ended.
+    """
 
     started: float
     stopped: float
@@ -76,9 +79,9 @@ class BatchJob:
         nodes: Number of nodes.
         ranks: Ranks per node.
         started, stopped: Unix seconds of the main node, by Batch's clock.
-        cause: What ended the job.
+        cause: Reason for which the job ended, such as "reclaimed"; "ended" if by itself.
         placed_wall: Unix time of the submission if recorded, else of the job's creation or start.
-        candidate: The placement, in the form of a plan's candidate; empty if unknown.
+        candidate: The pool in which the job was placed, as JSON like a candidate of a plan; empty if unknown.
         node_times: (started, stopped) by node, as far as Batch reported them.
     """
 
@@ -93,7 +96,7 @@ class BatchJob:
     node_times: Mapping[int, tuple[float, float]] = field(default_factory=dict)
 
     def stay(self, node: int) -> PaidStay:
-        """The paid time of one node."""
+        """Return the paid time of one node."""
         started, stopped = self.node_times.get(node, (self.started, self.stopped))
         return PaidStay(started=started, stopped=stopped, cause=self.cause)
 
@@ -108,7 +111,7 @@ class BatchJob:
 
 
 def group_by_instance(nodes: Sequence[NodeTime]) -> dict[str, list[NodeTime]]:
-    """Group the nodes whose instance is known by instance id, in the order in which they started."""
+    """Group nodes by instance id, ordered by their start. Nodes without a known instance are left out."""
     grouped: dict[str, list[NodeTime]] = {}
     for node in sorted(nodes, key=lambda node: node.started_wall):
         if node.instance_id:
@@ -120,8 +123,8 @@ def find_instance_extras(nodes: Sequence[NodeTime], stays: Mapping[int, PaidStay
     """Find the idle pauses and minimum charges of instances. Machines without an instance id have none.
 
     Args:
-        stays: The paid time of nodes of Batch jobs by the node's `id()`. It is billed elsewhere
-            (`find_batch_extras`) and counts as used here.
+        stays: Paid time of the nodes of Batch jobs, by the node's `id()`. `find_batch_extras` finds the unrecorded part
+            of it; here all of it counts as used.
     """
     found = []
 
@@ -156,7 +159,7 @@ def read_batch_jobs(events: Sequence[Event]) -> dict[str, BatchJob]:
     """Read the Batch jobs by id, each from its newest event. Jobs that never started or still run are left out.
 
     Args:
-        events: Ordered by time.
+        events: The events of the job, ordered by time.
     """
     submitted = {str(event.data.get("job_id")): event.t_wall for event in events if event.name == BATCH_SUBMITTED}
     found = {}
@@ -167,7 +170,10 @@ def read_batch_jobs(events: Sequence[Event]) -> dict[str, BatchJob]:
 
 
 def group_nodes_by_job(nodes: Sequence[NodeTime], jobs: Mapping[str, BatchJob]) -> dict[str, list[NodeTime]]:
-    """Group the nodes that recorded events by the Batch job they ran in: by the job's id, else by time."""
+    """Group nodes by the id of the Batch job in which they ran.
+
+    If a node did not record the id, it is assigned to the Batch job whose time overlaps most with its own.
+    """
     found: dict[str, list[NodeTime]] = {job_id: [] for job_id in jobs}
     for node in nodes:
         job_id = node.machine.get("batch_job_id") or _find_job_by_time(node, jobs)
@@ -181,7 +187,7 @@ def find_batch_extras(
     jobs: Mapping[str, BatchJob],
     generations: Mapping[int, RecordedGeneration],
 ) -> list[ExtraTime]:
-    """Find the time that Batch jobs were paid beyond what their nodes recorded.
+    """Find the paid time of Batch jobs that their nodes did not record: lead, pauses and tail (see the module).
 
     Args:
         reported: The nodes that recorded events, by job id (`group_nodes_by_job`).
@@ -199,7 +205,7 @@ def find_batch_extras(
 def find_unreported_nodes(
     reported: Mapping[str, Sequence[NodeTime]], jobs: Mapping[str, BatchJob]
 ) -> list[tuple[BatchJob, int]]:
-    """Find the (job, node) pairs that were paid for and recorded no event."""
+    """Find the nodes of Batch jobs that were paid for but recorded no event, as pairs (job, node)."""
     known = {(job_id, node.node) for job_id, nodes in reported.items() for node in nodes}
     paid = [(job, node) for job in jobs.values() for node in range(job.nodes)]
     return [(job, node) for job, node in paid if (job.job_id, node) not in known and job.stay(node).micros]
@@ -247,7 +253,7 @@ def _find_job_by_time(node: NodeTime, jobs: Mapping[str, BatchJob]) -> str | Non
 def _find_node_extras(
     job: BatchJob, mine: Sequence[NodeTime], generations: Mapping[int, RecordedGeneration]
 ) -> list[ExtraTime]:
-    """Divide what is left of the job's time on one node into lead, pauses and tail, to the microsecond."""
+    """Divide the unrecorded part of one node's paid time into lead, pauses and tail, exact to the microsecond."""
 
     def extra(node: NodeTime, kind: LedgerClass, start: float, micros: int) -> ExtraTime:
         return ExtraTime(node=node, ledger_class=kind, start=start, seconds=micros / MICRO)

@@ -1,12 +1,13 @@
-"""The ledger of a job: where every paid rank-second went, and what it cost.
+"""Ledger of a job: the use of every paid rank-second, and its cost.
 
-Paid time is the time that agents recorded for their nodes, plus the time that AWS Batch reports beyond that, times the
-ranks of each node. The intervals that ranks recorded divide it into classes. Time before a rank's process started is
+Paid time is the time that agents recorded for their nodes, plus the time that only AWS Batch reports, times the ranks
+of each node. The intervals that ranks recorded divide it into classes. Time before a rank's process started is
 start-up. Time after its last event is an interruption, or shutdown if the generation ended as planned. Time in no
-interval is `unattributed`. Dollars are the price of the node at each moment (`cost.ledger.pricing`), shared by its
-ranks: exact at those prices, but not an invoice.
+interval is `unattributed`. The price of the node at each moment (`cost.ledger.pricing`), divided by its ranks, gives
+the dollars. They are exact at those prices, but not an invoice.
 
-The same seconds and dollars are also summed by cause, so that an interruption carries everything that it cost.
+The same seconds and dollars are also summed by cause. An interruption then includes the start-up and the redone steps
+that it made necessary.
 
 Like the events, the ledger is append-only: later events add to it, and can only turn completed steps into redone ones.
 """
@@ -48,7 +49,7 @@ _CAUSES = {
 
 @dataclass(frozen=True, kw_only=True)
 class LedgerLine:
-    """The paid time and dollars of one class. `kind` is "measured", or "estimated" if part of the time was inferred."""
+    """Paid time and dollars of one class. `kind` is "measured", or "estimated" if part of the time was inferred."""
 
     ledger_class: LedgerClass
     rank_microseconds: int
@@ -62,7 +63,7 @@ class LedgerLine:
 
 @dataclass(frozen=True, kw_only=True)
 class CauseLine:
-    """The paid time and dollars of one cause."""
+    """Paid time and dollars of one cause, such as "saves" or "interruption: hang"."""
 
     cause: str
     rank_microseconds: int
@@ -71,7 +72,7 @@ class CauseLine:
 
 @dataclass(frozen=True, kw_only=True)
 class Ledger:
-    """The ledger of a job. The seconds and dollars of its lines sum to the totals exactly.
+    """Paid time and dollars of a job. The seconds and dollars of the lines sum to the totals exactly.
 
     Attributes:
         lines: Every class with any time, in the order of `LedgerClass`.
@@ -80,7 +81,7 @@ class Ledger:
         causes: The same seconds and dollars by cause.
         nodes: The cost of each node of each generation.
         unreported: The cost of nodes of Batch jobs that recorded no event.
-        owner, project: As configured; empty if not set.
+        owner, project: The configured names; empty if not set.
     """
 
     lines: tuple[LedgerLine, ...]
@@ -101,7 +102,7 @@ class Ledger:
 
     @property
     def unattributed_share(self) -> float:
-        """Share of the paid rank-seconds, 0 to 1."""
+        """Unattributed share of the paid rank-seconds, from 0 to 1."""
         found = sum(line.rank_microseconds for line in self.lines if line.ledger_class == LedgerClass.UNATTRIBUTED)
         return found / self.paid_microseconds if self.paid_microseconds else 0.0
 
@@ -116,7 +117,7 @@ def fold(events: Sequence[Event], *, running: bool = False) -> Ledger:
         running: Whether the job is still running (see `read_generations`).
 
     Raises:
-        LedgerError: The intervals of a rank overlap by more than 0.5 % of its paid time and 50 ms.
+        LedgerError: The intervals of a rank exceed its paid time by more than 0.5 % and by more than 50 ms.
     """
     ordered = sorted(events, key=lambda event: (event.t_wall, event.t_mono))
     generations = read_generations(ordered, running=running)
@@ -144,9 +145,9 @@ def fold(events: Sequence[Event], *, running: bool = False) -> Ledger:
 
 
 def compute_spent_usd(events: Sequence[Event]) -> float:
-    """Dollars that the job has cost so far, for the terms of its next attempt.
+    """Compute the dollars that the job has cost so far, so that its next attempt spends only the rest of the budget.
 
-    Only the paid time of nodes counts, so that contradictory intervals of a rank cannot hide what was spent.
+    The sum uses only the paid time of nodes. Contradictory intervals of a rank, for which `fold` fails, have no effect.
     """
     ordered = sorted(events, key=lambda event: (event.t_wall, event.t_mono))
     bills = compute_bills(ordered, read_generations(ordered))
@@ -154,7 +155,10 @@ def compute_spent_usd(events: Sequence[Event]) -> float:
 
 
 def last_notified_threshold(events: Sequence[Event], budget_usd: float | None) -> float:
-    """The highest share of this budget that a `budget` event already reported; 0 if the budget was changed since."""
+    """Return the highest share of the budget (0 to 1) that was notified; 0 if none was.
+
+    Only `budget` events with the same budget count, so that a changed budget is notified anew.
+    """
     reported = [event.data for event in events if event.name == BUDGET]
     return max((data["threshold"] for data in reported if data.get("budget_usd") == budget_usd), default=0.0)
 
@@ -204,7 +208,10 @@ class _Sums:
 
 
 def _find_start_causes(generations: Mapping[int, RecordedGeneration]) -> dict[int, str]:
-    """For each generation, the interruption that made it necessary; empty if the one before ended as planned."""
+    """Return, for each generation, the interruption that made its start necessary.
+
+    The text is empty if the generation before ended as planned.
+    """
     found, before = {}, ""
     for number in sorted(generations):
         found[number] = before
@@ -217,10 +224,10 @@ def _describe_interruption(generation: RecordedGeneration) -> str:
 
 
 def _find_cause(kind: LedgerClass, generation: RecordedGeneration, start_cause: str) -> str:
-    """The cause of time of a class in a generation.
+    """Return the cause to which time of a class in a generation is charged.
 
-    Redone steps and cut-off time are charged to the end of their own generation, start-up and restore to the
-    interruption before it (`start_cause`).
+    Redone steps and cut-off time are charged to the end of their own generation. Start-up and restore are charged to
+    the interruption before it (`start_cause`).
     """
     if kind in (LedgerClass.REDONE_STEP, LedgerClass.INTERRUPTION):
         return _describe_interruption(generation)
@@ -246,7 +253,10 @@ def _make_lines(sums: _Sums, total_usd: Decimal) -> tuple[LedgerLine, ...]:
 
 
 def _make_cause_lines(sums: _Sums, total_usd: Decimal) -> tuple[CauseLine, ...]:
-    """Useful work first, then the other causes by dollars, highest first; they sum to the rounded total."""
+    """Make a line for each cause: useful work first, then the others by dollars, highest first.
+
+    The dollars of the lines sum to the rounded total.
+    """
     names = sorted(sums.cause_micros, key=lambda name: (name != WORK, -sums.cause_usd[name], name))
     amounts = apportion([sums.cause_usd[name] for name in names], total=total_usd)
     return tuple(
@@ -257,13 +267,13 @@ def _make_cause_lines(sums: _Sums, total_usd: Decimal) -> tuple[CauseLine, ...]:
 
 
 def _count_redone_steps(events: Sequence[Event], generations: dict[int, RecordedGeneration]) -> int:
-    """Count the discarded step executions. All ranks execute a step together: each (generation, step) is one."""
+    """Count the discarded step executions. A step counts once per generation, because all ranks execute it together."""
     executed = {(event.generation, event.step) for event in events if event.name == STEP and event.step is not None}
     return sum(not generations[generation].keeps(step) for generation, step in executed)
 
 
 def _read_setting(events: Sequence[Event], key: str) -> str:
-    """A value of the newest recorded configuration, as text; empty if it was not set or not recorded."""
+    """Return a value of the newest recorded configuration as text; empty if it was not set or not recorded."""
     configured = next((event for event in reversed(events) if event.name == CONFIGURED), None)
     rows = [] if configured is None else configured.data.get("settings", [])
     return next((str(row["value"]) for row in rows if row["key"] == key and row["value"] is not None), "")

@@ -1,4 +1,4 @@
-"""The price of each node at each moment, from a job's events: the plan's quote and the price changes recorded since."""
+"""Price of each node at each moment, from a job's events: the plan's quote, then the recorded price changes."""
 
 from __future__ import annotations
 
@@ -32,17 +32,20 @@ class PriceCurve:
 
     @classmethod
     def of(cls, first: Decimal, changes: Iterable[tuple[float, Decimal]] = ()) -> PriceCurve:
-        """Make a curve of changes (Unix seconds, dollars per hour) in any order; the last one given for a time wins."""
+        """Make a curve from price changes (Unix seconds, dollars per hour) in any order.
+
+        If several changes have the same time, the last one in the argument applies.
+        """
         by_time = {round(at * MICRO): usd for at, usd in changes}
         return cls(first, tuple(sorted(by_time.items())))
 
     def price_at(self, unix_time: float) -> Decimal:
-        """Dollars per hour at a Unix time. A change applies from its own time on."""
+        """Return the dollars per hour at a Unix time in seconds. A change applies from its own time on."""
         index = bisect_right(self.changes, round(unix_time * MICRO), key=lambda change: change[0])
         return self.changes[index - 1][1] if index else self.first
 
     def cost(self, start: int, end: int) -> Decimal:
-        """Dollars for one node from `start` to `end` (Unix microseconds): the integral of the price over time."""
+        """Return the dollars for one node from `start` to `end` (Unix microseconds): the price integrated over time."""
         if end <= start:
             return Decimal(0)
         total, at, price = Decimal(0), start, self.first
@@ -56,18 +59,18 @@ class PriceCurve:
         return (total + price * (end - at)) / (3600 * MICRO)
 
     def bounds(self, start: float, end: float) -> tuple[Decimal, Decimal]:
-        """The lowest and the highest price from `start` to `end` (Unix seconds)."""
+        """Return the lowest and the highest price from `start` to `end` (Unix seconds)."""
         prices = [self.price_at(start), *(usd for at, usd in self.changes if start * MICRO < at < end * MICRO)]
         return min(prices), max(prices)
 
     def is_constant(self, start: int, end: int) -> bool:
-        """Whether the price stays the same from `start` to `end` (Unix microseconds)."""
+        """Return whether the price is the same at all times from `start` to `end` (Unix microseconds)."""
         return {usd for at, usd in self.changes if start < at < end} <= {self.price_at(start / MICRO)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class PoolName:
-    """The capacity pool that a price belongs to. `place` is a zone's id or name, or a region; empty means anywhere."""
+    """Capacity pool to which a price belongs. `place` is a zone (id or name) or a region; empty means anywhere."""
 
     instance_type: str
     market: str
@@ -79,11 +82,12 @@ class PoolName:
 
 @dataclass(frozen=True, kw_only=True)
 class NodePrice:
-    """The price of one node.
+    """Price of one node.
 
     Attributes:
+        on_demand_usd_per_hour: On-demand price of the instance type; None if unknown.
         kind: How the price is known: "recorded …", "live …", "estimated …", "simulated" or "unpriced".
-        pool: None without a plan.
+        pool: The pool whose price it is; None without a plan.
     """
 
     curve: PriceCurve
@@ -106,7 +110,7 @@ class Pricing:
 
     @classmethod
     def of(cls, events: Sequence[Event]) -> Pricing:
-        """Collect the prices of events that are ordered by time.
+        """Collect the prices from a job's events, which must be ordered by time.
 
         Raises:
             LedgerError: An event has an invalid price.
@@ -122,19 +126,19 @@ class Pricing:
     def price_node(self, node: NodeTime, job: BatchJob | None = None) -> NodePrice:
         """Price a node by the last plan before its start, or by the first plan if there is none before.
 
-        If the machine reports another zone, type or market than planned, it gets the recorded price of such machines:
-        recorded changes first, then what the plan quoted for other pools. If neither exists, the planned price applies
+        If the machine reports another zone, type or market than planned, it gets the price of such machines: from
+        recorded changes, else from the plan's quotes for other pools. If there is neither, the planned price applies,
         and `kind` says so. A simulated run is always priced as planned.
 
         Args:
-            job: The Batch job of the node. The job's own placement is then the planned pool, and the plan is the last
-                one before the job was submitted, because the node's wall clock may differ by minutes from the
-                planner's.
+            job: The Batch job of the node. The pool in which the job was placed then counts as the planned one. The
+                plan is the last one before the submission of the job, because the node's wall clock may differ by
+                minutes from the planner's.
         """
         return self._price(node.started_wall if job is None else job.placed_wall, node.machine, job)
 
     def price_job(self, job: BatchJob) -> NodePrice:
-        """Price a node of the job that recorded no events."""
+        """Price a node of a Batch job that recorded no events, by the pool in which the job was placed."""
         return self._price(job.placed_wall, {}, job)
 
     def _price(self, at: float, machine: Mapping[str, Any], job: BatchJob | None) -> NodePrice:
@@ -159,7 +163,11 @@ class Pricing:
         )
 
     def _find_plan(self, at: float, job: BatchJob | None) -> dict[str, Any] | None:
-        """The plan in force at a Unix time, with the job's placement as its chosen pool; None without any price."""
+        """Return the plan that prices a node: the last one made until the Unix time `at`, else the first one.
+
+        If the price of the node's Batch job was recorded, the chosen pool of the returned plan is the one in which the
+        job was placed. If there is neither a plan nor such a price, return None.
+        """
         before = [event for event in self.plans if event.t_wall <= at] or self.plans[:1]
         plan = before[-1].data if before else None
         if job is None or job.quote is None:
@@ -175,7 +183,7 @@ class Pricing:
         return {**plan, "chosen": {**chosen, **job.candidate, "on_demand_usd_per_hour": usual}}
 
     def _find_recorded_pool(self, machine: Mapping[str, Any], planned: PoolName) -> PoolName:
-        """The machine's actual pool if price changes of it are recorded; else the planned one."""
+        """Return the pool of the machine if price changes of that pool were recorded, else the planned pool."""
         for place in (machine.get("zone_id"), machine.get("zone"), planned.place):
             actual = _find_actual_pool(machine, planned, place or "")
             if self.history.get(actual):
@@ -191,7 +199,7 @@ def _find_actual_pool(machine: Mapping[str, Any], planned: PoolName, place: str)
 def _price_without_changes(
     machine: Mapping[str, Any], plan: Mapping[str, Any], kind: str
 ) -> tuple[Decimal, PoolName, str]:
-    """Price a machine of a pool without recorded changes by what the plan quoted.
+    """Price a machine by the plan's quotes, if no price changes of its pool were recorded.
 
     An on-demand machine never gets a spot price, nor a spot machine the on-demand price.
 
@@ -228,7 +236,7 @@ def _describe_quote(candidate: Mapping[str, Any]) -> str:
 
 
 def _find_other_zone(machine: Mapping[str, Any], chosen: Mapping[str, Any]) -> str | None:
-    """The machine's zone if it differs from the planned zone; None if it is the same or unknown.
+    """Return the machine's zone if it differs from the planned zone; None if it is the same or unknown.
 
     A zone id is compared with a zone id, and a zone name with a zone name.
     """
@@ -238,19 +246,19 @@ def _find_other_zone(machine: Mapping[str, Any], chosen: Mapping[str, Any]) -> s
 
 
 def _is_alike(candidate: Mapping[str, Any], pool: PoolName, plan: Mapping[str, Any]) -> bool:
-    """Whether the candidate has the pool's type and market and the region of the plan's chosen pool."""
+    """Return whether the candidate has the pool's type and market, and the region of the plan's chosen pool."""
     other = parse_pool(candidate)
     same = (other.instance_type, other.market) == (pool.instance_type, pool.market)
     return same and candidate.get("region") == plan["chosen"].get("region")
 
 
 def parse_quote(candidate: Mapping[str, Any]) -> Decimal:
-    """Dollars per hour of one node, exactly as quoted; older plans only have it as a float."""
+    """Read a candidate's dollars per hour of one node, exactly as quoted. Older plans only have a float."""
     return Decimal(candidate.get("quoted_usd_per_hour") or str(candidate["usd_per_hour"]))
 
 
 def _find_on_demand_usd(plan: Mapping[str, Any], instance_type: str) -> Decimal | None:
-    """On-demand dollars per hour of a type in the region of the plan's pool; None if not recorded."""
+    """Return the on-demand dollars per hour of a type in the region of the plan's pool; None if not recorded."""
     chosen = plan["chosen"]
     same = instance_type == chosen["instance_type"]
     known = chosen.get("on_demand_usd_per_hour") if same else (plan.get("on_demand") or {}).get(instance_type)
@@ -258,13 +266,13 @@ def _find_on_demand_usd(plan: Mapping[str, Any], instance_type: str) -> Decimal 
 
 
 def parse_pool(candidate: Mapping[str, Any]) -> PoolName:
-    """The pool of a plan's candidate or of a `prices` event, both as JSON."""
+    """Read the pool from a candidate of a plan or an entry of a `prices` event (JSON values)."""
     place = candidate.get("zone") or candidate.get("region") or ""
     return PoolName(instance_type=candidate["instance_type"], market=str(candidate["market"]), place=place)
 
 
 def _read_price_changes(event: Event) -> Iterator[tuple[PoolName, list[tuple[float, Decimal]]]]:
-    """Yield each pool of a `prices` event with its changes."""
+    """Yield each pool of a `prices` event with its changes (Unix seconds, dollars per hour)."""
     for pool in event.data.get("pools", []):
         try:
             changes = [(float(at), Decimal(usd)) for at, usd in pool["changes"]]

@@ -31,7 +31,7 @@ _WASTED = (LedgerClass.USEFUL_STEP, LedgerClass.DATA_WAIT, LedgerClass.EVALUATIO
 
 @dataclass(frozen=True)
 class Span:
-    """An interval of a rank's time, in microseconds since its node started, with its microseconds by class."""
+    """Interval of a rank's time, in microseconds after the start of its node, with its microseconds by class."""
 
     start: int
     end: int
@@ -40,10 +40,10 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class RankTime:
-    """One rank's paid time in one generation.
+    """Paid time of one rank in one generation.
 
     Attributes:
-        paid: Microseconds.
+        paid: All of its paid microseconds.
         classes: Microseconds by class; they sum to `paid`.
         estimated: The classes that were inferred and not measured.
         spans: The same time as intervals, for prices that change over time.
@@ -58,12 +58,13 @@ class RankTime:
 
 @dataclass(kw_only=True)
 class NodeTime:
-    """One paid node in one generation.
+    """Paid time of one node in one generation.
 
     Attributes:
         started_wall: Unix time of the start.
-        start, end: Monotonic seconds of the node.
+        start, end: Seconds by the node's monotonic clock.
         measured: Whether the end was recorded.
+        ranks: Numbers of the ranks on the node.
         events: The events of each rank.
         machine: Facts about the machine such as instance_id and zone (`infra.instance`), as far as known.
     """
@@ -88,7 +89,7 @@ class NodeTime:
 
     @property
     def ended_wall(self) -> float:
-        """Unix time of the end, by the wall clock at the node's start."""
+        """Unix time of the end: the start by the wall clock, plus the paid seconds by the monotonic clock."""
         return self.started_wall + self.paid_seconds
 
     @property
@@ -160,9 +161,10 @@ def _node(events: list[Event]) -> NodeTime | None:
 
 
 def _infer_start(events: Sequence[Event], by_rank: Mapping[int, list[Event]]) -> tuple[float, float] | None:
-    """Infer the start of a node without `node_started`, as monotonic and Unix seconds; None if no event tells it.
+    """Infer the start of a node without a `node_started` event, as monotonic and Unix seconds.
 
-    Heartbeats and `node_ended` count seconds since the start. Without them the node started with its first rank.
+    Heartbeats and `node_ended` have the seconds since the start. Without them the node is assumed to have started with
+    its first rank. Returns None without any of these events.
     """
     counting = [event for event in events if event.name in (NODE_HEARTBEAT, NODE_ENDED) and "seconds" in event.data]
     starts = [(event.t_mono - float(event.data["seconds"]), event) for event in counting]
@@ -176,10 +178,10 @@ def _infer_start(events: Sequence[Event], by_rank: Mapping[int, list[Event]]) ->
 
 
 def _find_first_start(clocks: Sequence[Event]) -> float:
-    """The start of the first recorded interval of a rank, in monotonic seconds.
+    """Return the start of a rank's first recorded interval, in monotonic seconds.
 
-    A rank emits all phases of one interval one right after the other. The interval therefore starts at their common
-    end less the seconds of all of them, and not only of the first.
+    At the end of an interval a rank emits one event for each phase in it, all at nearly the same time. The interval
+    therefore started at that time less the seconds of all these phases.
     """
     start, before = clocks[0].t_mono - sum(_seconds(clocks[0]).values()), clocks[0]
     for event in clocks[1:]:
@@ -218,7 +220,7 @@ def _rank_time(node: NodeTime, rank: int, generation: RecordedGeneration) -> Ran
 
 
 def _classify_tail(clocks: list[Event], generation: RecordedGeneration) -> LedgerClass:
-    """The class of a rank's time after its last event."""
+    """Return the class of a rank's time after its last event."""
     if generation.reason == EndReason.HANG:
         return LedgerClass.HANG
     if generation.unplanned:
@@ -228,7 +230,7 @@ def _classify_tail(clocks: list[Event], generation: RecordedGeneration) -> Ledge
 
 
 def _seconds(event: Event) -> dict[LedgerClass, float]:
-    """The seconds by class that an event accounts for."""
+    """Return the seconds by class that an event accounts for."""
     data = event.data
     try:
         seconds = {data["class"]: data["seconds"]} if event.name == PHASE else data["seconds"]
@@ -239,10 +241,10 @@ def _seconds(event: Event) -> dict[LedgerClass, float]:
 
 
 def _clip_seconds(event: Event, node: NodeTime, generation: RecordedGeneration) -> Mapping[LedgerClass, float]:
-    """The event's seconds by class within the node's paid time; time outside it costs nothing.
+    """Return the event's seconds by class, without the part that is outside the node's paid time.
 
-    Step time counts as useful only if the step completed and is in the final weights. Otherwise it is moved to the
-    class of its waste.
+    Step time is useful only if the step completed and is in the final weights. Otherwise it is moved to a class such as
+    redone steps.
     """
     seconds = _seconds(event)
     outside = max(0.0, node.start - (event.t_mono - sum(seconds.values()))) + max(0.0, event.t_mono - node.end)
@@ -267,7 +269,7 @@ def _clip_seconds(event: Event, node: NodeTime, generation: RecordedGeneration) 
 
 
 def _classify_incomplete_step(generation: RecordedGeneration) -> LedgerClass:
-    """The class of step time that a rank reports at its end, in a step that never completed."""
+    """Return the class for a rank's time in a step that never completed."""
     if generation.reason == EndReason.HANG:
         return LedgerClass.HANG
     if generation.unplanned:
@@ -278,7 +280,11 @@ def _classify_incomplete_step(generation: RecordedGeneration) -> LedgerClass:
 
 
 def _balance(classes: dict[LedgerClass, int], paid: int, where: str) -> None:
-    """Make the classes sum to the paid time: a gap is unattributed, a small overlap comes off the largest class."""
+    """Change `classes` so that they sum to the paid time.
+
+    A gap is added as unattributed time. A small excess is subtracted from the largest class; `where` names the rank in
+    the error that a larger excess raises.
+    """
     rest = paid - sum(classes.values())
     if rest >= 0:
         classes[LedgerClass.UNATTRIBUTED] = classes.get(LedgerClass.UNATTRIBUTED, 0) + rest
