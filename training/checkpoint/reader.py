@@ -1,12 +1,12 @@
 """Read a commit and verify every byte. Torch-free.
 
-A checksum covers a whole chunk, so whole chunks are read, even if a rank needs only a part; several at once, each
-straight into its destination, where it is checked.
+A checksum covers a whole chunk, so whole chunks are read, even if a rank needs only a part of one. Several chunks are
+read at once. From a local store, bytes go straight into their destination and are checked there.
 
     python -m ebbflow.training.checkpoint.reader PARENT_PID STORE_URI COMMIT_KEY [OBJECT_KEY [CHUNK]]
 
-reads again in a new process and prints {"problem": text}, empty if the bytes are as they were saved, or {"error": text}
-if the store cannot be read.
+This program reads a part of a commit again in a new process. It prints {"problem": text}, where the text is empty if
+the bytes are as they were saved, or {"error": text} if the store cannot be read.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _READ_SECONDS = 120.0
 
 @dataclass(frozen=True)
 class WantedRange:
-    """A request for `len(view)` bytes from `start` of data object number `object`, to be written into `view`."""
+    """A range to read: `len(view)` bytes of data object number `object`, from byte `start` on, into `view`."""
 
     object: int
     start: int
@@ -65,7 +65,7 @@ class WantedRange:
 
 @dataclass(frozen=True)
 class _Part:
-    """Bytes of a chunk, from `at` on, that belong into `view`."""
+    """A range of a chunk to copy: `len(view)` bytes from byte `at` of the chunk on, into `view`."""
 
     at: int
     view: memoryview
@@ -73,7 +73,15 @@ class _Part:
 
 @dataclass(frozen=True)
 class ChunkRead:
-    """One chunk to read: `length` bytes from `start` of data object `object`; `parts` sorted by position."""
+    """One chunk to read, and the destinations of its bytes.
+
+    Attributes:
+        object: number of the data object.
+        number: number of the chunk in the object.
+        start: first byte of the chunk in the object.
+        length: bytes of the chunk.
+        parts: ranges to copy, sorted by position.
+    """
 
     object: int
     number: int
@@ -83,14 +91,21 @@ class ChunkRead:
 
     @property
     def disjoint(self) -> bool:
-        """Whether one read can write every byte to its destination."""
+        """Whether a single scattered read can fill the destinations of all parts.
+
+        It can if no two parts overlap and there are at most 512 of them.
+        """
         ends = [part.at + len(part.view) for part in self.parts]
         return len(ends) <= _MOST_PIECES and all(
             end <= part.at for end, part in zip(ends, self.parts[1:], strict=False)
         )
 
     def buffers(self, gap: memoryview) -> list[memoryview]:
-        """List the memory that the chunk's bytes fill, in order. gap: receives unwanted bytes."""
+        """Return the memory views that a scattered read of the whole chunk fills, in order.
+
+        Args:
+            gap: scratch memory for the bytes that no part needs.
+        """
         found, at = [], 0
         for part in self.parts:
             if part.at > at:
@@ -102,13 +117,17 @@ class ChunkRead:
         return found
 
     def place(self, data: memoryview) -> None:
-        """Copy the chunk's bytes to their destinations."""
+        """Copy the chunk's bytes, given as `data`, to the destinations of its parts."""
         for part in self.parts:
             part.view[:] = data[part.at : part.at + len(part.view)]
 
 
 def plan_chunks(wanted: Iterable[WantedRange], objects: Sequence[DataObject]) -> list[ChunkRead]:
-    """List each needed chunk once, in the order of the bytes. Raises CorruptCommit beyond an object's end."""
+    """List the chunks that hold the wanted ranges, each chunk once, in the order of objects and bytes.
+
+    Raises:
+        CorruptCommit: a range is beyond the end of its object.
+    """
     parts: dict[tuple[int, int], list[_Part]] = defaultdict(list)
     for want in wanted:
         data, end = objects[want.object], want.start + len(want.view)
@@ -129,7 +148,7 @@ def plan_chunks(wanted: Iterable[WantedRange], objects: Sequence[DataObject]) ->
 
 
 def read_manifest(store: Store, key: str) -> Manifest:
-    """Read the manifest under a commit key.
+    """Read the manifest with the commit key `key`.
 
     Raises:
         CorruptCommit: it is missing or damaged.
@@ -145,7 +164,14 @@ def read_manifest(store: Store, key: str) -> Manifest:
 
 @dataclass
 class ReadFigures:
-    """Cost of reading. Seconds are totals over threads; `bytes` includes repeated reads."""
+    """Bytes that a reader has read, and the time it took. All seconds are totals over the reader's threads.
+
+    Attributes:
+        bytes: all bytes read, including repeated reads.
+        download_seconds: time to read from the store.
+        verify_seconds: time to compute checksums.
+        place_seconds: time to copy bytes to their destinations.
+    """
 
     bytes: int = 0
     download_seconds: float = 0.0
@@ -162,7 +188,12 @@ class ReadFigures:
 
 
 class VerifiedReader:
-    """Reads verified ranges of data objects. parallel: chunks read at once; default: by kind of store."""
+    """Reads ranges of a commit's data objects and verifies them.
+
+    Args:
+        data: the data objects, as described in the manifest.
+        parallel: chunks read at once; default: 2 from a local store, 8 from a remote one.
+    """
 
     def __init__(self, store: Store, data: Sequence[DataObject], *, parallel: int | None = None) -> None:
         self._store = store
@@ -174,18 +205,18 @@ class VerifiedReader:
         self.figures = ReadFigures()
 
     def read(self, wanted: Iterable[WantedRange]) -> None:
-        """Fill the wanted ranges with verified bytes. After an error their content is undefined.
+        """Fill the wanted ranges with verified bytes. After an error the content of the ranges is undefined.
 
         Raises:
             CorruptCommit: the commit is damaged.
-            StoreError: the store cannot be read, which says nothing about the commit.
+            StoreError: the store cannot be read; the commit may be sound.
         """
         for outcome in self._run(plan_chunks(wanted, self._data), stop_at_first=True):
             if outcome is not None:
                 raise outcome
 
     def problems(self) -> Iterator[CorruptCommit]:
-        """Yield an error for each damaged chunk of all objects. Raises StoreError."""
+        """Read all chunks of all objects, and yield an error for each damaged one. Raises StoreError."""
         chunks = [
             ChunkRead(number, place, base, min(data.chunk_bytes, data.size - base), ())
             for number, data in enumerate(self._data)
@@ -198,7 +229,10 @@ class VerifiedReader:
                 raise outcome
 
     def check(self, key: str, number: int | None) -> None:
-        """Read one chunk of the data object `key` from the disk itself; number None: only check presence and size.
+        """Verify one chunk of the data object `key`. A local chunk is read from the disk, not from the page cache.
+
+        Args:
+            number: number of the chunk; None checks only that the object exists and has the right size.
 
         Raises:
             CorruptCommit: the object or chunk is damaged or not part of this commit.
@@ -237,7 +271,11 @@ class VerifiedReader:
                 pool.shutdown(wait=True, cancel_futures=True)
 
     def _read_chunk(self, chunk: ChunkRead) -> None:
-        """Read a chunk; fetch a damaged one once more, since it may be damaged only in transit."""
+        """Read and verify a chunk. A damaged one is read once more, since the damage may have happened in transit.
+
+        Raises:
+            CorruptCommit: both readings are damaged.
+        """
         data = self._data[chunk.object]
         stated = " ".join([data.chunks[chunk.number], *data.sha256[chunk.number : chunk.number + 1]])
         for last_try in (False, True):
@@ -250,9 +288,10 @@ class VerifiedReader:
                 raise CorruptCommit(message, object_key=data.key, chunk=chunk.number)
 
     def _fetch(self, data: DataObject, chunk: ChunkRead) -> str:
-        """Fetch a chunk to its destination and return its checksum, with SHA-256 if the manifest has one.
+        """Fetch a chunk to its destinations and return its checksum as text: the CRC, then the SHA-256 if the manifest
+        has one.
 
-        Store errors are retried for a while.
+        Store errors are retried, up to four tries within 120 s.
         """
         deadline = Deadline(_CHUNK_SECONDS)
         for tries, pause in enumerate(backoff_pauses(first_seconds=0.05), start=1):
@@ -301,7 +340,7 @@ class VerifiedReader:
         return value
 
     def _classify_error(self, data: DataObject, error: StoreError) -> Exception:
-        """Tell a missing or truncated object, which is corruption, from a store error."""
+        """Return CorruptCommit if the object is missing or has another size, else the given store error."""
         try:
             meta = self._store.head(data.key)
         except StoreError:
@@ -325,7 +364,7 @@ def _checksum_text(crc: int, sha256: hashlib._Hash | None) -> str:
 
 
 def _drop_from_page_cache(path: Path | None, start: int, length: int) -> None:
-    """Drop a range of a local file from the page cache, which may be what is damaged."""
+    """Drop a range of a local file from the page cache, because the cached copy may be the damaged one."""
     with contextlib.suppress(OSError, AttributeError):
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK) if path is not None else -1
         if descriptor >= 0:
@@ -336,10 +375,11 @@ def _drop_from_page_cache(path: Path | None, start: int, length: int) -> None:
 
 
 def find_problem(store: Store, key: str, object_key: str = "", chunk: int | None = None) -> str:
-    """Describe what is wrong with a commit's manifest, and with one data object if named; "" if sound.
+    """Check a commit's manifest and, if `object_key` is given, that data object. Return the problem, or "" if they are
+    sound.
 
     Args:
-        chunk: chunk of that object; None: only presence and size.
+        chunk: number of the object's chunk to verify; None checks only the object's presence and size.
 
     Raises:
         StoreError: the store cannot be read.
@@ -357,7 +397,11 @@ def find_problem(store: Store, key: str, object_key: str = "", chunk: int | None
 
 
 def find_problem_in_new_process(store_uri: str, key: str, object_key: str = "", chunk: int | None = None) -> str:
-    """Run `find_problem` in a process that shares no memory with this one. Raises StoreUnavailable without a result."""
+    """Run `find_problem` in a new process, which shares no memory with this one, and return its result.
+
+    Raises:
+        StoreUnavailable: the process gave no result.
+    """
     path = python_path(os.environ.get("PYTHONPATH"))
     arguments = [str(os.getpid()), store_uri, key]
     if object_key:
@@ -392,11 +436,11 @@ def main(argv: list[str]) -> int:
 
 
 def verify_commit(store: Store, key: str) -> list[str]:
-    """List what is wrong with a commit, one line per object; empty if it is sound.
+    """Verify a commit and return the problems, one line per object; the list is empty if the commit is sound.
 
-    Compared are the manifest with its key, each index with its hash in the manifest, each data object's size and chunks
-    with their checksums, and the objects that exist with those that should. Raises StoreError if the store cannot be
-    read.
+    The manifest is compared with its key, each index with its hash in the manifest, each data object's size and chunks
+    with their checksums, and the objects in the store with those that the manifest names. Raises StoreError if the
+    store cannot be read.
     """
     try:
         manifest = read_manifest(store, key)
@@ -407,10 +451,10 @@ def verify_commit(store: Store, key: str) -> list[str]:
 
 
 def find_uncommitted(store: Store) -> Iterator[tuple[int, str]]:
-    """Yield (step, index prefix) of saves that all ranks finished and no manifest names.
+    """Yield (step, index prefix) of each save that all ranks finished but that no manifest names.
 
-    Such a save may be being committed or deleted, its processes may all have been killed before the manifest was
-    written, or its manifest is lost; only a person can tell these apart.
+    Such a save is being committed or deleted, its processes were killed before the manifest was written, or its
+    manifest is lost. Only a person can distinguish these cases.
     """
     ranks: dict[tuple[str, str], set[str]] = defaultdict(set)
     for meta in store.list("index"):  # before the commits, so that a commit made meanwhile is seen

@@ -1,8 +1,8 @@
 """Restore the newest commit that verifies on every rank; quarantine and report damaged ones.
 
-A commit is never given up because one reader found it damaged. Its finding is repeated by a rank of another node, or by
-a new process if there is only one node. If the second reading is sound, so is the commit, and the first reader fails
-(`UnreliableReader`).
+A commit is never given up because a single reader found it damaged. A rank of another node reads the damaged part
+again, or a new process does if there is only one node. If this second reading is sound, the commit counts as sound, and
+the first reader fails with `UnreliableReader`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ _AGAIN_SECONDS = (0.5, 1.0, 2.0, 4.0)
 class RejectedCommit:
     """A commit that was skipped because it is damaged or its signature was refused.
 
-    extra: its stored `extra`; None if unreadable.
+    Attributes:
+        extra: the `extra` that is stored in it; None if unreadable.
     """
 
     key: str
@@ -77,10 +78,10 @@ class RejectedCommit:
 class RestoreSeconds:
     """Seconds of one rank's restore by activity; they add up to `RestoreResult.seconds`.
 
-    Args:
+    Attributes:
         list: reading manifests, and failed attempts.
-        download: reading bytes from the store. Threads do download, verify and load at once; wall-clock time is divided
-            in proportion to the threads' seconds.
+        download: reading bytes from the store. Threads download, verify and load at the same time; wall-clock time is
+            divided in proportion to the seconds that all threads spent on each.
         verify: comparing checksums.
         load: copying into model and optimizer.
         agree: waiting for the other ranks' verdicts.
@@ -95,10 +96,15 @@ class RestoreSeconds:
 
 @dataclass(frozen=True, kw_only=True)
 class RestoreResult:
-    """What was restored. All ranks have equal values, except for bytes_read, seconds and split.
+    """The outcome of a restore. All ranks have equal values, except for bytes_read, seconds and split.
 
-    Args:
-        rng: "restored" bit for bit, or "reseeded from the commit" if it has no random states for this world size.
+    Attributes:
+        extra: what was stored in the commit beside the tensors.
+        rng: "restored" if the random states were restored bit for bit; "reseeded from the commit" if the commit has
+            none for this world size.
+        world_size: number of ranks that saved the commit.
+        seconds: duration of the restore.
+        split: the same seconds by activity.
         rejected: skipped commits, newest first.
     """
 
@@ -124,17 +130,21 @@ def restore_newest(
     node: int = 0,
     read_again: ReadAgain | None = None,
 ) -> RestoreResult | None:
-    """Try the candidates in order until all ranks have verified one; return None without candidates.
+    """Try the candidates in order until all ranks have verified one; return None if there are no candidates.
 
     Model and optimizer are filled in place; after an exception their content is undefined.
 
     Args:
-        node: this rank's node.
-        read_again: a second reading by another process; default: a new process on this machine.
+        candidates: commit keys, newest first.
+        node: number of this rank's node.
+        read_again: makes another process read a doubtful part again; default: a new process on this machine.
 
     Raises:
-        UnreliableReader: on all ranks, first on those whose readings disagree with a second reader's.
+        UnreliableReader: some ranks read wrongly what a second reader finds sound. Those ranks raise it 20 s before the
+            others, so that they are blamed.
+        CommitMismatch: the commit belongs to another model.
         NothingToRestore: no commit of the job is left.
+        CheckpointError: a candidate could not be read, or all candidates are damaged and the job has older commits.
     """
     began = time.monotonic()
     rejected: list[RejectedCommit] = []
@@ -189,7 +199,7 @@ class _Loaded:
 
 @dataclass(frozen=True)
 class _Reader:
-    """This rank, and its way to have something read again by another process."""
+    """This rank, its world size and node, and the function that makes another process read again."""
 
     rank: int
     world_size: int
@@ -199,9 +209,12 @@ class _Reader:
 
 @dataclass(frozen=True, kw_only=True)
 class _Verdict:
-    """One rank's verdict on a commit, or that of all ranks. object_key, chunk: as in CorruptCommit.
+    """The verdict on a commit of one rank, or of all ranks together.
 
-    suspects: ranks whose readings disagree with a second reader's.
+    Attributes:
+        object_key: the damaged data object, as in CorruptCommit.
+        chunk: number of the damaged chunk, as in CorruptCommit.
+        suspects: ranks whose readings disagree with a second reader's.
     """
 
     kind: str
@@ -220,11 +233,11 @@ class _Verdict:
 def _attempt_with_retries(
     store: Store, key: str, model: nn.Module, optimizer: Optimizer | None, reader: _Reader
 ) -> tuple[float, _Loaded | None, _Verdict, float]:
-    """Attempt a restore, again after store errors.
+    """Attempt to restore one commit; try again while the store is unavailable.
 
     Returns:
-        Start of the last try (`time.monotonic()`), what it loaded, the verdict of all ranks, and seconds spent
-            agreeing.
+        Start of the last try (`time.monotonic()`), what it loaded, the verdict of all ranks, and the seconds that the
+            ranks needed to agree on it.
     """
     pauses = iter(_AGAIN_SECONDS)
     while True:
@@ -240,7 +253,10 @@ def _attempt_with_retries(
 def _attempt(
     store: Store, key: str, model: nn.Module, optimizer: Optimizer | None, own: _Reader
 ) -> tuple[_Loaded | None, _Verdict]:
-    """Load this rank's part. Every exception becomes a verdict: a rank that left would block the others."""
+    """Load this rank's part, and return it with a verdict.
+
+    Every exception becomes a verdict: a rank that raised instead of voting would block the others.
+    """
     try:
         return _load(store, key, model, optimizer, own), _Verdict(kind=_SOUND, node=own.node)
     except CorruptCommit as error:
@@ -279,7 +295,7 @@ def _load(store: Store, key: str, model: nn.Module, optimizer: Optimizer | None,
 def _agree_on_verdict(own: _Verdict, key: str, reader: _Reader) -> _Verdict:
     """Exchange verdicts in small all-gathers and return the worst, equal on all ranks, naming the rank that gave it.
 
-    A commit that a rank doubts is damaged if a second reader agrees. Otherwise that rank is the suspect.
+    A commit that a rank finds damaged is rejected only if a second reader agrees. Otherwise that rank is a suspect.
     """
     row = {"kind": own.kind, "reason": _shorten(own.reason), "node": own.node}
     row |= {"host": socket.gethostname()[:_HOST_CHARACTERS], "object_key": own.object_key, "chunk": own.chunk}
@@ -301,7 +317,7 @@ def _agree_on_verdict(own: _Verdict, key: str, reader: _Reader) -> _Verdict:
 
 
 def _signature_disagreement(verdicts: Sequence[_Verdict]) -> str:
-    """Name the ranks that refuse a signature which others accept; "" if there are none.
+    """Describe which ranks refuse a signature that others accept; return "" if the ranks agree.
 
     All ranks read the same signature: if it were wrong, all would refuse it.
     """
@@ -351,10 +367,14 @@ def _settle_doubts(verdicts: Sequence[_Verdict], key: str, reader: _Reader) -> _
 
 
 def assign_second_readers(nodes: Sequence[int], doubting: Sequence[bool]) -> list[tuple[int, int]]:
-    """Return (doubting rank, rank that reads again) for the first doubting rank of each node, at most a few.
+    """Choose ranks to read again what other ranks found damaged. Return pairs of (doubting rank, second reader).
 
-    A rank of another node reads again, preferably one without doubts. With one node it is the rank itself, by a new
-    process. nodes, doubting: by rank.
+    The first doubting rank of each node gets a second reader, up to four in total. The second reader is on another
+    node, preferably a rank without doubts. With one node, it is the doubting rank itself, which starts a new process.
+
+    Args:
+        nodes: node number by rank.
+        doubting: by rank, whether it found the commit damaged.
     """
     tasks: list[tuple[int, int]] = []
     seen: set[int] = set()
@@ -376,7 +396,7 @@ def _describe_second_reader(doubting: int, second: int, verdicts: Sequence[_Verd
 
 
 def _shorten(text: str) -> str:
-    """Make text plain ASCII and short enough for one row of an all-gather."""
+    """Convert text to ASCII, and cut it so that it fits into one row of an all-gather."""
     return " ".join(text.split()).encode("ascii", "replace").decode()[:_REASON_CHARACTERS]
 
 
@@ -385,7 +405,7 @@ def _with_rank(rank: int, reason: str, reader: _Reader) -> str:
 
 
 def _gather(row: dict[str, Any], world_size: int) -> list[dict[str, Any]]:
-    """Return every rank's row, in the order of ranks, by one small all-gather."""
+    """Exchange one row of JSON by a small all-gather, and return the rows in the order of ranks."""
     if not (dist.is_available() and dist.is_initialized()) or world_size == 1:
         return [row]
     text = json.dumps(row).encode()
@@ -399,9 +419,9 @@ def _gather(row: dict[str, Any], world_size: int) -> list[dict[str, Any]]:
 
 
 def _report_rejected(store: Store, key: str, reason: str, kind: str) -> None:
-    """Report a rejected commit, and quarantine a damaged one.
+    """Print that a commit was rejected; quarantine it if it is damaged.
 
-    A misplaced manifest is not quarantined: under its own key it is valid.
+    A misplaced manifest, which belongs to another commit's key, is not quarantined: under its own key it is valid.
     """
     where, quarantine = quarantine_key(CommitRef.from_key(key).sha256), kind == _CORRUPT
     standing = "refused" if kind == _REFUSED else "damaged"
@@ -420,7 +440,7 @@ def _report_rejected(store: Store, key: str, reason: str, kind: str) -> None:
 
 
 def _read_extra(store: Store, key: str) -> dict[str, Any] | None:
-    """Return the `extra` of a damaged commit, whose manifest is often sound."""
+    """Return the `extra` of a damaged commit if its manifest is readable; else None."""
     try:
         return read_manifest(store, key).common["extra"]
     except (CheckpointError, InfraError, KeyError):
@@ -435,7 +455,10 @@ def _report_loss(rejected: list[RejectedCommit], key: str) -> None:
 
 
 def _finish(loaded: _Loaded, key: str, model: nn.Module, optimizer: Optimizer | None, rank: int) -> str:
-    """Apply optimizer settings and random states; return what was done about the latter."""
+    """Apply the commit's optimizer settings, and restore the random states or reseed them.
+
+    Returns "restored" or "reseeded from the commit".
+    """
     settings = loaded.reader.manifest.common["optimizer"]
     if optimizer is not None and settings is not None:
         apply_settings(settings, model, optimizer)
@@ -447,7 +470,13 @@ def _finish(loaded: _Loaded, key: str, model: nn.Module, optimizer: Optimizer | 
 
 
 def _divide_seconds(loaded: _Loaded, *, before: float, agree: float, total: float) -> RestoreSeconds:
-    """Divide the seconds of a restore. before: until this commit was tried. load: whatever is not another activity."""
+    """Divide the seconds of a restore by activity. Seconds of no other activity count as `load`.
+
+    Args:
+        before: seconds until this commit was tried.
+        agree: seconds of waiting for the other ranks' verdicts.
+        total: seconds of the whole restore.
+    """
     figures = loaded.reader.figures
     threads = figures.download_seconds + figures.verify_seconds + figures.place_seconds
     share = loaded.read_seconds / threads if threads else 0.0

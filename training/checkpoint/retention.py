@@ -1,11 +1,13 @@
 """Choose which commits a job keeps, and delete the others.
 
-A deletion may be cut short at any point: a tombstone is put before the first key is deleted and removed one run after
-the last one. Opening a generation from a commit and pinning it also write first and look for a tombstone afterwards, so
-of two concurrent writers the second one sees the first and gives way.
+A deletion may be cut short at any point. So a tombstone, the record of a deletion, is put before the first key is
+deleted, and a later run finishes the deletion and removes the tombstone. Opening a generation from a commit and pinning
+a commit put their own records first and then check for a tombstone; a deletion puts its tombstone first and then checks
+for these records. So of two concurrent writers at least one sees the other and gives way.
 
-Never deleted: the newest whole commit, pinned commits, and anything at all while no commit is whole. Quarantined
-commits and commits outside the lineage are kept for `orphan_seconds`, so that a person can inspect them.
+Never deleted are the newest whole commit (all its data objects are present), pinned commits, and anything at all while
+no commit is whole. Quarantined commits and commits outside the lineage are kept for `orphan_seconds`, so that a person
+can inspect them.
 """
 
 from __future__ import annotations
@@ -50,13 +52,13 @@ _RECORD_MISSING_SECONDS = 60.0  # a listing may lag by seconds, hardly by a minu
 class RetentionPolicy:
     """The rules of retention. A commit is kept if any rule keeps it; only whole commits count.
 
-    Args:
+    Attributes:
         keep_last: number of newest commits to keep.
         keep_every_steps: also keep the first commit at or after each multiple of this step count.
         keep_best: also keep this many commits with the lowest `best_metric`, as recorded in the commit.
         max_total_bytes: cap on the data of all kept commits. Above it commits are dropped in this order: those kept by
             step (oldest first), the best (worst first), the last (oldest first). The newest and pinned commits stay.
-        orphan_seconds: age at which objects that no reachable commit names are deleted.
+        orphan_seconds: age in seconds at which objects that no reachable commit names are deleted.
     """
 
     keep_last: int = 3
@@ -73,7 +75,13 @@ class RetentionPolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class WholeCommit:
-    """A commit whose data objects are all present. size: bytes of data. metric: None if absent or not finite."""
+    """A commit whose data objects are all present.
+
+    Attributes:
+        sha256: SHA-256 of its manifest.
+        size: bytes of its data.
+        metric: value of the policy's `best_metric`; None if absent or non-finite.
+    """
 
     sha256: str
     step: int
@@ -83,7 +91,11 @@ class WholeCommit:
 
 
 def choose_commits(commits: Sequence[WholeCommit], policy: RetentionPolicy) -> dict[str, str]:
-    """Return the commits to keep, as reason by manifest SHA-256. commits: newest first."""
+    """Return the commits to keep, as the reason by manifest SHA-256.
+
+    Args:
+        commits: all whole commits, newest first.
+    """
     last = list(commits[: policy.keep_last])
     every = _first_of_each_window(commits, policy.keep_every_steps)
     scored = [(commit.metric, commit) for commit in commits if commit.metric is not None]
@@ -98,14 +110,14 @@ def choose_commits(commits: Sequence[WholeCommit], policy: RetentionPolicy) -> d
 
 
 def policy_with_room(commits: Sequence[WholeCommit], policy: RetentionPolicy) -> RetentionPolicy:
-    """Tighten the policy of a full store until two more commits of the newest one's size fit."""
+    """Return a stricter policy for a full store, so that two more commits as large as the newest one fit."""
     kept = choose_commits(commits, policy)
     total = sum(commit.size for commit in commits if commit.sha256 in kept)
     return replace(policy, max_total_bytes=max(total - 2 * commits[0].size, 0))
 
 
 def metric_at_step(extra: Mapping[str, Any], step: int, name: str) -> float | None:
-    """Return the metric that a commit records, if it was measured at exactly this step."""
+    """Return the metric `name` from a commit's `extra` if it was measured at exactly this step; else None."""
     metrics = extra.get("metrics")
     if not isinstance(metrics, Mapping) or metrics.get("step") != step:
         return None
@@ -132,7 +144,12 @@ def _beyond_cap(
     *,
     expendable: Sequence[WholeCommit],
 ) -> set[str]:
-    """Return the commits to drop to meet the cap. A commit kept by several rules is dropped with the last of them."""
+    """Return the commits to drop so that the others meet the size cap, by manifest SHA-256.
+
+    Args:
+        kept: commits that the rules keep, by manifest SHA-256.
+        expendable: the order of dropping. A commit that occurs twice is dropped at its last position.
+    """
     if policy.max_total_bytes is None:
         return set()
     total = sum(commit.size for commit in commits if commit.sha256 in kept)
@@ -152,15 +169,17 @@ def delete_commit(store: Store, ref: CommitRef, generation: str | None, *, newes
     """Delete a commit and its data.
 
     Args:
-        generation: name of its generation; None if its manifest is unreadable, which leaves its data to the orphans.
-        newest: number of the generation on whose behalf it is deleted.
-        full: the store is full, so a missing tombstone is tolerated; a deletion that is then cut short leaves orphans.
+        generation: name of the generation that saved it. If its manifest is unreadable, None: then only the manifest is
+            deleted, and its data later as orphans.
+        newest: number of the generation that deletes it.
+        full: the store is full, so the tombstone may be impossible to write; if the deletion is then cut short, its
+            remaining objects become orphans.
 
     Returns:
-        False if the commit was pinned meanwhile.
+        True; False if the commit was pinned meanwhile.
 
     Raises:
-        GenerationSuperseded: a newer generation is on record, so the lineage is another gang's. Nothing is deleted.
+        GenerationSuperseded: a newer generation is on record, so another gang owns the job. Nothing is deleted.
     """
     tombstone = {"version": VERSION, "key": ref.key, "generation": generation, "step": ref.step}
     if signer() is not None:
@@ -187,7 +206,8 @@ def delete_commit(store: Store, ref: CommitRef, generation: str | None, *, newes
 def finish_deletions(store: Store, interrupted: Callable[[], bool] = lambda: False) -> None:
     """Finish the deletions of earlier runs and remove the tombstones of deleted commits.
 
-    interrupted: called after each tombstone, so that even a very short run makes progress.
+    Args:
+        interrupted: returns True to stop. It is asked after each tombstone, so that every run finishes at least one.
     """
     for meta in store.list("tombstones"):
         try:
@@ -206,7 +226,11 @@ def finish_deletions(store: Store, interrupted: Callable[[], bool] = lambda: Fal
 
 
 def _delete_all(store: Store, keys: Iterable[str], interrupted: Callable[[], bool] = lambda: False) -> None:
-    """Delete keys in parallel. interrupted: called before each; once true, the remaining keys stay."""
+    """Delete keys in parallel.
+
+    Args:
+        interrupted: asked before each deletion; once it returns True, the remaining keys are not deleted.
+    """
 
     def delete(key: str) -> None:
         if not interrupted():
@@ -234,10 +258,11 @@ def _delete_objects(store: Store, tombstone: dict[str, Any]) -> None:
 
 
 def find_orphans(store: Store, clock: StoreClock, *, older_than_seconds: float) -> list[ObjectMeta]:
-    """List objects that no commit needs and that are older than the limit by the store's own clock.
+    """List objects that no commit needs and that are older than the limit, in seconds by the store's own clock.
 
-    These are data and indexes without a commit (per checkpoint all or none: a single young object means that its upload
-    may still be running), signatures without a commit, and roll-call secrets of starts long past.
+    These are data and indexes of checkpoints without a commit, signatures without a commit, and the secrets with which
+    the nodes of earlier starts recognised each other. The objects of a checkpoint are listed together or not at all: a
+    single young object means that its upload may still be running.
     """
     # Listed before the commits: whatever is committed meanwhile is then seen as committed.
     listed = {prefix: store.list(prefix) for prefix in ("data", "index", "signatures", "secrets")}
@@ -277,7 +302,12 @@ def _sweep_orphans(
 
 @dataclass(frozen=True)
 class RetentionChoice:
-    """What a policy decides. keep: reason by commit. delete: generation name by commit, None if unreadable."""
+    """The decision of a policy on all commits.
+
+    Attributes:
+        keep: reason by commit.
+        delete: name of the generation by commit; None if the manifest is unreadable.
+    """
 
     keep: dict[CommitRef, str]
     delete: dict[CommitRef, str | None]
@@ -287,7 +317,7 @@ class Retention:
     """Enforces a policy on a job's commits.
 
     Args:
-        warn: called with a message if a problem was found and mended.
+        warn: called with a message after a problem was found and repaired.
     """
 
     def __init__(self, policy: RetentionPolicy, warn: Callable[[str], object] = lambda _: None) -> None:
@@ -301,7 +331,8 @@ class Retention:
     def run(self, store: Store, save: CheckpointId, interrupted: Callable[[], bool] = lambda: False) -> list[CommitRef]:
         """Delete what the policy does not keep after `save` was committed, and return the deleted commits.
 
-        interrupted: whether other work is waiting; then one commit is deleted and the rest waits for the next run.
+        Args:
+            interrupted: returns True if other work is waiting; then one commit is deleted and the rest by the next run.
 
         Raises:
             GenerationSuperseded: a newer generation than `save`'s is on record. Nothing is deleted.
@@ -310,7 +341,13 @@ class Retention:
         return self._run(store, save, lambda: interrupted() or time.monotonic() >= end)
 
     def make_room(self, store: Store, save: CheckpointId, *, deadline_seconds: float) -> list[CommitRef]:
-        """Delete the least valued commits of a full store until two more fit, and orphans past their save's deadline.
+        """Free space in a full store, and return the deleted commits.
+
+        Commits are deleted, the least valued first, until two more fit. Orphans are deleted once they are older than
+        any running save can be.
+
+        Args:
+            deadline_seconds: deadline of a save, from which the age of orphans is derived.
 
         Raises as `run`.
         """
@@ -322,12 +359,12 @@ class Retention:
         return deleted
 
     def prune(self, store: Store) -> list[CommitRef]:
-        """Delete everything that the policy does not keep, on behalf of the newest generation."""
+        """Delete everything that the policy does not keep, and return the deleted commits."""
         self._swept = float("-inf")
         return self._enforce(store, newest_generation_number(store), lambda: False)
 
     def orphans(self, store: Store) -> list[ObjectMeta]:
-        """List the objects that no commit needs and that are past the policy's limit."""
+        """List the objects that no commit needs and that are older than the policy's `orphan_seconds`."""
         return find_orphans(store, self._clock, older_than_seconds=self._policy.orphan_seconds)
 
     def _run(
@@ -341,7 +378,11 @@ class Retention:
         return self._enforce(store, number, interrupted, full=full)
 
     def _record_is_listed(self, store: Store, save: CheckpointId, newest: int) -> bool:
-        """Check that this generation's record is listed, and put it back if it has been missing for a minute."""
+        """Return whether the store lists this generation's record; put it back if it has been missing for a minute.
+
+        Raises:
+            DamagedLineage: the record is missing and its content is unknown.
+        """
         key = generation_key(save.generation_number, save.generation.partition("-")[2])
         if newest == save.generation_number:
             self._missing_since = None
@@ -386,7 +427,8 @@ class Retention:
     def choose_commits(self, store: Store, *, full: bool = False) -> RetentionChoice:
         """Decide which commits the policy keeps and which it deletes; nothing is changed.
 
-        full: also make room for two more commits.
+        Args:
+            full: the store is full, so also make room for two more commits.
         """
         policy = self._policy
         traced = trace_lineage(store)
@@ -426,14 +468,15 @@ class Retention:
         return RetentionChoice(keep, dict(sorted(delete.items(), key=lambda item: (item[0].step, item[0].generation))))
 
     def _save(self, ref: CommitRef) -> tuple[str, int] | None:
-        """Return generation name and step, which make up the keys of the data; None if the manifest is unreadable."""
+        """Return a commit's generation name and step, which identify its data; None if its manifest is unreadable."""
         manifest = self._manifests.get(ref.sha256)
         return None if manifest is None else (manifest.save.generation, manifest.save.step)
 
     def _whole_commit(self, store: Store, ref: CommitRef, pinned: set[str]) -> WholeCommit | None:
-        """Return None for a torn commit: its manifest is unreadable, or a data object is missing or of another size.
+        """Return a commit as the policy sees it, or None if it is torn.
 
-        Contents are not read: they were verified when they were stored, and are verified again on restore.
+        A commit is torn if its manifest is unreadable, or a data object is missing or has another size. Contents are
+        not read: they were verified when they were stored, and are verified again on restore.
         """
         manifest = self._manifest(store, ref)
         if manifest is None:
@@ -447,7 +490,7 @@ class Retention:
         )
 
     def _stale(self, store: Store, traced: list[TracedCommit]) -> list[CommitRef]:
-        """List commits that do not count and are older than the policy's limit, by the store's clock."""
+        """List the commits that do not count and are older than the policy's `orphan_seconds`, by the store's clock."""
         out = [found for found in traced if found.unreachable_because is not None and not found.refused]
         if not out:
             return []

@@ -1,7 +1,8 @@
-"""Permits for a start to give up commits: all of them, or those that a store restored from a snapshot no longer has.
+"""Permits: a person's consent, recorded in the job's store, that a start may give up commits. Torch-free.
 
-Torch-free. Both lose work, so a person decides. A permit is a record in the job's store; it covers only what existed
-when it was given.
+There are two kinds. With --from-scratch a start may give up all commits. With --accept-rollback it may continue without
+commits that the store no longer has, for example because the store was restored from an older snapshot. Both lose work,
+so a person decides. A permit covers only the generations that existed when it was given.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ PERMITS = {"from_scratch": FROM_SCRATCH, "accept_rollback": ROLLBACK}
 
 @dataclass(frozen=True)
 class MissingCommits:
-    """Commits that the events mention and the store lacks.
+    """The newest commit that the events mention, which the store lacks, and the commit that the store has instead.
 
-    Args:
+    Attributes:
         known: the newest commit in the events.
-        found: the newest commit in the store; None: none counts.
-        permitted: a person has accepted to continue without them.
+        found: the newest commit in the store that counts; None if there is none.
+        permitted: a permit allows to continue without the missing commits.
     """
 
     known: CommitRef
@@ -58,7 +59,14 @@ class MissingCommits:
 
 
 def record_permits(job_store: Store, *whats: str) -> None:
-    """Record permits for everything that the job has now. Raises StoreError."""
+    """Record permits that cover all generations which the job has now.
+
+    Args:
+        whats: kinds of permit: FROM_SCRATCH, ROLLBACK or both.
+
+    Raises:
+        StoreError: the store cannot be read or written.
+    """
     if not whats:
         return
     events = read_events(job_store)
@@ -69,11 +77,11 @@ def record_permits(job_store: Store, *whats: str) -> None:
 
 
 def find_missing_commits(job_store: Store, events: Sequence[Event]) -> MissingCommits | None:
-    """Return commits of the newest generation that the events mention and the store lacks, as after a restored
-    snapshot.
+    """Compare the events with the store, and return the commits of the newest generation that the store lacks.
 
-    A commit that retention deleted has newer ones beside it, and an unreadable one exists: neither is missing. Raises
-    as `newest_commits`.
+    Commits are missing, for example, after the store was restored from a snapshot. A commit that retention deleted does
+    not count as missing, since the store has newer ones; nor does a commit that exists and is unreadable. Returns None
+    if nothing is missing. Raises as `newest_commits`.
     """
     known = _newest_known(events)
     if known is None or job_store.head(known.key) is not None:
@@ -85,10 +93,14 @@ def find_missing_commits(job_store: Store, events: Sequence[Event]) -> MissingCo
 
 
 def check_rollback(job_store: Store, events: Sequence[Event]) -> MissingCommits | None:
-    """Return missing commits that a permit covers, to be reported as an event; None if nothing is missing.
+    """Check that no commits are missing, or that a permit covers them.
+
+    Returns:
+        The missing commits that a permit covers, so that the caller can report them; None if nothing is missing.
 
     Raises:
-        RolledBack: commits are missing and no permit covers them. Also as `newest_commits`.
+        RolledBack: commits are missing and no permit covers them.
+        DamagedLineage, TwoLaunchers: as in `newest_commits`.
     """
     missing = find_missing_commits(job_store, events)
     if missing is None or missing.permitted:
@@ -105,7 +117,10 @@ def newest_generation_in_events(events: Sequence[Event]) -> int:
 
 
 def _newest_known(events: Sequence[Event]) -> CommitRef | None:
-    """Return the last commit of the newest generation in the events, else the one it was restored from."""
+    """Return the last commit that the newest generation made, according to the events.
+
+    If it made none, return the commit from which it started; None if it started from scratch.
+    """
     started = [event for event in events if event.name == GENERATION_STARTED]
     if not started:
         return None
