@@ -159,7 +159,7 @@ def test_throttling_for_ever_falls_back_to_the_table_and_says_so():
 @pytest.mark.parametrize(
     ("code", "words"),
     [
-        ("UnauthorizedOperation", "denied (UnauthorizedOperation); fix: allow ec2:DescribeSpotPriceHistory to"),
+        ("UnauthorizedOperation", "denied (UnauthorizedOperation); fix: allow ec2:DescribeSpotPriceHistory for"),
         ("AuthFailure", "the credentials are not accepted (AuthFailure); fix: renew them"),
         ("InvalidParameterValue", "ec2:DescribeSpotPriceHistory in us-east-1: refused: InvalidParameterValue"),
     ],
@@ -234,7 +234,7 @@ def without_credentials(region: str) -> Any:
     ("client", "words"),
     [
         (without_credentials, "Unable to locate credentials"),
-        (unreachable, "ec2:DescribeAvailabilityZones in us-east-1: cannot be reached: "),
+        (unreachable, "ec2:DescribeAvailabilityZones in us-east-1: unreachable: "),
     ],
 )
 def test_without_credentials_or_network_the_source_is_the_table(client: Callable[[str], Any], words: str):
