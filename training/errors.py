@@ -52,7 +52,7 @@ class CorruptCommit(CheckpointError):
 class CorruptOverride(CorruptCommit):
     """An unreadable override: a guard's instruction to later starts, such as to skip samples.
 
-    Without it, the next start would train on other samples than the guard ordered.
+    Without it, the next start would train on samples that the guard excluded.
     """
 
     curable = False
@@ -183,10 +183,8 @@ class RankNotStarted(TrainingError):
 class DeviceUnavailable(TrainingError):
     """GPUs that the machine or its placement has and that the ranks cannot use.
 
-    The message names the reason and the fix.
-
-    A new attempt on the same image would fail in the same way. Training on the CPU instead would still be billed as a
-    machine with GPUs.
+    The message names the reason and the fix. A new attempt on the same image would fail in the same way. Training on
+    the CPU instead would still be billed as a machine with GPUs.
     """
 
     outcome = Outcome.CONFIG
@@ -222,9 +220,7 @@ class Rewind(StartAnew):
 class MicroBatchTooLarge(StartAnew):
     """The end of a gang because a micro-batch does not fit into memory.
 
-    The next start uses more micro-batches per step.
-
-    The message names the rank and the new number.
+    The next start uses more micro-batches per step. The message names the rank and the new number.
     """
 
     end_reason = EndReason.SPLIT

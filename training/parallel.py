@@ -309,10 +309,8 @@ class Spread:
     def evaluating(self) -> Iterator[nn.Module]:
         """Return a context that yields the model in evaluation mode.
 
-        Every rank must make the same number of forward passes.
-
-        Compiled units run uncompiled here: evaluation has few passes, whose different batch size would need another
-        compilation.
+        Every rank must make the same number of forward passes. Compiled units run uncompiled here: evaluation has few
+        passes, and their different batch size would need another compilation.
         """
         self.module.eval()
         try:

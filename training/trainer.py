@@ -1,9 +1,10 @@
-"""The trainer: one rank's parts, put together for the loop, and the chores around a step.
+"""The trainer of one rank: the parts that the training loop uses, and the tasks around each step.
 
-All ranks stop an evaluation together. A rank cannot stop alone, since others may be in a collective that waits for it,
-and a collective of ours would be out of place among the user's. So ranks agree outside of collectives, through the
-gang's key-value store: a rank with a drain request votes before a forward pass and waits for the others' votes. If all
-vote, all stop. A vote that is not answered in time is withdrawn, and the pass is made.
+After a drain request, all ranks leave a running evaluation together. A rank must not leave alone, because others may
+wait for it in a collective. Nor can the ranks agree through a collective of our own, because it would mix with those of
+the user's code. So they vote through the gang's key-value store. A rank with a drain request votes before its next
+forward pass and waits for the votes of the others. If all ranks vote in time, all leave. Otherwise the vote fails, and
+the evaluation continues.
 """
 
 from __future__ import annotations
@@ -46,15 +47,15 @@ _LEAVE = "leave"
 
 
 class _Left(BaseException):
-    """Ends an evaluation; not an `Exception`, which the user's code might catch."""
+    """Signal that ends an evaluation. It is not an `Exception`, because the user's code might catch that."""
 
 
 class Evaluation:
-    """The evaluations of one rank, which all ranks can leave together.
+    """The evaluations of one rank. All ranks can leave an evaluation together after a drain request.
 
     Args:
-        vote_seconds: the least time that a vote waits for the others. If the longest forward pass took longer, a vote
-            waits that long, since ranks that share no collective vote at different times.
+        vote_seconds: the minimum time in which a vote waits for the other ranks. It waits longer if a forward pass took
+            longer, because ranks then reach their votes at different times.
     """
 
     def __init__(self, gang: Gang, limits: Limits, *, vote_seconds: float = VOTE_SECONDS) -> None:
@@ -63,9 +64,10 @@ class Evaluation:
         self._pass_seconds, self._looked_at = 0.0, math.inf
 
     def run(self, workload: Workload[Any], spread: Spread) -> Mapping[str, float] | None:
-        """Return the metrics, or None if all ranks left after a drain request. Collective.
+        """Evaluate the model. Ranks can leave only between forward passes of the whole model. Collective.
 
-        Ranks can leave only between forward passes of the whole model.
+        Returns:
+            The metrics by name, or None if all ranks left after a drain request.
         """
         self._evaluations, self._votes = self._evaluations + 1, 0
         self._pass_seconds, self._looked_at = 0.0, math.inf
@@ -99,9 +101,10 @@ class Evaluation:
             return False
 
     def _vote(self, store: Store) -> bool:
-        """Return whether all ranks leave.
+        """Vote for leaving the evaluation, and return whether all ranks leave.
 
-        The first word set for a ballot counts: the last voter's "leave", or a refusal.
+        A vote (a "ballot" in the key-value store) is decided by the first value of its key `word-<ballot>`. The last
+        rank to vote sets it to "leave". A rank that has waited too long sets it to a refusal instead.
         """
         ballot = store.add("ballots", 0)
         if store.add(f"votes-{ballot}", 1) == self._gang.world_size:
@@ -125,10 +128,15 @@ _WORD_SECONDS = 2.0  # less than any hang threshold
 
 @dataclass(kw_only=True)
 class Rehearsal:
-    """A fault to inject, and the facts that decide where.
+    """A fault to inject, and the data to inject it.
 
     Attributes:
-        spoils_loss: the next step of this rank reports a non-finite loss.
+        fault: the fault.
+        node: the number of this rank's node.
+        nodes: the number of nodes.
+        agent_pid: the process id of this node's agent; None without an agent.
+        notice_path: the file in which the agent looks for a notice; None without an agent.
+        spoils_loss: whether this rank reports a non-finite loss in the next step.
     """
 
     fault: Fault
@@ -141,11 +149,14 @@ class Rehearsal:
 
 @dataclass(frozen=True, kw_only=True)
 class Trainer:
-    """The parts of one rank's training.
+    """The parts of one rank's training, which the training loop calls.
 
     Attributes:
-        extra: fields of every commit besides step, cursor and spent dollars.
-        progress, save_schedule: on rank 0 only.
+        extra: fields that every commit has, besides step, cursor and spent dollars.
+        start: the position at which the loop begins.
+        progress: the printer of progress lines, on rank 0; None on other ranks.
+        save_schedule: the rule for when to save, on rank 0; None on other ranks.
+        rehearsal: a fault to inject; None if there is none.
     """
 
     config: RunConfig
@@ -182,7 +193,10 @@ class Trainer:
         self.reporter.enter(phase, step)
 
     def seed_random_numbers(self, step: int) -> None:
-        """Seed torch with a function of (seed, step, rank), so that a resumed run draws the same numbers."""
+        """Set torch's seed to a hash of the configured seed, the step and the rank.
+
+        So a resumed run draws the same random numbers as an uninterrupted one.
+        """
         text = f"{self.config.training.seed}\n{step}\n{self.gang.rank}"
         seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
         if self.gang.device.type == "cpu":  # torch.manual_seed asks each other kind of device: 0.1 to 0.3 ms a step
@@ -194,7 +208,10 @@ class Trainer:
         return Cursor(at.cursor, self.config.training.batch_size).share(self.gang.rank, self.gang.world_size)
 
     def stop_before_first_step(self) -> Stop:
-        """Return INTERRUPTED if any rank was asked to stop during start-up; then no rank takes a step. Collective."""
+        """Return INTERRUPTED if a drain was requested on any rank during start-up, else NONE. Collective.
+
+        After INTERRUPTED no rank takes a step.
+        """
         asked = torch.tensor([float(self.limits.drain_requested)], dtype=torch.float64, device=self.gang.device)
         return Stop.INTERRUPTED if bool(self.gang.gather(asked).any()) else Stop.NONE
 
@@ -225,19 +242,19 @@ class Trainer:
         return sync
 
     def _loss_sum(self, loss: Loss) -> float:
-        """Return the loss, or NaN for a rehearsed non-finite loss; the gradients are unchanged."""
+        """Return the sum of the loss, or NaN if a rehearsed fault asks for it. The gradients are not changed."""
         if self.rehearsal is not None and self.rehearsal.spoils_loss:
             self.rehearsal.spoils_loss = False
             return math.nan
         return float(loss.sum)
 
     def _seconds_to_go(self, at: Position) -> float:
-        """Estimate the rest of the job from the mean step time of this start."""
+        """Estimate the seconds until the last step from the mean step time since this start."""
         taken, to_go = at.step - self.start.step, self.config.training.max_steps - at.step
         return self.reporter.clock.elapsed_seconds / taken * to_go if taken else 0.0
 
     def judge(self, at: Position, sync: StepSync) -> Judgement:
-        """Decide whether the optimizer takes its step; all ranks decide alike."""
+        """Return the decision whether the optimizer takes this step; all ranks decide alike."""
         judgement = self.guards.judge(at, sync, lambda: self._settle(at))
         if judgement.action is Action.SKIP:
             self.spread.discarded()
@@ -248,7 +265,11 @@ class Trainer:
         self.saver.wait()
 
     def record_step(self, at: Position, sync: StepSync, learning_rate: float, judgement: Judgement) -> None:
-        """Emit the step's event with all time since the last one, on rank 0 with the gang's figures."""
+        """Emit the event of a step that was just taken.
+
+        The event has all seconds since the previous step's event, by ledger class. On rank 0 it also has figures of the
+        whole gang, and rank 0 prints a progress line if one is due.
+        """
         data: dict[str, Any] = {
             "loss": sync.loss,
             "tokens": sync.weight,
@@ -291,9 +312,9 @@ class Trainer:
             )
 
     def rehearse_fault(self, step: int) -> None:
-        """Inject the fault, if it is due here.
+        """Inject the rehearsed fault if it is due after `step` on this rank.
 
-        Called after the step and before its save, so that work really is lost.
+        Call this before the step is saved, so that the fault loses the step.
         """
         aim = self.rehearsal
         if aim is None or not aim.fault.due(step, self.config.training.max_steps):
@@ -315,7 +336,11 @@ class Trainer:
             self.limits.wait_for_drain(_WORD_SECONDS)  # short steps would be over before the agent has heard it
 
     def renew_if_due(self, at: Position, sync: StepSync, *, last: bool) -> None:
-        """Raise MemoryGrowth if a rank's memory is about to run out. Called after the save."""
+        """Raise MemoryGrowth if the memory of any rank is about to run out. Call this after the save.
+
+        Args:
+            last: whether this is the last step; then nothing is raised.
+        """
         if sync.renew and not last:
             self.guards.renew(at, sync, self.saver)
 
@@ -324,7 +349,11 @@ class Trainer:
         return Evaluation(self.gang, self.limits)
 
     def evaluate(self, at: Position) -> Stop:
-        """Evaluate; return Stop.INTERRUPTED if all ranks left the evaluation after a drain request. Collective."""
+        """Evaluate the model and emit the metrics. Collective.
+
+        Returns:
+            INTERRUPTED if all ranks left the evaluation after a drain request, else NONE.
+        """
         self.enter("evaluation", at.step)
         metrics = self.evaluation.run(self.workload, self.spread)
         if metrics is None:
@@ -340,7 +369,10 @@ class Trainer:
         return Stop.NONE
 
     def end(self, at: Position, outcome: Outcome, message: str = "") -> LoopResult:
-        """Wait until the in-flight save is committed, then emit the outcome. Collective."""
+        """End the loop: wait until the last save is a commit, then emit the outcome. Collective.
+
+        If the outcome is INTERRUPTED, a failed save does not raise; the message says so instead.
+        """
         self.enter("checkpoint", at.step)
         try:
             self.save_controller.finish()

@@ -1,4 +1,4 @@
-"""Build one rank's trainer: data, model, optimizer, commits, limits, progress."""
+"""Construction of one rank's trainer: data, model, optimizer, saver, limits and progress; and its restore."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def build_trainer(spec: WorkerSpec, gang: Gang, *, nodes: int, reporter: Reporte
     """Build the trainer of one rank. Collective.
 
     Raises:
-        WorkloadError: for a workload that cannot be trained as it is.
-        ParallelError: for a way to spread the model that this gang cannot do.
+        WorkloadError: if the workload cannot be trained as it is.
+        ParallelError: if this gang does not support a configured parallel option.
     """
     config = apply_overrides(RunConfig.model_validate(spec.config), Overrides.from_json(spec.overrides))
     terms = Terms.from_json(spec.terms) if spec.terms else None
@@ -105,10 +105,11 @@ def build_trainer(spec: WorkerSpec, gang: Gang, *, nodes: int, reporter: Reporte
 def open_saver(
     spec: WorkerSpec, gang: Gang, emit: Emit, waiting: Callable[[], Callable[[], None]] | None = None
 ) -> Checkpointer:
-    """Open the commits of this gang's generation.
+    """Open the saver of this rank for the gang's generation.
 
     Args:
-        waiting: see `ebbflow.training.checkpoint.inflight_save.SaveTracker`.
+        waiting: called when the saver begins to wait for the store; the function that it returns is called when the
+            wait ends.
 
     Raises:
         DamagedLineage, StoreError: if the generation's record cannot be read.
@@ -132,7 +133,7 @@ def open_saver(
 
 
 def _read_generation(job_store: Store, spec: WorkerSpec) -> Generation:
-    """Read the generation's record, with retries: a short store outage must not cost a start."""
+    """Read the record of the generation. Retry, so that a short outage of the store does not fail the start."""
     return retry_until_deadline(
         lambda: read_generation(job_store, spec.generation, spec.generation_id),
         _RECORD_SECONDS,
@@ -153,10 +154,13 @@ def retention_policy(checkpoint: CheckpointConfig) -> RetentionPolicy:
 
 
 def restore(trainer: Trainer, saver: Checkpointer, candidates: list[str]) -> Position:
-    """Load the newest sound candidate and return where it continues. Collective.
+    """Load the newest sound commit, and return the position at which training continues. Collective.
+
+    Args:
+        candidates: the keys of the commits to try, newest first. Without any, the job starts from its beginning.
 
     Raises:
-        DataError: if that commit was trained on other data.
+        DataError: if the commit was trained with other data or another seed.
         CheckpointError: if no candidate can be restored.
     """
     if candidates:
@@ -191,7 +195,13 @@ def restore(trainer: Trainer, saver: Checkpointer, candidates: list[str]) -> Pos
 
 
 def begin(trainer: Trainer) -> Position:
-    """Start a job, from its initial weights if it has any. Raises WorkloadError if they do not fit the model."""
+    """Start a job from its beginning, and return its first position.
+
+    Load `training.initial_weights` if they are configured.
+
+    Raises:
+        WorkloadError: if the initial weights do not fit the model.
+    """
     path = trainer.config.training.initial_weights
     if path is not None:
         trainer.enter("restore", 0)
@@ -206,7 +216,10 @@ def begin(trainer: Trainer) -> Position:
 
 
 def _rejected(rejected: RejectedCommit, restored: RestoreResult) -> dict[str, Any]:
-    """Describe what is lost with a damaged commit: steps, and dollars if both commits record them."""
+    """Return the fields of the `restore` event for a commit that was passed over because it is damaged.
+
+    They include the number of lost steps, and the dollars paid for them if both commits record the dollars spent.
+    """
     at_rejected, at_restored = ((extra or {}).get("spent_usd") for extra in (rejected.extra, restored.extra))
     lost_usd = None if at_rejected is None or at_restored is None else at_rejected - at_restored
     loss = {"lost_steps": rejected.step - restored.step, "lost_usd": lost_usd}
@@ -230,7 +243,10 @@ def _optimizer(workload: Workload, module: nn.Module, config: RunConfig) -> torc
 
 
 def _kept_peak(spec: WorkerSpec) -> Path | None:
-    """Return the file that keeps a rank's measured peak for its replacement at the same number of ranks."""
+    """Return the file with this rank's measured peak speed, which later ranks with the same local rank reuse.
+
+    The name has the number of ranks on the machine, because it changes the measurement. None without an agent.
+    """
     name = f"peak-{os.environ.get('LOCAL_RANK', '0')}-of-{spec.colocated_ranks}.json"
     return Path(spec.kept_path) / name if spec.kept_path else None
 
@@ -238,7 +254,10 @@ def _kept_peak(spec: WorkerSpec) -> Path | None:
 def _progress(
     gang: Gang, config: RunConfig, terms: Terms | None, reporter: Reporter, *, unit: str, kept: Path | None
 ) -> Progress | None:
-    """Measure the peak on all ranks at the same time, and return rank 0's progress. Collective."""
+    """Measure the peak speed on all ranks at the same time.
+
+    Return the printer of progress lines on rank 0, else None. Collective.
+    """
     dtype = torch.bfloat16 if config.fsdp.use_mixed_precision else torch.float32
     own = peak_flops_per_second(gang.device, dtype, kept)
     reporter.emit(PEAK, flops_per_second=own, dtype=str(dtype).removeprefix("torch."))
@@ -249,13 +268,13 @@ def _progress(
 
 
 def _unit(spec: WorkerSpec) -> str:
-    """Return the unit of progress lines; tokens are abbreviated."""
+    """Return the unit for progress lines: "tok" for tokens, else the unit of the workload."""
     unit = spec.prepared.get("weight_unit", "tokens")
     return "tok" if unit == "tokens" else str(unit)
 
 
 def _save_schedule(spec: WorkerSpec, config: RunConfig, terms: Terms | None) -> SaveSchedule:
-    """Return the schedule; each generation but the first counts as one interruption."""
+    """Return the save schedule. Every generation after the first counts as one interruption."""
     planned = terms.hazard_per_hour if terms is not None else None
     return SaveSchedule(config.checkpoint, prior_hazard(planned, interruptions=max(0, spec.generation - 1)))
 

@@ -1,6 +1,6 @@
-"""One rank.
+"""The process of one rank, from its start to its result file.
 
-From the start of its process to its result file, with or without an agent (`torchrun -m ebbflow.training`).
+The process is started by an agent of `ebbflow run`, or by `torchrun -m ebbflow.training`.
 """
 
 from __future__ import annotations
@@ -66,13 +66,16 @@ _claim: Claim | None = None  # rank 0's hold on the job
 
 @dataclass(frozen=True)
 class Request:
-    """The command line of training without the pipeline.
+    """The command line of `torchrun -m ebbflow.training`.
 
     Attributes:
-        sources: the origin of every value of the configuration.
+        config: the configuration.
+        job: the name of the job; "" to derive one.
+        sources: where each value of the configuration comes from, by key.
         path: the configuration file.
-        permits: losses that the start may accept (`ebbflow.training.checkpoint.rollback`).
-        take_over: whether to take the job over from a launcher that runs it.
+        permits: the losses that the user accepts, such as an older store; see `PERMITS` in
+            `ebbflow.training.checkpoint.rollback`.
+        take_over: whether to end another launcher that runs the job.
     """
 
     config: RunConfig
@@ -84,7 +87,11 @@ class Request:
 
 
 def parse_arguments(arguments: list[str]) -> Request:
-    """Parse CONFIG [--set KEY=VALUE ...] [--job NAME]. Raises ConfigError with every problem of the configuration."""
+    """Parse CONFIG [--set KEY=VALUE ...] [--job NAME] and the other options.
+
+    Raises:
+        ConfigError: if the configuration is invalid; the message lists every problem.
+    """
     parser = argparse.ArgumentParser(
         prog="torchrun -m training",
         description="Train without the pipeline: no plan, no retry, commits and events.",
@@ -109,9 +116,11 @@ def parse_arguments(arguments: list[str]) -> Request:
 
 
 def share_spec(request: Request, gang: Gang) -> WorkerSpec:
-    """Claim the job, prepare data and open the generation on rank 0, and share the result with all ranks. Collective.
+    """Claim the job, prepare its data and open a generation on rank 0.
 
-    If rank 0 cannot, it prints why in one line, and every rank exits with the error's exit code.
+    Return the resulting spec on all ranks. Collective.
+
+    If rank 0 fails, it prints the error in one line, and every rank exits with the error's exit code.
     """
     if gang.alone:
         made = _make_spec_or_exit_code(request)
@@ -129,7 +138,7 @@ def share_spec(request: Request, gang: Gang) -> WorkerSpec:
 
 
 def release_job() -> None:
-    """Release the claim on the job, so that the next launcher can have it at once. Does nothing without a claim."""
+    """Release the claim on the job, so that another launcher need not wait. Does nothing without a claim."""
     if _claim is not None:
         _claim.release()
 
@@ -148,13 +157,13 @@ def _make_spec_or_exit_code(request: Request) -> WorkerSpec | int:
 
 
 def _is_user_failure(error: BaseException) -> bool:
-    """Return whether user code raised during the trial of its workload."""
+    """Return whether the error is an exception of the user's code while its workload was tried."""
     cause = error.__cause__
     return isinstance(error, WorkloadError) and not isinstance(cause, (TrainingError, InfraError, type(None)))
 
 
 def _claim_job(job_store: Store, job: str, *, take_over: bool) -> None:
-    """Claim the job; drain as after SIGTERM if another launcher takes it over."""
+    """Claim the job. If another launcher takes it over later, this process drains as after SIGTERM."""
     global _claim
 
     def leave_to_successor() -> None:
@@ -213,13 +222,14 @@ def _make_spec(request: Request) -> WorkerSpec:
 
 
 def default_job_name(environment: Mapping[str, str], seconds: float) -> str:
-    """Return a job name that is the same in every restart of the workers, so that a restart continues the job.
+    """Return a job name that is the same after each restart of the workers, so that a restart continues the job.
 
-    It contains torchrun's run id if there is one (--rdzv-id, --standalone). Otherwise it contains the time, and the
-    first start puts it into the store of torchrun's agent for later starts.
+    The name contains torchrun's run id if it has one (--rdzv-id, --standalone). Otherwise it contains the time of the
+    first start, which is kept in the key-value store of torchrun's agent.
 
     Args:
-        seconds: deadline for that store.
+        environment: torchrun's environment variables.
+        seconds: deadline for an answer of that store.
 
     Raises:
         RendezvousError: if the store does not answer.
@@ -243,15 +253,16 @@ def default_job_name(environment: Mapping[str, str], seconds: float) -> str:
 
 
 def _plain(run_id: str) -> str:
-    """Return a valid job name for any run id; a hash keeps similar ids apart."""
+    """Return a valid job name for a run id. If characters are replaced, a hash is added to keep names unique."""
     plain = re.sub(r"[^A-Za-z0-9._-]", "-", run_id)[:_LONGEST_RUN_ID]
     return plain if plain == run_id else f"{plain}-{hashlib.sha256(run_id.encode()).hexdigest()[:8]}"
 
 
 def main(arguments: list[str]) -> NoReturn:
-    """Train by the environment's spec, or by the arguments without one. Does not return.
+    """Train, and exit. The task comes from the agent's environment variables if there are any, else from the arguments.
 
-    The exit code is 0 for an outcome that all ranks agreed on, 75 after a drain request, else that of the exception.
+    The exit code is 0 for an outcome on which all ranks agree, 75 after a drain request, and that of the exception
+    otherwise.
     """
     spec = WorkerSpec.from_environment()
     task = spec or _request(arguments)
@@ -278,7 +289,7 @@ def main(arguments: list[str]) -> NoReturn:
 
 
 def _request(arguments: list[str]) -> Request:
-    """Parse the arguments; rank 0 prints a bad configuration once, without a traceback."""
+    """Parse the arguments. If the configuration is invalid, rank 0 prints the error, and every rank exits."""
     try:
         return parse_arguments(arguments)
     except InfraError as error:
@@ -288,10 +299,13 @@ def _request(arguments: list[str]) -> Request:
 
 
 def _record_exception(error: BaseException, *, one_line: bool = False) -> None:
-    """Print the error, and write it for the agent, ours or torchrun's, in the format of torch's @record.
+    """Print the error, and write it to the file from which the agent reads it, in the format of torch's `@record`.
 
-    @record itself does not suffice: it fails if `__str__` fails, does not limit the text, catches neither sys.exit nor
-    GeneratorExit, and prints nothing.
+    `@record` itself does not suffice: it fails if `__str__` raises, does not limit the length of the text, does not
+    catch sys.exit and GeneratorExit, and prints nothing.
+
+    Args:
+        one_line: whether to print the message alone, without the traceback.
     """
     text = describe_traceback(error)
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
@@ -311,9 +325,10 @@ def _record_exception(error: BaseException, *, one_line: bool = False) -> None:
 
 
 def _exit_code(error: BaseException, *, alone: bool) -> int:
-    """Return the exit code of an error.
+    """Return the exit code for an error.
 
-    Without an agent (`alone`), an exception of the user's code is a plain failure.
+    Args:
+        alone: whether there is no agent of ours; then an exception of the user's code has the exit code of FAILED.
     """
     if alone and _is_user_failure(error):
         return Outcome.FAILED.exit_code
@@ -344,7 +359,10 @@ def _train(task: WorkerSpec | Request) -> LoopResult:
 
 
 def run_rank(spec: WorkerSpec, gang: Gang) -> LoopResult:
-    """Train, write the result file, and flush events however the run ends."""
+    """Train, write the result file, and return the result.
+
+    Events are flushed even if training raises an exception.
+    """
     origin = Origin(
         job=spec.job,
         run=spec.run,
@@ -378,21 +396,27 @@ def run_rank(spec: WorkerSpec, gang: Gang) -> LoopResult:
 
 
 def _settle_threads(colocated_ranks: int) -> None:
-    """Give each rank its share of the cores: the number of threads decides the order of sums."""
+    """Give this rank its share of the machine's cores as threads.
+
+    The number of threads is fixed because it decides the order in which sums are computed.
+    """
     cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(max(1, cores // colocated_ranks))
     torch.set_num_interop_threads(1)
 
 
 def _compute_alike() -> None:
-    """Make equal runs on the CPU equal bit for bit."""
+    """Make equal runs on the CPU give results that are equal bit for bit."""
     torch.use_deterministic_algorithms(True)
     # A debugging aid that costs every allocation.
     torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]  a property
 
 
 def _torchrun_generation() -> str:
-    """Return a prefix that separates restarted workers' keys from those of dead ones in the same store."""
+    """Return a prefix for the gang's keys in torchrun's key-value store.
+
+    It differs after each restart, so that restarted workers do not read the keys of dead ones.
+    """
     return f"{os.environ.get('TORCHELASTIC_RUN_ID', 'none')}-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
@@ -407,7 +431,7 @@ def _write_result(path: Path, ending: LoopResult) -> None:
 
 
 def _write_whole(path: Path, text: str) -> None:
-    """Write a file atomically, since an agent may read it at any time."""
+    """Write a file atomically, because the agent may read it at any time."""
     temporary = path.with_suffix(".tmp")
     temporary.write_text(text)
     os.replace(temporary, path)

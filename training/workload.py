@@ -1,7 +1,8 @@
-"""What is trained, as the engine sees it. A user's own workload implements these few methods and gets all the rest.
+"""The interface of a workload: the model, its data and its loss, as the training loop uses them.
 
-`workload: package.module:Name` in the configuration names what is called with one `WorkloadContext` and gives a
-`Workload`: a class, or any function. docs/workloads.md is the guide.
+To train your own, write a class with the methods of `Workload`, and set `workload` in the configuration to
+"package.module:Name". `Name` may also be a function. It is called with one `WorkloadContext` and returns a workload.
+docs/workloads.md is the guide.
 """
 
 from __future__ import annotations
@@ -25,11 +26,19 @@ def _only_own(row: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkloadContext:
-    """What a workload is made with. The same on all ranks but for `rank` and `device`.
+    """The argument with which a workload is made. All attributes but `rank` and `device` are equal on all ranks.
 
-    store: where `prepare` puts data and ranks read it; each workload's name has a part of the store of its own.
-    prepared: what `prepare` returned, as JSON gives it back; without one only fingerprint and weight_unit.
-    gather: every rank's row [k] as [world_size, k], equal on all ranks; collective, for `evaluate`.
+    Attributes:
+        config: the configuration.
+        store: storage for data: `prepare` writes to it and ranks read from it. Each workload name has its own folder.
+        project_root: the project's folder, to which relative paths refer.
+        prepared: the dict that `prepare` returned, after conversion to JSON and back. If there is no `prepare`, it has
+            only "fingerprint" and "weight_unit".
+        rank: the number of this rank.
+        world_size: the number of ranks.
+        device: the device of this rank's model.
+        gather: returns the rows `[k]` of all ranks as `[world_size, k]`, equal on all ranks. Collective; for
+            `evaluate`.
     """
 
     config: RunConfig
@@ -49,13 +58,16 @@ class WorkloadContext:
 
 @dataclass(frozen=True)
 class Cursor:
-    """The global sample indices that one rank is to load for one step: first … first + count − 1."""
+    """The samples that a rank loads for one step: global indices from `first` to `first + count - 1`."""
 
     first: int
     count: int
 
     def share(self, rank: int, world_size: int) -> Cursor:
-        """This rank's part. The parts follow one another, so that any world size reads the same samples per step."""
+        """Return the samples of one rank.
+
+        The ranks' samples are consecutive, so all ranks together read the same samples per step at any world size.
+        """
         start = rank * self.count // world_size
         end = (rank + 1) * self.count // world_size
         return Cursor(self.first + start, end - start)
@@ -63,20 +75,29 @@ class Cursor:
 
 @dataclass(frozen=True)
 class Loss:
-    """sum: scalar tensor, the loss added up, never averaged. weight: what it is to be divided by (tokens, samples)."""
+    """The loss of one micro-batch, as a sum.
+
+    Attributes:
+        sum: scalar tensor: the losses of all elements added up, not averaged.
+        weight: the number of elements, such as tokens or samples. The sum is divided by the total weight of all ranks.
+    """
 
     sum: Tensor
     weight: float
 
 
 class Batch(Protocol):
-    """One rank's data of one step. weight: what its loss will be averaged over."""
+    """The data of one rank for one step.
+
+    Attributes:
+        weight: the number of elements, such as tokens or samples, over which the loss is averaged.
+    """
 
     @property
     def weight(self) -> float: ...
 
     def split(self, parts: int) -> list[Self]:
-        """Exactly `parts` micro-batches whose losses sum to the whole's; some may be empty."""
+        """Return exactly `parts` micro-batches, whose losses add up to the loss of this batch. Some may be empty."""
         ...
 
 
@@ -84,46 +105,69 @@ B = TypeVar("B", bound=Batch)
 
 
 class Workload(Protocol[B]):
-    """Model, data and loss. The engine adds up losses and weights over micro-batches and ranks and divides once.
+    """A model, its data and its loss.
 
-    What may be left out, and is then asked for by name:
-    `prepare(context) -> dict` of the class (classmethod or staticmethod), or an attribute of the function: called once
-    before the gang starts, to put data into `context.store`. What it returns is JSON and becomes `context.prepared`.
-    Its "fingerprint" (or, without one, the hash of all of it) must be the same when a job goes on.
-    `weight_unit`, an attribute of the same place: what a batch's weight counts, for reports; "samples" when not said.
-    `optimizer(model) -> Optimizer`: instead of AdamW. The schedule sets the learning rate of every group, times the
-    group's own "lr_scale" where it has one.
-    `translate_weights(name) -> str | None`: the model's name of a tensor of `training.initial_weights`; None leaves
-    that tensor out.
+    The training loop adds up losses and weights over all micro-batches and ranks, then divides once.
+
+    A workload may also have these members, which are used if they exist:
+
+    `prepare(context) -> dict`, a classmethod or staticmethod (or an attribute, if the workload is made by a function):
+    called once before the gang starts, to put data into `context.store`. The dict must be JSON and becomes
+    `context.prepared`. Its "fingerprint" (by default, a hash of the dict) must be the same when a job resumes.
+
+    `weight_unit`, an attribute of the same class or function: the unit of a batch's weight for reports; by default
+    "samples".
+
+    `optimizer(model) -> Optimizer`: used instead of AdamW. The learning rate schedule sets the rate of every parameter
+    group, multiplied by the group's "lr_scale" if it has one.
+
+    `translate_weights(name) -> str | None`: the model's name for a tensor of `training.initial_weights`; None to ignore
+    that tensor.
     """
 
     def model(self) -> nn.Module:
-        """The model on the meta device. Every module that holds parameters initialises them in `reset_parameters`."""
+        """Return the model on the meta device.
+
+        Every module with parameters must initialise them in its method `reset_parameters`.
+        """
         ...
 
     def units(self, model: nn.Module) -> Iterable[nn.Module]:
-        """The parts that are sharded, compiled and recomputed as one, outermost blocks in forward order."""
+        """Return the parts of the model that are each sharded, compiled and recomputed as one.
+
+        They must not overlap, and are in the order of the forward pass.
+        """
         ...
 
     def next_batch(self, model: nn.Module, cursor: Cursor) -> B:
-        """The samples of `cursor`, on the device of the model; or a rollout by `model`, seeded by the cursor."""
+        """Return the samples of `cursor`, on the device of the model.
+
+        They may instead be a rollout by `model`, with the cursor as its seed.
+        """
         ...
 
     def loss(self, model: nn.Module, batch: B) -> Loss:
-        """Forward pass of one micro-batch. A batch of weight 0 must give a loss of 0 that still has gradients."""
+        """Run the forward pass of one micro-batch, and return its loss.
+
+        For a batch of weight 0, the sum must be 0 and still have gradients.
+        """
         ...
 
     def flops(self, batch: B) -> float:
-        """Floating point operations of forward and backward of this batch, a multiply-add counted as two."""
+        """Return the floating point operations of forward and backward of this batch. A multiply-add counts as two."""
         ...
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Metrics by name, equal on all ranks. Called on all ranks together, without gradients."""
+        """Return metrics by name, equal on all ranks. All ranks call this together, without gradients."""
         ...
 
 
 def as_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """What `evaluate` returned, as plain numbers; a tensor of one element is one. Raises WorkloadError."""
+    """Return the metrics of `evaluate` as floats. A value may be a number or a tensor of one element.
+
+    Raises:
+        WorkloadError: if a value is not a number.
+    """
     try:
         return {str(name): float(value) for name, value in metrics.items()}
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:

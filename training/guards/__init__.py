@@ -1,1 +1,1 @@
-"""Guards of losses, weights and memory during training, and their actions (docs/survival.md)."""
+"""Guards that check losses, weights and memory during training, and act on problems (docs/survival.md)."""

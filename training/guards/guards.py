@@ -1,7 +1,7 @@
-"""One rank's guards: losses, gradients, weights and memory.
+"""The guards of one rank, which check losses, gradients, weights and memory during training.
 
-`LossGuard` is a pure function of what the step sync shares, so that all ranks decide alike. Its state is in every
-commit: a resumed job judges each step as an uninterrupted one would have.
+All ranks decide alike, because decisions depend only on data that the step sync shares. The state of `LossGuard` is
+part of every commit, so a resumed job judges each step as an uninterrupted one would.
 """
 
 from __future__ import annotations
@@ -60,7 +60,10 @@ _SMALLEST_SHARE = 1e-3
 
 
 class RobustWindow:
-    """The last `size` values, and the robust z-score of the next one. Scores are 0 until the window is half full."""
+    """The last `size` values, which give a robust z-score for the next value.
+
+    Scores are 0 until the window is half full.
+    """
 
     def __init__(self, size: int, values: Iterable[float] = ()) -> None:
         self._values: deque[float] = deque(values, maxlen=size)
@@ -83,7 +86,10 @@ class RobustWindow:
         insort(self._sorted, value)
 
     def z_score(self, value: float) -> float:
-        """Return (value - median) / (1.4826 MAD), at least 0: only larger values are spikes."""
+        """Return (value - median) / (1.4826 × MAD), where MAD is the median absolute deviation of the window.
+
+        The score of a value below the median is 0, because only larger values are spikes.
+        """
         if 2 * len(self._values) < (self._values.maxlen or 0) or value <= (median := self.median):
             return 0.0
         mad = statistics.median([abs(other - median) for other in self._sorted])
@@ -91,7 +97,14 @@ class RobustWindow:
 
 
 class Action(Enum):
-    """A guard's decision. STEP: take the step. SKIP: skip it. REWIND: go back to an older commit. STOP: end the job."""
+    """The decision of a guard about a step.
+
+    Attributes:
+        STEP: take the optimizer step.
+        SKIP: discard the gradients of this step.
+        REWIND: go back to an older commit.
+        STOP: end the job.
+    """
 
     STEP = "step"
     SKIP = "skip"
@@ -101,9 +114,10 @@ class Action(Enum):
 
 @dataclass(frozen=True)
 class Judgement:
-    """A decision about one step.
+    """The decision about one step, and its reason.
 
     Attributes:
+        reason: why the step is not taken; "" if it is.
         finite: False if the reason is a non-finite loss or gradient.
     """
 
@@ -116,10 +130,10 @@ _GOOD = Judgement(Action.STEP)
 
 
 class LossGuard:
-    """Judges losses and gradient norms, step by step.
+    """Guard of losses and gradient norms: it finds spikes and non-finite values.
 
     Attributes:
-        skipped_in_a_row: steps skipped since the last good one.
+        skipped_in_a_row: the number of steps skipped since the last good one.
     """
 
     def __init__(self, config: GuardsConfig) -> None:
@@ -129,7 +143,13 @@ class LossGuard:
         self.skipped_in_a_row = 0
 
     def judge(self, *, loss: float, gradient_norm: float, non_finite: str) -> Judgement:
-        """Judge one step; `non_finite` names the non-finite number and its rank, "" if all are finite."""
+        """Judge one step.
+
+        Args:
+            loss: the mean loss.
+            gradient_norm: the norm before clipping.
+            non_finite: a message that names the ranks with a non-finite loss or gradient; "" if all are finite.
+        """
         config = self._config
         if non_finite:
             return self._bad(config.non_finite, non_finite, finite=False)
@@ -152,7 +172,10 @@ class LossGuard:
         }
 
     def restore(self, data: Mapping[str, Any]) -> None:
-        """Restore what `to_json` returned; commits older than the guards have no such data."""
+        """Restore the state that `to_json` returned.
+
+        An empty dict, as from a commit that was saved without guards, resets the state.
+        """
         size = self._config.spike_window_steps
         self._losses = RobustWindow(size, data.get("losses", ()))
         self._norms = RobustWindow(size, data.get("gradient_norms", ()))
@@ -185,10 +208,10 @@ _CHUNK = 2**22
 
 
 def weights_checksum(module: nn.Module) -> int:
-    """Return a checksum of this rank's part of every parameter, from 1 to 2**47.
+    """Return a checksum of this rank's shards of all parameters, from 1 to 2**47.
 
-    Each tensor's bits are added up as integers on the tensor's device, and the sums combined in the order of the
-    parameters. A flipped bit or a different value always changes it; values swapped within one tensor do not.
+    The bits of each tensor are added up as integers on the tensor's device, and the sums are combined in the order of
+    the parameters. A flipped bit or a different value changes the checksum. Swapped values within one tensor do not.
     """
     sums = []
     for parameter in module.parameters():
@@ -202,12 +225,14 @@ def weights_checksum(module: nn.Module) -> int:
 
 
 def find_divergent_ranks(sums: Sequence[float], copies: int) -> tuple[list[int], bool]:
-    """Return (ranks whose weights differ from their replicas', whether a majority decides which).
+    """Return the ranks whose weights differ from those of their replicas, and whether a majority shows which are wrong.
+
+    Replicas are ranks with the same shard of the model: consecutive ranks share one copy, so the replicas of a rank are
+    at the same place in the other copies. If the replicas of a shard have no majority, all of them are returned.
 
     Args:
-        sums: checksums of all ranks.
-        copies: copies of the model. Neighbouring ranks share one copy, so the replicas of rank r are the ranks with the
-            same r modulo the ranks of a copy. Without a majority, all replicas of that part are returned.
+        sums: the checksums of all ranks.
+        copies: the number of copies of the model.
     """
     shards = len(sums) // copies
     odd: list[int] = []
@@ -231,15 +256,18 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(kw_only=True)
 class Guards:
-    """The guards of one rank.
+    """All guards of one rank.
 
     Attributes:
-        copies: copies of the model over all ranks.
+        copies: the number of copies of the model over all ranks.
         emit: takes (name, step=, flush=, **data).
-        store: the job's, for orders to the next start; None: no other start follows, and no order is written.
-        agreed_step: the last step after which replicas had equal weights; None before the first comparison of this
-            start.
-        saved_step: the last step that this start saved.
+        store: the job's store, for overrides of later starts; None to write no overrides.
+        generation: the number of this generation.
+        overrides: the overrides that this start follows.
+        growth: monitors of memory growth; empty if they are off.
+        pace: the detector of slowdowns.
+        agreed_step: the last step after which replicas had equal weights; None before this start's first comparison.
+        saved_step: the last step that this start saved; None before the first save.
     """
 
     config: RunConfig
@@ -258,17 +286,22 @@ class Guards:
         self.numbers = LossGuard(self.config.guards)
 
     def commit_fields(self, step: int) -> dict[str, Any]:
-        """Return the guards' fields for the commit of `step`.
+        """Return the guards' fields for the commit of `step`, and remember that `step` was saved.
 
-        The next step compares the saved weights, so that retention can keep a commit with equal weights.
+        The next step then compares the weights of replicas after `step`. If they are equal, this commit is known to be
+        sound.
         """
         self.saved_step = step
         return {"guards": self.numbers.to_json() | {"first_sample": self.overrides.first_sample}}
 
     def resume(self, at: Position, extra: Mapping[str, Any]) -> Position:
-        """Return where to continue after restoring a commit at `at` with `extra`.
+        """Restore the guards' state, and return the position at which to continue.
 
-        Past the samples that a rewind skipped.
+        After a rewind, that position is later than `at`: samples before the override's `first_sample` are skipped.
+
+        Args:
+            at: the position of the restored commit.
+            extra: the fields of the restored commit.
         """
         self.numbers.restore(extra.get("guards", {}))
         first = self.overrides.first_sample
@@ -288,21 +321,25 @@ class Guards:
         return weights_checksum(module) if due else 0
 
     def compare_at_end(self, at: Position, module: torch.nn.Module) -> None:
-        """Compare the final weights, which no later step sync carries. Collective. Raises DivergenceError."""
+        """Compare the weights of replicas after the last step, which no later step sync compares. Collective.
+
+        Raises:
+            DivergenceError: if they differ.
+        """
         if self.config.guards.hash_interval_steps is None or self.copies == 1:
             return
         own = torch.tensor([float(weights_checksum(module))], dtype=torch.float64, device=self.gang.device)
         self._compare(at, self.gang.gather(own).flatten().tolist(), seen_at=at.step)
 
     def judge(self, at: Position, sync: StepSync, settle: Callable[[], object]) -> Judgement:
-        """Decide about the step after `at`; all ranks decide alike.
+        """Decide whether to take the step after `at`; all ranks decide alike.
 
         Args:
-            settle: returns when no save is in flight; raises CheckpointError if the last save failed.
+            settle: waits until no save is in flight; raises CheckpointError if the last save failed.
 
         Raises:
-            Rewind, TooManyRewinds: if the job must go back.
-            DivergenceError: if replicas' weights differ.
+            Rewind, TooManyRewinds: if the job must go back to an older commit.
+            DivergenceError: if the weights of replicas differ.
         """
         self._compare(at, sync.weights_checksums, seen_at=at.step + 1)
         finite = not (reason := sync.non_finite)
@@ -318,14 +355,18 @@ class Guards:
         return judgement
 
     def record_pace(self, step: int, sync: StepSync) -> None:
-        """Record a step's pace and emit slowdowns. Call it on rank 0."""
+        """Record the durations of a step, and emit slowdowns. Call this on rank 0."""
         if self.gang.alone and not sync.data_seconds[0]:
             return
         for drag in self.pace.note(sync.own_seconds, sync.data_seconds, sync.step_seconds):
             self.emit(GUARD, step=step, action=drag.action, rank=drag.rank, share=drag.share, reason=drag.reason)
 
     def is_memory_running_out(self, needed_seconds: float) -> bool:
-        """Return whether this rank's memory grows towards its limit; report it with its arithmetic."""
+        """Return whether this rank's memory will soon reach its limit. If so, emit an event and print the figures.
+
+        Args:
+            needed_seconds: the time until the job is done.
+        """
         for watch in self.growth:
             reason = watch.look(needed_seconds)
             if reason:
@@ -335,16 +376,26 @@ class Guards:
         return False
 
     def renew(self, at: Position, sync: StepSync, saver: Saver) -> None:
-        """Wait for the save and raise MemoryGrowth.
+        """Wait for the save, and raise MemoryGrowth, so that the ranks are started again in new processes.
 
-        Call it after the save of a step whose step sync asks for renewal.
+        Call this after the save of a step in which a rank's memory was about to run out (`StepSync.renew`).
         """
         saver.wait()
         ranks = ", ".join(map(str, sync.renew))
         raise MemoryGrowth(f"memory of rank {ranks} would have run out; saved at step {at.step}, to go on anew")
 
     def raise_if_out_of_memory(self, error: BaseException, step: int, accumulation: int) -> None:
-        """Raise MicroBatchTooLarge or BatchCannotBeSplit if forward or backward ran out of memory."""
+        """Raise an exception that ends the gang if `error` means out of memory.
+
+        Args:
+            error: the exception of forward or backward.
+            step: the step in which it was raised.
+            accumulation: the number of micro-batches per step.
+
+        Raises:
+            MicroBatchTooLarge: to start again with more micro-batches per step.
+            BatchCannotBeSplit: if there cannot be more micro-batches.
+        """
         if not is_out_of_memory(error) or self.config.guards.out_of_memory == "stop":
             return
         first, rank = " ".join(str(error).split())[:200], self.gang.rank
@@ -416,7 +467,7 @@ class Guards:
             )
 
     def _tell(self, step: int, action: GuardAction, **data: Any) -> None:
-        """Emit the event, and return on all ranks once order and event are durable. Collective."""
+        """Emit the event on rank 0. Return on all ranks once the event and the override are durable. Collective."""
         if self.gang.rank == 0:
             self.emit(GUARD, step=step, flush=True, action=action, **data)
         self.gang.gather(torch.zeros(1, dtype=torch.float64, device=self.gang.device))
@@ -426,7 +477,7 @@ _REPLICATED = "ddp"
 
 
 def apply_overrides(config: RunConfig, overrides: Overrides) -> RunConfig:
-    """Return the configuration with the guards' changes: more micro-batches, never fewer."""
+    """Return the configuration with the number of micro-batches in `overrides`, if that is larger than configured."""
     accumulation = overrides.gradient_accumulation_steps
     if accumulation is None or accumulation <= config.training.gradient_accumulation_steps:
         return config
@@ -435,7 +486,7 @@ def apply_overrides(config: RunConfig, overrides: Overrides) -> RunConfig:
 
 
 def make_guards(spec: WorkerSpec, config: RunConfig, gang: Gang, *, copies: int, emit: Callable[..., object]) -> Guards:
-    """Build the guards of one rank; `copies` of the model are spread over all ranks."""
+    """Build the guards of one rank. `copies` is the number of copies of the model over all ranks."""
     growth: tuple[MemoryGrowthMonitor, ...] = ()
     if config.guards.memory_growth == "renew":
         growth = _growth_monitors(gang, spec.colocated_ranks)
@@ -452,10 +503,12 @@ def make_guards(spec: WorkerSpec, config: RunConfig, gang: Gang, *, copies: int,
 
 
 def fit_micro_batch(guards: Guards, workload: Workload, spread: Spread, optimizer: torch.optim.Optimizer) -> RunConfig:
-    """Return the configuration with as many micro-batches as fit, if it leaves their number open. Collective.
+    """Return the configuration with the smallest number of micro-batches that fits into memory. Collective.
 
-    Tried with the first batch, once in the life of a job. The result is an order to all later starts, so that they add
-    up gradients in the same parts. A sharded model cannot be tried by one rank alone; there the first step shows it.
+    The configuration is returned unchanged if `training.micro_batch` is "fixed". The number is found once per job, by
+    trying the first batch. It is stored as an override, so that all later starts add up gradients of the same
+    micro-batches. Sharded models are not tried, because one rank alone cannot run them; a batch that is too large fails
+    in their first step.
 
     Raises:
         BatchCannotBeSplit: if not even one sample fits.
@@ -499,5 +552,5 @@ def _growth_monitors(gang: Gang, colocated_ranks: int) -> tuple[MemoryGrowthMoni
 
 
 def _cached_bytes(device: torch.device) -> int:
-    """Return the bytes that the allocator holds and tensors do not use."""
+    """Return the bytes that torch's allocator holds but no tensor uses."""
     return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -1,8 +1,8 @@
-"""Guards of memory: detection of steady growth, and the micro-batch that fits.
+"""Guards of memory: detection of steady growth, and the number of micro-batches that fit.
 
-A rank that runs out of memory must not continue alone: its peers wait for it in the next collective, and a sharded
-model is left half gathered. So it orders more micro-batches for the next start and ends. The batch, its samples and
-their order do not change; the gradient is the same sum in other parts.
+A rank that runs out of memory must not continue alone: the other ranks wait for it in the next collective, and a
+sharded model remains half gathered. So the rank records that the next start needs more micro-batches, and ends. The
+batch, its samples and their order do not change. The gradient is the same sum, added up from more micro-batches.
 """
 
 from __future__ import annotations
@@ -30,16 +30,21 @@ _GIB = 2**30
 
 
 class MemoryGrowthMonitor:
-    """Samples this process's memory once a second, and warns if its growth reaches the limit within the horizon.
+    """Monitor that samples memory once a second and predicts the time until it is full.
 
-    The slope is the Theil–Sen estimator, the median over all pairs of samples: a single jump, such as a first save or
-    evaluation, changes it little. Three quarters of the pairs must rise as well, since memory that goes up and down is
-    no leak. And the limit must be reached in less time than was observed, so that start-up growth is not taken for a
-    leak.
+    It warns if all of these hold:
+    - The predicted time is less than `HORIZON_SECONDS`. The slope is the Theil-Sen estimator, the median over all pairs
+      of samples, so a single jump, such as a first save, changes it little.
+    - Three quarters of the pairs rise, because memory that goes up and down is not a leak.
+    - The predicted time is less than the time since the first sample, so that growth at the start is not taken for a
+      leak.
 
     Args:
-        held: returns the bytes of this process.
-        left: returns the bytes that this process and `sharers` like it may still allocate.
+        what: the name of the memory, for messages.
+        held: returns the bytes that this process holds.
+        left: returns the bytes that can still be allocated.
+        sharers: the number of processes that share those bytes and grow alike.
+        now: the monotonic clock in seconds.
     """
 
     def __init__(
@@ -53,10 +58,10 @@ class MemoryGrowthMonitor:
         self._taken: deque[tuple[float, float]] = deque(maxlen=_SAMPLES)
 
     def look(self, needed_seconds: float) -> str:
-        """Return the reason for new processes, or "".
+        """Take a sample if one is due. Return a description of the growth if memory will soon run out, else "".
 
         Args:
-            needed_seconds: until the job is done; a limit reached after that does no harm.
+            needed_seconds: the time until the job is done. Growth that reaches the limit later is ignored.
         """
         now = self._now()
         if now < self._next:
@@ -79,7 +84,7 @@ class MemoryGrowthMonitor:
 
 
 def _slope(taken: deque[tuple[float, float]]) -> float:
-    """Return bytes per second; 0 if fewer than three quarters of the pairs rise."""
+    """Return the growth in bytes per second; 0 if fewer than three quarters of the pairs of samples rise."""
     slopes = [(b - a) / max(t - s, 1e-9) for (s, a), (t, b) in combinations(taken, 2)]
     if statistics.quantiles(slopes, n=4)[0] <= 0:
         return 0.0
@@ -87,10 +92,10 @@ def _slope(taken: deque[tuple[float, float]]) -> float:
 
 
 def resident_bytes() -> float:
-    """Return this process's resident bytes without mapped files; 0 without /proc.
+    """Return the bytes of this process's resident memory without mapped files; 0 without /proc.
 
-    The kernel drops mapped files when memory gets short, so data read through a map would look like a leak (proc(5),
-    /proc/pid/status).
+    Mapped files are not counted because the kernel drops them when memory is short; data read through a map would look
+    like a leak (proc(5), /proc/pid/status).
     """
     try:
         lines = [line.split() for line in Path("/proc/self/status").read_text().splitlines()]
@@ -126,7 +131,13 @@ def _meminfo_available() -> float:
 
 
 def _cgroup_left(limit: str, use: str, droppable: tuple[str, ...]) -> float:
-    """Return the bytes left in this container's control group, which is mounted as the root inside the container."""
+    """Return the bytes left in this container's control group, which the container sees as the root group.
+
+    Args:
+        limit: the file with the limit.
+        use: the file with the bytes in use.
+        droppable: the lines of memory.stat with the page cache, which the kernel can free.
+    """
     try:
         stat = Path(use).with_name("memory.stat").read_text()
         fields = dict(line.split() for line in stat.splitlines())
@@ -142,7 +153,7 @@ _HOST_SIGNS = ("can't allocate memory", "not enough memory", "out of memory")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error means out of memory, of a device or of the host within a limit.
+    """Return whether an exception means out of memory, on the device or on the host.
 
     The kernel's OOM killer raises no exception; the agent detects it.
     """
@@ -152,13 +163,15 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def more_micro_batches(config: RunConfig, world_size: int, accumulation: int, *, factor: int = 2) -> int:
-    """Return a larger number of micro-batches that divides a rank's samples evenly.
+    """Return the next larger number of micro-batches that divides a rank's samples evenly.
 
-    It is at least `factor` times `accumulation`.
+    Args:
+        accumulation: the present number of micro-batches.
+        factor: the result is at least `factor` × `accumulation`, up to one sample per micro-batch.
 
     Raises:
-        BatchCannotBeSplit: if each micro-batch is one sample already, or the next start would refuse more than one
-            (`ebbflow.training.parallel_limits`); with the arithmetic.
+        BatchCannotBeSplit: if each micro-batch is one sample already, or other options allow only one micro-batch
+            (`ebbflow.training.parallel_limits`).
     """
     ddp = config.ddp
     if config.parallel.mode == "ddp" and ddp.static_graph and ddp.gradient_compression != "none":
@@ -182,10 +195,11 @@ def more_micro_batches(config: RunConfig, world_size: int, accumulation: int, *,
 def fitting_accumulation(
     config: RunConfig, gang: Gang, fits: Callable[[int], bool], *, tell: Callable[[str], None] = lambda text: None
 ) -> int:
-    """Return the fewest micro-batches, from the configured number on, whose largest fits on all ranks. Collective.
+    """Return the smallest number of micro-batches, at least the configured one, that fits on all ranks. Collective.
 
     Args:
-        fits: tries one micro-batch of a step split into that many, on this rank alone.
+        fits: takes a number of micro-batches, and returns whether the heaviest of them fits into this rank's memory.
+        tell: prints a message for each number that does not fit.
 
     Raises:
         BatchCannotBeSplit: if not even one sample fits.
@@ -202,12 +216,13 @@ def fitting_accumulation(
 
 
 def try_micro_batch(workload: Workload, module: nn.Module, batch: Batch, parts: int, *, has_state: bool) -> bool:
-    """Return whether forward and backward of the heaviest of `parts` micro-batches fit beside gradients and optimizer.
+    """Return whether forward and backward of one micro-batch fit into memory next to gradients and optimizer state.
 
     The bare module is called, so that no other rank waits for this one. Gradients and buffers are restored afterwards.
 
     Args:
-        has_state: whether the optimizer has allocated its state already; if not, AdamW's is added.
+        parts: the number of micro-batches into which `batch` is split; the heaviest is tried.
+        has_state: whether the optimizer has allocated its state. If not, memory for AdamW's state is allocated first.
     """
     part = max(batch.split(parts), key=lambda one: one.weight)
     buffers = [buffer.clone() for buffer in module.buffers()]

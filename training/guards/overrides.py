@@ -1,7 +1,7 @@
-"""What guards leave behind for the next start of the gang: small records in the job's store. Torch-free.
+"""Overrides: instructions of a guard to later starts of the job, as small records in the job's store. Imports no torch.
 
-A record is durable before its gang ends, and is never changed. So it holds over attempts, over launchers and over a
-start that died before its first commit: every later start of the job reckons the same from the records.
+A record is durable before its gang ends, and is never changed. Every later start computes its overrides from all
+records, also on another launcher, or after a start that ended before its first commit.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ _EVERY_RECORD = {"action", "generation"}
 
 @dataclass(frozen=True, kw_only=True)
 class Overrides:
-    """What a start is to do otherwise than the configuration says.
+    """The settings in which a start differs from its configuration, because guards of earlier starts required it.
 
-    gradient_accumulation_steps: None: as configured. first_sample: no sample below this one is read any more; a start
-    from a commit that has not come so far jumps to it. rewinds: of the job so far, for
-    numbers that went wrong.
+    Attributes:
+        gradient_accumulation_steps: the number of micro-batches per step; None for the configured number.
+        first_sample: the first sample that may still be read. A start that restores an earlier position skips to it.
+        rewinds: the number of the job's rewinds because of bad losses or gradients.
     """
 
     gradient_accumulation_steps: int | None = None
@@ -44,26 +45,48 @@ class Overrides:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Overrides:
-        """Names that are not its own are left to others."""
+        """Return the overrides in `data`; unknown keys are ignored."""
         return cls(**{name: data[name] for name in cls.__dataclass_fields__ if name in data})
 
 
 def record_split(job_store: Store, *, generation: int, rank: int, accumulation: int) -> None:
-    """From the next start on so many micro-batches make a step. Raises StoreError."""
+    """Record that all later starts split a step into `accumulation` micro-batches.
+
+    Args:
+        generation: the generation that writes the record.
+        rank: the rank that writes the record.
+
+    Raises:
+        StoreError: if the record cannot be written.
+    """
     _put(job_store, GuardAction.SPLIT, generation, rank, accumulation=accumulation)
 
 
 def record_rewind(job_store: Store, *, generation: int, rank: int, limit: int, first_sample: int, sound: bool) -> None:
-    """The next start goes back to the newest commit not above step `limit`, and on from sample `first_sample`.
+    """Record that the next start must restore an older commit and skip samples.
 
-    sound: where there is none, a later one will do; else those are never to be read again. Raises StoreError.
+    Args:
+        generation: the generation that writes the record.
+        rank: the rank that writes the record.
+        limit: the newest step whose commit may be restored.
+        first_sample: the first sample that may be read afterwards.
+        sound: whether commits after `limit` are sound. If True and there is no older commit, the next start may restore
+            one of them. If False, they are never used again.
+
+    Raises:
+        StoreError: if the record cannot be written.
     """
     order = {"limit": limit, "first_sample": first_sample, "sound": int(sound)}
     _put(job_store, GuardAction.REWIND, generation, rank, **order)
 
 
 def read_overrides(job_store: Store) -> Overrides:
-    """Of the job's next start. Raises StoreError, CorruptOverride."""
+    """Return the overrides for the job's next start.
+
+    Raises:
+        StoreError: if the store is unavailable.
+        CorruptOverride: if a record cannot be read.
+    """
     records = _records(job_store)
     splits = [record["accumulation"] for record in records if record["action"] == GuardAction.SPLIT]
     rewinds = [record for record in records if record["action"] == GuardAction.REWIND]
@@ -75,10 +98,14 @@ def read_overrides(job_store: Store) -> Overrides:
 
 
 def rewind_parent(job_store: Store) -> str | None:
-    """The commit that the next generation is to start from, where a rewind waits for it; None: the newest.
+    """Return the key of the commit that the next generation must restore because of a rewind, or None.
 
-    The newest that is not above the rewind's limit and reads well. Where there is none, the oldest above it; unless the
-    weights in those may differ between ranks, then `NO_PARENT`. To be asked before the generation is opened.
+    Call this before that generation is opened: once a generation has started after a rewind, the rewind is done. If no
+    rewind is to be done, the result is None, and the newest commit is restored.
+
+    For a rewind, the result is the newest readable commit up to the rewind's limit. If there is none, the result
+    depends on the commits after the limit. If they are sound, it is the oldest readable one of them. If their weights
+    may be wrong, it is `NO_PARENT`, and training starts from scratch.
     """
     rewinds = [record for record in _records(job_store) if record["action"] == GuardAction.REWIND]
     newest = max(rewinds, key=lambda record: record["generation"], default=None)
@@ -100,7 +127,12 @@ def _put(job_store: Store, action: GuardAction, generation: int, rank: int, **or
 
 
 def _records(job_store: Store) -> list[dict[str, Any]]:
-    """Raises StoreError, and CorruptOverride for one that cannot be read: without it a start would go on otherwise."""
+    """Return all override records of the job.
+
+    Raises:
+        StoreError: if the store is unavailable.
+        CorruptOverride: if a record cannot be read. It is not ignored, because the start would then train differently.
+    """
 
     def parse(data: bytes, what: str) -> dict[str, Any]:
         try:

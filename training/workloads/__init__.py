@@ -1,1 +1,1 @@
-"""Workloads: the built-in language model, and finding, measuring and trying a user's own."""
+"""Workloads: the built-in language model; and code that imports, measures and tries a user's own workload."""

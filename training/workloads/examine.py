@@ -1,4 +1,4 @@
-"""Examine a user's workload in a child process, within a deadline; this module imports no torch.
+"""Examination of a user's workload in a child process, within a deadline. This module imports no torch.
 
 `ebbflow examine CONFIG [--set KEY=VALUE ...] [--prepare]` prints the result as JSON.
 """
@@ -35,9 +35,9 @@ class Examination:
     """The result of an examination.
 
     Attributes:
-        text: the checks that were made.
-        shape: the measured shape; None if it could not be measured.
-        prepared: the description of the data; None if `prepare` was not run.
+        text: the checks that were made, and their figures.
+        shape: the measured shape of the model; None if it was not measured.
+        prepared: the description of the data that `prepare` returned; None if `prepare` did not run.
     """
 
     text: str
@@ -46,15 +46,15 @@ class Examination:
 
 
 def examine(config: RunConfig, *, prepare: bool, seconds: float = EXAMINE_SECONDS) -> Examination:
-    """Load, build and try the configured workload in a child process.
+    """Import, build and try the configured workload in a child process.
 
     Args:
-        prepare: prepare its data first, which a workload with a `prepare` needs to be tried; otherwise such a workload
-            is only imported.
-        seconds: deadline of the whole; with `prepare` at least PREPARE_SECONDS.
+        prepare: whether to prepare the workload's data first. If False, a workload that has a `prepare` is only
+            imported, because it cannot be tried without data.
+        seconds: deadline for all of it; with `prepare`, at least PREPARE_SECONDS.
 
     Raises:
-        WorkloadError: with the problem.
+        WorkloadError: if the workload cannot be trained as it is; the message has the problem.
     """
     seconds = max(seconds, PREPARE_SECONDS) if prepare else seconds
     with tempfile.TemporaryDirectory(prefix="ebbflow-examine-") as folder:
@@ -84,7 +84,7 @@ def examine(config: RunConfig, *, prepare: bool, seconds: float = EXAMINE_SECOND
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command, which is also the child process."""
+    """Run `ebbflow examine`, in the process of the user or in the child process of `examine`."""
     parser = argparse.ArgumentParser(
         prog="ebbflow examine", description="Try the configured workload and print its model's shape."
     )
@@ -136,10 +136,15 @@ def _examine_here(config: RunConfig, *, prepare: bool) -> dict[str, Any]:
 
 
 def _run(command: list[str], seconds: float, what: str, *, shown: bool) -> str:
-    """Run a command and return its output; kill it with all its children after a timeout.
+    """Run a command, and return its output.
 
     Args:
-        shown: pass the output through as it comes, and do not return it.
+        seconds: the deadline. After it, the command and all its children are killed.
+        what: the name of the workload, for the message about the deadline.
+        shown: whether the output goes to the terminal instead; then return "".
+
+    Raises:
+        WorkloadError: if the deadline has passed.
     """
     path = python_path(os.environ.get("PYTHONPATH"))
     with subprocess.Popen(

@@ -1,6 +1,7 @@
-"""The built-in workload: a causal language model on text, as bytes or as tokens of a vocabulary.
+"""The built-in workload: a causal language model on text.
 
-`ebbflow.infra.footprint.causal_lm_shape` holds its size as plain numbers for the planner.
+A token is a byte or an entry of a tokenizer's vocabulary. The planner, which does not import torch, computes the
+model's size with `ebbflow.infra.footprint.causal_lm_shape`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _INITIAL_STD = 0.02
 
 
 class Linear(nn.Linear):
-    """A matrix without bias that starts from a normal distribution of standard deviation `std`."""
+    """A linear layer without bias, whose initial weights are normally distributed with standard deviation `std`."""
 
     def __init__(self, inputs: int, outputs: int, *, std: float = _INITIAL_STD) -> None:
         self._std = std
@@ -35,14 +36,14 @@ class Linear(nn.Linear):
 
 
 class Embedding(nn.Embedding):
-    """A table that starts like `Linear`."""
+    """An embedding table, whose initial weights are normally distributed with standard deviation 0.02."""
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=_INITIAL_STD)
 
 
 class Attention(nn.Module):
-    """Causal self-attention over [batch, length, hidden]."""
+    """Causal self-attention. Input and output have the shape `[batch, length, hidden]`."""
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
@@ -59,7 +60,10 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a four times wider MLP, each normalised before and added to the residual stream."""
+    """A transformer block: attention, then an MLP whose hidden layer is four times wider.
+
+    Each of the two takes the normalised residual stream and adds its output to the stream.
+    """
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
@@ -76,7 +80,10 @@ class Block(nn.Module):
 
 
 class Embeddings(nn.Module):
-    """Token and position vectors, added: [batch, length] of token numbers to [batch, length, hidden]."""
+    """The sum of token and position embeddings.
+
+    The input has token numbers `[batch, length]`, the output has the shape `[batch, length, hidden]`.
+    """
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
@@ -88,7 +95,7 @@ class Embeddings(nn.Module):
 
 
 class Head(nn.Module):
-    """The last norm and the projection to logits [batch, length, vocabulary]."""
+    """The last norm and the projection to logits `[batch, length, vocabulary]`."""
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
@@ -100,7 +107,11 @@ class Head(nn.Module):
 
 
 class CausalLM(nn.Module):
-    """Token numbers [batch, length] to logits [batch, length, vocabulary]; length is at most sequence_length."""
+    """A causal language model.
+
+    The input has token numbers `[batch, length]`, where length is at most `sequence_length`. The output has logits
+    `[batch, length, vocabulary]`.
+    """
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
@@ -116,7 +127,10 @@ class CausalLM(nn.Module):
 
 
 def _residual_std(model: ModelConfig) -> float:
-    """Each layer adds to the stream twice; so scaled, its variance does not grow with depth (GPT-2, section 2.3)."""
+    """Return the initial standard deviation of layers that add to the residual stream.
+
+    It falls with the number of layers, so that the stream's variance does not grow with depth (GPT-2, section 2.3).
+    """
     return _INITIAL_STD / math.sqrt(2 * model.num_layers)
 
 
@@ -125,7 +139,8 @@ class TextBatch:
     """A batch of text.
 
     Attributes:
-        inputs, targets: int64 `[samples, sequence_length]`; a target is the token after its input.
+        inputs: token numbers, int64 `[samples, sequence_length]`.
+        targets: the token after each input, of the same shape.
     """
 
     inputs: Tensor
@@ -143,7 +158,11 @@ class TextBatch:
 
 
 class TextWorkload:
-    """Next-token prediction on the token shards that `prepare` made. Raises DataError if they are too small."""
+    """The workload of next-token prediction on the token shards that `prepare` made.
+
+    Raises:
+        DataError: if the token shards have too little text.
+    """
 
     weight_unit = "tokens"
 
@@ -160,7 +179,10 @@ class TextWorkload:
 
     @classmethod
     def prepare(cls, context: WorkloadContext) -> dict:
-        """Build the token shards, once for the same text."""
+        """Convert the text to token shards in the store, and return their description.
+
+        If the store already has the shards of this text, they are used.
+        """
         return prepare_tokens(context.config.data, context.store, project_root=context.project_root).to_json()
 
     def model(self) -> nn.Module:
@@ -183,9 +205,9 @@ class TextWorkload:
         return len(batch.inputs) * self._shape.flops_per_sample
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Return the held-out loss in nats per token, and in bits per byte, which is comparable between tokenizers.
+        """Return the held-out loss in nats per token and in bits per byte; the latter is comparable between tokenizers.
 
-        The windows are the same at any world size.
+        The same samples are used at any world size.
         """
         training = self._config.training
         world_size = self._context.world_size
@@ -209,7 +231,10 @@ class TextWorkload:
         return TextBatch(text[:, :-1], text[:, 1:])
 
     def _windows(self, tokens: np.ndarray, side: str) -> int:
-        """Non-overlapping windows; each needs one token more, the target of its last."""
+        """Return how many non-overlapping samples the tokens make.
+
+        Each needs one more token, as the target of its last token.
+        """
         windows = (tokens.size - 1) // self._length
         if windows < 1:
             raise DataError(

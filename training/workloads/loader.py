@@ -1,7 +1,7 @@
-"""Load a workload from `package.module:Name`, and attribute its errors to the user's code.
+"""Import of a workload from `package.module:Name`, and attribution of its errors to the user's code.
 
-The module is found as Python finds it (PYTHONPATH, installed packages), and last in the project's folder. The folder of
-the configuration file is not searched: other nodes do not know it, and a name must mean the same everywhere.
+Python's search path (PYTHONPATH, installed packages) is searched first, then the project's folder. The folder of the
+configuration file is not searched, because other nodes do not have it.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ _MISTAKES = (ArithmeticError, AssertionError, AttributeError, LookupError, NameE
 
 
 def wrap_user_workload(workload: Workload, name: str) -> Workload:
-    """Wrap a workload so that an error in the user's own line becomes a WorkloadError with file and line.
+    """Wrap a workload so that a mistake in the user's own code raises WorkloadError with its file and line.
 
-    Other errors pass unchanged: an error raised by a library may come from another rank or machine.
+    A mistake is an exception such as TypeError or KeyError that a line of the user's code raised. Other exceptions pass
+    unchanged, because another rank or the machine may have caused them.
     """
     return cast(Workload, _WrappedWorkload(workload, name))
 
@@ -77,7 +78,7 @@ WorkloadFactory = Callable[[WorkloadContext], Workload]
 def workload_context(
     config: RunConfig, gang: Gang, *, store: Store, prepared: Mapping[str, Any] | None = None
 ) -> WorkloadContext:
-    """Return the context of one rank; a user's workload gets its own part of `store`."""
+    """Return the context of one rank. A user's workload gets its own folder in `store`."""
     return WorkloadContext(
         config=config,
         store=store if config.workload is None else store.sub(workload_prefix(config.workload)),
@@ -91,7 +92,12 @@ def workload_context(
 
 
 def find_workload(config: RunConfig) -> WorkloadFactory:
-    """Return the class or function that `workload` names. Raises WorkloadError with the places searched."""
+    """Return the class or function that `workload` names in the configuration.
+
+    Raises:
+        WorkloadError: if it cannot be imported, does not exist or cannot be called. If the module is missing, the
+            message lists the searched folders.
+    """
     if config.workload is None:
         return TextWorkload
     module_name, _, name = config.workload.partition(":")
@@ -112,7 +118,10 @@ def find_workload(config: RunConfig) -> WorkloadFactory:
 def prepare_data(config: RunConfig, context: WorkloadContext) -> dict[str, Any]:
     """Run the workload's `prepare`, if it has one, and return its description of the data.
 
-    The description always contains "fingerprint" and "weight_unit". Raises WorkloadError.
+    The description always has "fingerprint" and "weight_unit".
+
+    Raises:
+        WorkloadError: if `prepare` raises an exception or returns something other than a JSON object.
     """
     door = find_workload(config)
     described: dict[str, Any] = {}
@@ -127,7 +136,11 @@ def prepare_data(config: RunConfig, context: WorkloadContext) -> dict[str, Any]:
 
 
 def has_prepare(door: WorkloadFactory) -> bool:
-    """Return whether there is a `prepare`. Raises WorkloadError for one that needs an instance."""
+    """Return whether a workload class or function has a `prepare`.
+
+    Raises:
+        WorkloadError: if `prepare` is an instance method, which cannot be called on the class.
+    """
     prepare = getattr(door, "prepare", None)
     if prepare is None:
         return False
@@ -141,7 +154,11 @@ def has_prepare(door: WorkloadFactory) -> bool:
 
 
 def make_workload(config: RunConfig, context: WorkloadContext) -> Workload:
-    """Build this rank's workload and check that it has all methods. Raises WorkloadError."""
+    """Build this rank's workload, and check that it has all required methods.
+
+    Raises:
+        WorkloadError: if building fails or a method is missing.
+    """
     door = find_workload(config)
     with user_code(f"{config.workload or 'text'}(context)"):
         workload = door(context)
@@ -156,7 +173,11 @@ def make_workload(config: RunConfig, context: WorkloadContext) -> Workload:
 
 @contextmanager
 def user_code(what: str) -> Iterator[None]:
-    """Turn any exception of the user's code into a WorkloadError of one line with the place in that code."""
+    """Convert any exception in this context into a one-line WorkloadError with the file and line in the user's code.
+
+    Args:
+        what: the name of the user's function, for the message.
+    """
     try:
         yield
     except (TrainingError, InfraError):  # these say what is wrong themselves
@@ -167,7 +188,7 @@ def user_code(what: str) -> Iterator[None]:
 
 
 def user_line(error: BaseException) -> str | None:
-    """Return "file:line: " if the user's own line raised the error, else None."""
+    """Return "file:line: " if the exception was raised by a line of the user's code, else None."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return None if _foreign(frame.filename) else f"{frame.filename}:{frame.lineno}: "
 
@@ -221,7 +242,7 @@ def _as_json(described: Any, config: RunConfig) -> dict[str, Any]:
 
 
 def _place(code: Any) -> str:
-    """Return "file:line: " of a class or function, or "" if Python does not know it."""
+    """Return "file:line: " of a class or function; "" if Python does not know it."""
     try:
         return f"{inspect.getsourcefile(code)}:{inspect.getsourcelines(code)[1]}: "
     except (OSError, TypeError):
@@ -229,7 +250,10 @@ def _place(code: Any) -> str:
 
 
 def _frame(error: BaseException) -> str:
-    """Return "file:line: " of the innermost line of the user's code, else of the line that raised."""
+    """Return "file:line: " of the innermost line of the user's code in the traceback.
+
+    If the traceback has no such line, return that of the line that raised the exception.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not _foreign(frame.filename)]
     frame = (own or list(frames))[-1]
@@ -237,5 +261,5 @@ def _frame(error: BaseException) -> str:
 
 
 def _foreign(file: str) -> bool:
-    """Return whether a file is ours, the interpreter's, or of an installed package."""
+    """Return whether a file belongs to Ebbflow, the standard library or an installed package."""
     return file.startswith(("<", *_NOT_THE_USERS)) or "site-packages" in Path(file).parts

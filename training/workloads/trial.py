@@ -1,6 +1,6 @@
-"""Try one workload on one machine before anything costs money: build it, compute losses of samples, and evaluate.
+"""Trial of a workload before anything costs money: build the model, compute losses of samples, and evaluate.
 
-Everything here runs on the CPU, on one rank, in a process that may fail.
+The trial runs on the CPU, as in a gang of one rank.
 """
 
 from __future__ import annotations
@@ -34,7 +34,12 @@ _FLOAT32_BYTES = 4
 
 @dataclass
 class SavedBytes:
-    """The bytes that autograd keeps for backward, each storage once, without the model's own tensors."""
+    """A count of the bytes that autograd saves for the backward pass. Each storage counts once.
+
+    Attributes:
+        model: the storages of the model's own tensors, which are not counted.
+        seen: bytes by storage.
+    """
 
     model: frozenset[int]
     seen: dict[int, int] = field(default_factory=dict)
@@ -51,10 +56,15 @@ class SavedBytes:
 
 
 def measure_shape(workload: Workload, model: nn.Module, batch: Batch, *, unit: str) -> tuple[ModelShape, Loss]:
-    """Measure the shape of `model` (real or fake tensors) by one forward pass over a batch of one sample.
+    """Measure the shape of a model by a forward pass, and return it with the loss (including its graph).
 
-    Activations are measured as autograd keeps them, logits included: in the precision of the model's own code, in eager
-    mode and without recomputation. The FLOPs are the workload's own count. Returns the loss too, with its graph.
+    Activations, logits included, are counted as autograd saves them: in the precision of the model's own code, in eager
+    mode and without recomputation. The workload itself counts the FLOPs.
+
+    Args:
+        model: the model, with real or fake tensors.
+        batch: a batch of one sample.
+        unit: the unit of the batch's weight.
     """
     saved = SavedBytes(frozenset(tensor.untyped_storage()._cdata for tensor in _tensors(model)))
     with saved_tensors_hooks(saved.note, lambda tensor: tensor):
@@ -76,7 +86,10 @@ def measure_shape(workload: Workload, model: nn.Module, batch: Batch, *, unit: s
 
 @contextlib.contextmanager
 def without_memory() -> Iterator[None]:
-    """Context in which tensors have shapes and no data, so that a model larger than this machine can be measured."""
+    """Return a context in which tensors have shapes but no data.
+
+    In it, a model can be measured that is larger than this machine's memory.
+    """
     with FakeTensorMode(allow_non_fake_inputs=True):
         yield
 
@@ -94,7 +107,7 @@ def _numel(part: nn.Module) -> int:
 
 
 def _outside(model: nn.Module, units: list[nn.Module]) -> int:
-    """Return the parameters outside of all units, which FSDP2 gathers together with the model itself."""
+    """Return the number of parameters outside all units, which FSDP2 gathers together with the model itself."""
     inside = {id(parameter) for unit in units for parameter in unit.parameters()}
     return sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in inside)
 
@@ -105,18 +118,22 @@ LONGEST_SECONDS = 20.0
 
 
 class _Enough(BaseException):
-    """Ends a trial at its time limit; not an `Exception`, which the user's code might catch."""
+    """Signal that ends a trial at its time limit.
+
+    It is not an `Exception`, because the user's code might catch that.
+    """
 
 
 def try_evaluate(name: str, workload: Workload, model: nn.Module, *, seconds: float = LONGEST_SECONDS) -> str:
-    """Call `evaluate` once, as a gang of one rank does, and describe the result.
+    """Call the workload's `evaluate` once, as in a gang of one rank, and describe the result.
 
     Args:
-        model: in evaluation mode.
-        seconds: time limit; after it the result is open.
+        name: the name of the workload, for messages.
+        model: the model in evaluation mode.
+        seconds: time limit. After it, the description says that `evaluate` was not tried to its end.
 
     Raises:
-        WorkloadError: for an exception in it, and for metrics that are not finite numbers by name.
+        WorkloadError: if `evaluate` raises an exception, or a metric is not a finite number.
     """
     if distributed.is_initialized():  # a collective of its own would wait for ranks that are not here
         return "evaluate not tried, because the ranks of the gang are not all here"
@@ -135,7 +152,10 @@ def try_evaluate(name: str, workload: Workload, model: nn.Module, *, seconds: fl
 
 @contextmanager
 def _at_most(seconds: float) -> Iterator[None]:
-    """Raise _Enough inside the context after `seconds`. In a thread, which gets no signal, there is no limit."""
+    """Raise _Enough inside the context after `seconds`.
+
+    There is no limit outside the main thread, which gets no signal.
+    """
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise _Enough
@@ -164,7 +184,14 @@ _NAMED = 3
 
 @dataclass
 class Trial:
-    """The result of a trial: the measured shape, the checks made (`text`), and remarks that forbid nothing."""
+    """The result of a trial.
+
+    Attributes:
+        name: the name of the workload.
+        shape: the measured shape; None if it was not measured.
+        done: the checks that were made, and their figures.
+        notes: remarks about the workload that do not prevent training.
+    """
 
     name: str
     shape: ModelShape | None = None
@@ -180,7 +207,11 @@ class Trial:
 
 
 def try_workload(config: RunConfig, context: WorkloadContext) -> Trial:
-    """Try a workload. Raises WorkloadError for the first problem that would keep the job from training exactly."""
+    """Try a workload, and return the checks that it passed.
+
+    Raises:
+        WorkloadError: for the first problem that would prevent the job from training exactly.
+    """
     trial = Trial(config.workload or "text")
     workload = make_workload(config, context)
     with user_code(f"{trial.name}.model()"):
@@ -209,7 +240,7 @@ def try_workload(config: RunConfig, context: WorkloadContext) -> Trial:
 
 
 def check_model(name: str, model: Any) -> None:
-    """Check that the model is a module with trainable parameters, all on the meta device."""
+    """Check that the model is a module with trainable parameters, and that all its tensors are on the meta device."""
     if not isinstance(model, nn.Module):
         raise WorkloadError(f"{name}.model() returned a {type(model).__name__}; fix: return a torch.nn.Module")
     tensors = [*model.named_parameters(), *model.named_buffers()]
@@ -224,7 +255,7 @@ def check_model(name: str, model: Any) -> None:
 
 
 def check_units(name: str, model: nn.Module, units: Iterable[Any]) -> None:
-    """Check that the units are parts of the model, at least one, and none inside another."""
+    """Check that there is at least one unit, that all are parts of the model, and that none contains another."""
     units = list(units)
     names = {id(part): path for path, part in model.named_modules()}
     if not units:
@@ -243,7 +274,10 @@ def check_units(name: str, model: nn.Module, units: Iterable[Any]) -> None:
 
 
 def check_tied(name: str, model: nn.Module, units: list[nn.Module]) -> None:
-    """Check that all names of a tied parameter are in one unit, or outside of all: two units would shard it twice."""
+    """Check that all names of a tied parameter are in the same unit, or all outside of units.
+
+    A parameter in two units would be sharded twice.
+    """
 
     def unit_of(parameter: str) -> int | None:
         parts = parameter.split(".")[:-1]
@@ -332,7 +366,10 @@ def _check_same_again(name: str, workload: Workload, model: nn.Module, count: in
 
 
 def _check_sum(trial: Trial, workload: Workload, model: nn.Module, batch: Batch, whole: Loss) -> None:
-    """Check that losses add up over micro-batches, on which exactness at any world size and accumulation depends."""
+    """Check that the losses of two micro-batches add up to the loss of the batch.
+
+    Without this, results would depend on the world size and the number of micro-batches.
+    """
     with user_code(f"{trial.name}: batch.split"):
         parts = batch.split(2)
     if len(parts) != 2:
