@@ -1,1 +1,1 @@
-"""What a job should cost, where, and whether it may start: every pool judged, ranked, or refused with its reason."""
+"""Capacity plans: the ranking of pools for a job, their expected costs, and the decision whether the job may start."""

@@ -1,6 +1,7 @@
-"""Judge every pool that a configuration allows: a `Candidate` with its expected cost, or a `Rejection` with its reason.
+"""Check every pool that a configuration allows. Each becomes a `Candidate` with its expected cost, or a `Rejection`.
 
-GPU, memory and batch size are judged once per gang size; prices and hazards are judged for each place.
+A pool is an instance type × number of nodes × market × zone. GPU, memory and batch size are checked once per instance
+type and number of nodes; prices and hazards (expected interruptions per hour) are checked for each zone or region.
 """
 
 from __future__ import annotations
@@ -49,12 +50,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Pool:
-    """A place for a gang: instance type × nodes × ranks per node × market × zone. A gang never spans zones.
+    """Machines on which a job could run: instance type, number of nodes, ranks per node, market and zone.
+
+    All nodes of a job (its gang) are in the same zone.
 
     Attributes:
-        region: None for a pool that is rejected in every region.
-        zone: Zone id, or the zone name if the id is unknown. None: any one zone of the region, because the price is
-            the same in all of them (on-demand) or known per region only (the static table).
+        region: None if the pool was rejected without regard to a region.
+        zone: Zone id (use1-az1), or the zone name if the id is unknown. None means any single zone of the region: the
+            price is the same in all zones (on-demand), or known for the whole region only (static table).
     """
 
     instance_type: str
@@ -70,7 +73,7 @@ class Pool:
 
     @property
     def place(self) -> str:
-        """The zone, else the region, else an empty text."""
+        """The zone; the region if no zone is set; "" if neither is set."""
         return self.zone or self.region or ""
 
     def __str__(self) -> str:
@@ -80,24 +83,26 @@ class Pool:
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate(Pool):
-    """A pool that can run the job, with its expected cost. All figures but the price are estimates.
+    """A pool that can run the job, with its expected cost. All figures except the price are estimates.
 
     Attributes:
-        usd_per_hour: Per node.
+        usd_per_hour: Price of one node.
         quoted_usd_per_hour: The same price as quoted, for the bill.
-        on_demand_usd_per_hour: Of the same type and region; None if not on record.
-        price_kind: How the price is known; begins with live, recorded or estimated.
-        price_age_hours: Time since the price was last known to hold.
-        price_stale: Older than cost.max_price_age_hours.
-        speed_kind: measured, scaled or prior, in words.
-        interval_seconds: Training time between two checkpoints, as configured.
-        daly_interval_steps: Daly's optimal interval in steps.
-        paid_hours: Per node.
-        expected_hours: paid_hours plus the unpaid waits for capacity after reclaims.
-        expected_usd: compute_usd + storage_usd + transfer_usd.
-        usd_per_step: Of the remaining steps.
+        on_demand_usd_per_hour: On-demand price of one node of this type in this region; None if not on record.
+        price_kind: How the price is known, in words that begin with "live", "recorded" or "estimated".
+        price_age_hours: Hours since the price was last known to be valid.
+        price_stale: Whether a quoted spot price is older than `cost.max_price_age_hours`.
+        bound: The resource that limits the speed: compute, network, host or launch.
+        speed_kind: How the speed is known: "measured", "scaled from …", or "prior" (estimated).
+        save_seconds: Time for which one checkpoint stops training.
+        hazard_per_hour: Expected interruptions of the job per hour.
+        hazard_kind: How the hazard is known, in words.
+        daly_interval_steps: Optimal number of steps between checkpoints, by Daly's formula.
+        paid_hours: Expected paid hours per node.
+        expected_hours: `paid_hours` plus unpaid waits for capacity after machines were reclaimed.
+        expected_usd: `compute_usd` + `storage_usd` + `transfer_usd`.
         case: Inputs of the Monte Carlo forecast.
-        outlook: Its quantiles; only for the cheapest pools.
+        outlook: Quantiles of that forecast; None except for the cheapest pools.
     """
 
     gpu: str
@@ -138,7 +143,7 @@ class Candidate(Pool):
 
     @property
     def savings_percent(self) -> float | None:
-        """Savings against the on-demand price per hour; None if that is not on record."""
+        """Savings against the on-demand price, in percent; None if that price is not on record."""
         on_demand = self.on_demand_usd_per_hour
         return None if on_demand is None else 100.0 * (1.0 - self.usd_per_hour / on_demand)
 
@@ -157,7 +162,13 @@ class Candidate(Pool):
 
 @dataclass(frozen=True, kw_only=True)
 class Rejection(Pool):
-    """A pool that cannot run the job. `kind` groups like reasons; `excess` says how far a size or limit is exceeded."""
+    """A pool that cannot run the job.
+
+    Attributes:
+        kind: Short name of the reason. Rejections of one kind are counted together.
+        reason: The reason in full, with numbers.
+        excess: Ratio of the needed to the available memory, time or money. 0 for all other reasons.
+    """
 
     kind: str
     reason: str
@@ -165,7 +176,7 @@ class Rejection(Pool):
 
 
 def why_no_queue(queues: Mapping[str, QueueState], wanted: Pool, catalogue: Catalogue) -> str | None:
-    """Explain why no queue can run the pool, by the example of a queue of its market. Return None if one can."""
+    """Explain why no queue can run the pool, by the example of one queue. Return None if a queue can run it."""
     lacks = {name: why_unusable(queue, wanted, catalogue) for name, queue in queues.items()}
     if None in lacks.values():
         return None
@@ -176,7 +187,7 @@ def why_no_queue(queues: Mapping[str, QueueState], wanted: Pool, catalogue: Cata
 
 
 def short_queue_name(queue: str) -> str:
-    """Return a queue's name without the rest of its ARN."""
+    """Return a queue's name. `queue` is a name or an ARN."""
     return queue.rpartition("/")[2]
 
 
@@ -207,9 +218,9 @@ def why_unusable(queue: QueueState, wanted: Pool, catalogue: Catalogue) -> str |
 
 
 def _most_vcpus(queue: QueueState, instance_type: str) -> int | None:
-    """Return the vCPU limit of the largest compute environment that has the type; None if no limit is known.
+    """Return the largest vCPU limit of the compute environments that offer the type; None if a limit is unknown.
 
-    A job runs in one compute environment: a larger job stays RUNNABLE for ever.
+    AWS Batch runs a job in one compute environment. A job that needs more vCPUs than the limit stays RUNNABLE forever.
     """
     able = [one for one in queue.compute_environments if one.usable and accepts_type(one.instance_types, instance_type)]
     limits = [one.max_vcpus for one in able] or [queue.max_vcpus]
@@ -217,10 +228,10 @@ def _most_vcpus(queue: QueueState, instance_type: str) -> int | None:
 
 
 def accepts_type(listed: Sequence[str], instance_type: str) -> bool:
-    """Whether a compute environment that lists types has this one. An empty list accepts any type.
+    """Return whether a compute environment that lists the instance types `listed` can start `instance_type`.
 
-    An entry is a type, a family (g5) or the beginning of a name within a family (p4d.24, p4d.24*). "optimal" never
-    matches: AWS Batch then chooses types without GPUs.
+    An empty list accepts every type. An entry is a type (g5.xlarge), a family (g5), or a family with the beginning of a
+    size (p4d.24, p4d.24*). The entry "optimal" matches no type: AWS Batch then chooses types without GPUs.
     """
     return not listed or any(
         instance_type == one
@@ -232,12 +243,13 @@ def accepts_type(listed: Sequence[str], instance_type: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class JobProgress:
-    """Progress of a job before a plan.
+    """A job's progress at the time of a plan.
 
     Attributes:
-        done_steps: Steps of the newest commit, from which the next start resumes.
-        spent_usd: Money spent so far.
-        started_utc: Unix time of the first plan that led to a start; the deadline counts from it. None: not started.
+        done_steps: Steps contained in the newest commit, from which the job resumes.
+        spent_usd: Cost of the job so far.
+        started_utc: Unix time of the plan with which the job first started; the deadline counts from it. None if the
+            job has not started.
     """
 
     done_steps: int = 0
@@ -249,7 +261,7 @@ NO_PROGRESS = JobProgress()
 
 
 def read_progress(events: Sequence[Event]) -> JobProgress:
-    """Read the progress from a job's events, in any order. Raises LedgerError if the events contradict each other."""
+    """Compute a job's progress from its events, in any order. Raises LedgerError if they contradict each other."""
     ordered = sorted(events, key=lambda event: (event.t_wall, event.t_mono))
     generations = read_generations(ordered)
     if not generations:
@@ -266,8 +278,8 @@ def read_progress(events: Sequence[Event]) -> JobProgress:
     )
 
 
-# Bandwidth of one rank to an object store, and back: measured once, 1 GiB from shared memory to Swift on the same
-# machine (361 MiB/s). The node's network, shared by its ranks, may allow less.
+# Bandwidth between one rank and an object store, in either direction. Measured once: 1 GiB from shared memory to Swift
+# on the same machine (361 MiB/s). The node's network, which its ranks share, may allow less.
 TRANSFER_BYTES_PER_SECOND = 361 * 2**20
 # Node counts tried for `cluster.nodes: auto`: powers of two divide common batch sizes.
 AUTO_NODES = (1, 2, 4, 8)
@@ -285,18 +297,19 @@ NEVER_ENDS = "interrupted too often"
 NO_QUEUE = "no queue"
 
 
-# Expected run of one gang at a hazard; None if interruptions undo the work faster than it is done.
+# Computes the expected run from a hazard; None if interruptions undo the work faster than it is done.
 RunAt = Callable[[PoolHazard], ExpectedRun | None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanInputs:
-    """All inputs of a plan except the configuration.
+    """Everything that a plan depends on, except the configuration.
 
     Attributes:
-        now_utc: Unix time at which prices are judged.
-        history: Measurements of earlier jobs of the same store.
-        queues: AWS Batch queues, of which one must be able to run a pool. None: unknown, or the job does not use them.
+        now_utc: Unix time of the plan; prices are those in force at this time.
+        history: Interruptions and speeds that earlier jobs of the same store measured.
+        queues: AWS Batch queues by name; a pool that none of them can run is rejected. None if the job uses no queues,
+            or if they are unknown.
     """
 
     catalogue: Catalogue
@@ -312,16 +325,16 @@ class PlanInputs:
         return max(0, config.training.max_steps - self.progress.done_steps)
 
     def hours_left(self, config: RunConfig) -> float | None:
-        """Return the hours to the deadline, negative if it has passed; None without a deadline."""
+        """Return the hours until the deadline, negative if it has passed; None if the job has no deadline."""
         limit, started = config.cost.deadline_hours, self.progress.started_utc
         passed = 0.0 if started is None else (self.now_utc - started) / 3600
         return None if limit is None else limit - passed
 
 
 def judge_pools(config: RunConfig, sources: PlanInputs) -> Iterator[Candidate | Rejection]:
-    """Judge every pool that the configuration allows.
+    """Check every pool that the configuration allows, and yield a `Candidate` or a `Rejection` for each.
 
-    A spot pool is a zone that has a price. An on-demand pool is a region, or each zone of `cost.zones`.
+    On Spot, each zone with a price is a pool. On demand, each region is a pool, or each zone if `cost.zones` is set.
     """
     fingerprint = speed_fingerprint(config)
     for pool, kind in _sizes(config, sources.catalogue):
@@ -341,7 +354,7 @@ def feasible_pools(config: RunConfig, sources: PlanInputs) -> Iterator[Candidate
 
 
 def _sizes(config: RunConfig, catalogue: Catalogue) -> Iterator[tuple[Pool, InstanceType]]:
-    """Return all types, gang sizes and markets of the configuration, as pools without a place."""
+    """Yield each allowed pool without its region and zone, together with its instance type."""
     cluster = config.cluster
     most = max(AUTO_NODES) if cluster.max_nodes is None else cluster.max_nodes
     tried = [nodes for nodes in AUTO_NODES if nodes <= most]
@@ -380,7 +393,7 @@ def _judge_region(
 
 
 def _hazard(sources: PlanInputs, pool: Pool, kind: InstanceType) -> PoolHazard | None:
-    """Return the estimated hazard; None for a spot pool without an interruption band, which has no prior."""
+    """Estimate the pool's interruptions per hour. Return None for a spot pool that the spot advisor does not list."""
     failures = FAILURES_PER_GPU_HOUR * pool.ranks
     if pool.market != "spot":
         return PoolHazard(reclaims=None, failures_per_hour=failures, kind="estimated: machine failures as published")
@@ -397,9 +410,9 @@ def _hazard(sources: PlanInputs, pool: Pool, kind: InstanceType) -> PoolHazard |
 def _quotes(
     prices: PriceSource, kind: InstanceType, market: str, region: str, wanted: Sequence[str]
 ) -> list[tuple[str | None, Quote | None]]:
-    """Return (zone, quote) pairs of the type in the region.
+    """Return (zone, quote) pairs, one for each zone of the region.
 
-    A quote of None means that the zone has no price; zone and quote None, that the whole region has none.
+    A zone without a price has the quote None. The only pair (None, None) means that the whole region has no price.
     """
     if market == "on_demand":
         quote = prices.on_demand(kind, region)
@@ -416,7 +429,7 @@ def _quotes(
 
 
 def _cannot_run(config: RunConfig, pool: Pool, kind: InstanceType) -> tuple[Any, ...] | None:
-    """Return (kind, reason) if market, backend or GPU rule the pool out; None otherwise."""
+    """Check market, backend and GPU. Return the kind and reason of a rejection, or None if the pool passes."""
     cluster, gpu = config.cluster, kind.gpu
     mixed = config.fsdp.use_mixed_precision
     if cluster.market not in ("auto", pool.market):
@@ -474,7 +487,7 @@ def _estimate_work(
         fingerprint=fingerprint,
     )
     samples = micro_batch(config, pool.ranks)
-    assert speed is not None and samples is not None  # _cannot_run and _does_not_fit saw to it
+    assert speed is not None and samples is not None  # checked by _cannot_run and _does_not_fit
     steps = sources.steps_left(config)
     return RemainingWork(
         steps=steps,
@@ -499,7 +512,7 @@ def _carry_seconds(config: RunConfig, shape: ModelShape, kind: InstanceType, poo
 
 
 def _token_bytes(config: RunConfig, shape: ModelShape, steps: int) -> float:
-    """Return the most that a node reads: all tokens of the remaining steps once. 0 for a user's workload: unknown."""
+    """Return the most bytes of tokens that one node reads in all remaining steps; 0 for a user's workload (unknown)."""
     if config.workload is not None:
         return 0.0
     width = 1 if config.model.vocab_size <= 2**8 else 2 if config.model.vocab_size <= 2**16 else 4
@@ -516,7 +529,7 @@ def _judge_place(
     hazard: PoolHazard,
     expected: ExpectedRun | None,
 ) -> Candidate | Rejection:
-    """Return the pool with its expected cost, or its rejection if it would never finish or miss the deadline."""
+    """Compute the pool's expected cost, or reject it if the job would never finish or would miss the deadline."""
     if expected is None:
         reason = f"{hazard.per_hour:.3g} interruptions per hour ({hazard.kind}) undo more than an hour's work"
         return _rejection(pool, NEVER_ENDS, reason)
@@ -578,6 +591,6 @@ def _judge_place(
 
 
 def _daly_steps(work: RemainingWork, hazard: PoolHazard) -> int:
-    """Return Daly's interval in steps: at least one, at most all remaining steps."""
+    """Return Daly's optimal number of steps between checkpoints: at least one, at most all remaining steps."""
     steps = daly_interval_seconds(work.save_seconds, hazard.per_hour) / work.speed.step_seconds
     return max(1, round(min(steps, max(1, work.steps))))

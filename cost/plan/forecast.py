@@ -1,26 +1,31 @@
-"""Forecast what finishing the remaining work in a pool takes: expected hours, interruptions, and their quantiles.
+"""Forecast the hours and the interruptions of a job's remaining work in one pool, as means and as quantiles.
 
-Expected values, solved together because losses lengthen the exposure:
+Means. Lost time exposes the job to further interruptions, so hours and interruptions are solved together:
 
     hours per node  = start + work × (1 + stall / τ) + interruptions × (τ / 2 + exposed + detect + restart + reload)
     interruptions   = hazard × hours
     dollars         = price × nodes × hours + storage + requests + transfer
 
-τ is the training time between two checkpoints. An interruption falls on average into its middle (first order in
-τ × hazard: Young 1974, Daly 2006). `exposed` is the time from the staging of a checkpoint until it is durable. Waits
-for capacity after a reclaim count towards the deadline, but not towards the bill.
+τ is the training time between two checkpoints, and `stall` the time for which a checkpoint stops training. An
+interruption undoes τ / 2 of training on average (first order in τ × hazard: Young 1974, Daly 2006). It also costs
+`exposed`, the time from the staging of a checkpoint until it is durable, and the times to detect the failure, to
+restart the job and to reload the checkpoint. Waits for capacity after a reclaim count towards the deadline, but not
+towards the bill.
 
-Hazard. The spot advisor's band is the share of a type's spot capacity that was reclaimed in the trailing month. Read
-as the probability p of losing one instance within a month of 730 hours, it gives −ln(1 − p) / 730 per hour. The band
-is an average over a month and all zones, so it is only the mean of a prior with very little weight: the history of own
-jobs moves it at once (`ebbflow.cost.job_history`). The interruptions of a gang's pool come together and count once, not
-once per node. Machine failures are independent, so they grow with the number of GPUs, in either market.
+Hazard: the expected interruptions per hour. The AWS spot advisor publishes bands for the share of a type's spot
+capacity that was reclaimed in the past month. With this share read as the probability p of losing one instance within a
+month of 730 hours, the hazard is −ln(1 − p) / 730 per hour. The band is an average over a month and all zones. It is
+therefore only the mean of a prior with very little weight, which measurements of the user's own jobs soon outweigh
+(`ebbflow.cost.job_history`). A pool is reclaimed as a whole, so the hazard does not grow with the number of nodes.
+Machine failures are independent, so they grow with the number of GPUs, in either market.
 
-Quantiles come from a Monte Carlo simulation with a fixed seed. Three things vary: interruptions are Poisson arrivals
-at an uncertain hazard (`GammaHazard`; the mixture is a negative binomial), each of which loses a uniform part of the
-checkpoint interval plus detection, restart and reload; after a reclaim the gang waits for capacity; and the speed is
-wrong by a factor. The waits were recorded in nine zones, one V100 each, in 2023, for jobs that stay in their zone.
-Other types and years differ.
+Quantiles come from a Monte Carlo simulation with a fixed seed, in which three things vary:
+
+- Interruptions are Poisson arrivals at an uncertain hazard (`GammaHazard`; the mixture is a negative binomial). Each
+  undoes a uniformly distributed part of the checkpoint interval and costs the fixed times above.
+- After each reclaim the job waits for capacity. These waits were recorded in 2023 in nine zones, one V100 each, for
+  jobs that stay in their zone. Other instance types and years differ.
+- The speed differs from its estimate by a lognormal factor.
 """
 
 from __future__ import annotations
@@ -45,19 +50,19 @@ BAND_SHARE = (0.025, 0.075, 0.125, 0.175, 0.25)
 # 419 unexpected interruptions in 54 days on 16,384 H100: Grattafiori et al. 2024, "The Llama 3 Herd of Models",
 # section 3.3.4.
 FAILURES_PER_GPU_HOUR = 419 / (54 * 24 * 16384)
-# Weight of the band, in observed interruptions. Of 1, 0.01 and 0.001 the last has by far the highest likelihood for
-# the losses in nine zones (V100, 2023; each day given the days before): pools are reclaimed a thousand times as often
-# as their band says, or hardly ever.
+# Weight of the band as a number of observed interruptions. Of 1, 0.01 and 0.001, the last has by far the highest
+# likelihood for the reclaims in nine zones (V100, 2023; each day given the days before): pools are reclaimed a thousand
+# times as often as their band suggests, or hardly ever.
 PRIOR_WEIGHT = 0.001
 
 
 def reclaim_prior(band: int) -> GammaHazard:
-    """Return the prior of the reclaim hazard of a spot pool in this band."""
+    """Return the prior distribution of a spot pool's reclaims per hour, given its spot advisor band (0 to 4)."""
     return GammaHazard.from_prior(reclaim_hazard_per_hour(band), weight=PRIOR_WEIGHT)
 
 
 def reclaim_hazard_per_hour(band: int) -> float:
-    """Return the reclaims per hour of a spot pool in this band. Raises IndexError for an unknown band."""
+    """Convert a spot advisor band (0 to 4) to expected reclaims per hour. Raises IndexError for an unknown band."""
     return -math.log1p(-BAND_SHARE[band]) / HOURS_PER_MONTH
 
 
@@ -76,14 +81,15 @@ MEAN_WAIT_HOURS = sum(WAIT_HOURS) / len(WAIT_HOURS)
 
 @dataclass(frozen=True, kw_only=True)
 class ForecastInputs:
-    """Inputs of the forecast of a job in one pool, except its price.
+    """Inputs of the forecast of a job in one pool, except prices.
 
     Attributes:
-        start_hours: Duration of the first start.
-        work_hours: Training and checkpoints without interruptions.
-        fixed_lost_hours: Paid loss per interruption, without the redone work.
-        interval_hours: Checkpoint interval; an interruption redoes a uniform part of it.
-        reclaims: None for on-demand, where only machines fail.
+        start_hours: Paid hours of the first start.
+        work_hours: Hours of training and checkpoints without any interruption.
+        fixed_lost_hours: Paid hours that each interruption costs, without the training that must be repeated.
+        interval_hours: Training time between checkpoints. Each interruption repeats a uniformly distributed part of it.
+        reclaims: Distribution of the reclaims per hour; None for on-demand, where only machines fail.
+        failures_per_hour: Expected machine failures per hour of all nodes.
         speed_log_deviation: Standard deviation of the log of the speed.
     """
 
@@ -102,9 +108,10 @@ class ForecastInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class ForecastQuantiles:
-    """Simulated quantiles of the job's hours (waits included) and dollars, and the probability of meeting the deadline.
+    """Median and 90 % quantile of the simulated hours (including waits for capacity) and dollars.
 
-    deadline_probability is None without a deadline.
+    Attributes:
+        deadline_probability: Share of the simulated runs that meet the deadline; None without a deadline.
     """
 
     p50_hours: float
@@ -117,11 +124,12 @@ class ForecastQuantiles:
 def forecast_quantiles(
     case: ForecastInputs, *, gang_usd_per_hour: float, other_usd: float, hours_left: float | None
 ) -> ForecastQuantiles:
-    """Simulate the job and return its quantiles.
+    """Simulate a job in one pool, and return the quantiles of its hours and dollars.
 
     Args:
-        other_usd: Cost that does not depend on the hours.
-        hours_left: Hours to the deadline; None without one.
+        gang_usd_per_hour: Price of all nodes.
+        other_usd: Cost of storage and transfer, the same in every simulated run.
+        hours_left: Hours until the deadline; None without a deadline.
     """
     drawn = simulate_runs(case)
     return ForecastQuantiles(
@@ -134,7 +142,7 @@ def forecast_quantiles(
 
 
 def _quantile(draws: numpy.ndarray, share: float) -> float:
-    """Return the smallest draw that at least this share of the draws does not exceed."""
+    """Return the smallest draw such that at least `share` of all draws are not larger."""
     import numpy
 
     index = math.ceil(share * len(draws)) - 1
@@ -143,7 +151,12 @@ def _quantile(draws: numpy.ndarray, share: float) -> float:
 
 @dataclass(frozen=True)
 class SimulatedRuns:
-    """Simulated runs of one job, shape [draws]: paid hours per node, and hours including the waits."""
+    """Simulated runs of one job.
+
+    Attributes:
+        paid_hours: Paid hours per node, [draws].
+        hours: Paid hours plus unpaid waits for capacity, [draws].
+    """
 
     paid_hours: numpy.ndarray
     hours: numpy.ndarray
@@ -151,7 +164,7 @@ class SimulatedRuns:
 
 @cache
 def _standard_draws() -> tuple[numpy.ndarray, numpy.ndarray]:
-    """Return standard normal draws: stratified ones for the speed, independent ones for the losses."""
+    """Return two arrays [draws] of standard normal draws: stratified for the speed, independent for the lost time."""
     from statistics import NormalDist
 
     import numpy
@@ -163,7 +176,7 @@ def _standard_draws() -> tuple[numpy.ndarray, numpy.ndarray]:
 
 
 def simulate_runs(case: ForecastInputs) -> SimulatedRuns:
-    """Simulate `DRAWS` runs of the job. The same inputs give the same draws."""
+    """Simulate `DRAWS` runs of a job. Equal inputs give equal results, because the seed is fixed."""
     import numpy
 
     speeds, losses = _standard_draws()
@@ -185,20 +198,30 @@ def simulate_runs(case: ForecastInputs) -> SimulatedRuns:
 def _counts(
     chance: numpy.random.Generator, undisturbed: numpy.ndarray, case: ForecastInputs, belief: GammaHazard | None
 ) -> numpy.ndarray:
-    """Draw reclaims: Poisson at a hazard drawn from its distribution, over a time that the reclaims lengthen."""
+    """Draw the number of reclaims of each simulated run, [draws].
+
+    Each run draws a hazard from `belief`, and then a Poisson number of reclaims. The exposed time includes the time
+    that reclaims cost.
+
+    Args:
+        belief: Distribution of the reclaims per hour; None for on-demand, which has no reclaims.
+    """
     import numpy
 
     if belief is None:
         return numpy.zeros(len(undisturbed), dtype=numpy.int64)
     hazard = chance.gamma(belief.shape, 1.0 / belief.hours, size=len(undisturbed))
     each = case.fixed_lost_hours + case.interval_hours / 2
-    # A hazard that leaves less than a tenth of the time for work: cap the stretch at ten times.
+    # Where interruptions leave less than a tenth of the time for work, count the run as ten times as long.
     stretch = 1.0 / numpy.maximum(0.1, 1.0 - hazard * each)
     return chance.poisson(numpy.minimum(hazard * undisturbed * stretch, _MOST_INTERRUPTIONS))
 
 
 def _waits(chance: numpy.random.Generator, reclaims: numpy.ndarray) -> numpy.ndarray:
-    """Draw the sum of the waits after each draw's reclaims. Beyond 64 reclaims, 64 drawn waits are scaled up."""
+    """Draw the hours that each simulated run waits for capacity after its reclaims, [draws].
+
+    A run with more than 64 reclaims draws 64 waits, and their sum is scaled up.
+    """
     import numpy
 
     some = numpy.minimum(reclaims, _WAITS_DRAWN)
@@ -218,13 +241,17 @@ SAVE_OVERHEAD_SECONDS = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class RemainingWork:
-    """Remaining work of the job on a gang of one type and size, in any place.
+    """A job's remaining work on one instance type and number of nodes, in any region and zone.
 
     Attributes:
+        steps: Remaining optimizer steps.
         samples: Samples per rank and micro-batch.
-        save_seconds: Stall of training per checkpoint.
-        carry_seconds: Time until a checkpoint is durable, or restored.
-        restores_first: The job resumes from a commit.
+        fit: Memory that the job needs per GPU.
+        save_seconds: Time for which one checkpoint stops training.
+        carry_seconds: Time to upload one rank's share of a checkpoint to the store, or to download it.
+        commit_bytes: Size of one checkpoint of all ranks.
+        token_bytes: Most bytes of training data that one node reads; 0 if unknown.
+        restores_first: Whether the job begins by restoring a commit.
     """
 
     steps: int
@@ -244,7 +271,13 @@ class RemainingWork:
 
 @dataclass(frozen=True, kw_only=True)
 class PoolHazard:
-    """Hazard of a gang in one pool. reclaims is None for on-demand; kind says how the hazard is known."""
+    """Expected interruptions per hour of a job in one pool.
+
+    Attributes:
+        reclaims: Distribution of the reclaims per hour; None for on-demand.
+        failures_per_hour: Expected machine failures per hour of all nodes.
+        kind: How the hazard is known, in words.
+    """
 
     reclaims: GammaHazard | None
     failures_per_hour: float
@@ -257,7 +290,15 @@ class PoolHazard:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpectedRun:
-    """Expected run of the job at one hazard: interruptions and hours, without money. paid_hours is per node."""
+    """Expected course of a job's remaining work at one hazard, without prices.
+
+    Attributes:
+        case: Inputs of the Monte Carlo forecast.
+        interval_seconds: Training time between two checkpoints.
+        interruptions: Expected number of interruptions.
+        paid_hours: Expected paid hours per node.
+        expected_hours: `paid_hours` plus expected waits for capacity.
+    """
 
     case: ForecastInputs
     interval_seconds: float
@@ -271,7 +312,11 @@ def save_seconds(shape: ModelShape, ranks: int) -> float:
 
 
 def expect_run(config: RunConfig, work: RemainingWork, hazard: PoolHazard) -> ExpectedRun | None:
-    """Solve the equations of the module. Return None if interruptions undo work faster than it is done."""
+    """Compute the expected hours and interruptions by the equations in this module's docstring.
+
+    Returns:
+        None if interruptions undo the work faster than it is done.
+    """
     interval = interval_seconds(config, work, hazard.per_hour)
     undisturbed = work.seconds * (1 + work.save_seconds / interval) / 3600
     start_seconds = config.cluster.expected_start_seconds
@@ -301,7 +346,10 @@ def expect_run(config: RunConfig, work: RemainingWork, hazard: PoolHazard) -> Ex
 
 
 def interval_seconds(config: RunConfig, work: RemainingWork, hazard_per_hour: float) -> float:
-    """Return the training time between checkpoints by `checkpoint.interval`: at least one step, at most all work."""
+    """Return the training time between two checkpoints for the configured `checkpoint.interval`.
+
+    The result is at least one step and at most all remaining work.
+    """
     saves, step = config.checkpoint, work.speed.step_seconds
     wanted = {
         "steps": saves.interval_steps * step,

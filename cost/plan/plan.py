@@ -1,11 +1,11 @@
-"""Rank the pools that can run a job, and decide whether the job may start: `make_plan`.
+"""Rank the pools that can run a job, and decide whether the job may start.
 
-Every pool that the configuration allows is either ranked by expected dollars or rejected with its reason. The plan is
-refused if no pool can run the job, if none meets the deadline, or if the cheapest exceeds the budget. A refusal shows
-its arithmetic and the smallest changes of the configuration that would lift it.
+`make_plan` checks every pool that the configuration allows: a pool is ranked by its expected dollars, or rejected with
+the reason. The plan is refused if no pool can run the job, if no pool meets the deadline, or if the cheapest pool
+exceeds the budget. A refusal shows the numbers and the smallest changes of the configuration that would lift it.
 
-A local run has no pool. It is planned as for Kubernetes, which runs either market on any number of nodes, and priced
-as if it ran on the chosen pool (`simulated`).
+A local run needs no pool. Its plan is made as for Kubernetes, which allows both markets and any number of nodes, and
+the run is priced as if it ran in the chosen pool (`simulated`).
 """
 
 from __future__ import annotations
@@ -52,22 +52,25 @@ OVER_BUDGET = "over the budget"
 
 
 def reserve_usd(config: RunConfig, pool: Candidate) -> float:
-    """Return the gang's price for `checkpoint.deadline_seconds`, reserved for the last checkpoint and the drain."""
+    """Return the dollars kept for the last checkpoint: the price of all nodes for `checkpoint.deadline_seconds`."""
     return pool.gang_usd_per_hour * config.checkpoint.deadline_seconds / 3600
 
 
 def needed_usd(config: RunConfig, sources: PlanInputs, pool: Candidate) -> float:
-    """Return the budget that the whole job needs if it continues in this pool."""
+    """Return the budget that the whole job needs, in dollars, if it continues in this pool."""
     return sources.progress.spent_usd + pool.expected_usd + reserve_usd(config, pool)
 
 
 def split_by_budget(
     config: RunConfig, sources: PlanInputs, ranked: Sequence[Candidate]
 ) -> tuple[list[Candidate], list[Rejection]]:
-    """Split pools into those within the budget, in their order, and rejections.
+    """Split ranked pools into those within the budget, in their order, and rejections of all others.
 
-    If no pool is within the budget, return all of them, cheapest first, so that the refusal can name a sufficient one.
-    The pool with the least expected cost may exceed the budget: the reserve of a fast, expensive gang is larger.
+    If no pool is within the budget, return all pools and no rejections. The pool that needs the smallest budget then
+    comes first, so that the refusal can name it.
+
+    A pool with the lowest expected cost can exceed the budget although another pool does not: the amount reserved for
+    the last checkpoint is larger for a faster, more expensive gang.
     """
     budget = config.cost.budget_usd
     if budget is None:
@@ -92,7 +95,7 @@ def _rejection(config: RunConfig, sources: PlanInputs, pool: Candidate) -> Rejec
 
 
 def budget_hint(config: RunConfig, sources: PlanInputs, cheapest: Candidate, needed_usd: float) -> str:
-    """Suggest a sufficient budget, or the number of steps that this budget buys."""
+    """Suggest a sufficient budget (`needed_usd`), or a number of steps that the configured budget pays for."""
     enough = math.ceil(needed_usd * 100) / 100
     hint = f"set cost.budget_usd to {enough:.2f} or more"
     left = sources.steps_left(config)
@@ -112,22 +115,27 @@ _SHARES = (1.0, 1.01, 1.05, 1.25, 1.5, 2.0)
 
 
 def _usd_on(pool: Candidate, config: RunConfig, sources: PlanInputs) -> float:
-    """Return the budget that the job needs in the pool's region on its type; infinite if it cannot run there."""
+    """Return the budget that the job needs on the pool's instance type and region; infinite if it cannot run there."""
     config = _changed(config, "cluster", instance_types=[pool.instance_type])
     config = _changed(config, "cost", regions=[pool.region])
     return min((needed_usd(config, sources, one) for one in feasible_pools(config, sources)), default=math.inf)
 
 
 def cheapest_without_deadline(config: RunConfig, sources: PlanInputs) -> Candidate | None:
-    """Return the pool that needs the least budget if the deadline is ignored."""
+    """Return the pool that needs the smallest budget if the deadline is ignored; None if no pool can run the job."""
     unlimited = feasible_pools(_changed(config, "cost", deadline_hours=None), sources)
     return min(unlimited, key=lambda one: needed_usd(config, sources, one), default=None)
 
 
 def fastest_without_deadline(config: RunConfig, sources: PlanInputs) -> tuple[Candidate, float]:
-    """Return the fastest pool within the budget, ignoring the deadline, and the hours of the fastest pool of all.
+    """Find the fastest pools if the deadline is ignored.
 
-    If no pool is within the budget, return the one that needs the least. Raises ValueError if no pool can run the job.
+    Returns:
+        The fastest pool within the budget, and the expected hours of the fastest pool at any price. If no pool is
+        within the budget, the pool that needs the smallest budget, and the same hours.
+
+    Raises:
+        ValueError: No pool can run the job.
     """
     every = sorted(
         feasible_pools(_changed(config, "cost", deadline_hours=None), sources), key=lambda one: one.expected_usd
@@ -139,7 +147,7 @@ def fastest_without_deadline(config: RunConfig, sources: PlanInputs) -> tuple[Ca
 
 
 def sufficient_hours(sources: PlanInputs, pool: Candidate) -> float:
-    """Return the deadline, counted from the job's start, that the pool is expected to meet."""
+    """Return a value for `cost.deadline_hours`, counted from the job's start, that the pool is expected to meet."""
     started = sources.progress.started_utc
     return pool.expected_hours + (0.0 if started is None else (sources.now_utc - started) / 3600)
 
@@ -149,14 +157,14 @@ def later_deadline_hint(hours: float) -> str:
 
 
 def deadline_hint(config: RunConfig, sources: PlanInputs, hours: float) -> str:
-    """Suggest a sufficient deadline (`hours`, from `sufficient_hours`), or more nodes."""
+    """Suggest a deadline of `hours`, or a larger number of nodes that meets the configured deadline."""
     hint = later_deadline_hint(hours)
     better = next((text for text, changed in _larger(config) if any(feasible_pools(changed, sources))), None)
     return f"{hint}, or {better}" if better else hint
 
 
 def capacity_hint(config: RunConfig, sources: PlanInputs, rejected: tuple[Rejection, ...]) -> str:
-    """Suggest the first small change of the configuration with which some pool can run the job."""
+    """Suggest the first small change of the configuration that allows at least one pool to run the job."""
     if not rejected:
         families = sorted({kind.name.split(".")[0] for kind in sources.catalogue.types})
         return f"cluster.instance_types may name any of {', '.join(families)}, or stay empty for all"
@@ -236,10 +244,14 @@ def _changed(config: RunConfig, section: str, **values: object) -> RunConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRefusal:
-    """Why the job must not start: its outcome, the arithmetic as `message`, and a sufficient change as `hint`.
+    """The reason why a job must not start.
 
     Attributes:
-        enough: Least sufficient value of the exceeded limit, in dollars or hours; None if no limit is exceeded.
+        outcome: Deadline exceeded, budget exceeded, or no capacity.
+        message: The numbers that led to the refusal.
+        hint: A change of the configuration that would allow the job.
+        enough: Smallest sufficient deadline in hours or budget in dollars, whichever is exceeded; None if there is no
+            capacity.
     """
 
     outcome: Outcome
@@ -254,7 +266,7 @@ def find_refusal(
     ranked: list[Candidate],
     rejected: tuple[Rejection, ...],
 ) -> PlanRefusal | None:
-    """Return the refusal, or None if the job may start on `ranked[0]`. ranked: ordered by `split_by_budget`."""
+    """Return the reason why the job must not start in `ranked[0]`, the result of `split_by_budget`; None if it may."""
     if ranked:
         return _over_budget(config, sources, ranked[0])
     late = [rejection for rejection in rejected if rejection.kind == MISSES_DEADLINE]
@@ -303,16 +315,16 @@ def _nothing_fits(config: RunConfig, rejected: tuple[Rejection, ...]) -> str:
 
 
 def _distance(rejection: Rejection) -> tuple[int, float]:
-    """Sort key for how close a pool is to running the job.
+    """Return the key that sorts rejections, those closest to running the job first.
 
-    Pools that lack only a queue or a price come first, then pools that are too small, then all others.
+    Pools without a queue or a price come first, then pools with too little memory, then all others.
     """
     wanting = (NO_QUEUE, HAZARD_UNKNOWN, NO_SPOT_PRICE, NO_ON_DEMAND_PRICE, ELSEWHERE, "does not fit")
     return wanting.index(rejection.kind) if rejection.kind in wanting else len(wanting), rejection.excess
 
 
 def plan_notes(config: RunConfig, sources: PlanInputs) -> tuple[str, ...]:
-    """Return the assumptions and omissions of the plan that apply to this configuration."""
+    """Return sentences that name the assumptions of the plan and the costs that it leaves out."""
     regions, rates = config.cost.regions, sources.rates
     lines = [f"storage, requests and transfer: {RATES_KIND}; NAT, logs, taxes, credits and Savings Plans are left out"]
     lacking = [region for region in regions if region not in rates.regions]
@@ -347,22 +359,23 @@ RANKED = "ranked"
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The decision on a job, with every pool that was considered. Amounts are floats: a plan is an estimate.
+    """The result of planning a job: every pool that was considered, and whether the job may start.
 
     Attributes:
-        made_utc: Unix time of the plan.
-        started_utc: Unix time of the job's first plan, from which the deadline counts.
-        simulated: The run is only priced as if it ran on the chosen pool.
-        steps, tokens: Remaining work; tokens counted in weight_unit.
-        done_steps, spent_usd: Work and money before this plan.
-        fingerprint: See `ebbflow.cost.plan.throughput.speed_fingerprint`.
-        reserve_usd: Price of the last checkpoint, reserved from the budget.
-        prices: Lines on the origin and the age of the prices.
-        notes: Assumptions and omissions.
-        ranked: Cheapest first.
-        counts: Pools by kind; complete even if the lists are cut.
-        on_demand: Quoted dollars per hour of all allowed types in the chosen pool's region, for the case that AWS
-            starts another machine than planned.
+        started_utc: Unix time from which the deadline counts, that of the plan with which the job first started.
+        simulated: Whether the job runs on this machine and is only priced as if it ran in the chosen pool.
+        steps, tokens: Remaining work; `tokens` counts units of `weight_unit`.
+        done_steps, spent_usd: Steps and dollars before this plan.
+        interval: The checkpoint interval, in words.
+        fingerprint: Hash of the settings that decide the speed (`throughput.speed_fingerprint`).
+        reserve_usd: Part of the budget that is kept for the last checkpoint.
+        prices: Sentences about the origin and the age of the prices.
+        notes: Sentences about assumptions and omitted costs.
+        ranked: Pools that can run the job, cheapest first.
+        counts: Number of rejections by kind, and of ranked pools under `RANKED`. It is complete even if the lists are
+            cut.
+        on_demand: On-demand dollars per hour by instance type in the chosen pool's region, in case AWS starts another
+            type than planned.
     """
 
     made_utc: float
@@ -391,16 +404,20 @@ class Plan:
     def chosen(self) -> Candidate | None:
         """The cheapest pool that keeps deadline and budget.
 
-        If no pool keeps the budget (`refusal` says so), the pool that needs the least money; None if no pool can run
-        the job in time.
+        If no pool keeps the budget, the pool that needs the smallest budget; `refusal` then says so. None if no pool
+        can run the job in time.
         """
         return self.ranked[0] if self.ranked else None
 
     def terms(self, *, spent_usd: float = 0.0, last_notified_threshold: float = 0.0) -> Terms:
-        """Return the money terms for training. Raises PlanError if the plan has no pool.
+        """Return the price, budget and deadline that apply to training.
 
         Args:
             spent_usd: Cost of earlier attempts.
+            last_notified_threshold: Largest share of the budget that earlier attempts reported as reached; 0 if none.
+
+        Raises:
+            PlanError: The plan has no pool.
         """
         if self.chosen is None:
             raise PlanError(f"a plan without a pool has no price: {self.refusal.message if self.refusal else ''}")
@@ -417,11 +434,14 @@ class Plan:
         )
 
     def as_simulated(self) -> Plan:
-        """Return the plan for a run on this machine, priced as if it ran on the chosen pool."""
+        """Return a copy of the plan for a run on this machine, priced as if it ran in the chosen pool."""
         return replace(self, simulated=True)
 
     def brief(self) -> Plan:
-        """Return the plan cut to its best pools and the nearest miss of each kind, small enough for an event."""
+        """Return a copy that is small enough for an event.
+
+        It has the best pools, and of each kind of rejection the pool that is closest to running the job.
+        """
         nearest: dict[str, Rejection] = {}
         for one in self.rejected:
             if one.kind not in nearest or one.excess < nearest[one.kind].excess:
@@ -429,13 +449,13 @@ class Plan:
         return replace(self, ranked=self.ranked[:KEPT_POOLS], rejected=tuple(nearest.values()))
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain JSON. `kinds` says how each kind of figure is known."""
+        """Return the plan as JSON data. The key `kinds` describes how each figure is known."""
         chosen = None if self.chosen is None else asdict(self.chosen)
         return {"schema": SCHEMA, **asdict(self), "chosen": chosen, "kinds": figure_kinds()}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Plan:
-        """Read the result of `to_json`. Raises PlanError for another schema."""
+        """Build a plan from the result of `to_json`. Raises PlanError if it has another schema."""
         if data.get("schema") != SCHEMA:
             made = f"the plan is of schema {data.get('schema')!r}, this version reads {SCHEMA}"
             raise PlanError(f"{made}: start a new run of the job, which plans anew and goes on from the last commit")
@@ -450,7 +470,7 @@ class Plan:
 
 
 def figure_kinds() -> dict[str, str]:
-    """Return for each figure of a candidate how it is known."""
+    """Return how each figure of a candidate is known (such as "estimated"), by the figure's name."""
     on_demand = ", ".join(f"{day}, {region}" for region, day in on_demand_recorded().items())
     return {"on_demand_usd_per_hour": f"recorded {on_demand}", **_KINDS}
 
@@ -479,18 +499,22 @@ def make_plan(
     progress: JobProgress = NO_PROGRESS,
     queues: Mapping[str, QueueState] | None = None,
 ) -> Plan:
-    """Rank every pool that `config` allows and decide whether the job may start. A pure function of its inputs.
+    """Rank every pool that `config` allows, and decide whether the job may start.
+
+    The result depends on the arguments only.
 
     Args:
-        now_utc: Unix time at which prices are judged.
-        simulated: The run stays on this machine; always true if nothing else is planned for.
-        shape: None: the shape of the built-in model.
-        prices: From `cost.prices.source.open_prices`. None: the static table.
-        progress: Work that is done; only the rest is planned.
-        queues: Reject pools that none of these AWS Batch queues can run. None: no such limit.
+        now_utc: Unix time of the plan; prices are those in force at this time.
+        catalogue: None means the shipped tables.
+        simulated: Whether the job runs on this machine. The backend `local` implies it.
+        shape: Size of the model. None means the built-in model.
+        prices: From `cost.prices.source.open_prices`. None means the static table.
+        history: Measurements of earlier jobs. None means that there are none.
+        progress: Work that the job has already done. Only the rest is planned.
+        queues: AWS Batch queues by name; pools that none of them can run are rejected. None means no such limit.
 
     Raises:
-        CatalogueError: A shipped table is bad.
+        CatalogueError: A shipped table has an invalid entry.
     """
     sources = PlanInputs(
         catalogue=load_catalogue() if catalogue is None else catalogue,
@@ -529,7 +553,7 @@ def make_plan(
 
 
 def _divided(config: RunConfig, sources: PlanInputs) -> tuple[list[Candidate], tuple[Rejection, ...]]:
-    """Return the pools that can run the job, cheapest first, the best with a forecast; and the rejected pools."""
+    """Return the ranked pools, cheapest first, and the rejected pools. The best pools have a forecast."""
     found = list(judge_pools(config, sources))
     ranked = sorted((one for one in found if isinstance(one, Candidate)), key=_rank)
     ranked, over = split_by_budget(config, sources, ranked)
@@ -557,7 +581,7 @@ def _interval_text(config: RunConfig) -> str:
 
 
 def with_outlook(one: Candidate, hours_left: float | None) -> Candidate:
-    """Add the quantiles of hours and dollars to a pool."""
+    """Return a copy of the pool with the forecast of its hours and dollars."""
     other = one.storage_usd + one.transfer_usd
     ahead = forecast_quantiles(
         one.case, gang_usd_per_hour=one.gang_usd_per_hour, other_usd=other, hours_left=hours_left

@@ -1,28 +1,29 @@
-"""Estimate the memory per GPU and the tokens per second of a gang.
+"""Estimate the memory per GPU and the tokens per second of a gang (all ranks of a job).
 
 Memory is a sum of named parts in bytes, so that a refusal can show its arithmetic. `ebbflow.infra.footprint.rank_bytes`
-knows the moments of a step:
+computes the parts at the peak of a step:
 
-- parameters: float32, also under mixed precision, where the float32 shards are the master weights. bfloat16 exists
-  only in gathered units (FSDP2's MixedPrecisionPolicy) or autocast copies (DDP).
+- parameters: float32, also under mixed precision, where the float32 shards are the master weights. bfloat16 exists only
+  in gathered units (FSDP2's MixedPrecisionPolicy) or autocast copies (DDP).
 - optimizer: AdamW's two float32 moments. gradients: float32, at their peak.
-- Parameters, gradients and optimizer are divided by the ranks that share one copy: all ranks with fsdp2, those of a
-  shard or node with hsdp. `fsdp.cpu_offload` keeps them in host memory instead.
-- unsharded: what FSDP2 and HSDP gather, and gradients that are not reduced yet (`infra.footprint.gathered_bytes`).
-  DDP: autocast's bfloat16 copies, and buckets if gradients are no views of them.
-- activations, logits: per sample, from `infra.footprint`. Attention is fused and keeps no matrix of length × length.
-  `parallel.recompute` keeps only a share of the activations. Loss and log-probabilities stay float32.
+- Parameters, gradients and optimizer are divided by the number of ranks that share one copy of the model: all ranks
+  with fsdp2, those of a shard or a node with hsdp. `fsdp.cpu_offload` keeps them in host memory instead.
+- unsharded: with FSDP2 and HSDP, gathered parameters and gradients that are not yet reduced
+  (`infra.footprint.gathered_bytes`). With DDP, autocast's bfloat16 copies, and gradient buckets unless gradients are
+  views of them.
+- activations, logits: per sample, from `infra.footprint`. Attention is fused and stores no matrix of length × length.
+  `parallel.recompute` stores only a share of the activations. Loss and log-probabilities stay float32.
 
-A step takes as long as the longest of four bounds:
+The duration of a step is the longest of four lower bounds:
 
-- compute: flops of the step / (GPUs × dense peak × MFU prior).
+- compute: FLOPs of the step / (GPUs × dense peak × MFU prior).
 - network: bytes that each node exchanges per step / its sustained bandwidth, perfectly overlapped with compute.
 - host: with offloading, bytes that each rank moves between host and GPU per step / the bandwidth of PCIe.
-- launch: the host starts every kernel, which limits a narrow model on a fast GPU.
+- launch: host time to launch all kernels, which limits a narrow model on a fast GPU.
 
-Real steps are slower than their largest bound; the MFU prior covers that in the usual case. If the job history has a
-measured speed of the same configuration, it replaces the estimate. A speed measured on another gang is scaled by the
-ratio of the two estimates, so that errors common to both cancel.
+Real steps are slower than their longest bound; the MFU prior usually accounts for this. A speed that the job history
+measured for the same configuration replaces the estimate. A speed measured on another gang is scaled by the ratio of
+the two estimates, so that errors common to both cancel.
 """
 
 from __future__ import annotations
@@ -60,7 +61,12 @@ HOST_SHARE = 0.925
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryFit:
-    """Bytes per GPU at the peak of a step, by content; `total` is their sum."""
+    """Memory per GPU at the peak of a step, in bytes by content.
+
+    Attributes:
+        unsharded: Gathered parameters and gradients that are not yet reduced.
+        allowance: CUDA context, library buffers and fragmentation.
+    """
 
     parameters: int
     gradients: int
@@ -88,7 +94,11 @@ def gib_text(size: int) -> str:
 
 
 def micro_batch(config: RunConfig, world_size: int) -> int | None:
-    """Return the samples per rank and micro-batch: batch_size / (world size × accumulation); None if not whole."""
+    """Return the samples per rank and micro-batch: batch_size / (ranks × accumulation steps).
+
+    Returns:
+        None if the division leaves a remainder.
+    """
     parts = world_size * config.training.gradient_accumulation_steps
     samples, rest = divmod(config.training.batch_size, parts)
     return samples if rest == 0 and samples > 0 else None
@@ -97,10 +107,15 @@ def micro_batch(config: RunConfig, world_size: int) -> int | None:
 def memory_fit(
     config: RunConfig, world_size: int, shape: ModelShape | None = None, *, ranks_per_node: int | None = None
 ) -> MemoryFit:
-    """Estimate the bytes per GPU on `world_size` ranks. Raises ValueError if the batch does not divide.
+    """Estimate the peak memory per GPU.
 
     Args:
-        ranks_per_node: Default shard size of hsdp if parallel.shard_size is not set. None: all ranks.
+        world_size: Number of ranks.
+        shape: Size of the model. None means the built-in model.
+        ranks_per_node: Shard size of hsdp if `parallel.shard_size` is not set. None means all ranks.
+
+    Raises:
+        ValueError: The batch cannot be divided evenly among the ranks.
     """
     samples = micro_batch(config, world_size)
     if samples is None:
@@ -113,7 +128,11 @@ def memory_fit(
 def why_host_too_small(
     config: RunConfig, shape: ModelShape, *, nodes: int, ranks_per_node: int, ram_bytes: int
 ) -> tuple[str, float] | None:
-    """Return (reason, needed ÷ usable) if a node's main memory is too small for its ranks; None if it suffices."""
+    """Check whether a node's main memory is large enough for its ranks.
+
+    Returns:
+        None if it is; otherwise an explanation, and the ratio of needed to usable memory.
+    """
     needed = gpu_host_bytes(config, shape, HostGang(nodes=nodes, processes_per_node=ranks_per_node))
     usable = int(HOST_SHARE * ram_bytes)
     if needed <= usable:
@@ -125,7 +144,7 @@ def why_host_too_small(
 
 
 def explain_batch(config: RunConfig, world_size: int) -> str:
-    """Explain in numbers why the batch does not divide."""
+    """Explain in numbers why the batch cannot be divided evenly among `world_size` ranks."""
     size, accumulation = config.training.batch_size, config.training.gradient_accumulation_steps
     parts = world_size * accumulation
     return (
@@ -157,15 +176,15 @@ PCIE_BYTES_PER_SECOND = 12e9
 
 @dataclass(frozen=True, kw_only=True)
 class Throughput:
-    """Speed of a gang.
+    """Speed of a gang (all ranks of a job).
 
     Attributes:
-        tokens_per_second: In units of the shape's weight_unit.
+        tokens_per_second: Tokens per second of all ranks together, or other units of the model (`weight_unit`).
         step_seconds: Duration of one optimizer step.
-        bound: The longest bound: compute, network, host or launch.
-        mfu: Model flops utilization at this speed.
-        kind: measured, scaled or prior, in words.
-        log_deviation: Standard deviation of the log of the speed.
+        bound: The resource that limits the speed: compute, network, host or launch.
+        mfu: Model FLOPs utilisation at this speed.
+        kind: How the speed is known: "measured", "scaled from …", or "prior" (estimated).
+        log_deviation: Standard deviation of the log of the speed, as its uncertainty.
     """
 
     tokens_per_second: float
@@ -179,7 +198,11 @@ class Throughput:
 def estimate_throughput(
     config: RunConfig, shape: ModelShape, kind: InstanceType, nodes: int, processes_per_node: int
 ) -> Throughput | None:
-    """Estimate the speed from the four bounds. Return None if the GPU's peak at this precision is unknown."""
+    """Estimate the speed of a gang from the bounds of compute, network, host and launch.
+
+    Returns:
+        None if the GPU's peak at the configured precision is unknown.
+    """
     peak = kind.gpu.peak_flops(config.fsdp.use_mixed_precision)
     if peak is None:
         return None
@@ -227,9 +250,13 @@ def known_throughput(
     history: JobHistory,
     fingerprint: str,
 ) -> Throughput | None:
-    """Return the speed measured on this gang, else a speed scaled from another gang, else the estimate.
+    """Return the measured speed of a gang; else a speed scaled from another gang's measurement; else the estimate.
 
-    Return None if the GPU's peak is unknown.
+    Args:
+        fingerprint: `speed_fingerprint` of `config`.
+
+    Returns:
+        None if the GPU's peak at the configured precision is unknown.
     """
     estimate = estimate_throughput(config, shape, kind, nodes, processes_per_node)
     if estimate is None:
@@ -281,21 +308,22 @@ def _micro_steps(config: RunConfig) -> int:
 
 
 def _gatherings(config: RunConfig, shape: ModelShape) -> int:
-    """Count the all-gathers of the parameters per step: one per micro-batch, two for a large model."""
+    """Count the all-gathers of the parameters per step: one per micro-batch for a small model, two for a large one."""
     return _micro_steps(config) * (1 if stays_gathered(shape.parameters) else 2)
 
 
 def _reductions(config: RunConfig, shape: ModelShape) -> int:
-    """Count the reductions of the gradients per step within one copy: one for a small model, else per micro-batch."""
+    """Count the gradient reductions per step in a model copy: one for a small model, else one per micro-batch."""
     return 1 if stays_gathered(shape.parameters) else _micro_steps(config)
 
 
 def _network_bytes(config: RunConfig, shape: ModelShape, nodes: int, ranks_per_node: int) -> float:
     """Return the bytes that one node receives from the others per optimizer step.
 
-    FSDP2 gathers parameters and reduces gradients; how often depends on the model's size (`infra.footprint`). DDP's
-    ring all-reduce moves the gradients twice per step, or with a static graph after every micro-batch. HSDP gathers
-    and reduces among the nodes of one copy, and all-reduces a node's share of the gradients between copies.
+    DDP's ring all-reduce moves the gradients over the network twice, after each step or, with a static graph, after
+    every micro-batch. FSDP2 gathers parameters and reduces gradients; how often depends on the model's size
+    (`infra.footprint`). HSDP gathers and reduces among the nodes of one model copy, and all-reduces each node's share
+    of the gradients between copies.
     """
     if config.parallel.mode == "ddp":
         moved = BFLOAT16_BYTES if config.ddp.gradient_compression == "bfloat16" else FLOAT32_BYTES
@@ -312,9 +340,11 @@ def _network_bytes(config: RunConfig, shape: ModelShape, nodes: int, ranks_per_n
 
 
 def _host_bytes(config: RunConfig, shape: ModelShape, ranks: int, ranks_per_node: int) -> float:
-    """Return the bytes between one rank's GPU and host memory per step: its shard up per gather, its gradient down.
+    """Return the bytes that one rank moves between GPU and host memory per step; 0 without offloading.
 
-    With several copies (hsdp), gradients stay on the GPU until they are summed between copies once per step.
+    Each gather moves the rank's shard of the parameters to the GPU, and each reduction its shard of the gradients to
+    the host. With several copies of the model (hsdp), gradients stay on the GPU until they are summed between copies,
+    once per step.
     """
     if not config.fsdp.cpu_offload or config.parallel.mode == "ddp":
         return 0.0
