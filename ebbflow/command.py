@@ -41,7 +41,11 @@ _USAGE_EXIT = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code. An unknown command is one line and exit code 2."""
+    """Run one command and return its exit code, which is 2 if the command is unknown.
+
+    Args:
+        arguments: the command's name and its options; None uses those of this process.
+    """
     begin_program()
     name, *words = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if name in ("--version", "-V"):
@@ -73,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def render_help() -> str:
-    """The help of `ebbflow` without a command."""
+    """Render the help of `ebbflow` without a command."""
     width = max(map(len, COMMANDS))
     lines = [f"  {name:{width}}  {text}" for name, (_, text) in COMMANDS.items()]
     usage = "usage: ebbflow COMMAND …    (ebbflow COMMAND --help shows its options; ebbflow --version)"

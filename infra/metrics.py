@@ -1,10 +1,11 @@
-"""Prometheus metrics: the catalogue of names, the boards that hold values, and how their page is served or pushed.
+"""Prometheus metrics: the catalogue of names, the boards that hold the values, and how values are served or pushed.
 
 Names follow Prometheus' conventions: prefix, base unit, `_total` for counters. No label has unbounded values such as
 steps, paths or messages. docs/observability.md explains the same list; a test compares the two.
 
-A push replaces its whole group, and a group never expires. So each node has a group {job, node}, which is deleted by
-exactly this key whenever a process of the node is left to do it.
+A Pushgateway stores values in groups that never expire, and each push replaces a whole group. Every node therefore
+pushes to its own group, with the key {job, node}. The node deletes the group when it ends, unless the whole node is
+lost.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from prometheus_client.registry import Collector
 from ebbflow.infra.errors import Outcome
 from ebbflow.infra.events import COMMIT, COMMIT_FAILED, STEP, Event
 
-# From a laptop's model to a large one, about a factor of two apart.
+# Upper bounds in seconds, from a laptop's model to a large one, about a factor of two apart.
 STEP_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 150.0)
 COMMIT_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
@@ -53,7 +54,7 @@ class Metric:
     """A metric of the catalogue.
 
     Attributes:
-        labels: in addition to its board's constant labels.
+        labels: names of the metric's labels, in addition to its board's constant labels.
         buckets: upper bounds of a histogram.
     """
 
@@ -171,14 +172,14 @@ class _Histogram:
 
 
 class MetricBoard(Collector):
-    """The current values of a set of metrics, rendered only when a page is wanted. Safe to read from another thread.
+    """The current values of a set of metrics. Safe to read from another thread.
 
-    The client library's own counters are not used: they add an undocumented `_created` series each and are global to
-    the process, where a user's own metrics live.
+    Values are rendered as a page only on request. The client library's own counters are not used: each adds an
+    undocumented `_created` series, and they are global to the process, where a user's own metrics are.
 
     Args:
-        constant: labels of all values.
-        before_page: called before each page, to set values that are costly to update at every step.
+        constant: labels that all values have, with their values.
+        before_page: called before each rendering, to set values that are too costly to update at every step.
     """
 
     def __init__(
@@ -215,17 +216,17 @@ class MetricBoard(Collector):
             self._histograms[name].observe(value)
 
     def page(self) -> bytes:
-        """Render the text format of Prometheus (version 0.0.4)."""
+        """Render all values in Prometheus' text format (version 0.0.4)."""
         return generate_latest(self.registry())
 
     def registry(self) -> CollectorRegistry:
-        """Return a registry for the client library's server and push."""
+        """Return a registry with this board, as the client library's server and push need it."""
         registry = CollectorRegistry(auto_describe=False)
         registry.register(self)
         return registry
 
     def collect(self) -> Iterator[Family]:
-        """Yield the metric families, as the client library requires."""
+        """Yield the metric families with their values, as the client library requires."""
         self._before_page()
         with self._lock:
             numbers = {name: dict(series) for name, series in self._numbers.items()}
@@ -237,7 +238,7 @@ class MetricBoard(Collector):
                 yield self._family(metric, numbers[name])
 
     def describe(self) -> list[Family]:
-        """Return nothing, so that registering does not render a page."""
+        """Return nothing, so that registering the board does not render a page."""
         return []
 
     def _family(self, metric: Metric, series: Mapping[Labels, float]) -> Family:
@@ -267,8 +268,8 @@ def render_job_metrics(report: dict[str, Any], events: Sequence[Event]) -> bytes
     """Render metrics.prom, the figures of a job's report for Prometheus' textfile collector.
 
     Args:
-        report: as in report.json.
-        events: of the job, for figures that the report lacks.
+        report: the document of report.json.
+        events: the job's events, for figures that the report lacks.
     """
     board = MetricBoard(JOB_METRICS, {"job": report["job"]})
     _set_end(board, report)
@@ -321,7 +322,10 @@ def _set_work(board: MetricBoard, report: dict[str, Any]) -> None:
 
 
 def _set_counts(board: MetricBoard, events: Sequence[Event]) -> None:
-    """Set what is counted from events. Every rank records the whole gang's tokens, so rank 0's are used."""
+    """Set the metrics that are counted from events.
+
+    Only rank 0's steps are used, because every rank records the tokens of the whole gang.
+    """
     steps = [event for event in events if event.name == STEP and event.rank == 0]
     commits = {event.data.get("key", event.step): event.data for event in events if event.name == COMMIT}.values()
     board.set("ebbflow_job_tokens_total", sum(event.data.get("tokens") or 0 for event in steps))
@@ -332,7 +336,11 @@ def _set_counts(board: MetricBoard, events: Sequence[Event]) -> None:
 
 
 def weakest_kind(*words: str) -> str:
-    """Return the least certain kind among several, such as "recorded" of "recorded 2026-07-20" and "measured"."""
+    """Return the least certain of several kinds of figures, such as "recorded" of "measured" and "recorded 2026-07-20".
+
+    Only the first word of each counts. `_STRENGTH` lists the kinds from the most to the least certain; an unknown kind
+    is less certain than all of them, and "" counts as "estimated".
+    """
     kinds = [word.split()[0] if word else "estimated" for word in words]
     return max(kinds, key=lambda kind: _STRENGTH.index(kind) if kind in _STRENGTH else len(_STRENGTH))
 
@@ -342,7 +350,11 @@ TIMEOUT_SECONDS = 3.0
 
 @dataclass(frozen=True)
 class PushGroup:
-    """The grouping key of a node at a Pushgateway."""
+    """A node's group of values at a Pushgateway, with the key (job, node).
+
+    Attributes:
+        url: address of the Pushgateway.
+    """
 
     url: str
     job: str
@@ -350,7 +362,13 @@ class PushGroup:
 
 
 class Pusher:
-    """Pushes every `interval_seconds` from its own thread. While a gateway is away, one warning is printed."""
+    """A thread that pushes metrics to a Pushgateway every `interval_seconds`.
+
+    One warning is printed when pushes begin to fail, and one line when they succeed again.
+
+    Args:
+        say: prints one line.
+    """
 
     def __init__(
         self, group: PushGroup, registry: CollectorRegistry, *, interval_seconds: float, say: Callable[[str], object]
@@ -362,7 +380,10 @@ class Pusher:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop pushing; the group stays. Waits for a push in progress, at most its time-out. Never raises."""
+        """Stop pushing, and wait up to 4 s for a push in progress. Never raises.
+
+        The values stay at the gateway until `delete_group` deletes them.
+        """
         self._ended.set()
         self._thread.join(TIMEOUT_SECONDS + 1)
 
@@ -381,7 +402,7 @@ class Pusher:
                 grouping_key={"node": str(group.node)},
                 timeout=TIMEOUT_SECONDS,
             )
-        except Exception as error:  # of urllib or http.client; none may end the training
+        except Exception as error:  # from urllib or http.client; none may end the training
             if not self._away:
                 self._say(f"metrics: WARNING: {group.url} accepts no push, retrying: {error}")
             self._away = True
@@ -392,7 +413,10 @@ class Pusher:
 
 
 def delete_group(group: PushGroup, *, say: Callable[[str], object]) -> None:
-    """Delete this node's group; a missing group is no error. Never raises, and ends within 4 s."""
+    """Delete a node's group from its Pushgateway. A missing group is no error.
+
+    The function ends within 4 s and never raises; `say` prints a warning if the group may remain.
+    """
     failed = [f"no answer within {TIMEOUT_SECONDS + 1:g} s"]
 
     def delete() -> None:
@@ -414,19 +438,22 @@ def delete_group(group: PushGroup, *, say: Callable[[str], object]) -> None:
 
 PORTS_TRIED = 16
 _REQUEST_SECONDS = 10.0
-_LOOK_SECONDS = 0.1  # how often the server looks whether it was closed
+_LOOK_SECONDS = 0.1  # interval at which the server checks whether it was closed
 
 
 class MetricsServer:
-    """An HTTP server for /metrics, on the first free one of `PORTS_TRIED` ports because nodes may share a machine.
+    """An HTTP server for /metrics, in its own thread.
+
+    It listens on the first free one of `PORTS_TRIED` ports, because several nodes may run on one machine. The attribute
+    `port` is the port in use.
 
     Args:
         port: the first port to try.
         page: renders the metrics.
-        address: IP address to listen on; "": all of them.
+        address: IP address to listen on, "" for all addresses.
 
     Raises:
-        OSError: no port is free, or port or address is not allowed.
+        OSError: no port is free, or the port or address is not allowed.
     """
 
     def __init__(self, port: int, page: Callable[[], bytes], *, address: str) -> None:
@@ -448,12 +475,12 @@ class _Server(ThreadingHTTPServer):
     allow_reuse_address = True
 
     def server_bind(self) -> None:
-        """Bind without HTTPServer's look-up of the host's full name, which waits for an absent name server."""
+        """Bind without HTTPServer's look-up of the host's full name, which blocks if no name server answers."""
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Ignore readers that disconnect."""
+        """Ignore clients that disconnect."""
 
 
 class _Server6(_Server):

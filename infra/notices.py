@@ -1,7 +1,12 @@
-"""Notices that the machine or the process is about to end: their sources, and the thread that watches them.
+"""Notices that the machine or the process is about to end: their sources, and the thread that polls the sources.
 
-Sources are EC2's metadata service (AWS: "Spot Instance interruption notices", two minutes before terminate or stop, and
-"EC2 instance rebalance recommendations"; both answer 404 without a notice), Metaflow's spot monitor, and rehearsals.
+Sources:
+
+- EC2's metadata service announces a Spot interruption two minutes before the machine is stopped or terminated (AWS:
+  "Spot Instance interruption notices"), or recommends leaving it (AWS: "EC2 instance rebalance recommendations"). It
+  answers 404 while there is no notice.
+- Metaflow's spot monitor writes a file.
+- A rehearsal (`--rehearse`) writes a file that stands for a notice.
 """
 
 from __future__ import annotations
@@ -24,8 +29,6 @@ from ebbflow.infra.instance import HOP_LIMIT_FIX, MetadataService, metadata_endp
 
 
 class NoticeSource(StrEnum):
-    """The kinds of sources of notices."""
-
     SIGNAL = "signal"
     METADATA = "metadata"
     METAFLOW = "metaflow"
@@ -33,20 +36,24 @@ class NoticeSource(StrEnum):
 
 
 RECLAIMS = frozenset({"terminate", "stop", "hibernate"})  # EC2's actions that take the machine back
-# Actions besides those.
+# Actions that are not EC2's.
 LEAVE = "leave"  # SIGTERM: the process is to end; the machine may stay
 REBALANCE = "rebalance"  # a recommendation: an interruption is more likely than usual
-STALE_SECONDS = 10.0  # a notice that is older is void, since the machine still runs
+STALE_SECONDS = 10.0  # a notice whose time passed longer ago is void, since the machine still runs
 
 
 @dataclass(frozen=True, kw_only=True)
 class Notice:
-    """One notice of one source.
+    """A notice from one source.
 
-    (source, action) identifies it: a repeated notice is not new, though its time may have become shorter.
+    The source and the action identify a notice. If a source repeats it, it is not a new notice, even if `ends_at`
+    became earlier.
 
     Attributes:
-        ends_at: time.monotonic() at which it takes effect; infinite if unknown.
+        action: one of `RECLAIMS`, LEAVE or REBALANCE.
+        ends_at: time.monotonic() at which the notice takes effect; infinite if unknown.
+        heard_at: time.monotonic() at which the notice arrived.
+        detail: the source's own text.
     """
 
     source: NoticeSource
@@ -61,22 +68,22 @@ class Notice:
 
     @property
     def reclaims(self) -> bool:
-        """Whether the pool takes its machine back, in contrast to a request to end the process."""
+        """True if the provider takes the machine away, False for a recommendation or a request to end the process."""
         return self.action in RECLAIMS
 
 
 class Source(Protocol):
-    """A source of notices. Only the watcher's thread calls it."""
+    """A source of notices. Only the thread of `NoticeWatcher` calls it."""
 
     name: NoticeSource
     poll_seconds: float
 
     def begin(self) -> str:
-        """Return "" if there is something to watch, else why not, within about a second. Never raises."""
+        """Return "" if this source is available, else the reason why it is not. Takes about a second at most."""
         ...
 
     def look(self) -> list[Notice]:
-        """Return the current notices, within the source's deadline. Raises OSError if the source does not answer."""
+        """Ask the source once, and return its current notices. Raises OSError if the source does not answer in time."""
         ...
 
 
@@ -87,9 +94,10 @@ _CLOSE_SECONDS = 3.0
 
 
 class NoticeWatcher:
-    """Polls its sources in one thread until it is closed. A source with nothing to watch is asked only once.
+    """A thread that polls sources of notices until it is closed.
 
-    A slow source delays the others by its own deadline at most (about 2 s).
+    A source that is unavailable at the start is not polled. A slow source delays the others by its own deadline at most
+    (about 2 s).
     """
 
     def __init__(self, sources: Sequence[Source]) -> None:
@@ -103,22 +111,26 @@ class NoticeWatcher:
         self._thread.start()
 
     def new_notices(self) -> list[Notice]:
-        """Return the notices since the last call.
+        """Return the notices that arrived since the last call.
 
-        A notice is new again if its time became shorter by more than a second or if its former time has passed.
+        A repeated notice is returned again in two cases: it takes effect more than 1 s earlier than before, or its
+        earlier time passed more than 10 s ago and a later time is given.
         """
         return _all(self._notices)
 
     def wait_for_first_poll(self, seconds: float) -> bool:
-        """Wait until each source was polled once and return True, or False at the time-out."""
+        """Wait until each available source was polled once. Returns False if this takes longer than `seconds`."""
         return self._looked.wait(seconds)
 
     def problems(self) -> list[str]:
-        """Return why sources cannot be polled, each reason once."""
+        """Return one message for each source that has failed five times in a row. Each message is returned once."""
         return _all(self._problems)
 
     def source_problems(self) -> dict[str, str] | None:
-        """Return {source: "" if it is watched, else why not}, or None for about a second after the start."""
+        """Return why each source is unavailable, by the source's name; "" for an available source.
+
+        Returns None for about a second after the start, until all sources were tried.
+        """
         return dict(self._absent) if self._decided.is_set() else None
 
     def close(self) -> None:
@@ -181,7 +193,7 @@ _REBALANCE = "meta-data/events/recommendations/rebalance"
 _FIRST_ANSWERS_SECONDS = 0.9
 _ANSWER_SECONDS = 1.0
 _TOKEN_TTL_SECONDS = 6 * 3600
-_NO_SUCH_REQUEST = (400, 404, 405, 501)  # answers to the PUT by services without version 2
+_NO_SUCH_REQUEST = (400, 404, 405, 501)  # statuses with which services without version 2 answer the PUT
 _UNSAID_SECONDS = 30.0  # for unreadable times: as long as the shortest notices of clouds
 
 
@@ -189,8 +201,8 @@ class MetadataSource:
     """Interruptions and rebalance recommendations from EC2's metadata service.
 
     Args:
-        environment: where to look for the endpoint (`ebbflow.infra.instance`).
-        system: root folder of the machine's description.
+        environment: variables that may name another endpoint or disable the service (`ebbflow.infra.instance`).
+        system: folder that contains /sys, whose firmware files identify an EC2 instance.
     """
 
     name = NoticeSource.METADATA
@@ -237,7 +249,11 @@ class MetadataSource:
         return found
 
     def _without_token(self, seconds: float) -> str:
-        """Try version 1: the token's answer may not reach a container although other answers do."""
+        """Try version 1 of the service, which needs no token. Returns "" if it works, else why it does not.
+
+        In a container, the answer with the token may be lost although other answers arrive, because of its small hop
+        limit.
+        """
         problem = f"{self._service.endpoint} gave no token in time"
         try:
             status, _ = self._service.get(_INSTANCE_ACTION, "", seconds=seconds)
@@ -259,7 +275,7 @@ class MetadataSource:
         return ""
 
     def _get(self, path: str) -> str | None:
-        """Return the text of a path, None for 404. A refused token is replaced once."""
+        """Return the text at a path, or None for 404. If the service refuses the token, one new token is tried."""
         if not self._version_1 and time.monotonic() >= self._token_until and (problem := self._renew(_ANSWER_SECONDS)):
             raise OSError(problem)
         status, text = self._service.get(path, self._token, seconds=_ANSWER_SECONDS)
@@ -277,7 +293,9 @@ class MetadataSource:
             return None
         document = _object(text)
         ends_at = self._ending.of(document.get("time"))
-        if ends_at < time.monotonic() - STALE_SECONDS:  # of a machine that was stopped and restarted, or was spared
+        if (
+            ends_at < time.monotonic() - STALE_SECONDS
+        ):  # the machine was stopped and restarted, or was not taken after all
             return None
         action = str(document.get("action") or "terminate")
         return Notice(
@@ -295,9 +313,10 @@ class MetadataSource:
 
 
 class EffectiveTime:
-    """When a source's notice takes effect.
+    """Conversion of the time in a source's notice to time.monotonic().
 
-    A repeated text keeps its first result, also when it cannot be read or the machine's clock was set.
+    While the source repeats the same text, the first result is kept. So an unreadable time does not move on with each
+    poll, and a change of the machine's clock has no effect.
     """
 
     def __init__(self) -> None:
@@ -305,7 +324,7 @@ class EffectiveTime:
         self._ends_at = 0.0
 
     def of(self, moment: object) -> float:
-        """Return time.monotonic() of a moment in text form."""
+        """Return the time.monotonic() of an ISO 8601 time, or that of 30 s from now if the time cannot be read."""
         moment_text = str(moment)
         if moment_text != self._text:
             self._text, self._ends_at = moment_text, time.monotonic() + _seconds_until(moment)
@@ -313,7 +332,7 @@ class EffectiveTime:
 
 
 def _seconds_until(moment: object) -> float:
-    """Return the seconds until an ISO 8601 time (UTC by default), 30 s if it cannot be read."""
+    """Return the seconds until an ISO 8601 time (UTC by default), or 30 s if it cannot be read."""
     try:
         moment_utc = datetime.fromisoformat(str(moment).replace("Z", "+00:00"))
         return (moment_utc if moment_utc.tzinfo else moment_utc.replace(tzinfo=UTC)).timestamp() - time.time()
@@ -322,7 +341,7 @@ def _seconds_until(moment: object) -> float:
 
 
 def _object(text: str) -> dict:
-    """Parse a JSON object, {} if it cannot be read: an unreadable notice is still a notice."""
+    """Parse a JSON object. Returns {} if the text is unreadable, because an unreadable notice is still a notice."""
     try:
         document = json.loads(text)
     except ValueError:
@@ -334,10 +353,11 @@ METAFLOW_FILE = "/tmp/spot_termination_notice"  # as in Metaflow 2.19's current.
 
 
 class MetaflowSource:
-    """The time of termination from the file of Metaflow's spot monitor: an ISO time, or nothing while it is written.
+    """Notices of termination from the file that Metaflow's spot monitor writes.
 
-    The monitor's signal does not reach the task. The file may be left over from a machine that was stopped and
-    restarted, so a time in the past is ignored.
+    The file is polled because the monitor's signal does not reach the task. It contains the time of termination in ISO
+    8601, or nothing while it is being written. A time in the past is ignored: the file may be left over from before the
+    machine was stopped and restarted.
     """
 
     name = NoticeSource.METAFLOW
@@ -362,7 +382,7 @@ class MetaflowSource:
 
 
 class RehearsalSource:
-    """A notice from a rehearsed fault, read once from a file that is then deleted."""
+    """Notices that `rehearse_notice` writes. Each one is read once from its file, which is then deleted."""
 
     name = NoticeSource.REHEARSAL
     poll_seconds = 0.1
@@ -388,7 +408,11 @@ class RehearsalSource:
 
 
 def rehearse_notice(path: Path, *, action: str, seconds: float) -> None:
-    """Write a notice for this node's agent atomically."""
+    """Write a file that `RehearsalSource` reads as a notice. The file appears as a whole, never in part.
+
+    Args:
+        seconds: time from now until the notice takes effect.
+    """
     document = {"action": action, "seconds": seconds, "t_mono": time.monotonic()}
     fresh = path.with_name(f".{path.name}.{os.getpid()}")
     fresh.write_text(json.dumps(document))

@@ -1,4 +1,4 @@
-"""AWS Batch: queues, jobs and their ends. botocore is imported only when a client is made."""
+"""AWS Batch: its queues, its jobs, and why a job ended. botocore is imported only when a client is made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs of AWS Batch: the client, description and termination of jobs, and the cause of each end."""
+"""Jobs of AWS Batch: make a client, describe and terminate jobs, and classify why a job ended."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def batch_client(region: str | None = None) -> Any:
     """Make a client for AWS Batch (see `aws_client`). Importing botocore takes part of a second.
 
     Raises:
-        CloudRefused: no client can be made with these settings.
+        CloudRefused: botocore cannot make a client from the AWS settings.
     """
     return aws_client("batch", region)
 
@@ -29,11 +29,11 @@ TERMINATED = "Ebbflow: ended"
 def cancel_job(
     job_id: str, reason: str, client: Any, *, words: str = NEVER_STARTED, deadline_seconds: float = 20.0
 ) -> None:
-    """Terminate a job in any state; a job that has ended stays as it is.
+    """Terminate a job in any state. A job that has already ended is not changed.
 
     Args:
-        reason: for people; follows `words` in Batch's reason.
-        words: NEVER_STARTED, NOT_MADE or TERMINATED, by which `describe_attempts` recognises the cause.
+        reason: text for people, appended to `words` in the reason that Batch records.
+        words: NEVER_STARTED, NOT_MADE or TERMINATED; `describe_attempts` derives the job's `Cause` from these words.
 
     Raises:
         CloudError: Batch did not accept the request.
@@ -45,12 +45,16 @@ def cancel_job(
 
 
 Cause = Literal["reclaimed", "user_code", "never_started", "not_made", "terminated", "ended", "unknown"]
-"""reclaimed: the machine was reclaimed or lost; Batch reports a Spot reclaim and a broken host alike.
-user_code: the container exited by itself, or its image cannot be pulled; another machine would not help. A drain
-after a notice looks the same to Batch; the job's events tell them apart.
-never_started: no capacity, a misconfiguration, or a container that could not be created. not_made: there was
-capacity, but no container in time. terminated: a call or the time limit ended it. ended: it succeeded.
-unknown: it still runs, or Batch's texts are unknown.
+"""Why a job ended.
+
+- reclaimed: the machine was reclaimed or lost. Batch reports a Spot reclaim and a broken host alike.
+- user_code: the container exited by itself, or its image cannot be pulled; another machine would not help. A drain
+  after a notice looks the same to Batch; the job's event log distinguishes them.
+- never_started: there was no capacity, a setting was wrong, or a container could not be created.
+- not_made: there was capacity, but no container was created in time.
+- terminated: a call or the time limit ended the job.
+- ended: the job succeeded.
+- unknown: the job still runs, or Batch's texts match no known cause.
 """
 CAUSES: tuple[Cause, ...] = get_args(Cause)
 FINISHED = ("SUCCEEDED", "FAILED")
@@ -61,7 +65,7 @@ _NODES_SECONDS = 5.0
 
 # AWS's texts, from its user guide and from reports of users.
 # https://docs.aws.amazon.com/batch/latest/userguide/job_retries.html
-_RECLAIMED = re.compile(r"Host EC2\b|Your Spot Task was interrupted")  # EC2 as the guide matches it; Fargate Spot
+_RECLAIMED = re.compile(r"Host EC2\b|Your Spot Task was interrupted")  # EC2, as AWS matches it; Fargate Spot
 _TOO_LONG = re.compile(r"Job attempt duration exceeded timeout")
 _ENDED_BY_SOMEBODY = re.compile(
     r"Metaflow initiated job termination|Operator\b|User (requested|initiated)\b", re.IGNORECASE
@@ -88,12 +92,13 @@ _KILLED = (137, 143)  # 128 + SIGKILL, SIGTERM; the sender is unknown
 
 @dataclass(frozen=True, kw_only=True)
 class BatchAttempt:
-    """One Batch job. Times are Unix seconds by Batch's clock, None if not reached.
+    """A job as AWS Batch describes it. Times are Unix seconds by Batch's clock; None means not yet, or unknown.
 
     Attributes:
-        queue: its name.
-        exit_code: of the main container, None without one.
-        reason: texts of Batch and of the containers, "" without any.
+        queue: name of the job queue.
+        status: Batch's status, such as "RUNNING" or "FAILED".
+        exit_code: exit code of the main container, None if Batch gives none.
+        reason: texts of Batch and of the containers, joined by "; "; "" if there are none.
         node_times: (started, stopped) of each node of an ended multi-node job; () if unknown.
     """
 
@@ -119,7 +124,7 @@ class BatchAttempt:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> BatchAttempt:
-        """Read the record of any version; unknown keys are left out."""
+        """Read a record that any version of Ebbflow wrote; unknown keys are ignored."""
         known = {name: data[name] for name in cls.__dataclass_fields__ if name in data}
         times = tuple((started, stopped) for started, stopped in data.get("node_times") or ())
         return cls(**{**known, "node_times": times})
@@ -128,12 +133,13 @@ class BatchAttempt:
 def describe_attempts(
     job_ids: Sequence[str], client: Any, *, deadline_seconds: float = _SECONDS
 ) -> dict[str, BatchAttempt]:
-    """Describe the jobs that Batch still knows; it forgets a job some days after its end.
+    """Describe jobs, and classify why each of them ended.
 
-    For an ended multi-node job the nodes are described too, because only they show a lost machine and each node's time.
+    Batch forgets a job some days after its end; the result leaves such jobs out. For an ended multi-node job, the nodes
+    are read too, because only their descriptions show a lost machine and the time of each node.
 
     Returns:
-        The attempts by job id.
+        The attempts, by job id.
 
     Raises:
         CloudError: Batch does not answer.
@@ -159,12 +165,15 @@ def classify_cause(
     ended_by_call: bool = False,
     main_alone: bool = False,
 ) -> Cause:
-    """Return the cause that Batch's texts mean.
+    """Return why a job ended, as far as Batch's texts show it.
 
     Args:
-        reasons: of the job, its container and its nodes.
-        ended_by_call: TerminateJob or CancelJob ended it.
-        main_alone: the other nodes' ends are unknown, so that one of them may have been lost.
+        status: Batch's status of the job, such as "FAILED".
+        reasons: texts of the job, its container and its nodes.
+        exit_code: exit code of the main container, None if unknown.
+        started: the job reached a machine and started there.
+        ended_by_call: a call of TerminateJob or CancelJob ended the job.
+        main_alone: the job has several nodes and only the main node's end is known; another node may have been lost.
     """
     text = "\n".join(reasons)
     if status != "FAILED":
@@ -200,7 +209,7 @@ def _describe(job_ids: Sequence[str], client: Any, deadline: RequestDeadline) ->
 
 
 def _nodes_of(children: Sequence[str], client: Any, deadline: RequestDeadline) -> dict[str, Mapping[str, Any]]:
-    """Describe nodes, or return nothing if Batch does not answer: the job's own description is still useful."""
+    """Describe nodes by their ids. Returns {} if Batch does not answer: the job's own description is enough."""
     try:
         return (
             _describe(children, client, RequestDeadline.after(min(_NODES_SECONDS, deadline.left()))) if children else {}
@@ -212,7 +221,7 @@ def _nodes_of(children: Sequence[str], client: Any, deadline: RequestDeadline) -
 def _attempt(job: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> BatchAttempt:
     reasons = list(dict.fromkeys(text for one in (job, *parts) for text in _reasons(one)))
     code = _exit_code(job)
-    if code is None and parts:  # the main node's is the job's
+    if code is None and parts:  # the exit code of the main node is the job's
         main = (job.get("nodeProperties") or {}).get("mainNode", 0)
         code = next((_exit_code(part) for part in parts if part["jobId"].endswith(f"#{main}")), None)
     times = _node_times(job, parts)
@@ -245,7 +254,7 @@ def _attempt(job: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> Batc
 def _job_times(
     job: Mapping[str, Any], nodes: Sequence[tuple[float | None, float | None]]
 ) -> tuple[float | None, float | None]:
-    """Return (started, stopped) of a job, completed by the first start and the last stop of its nodes."""
+    """Return (started, stopped) of a job. A missing time is the first start or the last stop of the job's nodes."""
     started, stopped = _seconds(job.get("startedAt")), _seconds(job.get("stoppedAt"))
     starts = [start for start, _ in nodes if start is not None]
     stops = [stop for _, stop in nodes if stop is not None]

@@ -42,12 +42,14 @@ _MARKETS: dict[str, Market] = {"SPOT": "spot", "FARGATE_SPOT": "spot", "EC2": "o
 
 @dataclass(frozen=True, kw_only=True)
 class ComputeEnvironment:
-    """A compute environment of Batch.
+    """A compute environment of Batch: the machines on which the jobs of a queue run.
 
     Attributes:
-        kind: computeResources.type (SPOT, EC2, FARGATE …), "" if it is unmanaged.
-        instance_types: as given to Batch: types, families or "optimal".
-        max_vcpus: None: no limit.
+        kind: computeResources.type (SPOT, EC2, FARGATE …), "" if the environment is unmanaged.
+        usable: True if it is enabled and valid.
+        problem: why it is not usable, "" if it is.
+        instance_types: types, families or "optimal", as configured in Batch.
+        max_vcpus: the most vCPUs that run at the same time, None if there is no limit.
     """
 
     name: str
@@ -69,7 +71,7 @@ class ComputeEnvironment:
 
     @property
     def places_nodes_together(self) -> bool:
-        """Whether several nodes share a zone, because of a placement group or a single subnet."""
+        """True if all nodes of a job run in one zone, because of a placement group or a single subnet."""
         return self.placement_group is not None or len(self.subnets) == 1
 
 
@@ -78,12 +80,14 @@ class QueueState:
     """A job queue as Batch describes it.
 
     Attributes:
-        market: None if it is mixed or unknown.
-        instance_types: of all usable compute environments; (): any type.
+        market: None if the compute environments differ in it, or if it is unknown.
+        instance_types: types of all usable compute environments; () if Batch names none.
         multi_node: the queue runs multi-node jobs.
         usable: the queue accepts jobs and can run them.
         problem: why it is not usable, "" if it is.
-        cancels_after_seconds: its jobStateTimeLimitActions, by reason.
+        max_vcpus: the largest limit of a compute environment, None if there is no limit or it is unknown.
+        cancels_after_seconds: time after which Batch cancels a waiting job, by Batch's reason
+            (jobStateTimeLimitActions); None if there is no such rule.
     """
 
     name: str
@@ -100,7 +104,7 @@ class QueueState:
 
     @property
     def places_nodes_together(self) -> bool:
-        """Whether several nodes share a zone in each of the usable compute environments."""
+        """True if all nodes of a job run in one zone, in each of the usable compute environments."""
         return all(one.places_nodes_together for one in self.compute_environments if one.usable)
 
     def to_json(self) -> dict[str, Any]:
@@ -113,10 +117,10 @@ def describe_queues(
     """Describe queues and their compute environments.
 
     Args:
-        names: names or ARNs; None: all queues of the region.
+        names: names or ARNs; None describes all queues of the region.
 
     Returns:
-        The queues by the names that were given; a missing one is there too and not usable.
+        The queues, by the given names or ARNs. A queue that does not exist is included with `usable` False.
 
     Raises:
         CloudError: Batch does not answer or refuses.
@@ -135,7 +139,7 @@ def describe_queues(
 
 
 def parse_environment(detail: Mapping[str, Any]) -> ComputeEnvironment:
-    """Read one entry of DescribeComputeEnvironments, where state, status and type may be missing."""
+    """Parse one entry of Batch's DescribeComputeEnvironments. The entry may lack state, status and type."""
     resources = detail.get("computeResources") or {}
     state, status = detail.get("state") or "ENABLED", detail.get("status") or "VALID"
     problem = ""
@@ -254,7 +258,7 @@ def _missing(name: str, region: str) -> QueueState:
 
 
 def declared_queues(batch: BatchConfig) -> dict[str, QueueState]:
-    """Return the configuration's queues, all marked usable, for when Batch does not answer."""
+    """Return the configuration's queues by name, all marked usable. They are used if Batch does not answer."""
     return {
         queue.name: QueueState(
             name=queue.name,
@@ -270,10 +274,10 @@ def declared_queues(batch: BatchConfig) -> dict[str, QueueState]:
 
 
 def training_queues(batch: BatchConfig, client: Any, *, deadline_seconds: float = 20.0) -> dict[str, QueueState]:
-    """Return the queues for training by their configured names, or all EC2 queues of the region if none is configured.
+    """Return the queues for training by name: the configured ones, or else all EC2 queues of the region.
 
-    A declaration may narrow instance types and exclude multi-node jobs. One that contradicts Batch makes the queue
-    unusable, with the reason in `problem`.
+    A queue's entry in the configuration may narrow its instance types and exclude multi-node jobs. If an entry
+    contradicts Batch, the queue is not usable and `problem` says why.
 
     Raises:
         CloudError: Batch does not answer or refuses.
@@ -286,11 +290,12 @@ def training_queues(batch: BatchConfig, client: Any, *, deadline_seconds: float 
 
 
 def limit_to_queue_region(config: RunConfig, *, only_if_set: bool = True) -> RunConfig:
-    """Return the configuration with the queues' region as the only region that is priced.
+    """Return the configuration with `batch.region` set and with prices limited to this region.
 
     Args:
-        only_if_set: True leaves the configuration unchanged where no region is set, because a container may not
-            know the region; False uses the default region, as a client does.
+        only_if_set: what to do if neither the configuration nor the AWS settings name a region. True returns the
+            configuration unchanged, because a container may not know the region. False uses the default region, as a
+            client does.
 
     Raises:
         StoreError: an AWS profile cannot be read.
@@ -306,7 +311,7 @@ def limit_to_queue_region(config: RunConfig, *, only_if_set: bool = True) -> Run
 
 
 def declaration_conflict(state: QueueState, declared: QueueConfig) -> str:
-    """Return how a declared queue contradicts Batch, with the fix; "" if they agree."""
+    """Return how a queue's entry in the configuration contradicts Batch, and the fix; "" if they agree."""
     if state.market is not None and state.market != declared.market:
         kinds = ", ".join(dict.fromkeys(one.kind for one in state.compute_environments))
         conflict = f"queue {state.name} is declared {declared.market}, but its compute environments are {kinds}"
@@ -336,7 +341,11 @@ def _narrowed(state: QueueState, declared: QueueConfig) -> QueueState:
 
 
 def _common(declared: Sequence[str], offered: Sequence[str]) -> tuple[str, ...]:
-    """Return the declared types that Batch offers; a declared family becomes the types that Batch lists of it."""
+    """Return the instance types that are both declared and offered.
+
+    A declared family, such as g5, is replaced by its single types that Batch lists, such as g5.xlarge. If one of the
+    lists is empty, the other one is returned.
+    """
     if not declared or not offered:
         return tuple(declared or offered)
     narrow = [kind for kind in declared if kind in offered or not _lists_types_of(offered, kind)]
@@ -345,7 +354,7 @@ def _common(declared: Sequence[str], offered: Sequence[str]) -> tuple[str, ...]:
 
 
 def _lists_types_of(offered: Sequence[str], kind: str) -> bool:
-    """Return whether Batch lists single types of a declared family, such as g5.xlarge of g5."""
+    """Return whether `offered` contains single types of the family `kind`, such as g5.xlarge of g5."""
     whole = kind.rstrip(".")
     return any(one != whole and one.startswith(whole if "." in whole else f"{whole}.") for one in offered)
 
@@ -366,7 +375,7 @@ def _offered(kind: str, offered: Sequence[str]) -> bool:
 _LEAST_GIB = 5.0
 _GIB_PER_VCPU = {"c": 2.0, "r": 8.0, "x": 16.0, "z": 8.0}  # others: 4
 _VCPUS = {"nano": 0.5, "micro": 0.5, "small": 0.5, "medium": 1.0, "large": 2.0, "xlarge": 4.0}
-_ANY_SIZE_VCPUS = 2.0  # of a family, or of Batch's own choice: it takes a size that fits
+_ANY_SIZE_VCPUS = 2.0  # for a family or for Batch's own choice, where Batch takes a size that fits
 _METAL_VCPUS = 96.0
 _CPU, _FARGATE, _UNKNOWN, _GPU, _UNFIT = range(5)
 
@@ -374,11 +383,12 @@ _CPU, _FARGATE, _UNKNOWN, _GPU, _UNFIT = range(5)
 def lightest_queue(queues: Mapping[str, QueueState]) -> tuple[str, str] | None:
     """Choose the on-demand queue with the smallest sufficient machine for the steps around training.
 
-    Queues without GPUs come first, then Fargate (which needs one more role), then those with GPUs. Machine sizes are
-    read from the names of instance types.
+    A machine suffices if it has 5 GiB of memory or more and an x86-64 processor; both are read from the name of its
+    instance type. Queues with CPU machines are preferred, then Fargate (for which Metaflow needs one more IAM role),
+    then unknown machines, then machines with GPUs, then machines that do not suffice.
 
     Returns:
-        (name, reason), or None without an on-demand queue that accepts jobs.
+        (name, reason), the reason as text for the user; None if no on-demand queue accepts jobs.
     """
     able = [(name, queue) for name, queue in queues.items() if queue.usable and queue.market == "on_demand"]
     if not able:
@@ -400,7 +410,11 @@ def lightest_queue(queues: Mapping[str, QueueState]) -> tuple[str, str] | None:
 
 
 def has_gpus_only(queue: QueueState) -> bool:
-    """Return whether every sufficient machine of a queue has an accelerator, as far as its types are known."""
+    """Return whether all machines of a queue have GPUs or other accelerators, so that light steps would waste them.
+
+    Machines with less than 5 GiB of memory or with an Arm processor do not count. The result is False if the queue's
+    instance types are unknown.
+    """
     return bool(queue.instance_types) and _rank(queue.instance_types)[0] == _GPU
 
 
@@ -409,7 +423,10 @@ def _rank_of(queue: QueueState) -> tuple[int, float]:
 
 
 def _rank(types: Iterable[str]) -> tuple[int, float]:
-    """Return (kind, vCPUs) of the smallest sufficient machine among the types."""
+    """Return (kind, vCPUs) of the best machine among the types. Machines without GPUs come first, then small ones.
+
+    The kind is _UNFIT if every type has less than 5 GiB or an Arm processor, and _UNKNOWN if there are no types.
+    """
     fit = [one for one in types if _gib(one) >= _LEAST_GIB and not is_arm(one)]
     found = [(_GPU if has_accelerator(one) else _CPU, _vcpus(one)) for one in fit]
     return min(found) if found else ((_UNFIT, 0.0) if list(types) else (_UNKNOWN, 0.0))
@@ -433,16 +450,16 @@ def _gib(listed: str) -> float:
     return _vcpus(listed) * _GIB_PER_VCPU.get(listed[0], 4.0)
 
 
-# A parameter of each submit. No job definition uses it, and Batch returns it with the job.
+# A parameter that each submit sets. No job definition uses it, and Batch returns it with the job.
 MARK = "ebbflow_submit"
 _JOBS_IN_A_REQUEST = 100
 
 
 def find_marked_jobs(queue: str, job_name: str, mark: str, client: Any, *, deadline_seconds: float = 20.0) -> list[str]:
-    """Find the ids of a queue's jobs by name and mark, in any state, oldest first.
+    """Return the ids of the queue's jobs that have this name and mark, in any state, oldest first.
 
     Args:
-        mark: value of the job's parameter `MARK`.
+        mark: value of the job's parameter `MARK`, which is unique to one submit.
 
     Raises:
         CloudError: Batch does not answer or refuses.

@@ -1,7 +1,7 @@
 """Signed S3 requests with a deadline, over kept-alive connections and under a shared bandwidth cap.
 
 Signatures follow AWS, "Signature Calculations for the Authorization Header: Transferring Payload in a Single Chunk".
-The payload is unsigned: checksums protect the bytes in a quarter of the time.
+The payload is not signed; CRC64NVME checksums protect it in a quarter of the time.
 """
 
 from __future__ import annotations
@@ -40,11 +40,12 @@ _CREDENTIALS_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class S3Account:
-    """The account of a request.
+    """The region, endpoint and access keys for requests to S3.
 
     Attributes:
-        endpoint: scheme, host and port; None: Amazon's.
-        access_key: "": requests are not signed.
+        endpoint: URL of a store that is not Amazon's, None for Amazon S3.
+        access_key: "" if requests are not signed, as for a public bucket.
+        token: session token of temporary keys, else None.
     """
 
     region: str
@@ -55,11 +56,11 @@ class S3Account:
 
 
 def find_account() -> Callable[[], S3Account]:
-    """Return a function that gives the current account, with renewed keys if they expire.
+    """Return a function that gives the account for a request. The function renews keys that expire.
 
     Raises:
         StoreForbidden: there are no credentials.
-        StoreUnavailable: the source of credentials does not answer.
+        StoreUnavailable: the source of the credentials does not answer.
     """
     settings = aws_settings()
     provider = credential_provider(_CREDENTIALS_SECONDS)
@@ -89,11 +90,11 @@ _PAYLOAD = "UNSIGNED-PAYLOAD"
 def signed_headers(
     account: S3Account, method: str, path: str, query: str, headers: Mapping[str, str], *, now: float
 ) -> dict[str, str]:
-    """Return `headers` with those of the signature added.
+    """Return `headers` and those of the signature, with all names in lower case.
 
     Args:
-        path: encoded as it is sent.
-        query: encoded as it is sent.
+        path: percent-encoded, as in the request.
+        query: percent-encoded, as in the request.
         headers: must contain "host".
         now: Unix time.
     """
@@ -132,9 +133,10 @@ _BURST_SECONDS = 0.05  # short, so that threads share the network evenly
 
 
 class Throttle:
-    """A cap on the bytes per second of all threads of a process. Thread-safe.
+    """A cap on the bytes per second that all threads of a process send together. Thread-safe.
 
-    `bytes_per_second` may be changed at any time; None: no cap.
+    Attributes:
+        bytes_per_second: the cap, which may be changed at any time; None means no cap.
     """
 
     def __init__(self, bytes_per_second: float | None = None) -> None:
@@ -146,7 +148,7 @@ class Throttle:
 
     @property
     def slice_bytes(self) -> int | None:
-        """How many bytes to send at once, None without a cap."""
+        """Number of bytes to send after each `take`, None without a cap."""
         rate = self.bytes_per_second
         return None if rate is None else max(16 * 1024, int(rate * _BURST_SECONDS))
 
@@ -164,7 +166,10 @@ class Throttle:
 
 
 class DeadlineWatch:
-    """Runs actions at deadlines. Thread-safe; its thread lives only while there is a deadline to watch."""
+    """A timer that runs actions at their deadlines. Thread-safe.
+
+    Its thread exists only while there is a deadline to watch.
+    """
 
     def __init__(self) -> None:
         self._due: list[tuple[float, int]] = []  # time.monotonic() and number
@@ -175,7 +180,7 @@ class DeadlineWatch:
 
     @contextmanager
     def limit(self, seconds: float, action: Callable[[], None]) -> Iterator[None]:
-        """Call `action`, which must be short and not raise, if the block does not end within `seconds`."""
+        """Call `action` if the `with` block does not end within `seconds`. It must be short and must not raise."""
         number = next(self._numbers)
         due = (time.monotonic() + seconds, number)
         with self._changed:
@@ -218,7 +223,7 @@ _LONGEST_TEXT = 300
 
 @dataclass(frozen=True)
 class S3Response:
-    """An answer. Header names are in lower case."""
+    """A response of S3. Header names are in lower case."""
 
     status: int
     headers: Mapping[str, str]
@@ -226,7 +231,11 @@ class S3Response:
 
 
 class S3Client:
-    """Requests to one bucket. Thread-safe: each thread keeps its own connection."""
+    """Client for one bucket. Thread-safe: each thread keeps its own connection.
+
+    Args:
+        account: called before each request, for its region, endpoint and keys.
+    """
 
     def __init__(self, bucket: str, account: Callable[[], S3Account]) -> None:
         self._bucket = bucket
@@ -245,11 +254,12 @@ class S3Client:
         seconds: float,
         throttle: Throttle | None = None,
     ) -> S3Response:
-        """Send a request and return the answer if it succeeded.
+        """Send a request and return the response if its status is below 300.
 
         Args:
             key: "" addresses the bucket itself.
             seconds: deadline for the whole request.
+            throttle: caps the speed at which the body is sent.
 
         Raises:
             StoreUnavailable: a retry may help (no or late answer, 5xx, 408, 409, 429, corrupted bytes).
@@ -277,7 +287,10 @@ class S3Client:
         return answer
 
     def _place(self, account: S3Account, key: str) -> tuple[str, str, str]:
-        """Return (scheme, host, path). Amazon's buckets are host names; other stores expect the bucket in the path."""
+        """Return (scheme, host, path) of a key's URL.
+
+        Amazon S3 expects the bucket's name in the host name, other stores expect it in the path.
+        """
         if account.endpoint is None:
             if "." in self._bucket:  # would not match Amazon's certificate
                 return "https", f"s3.{account.region}.amazonaws.com", encoded_path(f"{self._bucket}/{key}")
@@ -342,9 +355,10 @@ class S3Client:
 def _send(
     connection: http.client.HTTPConnection, body: memoryview, end: float, throttle: Throttle | None
 ) -> OSError | None:
-    """Send the body and return the error that stopped it, or None.
+    """Send the body. Returns the error that stopped it, or None.
 
-    A store that refuses a request may answer and close the connection before it has read the body.
+    The error is not raised, because a store that refuses a request may answer and close the connection before it has
+    read the body. The caller then still reads this answer.
     """
     size = len(body)
     step = (throttle and throttle.slice_bytes) or max(size, 1)
@@ -362,24 +376,24 @@ def _send(
 
 
 def _limit_sending(connected: socket.socket, seconds: float) -> None:
-    """Limit how long a send may block.
+    """Limit how long one send may block.
 
-    The kernel's limit is used where possible. Python's own makes the socket non-blocking, and a large body then needs a
-    wait and a call per buffer under the interpreter's lock.
+    On Linux without TLS the kernel's limit (SO_SNDTIMEO) is used. Python's own time-out makes the socket non-blocking,
+    and a large body then needs a wait and a call per buffer under the interpreter's lock.
     """
     if isinstance(connected, ssl.SSLSocket) or not sys.platform.startswith("linux"):
         connected.settimeout(seconds)
         return
     whole = int(seconds)
-    limit = struct.pack("ll", whole, max(int(1e6 * (seconds - whole)), 1))  # a timeval; of zero there would be no limit
+    limit = struct.pack("ll", whole, max(int(1e6 * (seconds - whole)), 1))  # a timeval; zero would mean no limit
     connected.settimeout(None)
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
 
 def _is_quiet(connected: socket.socket) -> bool:
-    """Return False for a connection that the server has closed or that has unread bytes."""
+    """Return whether a kept connection can be used again: the server has not closed it, and no bytes are unread."""
     if isinstance(connected, ssl.SSLSocket):
-        return True  # cannot be peeked at: it is tried as it is
+        return True  # TLS allows no peeking, so the connection is tried as it is
     try:
         connected.settimeout(0)
         connected.recv(1, socket.MSG_PEEK)

@@ -28,12 +28,17 @@ from ebbflow.infra.multipart.requests import Buffer, S3Account, S3Client, S3Resp
 from ebbflow.infra.store.folder import HANG_GUARD, UNFINISHED, sync_folders
 
 _CHECKSUM = "x-amz-checksum-crc64nvme"
-LARGEST_COUNT = 10_000  # parts of one object, by S3
+LARGEST_COUNT = 10_000  # S3's limit on the parts of one object
 
 
 @dataclass(frozen=True)
 class MultipartUpload:
-    """A multipart upload in progress. age_seconds: by the store's clock, for listed uploads."""
+    """A multipart upload in progress.
+
+    Attributes:
+        id: the store's upload id, "" if the object is put in one request instead.
+        age_seconds: age by the store's clock; 0 unless `Bucket.uploads` listed the upload.
+    """
 
     key: str
     id: str
@@ -42,7 +47,12 @@ class MultipartUpload:
 
 @dataclass(frozen=True)
 class UploadedPart:
-    """A part in the store. crc64nvme: the store's own checksum, None if it gives none."""
+    """A part in the store.
+
+    Attributes:
+        number: counted from 1.
+        crc64nvme: the checksum that the store computed, None if it gives none.
+    """
 
     number: int
     etag: str
@@ -50,9 +60,9 @@ class UploadedPart:
 
 
 class Bucket:
-    """The requests of multipart uploads to a bucket. Thread-safe.
+    """A bucket that receives multipart uploads. Thread-safe.
 
-    Every method takes `seconds` for the whole request and raises as `S3Client.send` does.
+    Every method takes `seconds`, the deadline of the whole request, and raises as `S3Client.send` does.
     """
 
     def __init__(self, name: str, account: Callable[[], S3Account], throttle: Throttle | None = None) -> None:
@@ -77,7 +87,7 @@ class Bucket:
     def put_part(
         self, upload: MultipartUpload, number: int, body: Buffer, crc64nvme: int, *, seconds: float
     ) -> UploadedPart:
-        """Upload one part. number: counted from 1."""
+        """Upload one part. Part numbers start at 1."""
         answer = self._requests.send(
             "PUT",
             upload.key,
@@ -94,7 +104,12 @@ class Bucket:
     def complete(
         self, upload: MultipartUpload, parts: Sequence[UploadedPart], crcs: Sequence[int], whole: int, *, seconds: float
     ) -> int | None:
-        """Complete the upload. Returns the store's checksum of the whole object, None if it gives none."""
+        """Join the parts into the object. Returns the store's checksum of the whole object, None if it gives none.
+
+        Args:
+            crcs: checksums of the parts, in the same order.
+            whole: checksum of the whole object.
+        """
         root = ElementTree.Element("CompleteMultipartUpload", xmlns="http://s3.amazonaws.com/doc/2006-03-01/")
         for part, crc in zip(parts, crcs, strict=True):
             node = ElementTree.SubElement(root, "Part")
@@ -121,7 +136,7 @@ class Bucket:
         self._requests.send("DELETE", upload.key, query={"uploadId": upload.id}, seconds=seconds)
 
     def size(self, key: str, *, seconds: float) -> tuple[int, int | None]:
-        """Return (bytes, checksum or None) of an object. Raises ObjectNotFound."""
+        """Return (size in bytes, checksum or None) of an object. Raises ObjectNotFound."""
         answer = self._requests.send("HEAD", key, headers={"x-amz-checksum-mode": "ENABLED"}, seconds=seconds)
         return int(answer.headers["content-length"]), _stated(answer)
 
@@ -153,7 +168,7 @@ def _encoded(crc64nvme: int) -> str:
 
 
 def _decoded(text: str) -> int | None:
-    """Decode a checksum. Returns None for a checksum of the parts' checksums ("…-3"), which some stores give."""
+    """Decode a checksum. Returns None for a checksum of the parts' checksums, such as "…-3", which some stores send."""
     return None if "-" in text else int.from_bytes(base64.b64decode(text), "big")
 
 
@@ -167,7 +182,7 @@ def _timestamp(text: str) -> float:
 
 
 def _parse(answer: S3Response) -> ElementTree.Element:
-    """Parse XML and drop its namespace, which not all stores give."""
+    """Parse an XML answer. The namespace is removed, because only some stores send it."""
     try:
         document = ElementTree.fromstring(answer.body)
     except ElementTree.ParseError as error:
@@ -189,7 +204,9 @@ class _File:
     """An unfinished file.
 
     Attributes:
-        direct: second descriptor that bypasses the page cache, None if unavailable.
+        unfinished: path of the file until it is finished and renamed to `path`.
+        cached: descriptor that writes through the page cache.
+        direct: second descriptor, which bypasses the page cache; None if unavailable.
         hung: an abandoned call may still use the descriptors, so they are never closed.
     """
 
@@ -197,10 +214,10 @@ class _File:
     unfinished: Path
     cached: int
     direct: int | None
-    hung: bool = False  # an abandoned call may still use the descriptors, which are therefore never closed
+    hung: bool = False
 
     def run(self, call: Callable[[], None], seconds: float) -> None:
-        """Run one operation on the file. Raises StoreTimeout at the deadline; the file then accepts no more writes."""
+        """Run `call`, an operation on the file. Raises StoreTimeout at the deadline; later operations are refused."""
         if self.hung:
             raise StoreError(f"put {self.path}: an operation on this file hangs")
         try:
@@ -216,7 +233,7 @@ class _File:
 
 
 class FolderSink:
-    """Writes parts in place into an unfinished file, then syncs it and gives it its name."""
+    """An upload target in a folder. Parts are written into an unfinished file, which is then synced and renamed."""
 
     def __init__(self, root: Path, throttle: Throttle) -> None:
         self._root = root
@@ -328,13 +345,15 @@ class os_errors_as_store_errors:  # noqa: N801 - reads as a phrase
         raise self._otherwise(words) from error
 
 
-_SMALLEST_PART = 5 * 2**20  # by S3, but for the last
+_SMALLEST_PART = 5 * 2**20  # S3's limit for every part but the last
 
 
 class UploadSink(Protocol):
-    """A target for objects in parts. Keys are relative to its store, and checksums are CRC64NVME or None.
+    """An upload target for objects in parts. Keys are relative to its root. Checksums are CRC64NVME.
 
-    The result of `begin` is passed to the other methods. `put_part` may run in several threads at once.
+    `begin` starts an upload, and its result is passed to `put_part`, `finish` and `abort`. `put_part` may run in
+    several threads at once. `finish` returns the store's checksum, and `size` returns (bytes, checksum); the checksum
+    is None if the store gives none.
     """
 
     def begin(self, key: str, size: int, *, parts: int, seconds: float) -> Any: ...
@@ -352,12 +371,12 @@ class UploadSink(Protocol):
     def size(self, key: str, *, seconds: float) -> tuple[int, int | None]: ...
 
     def sweep(self, prefix: str, *, older_than_seconds: float, seconds: float) -> list[str]:
-        """Abort unfinished uploads below `prefix` that are older than `older_than_seconds`. Returns their keys."""
+        """Abort the unfinished uploads below `prefix` that are older than `older_than_seconds`. Returns their keys."""
         ...
 
 
 def open_sink(uri: str, throttle: Throttle) -> UploadSink:
-    """Open a sink for ``s3://bucket/prefix`` or a folder, as in `Store.uri`."""
+    """Open the upload target for ``s3://bucket/prefix`` or a folder, as in `Store.uri`."""
     if uri.startswith("s3://"):
         bucket, _, prefix = uri.removeprefix("s3://").partition("/")
         return BucketSink(Bucket(bucket, find_account(), throttle), prefix)
@@ -365,7 +384,7 @@ def open_sink(uri: str, throttle: Throttle) -> UploadSink:
 
 
 class BucketSink:
-    """Uploads a single part as a plain put and several parts as a multipart upload."""
+    """An upload target in a bucket. A single part is sent as a plain put, several parts as a multipart upload."""
 
     def __init__(self, bucket: Bucket, prefix: str) -> None:
         self._bucket = bucket

@@ -1,6 +1,7 @@
-"""One-line errors of the store: operation, object, what happened, what to do.
+"""One-line errors of the store, made from exceptions of obstore and of the operating system.
 
-obstore's exceptions carry most of this only in their text, which is searched here for status, S3 code and errno.
+Each names the operation, the object, what happened and what to do. obstore gives the HTTP status, the S3 error code and
+errno only within its exceptions' texts, so this module searches the texts.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ _FULL_NUMBERS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _FORBIDDEN_NUMBERS = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 
 
-class as_store_errors:  # noqa: N801 - reads as a phrase: with translated("put", uri)
+class as_store_errors:  # noqa: N801 - reads as a phrase: with as_store_errors("put", uri)
     """Context manager that turns exceptions of obstore and of the operating system into a StoreError."""
 
     def __init__(self, operation: str, uri: str) -> None:
@@ -150,12 +151,12 @@ def _away(text: str, status: int, code: str) -> tuple[type[StoreError], str]:
 
 
 def _host(text: str) -> str:
-    """Return scheme, name and port of the endpoint."""
+    """Return the endpoint's URL without its path, or "the store" if the text contains none."""
     return _found(r"(https?://[^/\s\"?]+)", text) or "the store"
 
 
 def _seconds(text: str) -> float | None:
-    """Return how long obstore tried, from "in 2.801919468s" or "in 928.5ms"."""
+    """Return the seconds that obstore tried, parsed from "in 2.801919468s" or "in 928.5ms"; else None."""
     match = re.search(r" in ([\d.]+)(ms|s)\b", text)
     return None if match is None else float(match[1]) / (1000 if match[2] == "ms" else 1)
 

@@ -1,8 +1,8 @@
-"""A folder as an object store, each operation of which can be abandoned at its deadline.
+"""A folder as an object store whose operations end at their deadline even if the file system hangs.
 
-A call into a hanging file system (NFS, FUSE) cannot be interrupted. Each operation therefore runs in a daemon thread
-that is left behind at the deadline, so that the process goes on and can exit. Files are opened without blocking and
-must be regular: a FIFO or device in the place of an object is refused.
+A call into a hanging file system (NFS, FUSE) cannot be interrupted. Each operation therefore runs in a daemon thread.
+At the deadline the caller gets an error and the thread is abandoned, so the process can continue and can exit. Files
+are opened without blocking and must be regular: a FIFO or a device in place of an object is refused.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LONGEST_PATH = 4096
 
 
 class HangGuard:
-    """Runs calls in reused daemon threads. A call that does not return keeps its thread."""
+    """A pool of daemon threads for calls that may hang. A call that does not return keeps its thread."""
 
     def __init__(self) -> None:
         self._idle: list[_Thread] = []
@@ -38,7 +38,15 @@ class HangGuard:
         self._pid = os.getpid()
 
     def run(self, call: Callable[[], T], seconds: float, what: str) -> T:
-        """Return or raise the result of `call`. Raises StoreTimeout when it takes longer than `seconds`."""
+        """Run `call` in a thread, and return its result or raise its exception.
+
+        Args:
+            seconds: deadline of the call.
+            what: operation and object, for the error.
+
+        Raises:
+            StoreTimeout: the call takes longer than `seconds`, or 64 earlier calls still hang.
+        """
         if self._pid != os.getpid():  # after a fork there are no threads here
             self.__init__()
         with self._lock:
@@ -61,7 +69,7 @@ class HangGuard:
         return cast(T, task.result)
 
     def _abandon(self, task: _Task) -> bool:
-        """Mark a task as abandoned. Returns False if it has just finished."""
+        """Mark a task as abandoned and return True, or return False if it has just finished."""
         with self._lock:
             if not task.call_back(self._came_back):
                 return False
@@ -83,7 +91,7 @@ class _Task(Generic[T]):
         self._lock = threading.Lock()
 
     def call_back(self, came_back: Callable[[], None]) -> bool:
-        """Register `came_back` for a late end. Returns False if the task has finished."""
+        """Register a function to call when the abandoned task ends after all. Returns False if it has already ended."""
         with self._lock:
             if self.done.is_set():
                 return False
@@ -95,14 +103,14 @@ class _Task(Generic[T]):
         return self._came_back is not None
 
     def finish(self) -> Callable[[], None] | None:
-        """Mark the task as done. Returns the registered function if the task was abandoned."""
+        """Mark the task as done. Returns the registered function if the task was abandoned, else None."""
         with self._lock:
             self.done.set()
             return self._came_back
 
 
 class _Thread:
-    """A worker thread that ends when it is idle for a while or after an abandoned call."""
+    """A worker thread. It ends after 10 s without a task, or when an abandoned call returns."""
 
     def __init__(self) -> None:
         self._tasks: queue.SimpleQueue[_Task] = queue.SimpleQueue()
@@ -142,7 +150,11 @@ _RUNNING = threading.local()  # task: the one that this thread runs
 
 
 def refuse_if_abandoned(what: str) -> None:
-    """Raise StoreTimeout in an abandoned call, because its caller has gone on and may have written something newer."""
+    """Raise StoreTimeout if the current call was abandoned at its deadline.
+
+    An operation checks this just before it changes something, because its caller has continued and may have written
+    newer data.
+    """
     task = getattr(_RUNNING, "task", None)
     if task is not None and task.abandoned:
         raise StoreTimeout(f"{what}: the file system answered after the deadline; nothing was changed")
@@ -152,7 +164,11 @@ HANG_GUARD = HangGuard()  # one for the process: hanging calls are counted over 
 
 
 def open_regular(path: Path | str) -> int:
-    """Open a file for reading without waiting for a FIFO's writer. Raises StoreError if it is not a regular file."""
+    """Open a regular file for reading and return the descriptor. Never waits for the writer of a FIFO.
+
+    Raises:
+        StoreError: the path is not a regular file.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -161,17 +177,20 @@ def open_regular(path: Path | str) -> int:
 
 
 class FolderBackend:
-    """Objects below `root` by their full keys. Methods raise OSError; the caller sets the deadline."""
+    """The files below `root` as objects. A key is a path relative to `root`.
+
+    Methods raise OSError and set no deadline; `Store` runs them in a `HangGuard`.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = root
 
     def put(self, key: str, data: memoryview, *, create: bool = False, private: bool = False) -> None:
-        """Write an object durably: the file is synced, and each folder up to the root.
+        """Write an object, and sync the file and each folder up to the root to make it durable.
 
         Args:
             create: raise FileExistsError if the object exists.
-            private: only this user may read the file.
+            private: only the current user may read the file.
         """
         path = self._path(key)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -207,7 +226,7 @@ class FolderBackend:
             return file.read(length)
 
     def head(self, key: str) -> tuple[int, float]:
-        """Return (size in bytes, Unix time). Raises FileNotFoundError for anything but a regular file."""
+        """Return (bytes, Unix time of modification). Raises FileNotFoundError for anything but a regular file."""
         found = self._path(key).stat()
         if not stat.S_ISREG(found.st_mode):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(key))
@@ -217,12 +236,13 @@ class FolderBackend:
         self._path(key).unlink()
 
     def list(self, prefix: str, after: str) -> list[tuple[str, int, float]]:
-        """List (key, size, time) of all files below a folder whose keys are greater than `after`.
+        """Return (key, size in bytes, Unix time of modification) of each file below the folder `prefix`, in no order.
 
-        Unfinished files, names that are not UTF-8, and links that are broken or circular are skipped.
+        Only keys greater than `after` are returned. Unfinished files, names that are not UTF-8, and links that are
+        broken or circular are skipped.
 
         Raises:
-            OSError: a folder cannot be read; there are no partial listings.
+            OSError: a folder cannot be read; a partial listing is never returned.
         """
         try:
             return [found for found in self._walk(prefix) if found[0] > after]
@@ -266,7 +286,7 @@ class FolderBackend:
 
 
 def sync_folders(folder: Path, root: Path) -> None:
-    """Sync each folder up to `root`, because a name is durable only when its folder is."""
+    """Sync `folder` and each folder above it up to `root`. Until then, a crash may lose the name of a new file."""
     while True:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:

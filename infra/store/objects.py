@@ -1,8 +1,8 @@
 """The object store: the same few operations on a local folder and on a bucket.
 
-A `put` that returned is durable: on S3 by the service's promise, locally by fsync of the file and its folders. Every
-operation ends within its deadline, also on a hanging file system. Keys of data, indexes and commits are never
-overwritten; reports are.
+After `put` has returned, the object is durable: on S3 by the service's promise, in a folder by fsync of the file and
+its folders. Every operation ends within its deadline, even on a hanging file system. Objects with data, indexes or
+commits are never overwritten; reports are.
 """
 
 from __future__ import annotations
@@ -31,12 +31,18 @@ T = TypeVar("T")
 # As obstore prints the answer. A bare "501" is also in ports, keys and durations.
 _UNSUPPORTED = re.compile(r"\bstatus code: 501\b|<Code>\s*NotImplemented\s*</Code>")
 _PAGE = 1000  # keys that S3 lists at once
-_SLOWEST_BYTES_PER_SECOND = 10e6  # of a folder's disk: a large object is given so much more time
+_SLOWEST_BYTES_PER_SECOND = 10e6  # of a folder's disk: a large object gets more time accordingly
 
 
 @dataclass(frozen=True)
 class ObjectMeta:
-    """An object in a listing: its key relative to the store, size in bytes, and Unix time of modification."""
+    """An object in a listing.
+
+    Attributes:
+        key: relative to the store.
+        size: in bytes.
+        modified: Unix time of modification by the store's clock.
+    """
 
     key: str
     size: int
@@ -44,7 +50,10 @@ class ObjectMeta:
 
 
 class Store:
-    """Objects below a root. Keys are relative, with parts joined by "/". Not fork-safe: open one store per process."""
+    """The objects below a folder or a bucket's prefix. Keys are relative to it, with parts joined by "/".
+
+    A store does not survive a fork: open one in each process.
+    """
 
     def __init__(
         self, backend: Any, uri: str, root: Path | None, prefix: str = "", *, request_seconds: float = 60.0
@@ -57,13 +66,14 @@ class Store:
 
     @classmethod
     def open(cls, uri: str, *, request_timeout_seconds: float = 60.0) -> Store:
-        """Open a folder (created when missing) or ``s3://bucket/prefix``; a bucket gets no request yet.
+        """Open a folder (created if missing) or ``s3://bucket/prefix``. No request is sent to a bucket yet.
 
-        Credentials, region and endpoint come from where every AWS tool finds them (`ebbflow.infra.store.s3`).
+        Credentials, region and endpoint are found as other AWS tools find them (`ebbflow.infra.store.s3`).
 
         Args:
-            request_timeout_seconds: for each request with its retries; a large put and a long listing are several
-                requests. In a folder each operation is one request, and a large object has 1 s more for each 10 MB.
+            request_timeout_seconds: limit for each request with its retries. A large put or a long listing to a bucket
+                is several requests. In a folder, each operation is one request, and the limit grows by 1 s for each 10
+                MB.
         """
         if uri.startswith("s3://"):
             bucket, prefix = split_uri(uri)
@@ -83,7 +93,7 @@ class Store:
         return cls(FolderBackend(root), str(root), root, request_seconds=request_timeout_seconds)
 
     def sub(self, prefix: str) -> Store:
-        """Return the same store as seen from below `prefix`."""
+        """Return a view of this store whose keys are relative to `prefix`."""
         below = prefix.strip("/")
         uri = f"{self.uri}/{below}" if below else self.uri
         return Store(self._backend, uri, self._root, self._full(below), request_seconds=self.request_seconds)
@@ -92,8 +102,8 @@ class Store:
         """Write the whole object and make it durable.
 
         Args:
-            tags: for a bucket's lifecycle rules; ignored in folders and in stores that are not Amazon's.
-            private: only this user may read the file, in a folder.
+            tags: object tags for a bucket's lifecycle rules; ignored in folders and in stores that are not Amazon's.
+            private: in a folder, only the current user may read the file.
 
         Raises:
             StoreError: the object could not be written.
@@ -106,11 +116,11 @@ class Store:
                 obstore.put(self._backend, full, view, tags=dict(tags) if tags else None)
 
     def create(self, key: str, data: Buffer) -> bool:
-        """Write an object durably unless the key exists. Returns False if it existed with other content.
+        """Write an object durably unless the key exists. Returns False if it exists with other content.
 
-        A bucket's service decides between two writers (If-None-Match). With a service that does not know the condition,
-        or checks it before the write (OpenStack Swift), two simultaneous writers may both succeed, and the later
-        content stays.
+        If two processes create the same key at the same time, only one succeeds: a bucket's service decides
+        (If-None-Match). Some services do not know this condition, or check it before the write (OpenStack Swift). With
+        these, both may succeed, and the object has the later content.
         """
         view, full = memoryview(data).cast("B"), self._full(key)
         try:
@@ -155,7 +165,7 @@ class Store:
         return data
 
     def head(self, key: str) -> ObjectMeta | None:
-        """Return size and time of an object, or None if it does not exist."""
+        """Return the metadata of an object, or None if it does not exist."""
         try:
             full = self._full(key)
             with self._translated("head", key):
@@ -166,7 +176,7 @@ class Store:
             return None
 
     def list(self, prefix: str = "", *, limit: int | None = None) -> list[ObjectMeta]:
-        """List the objects below the folder `prefix`, sorted by key, at most `limit`."""
+        """Return the objects below the folder `prefix`, sorted by key, and no more than `limit` of them."""
         found: list[ObjectMeta] = []
         for page in self.pages(prefix):
             found += page
@@ -175,10 +185,13 @@ class Store:
         return sorted(found, key=_key)[:limit]
 
     def pages(self, prefix: str = "", *, after: str = "") -> Iterator[list[ObjectMeta]]:
-        """Yield the objects below the folder `prefix` with keys greater than `after`, sorted, at most 1,000 per page.
+        """Yield pages of up to 1,000 objects below the folder `prefix`, sorted by key.
 
-        Each page is one request, sent when the page is wanted. A folder, and a store whose first page is unsorted, are
-        read as a whole before the first page.
+        Each page is one request, which is sent when the caller asks for the page. A local folder is listed completely
+        before the first page, and so is a bucket whose first page is unsorted.
+
+        Args:
+            after: yield only objects with keys greater than this.
         """
         given = self._given(prefix, after)
         first = next(given, [])
@@ -248,11 +261,12 @@ _PROBE = b"the store's clock"
 
 
 class StoreClock:
-    """The store's own clock, which dates its objects, read from a small probe object that is put and deleted.
+    """A clock that agrees with the store's, by which the store dates its objects.
 
-    The result is never later than the store's time: the probe is dated before its answer arrives, and later only
-    elapsed time is added. Objects judged by it are therefore kept too long rather than too short. The probe is repeated
-    rarely.
+    To read it, a small probe object is put, its date is read, and it is deleted. For the next 10 minutes, elapsed time
+    is added instead of probing again. The result is never later than the store's time, because the store dates a probe
+    before its answer arrives. The age of an object is therefore never overestimated, and no object is deleted too
+    early.
     """
 
     def __init__(self) -> None:
@@ -263,7 +277,7 @@ class StoreClock:
         """Return the store's Unix time.
 
         Args:
-            newest: time of the newest known object, used if no probe can be written.
+            newest: date of the newest known object, returned if no probe can be written.
         """
         elapsed = time.monotonic() - self._at
         if self._dated is None or elapsed > _ASK_AGAIN_SECONDS:
@@ -278,11 +292,11 @@ def _probed(store: Store) -> float | None:
     try:
         store.put(key, _PROBE)
         listed = store.list("clock")
-        left |= {meta.key for meta in listed}  # with those of processes that were killed here
+        left |= {meta.key for meta in listed}  # including probes of processes that were killed before deleting them
         found = next((meta for meta in listed if meta.key == key), None) or store.head(key)
     except StoreError:
         pass
     for name in left:
-        with contextlib.suppress(StoreError):  # then the next one takes it away
+        with contextlib.suppress(StoreError):  # the next probe's clean-up deletes it
             store.delete(name)
     return found and found.modified

@@ -1,7 +1,7 @@
-"""Access to S3: credentials, region and endpoint as every AWS tool finds them, and the client for a bucket.
+"""Access to S3: credentials, region and endpoint, found as other AWS tools find them, and the client for a bucket.
 
-Uploaders must start fast, so keys in the environment need no botocore. Otherwise botocore's chain is used: profile and
-role, web identity, SSO, shared files, container, instance metadata.
+Uploaders must start fast, so botocore is not imported if the environment has access keys. Otherwise botocore searches
+for credentials: profile and role, web identity, SSO, shared files, container, instance metadata.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class AwsSettings:
     """Region and endpoint of S3.
 
     Attributes:
-        endpoint: URL of a store that is not Amazon's; None: Amazon's.
-        region_is_set: the region was configured and is not the default.
+        endpoint: URL of a store that is not Amazon's, None for Amazon S3.
+        region_is_set: True if the region was configured, False if it is the default.
     """
 
     region: str
@@ -45,11 +45,15 @@ class AwsSettings:
 
 
 def aws_settings() -> AwsSettings:
-    """Read region and endpoint from the environment, then from the profile.
+    """Return the region and the endpoint of S3.
+
+    Environment variables take precedence over the AWS profile. The default region is us-east-1. If
+    AWS_IGNORE_CONFIGURED_ENDPOINT_URLS is true, the profile's endpoint is ignored.
 
     Raises:
         StoreError: the profile cannot be read.
-        StoreMisconfigured: an endpoint is set and is also to be ignored, which obstore would not do.
+        StoreMisconfigured: AWS_IGNORE_CONFIGURED_ENDPOINT_URLS is true but a variable sets an endpoint, which obstore
+            would not ignore.
     """
     environment, profile = os.environ, _Profile()
     region = environment.get("AWS_REGION") or environment.get("AWS_DEFAULT_REGION") or profile.get("region")
@@ -64,14 +68,16 @@ def aws_settings() -> AwsSettings:
 
 
 def credential_provider(seconds: float) -> Callable[[], dict] | None:
-    """Return a function that gives obstore credentials, or None if they are in the environment.
+    """Return a function that obstore calls for credentials, or None if obstore needs no such function.
+
+    It needs none if the environment has access keys, or if AWS_SKIP_SIGNATURE is true because the bucket is public.
 
     Args:
-        seconds: deadline for the source of credentials.
+        seconds: deadline for the source of the credentials, at each call.
 
     Raises:
         StoreForbidden: there are no credentials.
-        StoreUnavailable: the source of credentials does not answer in time.
+        StoreUnavailable: the source of the credentials does not answer in time.
     """
     environment = os.environ
     if environment.get("AWS_ACCESS_KEY_ID") and environment.get("AWS_SECRET_ACCESS_KEY"):
@@ -122,7 +128,7 @@ def _within(seconds: float, find: Callable[[], T]) -> T:
 
 
 class _Profile:
-    """The profile in use, from the shared configuration file; empty without one."""
+    """The active AWS profile from the shared configuration file. Without a file or profile, each key is None."""
 
     def __init__(self) -> None:
         name = os.environ.get("AWS_PROFILE") or os.environ.get("AWS_DEFAULT_PROFILE") or "default"
@@ -139,7 +145,7 @@ class _Profile:
         return self._file.get(self._section, key, fallback=None)
 
     def service(self, service: str, key: str) -> str | None:
-        """Return a key of the profile's services section, where keys are nested below ``s3 =``."""
+        """Return a key of one service, such as endpoint_url of s3, from the services section that the profile names."""
         section = f"services {self.get('services')}"
         for line in self._file.get(section, service, fallback="").splitlines():
             name, _, value = line.partition("=")
@@ -163,12 +169,12 @@ def split_uri(uri: str) -> tuple[str, str]:
 
 
 def open_bucket(bucket: str, seconds: float) -> S3Store:
-    """Open a client for a bucket whose every request, with its retries, ends within `seconds`.
+    """Open a client for a bucket. Each of its requests ends within `seconds`, retries included.
 
     Raises:
         StoreForbidden: there are no credentials.
-        StoreUnavailable: the source of credentials does not answer in time.
-        StoreMisconfigured: the settings allow no client.
+        StoreUnavailable: the source of the credentials does not answer in time.
+        StoreMisconfigured: obstore cannot make a client from the settings.
     """
     settings = aws_settings()
     endpoint = settings.endpoint
