@@ -23,7 +23,7 @@ _COMPARED_JOBS = 8
 
 
 def record_prices(job: Job) -> None:
-    """Record the prices during the job in its events. If they are unavailable, the plan's prices are used."""
+    """Record in the job's events how prices changed since the plan. Without such prices the plan's are used."""
     pools: list[dict[str, Any]] = []
     for kind, plan in _paid_types(read_events(job.store)).items():
         try:
@@ -36,10 +36,10 @@ def record_prices(job: Job) -> None:
 
 
 def _paid_types(events: Sequence[Event]) -> dict[str, dict[str, Any]]:
-    """Return the instance types that were used, each with the plan since which its prices matter.
+    """Return the instance types that the job may have paid for, each with the plan from which on its price matters.
 
-    That is the first plan that chose the type, since a job may have been planned on another type later. For machines of
-    an unplanned type it is the first plan of all.
+    This is the first plan that chose the type, because later plans may have chosen others. A type that no plan chose
+    gets the first plan with real prices.
     """
     plans = [event.data for event in events if event.name == PLAN and event.data.get("chosen")]
     first = {plan["chosen"]["instance_type"]: plan for plan in reversed(plans)}
@@ -49,10 +49,10 @@ def _paid_types(events: Sequence[Event]) -> dict[str, dict[str, Any]]:
 
 
 def write_report(job: Job) -> RunReport:
-    """Fold the job's events into a report and write it, with the metrics, to runs/<job>/ and then to the store.
+    """Build the report from the job's events, and write it with the metrics to runs/<job>/ and to the store.
 
-    The local files come first, because a full store still has the events to build them from. The job's history for
-    later plans is written last.
+    The local files are written first, so that they exist even if the store is full. The job's history for later plans
+    is written last; if that fails, only a message is printed.
 
     Raises:
         StoreError: the store does not accept the report.
@@ -79,13 +79,16 @@ def write_report(job: Job) -> RunReport:
         job.store.put(name, content)
     try:
         save_job_record(job.root_store, events)
-    except InfraError as error:  # the job has ended, however it ended: only later plans know less
+    except InfraError as error:  # the job has ended; only later plans lack its history
         print(f"the job's history for later plans was not stored: {error}", flush=True)
     return report
 
 
 def earlier_reports(job: str) -> list[dict]:
-    """Return the reports of the last other jobs on this machine, for comparison. Unreadable ones are left out."""
+    """Return the newest reports of other jobs on this machine as JSON, for comparison.
+
+    Unreadable reports are left out.
+    """
     found = []
     for name in [name for name in list_known_jobs(RUNS) if name != job][-_COMPARED_JOBS:]:
         try:

@@ -1,7 +1,8 @@
-"""The order that an attempt of a training step receives: train in a given shape, or continue elsewhere.
+"""The order of an attempt: the scheduler's instruction to one attempt of a training step.
 
-The scheduler puts the order into the job's store under the attempt's name, because a job of AWS Batch gets nothing of
-its submitter's environment. Each node reads it by name: a listing may lag, a read after a put does not.
+It says whether the attempt trains, and with how many nodes and ranks. The scheduler writes it into the job's store
+under the attempt's name, because a job of AWS Batch inherits nothing from the environment of its submitter. Each node
+reads the order by that name, since a listing of the store may not show a new object yet.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from ebbflow.infra.store import Store
 
 # JSON for the submitting process (`ebbflow.flows.attempts.submission`).
 SUBMIT_VARIABLE = "EBBFLOW_SUBMIT"
-# Why an attempt has no placement: its step then runs beside the scheduler and fails.
+# Why an attempt has no placement. Its step then runs on the scheduler's machine and fails with this message.
 UNPLACED_VARIABLE = "EBBFLOW_UNPLACED"
 TRAIN: Does = "train"
 Does = Literal["train", "gang", "again", "stop"]
@@ -32,22 +33,23 @@ class AttemptName:
 
     @property
     def key(self) -> str:
-        """The order's key in the job's store."""
         return order_key(self.run, self.step, self.task, self.attempt)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptOrder:
-    """What an attempt does.
+    """Instruction to one attempt of a training step.
 
     Attributes:
-        does: "train"; or without training "gang" (go on as a gang of `nodes`), "again" (another round), or "stop".
-        nodes: of the gang.
-        processes_per_node: of the gang.
-        placement: `cost.capacity.Placement` as JSON.
-        plan: the fresh plan as JSON, with the placed pool as the chosen one; None: the plan of the run holds.
-        outcome: of a job that stops.
-        message: of a job that stops.
+        does: "train", or one of three ways to end without training: "gang" (the flow continues with a gang of
+            `nodes` nodes), "again" (`train_node` starts another round) or "stop" (the job ends).
+        nodes: number of nodes of the gang.
+        processes_per_node: number of ranks on each node.
+        placement: `cost.capacity.Placement` as JSON; None unless the attempt trains.
+        plan: plan made for this attempt, as JSON, with the placed pool as the chosen one; None: use the plan of the
+            run.
+        outcome: outcome of the job, for "stop".
+        message: why the job ends, for "stop".
     """
 
     does: Does = TRAIN
@@ -64,7 +66,7 @@ class AttemptOrder:
 
     @classmethod
     def get(cls, job_store: Store, name: AttemptName) -> AttemptOrder | None:
-        """Read an order, or None if the attempt was not placed. Raises StoreError."""
+        """Return the attempt's order, or None if the scheduler wrote none. Raises StoreError."""
         if job_store.head(name.key) is None:
             return None
         known = json.loads(job_store.get(name.key))

@@ -1,6 +1,7 @@
-"""The placement of one attempt: prices, past attempts and remaining work decide on a queue, or on a reason for none.
+"""The placement of one attempt: prices, past attempts and the remaining work decide on a queue, or on a reason to stop.
 
-Metaflow's scheduler waits for it, so it ends within its deadlines and raises only if another launcher took over.
+Metaflow's scheduler is blocked meanwhile. So a placement ends within its deadlines, and it raises no exception except
+`JobIsRunning`, if another launcher has taken over the job.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ if TYPE_CHECKING:
 
 
 DEADLINE_SECONDS = 60.0
-PLANNED_SECONDS = 30.0  # for the second try, by the plan of the run
+PLANNED_SECONDS = 30.0  # for the second try, which uses the plan of the run
 _REQUEST_SECONDS = 20.0
-# Attempts in a row that failed without a lost machine; another would fail too.
+# So many failed attempts in a row, without a lost machine, end the job: another would fail too.
 _MOST_IN_VAIN = 5
 _MOST_NEVER_MADE = 2  # attempts with capacity but without a container, such as with a missing image
 
@@ -45,11 +46,11 @@ class PlacementRequest:
 
     Attributes:
         flow: the artifacts that the step will find (`job`, `settings`, `capacity` and so on).
-        round: of `train_node`, counted from 1.
-        one_node: the step cannot be a gang.
-        last: it is Metaflow's last retry.
-        backend: batch or kubernetes.
-        abandoned: set at the deadline; a late result must leave no order behind.
+        round: number of the round of `train_node`, from 1.
+        one_node: the step is `train_node`, which cannot run a gang of several nodes.
+        last: the attempt is the last one that Metaflow allows.
+        backend: "batch" or "kubernetes".
+        abandoned: set once the deadline has passed; a placement that is found later must not write its order.
     """
 
     flow: SimpleNamespace
@@ -63,11 +64,12 @@ class PlacementRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementResult:
-    """The order of an attempt.
+    """Result of placing an attempt.
 
     Attributes:
-        order: None if there is no placement at all.
-        trouble: why there is no fresh placement; `order` then follows the plan of the run.
+        order: the attempt's order; None if the attempt could not be placed.
+        trouble: why the attempt could not be placed at current prices, "" if it could. An order given with it
+            follows the plan that the run made at its start.
     """
 
     order: AttemptOrder | None = None
@@ -75,14 +77,17 @@ class PlacementResult:
 
 
 def place_attempt(request: PlacementRequest, *, deadline_seconds: float = DEADLINE_SECONDS) -> PlacementResult:
-    """Place an attempt afresh within the deadline, else by the plan of the run within 30 s more.
+    """Place an attempt at current prices or, if that fails or takes too long, by the plan of the run.
+
+    Args:
+        deadline_seconds: limit for the placement at current prices. The other one gets 30 s more.
 
     Raises:
         JobIsRunning: another launcher has taken over the job.
     """
     try:
         return PlacementResult(order=within(deadline_seconds, lambda: _place_afresh(request), "placing"))
-    except JobIsRunning:  # the run ends: another launcher has taken the job over
+    except JobIsRunning:  # another launcher has taken over the job, so this run ends
         raise
     except Exception as error:  # a hook that raises would end the run
         trouble = f"{type(error).__name__}: {error}"
@@ -122,9 +127,9 @@ def _place_afresh(request: PlacementRequest) -> AttemptOrder:
 
 
 def _place_by_run_plan(request: PlacementRequest) -> AttemptOrder:
-    """Place by the plan of the run and the configured queues, when Batch, prices or events do not answer.
+    """Place by the plan of the run and the configured queues, without asking Batch, prices or events.
 
-    Raises every error, also CostError: the little that is known is no reason to stop a job.
+    Every error is raised, also CostError: with so little information, no error is a reason to stop the job.
     """
     from ebbflow.cost.capacity import AttemptHistory
     from ebbflow.cost.plan.plan import Plan
@@ -137,7 +142,7 @@ def _place_by_run_plan(request: PlacementRequest) -> AttemptOrder:
 
 
 def _job(request: PlacementRequest) -> Job:
-    """Return the job with the configuration that holds where the attempt runs."""
+    """Return the job with its configuration adapted to the attempt's backend."""
     from ebbflow.infra.batch import limit_to_queue_region
 
     job = replace(Job.of(request.flow, request.name.run), request_seconds=_REQUEST_SECONDS)
@@ -160,13 +165,13 @@ def _place(
     *,
     after_generation: int = 0,
 ) -> AttemptOrder:
-    """Choose a pool and write the order.
+    """Choose a pool, record plan and placement in the events, and write the order.
 
     Args:
-        after_generation: the newest known generation.
+        after_generation: number of the newest known generation. `give_up_reason` compares it with later commits.
 
     Raises:
-        CostError: no queue and no limit allows another attempt.
+        CostError: no queue can run the job, or its limits allow no further attempt.
     """
     from ebbflow.cost.capacity import choose_placement
 
@@ -194,13 +199,17 @@ def _put_order(job: Job, request: PlacementRequest, order: AttemptOrder) -> Atte
 
 
 def _refuse_if_abandoned(request: PlacementRequest) -> None:
-    """Raise TimeoutError if the deadline has passed: a container placed otherwise must not find this order."""
+    """Raise TimeoutError if the deadline has passed, because the attempt may have another order by then."""
     if request.abandoned.is_set():
         raise TimeoutError("the deadline for this placement has passed")
 
 
 def make_order(request: PlacementRequest, plan: Plan, placed: Placement) -> AttemptOrder:
-    """Turn a placement into an order. A single-node step cannot become a gang by itself."""
+    """Turn a placement into an order.
+
+    `train_node` cannot run several nodes: such a placement becomes the order "gang". In its last attempt the order is
+    "again", because another round has new retries.
+    """
     from ebbflow.cost.capacity import with_placement
 
     order = AttemptOrder(nodes=placed.nodes, processes_per_node=placed.processes_per_node)
@@ -212,7 +221,7 @@ def make_order(request: PlacementRequest, plan: Plan, placed: Placement) -> Atte
 
 
 def make_fresh_plan(job: Job, events: Sequence[Event], examined: dict[str, Any] | None) -> Plan:
-    """Plan the remaining work at current prices."""
+    """Plan the job's remaining work at current prices."""
     from ebbflow.cost.plan.candidates import read_progress
     from ebbflow.cost.plan.plan import make_plan
     from ebbflow.cost.prices.source import open_prices
@@ -231,13 +240,16 @@ def make_fresh_plan(job: Job, events: Sequence[Event], examined: dict[str, Any] 
 def give_up_reason(
     history: AttemptHistory, events: Sequence[Event], *, run: str, on_demand_comes: bool = False
 ) -> tuple[Outcome, str] | None:
-    """Return the outcome and message of a job whose last attempts all failed, or None while another may succeed.
+    """Return the outcome and message with which the job must end because its attempts keep failing, else None.
 
-    An attempt placed before the newest commit's generation made progress, and a lost machine is not a failure.
+    The newest attempts count up to the last one that did not fail. An attempt did not fail if a commit followed it, or
+    if its machine was lost.
 
     Args:
-        run: only attempts of this run count, because a new run may have fixed the cause.
-        on_demand_comes: a deadline will end the wait for Spot, however often Spot is refused.
+        run: id of this run. Attempts of other runs do not count as failed, because a new run may have fixed the
+            cause.
+        on_demand_comes: the job has a deadline, which will move it to on-demand. Refused Spot attempts then never
+            end it.
     """
     committed = max((event.generation for event in events if event.name == COMMIT), default=0)
 
@@ -259,7 +271,7 @@ def give_up_reason(
 
 
 def describe_order(order: AttemptOrder) -> str:
-    """Describe the order in one line for the run's log."""
+    """Return a one-line description of the order for the run's log."""
     if order.does == "stop":
         return f"no further attempt: {order.outcome}: {order.message}"
     if order.does == "gang":

@@ -1,6 +1,7 @@
-"""What became of the attempts on AWS Batch, written into the job's events.
+"""Settlement of attempts on AWS Batch: how and when each Batch job ended, recorded in the job's events.
 
-A machine that is reclaimed cannot record its cost. Batch knows when its job began and stopped, and why.
+A machine that is reclaimed cannot record its own end, so the bill would lack its cost. Batch knows when each of its
+jobs began and stopped, and why.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ebbflow.infra.events import BATCH_ATTEMPT, BATCH_SUBMITTED, NODE_STARTED, P
 from ebbflow.infra.launchers import check_run_claim
 from ebbflow.infra.preflight import Check, CheckFinding, PreflightContext
 
-# A container may not reach Batch, so a report waits briefly; the launcher tries again.
+# Short, because the container of the step `report` may not reach Batch. The launcher tries again.
 _REPORT_SECONDS = 6.0
 # Batch may report a job's end some seconds before its time and reason.
 _WHOLE_SECONDS = 10.0
@@ -41,17 +42,25 @@ def settle_attempts(
     deadline_seconds: float = 20.0,
     say: Callable[[str], None] = _say,
 ) -> list[Event]:
-    """Record the end of every Batch job of this job as a `batch_attempt` event, and terminate jobs left behind.
+    """Record the end of every Batch job of this training job, and terminate Batch jobs that still run.
 
-    A record without end time or reason is followed by another one as soon as Batch has them. Call this only while no
-    attempt should run: a running job was left behind by its submitter, and two jobs would pay for one.
+    Each end becomes a `batch_attempt` event. If Batch has no end time or reason yet, the record lacks them, and a later
+    call adds a complete one. Call this only while no attempt should run: then a Batch job that still runs was left
+    behind by its submitter, and would be paid for besides the next one.
+
+    Args:
+        events: all events of the job.
+        client: boto3's client of AWS Batch.
+        log: receives the new events.
+        deadline_seconds: limit of each request.
+        say: prints one line.
 
     Returns:
         The new events, in the order of their jobs.
 
     Raises:
         CloudError: Batch does not answer.
-        JobIsRunning: another launcher has taken over the job, whose attempt this may be.
+        JobIsRunning: another launcher has taken over the job, so a running Batch job may be its attempt.
     """
     unsettled, half_told = unsettled_jobs(events), _incomplete_jobs(events)
     submitted = {**half_told, **unsettled}
@@ -67,7 +76,7 @@ def settle_attempts(
                 continue
             settled.append(log.emit(BATCH_ATTEMPT, **batch_attempt_data(attempt, find_placement(event, events))))
         else:
-            with contextlib.suppress(CloudRefused):  # it ended meanwhile and is recorded next time
+            with contextlib.suppress(CloudRefused):  # the job ended meanwhile; the next call records it
                 why = f"run {job.run} goes on with job {job.name}"
                 words = NEVER_STARTED if attempt.started_utc is None else TERMINATED
                 cancel_job(job_id, why, client, words=words, deadline_seconds=deadline_seconds)
@@ -78,7 +87,10 @@ def settle_attempts(
 def _describe_when_complete(
     job_ids: Sequence[str], wanted: Sequence[str], client: Any, deadline_seconds: float
 ) -> dict[str, BatchAttempt]:
-    """Describe the jobs, for a while again until each ended one of `wanted` has its end time and reason."""
+    """Describe the Batch jobs, again until every ended job of `wanted` has its end time and reason.
+
+    After at most 10 s, return the descriptions as they are.
+    """
     limit = time.monotonic() + min(_WHOLE_SECONDS, deadline_seconds / 2)
     while True:
         found = describe_attempts(job_ids, client, deadline_seconds=deadline_seconds)
@@ -89,19 +101,22 @@ def _describe_when_complete(
 
 
 def _is_complete(record: Mapping[str, Any]) -> bool:
-    """Return whether the description of an ended job has its end time and, if it failed, the reason."""
+    """Return whether an ended job's description has its end time (if it ever ran) and its reason (if it failed)."""
     is_timed = record.get("started_utc") is None or record.get("stopped_utc") is not None
     return is_timed and (record.get("status") != "FAILED" or bool(record.get("reason")))
 
 
 def unsettled_jobs(events: Sequence[Event]) -> dict[str, Event]:
-    """Return the Batch jobs without a recorded end, by id, with the event of the submitter or else of the agent."""
+    """Return the Batch jobs without a recorded end, by id.
+
+    The values are the events that mention the jobs: the submitter's event or, without one, the agent's.
+    """
     settled = {event.data.get("job_id") for event in events if event.name == BATCH_ATTEMPT}
     return {job_id: event for job_id, event in _submitted_jobs(events).items() if job_id not in settled}
 
 
 def _incomplete_jobs(events: Sequence[Event]) -> dict[str, Event]:
-    """Return the Batch jobs whose recorded end lacks time or reason. events: by time."""
+    """Return the Batch jobs whose recorded end lacks time or reason, by id. The events must be ordered by time."""
     last = {event.data.get("job_id"): event.data for event in events if event.name == BATCH_ATTEMPT}
     known = _submitted_jobs(events)
     return {job_id: event for job_id, event in known.items() if job_id in last and not _is_complete(last[job_id])}
@@ -122,7 +137,7 @@ def _describe_left_behind(attempt: BatchAttempt, submitted: Event) -> str:
 
 
 def check_left_behind(context: PreflightContext) -> CheckFinding:
-    """Find Batch jobs that a killed launcher left behind; they run on and cost money."""
+    """Check that no Batch job is still running that a killed launcher left behind. Such jobs cost money."""
     if reason := skip_reason(context):
         return CheckFinding.skipped(reason)
     if context.job is None:
@@ -160,9 +175,13 @@ CHECKS = [
 
 
 def find_placement(submitted: Event, events: Sequence[Event]) -> Placement | None:
-    """Return the placement of a Batch job: the last one of its run, step and task.
+    """Return the placement of a Batch job, or None: the last one of the same run and attempt, and of its step and task.
 
-    Clocks are not compared, because an agent's machine may be minutes ahead.
+    Times are not compared, because the clock of an agent's machine may be minutes ahead.
+
+    Args:
+        submitted: the event that mentions the Batch job. An agent's event has no step and task to compare.
+        events: all events of the job.
     """
     known = () if submitted.name == NODE_STARTED else ("step", "task")
     placed = [
@@ -179,7 +198,7 @@ def find_placement(submitted: Event, events: Sequence[Event]) -> Placement | Non
 
 
 def settle_for_report(job: Job) -> None:
-    """Settle all attempts before the job's report. If Batch does not answer, it is reported and skipped."""
+    """Settle all attempts before the job's report. If Batch does not answer, print a message and go on."""
     events = read_events(job.store)
     if not {**unsettled_jobs(events), **_incomplete_jobs(events)}:
         return
@@ -195,12 +214,14 @@ _LEFTOVER_SECONDS = 90.0
 
 
 def end_leftovers(job: Job, say: Callable[[str], None]) -> None:
-    """Terminate jobs that a run left behind and record them for the bill, within 90 s.
+    """Terminate Batch jobs that a run left behind, and record their ends for the bill, within 90 s.
 
-    Call this only while no launcher of the job is alive. If Batch does not answer, the next placement tries again.
+    Call this only while no launcher of the job is alive. If Batch does not answer, print a message; the next placement
+    tries again.
 
     Args:
-        job: with the run that events name.
+        job: new events get the id of its run.
+        say: prints one line.
 
     Raises:
         StoreError: the events cannot be read.

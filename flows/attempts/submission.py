@@ -1,13 +1,15 @@
-"""The process that submits an attempt to AWS Batch and waits for it.
+"""The process on the launching machine that submits one attempt to AWS Batch and waits for its job.
 
-It retries a refused submit, records the job's id or the refusal, terminates a job that waits too long for capacity or
-for its container, and passes SIGTERM on as "save and leave". It uses events of the AWS SDK and no internals of
-Metaflow.
+Metaflow starts this process for each attempt (`batch step`). This module makes it retry a refused submit, record the
+job's id or the refusal, and terminate a job that waits too long for capacity or for its container. After SIGTERM it
+terminates the job, so that the job saves a checkpoint and ends. All of this uses events of the AWS SDK and no internals
+of Metaflow.
 
-A container is stopped by SIGTERM to its first process and SIGKILL to all of it later (30 s on Batch). The first process
-is the shell of Metaflow's command, which would die of SIGTERM together with everything below it, or as process 1 never
-receive it. `wrap_command` therefore runs the command under a shell that passes the signal to the task alone (its logs
-go through processes that must live as long) and stays until the command has ended.
+Batch stops a container by SIGTERM to its first process and, 30 s later, SIGKILL to all processes. The first process is
+the shell of Metaflow's command. It would die of SIGTERM together with everything below it, or as process 1 never
+receive the signal. `wrap_command` therefore runs the command under another shell, the signal-passing shell. That shell
+passes SIGTERM to the task alone and waits until the command has ended. The processes that collect the task's logs get
+no signal, because they must live as long as the task.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
     from ebbflow.infra.event_log import EventLog
 
 
-# The file for the task's process id, which the shell reads.
+# Variable with the path of the file in which the task writes its process id for the signal-passing shell.
 _TASK_VARIABLE = "EBBFLOW_TASK_FILE"
 # $1: the command. Processes below ignore SIGTERM, so that a signal to the process group spares shell and logs; only
 # the task listens again (`listen_for_stop`). Without a task there is nothing to save.
@@ -53,14 +55,14 @@ exit "$code"
 
 
 def wrap_command(command: list[str]) -> list[str]:
-    """Wrap a container's `bash -c TEXT` in the signal-passing shell, with TEXT as the last word. Others stay."""
+    """Return the command `bash -c TEXT` wrapped in the signal-passing shell, and any other command unchanged."""
     return (
         ["bash", "-c", _SHELL, "bash", command[2]] if len(command) == 3 and command[:2] == ["bash", "-c"] else command
     )
 
 
 def wrap_job_commands(params: dict[str, Any], **_: Any) -> None:
-    """Wrap the commands of a SubmitJob request in place. Called by the AWS SDK."""
+    """Wrap the commands of a SubmitJob request in place. The AWS SDK calls this before it sends the request."""
     for overrides in _overrides(params):
         if command := overrides.get("command"):
             overrides["command"] = wrap_command(command)
@@ -73,27 +75,32 @@ def _overrides(params: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
 
 
 def listen_for_stop() -> None:
-    """Let SIGTERM reach this task's process, in a container with the signal-passing shell; elsewhere do nothing."""
+    """Let SIGTERM end this task's process, and give its process id to the signal-passing shell.
+
+    Outside a container with that shell, do nothing.
+    """
     path = os.environ.get(_TASK_VARIABLE)
     if path:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         Path(path).write_text(str(os.getpid()))
 
 
-# States without a machine and without cost. From STARTING on the job has one.
+# States in which a job has no machine and costs nothing. From STARTING on it has a machine.
 _WAITING = ("SUBMITTED", "PENDING", "RUNNABLE")
 STARTING_SECONDS = 2700.0
 _STARTING = "STARTING"
 _LOOK_SECONDS = 5.0
 _REQUEST_SECONDS = 15.0
-_LEAVE_SECONDS = 50.0  # less than the launcher's wait
+_LEAVE_SECONDS = 50.0  # less than the 60 s for which the launcher waits
 
 
 class _StartLimits:
-    """The time limits until a job runs.
+    """Time limits within which a submitted job must begin to run.
 
-    `runnable_seconds` counts from the submit, `starting_seconds` from the first time it was seen as starting, and
-    `start_by_utc` (Unix time, None: no limit) is the latest time to run.
+    Args:
+        runnable_seconds: longest wait for capacity, counted from the submit.
+        starting_seconds: longest time in the state STARTING, counted from when it was first seen.
+        start_by_utc: Unix time at which the job must run; None: no such limit.
     """
 
     def __init__(self, *, runnable_seconds: float, starting_seconds: float, start_by_utc: float | None) -> None:
@@ -110,10 +117,13 @@ class _StartLimits:
         return min(limit, self._start_by) - time.monotonic()
 
     def exhausted(self, status: str | None) -> tuple[str, str] | None:
-        """Return (first words of the reason, what it waited for) once a limit has passed, else None.
+        """Take note of the job's state, and return why the job must be terminated, or None while all limits hold.
 
         Args:
-            status: Batch's; None: unknown this time and taken as unchanged.
+            status: Batch's name of the state; None if it is unknown this time, then the last one counts.
+
+        Returns:
+            (first words of the termination reason, by which the bill recognises the cause; explanation for the log)
         """
         from ebbflow.infra.batch import NEVER_STARTED, NOT_MADE
 
@@ -137,22 +147,22 @@ class _StartLimits:
 
 
 class Submission:
-    """The one job that this process submits.
+    """The one Batch job that this process submits.
 
     Args:
-        asked: the scheduler's JSON, {} for a light step. It may set limits: runnable_seconds, starting_seconds,
-            start_by_utc, submit_seconds, and look_seconds (polling interval).
+        asked: JSON that the scheduler wrote for this attempt; {} for a step that does not train. It may set limits:
+            runnable_seconds, starting_seconds, start_by_utc, submit_seconds, and look_seconds (polling interval).
     """
 
     def __init__(self, asked: dict[str, Any]) -> None:
         self._asked = asked
         self._job_id = ""
-        self._submits = False  # while a submit has no answer
+        self._submits = False  # a submit is sent and has no answer yet
         self._told_to_leave = 0  # number of the signal, 0 without one
         self._lost = LostAnswers(asked.get("region"), _say, self._note_unwanted)
 
     def listen(self) -> None:
-        """Register for every client of the SDK that this process makes, and for SIGTERM."""
+        """Register handlers for SIGTERM, and for all clients of the AWS SDK in this process."""
         from botocore import handlers
 
         seconds = self._limit("submit_seconds", SUBMIT_SECONDS)
@@ -169,16 +179,17 @@ class Submission:
         self._submits = True
 
     def _not_submitted(self, **_: Any) -> None:
-        """Terminate a job that the request may have created, since no process would wait for it."""
+        """Terminate a job that the failed submit may have created, since no process would wait for it."""
         _report_errors(self._lost.end, "")
         self._submits = False
         if self._told_to_leave:
             sys.exit(128 + self._told_to_leave)
 
     def _submitted(self, parsed: dict[str, Any], **_: Any) -> None:
-        """Start the work beside a submitted job. Called by the SDK with each answer to SubmitJob.
+        """Start the threads that watch over the submitted job. The AWS SDK calls this with each answer to SubmitJob.
 
-        It never raises, because the job runs already. It ends this process if SIGTERM came meanwhile.
+        It never raises, because the job exists already. If SIGTERM came during the submit, it terminates the job and
+        exits.
         """
         job_id = parsed.get("jobId")
         if not job_id:
@@ -194,7 +205,7 @@ class Submission:
             self._go(self._told_to_leave)
 
     def _note_refusal(self, why: str) -> None:
-        """Record the refusal, because Metaflow now ends the run and its report should name the reason."""
+        """Record the refusal as the job's outcome: Metaflow now ends the run, and the report should name the reason."""
         from ebbflow.infra.errors import Outcome
         from ebbflow.infra.events import OUTCOME
 
@@ -204,14 +215,20 @@ class Submission:
                 log.emit(OUTCOME, flush=True, outcome=Outcome.FAILED.value, message=message)
 
     def _note_unwanted(self, job_name: str, job_id: str) -> None:
-        """Record another job for the bill, for a limited time because the caller may be about to exit."""
+        """Record a duplicate job, so that it is billed.
+
+        This waits at most 15 s for the store, because the caller may be about to exit.
+        """
         _start_thread(self._note, job_name, job_id).join(_REQUEST_SECONDS)
 
     def _note(self, job_name: str, unwanted: str = "") -> None:
-        """Record the job's id, so that it is billed whatever becomes of this process.
+        """Record the id of a Batch job in the job's events, so that it is billed even if this process dies later.
+
+        If the store fails, this tries again without end.
 
         Args:
-            unwanted: id of another job that the same submit created.
+            job_name: the name that Batch shows.
+            unwanted: id of a duplicate that the same submit created; "": the job of this process.
         """
         from ebbflow.infra.errors import StoreError
         from ebbflow.infra.events import BATCH_SUBMITTED
@@ -223,7 +240,7 @@ class Submission:
             details = {"step": asked["step"], "task": asked["task"]}
             details |= {"twin_of": self._job_id or None} if unwanted else {}
             log.emit(BATCH_SUBMITTED, job_id=unwanted or self._job_id, job_name=job_name, **details)
-            while True:  # as long as this process lives, the store may come back
+            while True:  # the store may come back
                 try:
                     return log.flush()
                 except StoreError as error:
@@ -249,7 +266,10 @@ class Submission:
         return float(self._asked.get(name) or usual)
 
     def _watch(self, job_name: str) -> None:
-        """Terminate the job if it does not run in time; Metaflow then retries and it is placed elsewhere."""
+        """Terminate the Batch job if it does not begin to run in time.
+
+        Metaflow then retries the step, and the next attempt is placed anew.
+        """
         from ebbflow.infra.batch import batch_client, cancel_job, describe_attempts
         from ebbflow.infra.errors import InfraError
 
@@ -279,7 +299,11 @@ class Submission:
                 time.sleep(_LOOK_SECONDS)
 
     def _leave(self, number: int, frame: object) -> None:
-        """Terminate the job after SIGTERM, so that it saves and ends. Without an id yet, wait for the answer first."""
+        """Handle SIGTERM: terminate the Batch job, which makes it save a checkpoint and end, and then exit.
+
+        During a submit the job's id is unknown. Then only the signal is remembered, and the handler of the answer
+        exits.
+        """
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if self._submits:
             self._told_to_leave = number
@@ -308,7 +332,7 @@ class Submission:
 
 
 def refusal_reason(answer: dict[str, Any]) -> str | None:
-    """Return Batch's reason for a refusal that a retry cannot cure, else None."""
+    """Return Batch's reason if it refused the request and a retry would be refused too, else None."""
     from ebbflow.infra.aws.calls import is_throttled
 
     error = answer.get("Error") or {}

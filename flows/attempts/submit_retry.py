@@ -1,11 +1,11 @@
-"""Retries of a submit to AWS Batch, and the search for jobs whose submit got no answer.
+"""Retries of a submit to AWS Batch, and the search for the job of a submit that got no answer.
 
-Metaflow ends the run on any refused submit. Accounts limit submits per second for everything in them, so "too many
-requests" may last for minutes; such refusals are retried beyond the SDK's tries.
+Metaflow ends the run if a submit is refused. AWS limits the submits per second of a whole account, so the refusal "too
+many requests" may last for minutes. Such refusals are retried for longer than the AWS SDK does.
 
-A submit without an answer may have created a job, which a retry would duplicate and pay twice: Batch has no idempotency
-token. So each submit carries a mark, and before a retry the job with this mark is looked for and taken as the answer. A
-duplicate that appears later is terminated.
+A submit that gets no answer may have created a job. A retry could then create a duplicate, which is paid for as well:
+Batch has no idempotency token. So each submit carries a random mark. Before a retry, the job with this mark is
+searched; if it exists, it becomes the answer to the submit. A duplicate that appears later is terminated.
 """
 
 from __future__ import annotations
@@ -21,24 +21,26 @@ from typing import Any
 from ebbflow.infra.errors import CloudError, CloudUnavailable
 
 _LOOK_SECONDS = 5.0
-_IN_TROUBLE = (500, 502, 503, 504)  # from a proxy, or from Batch after the job was created
-# An abandoned request may still be carried out, and a listing may lag.
+_IN_TROUBLE = (500, 502, 503, 504)  # HTTP status of a proxy, or of Batch after it created the job
+# How long a duplicate may appear: Batch may carry out an abandoned request later, and its listings lag.
 _TWINS_SECONDS, _FIRST_TWINS_PAUSE_SECONDS = 120.0, 1.0
 
 
 class LookupUnavailable(Exception):
-    """Batch does not tell whether the job exists, so it is not submitted again yet."""
+    """AWS Batch could not be asked whether the job exists, so the submit is not repeated yet."""
 
 
 class LostAnswers:
-    """The search for the job of an unanswered submit, for the one job of this process.
+    """Search for the job of a submit that got no answer. One instance serves the one submit of a process.
 
     Args:
-        region: of Batch; None: as every AWS tool finds it.
-        note: called with name and id of each terminated job, which may have cost something.
+        region: region of Batch; None: the default of the AWS SDK.
+        say: prints one line.
+        note: called with name and id of each job that is terminated as a duplicate, since it may have cost
+            something.
 
     Attributes:
-        lost: an answer to the submit was lost.
+        lost: the answer to the last request was lost, so a job may exist.
     """
 
     def __init__(self, region: str | None, say: Callable[[str], None], note: Callable[[str, str], None]) -> None:
@@ -55,7 +57,7 @@ class LostAnswers:
         handlers.BUILTIN_HANDLERS.append(("before-send.batch.SubmitJob", self.answer))
 
     def mark(self, params: dict[str, Any], **_: Any) -> None:
-        """Add a new mark to a submit's parameters, in place."""
+        """Put a new mark into the parameters of a SubmitJob request, in place. The AWS SDK calls this."""
         from ebbflow.infra.batch import MARK
 
         self._mark, self.lost = uuid.uuid4().hex, False
@@ -63,7 +65,12 @@ class LostAnswers:
         params["parameters"] = {**(params.get("parameters") or {}), MARK: self._mark}
 
     def may_have_made(self, status: int, error: BaseException | None) -> bool:
-        """Return whether a failed try may have created a job."""
+        """Return whether a failed request may have created a job.
+
+        Args:
+            status: HTTP status, 0 without an answer.
+            error: exception of the request, None if there was an answer.
+        """
         from botocore.exceptions import HTTPClientError
 
         if status in _IN_TROUBLE or isinstance(error, HTTPClientError):
@@ -71,10 +78,12 @@ class LostAnswers:
         return isinstance(error, LookupUnavailable) or (self.lost and (status >= 500 or error is not None))
 
     def answer(self, request: Any, **_: Any) -> Any:
-        """Return the answer of an earlier try that created the job, or None to send the request.
+        """Return the job of an earlier request as the answer to this one, or None to send this one.
+
+        The AWS SDK calls this before it sends a SubmitJob request. It searches only after a lost answer.
 
         Raises:
-            LookupUnavailable: Batch does not tell.
+            LookupUnavailable: AWS Batch did not answer the search.
         """
         if not self.lost or self._denied:
             return None
@@ -92,7 +101,11 @@ class LostAnswers:
         return _response(request.url, {"jobId": found[0], "jobName": self._name})
 
     def end(self, waited_for: str) -> None:
-        """Terminate all jobs of this submit but `waited_for` ("": all), if an answer was lost."""
+        """Terminate the jobs that a submit with a lost answer created, except one.
+
+        Args:
+            waited_for: id of the job to keep; "": keep none.
+        """
         from ebbflow.infra.batch import TERMINATED, batch_client, cancel_job
 
         if not self.lost or self._denied:
@@ -111,7 +124,7 @@ class LostAnswers:
             self._say(f"cannot check whether an unanswered submit of {self._name} created {other}: {error}")
 
     def end_twins(self, waited_for: str) -> None:
-        """Terminate duplicates for as long as one may still appear."""
+        """Search for duplicates of the job `waited_for` for two minutes, and terminate them."""
         limit, pause = time.monotonic() + _TWINS_SECONDS, _FIRST_TWINS_PAUSE_SECONDS
         while self.lost and not self._denied:
             self.end(waited_for)
@@ -121,7 +134,7 @@ class LostAnswers:
             pause *= 2
 
     def _find(self) -> list[str]:
-        """Return the ids of the jobs of this submit, oldest first. Raises CloudError."""
+        """Return the ids of the jobs with this submit's mark, oldest first. Raises CloudError."""
         from ebbflow.infra.batch import batch_client, find_marked_jobs
 
         client = batch_client(self._region)
@@ -136,7 +149,7 @@ def _response(url: str, document: dict[str, str]) -> Any:
 
 
 SUBMIT_SECONDS = 900.0
-# The operations of one submit by Metaflow.
+# All operations of AWS Batch that Metaflow calls for one submit.
 OPERATIONS = (
     *("SubmitJob", "RegisterJobDefinition", "DescribeJobDefinitions"),
     *("DescribeJobQueues", "DescribeComputeEnvironments"),
@@ -146,12 +159,13 @@ _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 20.0
 
 
 class SubmitRetry:
-    """Decides after each try of the SDK whether and when to try again.
+    """Retry policy of one submit: it decides after each failed request whether and when to try again.
 
     Args:
-        seconds: for all requests of the submit together, from the first failed try.
-        lost: handles unanswered submits.
-        wanted: whether the submit is still wanted; otherwise it ends with the next answer.
+        seconds: limit for all requests of the submit together, counted from the first failed one.
+        say: prints one line.
+        lost: searches for the job of a submit without an answer.
+        wanted: returns whether the submit is still wanted. If not, no further request is sent.
     """
 
     def __init__(
@@ -167,9 +181,9 @@ class SubmitRetry:
         self._told = 0.0
 
     def listen(self) -> None:
-        """Register for every client of the SDK that this process makes.
+        """Register with all clients of the AWS SDK in this process.
 
-        The SDK takes the first answer and asks handlers of one operation before handlers of the service.
+        This registers for single operations, because the SDK asks such handlers first and follows the first answer.
         """
         from botocore import handlers
 
@@ -179,7 +193,7 @@ class SubmitRetry:
     def pause(
         self, response: Any, operation: Any, attempts: int, caught_exception: BaseException | None, **_: Any
     ) -> float | bool | None:
-        """Return the seconds until the next try, False for none, or None to leave it to the SDK. Never raises."""
+        """Return the seconds until the next try, False for none, or None to let the SDK decide. Never raises."""
         status = 0 if response is None else getattr(response[0], "status_code", 0)
         unanswered = operation.name == "SubmitJob" and self._lost.may_have_made(status, caught_exception)
         if not self._wanted():
@@ -211,7 +225,7 @@ class SubmitRetry:
 
 
 def _retry_reason(response: Any, error: BaseException | None) -> str | None:
-    """Return the problem if it passes by itself, else None."""
+    """Return the problem in words if it may pass by itself, else None."""
     from botocore.exceptions import ConnectTimeoutError, EndpointConnectionError
 
     from ebbflow.infra.aws.calls import is_throttled
