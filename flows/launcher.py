@@ -1,6 +1,6 @@
-"""The launching process of `run` and `resume`: it prepares Metaflow's environment and exits with the job's exit code.
+"""The launcher: the process of `run` and `resume`, which prepares and runs Metaflow.
 
-Metaflow turns every failure into exit code 1.
+It exits with the job's exit code, because Metaflow itself turns every failure into exit code 1.
 """
 
 # Metaflow's stubs neither re-export its public names nor know the attributes that it adds at run time.
@@ -41,7 +41,7 @@ from ebbflow.infra.program import PROJECT_ROOT
 from ebbflow.infra.store import Store
 from ebbflow.infra.untrusted_text import guard_terminal
 
-# The flow's own options of Metaflow's `run`.
+# Options that this project adds to Metaflow's `run`.
 _RUN_FLAGS = frozenset({"--from-scratch", "--accept-rollback"})  # `resume` takes them as well
 RUN_OPTIONS = frozenset({"--config", "--set", "--job", "--rehearse", "--certify"})
 _RUN_ID_PREFIX = "ebbflow-run-id-"
@@ -50,7 +50,7 @@ _DRAIN_SECONDS = 60.0
 _RUN_ID_SECONDS = 0.2
 _TAKE_OVER = "--take-over"
 _ASKED = "asked to leave: waiting for the last checkpoint (Ctrl-C again to leave at once)"
-_REPORT_REQUEST_SECONDS = 10.0  # a missing report of a run that died should be known soon
+_REPORT_REQUEST_SECONDS = 10.0  # short: the user waits for the report of a run that died
 # Metaflow's commands, to tell them from values of options before the command.
 _COMMANDS = frozenset({
     "run", "resume", "step", "spin", "card", "show", "check", "dump", "logs", "tag", "batch", "kubernetes", "package",
@@ -61,18 +61,18 @@ _COMMANDS = frozenset({
 class _Launch:
     """This process as the job's launcher: its claim on the job, and its handling of SIGTERM, SIGHUP and Ctrl-C.
 
-    Before Metaflow starts, signals end the process. While Metaflow runs, they make the tasks save and leave. While the
-    report is written, they wait for it.
+    Before Metaflow starts, a signal ends the process. While Metaflow runs, a signal makes the tasks save and exit.
+    While the report is written, only a second Ctrl-C ends the process.
     """
 
     def __init__(self) -> None:
-        self.asked = False  # a signal asked to leave while Metaflow ran
+        self.asked = False  # a signal asked the run to leave
         self.claim: Claim | None = None
         self._doing = "prepare"
         self._hurried = False
         self._interrupts = 0  # Ctrl-C while the report is written
         self._take_over = False
-        self._unnamed: RunConfig | None = None  # of a job that is named by its run
+        self._unnamed: RunConfig | None = None  # configuration of a job that is named after its run
         self._ended = threading.Event()
 
     @property
@@ -86,14 +86,20 @@ class _Launch:
                 signal.signal(number, self._leave)
 
     def read_take_over(self, words: list[str]) -> list[str]:
-        """Remove --take-over from the command line, because Metaflow does not know it."""
+        """Remember whether --take-over is given, and return the words without it: Metaflow does not know it."""
         self._take_over = _TAKE_OVER in words
         return [word for word in words if word != _TAKE_OVER]
 
     def claim_job(self, job: str, config: RunConfig, command: str, permits: Sequence[str] = ()) -> None:
-        """Claim a job that has a name, then record the permits.
+        """Claim the job, then record the permits. A job without a name is claimed later, by the id of its run.
 
-        Exits with 3 if another launcher runs the job, and with 3 if the permits cannot be recorded.
+        If the store does not answer, a message is printed and the run goes on without a claim. Exits with 3 if another
+        launcher runs the job, or if the permits cannot be recorded.
+
+        Args:
+            job: the job's name, "" without one.
+            command: "run" or "resume", which the claim shows to others.
+            permits: names of the permits (`options.give_permits`).
         """
         if not job:
             self._unnamed = config
@@ -125,7 +131,7 @@ class _Launch:
             sys.exit(Outcome.PREFLIGHT.exit_code)
 
     def run(self, flow_class: type, run_id_file: Path) -> int:
-        """Run Metaflow and return its exit code, or 75 after a signal."""
+        """Run Metaflow and return its exit code, or 75 if a signal asked the run to leave."""
         if self._unnamed is not None and claim_of_parent() is None:
             threading.Thread(target=self._claim_by_run, args=(run_id_file,), daemon=True).start()
         try:
@@ -143,7 +149,10 @@ class _Launch:
             self.claim.release()
 
     def _claim_by_run(self, run_id_file: Path) -> None:
-        """Claim a job without a name once Metaflow has numbered its run; no other launcher can have it yet."""
+        """Claim a job that is named after its run, as soon as Metaflow has given the run an id.
+
+        No other launcher can have claimed it before.
+        """
         assert self._unnamed is not None
         while not self._ended.wait(_RUN_ID_SECONDS):
             if run_id_file.is_file() and (run := run_id_file.read_text().strip()):
@@ -193,10 +202,17 @@ _launch = _Launch()
 
 
 def prepare(module_name: str) -> None:
-    """Set the environment that Metaflow reads at import; for `run`, replace the user's options by the checked job.
+    """Prepare this process for Metaflow. Call it before Metaflow is imported.
 
-    Exits with 2 for a bad configuration, and with 3 if a quick check forbids the run or another launcher runs the job,
-    before anything but the claim is written. Does nothing if the flow file is imported and not run.
+    It sets the environment variables that Metaflow reads at import. For `run`, it replaces the user's options by one
+    checked configuration; for `run` and `resume`, it claims the job. If the flow file is imported and not run, it does
+    nothing.
+
+    Exits with 2 for a bad configuration, and with 3 if a quick check fails or another launcher runs the job. By then
+    nothing has been written except the claim.
+
+    Args:
+        module_name: `__name__` of the flow file.
     """
     if module_name != "__main__":
         return
@@ -216,7 +232,7 @@ def prepare(module_name: str) -> None:
     if not _is_launch(at):
         _join_in(sys.argv[at:] if at is not None else [])
         return
-    os.environ.pop(RUN_CLAIM_VARIABLE, None)  # left by another job whose task starts this launcher
+    os.environ.pop(RUN_CLAIM_VARIABLE, None)  # set if a task of another job starts this launcher
     _launch.listen()
     if sys.argv[at] == "run":
         from ebbflow.flows.options import check_run_options, parse_checked_options, parse_permits
@@ -266,7 +282,7 @@ def run(flow_class: type) -> None:
             code = finish_job(job, code, started, asked=_launch.asked)
         elif _launch.asked and not _launch.fenced:
             write_to_stderr("interrupted before anything was recorded")
-    finally:  # without a job, Metaflow itself refused and printed why
+    finally:  # if there is no job, Metaflow has refused to start and printed why
         _launch.release()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the defaults apply while the interpreter ends
@@ -279,7 +295,7 @@ def _tell_main_thread() -> None:
 
 
 def _leave_signals_to_launcher() -> None:
-    """Ignore a terminal's signals, which reach all processes; the launcher passes them on as SIGTERM."""
+    """Ignore Ctrl-C and SIGHUP in a task: a terminal sends them to all processes, and the launcher handles them."""
     if os.environ.get(_PARENT_VARIABLE):
         for number in (signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
@@ -287,22 +303,22 @@ def _leave_signals_to_launcher() -> None:
 
 
 def write_to_stderr(text: str) -> None:
-    """Write past Python's buffers, which a signal handler may have interrupted."""
+    """Write a line to stderr without Python's buffers, which the current signal handler may have interrupted."""
     with contextlib.suppress(OSError):
         os.write(2, f"{text}\n".encode())
 
 
 def _watch_tasks() -> None:
-    """Kill stopped tasks for as long as this process lives."""
+    """Start a thread that kills tasks which stay stopped by SIGSTOP, until this process ends."""
     from ebbflow.flows.gang import end_stopped_tasks
 
     threading.Thread(target=end_stopped_tasks, args=(os.getpid(),), name="stopped tasks", daemon=True).start()
 
 
 def reorder_words(words: Sequence[str]) -> list[str]:
-    """Move options of `run` from before the command to behind it, where Metaflow accepts them.
+    """Move options of `run` that precede the command behind it, where Metaflow accepts them.
 
-    Exits with 2 if there is no command.
+    Exits with 2 if there are such options and no command.
     """
     before: list[str] = []
     moved: list[str] = []
@@ -328,7 +344,11 @@ def reorder_words(words: Sequence[str]) -> list[str]:
 
 
 def _tie_to_parent(by: signal.Signals) -> None:
-    """Let a task die with the launcher, and another node's task with the control task."""
+    """Make a task receive the signal `by` when its parent dies.
+
+    The parent is the launcher or, for a task of another node, the control task. On other machines than the launcher's
+    this does nothing.
+    """
     parent = os.environ.get(_PARENT_VARIABLE)
     if parent:  # set on the launching machine only
         die_with_parent(int(parent), by=by)
@@ -336,7 +356,13 @@ def _tie_to_parent(by: signal.Signals) -> None:
 
 
 def _join_in(words: list[str]) -> None:
-    """Add this package's work to Metaflow's own processes: the submitting one and the task in a container."""
+    """Install this package's handlers and fixes in a process that Metaflow started.
+
+    Such a process either submits an attempt or is a task in a container.
+
+    Args:
+        words: the command line from Metaflow's command on.
+    """
     from ebbflow.flows import metaflow_fixes
 
     mended = metaflow_fixes.needs_fixes(sys.argv)
@@ -371,7 +397,7 @@ def _set_environment() -> None:
             "METAFLOW_DATASTORE_SYSROOT_LOCAL", str(records_root(PROJECT_ROOT, METAFLOW_FOLDER))
         )
         os.environ.setdefault("METAFLOW_CARD_LOCALROOT", str(Path(root, METAFLOW_FOLDER, "mf.cards").absolute()))
-        # In a head job of AWS Batch, Metaflow would take local steps for steps that it sent to Batch.
+        # If this launcher runs inside a job of AWS Batch, Metaflow would take local steps for steps that it sent there.
         os.environ.pop("AWS_BATCH_JOB_ID", None)
     # Metaflow refuses to work for root, the user of a bare container.
     if not os.environ.get("METAFLOW_USER"):  # a container's user may have no name
@@ -380,7 +406,7 @@ def _set_environment() -> None:
 
 
 def _refuse_without_records() -> None:
-    """Exit with 2 and one line where `card` before the first run would end with Metaflow's traceback."""
+    """Exit with 2 and one line if there are no records for `card`; Metaflow would print a traceback."""
     root = os.environ.get("METAFLOW_DATASTORE_SYSROOT_LOCAL")
     if root and not Path(root, METAFLOW_FOLDER).is_dir():
         print(f"no run is recorded in {Path(root, METAFLOW_FOLDER)}; fix: {sys.argv[0]} run", file=sys.stderr)
@@ -388,7 +414,10 @@ def _refuse_without_records() -> None:
 
 
 def _command_index(argv: list[str]) -> int | None:
-    """Return the index of Metaflow's command in the command line, None without one. `--with batch` is no command."""
+    """Return the index of Metaflow's command in the command line, or None if there is none.
+
+    The value of `--with`, such as `batch`, is not the command.
+    """
     return next((at for at, word in enumerate(argv) if at and word in _COMMANDS and argv[at - 1] != "--with"), None)
 
 
@@ -413,14 +442,14 @@ def _metaflow(flow_class: type) -> int:
 
 
 def _empty(run_id_file: Path) -> None:
-    """Empty a reused file, which would name an earlier run until Metaflow writes into it."""
+    """Empty an existing file for the run id, because it names an earlier run until Metaflow writes to it."""
     if run_id_file.is_file():
         with contextlib.suppress(OSError):  # Metaflow reports it when it writes
             os.truncate(run_id_file, 0)
 
 
 def _read_run_id(file: Path) -> str:
-    """Return the run id that Metaflow wrote, "" without one."""
+    """Return the run id that Metaflow wrote, "" without one. A temporary file is deleted."""
     run_id = file.read_text().strip() if file.is_file() else ""
     if file.name.startswith(_RUN_ID_PREFIX):
         file.unlink(missing_ok=True)
@@ -428,10 +457,10 @@ def _read_run_id(file: Path) -> str:
 
 
 def _job_of(flow_name: str, run_id: str, *, without: str = "no report") -> Job | None:
-    """Return a run's job from the artifacts of its start step, or None.
+    """Return a run's job from the artifacts of its start step. If they cannot be read, print a message and return None.
 
     Args:
-        without: what is missing without the job, for the message.
+        without: the consequence that the message names, such as "no report".
     """
     from metaflow import Run, namespace
 
@@ -440,25 +469,26 @@ def _job_of(flow_name: str, run_id: str, *, without: str = "no report") -> Job |
         data = Run(f"{flow_name}/{run_id}")["start"].task.data
         config = RunConfig.model_validate_json(json.dumps(data.settings["config"]))
         return Job(name=data.job, run=run_id, config=config, request_seconds=_REPORT_REQUEST_SECONDS)
-    except Exception as error:  # the client raises many kinds
+    except Exception as error:  # Metaflow's client raises many kinds of errors
         print(f"{without}: the run's start step cannot be read: {error}", file=sys.stderr)
         return None
 
 
 def _this_python() -> str:
-    """Return how a user types this interpreter: relative to the project's folder if it is inside."""
+    """Return the path of this interpreter for a command line, relative to the project's folder if inside it."""
     path = Path(sys.executable)
     return str(path.relative_to(PROJECT_ROOT) if path.is_relative_to(PROJECT_ROOT) else path)
 
 
 def finish_job(job: Job, code: int, started: float, *, asked: bool) -> int:
-    """Print the report and return the exit code. If the run died before its report, write one from the event log.
+    """Print the job's report and return the exit code.
+
+    If the run died before it wrote the report, write one from the event log.
 
     Args:
         code: Metaflow's exit code.
-        started: Unix time.
-        asked: the run was asked to leave; this decides the exit code unless the job completed in
-            this run.
+        started: Unix time at which the run began.
+        asked: a signal asked the run to leave. Then `code` is returned, unless the job completed in this run.
     """
     from ebbflow.cost.errors import CostError, ReportError
     from ebbflow.cost.report.render_text import render
@@ -497,7 +527,7 @@ def finish_job(job: Job, code: int, started: float, *, asked: bool) -> int:
 
 
 def _completed_since(job: Job, started: float) -> bool:
-    """Return whether the job's last outcome is its completion at `started` (Unix time) or later."""
+    """Return whether the job's final outcome is completion, recorded at `started` (Unix time) or later."""
     from ebbflow.cost.ledger.generations import find_final_outcome
     from ebbflow.infra.events import read_events
 

@@ -1,4 +1,4 @@
-"""Settings and refusals of runs on other machines, before Metaflow is imported."""
+"""Metaflow's settings for runs on AWS Batch or Kubernetes, and reasons to refuse them, before Metaflow is imported."""
 
 from __future__ import annotations
 
@@ -15,19 +15,22 @@ from ebbflow.infra.store.s3 import aws_settings
 if TYPE_CHECKING:
     from ebbflow.infra.preflight import Target
 
-# How long a light step's job may wait for capacity (`ebbflow.flows.attempts.submission`).
+# Seconds for which the Batch job of a step around training may wait for capacity (`attempts/submission.py`).
 RUNNABLE_VARIABLE = "EBBFLOW_RUNNABLE_SECONDS"
 
 _BACKENDS: dict[str, Target] = {"batch": "batch", "cloud": "batch", "kubernetes": "kubernetes"}
 
 
 def in_container() -> bool:
-    """Return whether this process is a task that Metaflow sent to another machine, and not a head job there."""
+    """Return whether this process is a task that Metaflow sent to another machine.
+
+    A launcher that itself runs in a container is not one.
+    """
     return os.environ.get("METAFLOW_RUNTIME_ENVIRONMENT", "local") != "local"
 
 
 def requested_backend(words: Sequence[str]) -> Target | None:
-    """Return the backend of a command line's --with, "batch" or "kubernetes", or None for this machine."""
+    """Return the backend that --with names in a command line: "batch", "kubernetes", or None for this machine."""
     names = [value.partition(":")[0] for value in option_values(words, "--with")]
     return None if "local" in names else next((_BACKENDS[name] for name in names if name in _BACKENDS), None)
 
@@ -39,7 +42,10 @@ def option_values(words: Sequence[str], option: str) -> list[str]:
 
 
 def set_environment(config: RunConfig, backend: str) -> None:
-    """Set Metaflow's settings: the configuration's first, then existing ones, then those derived from the store."""
+    """Set Metaflow's environment variables for a run on the backend.
+
+    The configuration comes first, then variables and settings that exist already, then values derived from the store.
+    """
     batch = config.batch
     configured = {
         "METAFLOW_BATCH_JOB_QUEUE": batch.light_queue,
@@ -70,10 +76,10 @@ def _is_set(name: str) -> bool:
 
 
 def light_queue(config: RunConfig) -> str | None:
-    """Choose the queue for the steps around training if none is named, and print the reason.
+    """Choose the queue for the steps around training if the user named none, and print the reason.
 
-    Candidates are the configured queues, or all of the account. Returns None if Batch does not answer; preflight tells
-    why.
+    It is one of the configured queues or, without these, one of the account's. Returns None if no queue is found, for
+    example because Batch does not answer; preflight names the cause.
     """
     from ebbflow.infra.batch import batch_client, declared_queues, lightest_queue, training_queues
 
@@ -89,7 +95,11 @@ def light_queue(config: RunConfig) -> str | None:
 
 
 def refusal_reason(config: RunConfig, backend: str | None, words: Sequence[str] = ()) -> str | None:
-    """Return why the run cannot go to another machine, with the fix, or None. words: the command line."""
+    """Return why the run cannot be sent to the backend, with the fix, or None if it can.
+
+    Args:
+        words: the command line.
+    """
     if backend is not None and "://" not in config.store:
         return (
             f"--with {backend}: store {config.store} is a folder of this machine, which containers cannot read\n"

@@ -3,7 +3,7 @@
     python flows/supervise.py CONFIG [--job NAME] [options of `run`, such as --set …, --with batch]
 
 It starts the flow again and again under the job's name: beyond Metaflow's five attempts, after a killed launcher, and
-when there was no capacity. All its knowledge is in the job's store, so it can be killed and started again anywhere.
+when there was no capacity. It keeps its state in the job's store, so it can be killed and started again on any machine.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""One run of the flow as a child process that dies with the supervisor and receives its signals.
+"""One run of the flow as a child process, which dies with the supervisor and receives the supervisor's signals.
 
-As a program (`child.py PID COMMAND…`) this file ties itself to process PID and becomes COMMAND.
+As a program (`child.py PID COMMAND…`), this file makes its process die with process PID and then becomes COMMAND.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ STOPPED_SECONDS = 60.0  # how long a launcher may be stopped before it is contin
 
 
 class FlowProcess:
-    """Runs commands one after the other and remembers whether it was asked to leave.
+    """Runner of commands, one after the other. It remembers whether a signal asked to leave.
 
-    Use it in the main thread only: the kernel ties a child to the thread that started it, and signals arrive there.
+    Use it in the main thread only: the kernel ties a child to the thread that started it, and Python handles signals in
+    the main thread.
     """
 
     def __init__(self) -> None:
@@ -51,14 +52,17 @@ class FlowProcess:
                 signal.signal(number, self._leave)
 
     def run(self, command: Sequence[str]) -> int:
-        """Run a command and return its exit code, negative for a signal, or 75 if already asked to leave."""
+        """Run a command and return its exit code, negative for a signal.
+
+        If a signal has already asked to leave, return 75 without starting the command.
+        """
         if self.asked_to_leave:
             return Outcome.INTERRUPTED.exit_code
         tied = [sys.executable, __file__, str(os.getpid()), *command]
         # Its own group, so that a terminal's Ctrl-C arrives once, from here.
         self._process = subprocess.Popen(tied, env={**os.environ, **self.environment}, start_new_session=True)
         self._stopped, self._continued = StoppedProcesses(STOPPED_SECONDS), False
-        if self.asked_to_leave:  # between the two
+        if self.asked_to_leave:  # a signal came between the check and the start
             self._tell(signal.SIGTERM)
         while (code := self._ended()) is None:
             if self._limit is not None and time.monotonic() > self._limit:
@@ -67,11 +71,14 @@ class FlowProcess:
         return code
 
     def pause(self, seconds: float) -> None:
-        """Sleep, until asked to leave."""
+        """Sleep for this time, or until a signal asks to leave."""
         self._left.wait(seconds)
 
     def _end_stop(self) -> None:
-        """Continue a stopped launcher, which would never end, and kill it if it is stopped again for as long."""
+        """Continue a launcher that has been stopped (SIGSTOP) for 60 s. Kill it if it is stopped as long again.
+
+        A stopped launcher would never end.
+        """
         assert self._process is not None
         for seconds in self._stopped.look([self._process.pid]).values():
             does = "killed" if self._continued else "continued"

@@ -1,4 +1,4 @@
-"""The supervisor's own options; all others are passed to the flow."""
+"""Command-line options of the supervisor. All other options are passed to the flow."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ WAIT_HOURS = 24.0
 
 @dataclass(frozen=True, kw_only=True)
 class SupervisorOptions:
-    """The supervisor's options.
+    """Parsed command line of the supervisor.
 
     Attributes:
-        job: the name that every run gets.
-        words: options of `run`, with --config and --job.
-        max_failures: allowed in a row without a new commit.
-        pause_seconds: after the first run without progress.
-        capacity_pause_seconds: before the next request for missing capacity.
-        wait_hours: longest wait for capacity or for the store.
-        take_over: take the job from a launcher that runs it.
-        permits: what the job may give up, recorded once; the runs get none.
+        job: name that every run gets with --job.
+        config: configuration of the job.
+        words: options of `run` for every run, including --config and --job.
+        max_failures: number of failures in a row, without a new commit, that end the job.
+        pause_seconds: pause after the first run without progress.
+        capacity_pause_seconds: pause before capacity is requested again.
+        wait_hours: longest wait for capacity, or for a store that does not answer.
+        take_over: take the job from a launcher that runs it now.
+        permits: permits to give up commits (--from-scratch, --accept-rollback). The supervisor records them once.
     """
 
     job: str

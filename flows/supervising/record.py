@@ -1,4 +1,4 @@
-"""The job's record in its store, by which the supervisor judges, and the verdict on each run."""
+"""The supervisor's view of a job, read from the job's store, and the verdict on each run."""
 
 from __future__ import annotations
 
@@ -24,12 +24,14 @@ from ebbflow.training.errors import TrainingError
 
 @dataclass(frozen=True, kw_only=True)
 class SupervisedRun:
-    """One recorded run of the flow.
+    """One run of the flow, as the supervisor recorded it.
 
     Attributes:
-        commit: key of the job's newest commit at its end.
-        failures: how many failures it counts for.
-        seconds: its duration.
+        verdict: value of `RunVerdict`.
+        commit: key of the job's newest commit when the run ended, None without one.
+        ended_utc: Unix time.
+        failures: the number of failures that the run counts as (`count_failures`).
+        seconds: duration of the run.
     """
 
     verdict: str
@@ -45,20 +47,21 @@ class SupervisedRun:
 
 @dataclass(frozen=True, kw_only=True)
 class JobRecord:
-    """The job's state in its store.
+    """State of a job, as its store has it.
 
     Attributes:
-        interruptions: numbers of generations that were interrupted.
-        failures: numbers of generations that the program itself failed.
-        attempts: cause of the end of each AWS Batch job, by id (`infra.batch.Cause`).
-        unsettled: some Batch jobs have no recorded end.
-        commit: key of the newest commit.
-        runs: oldest first.
-        report: None if the job has not begun or its events allow no report.
+        interruptions: numbers of the generations that an interruption ended.
+        failures: numbers of the generations that the user's program ended by a failure.
+        attempts: cause of the end of each AWS Batch job (`infra.batch.Cause`), by the job's id.
+        unsettled: the end of at least one Batch job is not recorded.
+        commit: key of the newest commit, None without one.
+        runs: supervised runs, oldest first.
+        report: None if the job has not begun, or if no report can be built from its events.
         why: why there is no report.
-        finished: complete under the current settings.
-        passed: preflight passed under these settings and a gang was started.
-        deadline_utc: of the newest plan, Unix time; None: no deadline.
+        run: Metaflow run of the newest event, "" if the job has not begun.
+        finished: the job is complete, and its configuration has not changed since.
+        passed: preflight passed with the present configuration, and a gang was started.
+        deadline_utc: Unix time; None: no deadline, or no plan yet.
     """
 
     interruptions: frozenset[int] = frozenset()
@@ -79,11 +82,11 @@ class JobRecord:
         return bool(self.run)
 
     def with_runs(self, *runs: SupervisedRun) -> JobRecord:
-        """Return the record with runs added that have ended since it was read."""
+        """Return a copy of the record with further runs."""
         return replace(self, runs=tuple(sorted((*self.runs, *runs), key=lambda past_run: past_run.ended_utc)))
 
     def cost(self) -> str:
-        """Describe the job's cost so far."""
+        """Return a phrase that states the job's cost so far."""
         if self.report is None:
             return f"its cost is unknown: {self.why}"
         simulated = " at a simulated price" if (self.report.plan or {}).get("simulated") else ""
@@ -95,7 +98,7 @@ def _money(usd: Decimal) -> str:
 
 
 def read_record(job_store: Store, config: RunConfig) -> JobRecord:
-    """Read the record from the store. Raises StoreError; without a ledger only the figures are missing."""
+    """Read the record from the store. If no report can be built, the record lacks only that. Raises StoreError."""
     use_signing_key(config.checkpoint.signing_key_env)
     events = read_events(job_store)
     if not events:
@@ -121,7 +124,7 @@ def read_record(job_store: Store, config: RunConfig) -> JobRecord:
 
 
 def _deadline_utc(events: Sequence[Event], config: RunConfig) -> float | None:
-    """Return the deadline as configured now, counted from the job's first plan."""
+    """Return the deadline (Unix time) as configured now, counted from the job's first plan, or None."""
     started = [event.data.get("started_utc") for event in events if event.name == PLAN]
     hours = config.cost.deadline_hours
     return None if hours is None or not started or started[-1] is None else started[-1] + hours * 3600
@@ -143,7 +146,7 @@ def _report(events: Sequence[Event]) -> tuple[RunReport | None, str]:
 
 
 def _written_config(job_store: Store) -> dict | None:
-    """Return the configuration of the newest run that passed preflight."""
+    """Return the configuration of the newest run that passed preflight, or None without one."""
     if job_store.head("config.json") is None:
         return None
     return json.loads(job_store.get("config.json")).get("config")
@@ -161,12 +164,12 @@ def _read_past_run(event: Event) -> SupervisedRun:
 
 
 LONGEST_PAUSE_SECONDS = 600.0
-# A gap between two runs beyond the usual pause in which no supervisor was running. A failing machine of AWS Batch is
-# replaced within this time.
+# If the gap between two runs exceeds the usual pause by more than this, no supervisor was running in between. AWS Batch
+# replaces a failing machine within this time.
 ALONE_SECONDS = 3600.0
 
-# Outcomes that another start would repeat, or limits that the user has set. Preflight is final for settings that have
-# never passed it, so that the user hears at once.
+# Outcomes that another run would repeat, or limits that the user has set. PREFLIGHT ends the job only if its settings
+# have never passed preflight, so that the user learns of the problem at once.
 FINAL = frozenset({
     Outcome.CONFIG, Outcome.PREFLIGHT, Outcome.BUDGET, Outcome.CRASH_LOOP, Outcome.NON_FINITE, Outcome.DEADLINE,
     Outcome.NO_RESTORE, Outcome.ROLLED_BACK,
@@ -174,7 +177,7 @@ FINAL = frozenset({
 
 
 class RunVerdict(StrEnum):
-    """How a run of the flow ended, for the decision to go on."""
+    """Verdict on one run of the flow, from which the supervisor decides whether and when to start another."""
 
     COMPLETED = "completed"
     FINAL = "final"  # its outcome ends the job
@@ -187,11 +190,11 @@ class RunVerdict(StrEnum):
 def judge_run(exit_code: int, before: JobRecord, after: JobRecord) -> RunVerdict:
     """Judge one run by its exit code and the job's record before and after.
 
-    Exit codes 1 and 75 say little, since a run that died before any training has them too. So the record decides: an
-    interruption left an interrupted generation, or an attempt that AWS Batch calls reclaimed.
+    Exit codes 1 and 75 are ambiguous: a run that died before any training has them too. Then the record decides. The
+    run was interrupted if it left an interrupted generation, or a Batch job that was reclaimed or terminated.
 
     Args:
-        exit_code: of the flow, negative for a signal.
+        exit_code: exit code of the flow, negative for a signal.
     """
     if exit_code == Outcome.COMPLETED.exit_code:
         return RunVerdict.COMPLETED
@@ -215,16 +218,19 @@ def judge_run(exit_code: int, before: JobRecord, after: JobRecord) -> RunVerdict
 
 
 def count_failures(before: JobRecord, after: JobRecord) -> int:
-    """Return how many failures a run counts for: 1 after a new commit, else its failed Batch jobs, at least 1."""
+    """Return the number of failures that a run counts as.
+
+    This is 1 if the run made a commit, otherwise the number of its failed Batch jobs, at least 1.
+    """
     if before.commit != after.commit:
         return 1
     return max(1, sum(cause == "user_code" for job, cause in after.attempts.items() if job not in before.attempts))
 
 
 def count_in_a_row(record: JobRecord, verdict: RunVerdict) -> int:
-    """Count runs with this verdict (of failures: the failures) since the newest commit.
+    """Count the runs with this verdict since the newest commit; for FAILURE, add up their failures.
 
-    Runs with other verdicts in between do not end the row. A time without a supervisor does, except for failures.
+    Runs with other verdicts in between are skipped. Runs before a period without a supervisor count for FAILURE only.
     """
     failure = verdict is RunVerdict.FAILURE
     runs = record.runs if failure else _since_alone(record.runs, LONGEST_PAUSE_SECONDS)
@@ -233,10 +239,10 @@ def count_in_a_row(record: JobRecord, verdict: RunVerdict) -> int:
 
 
 def pause_seconds(record: JobRecord, verdict: RunVerdict, first_seconds: float) -> float:
-    """Return the pause after the record's last run.
+    """Return the pause in seconds before the next run.
 
-    None after an interruption with a new commit; otherwise first_seconds, doubled with each run without progress, at
-    most 600 s.
+    It is 0 after an interrupted run that made a commit. Otherwise it is `first_seconds` after the first run without a
+    commit, and doubles with each further one, up to 600 s.
     """
     times = count_in_a_row(record, verdict)
     if verdict is RunVerdict.INTERRUPTION:
@@ -247,12 +253,13 @@ def pause_seconds(record: JobRecord, verdict: RunVerdict, first_seconds: float) 
 def waited_seconds(
     record: JobRecord, verdict: RunVerdict, now_utc: float, *, usual_pause_seconds: float = LONGEST_PAUSE_SECONDS
 ) -> float:
-    """Return since when all runs have had this verdict (no capacity, or not ready); 0 if the last one did not.
+    """Return for how many seconds every run has had this verdict (no capacity, or not ready).
 
-    Times before a period without a supervisor do not count: nothing was waiting then.
+    The time is counted from the end of the first of these runs. It is 0 if the newest run has another verdict. Runs
+    before a period without a supervisor do not count, since nothing waited during that period.
 
     Args:
-        usual_pause_seconds: the longest pause of a supervisor between two runs.
+        usual_pause_seconds: the longest pause that the supervisor makes between two runs.
     """
     since = now_utc
     for past_run in reversed(_since_alone(record.runs, usual_pause_seconds)):
@@ -263,7 +270,7 @@ def waited_seconds(
 
 
 def _since_alone(runs: tuple[SupervisedRun, ...], usual_pause_seconds: float) -> tuple[SupervisedRun, ...]:
-    """Return the last runs without a longer time between them than under a supervisor."""
+    """Return the runs since the last period without a supervisor: a gap that exceeds its pauses (`ALONE_SECONDS`)."""
     longest = usual_pause_seconds + ALONE_SECONDS
     pairs = enumerate(itertools.pairwise(runs), start=1)
     first = max((at for at, (before, after) in pairs if after.began_utc - before.ended_utc > longest), default=0)

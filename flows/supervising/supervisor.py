@@ -1,4 +1,7 @@
-"""The supervisor of a job: start the flow, judge its end by the store, go on or stop; and its command line."""
+"""The supervisor of a job, and its command line.
+
+It starts the flow, judges each run by the job's record in the store, and starts another run or stops.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ from ebbflow.infra.untrusted_text import guard_terminal
 _FLOW = Path(__file__).resolve().parents[1] / "train_flow.py"
 _STORE_PAUSE_SECONDS = 30.0
 _REQUEST_SECONDS = 30.0
-# Verdicts that may pass by themselves, with outcome and words for when they last too long.
+# Verdicts whose cause may pass by itself. If it lasts too long, the job stops with this outcome and this wording.
 _WAITS = {
     RunVerdict.NO_CAPACITY: (Outcome.NO_CAPACITY, "none"),
     RunVerdict.NOT_READY: (Outcome.PREFLIGHT, "refused by preflight"),
@@ -46,11 +49,12 @@ _WAITS = {
 
 
 class Supervisor:
-    """The supervisor of one job.
+    """Supervisor of one job.
 
     Args:
+        options: parsed command line.
         say: prints one line.
-        flow: the program whose `run` is started.
+        flow: path of the program whose command `run` is started.
     """
 
     def __init__(self, options: SupervisorOptions, say: Callable[[str], None], *, flow: Path = _FLOW) -> None:
@@ -110,7 +114,7 @@ class Supervisor:
         return 0
 
     def _claim_job(self) -> None:
-        """Claim the job for this supervisor and all its runs."""
+        """Claim the job. The supervisor and all its runs share this claim."""
         options = self._options
         try:
             self._claim = claim_job(
@@ -131,7 +135,7 @@ class Supervisor:
         self._say(f"job {self._options.job} in {self._options.config.store} {kind}")
 
     def _end(self, verdict: RunVerdict, code: int, record: JobRecord) -> int | None:
-        """Return the exit code if the job is over, else None."""
+        """If the job is over, print why and return the exit code. Otherwise return None."""
         if verdict is RunVerdict.COMPLETED:
             self._say(f"completed after {self._tally(record)}; {record.cost()}")
             return 0
@@ -167,7 +171,10 @@ class Supervisor:
         return None
 
     def _too_many_failures(self, code: int, record: JobRecord) -> int:
-        """End the job as a crash loop; the agents cannot see it, because each run dies by itself."""
+        """Record that the job ended as a crash loop, and return the exit code.
+
+        The agents cannot detect this crash loop, because each failure ended a run together with its agents.
+        """
         count = count_in_a_row(record, RunVerdict.FAILURE)
         message = (
             f"crash loop: {count} failures with no new commit in between, the last run with exit code {code}: "
@@ -186,7 +193,7 @@ class Supervisor:
         return Outcome.CRASH_LOOP.exit_code
 
     def _why(self, record: JobRecord, outcome: Outcome) -> str:
-        """Return the job's own message of its end, if the last run recorded one."""
+        """Return the job's own message about the outcome of the last run, or a reference to the run's output."""
         if record.report is not None and record.report.outcome is outcome:
             own_message = record.report.events.get("message")
             own_message = own_message or next(
@@ -230,11 +237,14 @@ class Supervisor:
         return ", ".join(_counted(count, noun) for count, noun in counts)
 
     def _job_of(self, record: JobRecord) -> Job:
-        """Return the job with its last run's id, so that the report names that run."""
+        """Return the job with the id of its last run, which new events and the report then show."""
         return Job(name=self._job.name, run=record.run, config=self._job.config, request_seconds=_REQUEST_SECONDS)
 
     def _write(self, verdict: RunVerdict, code: int, seconds: float, record: JobRecord, failures: int) -> JobRecord:
-        """Record the end of a run. Before there is a job, only this process remembers it."""
+        """Record the end of a run in the job's events, and return the record with this run added.
+
+        If the job has no events yet, the run is kept in this process only.
+        """
         recorded = {"verdict": verdict.value, "commit": record.commit, "failures": failures}
         past_run = SupervisedRun(**recorded, ended_utc=time.time(), seconds=seconds)
         if record.begun:
@@ -245,15 +255,19 @@ class Supervisor:
         return record.with_runs(past_run)
 
     def _read(self, *, end_leftovers_too: bool = True) -> JobRecord | None:
-        """Read the record, however long the store is away, and terminate jobs that a run left behind.
+        """Read the job's record, and terminate Batch jobs that a run left behind.
 
-        Jobs of a launcher that has taken over are not left behind.
+        While the store does not answer, try again every 30 s. If another launcher has taken over the job, its Batch
+        jobs are not touched.
+
+        Args:
+            end_leftovers_too: False: only read.
 
         Returns:
-            The record, None if asked to leave.
+            The record, or None if a signal asked the supervisor to leave while the store did not answer.
 
         Raises:
-            StoreUnavailable: the store was away for too long.
+            StoreUnavailable: the store did not answer for longer than --wait-hours.
         """
         limit = time.monotonic() + self._options.wait_hours * 3600
         while True:
