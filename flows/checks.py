@@ -1,4 +1,4 @@
-"""The checks of all rooms together, for the flow and for `ebbflow preflight`."""
+"""The preflight checks of all rooms together, for the flow and for `ebbflow preflight`."""
 
 from __future__ import annotations
 
@@ -31,9 +31,13 @@ def all_checks() -> list[Check]:
 
 
 def check_before_launch(config: RunConfig, config_path: str, *, job: str | None, words: Sequence[str]) -> str | None:
-    """Return what forbids a `run` or `resume` before Metaflow is imported, in full, or None.
+    """Return why a `run` or `resume` must not start, as text for the user, or None. Called before Metaflow's import.
 
-    It also sets Metaflow's settings for the backend. words: the command line.
+    This also sets Metaflow's environment variables for the backend.
+
+    Args:
+        job: name of the job, None for a new job.
+        words: the command line.
     """
     from ebbflow.infra.preflight import failed_results, render_results
 
@@ -57,10 +61,11 @@ def run_all_checks(
     """Run the checks and return their results.
 
     Args:
-        quick_only: only checks that take well under a second and import nothing heavy, plus a probe of a remote store.
-        job: its name, None for a new job.
-        target: where the run is sent. "batch" always checks its queues, "local" checks no account, and None follows the
-            configuration.
+        quick_only: run only checks that take well under a second and import nothing heavy, plus a probe of a remote
+            store.
+        job: name of the job, None for a new job.
+        target: backend to which the run is sent. "batch" always checks its queues, "local" checks no AWS account,
+            and None follows the configuration.
     """
     from ebbflow.infra.preflight import PreflightContext, run_checks
 

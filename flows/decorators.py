@@ -36,7 +36,7 @@ _HOOKS = ("step_init", "add_to_package", "runtime_step_cli", "task_pre_step")
 
 
 def check_hooks(decorator: type) -> None:
-    """Raise ImportError, which names the hooks, if the step decorator class lacks hooks that `@capacity` uses."""
+    """Raise ImportError if the decorator class lacks hooks that `@capacity` uses."""
     if missing := [hook for hook in _HOOKS if not hasattr(decorator, hook)]:
         raise ImportError(
             f"metaflow {metaflow.__version__}: its step decorators have no hook {', '.join(missing)}; "

@@ -274,7 +274,6 @@ def _gang_spec(flow: Any, this: Any, order: AttemptOrder | None, *, node: int, m
 
 
 def _promised_gpus(order: AttemptOrder | None) -> int:
-    """Return the GPUs per node that the placement promised, 0 without a placement."""
     placement = None if order is None else order.placement
     return 0 if placement is None else int(placement.get("gpu") or 0)
 

@@ -35,12 +35,12 @@ class Job:
 
     @classmethod
     def of(cls, flow: Any, run: str) -> Job:
-        """Return the job of a flow's step."""
+        """Return the job that a flow's artifacts describe, in the run with this id."""
         return cls(name=flow.job, run=run, config=RunConfig.model_validate_json(json.dumps(flow.settings["config"])))
 
     @cached_property
     def root_store(self) -> Store:
-        """The store, opened once because credentials and connections are kept."""
+        """Store of all jobs. It is opened once, so that credentials and connections are kept."""
         return Store.open(self.config.store, request_timeout_seconds=self.request_seconds)
 
     @property
@@ -61,7 +61,11 @@ class Job:
 
 
 def local_folder(job: str, store_uri: str) -> Path:
-    """Return runs/<job> on this machine: the job itself if the store is runs/, else a folder for reports and logs."""
+    """Return the folder runs/<job> on this machine, which is created if it is missing.
+
+    If the store is the folder runs/ itself, runs/<job> is a link to the job's data there. Otherwise it is a folder for
+    the job's reports and logs.
+    """
     folder = RUNS / job
     in_store = RUNS / job_prefix(job)
     if store_uri == str(RUNS):
@@ -79,12 +83,12 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def mark_latest(job: str) -> None:
-    """Point runs/latest to the job."""
+    """Make the link runs/latest point to the job's folder."""
     _link(RUNS / "latest", Path(job))
 
 
 def _link(link: Path, target: Path) -> None:
-    """Replace a link atomically."""
+    """Create or replace a link atomically. If a folder has its name, nothing is changed."""
     if link.is_symlink() and link.readlink() == target:
         return
     if link.exists() and not link.is_symlink():

@@ -4,15 +4,15 @@ With local metadata, these releases have four faults:
 
 - the command of the other nodes is made by replacing the task's id as a bare string, wherever it occurs
   (Netflix/metaflow#2564, #2574);
-- a task in a container is not in the metadata there, so that its cards cannot be rendered;
-- node 0 waits for the others by asking the metadata of its own container, which do not contain them;
-- a job that left no metadata ends its submitter with that error, which hides the reason and the kind of its failure
+- a task in a container is missing from the metadata there, so its cards cannot be rendered;
+- node 0 waits for the other nodes by asking the metadata of its own container, which does not have them;
+- if a job left no metadata, its submitter ends with an error about that, which hides why the job failed
   (Netflix/metaflow#2557).
 
-With a metadata service Metaflow is not changed. One fault remains there: the short numbers of a new service's first
-tasks are replaced wherever they occur. Such a command is corrected in the request to AWS, with a message. Metaflow also
-relies on fields of an ended multi-node job that AWS may give late; they are filled in, since otherwise a gang that did
-its work would count as failed and be started and paid for again.
+With a metadata service, Metaflow is not changed, and two faults remain. The first one above can occur in the first
+tasks of a new service, whose ids are short numbers; the command is then corrected in the request to AWS, with a
+message. And Metaflow relies on fields of an ended multi-node job that AWS may set late. Missing fields are filled in;
+without them, a gang that succeeded would count as failed, and would be started and paid for again.
 """
 
 # Metaflow's stubs neither re-export its public names nor know the attributes that it adds at run time.
@@ -48,12 +48,15 @@ FIXES = ("#2564 command of other nodes", "#2557 reason of a failure", "end of ot
 
 
 def parse_release(text: str) -> tuple[int, ...]:
-    """Parse "2.19.39" into (2, 19, 39), ignoring what follows."""
     return tuple(int(part) for part in re.findall(r"\d+", text)[:3])
 
 
 def is_known_release(text: str | None = None) -> bool:
-    """Return whether a release is known; None: the installed Metaflow."""
+    """Return whether the fixes were tried on this release.
+
+    Args:
+        text: version of Metaflow; None: the installed one.
+    """
     return parse_release(text or version("metaflow")) in KNOWN
 
 
@@ -64,7 +67,10 @@ def needs_fixes(words: Sequence[str]) -> bool:
 
 
 def check_metadata(context: PreflightContext) -> CheckFinding:
-    """Without a metadata service Metaflow fails on AWS Batch in known ways. They are fixed, or the run is refused."""
+    """Check that Metaflow's metadata work on AWS Batch.
+
+    Without a metadata service, Metaflow fails there in known ways. Fixes are applied, or the run is refused.
+    """
     if reason := skip_reason(context):
         return CheckFinding.skipped(reason)
     found, metadata = version("metaflow"), metaflow_setting("METAFLOW_DEFAULT_METADATA") or "local"
@@ -88,7 +94,13 @@ def check_metadata(context: PreflightContext) -> CheckFinding:
 
 
 def _asked_service(follows: str) -> CheckFinding:
-    """Check that the service answers. Metaflow itself would try for 15 s and then print a traceback."""
+    """Return the finding of whether the metadata service answers.
+
+    Metaflow itself would try for 15 s and then print a traceback.
+
+    Args:
+        follows: end of the message if the service answers.
+    """
     url = metaflow_setting("METAFLOW_SERVICE_URL")
     if not url:
         return CheckFinding.skipped("METAFLOW_SERVICE_URL is not set; see the check aws-metaflow")
@@ -121,9 +133,9 @@ CHECKS = [
 
 
 def drop_interrupt_advice() -> None:
-    """Drop Metaflow's line that advises against Ctrl-C, which is safe here. Runs in the launcher.
+    """Suppress Metaflow's line that advises against Ctrl-C, which is safe here. For the launcher's process.
 
-    A release without this private attribute keeps its line.
+    Has no effect on a release without the private attribute that this changes.
     """
     from metaflow.runtime import NativeRuntime
 
@@ -139,10 +151,10 @@ def drop_interrupt_advice() -> None:
 
 
 def keep_terminal_from_tasks() -> None:
-    """Start each task in its own process group, out of reach of a terminal's Ctrl-C. Runs in the launcher.
+    """Start each task in its own process group, out of reach of a terminal's Ctrl-C. For the launcher's process.
 
-    The launcher passes Ctrl-C on as SIGTERM; a starting task would otherwise end in a traceback. A release without this
-    private attribute starts tasks as before.
+    Ctrl-C would end a starting task in a traceback; the launcher passes it on as SIGTERM instead. Has no effect on a
+    release without the private attribute that this changes.
     """
     from metaflow import runtime
 
@@ -157,13 +169,12 @@ def keep_terminal_from_tasks() -> None:
 
 
 def fix_submitter() -> None:
-    """Fix the process that submits a job and waits for it."""
     fix_batch_requests()
     _pass_over_missing_metadata()
 
 
 def fix_batch_requests() -> None:
-    """Fix requests to AWS Batch and its answers in this process, without changes to Metaflow."""
+    """Correct this process's requests to AWS Batch, and the answers, without changes to Metaflow."""
     from botocore import handlers
 
     handlers.BUILTIN_HANDLERS.append(("before-parameter-build.batch.SubmitJob", correct_node_commands))
@@ -171,7 +182,6 @@ def fix_batch_requests() -> None:
 
 
 def fix_task() -> None:
-    """Fix a task's process in a container."""
     from metaflow.plugins.aws.batch.batch_decorator import BatchDecorator
     from metaflow.plugins.metadata_providers.local import LocalMetadataProvider
 
@@ -186,7 +196,7 @@ def fix_task() -> None:
 
 
 def correct_node_commands(params: dict[str, Any], **_: Any) -> None:
-    """Rebuild the other nodes' command in a submit request from node 0's, if it differs."""
+    """Rebuild the other nodes' commands in a submit request from node 0's, where Metaflow has made them wrongly."""
     overrides = (params.get("nodeOverrides") or {}).get("nodePropertyOverrides") or []
     if len(overrides) < 2:
         return
@@ -208,7 +218,7 @@ def complete_gang_descriptions(parsed: dict[str, Any], **_: Any) -> None:
 
 
 def node_command(main: str) -> str:
-    """Return the shell command of the other nodes, made from node 0's; the shell there knows the node's index."""
+    """Return the shell command of the other nodes, made from node 0's. Their shell inserts the node's index."""
     found = re.search(r"--task-id (\S+)", main)
     if found is None:
         return main
@@ -247,7 +257,7 @@ def _pass_over_missing_metadata() -> None:
 
 
 def _wait_for_mappers(self: Any, flow: Any, step_name: str) -> None:
-    """Wait in the datastore for the other nodes' results, because node 0's end ends the job."""
+    """Wait until the datastore has the other nodes' results, because the end of node 0 ends the Batch job."""
     from metaflow import current
 
     waiting = [path.split("/") for path in flow._control_mapper_tasks[1:]]
@@ -262,7 +272,10 @@ def _wait_for_mappers(self: Any, flow: Any, step_name: str) -> None:
 
 
 def _is_done(datastore: Any, path: list[str], attempt: int) -> bool:
-    """Return whether a task is done in this attempt; an earlier attempt may have succeeded on the other node alone."""
+    """Return whether a task has succeeded in this attempt.
+
+    Earlier attempts do not count: one of them may have succeeded on the other node alone.
+    """
     from metaflow.datastore.exceptions import DataException
 
     try:

@@ -26,15 +26,16 @@ from ebbflow.training.checkpoint.rollback import PERMITS, record_permits
 from ebbflow.training.rehearse import Fault
 
 _REQUEST_SECONDS = 10.0
-# Settings that a commit cannot change: the model, and the numbering of samples.
+# Settings that cannot change once a job has commits: the model, and the numbering of samples.
 _FIXED_FOR_A_JOB = ("workload", "workload_options", "model", "data", "training.seed")
 
 
 def check_run_options(options: list[str]) -> list[str]:
-    """Check the options of `run` and replace --config and --set by the one configuration, as JSON.
+    """Check the options of `run`, and return them with --config and --set replaced by one configuration as JSON.
 
-    Permits are left out: the launcher records them once it holds the job (`parse_permits`, `give_permits`). Exits with
-    2 for a bad configuration, fault or job name, and with 3 if a quick check forbids the run.
+    --from-scratch and --accept-rollback are left out. The launcher records these permits once it has claimed the job
+    (`parse_permits`, `give_permits`). Exits with 2 for a bad configuration, fault or job name, and with 3 if a quick
+    check forbids the run.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config", default=str(DEFAULT_CONFIG))
@@ -68,7 +69,10 @@ def check_run_options(options: list[str]) -> list[str]:
 
 
 def add_permits(parser: argparse.ArgumentParser) -> None:
-    """Add the options that allow a start to give up commits; nothing that runs unattended may decide that."""
+    """Add the options with which a user permits a job to give up commits.
+
+    Only a person may decide this, so nothing that runs unattended sets these options.
+    """
     parser.add_argument(
         "--from-scratch", action="store_true", help="begin anew if no commit of the job can be restored"
     )
@@ -82,16 +86,19 @@ def requested_permits(known: argparse.Namespace) -> list[str]:
 
 
 def parse_permits(options: list[str]) -> list[str]:
-    """Return the permits that the options of `run` ask for."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     add_permits(parser)
     return requested_permits(parser.parse_known_args(options)[0])
 
 
 def give_permits(permits: Sequence[str], job: str, store: str) -> None:
-    """Record in the job's store what the user permits it to give up. Raises InfraError.
+    """Record in the job's store that the user permits the job to give up commits. Raises InfraError.
 
-    Call this only under a claim on the job: a refused launcher must not change what the job may give up.
+    Call this only while this process has claimed the job: a launcher that is refused must not change the job.
+
+    Args:
+        permits: values of `PERMITS`.
+        store: URI of the store.
     """
     if permits:
         record_permits(Store.open(store, request_timeout_seconds=_REQUEST_SECONDS).sub(job_prefix(job)), *permits)
@@ -104,7 +111,7 @@ def parse_checked_options(words: list[str]) -> tuple[str, RunConfig]:
 
 
 def _loaded(known: argparse.Namespace, backend: str | None) -> LoadedConfig:
-    """Load the configuration with the backend of --with, since plans for another backend may not run there.
+    """Load the configuration. With --with, `cluster.plan_for` becomes that backend, for which the job is then planned.
 
     Raises ConfigError.
     """
@@ -124,7 +131,10 @@ def _check_rehearsal(text: str, config: RunConfig) -> None:
 
 
 def _check_place(job: str, store: str) -> None:
-    """Refuse a job name that belongs to another store's job on this machine, where both would share runs/<job>."""
+    """Exit with 2 if runs/<job> on this machine belongs to a job of this name in another store.
+
+    Both jobs would share that folder.
+    """
     known = known_job(RUNS / job)
     if known is not None and known.store != store:
         _refuse(
@@ -135,7 +145,7 @@ def _check_place(job: str, store: str) -> None:
 
 
 def _check_continuation(job: str, config: RunConfig) -> None:
-    """Refuse to continue an existing job with another model or other data."""
+    """Exit if an existing job would continue with another model or other data."""
     store = Store.open(config.store, request_timeout_seconds=_REQUEST_SECONDS).sub(job_prefix(job))
     if store.head("config.json") is None:
         return
@@ -164,7 +174,7 @@ def _check_continuation(job: str, config: RunConfig) -> None:
 
 
 def _with_defaults(config: dict) -> dict:
-    """Complete an older configuration with defaults; one that no longer fits the schema stays as it is."""
+    """Complete an older configuration with defaults. If it no longer fits the schema, return it unchanged."""
     try:
         return RunConfig.model_validate_json(json.dumps(config)).model_dump(mode="json")
     except ValueError:
@@ -187,16 +197,16 @@ _MOST_ASKED = 8
 
 
 def check_resume(words: list[str]) -> tuple[str, RunConfig, list[str]] | None:
-    """Apply Metaflow's settings of the resumed job and run the quick checks of `run`.
+    """Find the job to resume, set Metaflow's environment for it, and run the quick checks of `run`.
 
-    Exits with 3 if a check forbids the run. Nothing is checked, with a message, if this machine does not know the job
-    or its store does not answer.
+    Exits with 3 if a check forbids the run. If this machine does not know the job or its store does not answer, a
+    message is printed and nothing is checked.
 
     Args:
-        words: the command line; this project's own options are removed from it.
+        words: the command line, from which --from-scratch and --accept-rollback are removed in place.
 
     Returns:
-        (job name, configuration, requested permits), None for an unknown job.
+        (job name, configuration, requested permits), or None for an unknown job.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     add_permits(parser)
@@ -247,7 +257,7 @@ def _job_of(words: Sequence[str]) -> tuple[str, str, RunConfig] | None:
 
 
 def _refuse_moved(job: KnownJob) -> None:
-    """Exit with 2 where the folder of the job is gone, for example since the project was moved."""
+    """Exit with 2 if the job's folder no longer exists, for example because the project was moved."""
     folder = Path(job.uri.removeprefix("file://"))
     if "://" not in job.uri.removeprefix("file://") and not folder.is_dir():
         print(
@@ -259,7 +269,7 @@ def _refuse_moved(job: KnownJob) -> None:
 
 
 def _find_job_of_run(run: str) -> KnownJob | None:
-    """Search the newest jobs of this machine for the run."""
+    """Return the job to which a Metaflow run belongs, searched among the newest jobs of this machine, or None."""
     folders = [RUNS / "latest", *(RUNS / name for name in list_known_jobs(RUNS)[-_MOST_ASKED:][::-1])]
     jobs = dict.fromkeys(job for folder in folders if (job := known_job(folder)) is not None)
     return next((job for job in jobs if _is_run_of(job, run)), None)
@@ -268,7 +278,7 @@ def _find_job_of_run(run: str) -> KnownJob | None:
 def _is_run_of(job: KnownJob, run: str) -> bool:
     try:
         return any(event.run == run for event in read_events(_store(job)))
-    except InfraError:  # it may be another job's
+    except InfraError:  # the run may belong to another job
         return False
 
 

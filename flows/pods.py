@@ -1,9 +1,9 @@
 """Attempts as pods of a Kubernetes cluster with Karpenter (`--with kubernetes`). Never run on a cluster.
 
-The choice is the same as for AWS Batch, expressed by node labels instead of queues, so several nodes can be Spot. The
-number of nodes is fixed within a run, because Metaflow creates the tasks of a JobSet before the attempt.
+A pool is chosen as for AWS Batch, and requested by node labels instead of a queue. So several nodes can be on Spot. The
+number of nodes cannot change within a run, because Metaflow creates the tasks of a JobSet before the attempt.
 
-Labels follow https://karpenter.sh/docs/concepts/scheduling/#well-known-labels (v1; read, not tried).
+The labels were read in https://karpenter.sh/docs/concepts/scheduling/#well-known-labels (v1) and never tried.
 """
 
 from __future__ import annotations
@@ -30,13 +30,19 @@ TAINT = "ebbflow/training"
 GPU_TAINT = "nvidia.com/gpu"
 _ZONE_ID = re.compile(r"[a-z]+\d+-[a-z]{2,}\d+")  # use1-az1; a zone's name is us-east-1a
 
-# Memory that a pod must leave in addition to a Batch job: kubelet 255 MiB + 11 MiB for each of maxPods = 30 pods
+# Memory that a pod must leave free, unlike a Batch job: kubelet 255 MiB + 11 MiB for each of maxPods = 30 pods
 # (github.com/awslabs/amazon-eks-ami), 100 MiB before eviction, and the node's own pods.
 _KUBELET_MIB, _OWN_PODS_MIB = 255 + 11 * 30 + 100, 339
 
 
 def node_selector(placement: Mapping[str, Any]) -> dict[str, str]:
-    """Return the node labels of a placement (`cost.capacity.Placement` as JSON). The zone keeps a gang together."""
+    """Return the node labels that select the machines of a placement.
+
+    With a zone, all nodes of a gang are in that zone.
+
+    Args:
+        placement: `cost.capacity.Placement` as JSON.
+    """
     chosen = {
         CAPACITY_TYPE: "spot" if placement["market"] == "spot" else "on-demand",
         INSTANCE_TYPE: placement["instance_type"],
@@ -47,13 +53,16 @@ def node_selector(placement: Mapping[str, Any]) -> dict[str, str]:
 
 
 def tolerations(placement: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Return the pod's tolerations, with the keys of the Kubernetes client's V1Toleration as Metaflow expects."""
+    """Return the tolerations that let a pod run on the tainted training nodes.
+
+    The keys are those of the Kubernetes client's V1Toleration, as Metaflow expects.
+    """
     keys = [TAINT, *([GPU_TAINT] if placement["gpu"] else [])]
     return [{"key": key, "operator": "Exists", "effect": "NoSchedule"} for key in keys]
 
 
 def pod_annotations(metrics_port: int | None) -> dict[str, str]:
-    """Return annotations that stop Karpenter from removing the node and let Prometheus find the metrics."""
+    """Return annotations that forbid Karpenter to remove the node and, with a port, let Prometheus find the metrics."""
     found = {"karpenter.sh/do-not-disrupt": "true"}
     if metrics_port is not None:
         found |= {
@@ -65,7 +74,7 @@ def pod_annotations(metrics_port: int | None) -> dict[str, str]:
 
 
 def pod_memory_mib(batch_memory_mib: int) -> int:
-    """Return a pod's memory on an instance where a Batch job could ask for `batch_memory_mib`."""
+    """Return the MiB that a pod can request where a Batch job could request `batch_memory_mib`."""
     return max(batch_memory_mib - _KUBELET_MIB - _OWN_PODS_MIB, 1024)
 
 
@@ -74,12 +83,15 @@ _LABELS = {"ebbflow/training": "true"}
 
 
 def is_single_pod() -> bool:
-    """Return whether this process is a task in a pod outside a JobSet."""
+    """Return whether this process is a task in a pod of its own, not in a JobSet of several nodes."""
     return "METAFLOW_KUBERNETES_WORKLOAD" in os.environ and "METAFLOW_KUBERNETES_JOBSET_NAME" not in os.environ
 
 
 def pod_markets() -> dict[str, QueueState]:
-    """Return one queue per market, as Batch would have: Karpenter creates any type and number of nodes in both."""
+    """Return two stand-ins for queues of AWS Batch, "spot" and "on-demand".
+
+    Both accept every instance type and number of nodes, because Karpenter creates any.
+    """
     markets: dict[str, Market] = {"spot": "spot", "on-demand": "on_demand"}
     return {
         name: QueueState(
@@ -90,12 +102,12 @@ def pod_markets() -> dict[str, QueueState]:
 
 
 def with_nodes(config: RunConfig, nodes: int) -> RunConfig:
-    """Return the configuration with the number of nodes that the run began with."""
+    """Return the configuration with the number of nodes fixed to the one with which the run began."""
     return config.model_copy(update={"cluster": config.cluster.model_copy(update={"nodes": nodes})})
 
 
 def apply_to_pod(cli_args: Any, order: AttemptOrder, config: dict[str, Any]) -> None:
-    """Write an order into the command line of `kubernetes step`, over the values of @kubernetes."""
+    """Write the order's placement into the command line of `kubernetes step`, in place of the values of @kubernetes."""
     placement, options = order.placement or {}, cli_args.command_options
     options.update({
         "cpu": str(max(placement["cpu"] - 1, 1)),  # one for the node's own pods
@@ -120,9 +132,10 @@ def _of(options: dict[str, Any], name: str) -> dict[str, str]:
 
 
 def exit_when_asked() -> None:
-    """Exit through `sys.exit` on a signal, because Metaflow deletes its pods in an `atexit` handler. For the submitter.
+    """Make SIGTERM, SIGINT and SIGHUP end the submitting process through `sys.exit`.
 
-    Later signals are ignored, since one inside that handler would leave pods behind. The launcher waits 60 s.
+    Metaflow deletes its pods in an `atexit` handler, which runs only then. Later signals are ignored, since one inside
+    that handler would leave pods behind. The launcher waits 60 s for it.
     """
     numbers = [
         number
@@ -140,10 +153,11 @@ def exit_when_asked() -> None:
 
 
 def set_grace_period() -> None:
-    """Give pods the time between SIGTERM and SIGKILL that a last checkpoint needs, and pass SIGTERM to tasks.
+    """Give pods the time between SIGTERM and SIGKILL that a last checkpoint needs, and pass SIGTERM to their tasks.
 
-    For the submitting process. Metaflow sets the time to 0 without an option, and its shell, process 1 of the
-    container, passes no signal on. Both are changed in the Kubernetes client's model, where every pod passes.
+    Call this in the submitting process. Metaflow sets that time to 0, and its shell, which is process 1 of the
+    container, passes no signal on. Both are changed in the Kubernetes client's class V1PodSpec, of which every pod is
+    made.
     """
     from kubernetes.client import V1PodSpec
 

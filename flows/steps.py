@@ -1,4 +1,7 @@
-"""The work of the flow's steps, each of which joins the rooms that it needs. No training code is here."""
+"""The work of the flow's steps around training, such as preflight, plan and report.
+
+Each function combines `training`, `cost` and `infra`. `flows/gang.py` has the work of the training steps.
+"""
 
 # Metaflow's stubs neither re-export its public names nor know the attributes that it adds at run time.
 # pyright: reportPrivateImportUsage=false
@@ -34,17 +37,16 @@ if TYPE_CHECKING:
 
 
 def current_job(flow: Any) -> Job:
-    """Return the job of the step that runs."""
     return Job.of(flow, str(current.run_id))
 
 
 def is_local(flow: Any) -> bool:
-    """Return whether the ranks run on this machine, where no pool of the plan is paid for."""
+    """Return whether the ranks run on this machine. Then nothing is paid for, and prices are simulated."""
     return training_backend(flow) is None
 
 
 def with_queue_region(flow: Any, config: RunConfig) -> RunConfig:
-    """Return the configuration with the region of the queues as the only priced one, on AWS Batch."""
+    """Return the configuration; on AWS Batch, its only priced region is the region of the queues."""
     from ebbflow.infra.batch import limit_to_queue_region
 
     there = limit_to_queue_region(config) if training_backend(flow) == "batch" else config
@@ -57,10 +59,10 @@ def with_queue_region(flow: Any, config: RunConfig) -> RunConfig:
 
 
 def available_queues(flow: Any, config: RunConfig) -> dict[str, QueueState] | None:
-    """Return the queues for training on AWS Batch, whether or not they accept jobs now, or None.
+    """Return the queues of AWS Batch for training, by name, also those that accept no jobs at the moment.
 
-    If Batch does not answer, such as in a container, the configured queues are used. None means that no queue is known
-    or that the job goes elsewhere.
+    If Batch does not answer, for example from inside a container, these are the configured queues. Returns None if the
+    job does not run on AWS Batch or no queue is known.
     """
     from ebbflow.infra.batch import batch_client, declared_queues, training_queues
 
@@ -76,7 +78,7 @@ def available_queues(flow: Any, config: RunConfig) -> dict[str, QueueState] | No
 
 
 def read_job_history(job: Job) -> JobHistory:
-    """Read the history of the store's jobs; an empty one, with a message, if the store does not answer."""
+    """Read the history of the store's jobs. If the store does not answer, print a message and return an empty one."""
     from ebbflow.cost.job_history import JobHistory, load_job_history
 
     try:
@@ -87,7 +89,10 @@ def read_job_history(job: Job) -> JobHistory:
 
 
 def read_progress(job: Job) -> JobProgress:
-    """Read the job's progress, so that only the rest is planned. Without a ledger the whole job is planned."""
+    """Read the job's progress, so that only the remaining work is planned.
+
+    If the progress cannot be computed from the events, print a message and plan the whole job.
+    """
     from ebbflow.cost.errors import CostError
     from ebbflow.cost.plan.candidates import NO_PROGRESS, read_progress
 
@@ -102,7 +107,7 @@ T = TypeVar("T")
 
 
 class StepFailed(MetaflowException):
-    """A step that failed for a known reason. Metaflow prints its message without a traceback."""
+    """Failure of a step for a known reason. Metaflow prints its message without a traceback."""
 
     headline = "This attempt ended"
 
@@ -112,9 +117,9 @@ class StepFailed(MetaflowException):
 
 
 def record_failure(step: Callable[[Any], T]) -> Callable[[Any], T]:
-    """Decorate a step so that a room's error ends the run with one message and the job with the error's outcome.
+    """Decorate the function of a step: an error is recorded as the job's outcome and ends the run with one message.
 
-    Not for `train`, where a new attempt may help.
+    Not for the training steps, where a new attempt may help.
     """
 
     @functools.wraps(step)
@@ -137,7 +142,7 @@ def record_failure(step: Callable[[Any], T]) -> Callable[[Any], T]:
 
 
 def record_outcome(flow: Any, outcome: Outcome, message: str) -> None:
-    """Record the job's outcome in its events. If the store does not open, only the message remains."""
+    """Record the job's outcome in its events. If the store cannot be opened, print a message instead."""
     try:
         with current_job(flow).events(str(current.step_name)) as events:
             events.emit(OUTCOME, outcome=outcome.value, message=message)
@@ -147,7 +152,7 @@ def record_outcome(flow: Any, outcome: Outcome, message: str) -> None:
 
 @record_failure
 def begin_job(flow: Any) -> None:
-    """Create the job's folder on this machine. Its store is written only after the checks have passed."""
+    """Create the job's folder on this machine. Nothing is written to its store before the checks have passed."""
     job = current_job(flow)
     job.folder.mkdir(parents=True, exist_ok=True)
     job.remember()
@@ -157,7 +162,7 @@ def begin_job(flow: Any) -> None:
 
 @record_failure
 def run_preflight(flow: Any) -> list[dict]:
-    """Run every room's checks. Raises StepFailed if one of them forbids the run."""
+    """Run the checks of all rooms and return their results as JSON. Raises StepFailed if one forbids the run."""
     from ebbflow.infra.preflight import failed_results, render_results
     from ebbflow.training.checks import WORKLOAD_CHECK
 
@@ -182,10 +187,10 @@ def run_preflight(flow: Any) -> list[dict]:
 
 @record_failure
 def plan_capacity(flow: Any) -> dict:
-    """Plan the job and return the plan of the best pools as JSON; plan.json has all pools.
+    """Plan the job and return the plan with its best pools as JSON. plan.json in the job's store has all pools.
 
     Raises:
-        StepFailed: budget, deadline or capacity forbid the job.
+        StepFailed: budget, deadline or capacity do not allow the job.
     """
     from ebbflow.cost.plan.plan import make_plan
     from ebbflow.cost.plan.plan_text import render_plan
@@ -218,7 +223,11 @@ def plan_capacity(flow: Any) -> dict:
 
 @record_failure
 def examine_workload(flow: Any) -> dict | None:
-    """Prepare a user's own workload, try one sample, and return its shape; None for the default workload."""
+    """Prepare the data of the user's own workload, and try the workload on one sample.
+
+    Returns:
+        The workload's shape and the prepared data as JSON, None for the default workload.
+    """
     from ebbflow.training.workloads.examine import examine
 
     job = current_job(flow)
@@ -232,7 +241,11 @@ def examine_workload(flow: Any) -> dict | None:
 
 @record_failure
 def prepare_data(flow: Any) -> dict:
-    """Prepare the data in the store, once for equal data, and return their fingerprint and statistics."""
+    """Prepare the training data in the store, and return their fingerprint and statistics as JSON.
+
+    Equal data are prepared once for all jobs of a store. The data of a user's own workload have been prepared before
+    (`examine_workload`); they are only recorded here.
+    """
     from ebbflow.training.data import prepare_tokens
 
     job = current_job(flow)
@@ -252,7 +265,7 @@ def prepare_data(flow: Any) -> dict:
 
 
 def write_report(flow: Any) -> dict:
-    """Write the job's report to the store and to runs/<job>/ on this machine."""
+    """Write the job's report to the store and to runs/<job>/ on this machine, and return it as JSON."""
     from ebbflow.cost.errors import CostError
     from ebbflow.flows.reporting import write_report as write
 
@@ -263,7 +276,7 @@ def write_report(flow: Any) -> dict:
 
 
 def report_frames(report: dict) -> tuple[Any, Any]:
-    """Return loss curve and ledger as pandas DataFrames, for notebooks."""
+    """Return the loss curve and the ledger as pandas DataFrames, for use in notebooks."""
     from ebbflow.cost.report.report import RunReport, ledger_frame, loss_frame
 
     run_report = RunReport.from_json(report)
@@ -271,7 +284,7 @@ def report_frames(report: dict) -> tuple[Any, Any]:
 
 
 def require_completion(flow: Any) -> None:
-    """Fail the run if the job is not complete, so that a run that looks successful is."""
+    """Fail the run if the job is not complete, so that a successful run always means a complete job."""
     outcome = Outcome(flow.run_report["outcome"])
     if outcome is not Outcome.COMPLETED:
         raise StepFailed(outcome, f"the job is not complete; report: runs/{flow.job}/report.html")
@@ -283,7 +296,7 @@ def say(text: str) -> None:
 
 @record_failure
 def certify(flow: Any) -> dict | None:
-    """Return the resume certificate as JSON, None if it was not asked for.
+    """Return the resume certificate as JSON, or None if the user did not ask for one.
 
     Raises:
         TrainingError: the job would not resume exactly.

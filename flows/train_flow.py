@@ -104,7 +104,7 @@ class TrainFlow(FlowSpec):
     @retry(times=4, minutes_between_retries=0)
     @step
     def train_node(self):
-        """Run a single node in AWS Batch, one round for each machine, so that a reclaim is no failure."""
+        """Train on a single node in AWS Batch. If its machine is reclaimed, repeat on a new one; this is no failure."""
         self.gang_outcome, self.next_branch = gang.train_node(self, current)
         self.next({"again": self.train_node, "gang": self.fan_out, "done": self.report}, condition="next_branch")
 
@@ -133,7 +133,7 @@ class TrainFlow(FlowSpec):
     @card(type="blank", id="report")
     @step
     def report(self):
-        """Fold the events of every attempt into one report: the training, its cost, and the losses."""
+        """Build one report from the events of all attempts: the training, its cost, and the losses."""
         self.run_report = steps.write_report(self)
         self.loss_frame, self.ledger_frame = steps.report_frames(self.run_report)
         cards.show_report(current.card["report"], self.run_report, reporting.earlier_reports(self.job))

@@ -221,7 +221,6 @@ def make_order(request: PlacementRequest, plan: Plan, placed: Placement) -> Atte
 
 
 def make_fresh_plan(job: Job, events: Sequence[Event], examined: dict[str, Any] | None) -> Plan:
-    """Plan the job's remaining work at current prices."""
     from ebbflow.cost.plan.candidates import read_progress
     from ebbflow.cost.plan.plan import make_plan
     from ebbflow.cost.prices.source import open_prices
@@ -271,7 +270,6 @@ def give_up_reason(
 
 
 def describe_order(order: AttemptOrder) -> str:
-    """Return a one-line description of the order for the run's log."""
     if order.does == "stop":
         return f"no further attempt: {order.outcome}: {order.message}"
     if order.does == "gang":

@@ -137,7 +137,7 @@ def _describe_left_behind(attempt: BatchAttempt, submitted: Event) -> str:
 
 
 def check_left_behind(context: PreflightContext) -> CheckFinding:
-    """Check that no Batch job is still running that a killed launcher left behind. Such jobs cost money."""
+    """Check that a killed launcher left no running Batch job behind. Such a job costs money."""
     if reason := skip_reason(context):
         return CheckFinding.skipped(reason)
     if context.job is None:

@@ -110,7 +110,6 @@ class _StartLimits:
         self._starting: float | None = None
 
     def left(self) -> float:
-        """Return the seconds until the next limit."""
         limit = self._submitted + self._runnable_seconds
         if self._starting is not None:
             limit = self._starting + self._starting_seconds

@@ -82,7 +82,6 @@ class JobRecord:
         return bool(self.run)
 
     def with_runs(self, *runs: SupervisedRun) -> JobRecord:
-        """Return a copy of the record with further runs."""
         return replace(self, runs=tuple(sorted((*self.runs, *runs), key=lambda past_run: past_run.ended_utc)))
 
     def cost(self) -> str:

@@ -295,7 +295,6 @@ def _counted(count: int, noun: str) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Supervise one job and return its exit code."""
     ignore_lost_readers()
     guard_terminal()
     try:
