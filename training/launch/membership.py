@@ -1,7 +1,7 @@
-"""The nodes of a gang, as the agents of node 0 and of the other nodes see them.
+"""Communication of an agent with the agents of the other nodes.
 
-`CoordinatorPeers` is node 0's view: it admits the other nodes, collects their reports and decides how a generation
-ended. `FollowerPeers` is the view of any other node: it reports to node 0 and receives its decisions.
+`CoordinatorPeers` is node 0's side: it admits the followers, collects their reports and decides how a generation ended.
+`FollowerPeers` is the side of every other node: it reports to node 0 and receives node 0's decisions.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ebbflow.training.launch.messages import (
 )
 from ebbflow.training.launch.transport import Connection, Message, RollCallServer, join_gang
 
-STORE_WAIT_SECONDS = 3.0  # a wait is reported once per second; afterwards ranks have a moment to go on
+STORE_WAIT_SECONDS = 3.0  # waits are reported once per second; the rest is for ranks to continue after the wait
 
 
 class StickyFlag:
@@ -51,13 +51,13 @@ class StickyFlag:
         return self.seconds_since < self._seconds
 
 
-_WAIT_REPORT_SECONDS = 1.0  # between two messages that a node waits out a notice
+_WAIT_REPORT_SECONDS = 1.0  # between two messages that a node waits for its notice to expire
 _LOOK_SECONDS = 0.02
 _WITNESS_SECONDS = 10.0  # older positions of ranks say nothing about the failure
 
 
 class Peers(ABC):
-    """The other nodes, as a node's agent sees them during a generation."""
+    """Interface to the other nodes of a gang during a generation."""
 
     def __init__(self) -> None:
         self._orders: list[RankOrder] = []
@@ -65,12 +65,12 @@ class Peers(ABC):
         self._store_wait = StickyFlag(STORE_WAIT_SECONDS)
 
     def orders(self) -> list[RankOrder]:
-        """Return the orders of the coordinator since the last call."""
+        """Return the orders that the coordinator has sent since the last call."""
         orders, self._orders = self._orders, []
         return orders
 
     def take_witness_request(self) -> bool:
-        """Return whether the coordinator asked for the ranks' positions since the last call."""
+        """Return whether the coordinator has asked for the positions of the ranks since the last call."""
         wanted, self._witnesses_wanted = self._witnesses_wanted, False
         return wanted
 
@@ -81,7 +81,7 @@ class Peers(ABC):
 
     @abstractmethod
     def report(self, failure: WorkerFailure) -> None:
-        """Report a failure or a witness of this node's ranks."""
+        """Report a failure of one of this node's ranks, or a witness: the position of a rank that has not failed."""
 
     @abstractmethod
     def report_results(self, results: dict[int, dict]) -> None:
@@ -89,7 +89,7 @@ class Peers(ABC):
 
     @abstractmethod
     def order(self, order: RankOrder) -> None:
-        """Have all nodes, this one included, carry out an order."""
+        """Ask the coordinator to give an order to all nodes, including this one."""
 
     @abstractmethod
     def waiting(self) -> None:
@@ -101,7 +101,7 @@ class Peers(ABC):
 
     @abstractmethod
     def keep_in_touch(self) -> None:
-        """Exchange pings while this node is busy; messages that arrive are kept."""
+        """Exchange pings while this node is busy, without acting on messages that arrive."""
 
     @abstractmethod
     def close(self) -> None:
@@ -109,12 +109,14 @@ class Peers(ABC):
 
 
 class RollCall:
-    """Node 0's connections to the nodes that have joined, over all generations of one attempt.
+    """Roll-call on node 0: waits until all nodes of the gang have joined, and keeps their connections.
+
+    The connections last for all generations of one attempt.
 
     Attributes:
-        members: Connection of each joined node, by its number.
-        hellos: First message of each joined node, by its number.
-        lost: Order behind the notice of a node that was lost while it waited the notice out.
+        members: Connection to each joined node, by the node's number.
+        hellos: First message of each joined node, by the node's number.
+        order_of_lost_node: Order for the notice of a node whose machine was lost before that notice expired, else None.
     """
 
     def __init__(self, spec: GangSpec, secret: bytes) -> None:
@@ -128,26 +130,31 @@ class RollCall:
                 spec.main_address, spec.candidate_ports, spec.token, secret, spec.silence_seconds
             )
         self._number = 0
-        self._waits: dict[int, tuple[float, RankOrder]] = {}  # node: (time.monotonic() of the wait's end, reason)
+        self._waits: dict[int, tuple[float, RankOrder]] = {}  # node: (time.monotonic() of the wait's end, its notice)
         self._wait_announced = StickyFlag(_WAIT_REPORT_SECONDS)
 
     def announce_generation(self, number: int) -> None:
-        """Send the generation's number to all present and future members: they are paid for from now on."""
+        """Send the generation's number to all members, including later ones; their paid time counts towards it."""
         self._number = number
         for connection in self.members.values():
             connection.send({"kind": "generation", "generation": number})
 
     def admit_nodes(self) -> None:
-        """Admit waiting nodes without blocking."""
+        """Admit nodes that wish to join, without blocking."""
         if self._server is not None:
             self._server.admit(self._spec.nodes)
             self._add_joined()
 
     def roll_call(self, deadline_seconds: float, stopped: Callable[[], bool]) -> None:
-        """Wait until all nodes have joined, then until none waits out a notice, each within the deadline.
+        """Wait until all nodes have joined, then until no node waits for a pending notice to expire.
+
+        Args:
+            deadline_seconds: Deadline for each of the two waits.
+            stopped: Function that returns whether this agent was asked to stop.
 
         Raises:
-            GangError: a node is missing, was lost or still waits; the message names it.
+            GangError: a node is missing, was lost or is still waiting, and the message names it; or this agent was
+                asked to stop.
         """
         if self._server is None:
             return
@@ -158,7 +165,7 @@ class RollCall:
 
         try:
             self._server.roll_call(self._spec.nodes, deadline_seconds, add_joined)
-        finally:  # nodes that joined are told the end even if others are missing
+        finally:  # nodes that have joined receive the end even if others are missing
             self._add_joined()
             self._server.close()
             self._server = None
@@ -174,14 +181,14 @@ class RollCall:
             time.sleep(_LOOK_SECONDS)
 
     def announce_wait(self, seconds: float) -> None:
-        """Tell all members, once per second, that the start is at least `seconds` away."""
+        """Tell all members, at most once per second, that the start is at least `seconds` away."""
         if not self._wait_announced.holds:
             self._wait_announced.mark()
             for connection in self.members.values():
                 connection.send({"kind": "notice_wait", "seconds": max(seconds, 0.0)})
 
     def record_wait(self, node: int, order: RankOrder) -> None:
-        """Record how long a node waits out a notice; 0 seconds end the wait."""
+        """Record that a node waits `order.seconds` for its notice to expire; 0 seconds end the wait."""
         self._waits[node] = (time.monotonic() + order.seconds, order)
         if order.seconds <= 0:
             del self._waits[node]
@@ -196,7 +203,7 @@ class RollCall:
         for node, (connection, hello) in self._server.joined.items() if self._server is not None else ():
             if (before := self.members.get(node)) is connection:
                 continue
-            if before is not None:  # its welcome timed out, and it has joined again
+            if before is not None:  # the node's handshake timed out at its end, and it has joined again
                 before.close()
                 self._waits.pop(node, None)
             self.members[node], self.hellos[node] = connection, hello
@@ -218,7 +225,10 @@ class RollCall:
 
 
 class CoordinatorPeers(Peers):
-    """Node 0's view of its followers, over all generations of one attempt. It decides how each generation ended."""
+    """Node 0's connections to its followers, over all generations of one attempt.
+
+    It combines the reports of all nodes and decides how each generation ended.
+    """
 
     def __init__(self, spec: GangSpec, host: str, secret: bytes) -> None:
         super().__init__()
@@ -236,13 +246,13 @@ class CoordinatorPeers(Peers):
 
     @property
     def nodes(self) -> list[int]:
-        """Nodes that are connected and take part, by the numbers that they joined with."""
+        """Nodes that are connected and were not left out, by their numbers in `GangSpec.node`."""
         connected = {node for node, connection in self._members.items() if not connection.closed}
         return [0, *sorted(connected - self._left_out)]
 
     @property
     def leave_cause(self) -> str:
-        """Cause of the first order to leave; "" without one."""
+        """Cause of the first order to exit; "" without such an order."""
         return self._leave_orders[0].cause if self._leave_orders else ""
 
     @property
@@ -259,7 +269,7 @@ class CoordinatorPeers(Peers):
         return [self._host if node == 0 else self._hellos[node]["host"] for node in nodes]
 
     def announce_generation(self, number: int) -> None:
-        """Tell all present and future followers the number of the generation that gathers."""
+        """Tell all followers, including later ones, the number of the generation that is about to start."""
         self._roll_call.announce_generation(number)
 
     def admit_nodes(self) -> None:
@@ -268,16 +278,21 @@ class CoordinatorPeers(Peers):
         self._receive_all()
 
     def announce_wait(self, seconds: float) -> str:
-        """Tell followers that node 0 waits so long; return the cause of an order to leave, "" without one."""
+        """Tell followers that node 0 waits `seconds` before the start; return `leave_cause`."""
         self.admit_nodes()
         self._roll_call.announce_wait(seconds)
         return self.leave_cause
 
     def roll_call(self, deadline_seconds: float, stopped: Callable[[], bool]) -> None:
-        """Wait for all followers before the first generation; they stay for all later ones.
+        """Wait until all followers have joined. Before later generations, return at once: they are still connected.
+
+        Args:
+            deadline_seconds: Deadline for the wait.
+            stopped: Function that returns whether this agent was asked to stop.
 
         Raises:
-            GangError: a follower is missing or was lost; the message names it.
+            GangError: a follower is missing or was lost, and the message names it; or this agent or a follower was
+                asked to stop.
         """
 
         def should_stop() -> bool:
@@ -300,10 +315,11 @@ class CoordinatorPeers(Peers):
         self._broadcast({"kind": "start", **asdict(start)})
 
     def regroup(self, deadline_seconds: float, stopped: Callable[[], bool]) -> list[int] | GenerationEnd:
-        """Wait until every node has ended its ranks.
+        """Wait until every node has ended its ranks. A node that misses the deadline counts as lost.
 
         Returns:
-            The nodes that go on, or the end of the gang if too few are left.
+            Numbers of the nodes for the next generation; or the end of the gang if too few nodes are left, or if this
+            agent was asked to stop.
         """
         limit = time.monotonic() + deadline_seconds
         while True:
@@ -388,7 +404,7 @@ class CoordinatorPeers(Peers):
         elif kind == "notice_wait":
             self._roll_call.record_wait(node, RankOrder.from_json(message))
         elif self._started is None or message["generation"] != self._started.generation:
-            return  # about a generation that has ended
+            return  # the message is about a generation that has ended
         elif kind == "failed":
             self.report(WorkerFailure(**message["failure"]))
         elif kind == "finished":
@@ -399,7 +415,7 @@ class CoordinatorPeers(Peers):
             self.waiting()
 
     def _detect_loss(self, node: int) -> None:
-        """Report a failure for a node whose connection has closed before its ranks finished."""
+        """Report a failure if the node's connection has closed before its ranks have finished."""
         lost = self._members[node].closed and node not in self._finished
         if lost and not any(failure.killed_by == f"node {node}" for failure in self._failures):
             number = self._start.nodes.index(node)
@@ -408,7 +424,7 @@ class CoordinatorPeers(Peers):
             self.report(WorkerFailure(rank=first, node=number, message=text, killed_by=f"node {node}"))
 
     def _describe_loss(self, node: int) -> str:
-        """Name a lost node by its number in this generation, which its events and logs have too."""
+        """Return the message about a lost node, with its number in this generation as in its events and logs."""
         number, host = self._start.nodes.index(node), self._hellos[node]["host"]
         return f"node {number} ({host}) was lost: {self._members[node].closed}"
 
@@ -421,10 +437,11 @@ class CoordinatorPeers(Peers):
         return end
 
     def _go_on_without_noticed(self, end: GenerationEnd) -> GenerationEnd:
-        """Leave out nodes whose machines have a notice, if enough other nodes remain.
+        """Return an end after which the nodes with a notice are left out, if `cluster.min_nodes` others remain.
 
-        All ranks have left after the same step, and saved it if there was time, so the next generation repeats
-        nothing. SIGTERM does not count as a notice: its sender may be about to signal all nodes.
+        Otherwise return `end` unchanged. All ranks have exited after the same step; if there was time for a save, the
+        next generation repeats no step. SIGTERM does not count as a notice, since its sender may be about to signal
+        all nodes.
         """
         noticed = {order.node for order in self._leave_orders if order.cause != SIGTERM}
         least = self._spec.config["cluster"].get("min_nodes")
@@ -441,9 +458,10 @@ class CoordinatorPeers(Peers):
         return replace(end, again=True, left_out=sorted(noticed))
 
     def _go_on_without_reader(self, end: GenerationEnd) -> GenerationEnd:
-        """Leave out a node that reads commits wrongly, if enough other nodes remain.
+        """Return an end after which the node that reads commits wrongly is left out, if enough others remain.
 
-        Otherwise all nodes start again with new processes. Node 0 is never left out: its agent coordinates.
+        Otherwise return `end` unchanged: all nodes start again with new processes. Node 0 is never left out, because
+        its agent is the coordinator.
         """
         node = self._start.nodes[end.ranks[0] // self._spec.processes_per_node]
         least = self._spec.config["cluster"].get("min_nodes")
@@ -458,7 +476,7 @@ class CoordinatorPeers(Peers):
         return time.monotonic() >= self._first_failure + settle_seconds(self._failures, all_heard=all_known)
 
     def _evidence(self) -> list[WorkerFailure]:
-        """Return all failures, and the witnesses that are recent enough."""
+        """Return all failures, and the witnesses of the last 10 s."""
         oldest = time.monotonic() - _WITNESS_SECONDS
         return self._failures + [witness for at, witness in self._witnesses.values() if at >= oldest]
 
@@ -476,7 +494,7 @@ class CoordinatorPeers(Peers):
 
 
 class FollowerPeers(Peers):
-    """A follower's view: its connection to node 0."""
+    """A follower's connection to node 0."""
 
     def __init__(
         self,
@@ -492,9 +510,11 @@ class FollowerPeers(Peers):
         """Join the gang.
 
         Args:
-            secret: Reads the secret of this start.
-            pending_notice: Notice that this node waits out before it can start.
-            opened: Called with the number of the generation that the gang gathers for.
+            deadline_seconds: Deadline for the connection to node 0.
+            stopped: Function that returns whether this agent was asked to stop.
+            secret: Function that reads the secret of this start; it returns None if there is none yet.
+            pending_notice: Notice to this node that must expire before its ranks can start.
+            opened: Called with the number of the generation that is about to start, as soon as node 0 sends it.
 
         Raises:
             GangError: node 0 cannot be reached within the deadline.
@@ -512,7 +532,10 @@ class FollowerPeers(Peers):
         self._wait_reported = StickyFlag(_WAIT_REPORT_SECONDS)
 
     def await_start(self, deadline_seconds: float) -> GenerationStart | GenerationEnd:
-        """Wait for the next start, or for the end of the gang. Time that node 0 asks to wait is added."""
+        """Wait for the message that starts the next generation, or for the end of the gang.
+
+        The deadline is extended by the time that node 0 asks to wait.
+        """
         limit = time.monotonic() + deadline_seconds
         while time.monotonic() < max(limit, self._asked_to_wait_until + deadline_seconds):
             if (message := self._next("start", "verdict")) is not None:
@@ -530,14 +553,18 @@ class FollowerPeers(Peers):
         return GenerationEnd(culprit=f"node 0 was lost before the start: {cause}", reason=EndReason.NODE_LOST)
 
     def report_wait(self, order: RankOrder) -> GenerationEnd | None:
-        """Tell node 0, once per second, how long this node still waits; return the end if there is one."""
+        """Tell node 0, at most once per second, for how long this node will wait for its notice to expire.
+
+        Returns:
+            The end of the gang if node 0 has sent it, else None.
+        """
         if not self._wait_reported.holds:
             self._wait_reported.mark()
             self._connection.send({"kind": "notice_wait", **order.to_json()})
         return self.poll()
 
     def report_wait_over(self) -> None:
-        """Tell node 0 that this node can start."""
+        """Tell node 0 that this node's notice has expired, so that its ranks can start."""
         self._connection.send({"kind": "notice_wait", **RankOrder(seconds=0.0, cause="", node=0).to_json()})
 
     def ready(self) -> None:
@@ -572,7 +599,7 @@ class FollowerPeers(Peers):
         self._connection.close()
 
     def _next(self, *kinds: str) -> Message | None:
-        """Return the next message of these kinds, and act on all others before it."""
+        """Act on waiting messages up to the first of these kinds, and return that one; None if there is none."""
         self._connection.keep_alive()
         self._inbox.extend(self._connection.receive())
         while self._inbox:

@@ -1,7 +1,7 @@
-"""Messages between the processes of a gang: what a launcher tells an agent, agents tell each other, and ranks are told.
+"""Messages between the processes of a gang: from a launcher to the agents, between agents, and from agents to ranks.
 
-All of it is plain data, sent as JSON. Orders to running ranks go through shared memory instead (`OrderRecord`): a
-signal would kill a rank that is still starting.
+All messages are plain data in JSON, except orders to running ranks. These go through shared memory (`OrderRecord`),
+because a signal would kill a rank that is still starting.
 """
 
 from __future__ import annotations
@@ -32,16 +32,21 @@ _SHORTEST_SILENCE_SECONDS = 4.0  # agents ping each other once per second
 
 @dataclass(frozen=True, kw_only=True)
 class GangSpec:
-    """One node's view of a gang to run; the nodes' specs differ only by `node`.
+    """Specification of a gang, for the agent of one node.
 
     Attributes:
-        attempt: Number of the scheduler's start: Metaflow's retry count plus earlier runs of the job.
+        run: Metaflow's run id. Without Metaflow, the job's name.
+        attempt: Metaflow's retry count of the step, 0 at first. `ebbflow certify` counts its own restarts instead.
+        node: Number of this node.
+        nodes: Number of nodes.
         main_address: Address at which node 0's agent listens.
+        config: `RunConfig.model_dump(mode="json")`.
         prepared: Result of the workload's `prepare`, with its fingerprint.
-        terms: Budget and price (`ebbflow.infra.terms.Terms`); node 0's count applies.
-        rehearse: Fault to inject; node 0's applies.
+        log_folder: Folder for the ranks' logs and the files that agent and ranks share.
+        terms: Budget and price (`ebbflow.infra.terms.Terms`); only node 0's value is used.
+        rehearse: Fault to inject; only node 0's value is used.
         candidate_ports: Ports to try for the agents' connections, in order (see `control_ports`).
-        promised_gpus: GPUs per node that the placement pays for; 0 if it names none.
+        promised_gpus: GPUs per node that the chosen machines have; 0 if unknown.
     """
 
     job: str
@@ -66,20 +71,19 @@ class GangSpec:
 
     @property
     def ranks(self) -> range:
-        """Ranks of this node."""
         first = self.node * self.processes_per_node
         return range(first, first + self.processes_per_node)
 
     @property
     def token(self) -> str:
-        """Identifies this start to agents that may reach another gang's port."""
+        """Text that is equal on all nodes of this start. It detects a connection to another gang's port."""
         return f"{self.job}/{self.run}/{self.attempt}/{self.nodes}x{self.processes_per_node}"
 
     @property
     def silence_seconds(self) -> float:
-        """Seconds without a message after which another node's agent is lost.
+        """Seconds without a message after which another node counts as lost.
 
-        It equals the hang floor, within limits: a busy machine must not be taken for a lost one.
+        This is `survival.hang_floor_seconds`, limited to 4 to 20 s: a machine that is only busy must not count as lost.
         """
         floor_seconds = self.survival.hang_floor_seconds
         return min(_LONGEST_SILENCE_SECONDS, max(_SHORTEST_SILENCE_SECONDS, floor_seconds))
@@ -91,19 +95,19 @@ class GangSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSpec:
-    """What a rank is to do. Rank and world size come from torchrun's environment variables.
+    """Specification for one rank. Rank and world size come from torchrun's environment variables.
 
     Attributes:
+        run, attempt, promised_gpus: As in `GangSpec`.
         candidates: Keys of commits to restore from, newest first; empty for a start from scratch.
         config: `RunConfig.model_dump(mode="json")`.
         prepared: Result of the workload's `prepare`, with its fingerprint.
-        rehearse: Fault to inject (`ebbflow.training.rehearse.Fault.to_json`); it has not fired in this job yet.
+        rehearse: Fault to inject (`ebbflow.training.rehearse.Fault.to_json`) that has not happened in this job yet.
         overrides: Changes to the configuration ordered by guards (`ebbflow.training.guards.overrides`).
         colocated_ranks: Number of ranks that share this machine's cores.
-        promised_gpus: See `GangSpec`.
-        control_path: File of the order record.
+        control_path: File that holds the `OrderRecord`.
         kept_path: Folder for measurements that later generations reuse.
-        notice_path: File through which a rank rehearses a notice.
+        notice_path: File into which a rank writes a rehearsed spot interruption notice.
     """
 
     job: str
@@ -137,18 +141,18 @@ class WorkerSpec:
 
     @classmethod
     def from_environment(cls) -> WorkerSpec | None:
-        """Read the spec that this process's agent wrote; None if torchrun or a person started the process."""
+        """Read the spec that this process's agent wrote; None if torchrun or a user started this process."""
         path = os.environ.get(SPEC_VARIABLE)
         return cls.from_json(Path(path).read_text()) if path else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class GangOutcome:
-    """How a gang ended without a failure.
+    """Result of a gang that ended without a failure.
 
     Attributes:
         outcome: Value of `ebbflow.infra.errors.Outcome`.
-        goes_on: This node was left out and the other nodes go on.
+        goes_on: Whether the other nodes continue without this one.
     """
 
     outcome: str
@@ -174,9 +178,10 @@ _LEAVE_AT, _CAUSE, _NODE, _SAVES, _FIELDS = range(5)
 
 @dataclass(frozen=True, kw_only=True)
 class RankOrder:
-    """An order to all ranks: leave within `seconds`, or save now and go on if `seconds` is infinite.
+    """Order to all ranks: to save and exit, or to save and continue.
 
     Attributes:
+        seconds: Time in which the ranks must exit; infinite if they only save.
         cause: One of CAUSES.
         node: Node whose notice or signal caused the order.
     """
@@ -199,9 +204,10 @@ class RankOrder:
 
 
 class OrderRecord:
-    """Orders to the ranks of a node, in shared memory that each rank reads once per step (below 1 µs).
+    """Record of the orders to a node's ranks, in shared memory.
 
-    The agent creates and writes it, ranks open it. There is one writer and no lock; each number is stored whole.
+    The agent creates and writes the file; each rank reads it once per step, which takes less than 1 µs. Reads need no
+    lock, because there is one writer and each field is one aligned 8-byte integer.
     """
 
     def __init__(self, path: Path) -> None:
@@ -214,7 +220,7 @@ class OrderRecord:
         return cls(path)
 
     def write(self, order: RankOrder) -> None:
-        """Add an order. The earliest time to leave counts; each order to save counts once."""
+        """Add an order. Of several orders to exit, the earliest deadline applies; orders to save are counted."""
         record = self._record
         if not order.leave:
             record[_SAVES] += 1
@@ -228,17 +234,17 @@ class OrderRecord:
 
     @property
     def leave_at(self) -> float:
-        """time.monotonic() by which the ranks must have ended; infinite without an order to leave."""
+        """time.monotonic() by which the ranks must have exited; infinite without such an order."""
         return self._record[_LEAVE_AT] / 1e9 or math.inf
 
     @property
     def saves(self) -> int:
-        """Number of orders to save."""
+        """Number of orders to save and continue."""
         return self._record[_SAVES]
 
     @property
     def cause(self) -> str:
-        """Cause of the order to leave, for messages; "" without one."""
+        """Cause of the order to exit, for messages; "" without such an order."""
         record = self._record
         if not record[_LEAVE_AT]:
             return ""
@@ -246,7 +252,7 @@ class OrderRecord:
         return cause if cause == SIGTERM else f"{cause} to node {record[_NODE]}"
 
 
-# Signals that another process may have sent: only if they recur at the same step is the program to blame.
+# Signals that another process may have sent. The program is blamed only if they recur at the same step.
 _EXTERNAL_SIGNALS = {number.name for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
 
 
@@ -257,7 +263,9 @@ class GenerationStart:
     Attributes:
         candidates: Keys of commits to restore from, newest first.
         rendezvous_port: Port of torch's store on node 0.
-        nodes: Nodes that take part, by the numbers that they joined with, in the order of their ranks.
+        terms: Budget and price (`ebbflow.infra.terms.Terms`), with the spending so far.
+        rehearse: Fault to inject.
+        nodes: Nodes that take part, by their numbers in `GangSpec.node`, in the order of their ranks.
         hosts: Host names of these nodes.
         overrides: Changes to the section `training` of the configuration.
     """
@@ -278,20 +286,23 @@ class GenerationStart:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationEnd:
-    """How a generation ended: with an `outcome` that all ranks agreed on, or because of a `culprit`.
+    """End of a generation: an `outcome` that all ranks agreed on, or a failure.
 
     Attributes:
-        reason: `EndReason`, or the outcome.
-        ranks: Ranks of the culprit, which are killed first.
+        outcome: Outcome without a failure; None after a failure.
+        culprit: Message that names the rank or node that caused the failure.
+        reason: `EndReason`, or the value of the outcome.
+        ranks: Ranks that caused the failure or are stopped; they are killed first.
         error: Class name of the culprit's exception.
-        fingerprint: Equal for equal failures of the program; empty for others, such as a lost node.
-        details: Further fields of the fault's event (`ebbflow.training.launch.blame.Culprit.details`).
-        at: (Unix time, monotonic time) of the decision.
-        again: The gang goes on with another generation once all ranks have ended.
-        left_out: Nodes that do not go on, by the numbers that they joined with.
+        fingerprint: Text that is equal for equal failures of the program; "" for others, such as a lost node.
+        details: Further fields of the event FAULT_DETECTED (`ebbflow.training.launch.blame.Culprit.details`).
+        at: (Unix time, monotonic time) at which the end was decided.
+        user_code: Whether the user's code caused the failure.
+        again: Whether the gang continues with another generation once all ranks have ended.
+        left_out: Nodes that take no part in that generation, by their numbers in `GangSpec.node`.
         curable: Whether a new attempt may succeed.
-        failed_as: The job's outcome if it does not.
-        generation: Number of a generation that was never started but is paid for.
+        failed_as: Outcome of the job if no new attempt follows.
+        generation: Number of the generation that nodes are billed for although it started no ranks; 0 otherwise.
     """
 
     outcome: GangOutcome | None = None
@@ -322,10 +333,11 @@ def end_from_stop_request(cause: str) -> GenerationEnd:
 
 
 def end_for_left_out_node(end: GenerationEnd, cause: str) -> GenerationEnd:
-    """Return the end of a gang for a node without which the others go on.
+    """Return the end for a node that the other nodes continue without.
 
     Args:
-        cause: Cause of the node's notice; "" if it had none.
+        end: End of the last generation in which the node took part.
+        cause: Cause of the notice to this node; "" without a notice.
     """
     step = end.outcome.step if end.outcome else int(end.details.get("step", 0))
     why = f"asked to leave ({cause})" if cause else f"left out: {' '.join(end.culprit.split())[:300]}"
@@ -335,7 +347,10 @@ def end_for_left_out_node(end: GenerationEnd, cause: str) -> GenerationEnd:
 
 
 def end_from_failures(evidence: Sequence[WorkerFailure]) -> GenerationEnd:
-    """Return the end of a generation with the culprit that the evidence shows. All but a lost node can be replaced."""
+    """Return the end of a generation that failed, with the culprit that the evidence shows.
+
+    `again` is set if new ranks on the same nodes may succeed: not after the loss of a node.
+    """
     culprit = blame(evidence)
     worst = culprit.failure
     lost_node = (worst.killed_by or "").startswith("node ")
@@ -370,10 +385,12 @@ def end_from_failures(evidence: Sequence[WorkerFailure]) -> GenerationEnd:
 
 
 def end_from_results(finished: Mapping[int, dict[int, dict]], generation: int) -> GenerationEnd:
-    """Return the end of a generation whose ranks have all finished: their common outcome, or a failure if they differ.
+    """Return the end of a generation whose ranks have all finished.
+
+    It is the outcome that all ranks report, or a failure if their reports differ.
 
     Args:
-        finished: Results by node and rank.
+        finished: Result of each rank, by node and rank.
     """
     results = {rank: result for node in finished.values() for rank, result in node.items()}
     first = results[0]
@@ -394,7 +411,7 @@ def end_from_results(finished: Mapping[int, dict[int, dict]], generation: int) -
 
 
 def end_if_unaffordable(start: GenerationStart, step: int) -> GangOutcome | None:
-    """Return the outcome if the budget only covers a last save, so that no rank may start; None if ranks may start.
+    """Return the outcome BUDGET if the rest of the budget only covers a last save; None if ranks may start.
 
     Args:
         step: Step of the newest commit.

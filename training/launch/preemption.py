@@ -1,11 +1,11 @@
-"""Preemption: from a spot interruption notice or signal to the order that all ranks leave after the same step.
+"""Preemption: a spot interruption notice or signal to one node becomes an order to all ranks to save and exit.
 
-A node's agent reports a notice to the coordinator, which orders all nodes to leave. Each agent writes the order into
-the order record of its ranks (`ebbflow.training.launch.messages.OrderRecord`), and the ranks agree on the step at the
-next step sync.
+A node's agent reports a notice to the coordinator, which orders the ranks of all nodes to exit. Each agent writes the
+order to its ranks' `OrderRecord`, and the ranks agree at the next step sync after which step they save and exit.
 
-A notice that is pending when an agent starts was probably received by an earlier attempt on the same machine. It is
-waited out: leaving at once would spend one attempt after another on the same notice.
+A notice that already exists when an agent starts was probably received by an earlier attempt on the same machine. The
+agent then starts no ranks until the notice has expired. If it exited at once instead, one attempt after another could
+end because of the same notice.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ def may_be_repeated(notice: Notice) -> bool:
 
 
 def seconds_until_expired(notice: Notice) -> float:
-    """Return the seconds until a notice no longer counts if the machine still exists."""
+    """Return the seconds until a notice has expired: its time has passed, and the machine still exists."""
     return max(notice.ends_at + STALE_SECONDS - time.monotonic(), 0.0)
 
 
 class PendingNotices:
-    """Notices of this node that are waited out before its start.
+    """Pending notices to this node, which must expire before its ranks start.
 
     Attributes:
-        open: Whether new notices are waited out as well.
+        open: Whether the node is still waiting, so that new notices are pending ones too.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class PendingNotices:
         self._unrecorded: list[Notice] = []
 
     def take(self, notices: Sequence[Notice]) -> list[Notice]:
-        """Add those notices that are to be waited out, and return the others."""
+        """Add the notices that an earlier attempt may have received already, and return all others."""
         pending = [notice for notice in notices if may_be_repeated(notice)]
         self._waiting += pending
         self._unrecorded += pending
@@ -68,13 +68,13 @@ class PendingNotices:
 
     @property
     def soonest(self) -> Notice | None:
-        """The notice that ends first; None once all have expired."""
+        """The pending notice that takes effect first; None if all have expired."""
         expired = time.monotonic() - STALE_SECONDS
         self._waiting = [notice for notice in self._waiting if notice.ends_at >= expired]
         return min(self._waiting, key=lambda notice: notice.ends_at, default=None)
 
     def take_unrecorded(self) -> list[Notice]:
-        """Return each notice once, for its event."""
+        """Return the pending notices that no earlier call has returned; they are to be recorded as events."""
         unrecorded, self._unrecorded = self._unrecorded, []
         return unrecorded
 
@@ -85,23 +85,23 @@ _CAUSES = {
     NoticeSource.METAFLOW: "Metaflow's notice of a spot interruption",
     NoticeSource.REHEARSAL: "rehearsed notice",
 }
-_GRACE_SECONDS = 30.0  # after the time to leave; ranks that are still alive then have failed
+_GRACE_SECONDS = 30.0  # after the deadline of an order to exit; ranks that are still alive then have failed
 _FIRST_LOOK_SECONDS = 2.0
 _LOOK_SECONDS = 0.1
-_COORDINATOR_SECONDS = 1.0  # for the coordinator to order what was reported; then this node acts alone
+_COORDINATOR_SECONDS = 1.0  # for the coordinator's order after a report; afterwards this node acts alone
 
 
 class OrderChannel(Protocol):
-    """The part of `ebbflow.training.launch.membership.Peers` that carries orders."""
+    """The methods of `ebbflow.training.launch.membership.Peers` that send and receive orders."""
 
     def order(self, order: RankOrder) -> None: ...
     def orders(self) -> list[RankOrder]: ...
 
 
 class Drain:
-    """Turns notices and signals of one node into orders for its ranks, over all generations.
+    """Converter of one node's notices and signals into orders to its ranks, over all generations.
 
-    It is used by the agent's main thread only.
+    Only the agent's main thread may use it.
     """
 
     def __init__(self, spec: GangSpec) -> None:
@@ -120,26 +120,31 @@ class Drain:
         self._unsent: list[Notice] = []  # neither recorded as an event nor sent yet
         self._pending = PendingNotices()
         self._ordered: list[tuple[float, RankOrder]] = []  # (time.monotonic() of arrival, order of the coordinator)
-        self._own: RankOrder | None = None  # from the first notice to this node
+        self._own: RankOrder | None = None  # order for the first notice to this node
         self._gone: set[int] = set()  # nodes that were left out, whose notices no longer matter
         self._own_leave_at = self._leave_at = self._machine_ends_at = self._act_alone_at = float("inf")
         self._record: OrderRecord | None = None
 
     def on_signal(self) -> None:
-        """Note a SIGTERM or Ctrl-C; safe in a signal handler."""
+        """Record a SIGTERM or Ctrl-C. Safe in a signal handler."""
         if self._signalled_at is None:
             self._signalled_at = time.monotonic()
 
     @property
     def leaving(self) -> bool:
-        """Whether this node, or by order the whole gang, is to leave."""
+        """Whether this node must exit, because of its own notice or signal or by an order to all nodes."""
         self._receive()
         return self._leave_at < float("inf")
 
     def find_pending(self, longest_seconds: float) -> RankOrder | None:
-        """Return for how long to wait before the start, and why; None if no notice is pending.
+        """Look for a notice that must expire before this node starts its ranks.
 
-        A notice that would take longer than `longest_seconds` to expire leaves time to train: it is not waited out.
+        Args:
+            longest_seconds: Longest wait. A notice that expires later leaves enough time for training, so the ranks
+                start at once.
+
+        Returns:
+            Order with the seconds to wait and the notice's cause; None if the ranks may start.
         """
         self._watcher.wait_for_first_poll(_FIRST_LOOK_SECONDS)
         self._pending.open = True
@@ -153,13 +158,14 @@ class Drain:
         return None
 
     def wait_out_notices(self, meanwhile: Callable[[float], str]) -> str:
-        """Wait until the pending notices, and those that arrive meanwhile, have expired.
+        """Wait until all pending notices have expired, including those that arrive during the wait.
 
         Args:
-            meanwhile: Called with the seconds left; a non-empty result is the reason to end the wait.
+            meanwhile: Called repeatedly with the seconds that remain. If it returns a text, the wait ends for that
+                reason.
 
         Returns:
-            "" if the gang may start on this node, else the reason why not.
+            "" if this node's ranks may start, else the reason why not.
         """
         announced, why = False, ""
         while not why and (soonest := self._pending.soonest) is not None:
@@ -180,20 +186,24 @@ class Drain:
         return why
 
     def _act_on_pending(self) -> None:
-        """Stop waiting notices out: act on those that were received, and on later ones."""
+        """Act on the notices that were received during the wait; from now on act on new notices at once."""
         self._pending.open = False
         for notice in self._unsent:
             self._act_on_notice(notice)
 
     def forget_nodes(self, nodes: Collection[int]) -> None:
-        """Drop the orders caused by nodes that were left out, by the numbers that they joined with."""
+        """Drop the orders that nodes outside of the next generation caused.
+
+        Args:
+            nodes: Nodes that were left out, by their numbers in `GangSpec.node`.
+        """
         self._gone |= set(nodes)
         self._ordered = [(came_at, order) for came_at, order in self._ordered if order.node not in self._gone]
         leave_at = [came_at + order.seconds for came_at, order in self._ordered if order.leave]
         self._leave_at = min([self._own_leave_at, *leave_at])
 
     def find_overstaying_ranks(self, group: WorkerGroup) -> list[WorkerFailure]:
-        """Return a failure for each rank that is still alive long after its time to leave."""
+        """Return a failure for each rank that is still alive 30 s after the deadline of an order to exit."""
         if time.monotonic() <= self._leave_at + _GRACE_SECONDS:
             return []
         text = f"asked to leave ({self.cause}) and still running {_GRACE_SECONDS:g} s after its deadline"
@@ -206,14 +216,14 @@ class Drain:
 
     @property
     def cause(self) -> str:
-        """Cause of the first order to leave, for messages; "" without one."""
+        """Cause of the first order to exit, for messages; "" without such an order."""
         first = next((order for _, order in self._ordered if order.leave), self._own)
         if first is None or first.cause == "SIGTERM":
             return "" if first is None else first.cause
         return f"{first.cause} to node {first.node}"
 
     def create_order_record(self, folder: Path) -> Path:
-        """Create the order record for ranks that are about to start, with the orders that still hold."""
+        """Create the order record for ranks that are about to start, with all orders to exit; return its path."""
         path = folder / f"node-{self._node}.control"
         self._record = OrderRecord.create(path)
         for came_at, order in self._ordered:
@@ -222,7 +232,7 @@ class Drain:
         return path
 
     def forward_orders(self, channel: OrderChannel, emit: Callable[..., object]) -> None:
-        """Send new notices to the coordinator, and the coordinator's orders to the ranks."""
+        """Report new notices to the coordinator, and pass the coordinator's orders on to the ranks."""
         self._receive()
         self._report_sources(emit)
         for order in self.record_notices(emit):
@@ -241,12 +251,12 @@ class Drain:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def record_pending(self, emit: Callable[..., object]) -> None:
-        """Record notices that are waited out, at once: the machine may be gone later."""
+        """Record new pending notices as events, without delay, since the machine may soon be lost."""
         for notice in self._pending.take_unrecorded():
             self._emit_notice(notice, None, emit, waits=True)
 
     def record_notices(self, emit: Callable[..., object]) -> list[RankOrder]:
-        """Record new notices as events, and return the orders that they lead to."""
+        """Record new notices as events, and return the orders for them."""
         orders = []
         self.record_pending(emit)
         for notice in self._unsent:
@@ -280,13 +290,13 @@ class Drain:
             self._own, self._act_alone_at = self._own or order, min(self._act_alone_at, now + _COORDINATOR_SECONDS)
 
     def _order_without_coordinator(self) -> None:
-        """Write the order for this node's ranks if the coordinator does not answer: the last save must not be lost."""
+        """Order this node's ranks to exit if the coordinator has not done so in time, so that they can still save."""
         now = time.monotonic()
         if self._own is not None and self._record is not None and now >= self._act_alone_at:
             self._record.write(replace(self._own, seconds=self._leave_at - now))
 
     def _order_for(self, notice: Notice) -> RankOrder | None:
-        """Return what to do about a notice; None for nothing."""
+        """Return the order for a notice; None if the configuration ignores rebalance recommendations."""
         if notice.action == REBALANCE:
             seconds = {"save": float("inf"), "leave": self._save_seconds}.get(self._config.on_rebalance)
             cause = "rebalance recommendation"

@@ -1,13 +1,14 @@
-"""How the agents of a gang talk to each other: JSON lines over TCP with node 0 in the middle.
+"""Connections between the agents of a gang: JSON lines over TCP, from each follower to node 0.
 
-Agents, not ranks, hold these connections, so that a frozen rank cannot block the news about it. A closed connection is
-the fastest sign of a lost node, silence the slower one.
+Agents hold these connections, not ranks, so that a frozen rank cannot block the report about it. An agent detects a
+lost node by its closed connection, or, more slowly, by its silence.
 
-Before either side believes a message, both prove that they belong to the same start. Node 0 draws a secret for each
-start and puts it into the job's store, so every reader of that store can take part. Neither side sends the secret: each
-answers the other's nonce with an HMAC (RFC 2104, SHA-256) over both nonces, the start, the sender's role and the node's
-hello, so that no answer can be replayed, reflected or altered. Later messages carry no HMAC (docs/security.md). What a
-peer may cost is limited before and after the handshake.
+At the start of a connection, both sides prove in a handshake that they belong to the same start of the gang. Node 0
+draws a random secret for each start and writes it to the job's store, so every reader of that store can take part. The
+secret is never sent. Each side answers the other's nonce with an HMAC (RFC 2104, SHA-256) over both nonces, the start,
+the sender's role and the node's hello (its first message), so that an answer cannot be replayed, reflected or altered.
+Messages after the handshake have no HMAC (docs/security.md). The memory and connections that one peer can use are
+limited before and after the handshake.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def new_nonce() -> str:
 
 
 def coordinator_proof(secret: bytes, token: str, hello: Mapping[str, Any], nonces: tuple[str, str]) -> str:
-    """Return node 0's answer to a hello. `nonces` are the follower's and node 0's."""
+    """Return node 0's answer to a follower's hello. `nonces` are the follower's nonce and node 0's."""
     return _proof(_COORDINATOR, secret, token, hello, nonces)
 
 
@@ -56,7 +57,7 @@ def follower_proof(secret: bytes, token: str, hello: Mapping[str, Any], nonces: 
 
 
 def is_proof(given: object, expected: str) -> bool:
-    """Compare in constant time."""
+    """Return whether `given` equals the expected proof, comparing in constant time."""
     return isinstance(given, str) and hmac.compare_digest(given.encode("utf-8", "replace"), expected.encode())
 
 
@@ -65,26 +66,27 @@ def is_nonce(value: object) -> bool:
 
 
 class StartSecret:
-    """The secret of one start, in the job's store. `run` and `attempt` are as in `GangSpec`."""
+    """Secret of one start of a gang, in the job's store. `run` and `attempt` are as in `GangSpec`."""
 
     def __init__(self, job_store: Store, run: str, attempt: int) -> None:
         self._store, self._key = job_store, secret_key(run, attempt)
 
     def publish(self, secret: bytes) -> None:
-        """Store the secret; in a folder it is readable by this user only (mode 0600). Raises StoreError."""
+        """Write the secret to the store; if the store is a folder, only this user can read it. Raises StoreError."""
         self._store.put(self._key, secret.hex().encode(), private=True)
 
     def refuse(self, error: TrainingError) -> None:
-        """Replace the secret by node 0's refusal, so that no follower waits for a start that will not come.
+        """Replace the secret by node 0's error, so that followers do not wait for a start that will not happen.
 
-        Every start has its own key, so the refusal may stay. If the store fails, followers wait for their deadline.
+        The refusal is not deleted: another start uses another key. If the store fails, followers wait until their
+        deadline.
         """
         refusal = {"refused": str(error)[:_LONGEST_REFUSAL], "outcome": error.outcome.value}
         with contextlib.suppress(InfraError):
             self._store.put(self._key, json.dumps(refusal).encode(), private=True)
 
     def fetch(self) -> bytes | None:
-        """Return the secret; None until node 0 has published it.
+        """Return the secret; None if node 0 has not published it yet.
 
         Raises:
             StoreError: the store cannot be read.
@@ -103,7 +105,7 @@ class StartSecret:
         return secret if len(secret) == SECRET_BYTES else None
 
     def withdraw(self) -> None:
-        """Delete the secret after the roll-call; it is useless then, so errors are ignored."""
+        """Delete the secret after all nodes have joined. Errors are ignored, since it is useless afterwards."""
         with contextlib.suppress(InfraError):
             self._store.delete(self._key)
 
@@ -123,12 +125,12 @@ def _proof(role: str, secret: bytes, token: str, hello: Mapping[str, Any], nonce
     return hmac.new(secret, covered.encode(), hashlib.sha256).hexdigest()
 
 
-# Below Linux's default ephemeral range (32768-60999), so that no outgoing connection holds one.
+# Ports below Linux's default ephemeral range (32768-60999), so that no outgoing connection uses one of them.
 _FIRST, _COUNT = 20_000, 12_000
 
 
 def control_ports(run: str, attempt: int, *, tries: int = 8) -> list[int]:
-    """Return the ports to try, in order: the same list on every node, different for each run and attempt."""
+    """Return the ports to try, in order. The list depends only on run and attempt, so all nodes have the same one."""
     digest = hashlib.sha256(f"{run}/{attempt}".encode()).digest()
     return [_FIRST + int.from_bytes(digest[2 * i : 2 * i + 2], "big") % _COUNT for i in range(tries)]
 
@@ -141,7 +143,7 @@ def rendezvous_port(address: str, run: str, attempt: int) -> int:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether `host` is a loopback address, so that the gang is on this machine alone."""
+    """Return whether `host` is a loopback address; then all nodes of the gang are on this machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -154,7 +156,7 @@ SILENCE_SECONDS = 20.0  # default limit
 LARGEST_MESSAGE_BYTES = 16 * 2**20
 DEEPEST_MESSAGE = 64  # nesting of objects and lists
 MOST_CALLERS, MOST_CALLERS_OF_ONE_SOURCE = 64, 32  # connections before the end of their handshake
-_BYTES_PER_LOOK, _MESSAGES_PER_LOOK = 2**20, 1000  # per peer, so that other peers and this node's ranks get a turn
+_BYTES_PER_LOOK, _MESSAGES_PER_LOOK = 2**20, 1000  # per peer, so that one peer cannot delay all others
 _CLOSE_SECONDS = 1.0
 _SECRET_PAUSE_SECONDS = 0.2
 _LOOK_SECONDS = 0.02
@@ -162,14 +164,16 @@ _STRING_OR_BRACKET = re.compile(rb'"(?:[^"\\]|\\.)*"?|[\[\]{}]', re.DOTALL)
 
 
 class Connection:
-    """A connection to one peer. `closed` says why the peer counts as gone; "" while it does not.
+    """Connection to the agent of one other node, the peer.
 
-    Silence is judged only after everything that has arrived was read. Time during which this process was suspended does
-    not count as silence (`AwakeClock`).
+    Time during which this process was suspended does not count as silence of the peer (`AwakeClock`).
 
     Args:
-        silence_seconds: Silence after which the peer counts as gone.
-        largest_bytes: Size limit for messages from the peer.
+        silence_seconds: Seconds without a message after which the peer counts as lost.
+        largest_bytes: Size limit for one message from the peer.
+
+    Attributes:
+        closed: Reason why the peer counts as lost; "" while it is connected.
     """
 
     def __init__(
@@ -195,9 +199,10 @@ class Connection:
         self.closed = ""
 
     def send(self, message: Message) -> None:
-        """Send a message without blocking; the rest of it goes out with later calls.
+        """Queue a message, and send as much of the queue as the kernel accepts without blocking.
 
-        A peer that leaves 16 MiB unread counts as gone, and its messages are dropped.
+        Later calls of this object send the rest. If more than 16 MiB are unsent, the peer counts as lost, and the queue
+        is dropped.
         """
         if not self.closed:
             self._unsent += json.dumps(message).encode() + b"\n"
@@ -209,11 +214,11 @@ class Connection:
 
     @property
     def unsent_bytes(self) -> int:
-        """Bytes that the kernel has not accepted yet."""
+        """Number of queued bytes that the kernel has not accepted yet."""
         return len(self._unsent)
 
     def receive(self) -> list[Message]:
-        """Return the complete messages that have arrived, without pings: at most 1,000, the rest with the next call."""
+        """Return the complete messages that have arrived, without pings: at most 1,000 per call."""
         self._read()
         self._write()
         messages, self._put_back = self._put_back, []
@@ -230,15 +235,15 @@ class Connection:
         return [message for message in messages if message.get("kind") != "ping"]
 
     def push_back(self, messages: list[Message]) -> None:
-        """Have the next `receive` begin with these messages."""
+        """Put messages back, to be returned first by the next `receive`."""
         self._put_back = messages
 
     def refuse(self, reason: str) -> None:
-        """Treat the peer as gone."""
+        """Count the peer as lost, for this reason, unless it already is."""
         self.closed = self.closed or reason
 
     def keep_alive(self) -> None:
-        """Ping the peer when it is time, and judge its silence; call it in each turn of the agent's loop."""
+        """Send a ping once per second, and detect the silence of the peer. Call it in each turn of the agent's loop."""
         awake, now = self._awake.tick(), self._now()
         self._read()
         if now - self._pinged >= PING_SECONDS:
@@ -248,7 +253,7 @@ class Connection:
             self.refuse(f"silent for {awake - self._received_at:.0f} s")
 
     def close(self) -> None:
-        """Close after at most 1 s for messages that are still unsent."""
+        """Close the connection, after at most 1 s in which queued messages are sent."""
         limit = time.monotonic() + _CLOSE_SECONDS
         while self._unsent and not self.closed and time.monotonic() < limit:
             select.select([], [self._socket], [], _CLOSE_SECONDS)
@@ -256,7 +261,7 @@ class Connection:
         self._socket.close()
 
     def _parse(self, line: bytes) -> Message:
-        """Return the message in a line; refuse a peer whose line is none."""
+        """Parse a line. If it is no valid message, refuse the peer and return a ping, which `receive` ignores."""
         message = None
         if not _is_deep(line):
             with contextlib.suppress(ValueError, RecursionError):
@@ -273,17 +278,17 @@ class Connection:
             except BlockingIOError:
                 return
             except OSError as error:
-                self._read(LARGEST_MESSAGE_BYTES)  # messages that it sent before it closed still count
+                self._read(LARGEST_MESSAGE_BYTES)  # messages that the peer sent before it closed are still valid
                 self.refuse(f"connection lost: {error.strerror or error}")
                 return
             del self._unsent[:sent]
 
     def _read(self, most_bytes: int = _BYTES_PER_LOOK) -> None:
-        """Read what has arrived, up to `most_bytes`; the rest waits in the kernel, then at the peer."""
+        """Read up to about `most_bytes` without blocking; the rest stays in the buffers of kernel and peer."""
         taken = 0
         while not self.closed and taken < most_bytes:
             if len(self._buffer) > self.largest_bytes:
-                self._received_at = self._awake.seconds  # this side does not read
+                self._received_at = self._awake.seconds  # not silence of the peer: the buffer on this side is full
                 if self._buffer.find(b"\n", self._searched) < 0:
                     self.refuse(f"it sent a message of more than {self.largest_bytes:,} bytes")
                 return
@@ -303,7 +308,7 @@ class Connection:
 
 
 def _is_deep(line: bytes) -> bool:
-    """Return whether a line nests deeper than our messages, without parsing it."""
+    """Return whether the JSON in a line is nested deeper than DEEPEST_MESSAGE, without parsing it."""
     if line.count(b"[") + line.count(b"{") <= DEEPEST_MESSAGE:
         return False
     depth = 0
@@ -316,7 +321,13 @@ def _is_deep(line: bytes) -> bool:
 
 @dataclass
 class _Caller:
-    """A connection during its handshake, which must end by time.monotonic() `until`."""
+    """Connection during its handshake.
+
+    Attributes:
+        source: IP address of the peer.
+        until: time.monotonic() by which the handshake must have ended.
+        nonces: The follower's nonce and node 0's; "" before they are known.
+    """
 
     connection: Connection
     source: str
@@ -326,7 +337,11 @@ class _Caller:
 
 
 class RollCallServer:
-    """Node 0's side of the roll-call: accepts one connection per follower."""
+    """Server on node 0 that accepts one connection per follower until all have joined (the roll-call).
+
+    Attributes:
+        joined: Connection and hello of each follower that has joined, by its number.
+    """
 
     def __init__(
         self,
@@ -346,7 +361,11 @@ class RollCallServer:
         self._callers: list[_Caller] = []
 
     def admit(self, nodes: int) -> None:
-        """Advance all handshakes without blocking, and keep the joined connections alive."""
+        """Accept connections and advance all handshakes without blocking, and keep joined connections alive.
+
+        Args:
+            nodes: Number of nodes of the gang.
+        """
         for connection, _ in self.joined.values():
             connection.keep_alive()
         self._accept()
@@ -363,10 +382,11 @@ class RollCallServer:
     def roll_call(
         self, nodes: int, deadline_seconds: float, stopped: Callable[[], bool] = lambda: False
     ) -> dict[int, tuple[Connection, Message]]:
-        """Wait for all followers.
+        """Wait until all followers have joined.
 
         Args:
-            stopped: Returns whether this agent was asked to stop.
+            nodes: Number of nodes of the gang.
+            stopped: Function that returns whether this agent was asked to stop.
 
         Returns:
             Connection and hello of each follower, by its number.
@@ -400,14 +420,14 @@ class RollCallServer:
         for _ in range(MOST_CALLERS):
             try:
                 peer, address = self._listener.accept()
-            except OSError:  # none waits, it has gone, or this process may not open more files
+            except OSError:  # no connection is waiting, it was closed, or this process may not open more files
                 return
             connection = Connection(peer, self._silence_seconds, largest_bytes=LARGEST_GREETING_BYTES)
             self._callers.append(_Caller(connection, address[0], time.monotonic() + HANDSHAKE_SECONDS))
             self._drop_excess()
 
     def _drop_excess(self) -> None:
-        """Drop the oldest connection of the source with the most, so that other sources are not crowded out."""
+        """At too many unfinished handshakes, close the oldest one of the address that has the most of them."""
         source, count = Counter(caller.source for caller in self._callers).most_common(1)[0]
         if len(self._callers) > MOST_CALLERS or count > MOST_CALLERS_OF_ONE_SOURCE:
             oldest = next(caller for caller in self._callers if caller.source == source)
@@ -415,7 +435,7 @@ class RollCallServer:
             self._callers.remove(oldest)
 
     def _admit(self, caller: _Caller, nodes: int) -> bool:
-        """Return whether this caller's handshake has ended, with success or not."""
+        """Act on the caller's messages; return whether its handshake has ended, successfully or not."""
         peer = caller.connection
         for message in peer.receive():
             if peer.closed:  # the follower will connect again
@@ -461,14 +481,20 @@ def join_gang(
     *,
     secret: Callable[[], bytes | None],
 ) -> Connection:
-    """Connect to node 0 as a follower.
+    """Connect to node 0 as a follower, and return the connection after a successful handshake.
 
     Args:
-        secret: Reads the secret of this start; None while there is none; may raise InfraError. It is read again after
-            a failed handshake, since an earlier start may have left another one.
+        address: Address of node 0.
+        ports: Ports to try, in order.
+        token: `GangSpec.token`.
+        hello: First message to node 0, with number and host name of this node.
+        deadline_seconds: Deadline for the whole call.
+        stopped: Function that returns whether this agent was asked to stop.
+        secret: Function that reads the secret of this start; it returns None if there is none yet, and may raise
+            InfraError. It is called again after a failed handshake, since the secret may be that of an earlier start.
 
     Raises:
-        GangError: node 0 cannot be reached in time.
+        GangError: node 0 cannot be reached before the deadline, or this agent was asked to stop.
     """
     limit = time.monotonic() + deadline_seconds
     last, known = "no answer", None
