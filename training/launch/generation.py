@@ -1,4 +1,4 @@
-"""One node's part of one generation: its ranks, from their start to the decision how the generation ended."""
+"""One node's part of a generation: its ranks from their start to their end, and its event log."""
 
 from __future__ import annotations
 
@@ -37,11 +37,12 @@ _WAITING_SECONDS = 1.0  # between two reports that a rank of this node waits for
 
 
 class NodeGeneration:
-    """One node's ranks in one generation. None of them is alive after `run`.
+    """One node's ranks in one generation. All of them have ended when `run` returns.
 
     Args:
         spec: This node's spec, with its number in this generation.
-        gpus, gpu_check: Shared by all generations of the agent.
+        gpus: GPU counters, which all generations of the agent share.
+        gpu_check: Check of the GPUs, which all generations of the agent share.
     """
 
     def __init__(
@@ -64,12 +65,12 @@ class NodeGeneration:
         self.folder = Path(spec.log_folder) / generation_name(start.generation, start.generation_id)
 
     def run(self, standby: Standby | None, kept: Path, keeper: Keeper | None = None) -> GenerationEnd:
-        """Start the ranks and watch them until the generation has ended.
+        """Start the ranks, watch them until the generation has ended, and return its end.
 
         Args:
-            standby: Forks the ranks; without one, ranks are new interpreters.
+            standby: Process that forks the ranks; None to start each rank as a new interpreter.
             kept: Folder in which ranks cache measurements for later generations.
-            keeper: Starts and reaps all processes; without one, they are children of this process.
+            keeper: Process that starts and reaps all processes; None to make them children of this process.
         """
         if (end := self._await_readiness(standby)) is not None:
             return end
@@ -105,10 +106,12 @@ class NodeGeneration:
         self._log.beat()
 
     def _leave_if_device_held(self, end: GenerationEnd, held: Mapping[int, str]) -> GenerationEnd:
-        """End this node's part if a rank in state D holds a GPU that the next rank would need.
+        """Return the end for a node that must leave the gang because a stuck rank holds a GPU, else `end`.
+
+        The rank of the next generation would need that GPU.
 
         Args:
-            held: Device file of each stuck rank, "" if it holds none.
+            held: For each rank in uninterruptible sleep (state D), the GPU device file that it has open, or "".
         """
         devices = [f"rank {rank} is in state D and holds {device}" for rank, device in held.items() if device]
         if not devices or not end.again:
@@ -121,14 +124,13 @@ class NodeGeneration:
         return self._report_own(type(error).__name__, f"{type(error).__name__}: {error}")
 
     def _report_agent_error(self, error: Exception) -> GenerationEnd:
-        """Report an exception of the agent itself; it counts towards a crash loop, and no machine is lost."""
         print_line(describe_traceback(error))
         place = parse_traceback(describe_traceback(error))
         message = f"{AgentFailure.__name__}: the agent of node {self._spec.node} raised {describe_exception(error)}"
         return self._report_own(AgentFailure.__name__, message, where=place)
 
     def _report_own(self, error: str, message: str, where: str = "") -> GenerationEnd:
-        """Report a failure of this node as if its first rank had failed, and wait for the end of the generation."""
+        """Report a failure of this node as one of its first rank, then wait for the generation's end and return it."""
         print_line(f"node {self._spec.node}: {message}")
         self._peers.report(
             WorkerFailure(
@@ -147,7 +149,11 @@ class NodeGeneration:
         return verdict
 
     def _await_readiness(self, standby: Standby | None) -> GenerationEnd | None:
-        """Wait for the standby's imports and the GPU check; return the end if the generation ends meanwhile."""
+        """Wait for the standby's imports and the GPU check, until the start deadline at most.
+
+        Returns:
+            The end of the generation if it ends during the wait, else None.
+        """
         limit = time.monotonic() + self._cluster.start_deadline_seconds
         while not self._ready_to_start(standby) and time.monotonic() < limit:
             if (end := self._peers.poll()) is not None:
@@ -186,7 +192,10 @@ class NodeGeneration:
         )
 
     def _terms_now(self) -> dict | None:
-        """Add to node 0's count the gang's cost since then: ranks count from their own start."""
+        """Return budget and price, with the gang's cost since node 0's message added; None without a price.
+
+        The ranks count only the time from their own start on.
+        """
         if self._start.terms is None:
             return None
         terms = Terms.from_json(self._start.terms)
@@ -194,7 +203,7 @@ class NodeGeneration:
         return replace(terms, spent_usd=terms.spent_usd + waited_usd).to_json()
 
     def _watch(self, group: WorkerGroup, output: RankOutput) -> GenerationEnd:
-        """Report this node's failures and results, and carry out orders, until the generation has ended."""
+        """Report this node's failures and results and forward orders until the generation has ended; return its end."""
         reported: dict[int, WorkerFailure] = {}
         finished = False
         limits = HangLimits.from_config(RunConfig.model_validate(self._spec.config))
@@ -225,9 +234,10 @@ class NodeGeneration:
         return end
 
     def _check_store_wait(self, group: WorkerGroup) -> bool:
-        """Return whether a rank of any node waits for the store.
+        """Return whether a rank of any node waits for the store, and tell the other nodes of such ranks of this node.
 
-        All other ranks then wait in a collective, which does not count as a hang; the save's deadline ends the wait.
+        All other ranks then wait in a collective for that rank, which must not count as a hang. The deadline of the
+        save limits the wait.
         """
         here = any(worker.beat.phase == STORE_PHASE for worker in group.workers)
         if here and not self._store_wait_reported.holds:
@@ -237,10 +247,13 @@ class NodeGeneration:
 
 
 class NodeLog:
-    """Writes the node's events: its paid time, generation after generation.
+    """Log of the node's events, which record its paid time in each generation.
 
-    A generation of the node ends when its next one begins, so that every second from the agent's start to its end is
-    paid for in exactly one generation.
+    In this log a generation ends only when the node's next one begins. Every second from the agent's start to its end
+    therefore belongs to exactly one generation.
+
+    Attributes:
+        turns: Number of turns that the agent's loop has made.
     """
 
     def __init__(self, job_store: Store, host: str) -> None:
@@ -249,12 +262,12 @@ class NodeLog:
         self._log: EventLog | None = None
         self._machine: dict | None = None
         self._last_beat = 0.0
-        self.turns = 0  # of the agent's loop
+        self.turns = 0
         self._closing: list[threading.Thread] = []
 
     @property
     def seconds(self) -> float:
-        """Seconds since this node's part of the generation, or before the first one the agent, began."""
+        """Seconds since this node's part of the generation began; before the first one, since the agent started."""
         return time.monotonic() - self._since[1]
 
     @property
@@ -263,10 +276,10 @@ class NodeLog:
         return self._since[1]
 
     def open(self, spec: GangSpec, generation: int, *, left_for: str = "") -> None:
-        """Begin a generation unless it has begun, and end the one before.
+        """Record the start of a generation, after the end of the one before. Do nothing if it has begun already.
 
         Args:
-            left_for: Reason for the end of the generation before.
+            left_for: Reason for the end of the generation before, for its event.
         """
         if self._log is not None and self._log.origin.generation == generation:
             return
@@ -296,7 +309,7 @@ class NodeLog:
         """Count a turn of the agent's loop, and record a heartbeat once per second.
 
         Args:
-            sample: Measures the node; called when a heartbeat is due.
+            sample: Function that measures the node, for the heartbeat.
         """
         self.turns += 1
         now = time.monotonic()
@@ -305,7 +318,7 @@ class NodeLog:
             self.emit(NODE_HEARTBEAT, seconds=self.seconds, **sample())
 
     def close(self, reason: str) -> None:
-        """End this node's part of the job."""
+        """Record the end of this node's part of the job, and upload all events within 6 s."""
         self.emit(NODE_ENDED, seconds=self.seconds, reason=reason)
         if self._log:
             self._log.close()

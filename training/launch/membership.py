@@ -109,9 +109,7 @@ class Peers(ABC):
 
 
 class RollCall:
-    """Roll-call on node 0: waits until all nodes of the gang have joined, and keeps their connections.
-
-    The connections last for all generations of one attempt.
+    """Node 0's wait until all nodes have joined, and its connections to them for all generations of one attempt.
 
     Attributes:
         members: Connection to each joined node, by the node's number.
@@ -134,7 +132,7 @@ class RollCall:
         self._wait_announced = StickyFlag(_WAIT_REPORT_SECONDS)
 
     def announce_generation(self, number: int) -> None:
-        """Send the generation's number to all members, including later ones; their paid time counts towards it."""
+        """Send the generation's number, to which paid time is charged, to all members, including later ones."""
         self._number = number
         for connection in self.members.values():
             connection.send({"kind": "generation", "generation": number})
@@ -153,8 +151,7 @@ class RollCall:
             stopped: Function that returns whether this agent was asked to stop.
 
         Raises:
-            GangError: a node is missing, was lost or is still waiting, and the message names it; or this agent was
-                asked to stop.
+            GangError: a node is missing, was lost or is still waiting; or this agent was asked to stop.
         """
         if self._server is None:
             return
@@ -225,10 +222,7 @@ class RollCall:
 
 
 class CoordinatorPeers(Peers):
-    """Node 0's connections to its followers, over all generations of one attempt.
-
-    It combines the reports of all nodes and decides how each generation ended.
-    """
+    """Node 0's side: combines the reports of all nodes and decides how each generation of the attempt ended."""
 
     def __init__(self, spec: GangSpec, host: str, secret: bytes) -> None:
         super().__init__()
@@ -286,13 +280,8 @@ class CoordinatorPeers(Peers):
     def roll_call(self, deadline_seconds: float, stopped: Callable[[], bool]) -> None:
         """Wait until all followers have joined. Before later generations, return at once: they are still connected.
 
-        Args:
-            deadline_seconds: Deadline for the wait.
-            stopped: Function that returns whether this agent was asked to stop.
-
         Raises:
-            GangError: a follower is missing or was lost, and the message names it; or this agent or a follower was
-                asked to stop.
+            GangError: a follower is missing or was lost, or a node was asked to stop.
         """
 
         def should_stop() -> bool:
@@ -437,11 +426,10 @@ class CoordinatorPeers(Peers):
         return end
 
     def _go_on_without_noticed(self, end: GenerationEnd) -> GenerationEnd:
-        """Return an end after which the nodes with a notice are left out, if `cluster.min_nodes` others remain.
+        """Return an end after which the nodes with a notice are left out; `end` itself if too few others remain.
 
-        Otherwise return `end` unchanged. All ranks have exited after the same step; if there was time for a save, the
-        next generation repeats no step. SIGTERM does not count as a notice, since its sender may be about to signal
-        all nodes.
+        All ranks have exited after the same step; if there was time for a save, the next generation repeats no step.
+        SIGTERM does not count as a notice, since its sender may be about to signal all nodes.
         """
         noticed = {order.node for order in self._leave_orders if order.cause != SIGTERM}
         least = self._spec.config["cluster"].get("min_nodes")
@@ -458,10 +446,9 @@ class CoordinatorPeers(Peers):
         return replace(end, again=True, left_out=sorted(noticed))
 
     def _go_on_without_reader(self, end: GenerationEnd) -> GenerationEnd:
-        """Return an end after which the node that reads commits wrongly is left out, if enough others remain.
+        """Return an end after which the node that reads commits wrongly is left out; `end` itself if that cannot be.
 
-        Otherwise return `end` unchanged: all nodes start again with new processes. Node 0 is never left out, because
-        its agent is the coordinator.
+        All nodes then start again with new processes. Node 0 is never left out: its agent is the coordinator.
         """
         node = self._start.nodes[end.ranks[0] // self._spec.processes_per_node]
         least = self._spec.config["cluster"].get("min_nodes")
@@ -510,8 +497,6 @@ class FollowerPeers(Peers):
         """Join the gang.
 
         Args:
-            deadline_seconds: Deadline for the connection to node 0.
-            stopped: Function that returns whether this agent was asked to stop.
             secret: Function that reads the secret of this start; it returns None if there is none yet.
             pending_notice: Notice to this node that must expire before its ranks can start.
             opened: Called with the number of the generation that is about to start, as soon as node 0 sends it.
@@ -532,10 +517,7 @@ class FollowerPeers(Peers):
         self._wait_reported = StickyFlag(_WAIT_REPORT_SECONDS)
 
     def await_start(self, deadline_seconds: float) -> GenerationStart | GenerationEnd:
-        """Wait for the message that starts the next generation, or for the end of the gang.
-
-        The deadline is extended by the time that node 0 asks to wait.
-        """
+        """Wait for the next start or the end of the gang. Time that node 0 asks to wait extends the deadline."""
         limit = time.monotonic() + deadline_seconds
         while time.monotonic() < max(limit, self._asked_to_wait_until + deadline_seconds):
             if (message := self._next("start", "verdict")) is not None:
@@ -553,11 +535,7 @@ class FollowerPeers(Peers):
         return GenerationEnd(culprit=f"node 0 was lost before the start: {cause}", reason=EndReason.NODE_LOST)
 
     def report_wait(self, order: RankOrder) -> GenerationEnd | None:
-        """Tell node 0, at most once per second, for how long this node will wait for its notice to expire.
-
-        Returns:
-            The end of the gang if node 0 has sent it, else None.
-        """
+        """Tell node 0, at most once per second, how long this node still waits; return `poll()`."""
         if not self._wait_reported.holds:
             self._wait_reported.mark()
             self._connection.send({"kind": "notice_wait", **order.to_json()})

@@ -1,4 +1,4 @@
-"""The state of a node's agent over all generations: event log, notices, standby, keeper and ranks."""
+"""State that a node's agent keeps over all generations: event log, notices, standby and keeper."""
 
 from __future__ import annotations
 
@@ -32,19 +32,20 @@ from ebbflow.training.launch.watch import GpuCounters
 from ebbflow.training.launch.workers import Standby
 from ebbflow.training.retry import run_while
 
-LOOP_SECONDS = 180.0  # without a turn of the agent's loop; every wait in it has a shorter deadline
-_JOIN_SECONDS = 5.0  # reserved for a late node to join within the start deadline
+LOOP_SECONDS = 180.0  # longest turn of the agent's loop; every wait in the loop has a shorter deadline
+_JOIN_SECONDS = 5.0  # part of the start deadline that is kept for joining the gang after a wait
 _REQUESTS_PER_START = 4  # requests that may time out one after the other within a start deadline
 
 
 class LoopWatchdog:
-    """Kills this process when its agent's loop makes no turn for `limit_seconds`, so that it is started again.
+    """Watchdog thread that kills the agent's process if the agent's main loop is stuck.
 
-    Time during which the process was suspended does not count.
+    The scheduler then retries the process. Time during which the process was suspended does not count.
 
     Args:
-        turns: Returns the number of turns of the loop so far.
-        end: Kills the process.
+        turns: Function that returns how many turns (passes) the loop has made.
+        limit_seconds: Seconds without a new turn after which the loop counts as stuck.
+        end: Function that kills the process.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class LoopWatchdog:
 
 
 class NodeRuntime:
-    """What a node's agent keeps over all generations. `close` ends every process that it started."""
+    """State of a node's agent over all generations. `close` ends every process that it started."""
 
     def __init__(self, spec: GangSpec) -> None:
         self.spec = spec
@@ -101,24 +102,28 @@ class NodeRuntime:
         self._node_numbers: set[int] = set()  # in all generations; its pushed metrics are grouped by them
 
     def find_pending_notice(self) -> RankOrder | None:
-        """Return the notice to wait out before the start, if any; otherwise start the standby's imports."""
+        """Return the order for a notice that must expire before this node starts its ranks; None without one.
+
+        If there is none, the keeper and the standby are started already.
+        """
         notice = self.drain.find_pending(self.start_seconds - _JOIN_SECONDS)
         if notice is None:
             self._prepare_processes()
         return notice
 
     def fetch_secret(self) -> bytes | None:
-        """Read the secret that proves this node to node 0; None if it is not published yet. Raises StoreError."""
+        """Read the secret of this start; None if node 0 has not published it yet. Raises StoreError."""
         return run_while(self.secret.fetch, self.is_leaving)
 
     def wait_out_notices(self, meanwhile: Callable[[float], str]) -> str:
-        """Wait until pending notices have expired.
+        """Wait until all pending notices to this node have expired.
 
         Args:
-            meanwhile: Called with the seconds left; a non-empty result is the reason to end the wait.
+            meanwhile: Called repeatedly with the seconds that remain. If it returns a text, the wait ends for that
+                reason.
 
         Returns:
-            "" if this node may start, else the reason why not.
+            "" if this node's ranks may start, else the reason why not.
         """
 
         def look(seconds: float) -> str:
@@ -150,16 +155,20 @@ class NodeRuntime:
         return generation.run(self._standby, self._cache_folder, self._keeper)
 
     def spec_among(self, nodes: list[int]) -> GangSpec:
-        """Return this node's spec if `nodes` take part, in the order of their ranks."""
+        """Return this node's spec for a generation with these nodes.
+
+        Args:
+            nodes: Nodes that take part, by their numbers in `GangSpec.node`, in the order of their ranks.
+        """
         return replace(self.spec, node=nodes.index(self.spec.node), nodes=len(nodes))
 
     def is_leaving(self) -> bool:
-        """Return whether this node is to leave; called in every wait, so it also records the paid time."""
+        """Return whether this node must exit. It also records a heartbeat, because every wait calls it."""
         self.log.beat()
         return self.drain.leaving
 
     def end_if_stopped(self) -> GenerationEnd:
-        """Return the end of a generation whose agent is stopped before it learns another one."""
+        """Return the end to record if the agent is stopped before another end is decided."""
         culprit = f"node {self.spec.node} ({self.host}): the agent was stopped"
         return GenerationEnd(culprit=culprit, reason=EndReason.AGENT_STOPPED)
 
@@ -174,7 +183,7 @@ class NodeRuntime:
         self._withdraw_metrics()
 
     def _prepare_processes(self) -> None:
-        """Start the keeper and the standby where they are missing."""
+        """Start the keeper and the standby unless they run; without them, ranks start more slowly."""
         spec, folder = self.spec, Path(self.spec.log_folder)
         if self._keeper is None and sys.platform.startswith("linux"):
             with contextlib.suppress(OSError):  # without a keeper, ranks are children of this process
@@ -187,7 +196,7 @@ class NodeRuntime:
                 self._standby = Standby(log, colocated_ranks=local_ranks, keeper=self._keeper)
 
     def _withdraw_metrics(self) -> None:
-        """Delete the metrics that ranks pushed: they never expire, and a killed rank cannot delete its own."""
+        """Delete the pushed metrics of this node's ranks: they do not expire, and a killed rank cannot delete them."""
         url = self.spec.config.get("metrics", {}).get("push_url")
         if url is not None:
             from ebbflow.infra.metrics import PushGroup, delete_group

@@ -1,14 +1,15 @@
-"""The worker processes of one node: start, watch and end them.
+"""The processes of one node's ranks: their start, their results and their end.
 
-Workers are started directly, with torchrun's environment variables, not by torchrun: its agent imports torch before it
-starts anything, replaces a killed worker several times more slowly (docs/benchmarks.md, Injected faults), and waits up
-to 1,801 s for a frozen one.
+Ranks get torchrun's environment variables, but torchrun does not start them. Its agent imports torch before it starts a
+process, replaces a killed rank several times more slowly (docs/benchmarks.md, Injected faults), and waits up to 1,801 s
+for a frozen rank.
 
-A standby process per node has imported everything and forks ranks on request. Without it each rank is a new
-interpreter: slower by all of its imports, otherwise the same.
+The standby, one process per node, has imported torch and the engine, and forks a rank on request. Without a standby
+each rank is a new interpreter, which starts later by the time of its imports.
 
-All processes that a rank starts stay below the keeper (`ebbflow.infra.keeper`). Without a keeper, those that stayed in
-the rank's session are found. (The kernel ends what a rank's main thread forks: `ebbflow.infra.process`.)
+The keeper (`ebbflow.infra.keeper`) is an ancestor of all processes that the ranks start, so they can be found and
+killed. Without a keeper, only processes in a rank's session are found; the kernel kills those that a rank's main thread
+has forked (`ebbflow.infra.process`).
 """
 
 from __future__ import annotations
@@ -49,23 +50,25 @@ _LEFT_BEHIND_SECONDS = 3.0
 
 
 class RankSession:
-    """The session of a rank that was just started.
+    """Session of a rank that was just started (setsid(2)); the rank's process is its leader.
 
     Args:
-        parents: Processes that may have started the rank.
+        pid: Process id of the rank.
+        parents: Ids of the processes that may have started the rank.
     """
 
     def __init__(self, pid: int, parents: Collection[int]) -> None:
         stat = process_stat(pid)
-        # If the rank has ended already, its number may belong to another process.
+        # If the rank has ended already, its pid may belong to another process.
         self._rank = stat if stat is not None and stat.parent in parents else None
 
     def leftovers(self, living: Sequence[ProcessStat]) -> list[ProcessStat]:
-        """Return the processes in `living` that belong to this session, without the rank itself."""
+        """Return those of the `living` processes that belong to this session, without the rank itself."""
         rank = self._rank
         if rank is None:
             return []
-        # A number is not reused while a session of that number has members: if another process has it, none is left.
+        # The kernel does not reuse a pid while a session with that id has members. If another process has this pid, the
+        # session is empty.
         now = process_stat(rank.pid)
         if now is not None and now.started_ticks != rank.started_ticks:
             return []
@@ -83,14 +86,14 @@ def kill_leftovers(
     spare: Collection[int] = (),
     spare_trees: Collection[int] = (),
 ) -> list[int]:
-    """Kill all processes below the keeper, or without one in these sessions.
+    """Kill all descendants of the keeper; if there is none, all processes in `sessions`.
 
     Args:
-        spare: Processes to leave alone.
-        spare_trees: Processes to leave alone with all of their descendants.
+        spare: Ids of processes that are not killed.
+        spare_trees: Ids of processes that are not killed, nor any of their descendants.
 
     Returns:
-        Processes that are still there after SIGKILL, in uninterruptible sleep (state D).
+        Ids of the processes that are still alive 3 s after SIGKILL, in uninterruptible sleep (state D).
     """
     spared = [stat for pid in {*spare, *spare_trees} if (stat := process_stat(pid)) is not None]
 
@@ -121,13 +124,17 @@ class Process(Protocol):
 
 
 class Standby:
-    """The standby process of a node, which forks ranks.
+    """Handle for a node's standby process, which forks ranks.
 
     Args:
-        log: File for its error output.
-        colocated_ranks: Ranks that will share this machine's cores.
-        keeper: Starts the process. Without one it is this process's child, ends with the creating thread, and must be
-            created in the main thread.
+        log: File for the process's error output.
+        colocated_ranks: Number of ranks that will share this machine's cores.
+        keeper: Keeper that starts the process. If None, the process is a child of this one and ends with the calling
+            thread, which must be the main thread.
+
+    Attributes:
+        ready: Whether the process has finished its imports, so that it can fork.
+        lost: Whether the process was ended, or has ended by itself, with all ranks that it forked.
 
     Raises:
         OSError: the process cannot be started.
@@ -167,12 +174,21 @@ class Standby:
 
     @property
     def is_settled(self) -> bool:
-        """Whether it is ready to fork, or lost."""
+        """Whether the wait for the process is over, since it is ready or lost."""
         self._receive()
         return self.ready or self.lost
 
     def fork(self, name: str, log: Path, environment: Mapping[str, str]) -> RemoteChild | None:
-        """Fork a rank; None if the standby does not answer, which also ends it."""
+        """Ask the standby to fork a rank.
+
+        Args:
+            name: Name of the rank, for its process.
+            log: File for the rank's output.
+            environment: Environment variables of the rank.
+
+        Returns:
+            The rank's process. If the standby does not answer within 10 s, the standby is killed and None returned.
+        """
         self._number += 1
         request = {"start": self._number, "environment": dict(environment), "log": str(log), "name": name}
         limit = time.monotonic() + _FORK_DEADLINE_SECONDS
@@ -195,7 +211,7 @@ class Standby:
         return self._ended.get(pid, -signal.SIGKILL if self.lost else None)
 
     def close(self) -> None:
-        """End the process and every rank that it has forked."""
+        """Kill the standby and every rank that it has forked."""
         self._lose()
         if self._open:
             self._open = False
@@ -203,11 +219,14 @@ class Standby:
             os.close(self._answers)
 
     def abandon(self, pid: int) -> None:
-        """Stop waiting for a rank in uninterruptible sleep (state D); it ends when it wakes."""
+        """Forget a rank in uninterruptible sleep (state D), so that `close` does not wait for it."""
         self._living.discard(pid)
 
     def _ask(self, request: bytes, limit: float) -> bool:
-        """Return whether the request was written in time: a frozen process reads nothing, and a pipe holds 64 KiB."""
+        """Write a request to the pipe; return whether all of it was written before time.monotonic() `limit`.
+
+        A frozen standby reads nothing, and a pipe holds only 64 KiB.
+        """
         pipe, unsent = self._requests, memoryview(request)
         while unsent and (left := limit - time.monotonic()) > 0:
             select.select([], [pipe], [], left)
@@ -220,7 +239,7 @@ class Standby:
         return not unsent
 
     def _lose(self) -> None:
-        """End the process; the kernel ends its ranks with it."""
+        """Kill the standby, and wait until the kernel has killed its ranks with it, at most 10 s."""
         self.lost = True
         self._process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -256,7 +275,15 @@ def start_cold(log: Path, environment: Mapping[str, str], keeper: Keeper | None 
 def start_process(
     command: list[str], environment: Mapping[str, str], streams: tuple[int, int, int], keeper: Keeper | None
 ) -> Process:
-    """Start a program in a new session, which the signals for the agent's group do not reach. Raises OSError."""
+    """Start a program in its own session, so that a signal to the agent's process group does not reach it.
+
+    Args:
+        streams: File descriptors for its stdin, stdout and stderr.
+        keeper: Keeper that starts the program; None to start it as a child of this process.
+
+    Raises:
+        OSError: the program cannot be started.
+    """
     if keeper is not None and not keeper.lost:
         return keeper.spawn(command, environment, *streams)
     stdin, stdout, stderr = streams
@@ -266,12 +293,11 @@ def start_process(
 
 
 def threads_per_rank(colocated_ranks: int) -> int:
-    """Return each rank's share of the cores."""
+    """Return the number of CPU threads for each rank: its share of this process's cores, at least 1."""
     return max(1, len(os.sched_getaffinity(0)) // max(1, colocated_ranks))
 
 
 def with_project_path(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment with this project on PYTHONPATH."""
     return dict(environment, PYTHONPATH=python_path(environment.get("PYTHONPATH")))
 
 
@@ -284,7 +310,15 @@ _StartProcess = Callable[[str, Path, Mapping[str, str]], Process]
 
 
 class Worker:
-    """One rank's process, with its log, heartbeat and result in `folder`."""
+    """One rank's process, with its log, heartbeat and result files in `folder`.
+
+    Args:
+        rank: Number of the rank in the gang.
+        local_rank: Number of the rank on its node.
+        spec: Specification of the rank, without the paths of its files.
+        start: Function that starts a process from a name, a log file and an environment.
+        parents: Ids of other processes than this one that may be the parent of the rank's process.
+    """
 
     def __init__(
         self,
@@ -328,7 +362,7 @@ class Worker:
         return result if valid and isinstance(result.get("message", ""), str) else None
 
     def failure(self) -> WorkerFailure | None:
-        """Return why the process ended without a result; None while it runs or if it has a result."""
+        """Return the failure of a process that ended without a result; None if it is running or has a result."""
         code = self.process.poll()
         if code is None or self.result() is not None:
             return None
@@ -339,7 +373,14 @@ class Worker:
         return WorkerFailure(**place, **self._error(code))
 
     def _error(self, code: int) -> dict[str, Any]:
-        """Return the fields of the rank's exception from its error record, in the format of torch's @record."""
+        """Read the rank's exception from its error file, which has the format of torch's @record.
+
+        Args:
+            code: Exit code of the process, for the message if there is no such file.
+
+        Returns:
+            Fields of the rank's `WorkerFailure`.
+        """
         record = _read_object(self._error_path).get("message")
         text = record.get("message") if isinstance(record, dict) else record
         if not isinstance(text, str):
@@ -360,7 +401,13 @@ class Worker:
 
 
 class WorkerGroup:
-    """All ranks of a node."""
+    """The processes of all ranks of a node, which are started on creation.
+
+    Args:
+        ranks: Numbers of the node's ranks.
+        world_size: Number of ranks of the gang.
+        rendezvous: Address and port of torch's store.
+    """
 
     def __init__(
         self,
@@ -404,23 +451,23 @@ class WorkerGroup:
         grace_seconds: float = _EXIT_SECONDS,
         meanwhile: Callable[[], object] = lambda: None,
     ) -> list[int]:
-        """End every rank and everything that it has started.
+        """End every rank and all processes that the ranks have started.
 
-        A rank that waits in a collective for a culprit gets an error, writes its last events and exits within the grace
-        period. It could not save any more, since a save is collective too.
+        When the culprits are killed, ranks that wait for them in a collective get an error. They then write their last
+        events and exit within the grace period. They cannot save, because a save is a collective too.
 
         Args:
-            culprits: Ranks to kill first, with SIGKILL, which works on stopped processes too.
-            grace_seconds: Time for the other ranks to exit.
-            meanwhile: Called during the wait.
+            culprits: Ranks to kill first, with SIGKILL, since they may be stopped.
+            grace_seconds: Time for the other ranks to exit before they are killed.
+            meanwhile: Called repeatedly during the wait.
 
         Returns:
-            Ranks that are alive 10 s after SIGKILL: they are in uninterruptible sleep (state D).
+            Ranks that are alive 10 s after SIGKILL, in uninterruptible sleep (state D).
         """
         for worker in self.workers:
             if worker.rank in culprits:
                 worker.process.kill()
-        # A child holds copies of a rank's sockets: peers notice the rank's end only when both have ended.
+        # A child process has copies of its rank's sockets: other ranks see a closed connection only if both have ended.
         self._kill_leftovers([worker for worker in self.workers if worker.rank in culprits])
         limit = time.monotonic() + grace_seconds
         self._await_exits(limit, meanwhile)
@@ -435,7 +482,6 @@ class WorkerGroup:
         return [worker.rank for worker in stuck]
 
     def device_held_by(self, rank: int) -> str:
-        """Return the GPU device file that a rank has open; "" for none."""
         pid = next(worker.process.pid for worker in self.workers if worker.rank == rank)
         return find_open_device(pid)
 
@@ -445,7 +491,7 @@ class WorkerGroup:
             time.sleep(0.01)
 
     def _kill_leftovers(self, ended: Sequence[Worker]) -> None:
-        """Kill what these ranks have started; with the last rank, everything below the keeper but the standby."""
+        """Kill the processes that these ranks have started, except the standby and the living other ranks."""
         if ended:
             spare = () if self._standby is None else (self._standby.pid,)
             others = [worker.process for worker in self.workers if worker not in ended]
@@ -454,7 +500,7 @@ class WorkerGroup:
 
 
 def find_open_device(pid: int) -> str:
-    """Return the path of a GPU that a process has open; "" for none, or if the kernel does not permit to look."""
+    """Return the path of a GPU device file that a process has open; "" if there is none or it cannot be read."""
     try:
         for descriptor in os.listdir(f"/proc/{pid}/fd"):
             with contextlib.suppress(OSError):
@@ -467,7 +513,7 @@ def find_open_device(pid: int) -> str:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    """Return a JSON object that a rank wrote; {} for anything else, since user code may write anything."""
+    """Read a JSON object that a rank wrote; return {} if the file holds something else, as user code may write it."""
     try:
         with open(path, "rb") as file:
             found = json.loads(file.read(_LONGEST_RECORD))
