@@ -18,7 +18,8 @@ _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.2, 5.0
 
 
 def run_while(work: Callable[[], T], meanwhile: Callable[[], object]) -> T:
-    """Run `work` in a thread and call `meanwhile` here until it ends; return or raise its result.
+    """Run `work` in a thread, and return its result or raise its error. Until it ends, call `meanwhile` here every 10
+    ms.
 
     `work` must have deadlines of its own.
     """
@@ -42,12 +43,13 @@ def retry_until_deadline(
     given_up: Callable[[], bool] = lambda: False,
     passing: Callable[[TrainingError | InfraError], bool] = is_transient,
 ) -> T:
-    """Retry `work` while it fails with a transient error; raise the last error at the deadline.
+    """Call `work` and return its result; repeat it while it fails with a transient error. At the deadline raise its
+    last error.
 
     Args:
-        seconds: Time until the deadline; pauses between tries grow to 5 s.
-        given_up: Returns True to stop retrying early.
-        passing: Decides which errors are transient.
+        seconds: time until the deadline; pauses between tries grow to 5 s.
+        given_up: returns True to stop retrying early.
+        passing: returns whether an error is transient.
     """
     limit = time.monotonic() + seconds
     for pause in backoff_pauses(first_seconds=_FIRST_PAUSE_SECONDS, longest_seconds=_LONGEST_PAUSE_SECONDS):

@@ -32,7 +32,14 @@ _MOMENTS_AT_MOST = 2  # for optimizers with betas; one for those with momentum o
 
 @dataclass(frozen=True)
 class TensorShard:
-    """A local tensor and its box in the whole tensor: `local.shape == sizes`."""
+    """The local piece of a tensor, and its position in the whole tensor.
+
+    Attributes:
+        local: the piece, of shape `sizes`.
+        shape: shape of the whole tensor.
+        offsets: position of the piece's first element in the whole tensor, by dimension.
+        sizes: shape of the piece.
+    """
 
     name: str
     local: Tensor
@@ -42,7 +49,7 @@ class TensorShard:
 
 
 def assign_shards(state: dict[str, Tensor], rank: int, world_size: int) -> list[TensorShard]:
-    """List the pieces of `state` that `rank` writes, by name. Empty pieces are left out."""
+    """List the pieces of `state` that `rank` writes, sorted by name. Empty pieces are left out."""
     sharded = {name: tensor for name, tensor in state.items() if isinstance(tensor, DTensor)}
     plain = {name: tensor for name, tensor in state.items() if name not in sharded}
     writers = _spread({name: _bytes(tensor) for name, tensor in plain.items()}, world_size)
@@ -66,7 +73,7 @@ def assign_shards(state: dict[str, Tensor], rank: int, world_size: int) -> list[
 
 
 def _written_replicas(sharded: dict[str, DTensor]) -> dict[str, DTensor]:
-    """Return the DTensors whose replica this rank writes; all of them without replicate dimensions."""
+    """Return the DTensors whose local piece this rank writes: of several equal replicas, one rank writes each."""
     by_count: dict[int, dict[str, int]] = defaultdict(dict)
     place: dict[str, int] = {}
     for name, tensor in sharded.items():
@@ -89,7 +96,10 @@ def _written_replicas(sharded: dict[str, DTensor]) -> dict[str, DTensor]:
 
 
 def _spread(sizes: dict[str, int], writers: int) -> dict[str, int]:
-    """Assign a writer to each name: largest first, to the least loaded writer, the lowest number among equals."""
+    """Distribute names over writers, and return the number of each name's writer.
+
+    The largest goes first, each to the writer with the fewest bytes so far; among equals, to the lowest number.
+    """
     loads = [(0, writer) for writer in range(writers)]
     chosen = {}
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
@@ -101,7 +111,12 @@ def _spread(sizes: dict[str, int], writers: int) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class BufferLayout:
-    """Positions of all pieces in a staging buffer of `length` bytes. number: distinguishes layouts."""
+    """Positions of all pieces in a staging buffer.
+
+    Attributes:
+        number: increases each time the layout changes, so it identifies a layout.
+        length: bytes that the pieces need in all.
+    """
 
     number: int
     items: tuple[IndexEntry, ...]
@@ -109,7 +124,7 @@ class BufferLayout:
 
 
 class SavePlanner:
-    """Plans the saves of one rank, and reuses the last plan if nothing has changed."""
+    """Plans the saves of one rank, and reuses the last plan while nothing has changed."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank, self._world_size = rank, world_size
@@ -122,9 +137,10 @@ class SavePlanner:
         self.layout = BufferLayout(0, (), 0)
 
     def plan(self, model: nn.Module, optimizer: Optimizer | None, own: dict[str, Tensor]) -> list[Tensor]:
-        """Return the tensors to copy, in the order of `self.layout`.
+        """Return the tensors to copy, in the order of `self.layout`, which this call updates.
 
-        own: further tensors of this rank, which are new at each save.
+        Args:
+            own: further tensors of this rank, such as random states, which are new at each save.
         """
         if not self._is_known(model, optimizer):
             state = named_state(model, optimizer)
@@ -144,11 +160,14 @@ class SavePlanner:
         return sources
 
     def forget(self) -> None:
-        """Release the references to tensors."""
+        """Release the references to tensors. The next call of `plan` starts afresh."""
         self._owner, self._known, self._wholes, self._shards = None, [], [], []
 
     def expected_bytes(self, model: nn.Module, optimizer: Optimizer | None) -> int:
-        """Estimate the bytes of a save, on the high side; also before the optimizer's first step."""
+        """Estimate the bytes of this rank's part of a save, rather too many than too few.
+
+        Before the optimizer's first step, the size of the optimizer's state is part of the estimate.
+        """
         shards = assign_shards(named_state(model, optimizer), self._rank, self._world_size)
         size = sum(_bytes(shard.local) + ALIGNMENT for shard in shards)
         if optimizer is not None and not optimizer.state:
@@ -180,7 +199,7 @@ def _address(tensor: Tensor) -> int:
 
 
 def lay_out(number: int, shards: list[TensorShard]) -> BufferLayout:
-    """Place shards behind each other, each aligned."""
+    """Place shards one after the other in a buffer, each aligned to 64 bytes, and return the layout."""
     items: list[IndexEntry] = []
     end = 0
     for shard in shards:

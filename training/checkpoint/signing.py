@@ -5,8 +5,8 @@ manifest, the SHA-256 of every chunk of data. It is put before the manifest, so 
 The manifest is merged from the ranks' indexes, which also come from the store: each index carries an HMAC, and one
 without a valid HMAC counts as missing.
 
-`infra.signing_key.NAME_VARIABLE` decides whether a process signs and checks. Ranks, uploaders and second readers
-inherit it.
+A process signs and checks if the environment variable `infra.signing_key.NAME_VARIABLE` names the variable that holds
+the key. Ranks, uploaders and second readers inherit both variables.
 """
 
 from __future__ import annotations
@@ -32,7 +32,14 @@ _INDEX_PURPOSE = b"ebbflow index 1"
 
 
 class Signer:
-    """Signs commits and checks signatures. name: variable with the key."""
+    """Signs commits and checks signatures.
+
+    Args:
+        name: environment variable that holds the key.
+
+    Raises:
+        NoSigningKey: the variable is not set, or its value is unsuitable.
+    """
 
     def __init__(self, name: str) -> None:
         if problem := signing_key_problem(name):
@@ -45,13 +52,22 @@ class Signer:
     def sign(self, store: Store, key: str, data: dict[str, list[str]] | None = None) -> None:
         """Put the signature of commit `key` and read it back. Raises StoreError.
 
-        data: SHA-256 of each chunk by data object, if the manifest has none.
+        Args:
+            data: SHA-256 of each chunk by data object, if the manifest does not contain them.
         """
         document = {"version": _VERSION, "key": key, "data": data, "hmac": self._hmac(store, key, data)}
         put_verified(store, _signature_key(key), canonical_json(document))
 
     def check(self, store: Store, key: str) -> dict[str, list[str]]:
-        """Check a commit's signature and return the `data` that it covers. Raises RefusedCommit, StoreError."""
+        """Check the signature of commit `key`.
+
+        Returns:
+            SHA-256 of each chunk by data object, as the signature states them; empty if the manifest contains them.
+
+        Raises:
+            RefusedCommit: the signature is missing or wrong.
+            StoreError: the store cannot be read.
+        """
         try:
             return fetch_verified(store, _signature_key(key), lambda raw, _: self._checked(store, key, raw))
         except ObjectNotFound as error:
@@ -66,11 +82,11 @@ class Signer:
             ) from error
 
     def sign_index(self, store: Store, key: str, index: RankIndex) -> RankIndex:
-        """Return the index with the HMAC for its key."""
+        """Return the index with its HMAC, which is valid under this key of the store only."""
         return replace(index, hmac=self._hmac_of_index(store, key, index))
 
     def check_index(self, store: Store, key: str, index: RankIndex) -> None:
-        """Raise CorruptCommit unless the index was signed with this key, for this job and this key of the store."""
+        """Raise CorruptCommit unless the HMAC of an index is valid for this job and this key of the store."""
         if not hmac.compare_digest(
             self._hmac_of_index(store, key, index).encode(), index.hmac.encode(errors="replace")
         ):
@@ -80,7 +96,9 @@ class Signer:
             )
 
     def check_manifest(self, store: Store, key: str, manifest: Manifest) -> Manifest:
-        """Return the manifest with the SHA-256 of every chunk. Raises as `check`."""
+        """Check the signature of a commit, and return its manifest with the SHA-256 of every chunk. Raises as
+        `check`.
+        """
         signed = self.check(store, key)
         data = tuple(replace(one, sha256=tuple(signed.get(one.key, one.sha256))) for one in manifest.data)
         for one in data:
@@ -110,7 +128,10 @@ class Signer:
 
 
 def use_signing_key(name: str | None) -> None:
-    """Make this process and its children use the key in variable `name`; None: do not sign or check."""
+    """Make this process and its children sign and check with the key in the environment variable `name`.
+
+    With `name` None they neither sign nor check.
+    """
     if name is None:
         os.environ.pop(NAME_VARIABLE, None)
     else:
@@ -118,7 +139,7 @@ def use_signing_key(name: str | None) -> None:
 
 
 def signer() -> Signer | None:
-    """Return the signer of this process, None if commits are not signed. Raises NoSigningKey."""
+    """Return the signer of this process, or None if it neither signs nor checks. Raises NoSigningKey."""
     name = os.environ.get(NAME_VARIABLE)
     return Signer(name) if name else None
 
@@ -128,7 +149,7 @@ def sha256_of_chunks(data: memoryview, chunk_bytes: int) -> list[str]:
 
 
 def signed_index_bytes(store: Store, key: str, index: RankIndex) -> bytes:
-    """Serialise an index, with an HMAC if this process signs."""
+    """Serialise an index for the store's `key`, with its HMAC if this process signs."""
     signs = signer()
     return (signs.sign_index(store, key, index) if signs else index).to_bytes()
 

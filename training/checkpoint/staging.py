@@ -1,9 +1,11 @@
 """Copy a rank's tensors into shared-memory staging buffers that its uploader process reads.
 
-The buffers are anonymous files (memfd): the uploader inherits them by number, they leave no names behind, and the limit
-of /dev/shm does not apply. Two buffers alternate: one is filled while the other is uploaded. From a CPU the copy is
-complete when `stage` returns. From a CUDA device it is queued on its own stream into page-locked memory, beside the
-next forward and backward pass; `Checkpointer.before_step` waits for it before the optimizer changes the state.
+The buffers are anonymous files (memfd): the uploader inherits their file descriptors, they leave no names behind, and
+the limit of /dev/shm does not apply. Two buffers alternate: one is filled while the other is uploaded.
+
+Tensors on a CPU are copied when `stage` returns. Tensors on a CUDA device are copied into page-locked memory on a
+stream of their own, while the next forward and backward pass run; `Checkpointer.before_step` waits for this copy before
+the optimizer changes the state.
 """
 
 from __future__ import annotations
@@ -29,7 +31,10 @@ _GROWTH = 1.05  # a state that has grown is likely to grow again
 
 
 class StagingBuffer:
-    """A shared buffer. `prepare` faults its pages in, in a thread; `view` waits for that."""
+    """A shared-memory buffer.
+
+    `prepare` allocates it and touches its pages in a background thread; `view` waits for that thread.
+    """
 
     def __init__(self, name: str) -> None:
         self.descriptor = _anonymous_file(name)
@@ -39,7 +44,7 @@ class StagingBuffer:
         self._pinned = False
 
     def prepare(self, length: int) -> None:
-        """Allocate `length` bytes in the background. The content is lost."""
+        """Allocate `length` bytes in the background, unless the buffer is large enough. Its content may be lost."""
         self.join()
         if self._view is not None and self._view.numel() >= length:
             return
@@ -48,7 +53,7 @@ class StagingBuffer:
         self._thread.start()
 
     def view(self, length: int) -> Tensor:
-        """Return at least `length` bytes as uint8."""
+        """Return the buffer as a uint8 tensor of at least `length` bytes, after enlarging it if necessary."""
         self.join()
         if self._view is None or self._view.numel() < length:
             self._allocate(length if self._view is None else int(length * _GROWTH))
@@ -86,7 +91,7 @@ class StagingBuffer:
         self._view = torch.frombuffer(self._map, dtype=torch.uint8)
 
     def _fault(self) -> None:
-        """Touch each page, in blocks that release the interpreter lock."""
+        """Touch each page, so that later copies cause no page faults. Each block releases the interpreter lock."""
         view = self._view
         assert view is not None
         for start in range(0, view.numel(), _BLOCK):
@@ -108,7 +113,12 @@ def _anonymous_file(name: str) -> int:
 
 @dataclass(frozen=True)
 class StagedState:
-    """State in buffer number `buffer`. copied: set while the copy from the device may still be running."""
+    """A state that is copied, or being copied, into a staging buffer.
+
+    Attributes:
+        buffer: number of the buffer.
+        copied: event at which the copy from a CUDA device is complete; None if it is complete already.
+    """
 
     buffer: int
     layout: BufferLayout
@@ -116,7 +126,11 @@ class StagedState:
 
 
 class StagingArea:
-    """Two staging buffers and the tensor views into them. descriptors: for the uploader to inherit."""
+    """Two staging buffers, and the tensor views into them.
+
+    Attributes:
+        descriptors: file descriptors of the buffers, which the uploader inherits.
+    """
 
     def __init__(self) -> None:
         if sys.byteorder != "little":
@@ -133,7 +147,9 @@ class StagingArea:
             buffer.prepare(length)
 
     def stage(self, sources: list[Tensor], layout: BufferLayout) -> StagedState:
-        """Copy into the next buffer. The caller makes sure that no upload reads it."""
+        """Copy tensors into the next buffer, as `layout` says. The caller makes sure that no upload reads this
+        buffer.
+        """
         number, self._next = self._next, 1 - self._next
         targets = self._views(number, layout)
         on_device = [index for index, source in enumerate(sources) if source.is_cuda]

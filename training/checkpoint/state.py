@@ -1,11 +1,13 @@
 """State of model and optimizer by name, and the random states of a rank.
 
-    model.<fqn>                    parameters and persistent buffers (a DTensor where FSDP2 made it one)
-    optimizer.<fqn>.<state>        such as exp_avg, exp_avg_sq, step as JSON                        param groups and
-    optimizer states that are not tensors rng.<rank>.<source>            random states
+    model.<fqn>                parameters and persistent buffers (a DTensor where FSDP2 made it one)
+    optimizer.<fqn>.<state>    optimizer states that are tensors, such as exp_avg, exp_avg_sq and step
+    rng.<rank>.<source>        random states of a rank: torch, python, numpy, cuda
 
-Names are those of the unwrapped model, without the prefixes of DDP, torch.compile and activation checkpointing, so that
-any mode reads what any other wrote. Tied parameters are kept once, under their first name.
+Param groups and optimizer states that are not tensors are stored as JSON (`optimizer_settings`).
+
+A fully qualified name (fqn) is that of the unwrapped model, without the prefixes of DDP, torch.compile and activation
+checkpointing, so that any mode reads what any other wrote. Tied parameters are kept once, under their first name.
 """
 
 from __future__ import annotations
@@ -31,9 +33,10 @@ _PREFIX = "rng"
 
 
 def named_state(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Tensor]:
-    """Return the tensors to save, by name; they alias the model's and the optimizer's memory.
+    """Return the tensors to save, by name. They share memory with the model and the optimizer.
 
-    Raises CheckpointError for state that cannot be saved as a named tensor.
+    Raises:
+        CheckpointError: a part of the state cannot be saved as a named tensor.
     """
     state = {f"model.{name}": tensor.detach() for name, tensor in _model_tensors(model).items()}
     if optimizer is None:
@@ -48,7 +51,7 @@ def named_state(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Tens
 
 
 def optimizer_settings(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Return param groups with their parameters by name, and scalar states, as JSON."""
+    """Return the param groups, with parameters by name, and the states that are not tensors, as JSON."""
     names = {id(parameter): fqn for fqn, parameter in _optimized(model, optimizer)}
     groups = []
     for group in optimizer.param_groups:
@@ -63,7 +66,7 @@ def optimizer_settings(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]
 
 
 def prepare_for_loading(manifest: Manifest, model: nn.Module, optimizer: Optimizer | None) -> dict[str, Tensor]:
-    """Return the tensors to fill from a commit; allocate missing optimizer state and drop surplus state.
+    """Return the tensors to fill from a commit, by name. Missing optimizer state is allocated, surplus state dropped.
 
     Raises:
         CommitMismatch: names or global shapes differ, equally on all ranks. The model is compared first, because a
@@ -82,7 +85,11 @@ def prepare_for_loading(manifest: Manifest, model: nn.Module, optimizer: Optimiz
 
 
 def apply_settings(settings: Mapping[str, Any], model: nn.Module, optimizer: Optimizer) -> None:
-    """Apply what `optimizer_settings` returned. Groups are matched by position; a different count is a mismatch."""
+    """Set the optimizer to the settings that `optimizer_settings` returned. Param groups are matched by position.
+
+    Raises:
+        CommitMismatch: the number of param groups differs.
+    """
     groups = settings["param_groups"]
     if len(groups) != len(optimizer.param_groups):
         raise CommitMismatch(f"{len(groups)} optimizer groups in the commit, {len(optimizer.param_groups)} here")
@@ -117,7 +124,7 @@ def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _wrapped(model: nn.Module) -> nn.Module | None:
-    """Return the module inside DDP or torch.compile, in either order."""
+    """Return the module inside DDP or torch.compile; None if the model is wrapped in neither."""
     return model.module if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", None)
 
 
@@ -157,7 +164,7 @@ def _prepare_optimizer(manifest: Manifest, model: nn.Module, optimizer: Optimize
 
 
 def _allocate(fqn: str, key: str, entry: TensorEntry, parameter: nn.Parameter, optimizer: Optimizer) -> Tensor:
-    """Allocate state as `Optimizer.load_state_dict` does: `step` on the CPU, unless fused or capturable."""
+    """Allocate a state as `Optimizer.load_state_dict` does: `step` on the CPU, unless fused or capturable."""
     dtype = getattr(torch, entry.dtype)
     if key != "step" and entry.shape == tuple(parameter.shape):
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False).detach()
@@ -200,7 +207,7 @@ def _plain(value: Any) -> Any:
 
 
 def capture_rng(rank: int) -> dict[str, Tensor]:
-    """Capture random states as uint8 tensors by name: torch, CUDA, Python, and NumPy if loaded."""
+    """Return the random states of this process by name, as uint8 tensors: torch, CUDA, Python, and NumPy if loaded."""
     states = {"torch": torch.get_rng_state(), "python": _to_bytes(random.getstate())}
     if "numpy" in sys.modules:
         name, keys, position, has_gauss, gauss = sys.modules["numpy"].random.get_state()
@@ -215,7 +222,7 @@ def rng_name(rank: int, source: str = "") -> str:
 
 
 def restore_rng(rank: int, states: dict[str, Tensor]) -> None:
-    """Restore what `capture_rng` returned, for the sources that this process has."""
+    """Restore the random states that `capture_rng` returned, as far as this process has their sources."""
     for source in ("torch", "python", "numpy", "cuda"):
         state = states.get(rng_name(rank, source))
         if state is None:
@@ -234,7 +241,7 @@ def restore_rng(rank: int, states: dict[str, Tensor]) -> None:
 
 
 def reseed_rng(commit: str, rank: int) -> None:
-    """Seed from the commit's hash and the rank: repeatable, and different on every rank."""
+    """Seed the random generators from the commit's hash and the rank: repeatable, and different on every rank."""
     seed = int.from_bytes(hashlib.sha256(f"{commit}:{rank}".encode()).digest()[:8], "little") >> 1
     torch.manual_seed(seed)
     random.seed(seed)

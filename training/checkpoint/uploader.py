@@ -2,7 +2,8 @@
 
     python -m ebbflow.training.checkpoint.uploader PARENT_PID RANK STORE_URI BUFFER_FD [BUFFER_FD ...]
 
-The process is started, not forked, imports no torch, and takes one JSON command per line:
+The process is started, not forked, imports no torch, and takes one JSON command per line. The commands with the names
+of their fields:
 
     {"command": "save",  "buffer", "length", "layout", "items", "common", "save", "data_key", "seconds",
                          "retention", "upload": {"bytes_per_second", "deadline_seconds", "chunk_bytes"}}
@@ -11,7 +12,7 @@ The process is started, not forked, imports no torch, and takes one JSON command
     {"command": "hurry"}                          lift the cap on bandwidth, also for the upload in flight
     {"command": "finish"}                         exit after all earlier commands
 
-Answers, one JSON line each: uploaded, committed, failed, superseded, warning.
+It answers with one JSON line for each event: uploaded, committed, failed, superseded, warning.
 
 The kernel kills the process when its parent dies. It ignores SIGINT, SIGTERM and SIGHUP: Ctrl-C and a drain send them
 to the whole process group, just when the trainer needs its last checkpoint uploaded.
@@ -56,7 +57,7 @@ _YOUNGEST_SWEPT_SECONDS = 900.0  # another generation's save may have been given
 
 
 def main(argv: list[str]) -> int:
-    """Serve commands until "finish" or the end of the pipe."""
+    """Execute commands from stdin until "finish" or the end of the input."""
     parent_pid, rank, store_uri, *buffers = argv
     die_with_parent(int(parent_pid))
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -70,7 +71,7 @@ def main(argv: list[str]) -> int:
 
 
 class Uploader:
-    """Executes one command after the other. Every failure becomes an answer."""
+    """Executes one command after the other, and answers with each result. A failure is an answer too."""
 
     def __init__(self, store_uri: str, rank: int, buffers: list[int], commands: CommandQueue) -> None:
         self._store_uri = store_uri
@@ -102,7 +103,7 @@ class Uploader:
             _answer("failed", save=save, message=f"rank {self._rank}: {error}", cause=cause)
 
     def _open_store(self, deadline: Deadline) -> Store:
-        """Return the store, opened so that a request can fail and be retried within the deadline."""
+        """Return the store, opened with a request timeout that leaves time for retries before the deadline."""
         limit = min(_LONGEST_REQUEST_SECONDS, max(1.0, deadline.seconds / 3))
         if self._store is None or limit < self._request_seconds:  # the last save has little time
             self._store, self._request_seconds = Store.open(self._store_uri, request_timeout_seconds=limit), limit
@@ -137,7 +138,11 @@ class Uploader:
             commit_as_backup(store, save, self._rank, deadline, self._commands.wait)
 
     def _index_entries(self, command: dict[str, Any]) -> tuple[IndexEntry, ...]:
-        """Return the index entries of a layout. They are sent once; while the layout stays the same, they are null."""
+        """Return the index entries of a command's layout.
+
+        The trainer sends them with the first command of a layout. In later commands they are null, and the known ones
+        apply.
+        """
         if command["items"] is not None:
             self._layout, self._items = command["layout"], tuple(IndexEntry.from_json(row) for row in command["items"])
         if command["layout"] != self._layout:
@@ -145,7 +150,7 @@ class Uploader:
         return self._items
 
     def _upload(self, store: Store, command: dict[str, Any], deadline: Deadline) -> DataObject:
-        """Upload the data within 90 % of the time; the rest is for the index and the commit."""
+        """Upload the data within 90 % of the time that is left; the rest is for the index and the commit."""
         self._throttle.bytes_per_second = None if self._commands.hurried else command["upload"]["bytes_per_second"]
         if self._parts is None:
             chunk_bytes = command["upload"]["chunk_bytes"]
@@ -178,7 +183,11 @@ class Uploader:
     def _retry_when_room_was_made(
         self, store: Store, save: CheckpointId, command: dict[str, Any], deadline: Deadline
     ) -> bool:
-        """Retry after a rank-dependent pause: all ranks find the store full at once, and one makes room for all."""
+        """Wait until another rank may have made room in the full store, save again, and return whether that succeeded.
+
+        All ranks find the store full at once. Rank 0 does not wait, and rank n waits n × 2 s, so that usually a single
+        rank deletes commits for all.
+        """
         if self._rank == 0:
             return False
         time.sleep(min(self._rank * _SECONDS_TO_MAKE_ROOM, deadline.remaining_seconds / 4))
@@ -191,14 +200,14 @@ class Uploader:
             return False
 
     def _make_room(self, store: Store, save: CheckpointId, command: dict[str, Any], full: BaseException) -> None:
-        """Delete commits of a full store that need not be kept, before the upload is tried again."""
+        """Delete commits that need not be kept, because the store is full and the upload is to be tried again."""
         limit = command["upload"]["deadline_seconds"]
         deleted = self._retention_of(save, command["retention"]).make_room(store, save, deadline_seconds=limit)
         steps = ", ".join(str(ref.step) for ref in deleted) or "none"
         self._warn(save, f"{full}; commits deleted to make room: {steps}")
 
     def _sweep(self, save: CheckpointId, deadline_seconds: float) -> None:
-        """Abort multipart uploads that are older than any save's deadline."""
+        """Abort unfinished multipart uploads that are too old to belong to a running save."""
         if self._parts is None or time.monotonic() < self._swept_at + _SWEEP_EVERY_SECONDS or self._commands.wait(0):
             return
         self._swept_at = time.monotonic()
@@ -210,7 +219,11 @@ class Uploader:
 
 
 class CommandQueue:
-    """Commands from the pipe. A thread reads them, so that the parent's death ends the process in mid-upload too."""
+    """The commands of the trainer, read from stdin by a thread.
+
+    The thread applies "hurry" and "abandon" at once, and ends the process when the trainer has died, even during an
+    upload.
+    """
 
     def __init__(self) -> None:
         self.throttle = Throttle()
@@ -226,11 +239,11 @@ class CommandQueue:
             return json.loads(self._lines.popleft())
 
     def abandoned(self, step: int) -> Callable[[], bool]:
-        """Return a predicate: another rank failed to save `step`, and the commit did not arrive within 2 s after."""
+        """Return a function that returns True once "abandon" for `step` was received more than 2 s ago."""
         return lambda: time.monotonic() - self._abandoned.get(step, math.inf) > _ABANDONED_SECONDS
 
     def wait(self, seconds: float) -> bool:
-        """Wait up to `seconds` for a command, and return whether there is one."""
+        """Wait up to `seconds` for a command, and return whether one is waiting."""
         with self._changed:
             return bool(self._changed.wait_for(lambda: self._lines, seconds))
 
@@ -250,7 +263,7 @@ class CommandQueue:
 
 
 class _SharedBuffer:
-    """A staging buffer of the trainer, mapped once, and again after it has grown."""
+    """A staging buffer of the trainer, mapped into this process. It is mapped again after it has grown."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor

@@ -1,7 +1,7 @@
-"""Checksums, retry until a deadline, and read-back for objects of the store.
+"""Checksums, retries until a deadline, and verified reads and writes for objects of the store.
 
-Data is covered by CRC64NVME per chunk: 8 GB/s per core, and the chunks' checksums combine to the object's without a
-second read.
+Data has a CRC64NVME per chunk. It is computed at 8 GB/s per core, and the checksum of a whole object is combined from
+those of its chunks without a second read.
 """
 
 from __future__ import annotations
@@ -32,13 +32,17 @@ def crc_text(data: Buffer) -> str:
 
 
 def chunk_crcs(data: memoryview, chunk_bytes: int = CHUNK_BYTES) -> list[tuple[int, int]]:
-    """Return (CRC64NVME, length) of each chunk; one empty chunk for no data."""
+    """Return (CRC64NVME, length in bytes) of each chunk. Empty data counts as one empty chunk."""
     starts = range(0, max(len(data), 1), chunk_bytes)
     return [(_crc(data[start : start + chunk_bytes]), len(data[start : start + chunk_bytes])) for start in starts]
 
 
 def combine_crcs(sums: Sequence[tuple[int, int]]) -> int:
-    """Return the CRC64NVME of concatenated pieces from (checksum, length) of each."""
+    """Return the CRC64NVME of pieces that follow each other.
+
+    Args:
+        sums: checksum and length in bytes of each piece.
+    """
     whole = 0
     for number, (value, length) in enumerate(sums):
         whole = combine_crc64nvme(whole, value, length) if number else value
@@ -46,7 +50,11 @@ def combine_crcs(sums: Sequence[tuple[int, int]]) -> int:
 
 
 def crc_of_pieces(pieces: Sequence[Buffer], value: int = 0) -> int:
-    """Return the CRC64NVME of concatenated pieces. value: checksum of the bytes before them."""
+    """Return the CRC64NVME of pieces that follow each other.
+
+    Args:
+        value: checksum of the bytes before the first piece.
+    """
     for piece in pieces:
         value = _crc(piece, value)
     return value
@@ -58,7 +66,7 @@ def canonical_json(document: dict[str, Any]) -> bytes:
 
 
 def crc_digits(crc: int) -> str:
-    """Format a checksum as 16 hexadecimal digits; JSON numbers would lose precision."""
+    """Format a checksum as 16 hexadecimal digits, since a JSON number would lose precision."""
     return f"{crc:016x}"
 
 
@@ -67,12 +75,22 @@ def sha256_text(data: Buffer) -> str:
 
 
 def seal(document: dict[str, Any]) -> bytes:
-    """Serialise to canonical JSON that carries a checksum of its content, for keys that contain none."""
+    """Serialise a document to canonical JSON with a checksum of its content in the field "seal".
+
+    This protects objects whose key contains no checksum.
+    """
     return canonical_json({**document, "seal": crc_text(canonical_json(document))})
 
 
 def unseal(data: bytes, what: str) -> dict[str, Any]:
-    """Parse a sealed document. Raises CorruptCommit naming `what` if any byte has changed."""
+    """Parse a document that `seal` wrote, and verify its checksum.
+
+    Args:
+        what: name of the object, for errors.
+
+    Raises:
+        CorruptCommit: a byte has changed.
+    """
     try:
         document = json.loads(data)
         stated = document.pop("seal")
@@ -89,7 +107,7 @@ def unseal(data: bytes, what: str) -> dict[str, Any]:
 
 
 class Deadline:
-    """A point in time, `seconds` from now on the monotonic clock."""
+    """A point in time, given in seconds from now. It uses the monotonic clock."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -101,7 +119,10 @@ class Deadline:
 
 
 def backoff_pauses(*, first_seconds: float = 0.02, longest_seconds: float = 2.0) -> Iterator[float]:
-    """Yield doubling pauses in seconds, with jitter so that ranks that failed together do not retry together."""
+    """Yield pauses in seconds, without end. Their upper limit doubles up to `longest_seconds`.
+
+    They are random, so that ranks that failed together do not retry together.
+    """
     pause = first_seconds
     while True:
         yield random.uniform(first_seconds, pause)
@@ -109,7 +130,7 @@ def backoff_pauses(*, first_seconds: float = 0.02, longest_seconds: float = 2.0)
 
 
 def is_curable(error: StoreError) -> bool:
-    """Whether waiting may cure an error of the store."""
+    """Return whether an error of the store may disappear with time."""
     return not isinstance(error, StoreForbidden | StoreFull | StoreMisconfigured)
 
 
@@ -123,11 +144,15 @@ def retry_until(
     where: str = "",
     sleep: Callable[[float], object] = time.sleep,
 ) -> T:
-    """Repeat `operation` while it raises a StoreError that waiting may cure.
+    """Call `operation` and return its result; repeat it while it raises a curable StoreError and the deadline is not
+    reached.
 
     Args:
-        where: the part of `what` that failed, for the error.
-        longest_seconds: of a pause.
+        what: description of the operation, for the error.
+        curable: returns whether waiting may cure an error.
+        longest_seconds: longest pause between tries.
+        where: the part of the operation that failed, for the error.
+        sleep: pauses for the given seconds.
 
     Raises:
         CheckpointError: names `what`, the number of tries and the cause.
@@ -147,10 +172,12 @@ def retry_until(
 def fetch_verified(store: Store, key: str, parse: Callable[[bytes, str], T], what: str | None = None) -> T:
     """Fetch an object and return `parse(bytes, what)`.
 
-    Bytes may be damaged in the store or only in transit. Transit damage differs between readings, so CorruptCommit is
-    raised only if two consecutive readings are equal.
+    Bytes may be damaged in the store or only in transit. Damage in transit differs between readings, so the object is
+    read up to six times, and CorruptCommit is raised only if two consecutive readings are equal or the last one is
+    damaged too.
 
     Args:
+        parse: raises CorruptCommit if the bytes are damaged.
         what: name of the object in errors; default: its key.
 
     Raises:
@@ -168,10 +195,10 @@ def fetch_verified(store: Store, key: str, parse: Callable[[bytes, str], T], wha
 
 
 def put_verified(store: Store, key: str, data: bytes) -> None:
-    """Put an object and read it back. An error of the put is ignored if the object holds these bytes afterwards.
+    """Put an object and read it back. If the put fails but the object then holds the right bytes, the error is ignored.
 
     Raises:
-        StoreError: the put's own error if the object is missing, else that other bytes were read.
+        StoreError: the put failed, or other bytes were read back.
     """
     try:
         store.put(key, data)
