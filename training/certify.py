@@ -1,7 +1,7 @@
-"""`ebbflow certify CONFIG`: prove that a job resumes exactly.
+"""The command `ebbflow certify CONFIG`, which proves that a job resumes exactly.
 
-Runs a small copy of the job without and with interruptions on this machine, and compares losses, batches and weights.
-Importing this module imports no torch.
+It runs a small copy of the job without and with interruptions on this machine, and compares losses, batches and
+weights. Importing this module imports no torch.
 """
 
 from __future__ import annotations
@@ -59,10 +59,15 @@ _CHILD_SECONDS = 3600.0
 
 
 def small_config(config: RunConfig, *, store: Path, steps: int) -> RunConfig:
-    """Make a small copy of a job: same model, data, batch, optimizer and mode; fewer steps, six commits.
+    """Return the configuration of a small copy of a job.
 
-    Ranks are as configured, as far as this machine has cores; at most two nodes, and never fewer after a loss, since
-    another number of ranks adds up in another order. Metrics are not published.
+    Model, data, batch, optimizer and mode are the same; there are fewer steps, and six commits. The number of ranks is
+    limited by this machine's cores, and the number of nodes to two. A lost node must be replaced, because with fewer
+    ranks sums are added up in another order and differ in their last bits. Metrics are not published.
+
+    Args:
+        store: folder of the runs' store.
+        steps: steps of each run.
     """
     nodes, processes = gang_size(config)
     sections = {
@@ -81,13 +86,13 @@ def small_config(config: RunConfig, *, store: Path, steps: int) -> RunConfig:
 
 
 def record_batches(config: RunConfig, folder: Path) -> RunConfig:
-    """Wrap the configured workload so that its batches are recorded in `folder`."""
+    """Return a configuration in which the workload is wrapped, so that its batches are recorded in `folder`."""
     options = {**config.workload_options, WORKLOAD_OPTION: config.workload or "", FOLDER_OPTION: str(folder)}
     return config.model_copy(update={"workload": RECORDED, "workload_options": options})
 
 
 def gang_size(config: RunConfig) -> tuple[int, int]:
-    """Return (nodes, ranks per node) for this machine."""
+    """Return (nodes, ranks per node) of the small copy on this machine."""
     nodes, processes = config.cluster.nodes, config.cluster.processes_per_node
     nodes = 2 if nodes == "auto" else min(nodes, 2)
     processes = 1 if processes == "auto" else processes
@@ -96,9 +101,9 @@ def gang_size(config: RunConfig) -> tuple[int, int]:
 
 
 class RecordedWorkload:
-    """A workload that records the batches of another one.
+    """A workload that delegates to another one, and records its batches.
 
-    Its options are those of the wrapped workload, plus that one's name and the folder for the records.
+    Its options are those of the other workload, plus that workload's name and the folder for the records.
     """
 
     def __init__(self, context: WorkloadContext) -> None:
@@ -110,7 +115,7 @@ class RecordedWorkload:
 
     @classmethod
     def prepare(cls, context: WorkloadContext) -> dict:
-        """Prepare what the wrapped workload prepares."""
+        """Prepare the data of the wrapped workload."""
         from ebbflow.training.workloads.loader import prepare_data
 
         return prepare_data(wrapped_config(context.config), _own_context(context))
@@ -129,7 +134,7 @@ class RecordedWorkload:
 
 
 def wrapped_config(config: RunConfig) -> RunConfig:
-    """Return the configuration for the wrapped workload."""
+    """Return the configuration that the wrapped workload expects."""
     assert config.workload == RECORDED
     options = dict(config.workload_options)
     options.pop(FOLDER_OPTION)
@@ -141,7 +146,7 @@ def _own_context(context: WorkloadContext) -> WorkloadContext:
 
 
 def content_sha256(batch: Any) -> str:
-    """Return the SHA-256 of every tensor and number of a batch, in the order of its fields."""
+    """Return the SHA-256 of every tensor and number of a batch, in the order of the batch's fields."""
     digest = hashlib.sha256()
     for part in _parts(batch):
         digest.update(part)
@@ -173,14 +178,15 @@ def _parts(value: Any) -> Iterator[bytes]:
 
 @dataclass(frozen=True, kw_only=True)
 class CertifiedRun:
-    """What one run left behind.
+    """The record of one run, for the comparison with others.
 
-    Args:
-        steps: (step, its figures) for each time a step was taken.
-        samples: (rank, first sample, SHA-256 of the batch) for each batch read.
-        starts: attempts of the gang.
-        generations: generations that took steps.
-        resumed: restored steps.
+    Attributes:
+        interruption: key of INTERRUPTIONS, or UNINTERRUPTED.
+        steps: (step, its figures) of each step; a step that was repeated occurs several times.
+        samples: (rank, first sample, SHA-256 of the batch) of each batch.
+        starts: number of times that the gang was started.
+        generations: number of generations that took steps.
+        resumed: step of each commit that a rank restored.
     """
 
     interruption: str
@@ -193,7 +199,13 @@ class CertifiedRun:
 
 
 def certified_run(config: RunConfig, prepared: dict, folder: Path, interruption: str) -> CertifiedRun:
-    """Run the job to its end with one of INTERRUPTIONS or UNINTERRUPTED, restarted as often as needed."""
+    """Run the job to its end with one interruption, and restart it as often as needed, up to four starts.
+
+    Args:
+        prepared: what the workload's `prepare` returned.
+        folder: folder for records and logs.
+        interruption: key of INTERRUPTIONS, or UNINTERRUPTED.
+    """
     job = interruption.replace(" ", "-")
     records, logs = folder / job / "records", folder / job / "logs"
     records.mkdir(parents=True)
@@ -251,7 +263,7 @@ def _numbers(event: Event) -> dict[str, Any]:
 
 
 def _samples(folder: Path) -> list[tuple[int, int, str]]:
-    """Read the recorded batches. A last line that was cut off by a kill is skipped."""
+    """Return (rank, first sample, SHA-256) of each recorded batch. A last line that a kill cut off is skipped."""
     found = []
     for path in sorted(folder.glob("rank-*.jsonl")):
         rank = int(path.stem.removeprefix("rank-"))
@@ -267,11 +279,13 @@ def _samples(folder: Path) -> list[tuple[int, int, str]]:
 def build_certificate(
     config: RunConfig, small: RunConfig, runs: Sequence[CertifiedRun], machine: dict[str, object]
 ) -> dict[str, Any]:
-    """Compare runs and return the certificate as JSON.
+    """Compare the interrupted runs with the uninterrupted one, and return the certificate as JSON.
 
     Args:
-        config: the job's configuration; small: that of the runs.
-        runs: the uninterrupted one first.
+        config: the job's configuration.
+        small: the configuration of the runs.
+        runs: the uninterrupted run first.
+        machine: description of this machine.
     """
     uninterrupted, *interrupted = runs
     compared = [_compare(uninterrupted, run) for run in interrupted]
@@ -300,7 +314,7 @@ def config_sha256(config: RunConfig) -> str:
 
 
 def format_certificate(found: dict[str, Any]) -> str:
-    """Format a certificate as text."""
+    """Format a certificate as text, one line per interruption."""
     verdict = "holds" if found["holds"] else "DOES NOT HOLD"
     ranks = f"{found['nodes']} × {found['processes_per_node']} ranks, {found['mode']}"
     lines = [f"resume certificate {verdict}: {found['workload']}, {found['steps']} steps on {ranks}"]
@@ -312,7 +326,10 @@ def format_certificate(found: dict[str, Any]) -> str:
 
 
 def _compare(uninterrupted: CertifiedRun, run: CertifiedRun) -> dict[str, Any]:
-    """Compare one interrupted run with the uninterrupted one. Repeated steps must be equal each time."""
+    """Compare an interrupted run with the uninterrupted one, and return its entry in the certificate.
+
+    A step that was repeated must have the same figures each time.
+    """
     found = [*_losses(uninterrupted, run), *_batches(uninterrupted, run)]
     for name in ("outcome", "step", "weights_sha256"):
         was, now = getattr(uninterrupted.outcome, name), getattr(run.outcome, name)
@@ -361,7 +378,7 @@ def _sha256(value: object) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command; return 0 if the certificate holds, 1 if not, else the exit code of the error."""
+    """Run the command, and return 0 if the certificate holds, 1 if it does not, or the exit code of the error."""
     parser = argparse.ArgumentParser(
         prog="ebbflow certify",
         description="Run a job small, with and without interruptions, and compare losses, samples and weights.",
@@ -406,7 +423,13 @@ def certify(
     parent: Path | None = None,
     interruptions: Sequence[str] = tuple(INTERRUPTIONS),
 ) -> dict[str, Any]:
-    """Run the job once uninterrupted and once per interruption, and return the certificate as JSON. Takes minutes."""
+    """Run the job once uninterrupted and once per interruption, and return the certificate as JSON. Takes minutes.
+
+    Args:
+        steps: steps of each run.
+        parent: folder in which the runs' temporary folder is made.
+        interruptions: keys of INTERRUPTIONS.
+    """
     from ebbflow.training.gang import Gang
     from ebbflow.training.workloads.loader import prepare_data, workload_context
 
@@ -427,8 +450,10 @@ def certify(
 def certify_in_child(
     config: RunConfig, *, steps: int = DEFAULT_STEPS, interruptions: Sequence[str] = tuple(INTERRUPTIONS)
 ) -> dict[str, Any]:
-    """Run `certify` in a process of its own, since this one imports no torch. Raises TrainingError without a
-    certificate.
+    """Run `certify` in a process of its own, since this process imports no torch, and return the certificate.
+
+    Raises:
+        TrainingError: the process made no certificate.
     """
     with tempfile.TemporaryDirectory(prefix="ebbflow-certify-") as folder:
         given, found = Path(folder, "config.json"), Path(folder, "certificate.json")

@@ -260,9 +260,9 @@ def _delete_objects(store: Store, tombstone: dict[str, Any]) -> None:
 def find_orphans(store: Store, clock: StoreClock, *, older_than_seconds: float) -> list[ObjectMeta]:
     """List objects that no commit needs and that are older than the limit, in seconds by the store's own clock.
 
-    These are data and indexes of checkpoints without a commit, signatures without a commit, and the secrets with which
-    the nodes of earlier starts recognised each other. The objects of a checkpoint are listed together or not at all: a
-    single young object means that its upload may still be running.
+    These are data and indexes of checkpoints without a commit, signatures without a commit, and the secrets that the
+    agents of earlier starts shared. The objects of a checkpoint are listed together or not at all: a single young
+    object means that its upload may still be running.
     """
     # Listed before the commits: whatever is committed meanwhile is then seen as committed.
     listed = {prefix: store.list(prefix) for prefix in ("data", "index", "signatures", "secrets")}
@@ -341,15 +341,13 @@ class Retention:
         return self._run(store, save, lambda: interrupted() or time.monotonic() >= end)
 
     def make_room(self, store: Store, save: CheckpointId, *, deadline_seconds: float) -> list[CommitRef]:
-        """Free space in a full store, and return the deleted commits.
+        """Free space in a full store, and return the deleted commits. Raises as `run`.
 
         Commits are deleted, the least valued first, until two more fit. Orphans are deleted once they are older than
         any running save can be.
 
         Args:
             deadline_seconds: deadline of a save, from which the age of orphans is derived.
-
-        Raises as `run`.
         """
         limit = min(self._policy.orphan_seconds, max(2 * deadline_seconds, _SHORTEST_ORPHAN_SECONDS))
         end = time.monotonic() + _RUN_SECONDS

@@ -1,4 +1,6 @@
-"""Find text files, split them into train and held out, and build token shards, one piece of a file at a time."""
+"""Find text files, split them into train and held-out text, and build token shards from one piece of a file at a
+time.
+"""
 
 from __future__ import annotations
 
@@ -74,12 +76,12 @@ _LINE_SEARCH_BYTES = 2**20
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file, or a part of it, to read.
+    """A file to read, or a part of one.
 
-    Args:
+    Attributes:
         name: path below the data's root, with "/" on every system.
-        start: first byte of the part.
-        end: end of the part; None: of the file.
+        start: offset of the part's first byte.
+        end: offset at which the part ends; None means the end of the file.
     """
 
     name: str
@@ -94,9 +96,13 @@ class SourceFile:
 
 
 def find_files(data: DataConfig, *, project_root: Path) -> list[SourceFile]:
-    """List the files of `data`, sorted by name. Raises DataError.
+    """List the text files that `data.path` names, sorted by name; without a path, those of Python's standard library.
 
-    project_root: base of relative paths.
+    Args:
+        project_root: base of relative paths.
+
+    Raises:
+        DataError: there is no such file.
     """
     if data.path is None:
         root = Path(sysconfig.get_path("stdlib"))
@@ -116,9 +122,13 @@ def find_files(data: DataConfig, *, project_root: Path) -> list[SourceFile]:
 
 
 def is_held_out(name: str, fraction: float) -> bool:
-    """Whether one of several files is held out for evaluation; depends on its name alone, so adding files moves none.
+    """Return whether one of several files is held out for evaluation.
 
-    Whole files are held out, because windows of one file share vocabulary and copied passages.
+    This depends on the file's name alone, so the addition of a file moves no other file. Whole files are held out,
+    because windows of one file share vocabulary and copied passages.
+
+    Args:
+        fraction: expected share of files that are held out, from 0 to 1.
     """
     return _hash_fraction(name) < fraction
 
@@ -126,7 +136,11 @@ def is_held_out(name: str, fraction: float) -> bool:
 def split_files(files: list[SourceFile], fraction: float) -> tuple[list[SourceFile], list[SourceFile]]:
     """Split files into train and held out, neither of them empty. A single file is cut: its last part is held out.
 
-    Raises DataError if the text is too short.
+    Args:
+        fraction: share to hold out, of files or of the single file's bytes.
+
+    Raises:
+        DataError: the text is too short.
     """
     if len(files) == 1:
         return _split_inside(files[0], fraction)
@@ -138,7 +152,7 @@ def split_files(files: list[SourceFile], fraction: float) -> tuple[list[SourceFi
 
 
 def describe_split(files: list[SourceFile], fraction: float) -> str:
-    """Describe the rule of `split_files` in words that change when it does, for fingerprints."""
+    """Describe the rule of `split_files` for fingerprints: the text changes whenever the rule does."""
     return f"last {fraction!r} of one file" if len(files) == 1 else f"sha256(name) < {fraction!r}"
 
 
@@ -158,7 +172,7 @@ def open_source(file: SourceFile) -> Iterator[BinaryIO]:
 
 
 class TextDetector:
-    """Decides piece by piece whether a file is text: binary files would train a model on noise.
+    """Checks piece by piece that a file is text, because a binary file would train a model on noise.
 
     Text is UTF-8 without NUL bytes; up to 10 % of invalid bytes are accepted, as in older encodings.
     """
@@ -169,7 +183,7 @@ class TextDetector:
         self._signature = ""
 
     def examine(self, piece: bytes) -> None:
-        """Examine the next bytes. Raises DataError as soon as they cannot be text."""
+        """Examine the next bytes. Raises DataError as soon as the file cannot be text."""
         if not self._bytes and self._file.start == 0:
             self._signature = next((name for head, name in _SIGNATURES if piece.startswith(head)), "")
             if piece.startswith(_ASCII_ONLY):
@@ -186,7 +200,7 @@ class TextDetector:
             self.decide()
 
     def decide(self) -> None:
-        """Decide on everything seen so far. Raises DataError."""
+        """Raise DataError if more than 10 % of the bytes examined so far are invalid."""
         if self._invalid > _MOST_INVALID_SHARE * self._bytes:
             share = 100 * self._invalid / self._bytes
             raise self._refusal(f"is no UTF-8 text: {share:.0f} % of its first {self._bytes:,} bytes are invalid")
@@ -200,7 +214,7 @@ class TextDetector:
 
 
 def check_head(file: SourceFile) -> None:
-    """Examine the first 64 KiB. Raises DataError if the file is not text or unreadable."""
+    """Check that a file is readable and that its first 64 KiB are text. Raises DataError."""
     with open_source(file) as stream:
         head = stream.read(_HEAD_BYTES)
     detector = TextDetector(file)
@@ -209,7 +223,10 @@ def check_head(file: SourceFile) -> None:
 
 
 def _split_inside(file: SourceFile, fraction: float) -> tuple[list[SourceFile], list[SourceFile]]:
-    """Cut before the last `fraction` of the bytes, at the next line, or between two characters if there is none."""
+    """Split a file before the last `fraction` of its bytes, at the end of the line there.
+
+    If there is no line end in the next MiB, split between two characters.
+    """
     with open_source(file) as stream:
         size = os.fstat(stream.fileno()).st_size
         nominal = size - max(1, round(size * fraction))
@@ -239,7 +256,7 @@ def _describe_kind(mode: int) -> str:
 
 
 def _hash_fraction(name: str) -> float:
-    """Return a number in [0, 1) that depends on the name."""
+    """Return a number from 0 to 1 (excluded) that depends only on the name."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big") / 2**48
 
 
@@ -272,7 +289,7 @@ def _find_matching(pattern: str, written: str) -> list[SourceFile]:
 
 @dataclass(frozen=True)
 class _Hashed:
-    """A file with the SHA-256 and size of its content at the first reading."""
+    """A source file, with SHA-256 and size in bytes of its content when it was first read."""
 
     file: SourceFile
     sha256: str
@@ -287,10 +304,14 @@ class _Shard:
 
 
 def prepare_tokens(data: DataConfig, store: Store, *, project_root: Path) -> Tokens:
-    """Build the shards of `data` in `store` unless they exist. Raises DataError, StoreError.
+    """Build the token shards of `data` in `store` unless they exist, and return their description.
 
-    The fingerprint covers format, tokenizer, split rule, and each file's name and content, and nothing about this
-    machine: the same text has the same fingerprint everywhere.
+    The shards' fingerprint covers format, tokenizer, split rule, and each file's name and content, and nothing about
+    this machine: the same text has the same fingerprint everywhere.
+
+    Raises:
+        DataError: files or tokenizer are missing or unusable.
+        StoreError: the store failed.
     """
     tokenizer = open_tokenizer(data, project_root=project_root)
     files = find_files(data, project_root=project_root)
@@ -318,7 +339,7 @@ def prepare_tokens(data: DataConfig, store: Store, *, project_root: Path) -> Tok
 
 
 def _hash(file: SourceFile) -> _Hashed:
-    """Read and hash the whole part. Raises DataError if it is not text."""
+    """Read a whole file or part, and return it with its SHA-256. Raises DataError if it is not text."""
     digest, size, detector = hashlib.sha256(), 0, TextDetector(file)
     for piece in _pieces_of(file):
         detector.examine(piece)
@@ -339,7 +360,7 @@ def _fingerprint(split: str, tokenizer: Tokenizer, hashed: list[_Hashed]) -> str
 
 
 def _build(side: list[_Hashed], tokenizer: Tokenizer, shards: Store, key: str) -> _Shard:
-    """Build one shard via a temporary file, since its size is known only at the end."""
+    """Build one shard under `key`. It is first written to a temporary file, since its size is known only at the end."""
     counts, digest = np.zeros(tokenizer.vocab_size, dtype=np.int64), hashlib.sha256()
     with tempfile.TemporaryFile() as file:
         for tokens in encode_files((_pieces_if_unchanged(one) for one in side), tokenizer):
@@ -357,7 +378,9 @@ def _build(side: list[_Hashed], tokenizer: Tokenizer, shards: Store, key: str) -
 
 
 def _pieces_if_unchanged(one: _Hashed) -> Iterator[bytes]:
-    """Read the pieces again. Raises DataError at the end of a file that has changed since it was hashed."""
+    """Yield the pieces of a file again. After the last one, raise DataError if its content has changed since it was
+    hashed.
+    """
     digest = hashlib.sha256()
     for piece in _pieces_of(one.file):
         digest.update(piece)

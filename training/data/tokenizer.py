@@ -29,8 +29,8 @@ class Tokenizer(Protocol):
     """Turns text into token numbers.
 
     Attributes:
-        identity: changes with anything that could change a token.
-        separator: token between two files, so that a window across both does not read as one text; None: none.
+        identity: text that changes with anything that could change a token.
+        separator: token between two files, so that a window across both does not read as one text; None means no token.
     """
 
     @property
@@ -43,12 +43,12 @@ class Tokenizer(Protocol):
     def separator(self) -> int | None: ...
 
     def encode(self, piece: bytes) -> np.ndarray:
-        """Return the token numbers, shape [tokens], of a piece of a file, in `dtype_of(vocab_size)`."""
+        """Return the token numbers of a piece of a file, of shape [tokens] and dtype `dtype_of(vocab_size)`."""
         ...
 
 
 class ByteTokenizer:
-    """One token per byte. Byte 0, which no text file contains, is the separator."""
+    """A tokenizer with one token per byte. Byte 0, which no text file contains, is the separator."""
 
     identity = BYTES
     vocab_size = 256
@@ -59,8 +59,9 @@ class ByteTokenizer:
 
 
 class VocabularyTokenizer:
-    """The vocabulary of a tokenizer.json. Invalid UTF-8 becomes U+FFFD; of the special tokens only the separator is
-    added.
+    """A tokenizer with the vocabulary of a tokenizer.json.
+
+    Invalid UTF-8 becomes U+FFFD. The separator between files is the only special token that is added.
     """
 
     def __init__(self, path: Path) -> None:
@@ -79,9 +80,13 @@ class VocabularyTokenizer:
 
 
 def open_tokenizer(data: DataConfig, *, project_root: Path) -> Tokenizer:
-    """Open the configured tokenizer. Raises DataError if the file or the package is missing, or the file damaged.
+    """Open the configured tokenizer.
 
-    project_root: base of relative paths.
+    Args:
+        project_root: base of relative paths.
+
+    Raises:
+        DataError: the file or the package `tokenizers` is missing, or the file is damaged.
     """
     if data.tokenizer == BYTES:
         return ByteTokenizer()
@@ -89,7 +94,7 @@ def open_tokenizer(data: DataConfig, *, project_root: Path) -> Tokenizer:
 
 
 def check_vocabulary(config: RunConfig, vocab_size: int) -> None:
-    """Raise DataError if the model's vocabulary is too small."""
+    """Raise DataError if the model's vocabulary is smaller than the tokenizer's `vocab_size`."""
     if vocab_size > config.model.vocab_size:
         raise DataError(
             f"data.tokenizer {config.data.tokenizer} has {vocab_size} tokens, model.vocab_size is "
@@ -99,20 +104,21 @@ def check_vocabulary(config: RunConfig, vocab_size: int) -> None:
 
 
 def tokenizer_path(data: DataConfig, *, project_root: Path) -> Path:
-    """Return the path of the tokenizer file; for a folder, of the tokenizer.json in it."""
+    """Return the path of the configured tokenizer.json, which may be configured by its folder."""
     path = project_root / Path(data.tokenizer).expanduser()
     return path / "tokenizer.json" if path.is_dir() else path
 
 
 def dtype_of(vocab_size: int) -> np.dtype:
-    """Return the smallest unsigned little-endian integer type that holds every token."""
+    """Return the smallest unsigned little-endian integer type that holds every token number."""
     return np.dtype("u1" if vocab_size <= 2**8 else "<u2" if vocab_size <= 2**16 else "<u4")
 
 
 def text_pieces(file: BinaryIO, *, limit: int | None = None) -> Iterator[bytes]:
-    """A file in pieces of about PIECE_BYTES which end with a line; a longer line is cut between two characters.
+    """Yield a file in pieces of about 1 MiB that end with a line; a longer line is cut between two characters.
 
-    limit: read no more than that many bytes.
+    Args:
+        limit: number of bytes after which reading stops; None means the end of the file.
     """
     rest, left = b"", sys.maxsize if limit is None else limit
     while block := file.read(min(PIECE_BYTES, left)):
@@ -127,7 +133,7 @@ def text_pieces(file: BinaryIO, *, limit: int | None = None) -> Iterator[bytes]:
 
 
 def _whole_characters(text: bytes) -> int:
-    """Return where the last, possibly incomplete UTF-8 character begins."""
+    """Return the offset of a multi-byte character at the end of `text`, which may be incomplete; else the length."""
     end = len(text)
     while end > len(text) - 4 and text[end - 1] & 0xC0 == 0x80:
         end -= 1
@@ -135,7 +141,11 @@ def _whole_characters(text: bytes) -> int:
 
 
 def encode_files(files: Iterable[Iterable[bytes]], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
-    """Yield the tokens of files, given as pieces, one array per piece, with separators between files."""
+    """Yield the tokens of several files, one array per piece, and the separator token between files.
+
+    Args:
+        files: the pieces of each file.
+    """
     for number, content in enumerate(files):
         if number and tokenizer.separator is not None:
             yield np.array([tokenizer.separator], dtype=dtype_of(tokenizer.vocab_size))

@@ -1,9 +1,10 @@
 """Token shards in the store, and the order in which samples are drawn from them.
 
-Sample i belongs to epoch i // n and takes window permutation(seed, epoch)(i % n) of the n windows of the text. The
-permutation is a keyed Feistel network over the next power of four, with cycle walking down to n (Black and Rogaway,
-"Ciphers with Arbitrary Finite Domains", CT-RSA 2002, methods 2 and 3): it needs no table, takes constant time per
-index, and visits every window exactly once per epoch, in another order each time. It shuffles; it does not encrypt.
+The text is divided into n windows of equal length. Sample i belongs to epoch i // n and takes window permutation(seed,
+epoch)(i % n). The permutation is a keyed Feistel network over the next power of four, with cycle walking down to n
+(Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002, methods 2 and 3): it needs no table, takes
+constant time per index, and visits every window exactly once per epoch, in another order each time. It shuffles; it
+does not encrypt.
 
 <store>/tokens/<fingerprint>/train.bin  held_out.bin    unsigned little-endian integers of 1, 2 or 4 bytes
                              tokens.json                written last: if it exists, the shards are complete
@@ -37,7 +38,7 @@ _READ_BYTES = 2**24
 
 
 class SampleOrder:
-    """An order of `windows` non-overlapping windows of text, determined by `seed`."""
+    """A pseudo-random order of the `windows` non-overlapping windows of a text, determined by `seed`."""
 
     def __init__(self, windows: int, seed: int) -> None:
         if windows < 1:
@@ -49,7 +50,7 @@ class SampleOrder:
         self._remembered: tuple[int, np.ndarray] = (-1, np.empty(0, dtype=np.int64))
 
     def window(self, first: int, count: int) -> np.ndarray:
-        """Return the window numbers, int64 [count], of global samples first … first + count − 1."""
+        """Return the window numbers of the samples from `first` to `first + count - 1`, as int64 [count]."""
         parts = []
         while count > 0:
             number, start = divmod(first, _BLOCK)
@@ -58,7 +59,10 @@ class SampleOrder:
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
     def _block(self, number: int) -> np.ndarray:
-        """Return one block of the order; the last one is cached, since NumPy's call overhead dominates."""
+        """Return the window numbers of block `number`, of 4,096 samples. The last block is cached.
+
+        Blocks are computed as a whole, because NumPy's overhead per call dominates.
+        """
         if self._remembered[0] != number:
             self._remembered = (number, self._compute(number * _BLOCK, _BLOCK))
         return self._remembered[1]
@@ -92,13 +96,17 @@ def _mix(values: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
-    """Description of a set of token shards.
+    """The description of a set of token shards.
 
-    Args:
-        unigram_entropy_nats: per token of the train text: the loss of a model that knows only token frequencies.
+    Attributes:
+        fingerprint: hash of everything that determines the tokens.
+        unigram_entropy_nats: entropy per token of the train text, in nats. It is the loss of a model that knows only
+            token frequencies.
         files: number of source files, train and held out.
-        bytes: of the source files.
-        held_out_bytes: of the held-out files, which make a loss per token comparable between tokenizers.
+        bytes: bytes of the source files.
+        held_out_bytes: bytes of the held-out files, which make a loss per token comparable between tokenizers.
+        shard_sha256: SHA-256 by shard, "train" and "held_out".
+        weight_unit: the unit in which a batch's weight in the mean loss is counted.
     """
 
     fingerprint: str
@@ -118,7 +126,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class TokenArrays:
-    """Memory-mapped shards, unsigned integers of shape [tokens], and their description."""
+    """The train and held-out shards as memory-mapped unsigned integers of shape [tokens], and their description."""
 
     train: np.ndarray
     held_out: np.ndarray
@@ -129,6 +137,9 @@ def open_tokens(store: Store, fingerprint: str, *, cache: Path | None = None) ->
     """Open shards as memory-mapped arrays: in place in a local store, otherwise downloaded once into `cache`.
 
     A download is verified by SHA-256 and appears whole or not at all.
+
+    Args:
+        cache: folder for downloads; default: a folder of this user below the temporary folder.
 
     Raises:
         DataError: the shards are missing, incomplete or changed.
@@ -154,7 +165,7 @@ def open_tokens(store: Store, fingerprint: str, *, cache: Path | None = None) ->
 
 
 def count_tokens(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
-    """Count each token: int64 [vocab_size]."""
+    """Return how often each token occurs, as int64 [vocab_size]."""
     counts = np.zeros(vocab_size, dtype=np.int64)
     for start in range(0, tokens.size, _CHUNK_TOKENS):  # bincount widens its input to eight bytes per token
         counts += np.bincount(tokens[start : start + _CHUNK_TOKENS], minlength=vocab_size)
@@ -168,7 +179,7 @@ def entropy_nats(counts: np.ndarray) -> float:
 
 
 def read_description(shards: Store) -> Tokens | None:
-    """Read the description of complete shards; None if there are none. Raises DataError if it is damaged."""
+    """Return the description of complete shards; None if there are none. Raises DataError if it is damaged."""
     try:
         return Tokens(**json.loads(shards.get(DESCRIPTION)))
     except ObjectNotFound:
@@ -178,7 +189,10 @@ def read_description(shards: Store) -> Tokens | None:
 
 
 def _download(shards: Store, key: str, sha256: str, size: int, cache: Path) -> Path:
-    """Download a shard to a file named by its content. Two ranks may race and write the same."""
+    """Download a shard into a file of `cache` that is named by the shard's SHA-256, and return its path.
+
+    If two ranks download at the same time, both write the same file.
+    """
     path = cache / f"{sha256}.bin"
     if path.is_file():
         return path

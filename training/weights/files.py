@@ -1,4 +1,4 @@
-"""Find and describe weights in safetensors files, from their headers. Imports no torch."""
+"""Find and describe the weights in safetensors files, by reading only the files' headers. Imports no torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,12 @@ Translate = Callable[[str], str | None]
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor of a file, under its name there."""
+    """A tensor in a safetensors file.
+
+    Attributes:
+        name: its name in the file.
+        dtype: as safetensors names it, such as BF16.
+    """
 
     name: str
     file: Path
@@ -33,9 +38,10 @@ class StoredTensor:
 
 
 def find_weights(path: str, translate: Translate | None = None) -> dict[str, StoredTensor]:
-    """Find the tensors to load, by the model's names, from headers only.
+    """Find the tensors to load, and return them by the model's names. Only headers are read.
 
     Args:
+        path: a safetensors file, or a folder with one or with an index.
         translate: returns the model's name of a stored tensor, or None to leave it out.
 
     Raises:
@@ -57,8 +63,12 @@ def find_weights(path: str, translate: Translate | None = None) -> dict[str, Sto
 
 
 def list_weight_files(path: str) -> list[Path]:
-    """List a checkpoint's files: the file itself, those in the folder's index, or the folder's only one. Raises
-    WorkloadError.
+    """List the safetensors files of a checkpoint.
+
+    These are `path` itself if it is a file, or the files in the folder's index, or the only one in the folder.
+
+    Raises:
+        WorkloadError: there is no such file, or it is unclear which files to read.
     """
     root = Path(path)
     if root.is_file():
@@ -78,7 +88,10 @@ def list_weight_files(path: str) -> list[Path]:
 
 
 def describe_files(path: str) -> list[dict[str, Any]]:
-    """Describe the files that were read: path, bytes, time, and SHA-256 unless they are too large to hash."""
+    """Describe each file by path, bytes, modification time, and SHA-256.
+
+    The SHA-256 is None if the files have more than 4 GiB in all, because hashing takes too long.
+    """
     files = list_weight_files(path)
     small = sum(file.stat().st_size for file in files) <= _LARGEST_HASHED_BYTES
     return [
@@ -93,7 +106,14 @@ def describe_files(path: str) -> list[dict[str, Any]]:
 
 
 def open_weights(file: Path, *, framework: str) -> Any:
-    """Open a file: framework "np" reads names and shapes, "pt" tensors. Raises WorkloadError."""
+    """Open a safetensors file.
+
+    Args:
+        framework: "np" to read names and shapes, "pt" to read torch tensors.
+
+    Raises:
+        WorkloadError: the file cannot be read.
+    """
     try:
         return safe_open(file, framework=framework, device="cpu")
     except (OSError, SafetensorError) as error:
@@ -105,7 +125,7 @@ def open_weights(file: Path, *, framework: str) -> Any:
 
 
 def abbreviate(names: Iterable[str]) -> str:
-    """Join the first few names, and count the rest."""
+    """Join the first three names, and state how many more there are."""
     names = list(names)
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return ", ".join(names[:_NAMED]) + more

@@ -29,11 +29,11 @@ def initialise(module: nn.Module, blank: nn.Module, *, seed: int) -> None:
 
     Each module that holds parameters or buffers is materialised alone on the CPU, initialised by its own
     `reset_parameters` with a generator seeded by (seed, module name), and copied. So a weight depends only on the seed
-    and its name, not on mode, world size, device or the order of modules. A tied parameter starts as the first of its
-    names does.
+    and its name, not on mode, world size, device or the order of modules. A tied parameter is initialised under its
+    first name.
 
     Args:
-        blank: the same whole model on the meta device.
+        blank: a copy of the whole model on the meta device.
 
     Raises:
         WorkloadError: a module has no `reset_parameters`.
@@ -62,14 +62,14 @@ def initialise(module: nn.Module, blank: nn.Module, *, seed: int) -> None:
 
 
 def tied_names(module: nn.Module) -> dict[str, str]:
-    """Map each further name of a tied parameter to its first name."""
+    """Map each additional name of a tied parameter to the parameter's first name."""
     first: dict[int, str] = {}
     named = module.named_parameters(remove_duplicate=False)
     return {name: first[id(value)] for name, value in named if first.setdefault(id(value), name) != name}
 
 
 def materialise(module: nn.Module, device: torch.device | str) -> None:
-    """Allocate a meta-device module's memory like `to_empty`, but keep tied parameters tied."""
+    """Allocate memory for a module on the meta device like `to_empty`, but keep tied parameters tied."""
     tied = tied_names(module)
     module.to_empty(device=device)
     for name, first in tied.items():
@@ -94,9 +94,10 @@ def _copy_own_part(target: Tensor, value: Tensor) -> None:
 
 
 def check_weights_fit(found: Mapping[str, StoredTensor], model: nn.Module, path: str) -> None:
-    """Raise WorkloadError if tensors are missing, unexpected or of another shape or kind.
+    """Check that the stored tensors fit the model. A tied weight is required once, under any of its names.
 
-    A tied weight is required once, under any of its names.
+    Raises:
+        WorkloadError: tensors are missing, unexpected, of another shape, or integers in place of floats or vice versa.
     """
     targets, names = _targets(model)
     missing = [alike[0] for alike in names if not set(alike) & set(found)]
@@ -122,9 +123,12 @@ def check_weights_fit(found: Mapping[str, StoredTensor], model: nn.Module, path:
 
 @torch.no_grad()
 def load_weights(path: str, model: nn.Module, translate: Translate | None = None) -> int:
-    """Fill the model, sharded or not, and return the number of tensors. Raises WorkloadError before changing any.
+    """Fill the model, sharded or not, from safetensors files, and return the number of tensors.
 
     Values are converted to the model's dtype: half-precision files fill float32 weights.
+
+    Raises:
+        WorkloadError: the files do not fit the model. No weight has been changed.
     """
     found = find_weights(path, translate)
     check_weights_fit(found, model, path)
@@ -140,7 +144,7 @@ def load_weights(path: str, model: nn.Module, translate: Translate | None = None
 
 
 def _targets(model: nn.Module) -> tuple[dict[str, Tensor], list[list[str]]]:
-    """Return parameters and persistent buffers by each name, and the groups of names of one tensor."""
+    """Return parameters and persistent buffers by name, and for each tensor the list of all its names."""
     targets = dict(model.state_dict(keep_vars=True))
     alike: dict[int, list[str]] = {}
     for name, tensor in targets.items():
@@ -149,7 +153,7 @@ def _targets(model: nn.Module) -> tuple[dict[str, Tensor], list[list[str]]]:
 
 
 def _fill(target: Tensor, file: Any, name: str) -> None:
-    """Copy the local rows (and columns) straight from the file."""
+    """Copy the rows (and columns) that this rank holds straight from the file."""
     if not isinstance(target, DTensor):
         target.copy_(file.get_tensor(name))
         return
@@ -160,7 +164,7 @@ def _fill(target: Tensor, file: Any, name: str) -> None:
 
 
 def _boxes(tensor: DTensor) -> Iterable[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield offsets and sizes of the local piece in the whole, from DCP's planner."""
+    """Yield (offsets, sizes) of each local piece in the whole tensor, as DCP's planner finds them."""
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner({"tensor": tensor}, None, True)
     for item in planner.create_local_plan().items:
@@ -173,7 +177,9 @@ def weights_sha256(module: nn.Module) -> str:
     """Return the SHA-256 of all weights, equal for equal weights in any mode and at any world size. Collective.
 
     For each parameter, in ascending order of its name's UTF-8 bytes, the digest takes
+
         name + "\\n" + dtype + "\\n" + shape + "\\n"    in UTF-8: dtype as "float32", shape as "64,128" (scalar: "")
+
     and then the full tensor's elements, row-major and little-endian, with nothing between or after.
     """
     digest = hashlib.sha256()
@@ -187,14 +193,17 @@ def weights_sha256(module: nn.Module) -> str:
 
 
 def _full_tensor(value: DTensor) -> Tensor:
-    """Gather a DTensor on its mesh's device: NCCL does not reach shards that are offloaded to host memory."""
+    """Gather a DTensor on the device of its mesh.
+
+    Shards that are offloaded to host memory are moved to that device first, because NCCL cannot reach host memory.
+    """
     moved = value.to(value.device_mesh.device_type)
     assert isinstance(moved, DTensor)
     return moved.full_tensor()
 
 
 def _little_endian(value: Tensor) -> memoryview:
-    """Return the bytes of a contiguous CPU tensor; via uint8, since NumPy has no bfloat16."""
+    """Return the bytes of a contiguous CPU tensor. They are read as uint8, because NumPy has no bfloat16."""
     elements = value.reshape(-1).view(torch.uint8).numpy()
     if sys.byteorder == "big":
         elements = elements.reshape(-1, value.element_size())[:, ::-1].copy().reshape(-1)
