@@ -42,7 +42,6 @@ _REQUEST_SECONDS = 10.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code."""
     guard_terminal()
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["bench"]:
@@ -169,7 +168,7 @@ def _print_one(report: RunReport, *, configuration: bool) -> None:
 
 
 def _job_history(config: RunConfig) -> JobHistory:
-    """Load the job history of the configuration's store; print a note and use none if the store is unavailable."""
+    """Load the job history of the configuration's store. If it is unavailable, print a note and return an empty one."""
     from ebbflow.cost.job_history import JobHistory, load_job_history
     from ebbflow.infra.store import Store
 

@@ -66,7 +66,7 @@ def format_percent(share: float | None, digits: int = 1) -> str:
 
 
 def format_share(share: float | None, whole: str) -> str:
-    """Format a share together with what it is a share of, such as "41.0 % of measured peak"."""
+    """Format a share together with its whole, such as "41.0 % of measured peak"."""
     text = format_percent(share)
     return text if text == NONE else f"{text} of {whole}"
 

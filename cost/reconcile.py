@@ -412,7 +412,6 @@ def _decimal(seconds: float) -> Decimal:
 
 
 def render(found: Reconciliation) -> str:
-    """Render the reconciliation as text."""
     return "\n".join(piece for line in _render_lines(found) for piece in _wrap(line))
 
 
@@ -471,7 +470,6 @@ def _wrap(line: str) -> list[str]:
 
 
 def add_command(commands: Any) -> None:
-    """Add `ebbflow reconcile RUN CUR_FILE …`."""
     parser = commands.add_parser("reconcile", help="compare a job's forecast and ledger with what was billed")
     parser.add_argument("job", metavar="RUN", help="a job's name, 'latest', or the folder or s3:// URI of a job")
     parser.add_argument("bill", type=Path, nargs="+", metavar="CUR_FILE", help="Cost and Usage Report: CSV or Parquet")

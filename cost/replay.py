@@ -355,7 +355,6 @@ def render(found: dict[str, Any]) -> str:
 
 
 def add_command(commands: Any) -> None:
-    """Add `ebbflow replay RUN`."""
     parser = commands.add_parser(
         "replay", help="what a finished run would have cost in another pool, or with another checkpoint interval"
     )

@@ -102,7 +102,6 @@ class Ledger:
 
     @property
     def unattributed_share(self) -> float:
-        """Unattributed share of the paid rank-seconds, from 0 to 1."""
         found = sum(line.rank_microseconds for line in self.lines if line.ledger_class == LedgerClass.UNATTRIBUTED)
         return found / self.paid_microseconds if self.paid_microseconds else 0.0
 

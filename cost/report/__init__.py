@@ -1,1 +1,1 @@
-"""The report of a job: its figures, computed from events, and their text and HTML renderings."""
+"""Report of a job: figures computed from its events, and their renderings as text and HTML."""

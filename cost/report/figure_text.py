@@ -1,4 +1,4 @@
-"""Format the figures of a report as rows and lines of text, the same ones for terminal, card and HTML page."""
+"""Text of the figures of a report, as rows and lines. Terminal, Metaflow card and HTML page show the same text."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ _LONGEST_CAUSE = 48  # characters; a cause may hold text from outside
 
 
 def format_ledger_rows(report: RunReport) -> list[tuple[str, ...]]:
-    """Format the ledger as rows of `LEDGER_HEADER`, the total last. The displayed amounts sum to the displayed totals.
+    """Format the ledger as rows with the columns of `LEDGER_HEADER`, and the total as the last row.
 
-    The share is of the paid time.
+    The displayed amounts sum to the displayed totals. Shares are of the paid time.
     """
     amounts = _format_amounts(report, [(line.rank_seconds, line.usd) for line in report.ledger])
     paid = report.paid_rank_seconds
@@ -53,9 +53,9 @@ def format_ledger_rows(report: RunReport) -> list[tuple[str, ...]]:
 
 
 def format_cause_rows(report: RunReport) -> list[tuple[str, ...]]:
-    """Format the causes as rows of `CAUSE_HEADER`, the total last. The displayed amounts sum to the displayed totals.
+    """Format the causes as rows with the columns of `CAUSE_HEADER`, and the total as the last row.
 
-    The share is of the dollars.
+    The displayed amounts sum to the displayed totals. Shares are of the dollars.
     """
     causes = report.money.get("causes") or []
     if not causes:
@@ -71,7 +71,7 @@ def format_cause_rows(report: RunReport) -> list[tuple[str, ...]]:
 
 
 def _format_amounts(report: RunReport, amounts: Sequence[tuple[float, Decimal | float]]) -> list[tuple[str, str]]:
-    """Format pairs of rank-seconds and dollars so that each column adds up as displayed."""
+    """Format pairs of (rank-seconds, dollars). The displayed amounts of each column sum to its displayed total."""
     decimals = usd_decimals(report.total_usd)
     time = apportion([Decimal(str(seconds)) for seconds, _ in amounts], 2)
     dollars = apportion([Decimal(str(usd)) for _, usd in amounts], decimals)
@@ -119,7 +119,6 @@ def format_key_figures(report: RunReport) -> dict[str, str]:
 
 
 def _is_unknown(figure: str) -> bool:
-    """Whether the text is "n/a", with or without a unit."""
     return figure.split(" ")[0] == NONE
 
 
@@ -130,7 +129,7 @@ def format_mfu(report: RunReport) -> str:
 
 
 def format_outcome(report: RunReport) -> str:
-    """Format the outcome with its exit code; of a running job, since when and where it is running."""
+    """Format the outcome with its exit code. For a running job, format its start, host and command instead."""
     if report.running is None:
         return f"{report.outcome} (exit code {report.exit_code})"
     running = {name: one_line(str(value)) for name, value in report.running.items()}
@@ -140,7 +139,7 @@ def format_outcome(report: RunReport) -> str:
 
 
 def get_weight_unit(report: RunReport) -> str:
-    """The unit of a batch's weight, and thus of speeds and losses; "tokens" for text."""
+    """Return the unit of batch sizes, and thus of speeds and losses; "tokens" for text."""
     return one_line(report.actual.get("weight_unit") or "tokens")
 
 
@@ -150,7 +149,7 @@ def get_loss_unit(report: RunReport) -> str:
 
 
 def _quality(report: RunReport) -> dict[str, str]:
-    """The model's quality: loss and entropy for text, else the metrics of the workload's own evaluation."""
+    """Format the model's quality: loss and entropy for text, else the metrics of the workload's own evaluation."""
     actual = report.actual
     if get_weight_unit(report) == "tokens":
         return {
@@ -164,7 +163,6 @@ def _quality(report: RunReport) -> dict[str, str]:
 
 
 def _certificate(report: RunReport) -> dict[str, str]:
-    """The result of `--certify`, if the job was certified."""
     found = report.events.get("certificate")
     if not found:
         return {}
@@ -174,7 +172,7 @@ def _certificate(report: RunReport) -> dict[str, str]:
 
 
 def _saves(found: dict[str, Any]) -> str:
-    """The measured and the predicted cost of saves and redone steps; "n/a" if both are unknown."""
+    """Format the measured and the predicted cost of saves and redone steps; "n/a" if both are unknown."""
     lost, predicted = found.get("actual_loss"), found.get("predicted_loss")
     known = [] if lost is None else [f"stalls and redone steps {format_share(lost, 'paid time')}"]
     known += [] if predicted is None else [f"predicted {format_percent(predicted)}"]
@@ -184,7 +182,7 @@ def _saves(found: dict[str, Any]) -> str:
 
 
 def describe_prices(report: RunReport) -> str:
-    """Describe how the prices behind the dollars are known."""
+    """Describe where the prices of the job come from, such as "recorded" prices or those of a simulated pool."""
     kind = one_line(report.actual.get("price_kind", UNPRICED))
     if kind == SIMULATED:
         return f"simulated: priced as if on {one_line(format_pool(report.plan))}"
@@ -216,14 +214,17 @@ def get_final_loss(report: RunReport) -> float | None:
 
 
 def get_comparison_header(report: RunReport) -> tuple[str, str, str]:
-    """The header of `format_comparison_rows`. It marks a local run, which did not use the planned pool."""
+    """Return the header of `format_comparison_rows`.
+
+    For a simulated run it says that the planned figures are for the pool and the actual ones for this machine.
+    """
     if (report.plan or {}).get("simulated"):
         return "plan against actual", "planned on the pool (estimated)", "actual on this machine"
     return "plan against actual", "planned (estimated)", "actual (measured)"
 
 
 def format_comparison_rows(report: RunReport) -> list[tuple[str, str, str]]:
-    """Format the rows (figure, planned, actual). Empty without a plan."""
+    """Format planned and actual figures as rows (figure, planned, actual). Empty without a plan."""
     chosen = (report.plan or {}).get("chosen")
     if not chosen:
         return []
@@ -249,9 +250,10 @@ def format_comparison_rows(report: RunReport) -> list[tuple[str, str, str]]:
 
 
 def format_generation_rows(report: RunReport) -> list[tuple[str, str, str, str, str, str]]:
-    """Format the generations as rows of `GENERATION_HEADER`, oldest first. Empty for a single generation.
+    """Format the generations as rows with the columns of `GENERATION_HEADER`, oldest first.
 
-    The displayed seconds sum to those of the ledger, except for nodes of AWS Batch that never joined a generation.
+    A single generation gives no rows. The displayed seconds sum to those of the ledger, apart from nodes of AWS Batch
+    that never joined a generation.
     """
     lines = report.events.get("generations", [])
     if len(lines) < 2:
@@ -271,7 +273,11 @@ def format_generation_rows(report: RunReport) -> list[tuple[str, str, str, str, 
 
 
 def format_configuration_rows(report: RunReport, *, defaults: bool) -> list[tuple[str, str, str]]:
-    """Format the rows (key, value, source) of the keys that were set, or of those that have their default value."""
+    """Format the keys of the configuration as rows (key, value, source).
+
+    Args:
+        defaults: True for the keys with their default value, False for the keys that were set.
+    """
     return [
         (one_line(row["key"]), one_line(value_text(row["value"])), one_line(row["source"]))
         for row in report.configuration
@@ -280,7 +286,7 @@ def format_configuration_rows(report: RunReport, *, defaults: bool) -> list[tupl
 
 
 def explain_figures(report: RunReport) -> list[str]:
-    """Explain what each kind of figure is based on, and what is not counted."""
+    """List the basis of each kind of figure, and the costs that are not counted, as lines of text."""
     billed = {LedgerClass.IDLE, LedgerClass.MINIMUM_CHARGE}
     estimated = {line.ledger_class for line in report.ledger if line.kind != MEASURED}
     inferred = [str(kind).replace("_", " ") for kind in LedgerClass if kind in estimated - billed]
@@ -327,7 +333,7 @@ def explain_figures(report: RunReport) -> list[str]:
 
 
 def describe_damage(report: RunReport) -> list[str]:
-    """Describe the damage of the event log, with its first places. Empty for an intact log."""
+    """Describe the damage of the event log as lines, with the first damaged places. Empty for an intact log."""
     damage = report.events.get("damage") or []  # old reports lack it
     if not damage:
         return []
@@ -342,7 +348,7 @@ def describe_damage(report: RunReport) -> list[str]:
 
 
 def _price_in_full(report: RunReport) -> str:
-    """The price as quoted and how it is known. Old plans have no quote."""
+    """Describe the prices of the job, with the planned pool's quote in dollars per hour if it applies to them."""
     chosen = (report.plan or {}).get("chosen") or {}
     text, quoted = describe_prices(report), chosen.get("quoted_usd_per_hour")
     # The quote is for the planned pool. `format_node_prices` describes the prices of other machines.
@@ -362,7 +368,11 @@ def format_failures(report: RunReport) -> list[str]:
 
 
 def format_regret(report: RunReport) -> str:
-    """Format the regret, such as "$0.0012 (34.0 %) over $0.0035 in hindsight, estimated"."""
+    """Format the regret, such as "$0.0012 (34.0 %) over $0.0035 in hindsight, estimated".
+
+    The regret is the total less the lowest cost with all prices known in advance
+    (`cost.report.figures.compute_hindsight`).
+    """
     found = report.money.get("hindsight")
     if not found:
         return NONE
@@ -383,13 +393,12 @@ def format_budget(report: RunReport) -> str:
 
 
 def format_owner(report: RunReport) -> str:
-    """Format owner and project; "n/a" if neither is set."""
     owner, project = (one_line(report.money.get(name) or NONE) for name in ("owner", "project"))
     return NONE if owner == project == NONE else f"{owner}, project {project}"
 
 
 def format_node_prices(report: RunReport) -> list[str]:
-    """Format one line for each pool and kind of price, if there is more than one."""
+    """Format one line for each pair of pool and kind of price. Empty if there is only one pair."""
     found = report.money.get("prices") or []
     nodes, decimals = sum(line["nodes"] for line in found), usd_decimals(report.total_usd)
     if len(found) < 2:
@@ -402,7 +411,7 @@ def format_node_prices(report: RunReport) -> list[str]:
 
 
 def format_attempt_rows(attempts: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """Format the attempts on AWS Batch as rows of `ATTEMPT_HEADER`: actual figures beside the planned ones."""
+    """Format the attempts on AWS Batch as rows with the columns of `ATTEMPT_HEADER`: planned and actual figures."""
     return [
         (
             str(one["number"]),
@@ -419,12 +428,12 @@ def format_attempt_rows(attempts: Sequence[Mapping[str, Any]]) -> list[tuple[str
 
 
 def format_placement_rows(attempts: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
-    """Format the attempts on AWS Batch as rows of `PLACE_HEADER`."""
+    """Format the placements of the attempts on AWS Batch as rows with the columns of `PLACE_HEADER`."""
     return [(str(one["number"]), one_line(one["where"]), one_line(one["why"])) for one in attempts]
 
 
 def format_placements(attempts: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Format one line for each attempt: where it was placed, and why."""
+    """Format one line for each attempt on AWS Batch, with its placement and the reason for it."""
     return [f"{name}: {where}: {why}" for name, where, why in format_placement_rows(attempts)]
 
 

@@ -1,4 +1,4 @@
-"""Compute the figures of a report: speed, quality, saves, money, Batch attempts and the optimum in hindsight."""
+"""Figures of a report: speed, quality, saves, money, Batch attempts and the optimum in hindsight."""
 
 from __future__ import annotations
 
@@ -49,12 +49,13 @@ def compute_actual_figures(
     Returns:
         A dictionary with, among others:
 
-        - weight_unit: What the weight of a batch counts, and speeds with it; "tokens" for text.
-        - tokens_per_second: Median over the kept steps, with waiting for data, without saves and evaluations.
-        - held_out_loss, unigram_entropy_nats: Nats per token. held_out_ratio is the first over the second; below 1
-          the model beats the best guess without context.
+        - weight_unit: Unit of batch sizes, and thus of speeds; "tokens" for text.
+        - tokens_per_second: Median speed over the steps in the final weights, with waiting for data, without saves and
+          evaluations.
+        - held_out_loss, unigram_entropy_nats: Nats per token. held_out_ratio is the first over the second; below 1 the
+          model beats the best guess without context.
         - mfu: Model flops per second over the measured matrix product peak of the gang's machines, at most 1.
-        - metrics: Of the last evaluation.
+        - metrics: Metrics of the last evaluation, by name.
         - goodput: Share of the paid rank-seconds that useful steps took.
         - learning_rate: The highest of all steps.
     """
@@ -93,14 +94,17 @@ def _is_kept(event: Event, generations: dict[int, RecordedGeneration]) -> bool:
 
 
 def _per_second(event: Event, key: str) -> float | None:
-    """A step's tokens or flops over its seconds, with waiting for data; None if unknown."""
+    """Return a step's tokens or flops (`key`) per second of work and waiting for data; None if unknown."""
     seconds, amount = event.data.get("seconds", {}), event.data.get(key)
     busy = seconds.get(LedgerClass.USEFUL_STEP, 0.0) + seconds.get(LedgerClass.DATA_WAIT, 0.0)
     return amount / busy if amount and busy > 0 else None
 
 
 def _compute_mfu(events: Sequence[Event], kept: Sequence[Event]) -> dict[str, Any]:
-    """`mfu`, the median of the kept steps, and `mfu_withheld`: why it is missing although a peak was measured."""
+    """Return the median MFU of the kept steps as `mfu`, or the reason for withholding it as `mfu_withheld`.
+
+    It is withheld if it is above 1, because the peak was then measured on a busy machine. Both are None if unknown.
+    """
     peaks = _find_peaks(events)
     shares = []
     for event in kept:
@@ -113,10 +117,10 @@ def _compute_mfu(events: Sequence[Event], kept: Sequence[Event]) -> dict[str, An
 
 
 def _find_peaks(events: Sequence[Event]) -> dict[int, float]:
-    """Peak flops per second of all ranks together, by generation.
+    """Return, by generation, the peak flops per second of all its ranks together.
 
-    A measurement on a busy machine is too low and none is too high. The best one of all generations with the same
-    number of ranks on the machine therefore applies to each of them.
+    A measurement on a busy machine is too low, but none is too high. The highest measurement of a machine with the same
+    number of ranks and the same dtype therefore applies to all its generations.
     """
     machines: dict[tuple[str, int, int, int], str] = {}  # by run, attempt, generation and node, as all of these
     peaks: dict[tuple[str, int, int, int], dict[int, float]] = {}
@@ -139,10 +143,11 @@ def _find_peaks(events: Sequence[Event]) -> dict[int, float]:
 
 
 def compute_save_figures(events: Sequence[Event], ledger: Ledger) -> dict[str, Any]:
-    """Compute the `saves` part of `actual`: the cost of saves and redone steps, and what was predicted.
+    """Compute the `saves` part of `actual`: measured and predicted cost of saves and redone steps.
 
     `actual_loss` is the measured share of the paid time that stalls and redone steps took. `predicted_loss` is the
-    estimate for it, by the stall and hazard known at each save, as a mean over the saves. Unknown figures are None.
+    estimate of that share. It is predicted at each save from the stall and hazard known then; the mean over the saves
+    is reported. Unknown figures are None.
     """
     predicted = _numbers(events, INTERVAL, "predicted_loss")
     classes = (LedgerClass.CHECKPOINT_STALL, LedgerClass.REDONE_STEP)
@@ -178,17 +183,17 @@ def compute_money_figures(
     """Compute the `money` part of a report.
 
     Args:
-        events: Ordered by time.
+        events: Events of the job, ordered by time.
 
     Returns:
         JSON values, among them:
 
-        - forecast: The first plan's, for the whole job. Later plans are for the remaining work. `compute_usd` is
-          without storage and transfer, which the ledger does not meter.
-        - causes: Dollars with six decimals that sum to the total.
-        - hindsight: See `compute_hindsight`.
-        - thresholds: The shares of the budget that were reached.
-        - prices: How the price of each kind of machine is known, and its dollars.
+        - forecast: Forecast of the first plan, for the whole job. Later plans are for the remaining work. `compute_usd`
+          is without storage and transfer, which the ledger does not meter.
+        - causes: Dollars by cause, with six decimals, that sum to the total.
+        - hindsight: Lowest possible cost, and regret (`compute_hindsight`).
+        - thresholds: Shares of the budget (0 to 1) that were reached and notified.
+        - prices: Kind of price and dollars of each kind of machine.
         - attempts: Planned and actual figures of the attempts on AWS Batch.
         - light_steps_away: Whether the steps around training also ran on other machines, which the ledger does not
           meter.
@@ -229,7 +234,7 @@ def _find_forecast(events: Sequence[Event]) -> dict[str, Any] | None:
 
 
 def _sum_by_price(ledger: Ledger) -> list[dict[str, Any]]:
-    """Nodes and dollars by pool and kind of price. The dollars sum to the total."""
+    """Sum nodes and dollars by pool and kind of price. The dollars sum to the total of the ledger."""
     grouped: dict[tuple[str, str], list[NodeBill | UnreportedBill]] = {}
     for bill in (*ledger.nodes, *ledger.unreported):
         pool = "" if bill.price.pool is None else str(bill.price.pool)
@@ -242,7 +247,7 @@ def _sum_by_price(ledger: Ledger) -> list[dict[str, Any]]:
 
 
 def _compute_attempt_figures(events: Sequence[Event], ledger: Ledger) -> list[dict[str, Any]]:
-    """Planned and actual figures of each attempt on AWS Batch, oldest first; empty if none was placed there.
+    """Compute planned and actual figures of each attempt on AWS Batch, oldest first; empty if there was none.
 
     `planned` has dollars per hour of the gang, and hours and dollars to finish the job there (estimated). `actual` has
     the seconds that the attempt waited for capacity, the hours from Batch's start to its stop, and the dollars in the
@@ -294,16 +299,17 @@ def _compute_attempt_figures(events: Sequence[Event], ledger: Ledger) -> list[di
 def compute_hindsight(
     events: Sequence[Event], generations: dict[int, RecordedGeneration], ledger: Ledger
 ) -> dict[str, Any] | None:
-    """Compute the lowest cost of the same work had all prices been known in advance, and the regret against it.
+    """Compute the lowest possible cost of the same work if all prices had been known in advance, and the regret.
 
-    The pools are those of the job's instance type and number of nodes with recorded prices: every recorded zone, and
-    on-demand. Capacity is assumed to be always available, because its absence is not recorded. The optimum is thus a
-    lower bound and the regret an upper bound, both estimated. The work is the time in kept steps, with their data,
-    evaluations and saves; each start costs what the job's first start took. If prices never changed, the cheapest pool
-    is the optimum; otherwise the simulator's dynamic programme (`cost.simulate.simulator`) finds it.
+    The regret is the job's total less that cost. The pools are those of the job's instance type and number of nodes
+    with recorded prices: every recorded zone, and on-demand. Capacity is assumed to be always available, because its
+    absence is not recorded. The optimum is thus a lower bound and the regret an upper bound, both estimated. The work
+    is the time in kept steps, with their data, evaluations and saves; each start costs as much as the job's first
+    start. If prices never changed, the cheapest pool is the optimum; otherwise the simulator's dynamic programme
+    (`cost.simulate.simulator`) finds it.
 
     Args:
-        events: Ordered by time.
+        events: Events of the job, ordered by time.
 
     Returns:
         Dollars of the gang and hours; None without a plan or paid work, or if no recorded pool could do the work.
@@ -345,7 +351,7 @@ def compute_hindsight(
 def _compute_hours(
     bills: Sequence[NodeBill], generations: dict[int, RecordedGeneration], *, ranks: int
 ) -> tuple[float, float]:
-    """The gang's hours of work, and of the first generation's start and shutdown."""
+    """Return the gang's hours of work, and the hours of the first generation's start and shutdown."""
     work, start, first = 0, 0, bills[0].node.generation
     first_ranks = sum(len(bill.node.ranks) for bill in bills if bill.node.generation == first)
     for bill in bills:
@@ -363,7 +369,10 @@ def _compute_hours(
 def read_price_curves(
     plan: dict[str, Any], history: Mapping[PoolName, Sequence[tuple[float, Decimal]]]
 ) -> dict[PoolName, PriceCurve]:
-    """Read the prices of every pool with the plan's number of nodes: quotes of the plan, then recorded changes."""
+    """Return the price of one node over time, by pool: the plan's quote first, then the recorded changes.
+
+    Quotes for another number of nodes than the plan's are left out.
+    """
     first = _read_quotes(plan)
     for pool, changes in history.items():
         if changes:
@@ -372,7 +381,7 @@ def read_price_curves(
 
 
 def _read_quotes(plan: dict[str, Any]) -> dict[PoolName, Decimal]:
-    """Dollars per hour of one node, by pool, for the pools with the plan's number of nodes."""
+    """Read the plan's quotes (dollars per hour of one node) by pool, for the pools with the plan's number of nodes."""
     chosen = plan["chosen"]
     same_size = [candidate for candidate in [*plan.get("ranked", []), chosen] if candidate["nodes"] == chosen["nodes"]]
     quotes = {parse_pool(candidate): parse_quote(candidate) for candidate in same_size}
@@ -386,9 +395,10 @@ def _read_quotes(plan: dict[str, Any]) -> dict[PoolName, Decimal]:
 def _add_quotes(
     events: Sequence[Event], history: Mapping[PoolName, Sequence[tuple[float, Decimal]]]
 ) -> dict[PoolName, Sequence[tuple[float, Decimal]]]:
-    """Add the quotes of all plans as changes of the pools without recorded ones.
+    """Add the quotes of all plans as price changes, for the pools without recorded changes.
 
-    The ledger charges by them too. With the newest plan's quotes alone, earlier, higher prices would count as regret.
+    The ledger uses these quotes as well. With the newest plan's quotes alone, the higher prices of earlier plans would
+    count as regret.
     """
     quoted: dict[PoolName, list[tuple[float, Decimal]]] = {}
     for event in events:
@@ -401,7 +411,12 @@ def _add_quotes(
 def _find_optimum(
     curves: dict[PoolName, PriceCurve], begin: float, end: float, nodes: int, work: float, start: float
 ) -> float:
-    """The lowest dollars at which the gang does `work` hours between two Unix times; infinity if none is possible."""
+    """Compute the lowest dollars for `work` hours of the gang between two Unix times; infinity if they are too close.
+
+    Args:
+        curves: Price of one node over time, by pool.
+        start: Hours that each start of the gang takes.
+    """
     import numpy as np
 
     from ebbflow.cost.simulate.simulator import SimulatedJob, optimum_usd

@@ -162,7 +162,7 @@ def render_loss_chart(report: RunReport) -> str:
 def thin_points(
     points: Sequence[tuple[int, float | None]], largest: int = _LARGEST_POINTS
 ) -> list[tuple[int, float | None]]:
-    """Keep at most `largest` evenly spaced points, plus the last one."""
+    """Return at most `largest` evenly spaced points, plus the last one."""
     stride = max(1, math.ceil(len(points) / largest))
     kept = list(points[::stride])
     if points and kept[-1] != points[-1]:
@@ -275,7 +275,6 @@ def _attempts(report: RunReport) -> str:
 
 
 def _configuration(report: RunReport) -> str:
-    """The keys that were set, with the default values in a collapsed part."""
     if not report.configuration:
         return ""
     chosen, defaults = (format_configuration_rows(report, defaults=each) for each in (False, True))

@@ -42,7 +42,10 @@ _PERMITS = {Outcome.NO_RESTORE: "--from-scratch", Outcome.ROLLED_BACK: "--accept
 
 
 class NextStep(NamedTuple):
-    """How to continue a job. `explanation` has no full stop; `command` is for a shell in the project's folder."""
+    """Suggestion for continuing a job.
+
+    `explanation` has no full stop; `command` is for a shell in the project's folder.
+    """
 
     explanation: str
     command: str
@@ -51,11 +54,11 @@ class NextStep(NamedTuple):
 def suggest_next_step(report: RunReport, *, python: str = PYTHON) -> NextStep | None:
     """Suggest how to continue a job; None if it is completed or running.
 
-    `resume` repeats the steps of a run with the same plan and configuration, which suits external causes. After a limit
-    or a bad setting the job needs a new `run`, which restores its last commit.
+    After a failure with an external cause the suggestion is `resume`, which repeats the steps of the run with the same
+    plan and configuration. After a limit or a bad setting it is a new `run`, which restores the last commit.
 
     Args:
-        python: The interpreter in the command.
+        python: Path of the interpreter for the suggested command.
     """
     if report.outcome in (None, Outcome.COMPLETED):
         return None
@@ -72,7 +75,10 @@ def suggest_next_step(report: RunReport, *, python: str = PYTHON) -> NextStep | 
 
 
 def _advise(report: RunReport) -> tuple[str, list[str] | None]:
-    """The explanation, and the settings of a new run; None to resume the run as it is."""
+    """Return the explanation of the next step, and the settings for a new run.
+
+    None as settings means that the run is resumed without a change.
+    """
     plan, outcome = report.plan or {}, report.outcome
     refusal = plan.get("refusal") or {}
     if outcome is Outcome.INTERRUPTED:
@@ -105,7 +111,7 @@ def _advise(report: RunReport) -> tuple[str, list[str] | None]:
 
 
 def _round_up(value: float, placeholder: str) -> str:
-    """Round up to two significant digits; `placeholder` if the value is not a positive number."""
+    """Round up to two significant digits. Return `placeholder` if the value is not a positive number."""
     if not math.isfinite(value) or value <= 0:
         return placeholder
     exact = Decimal(str(value))
@@ -124,7 +130,7 @@ def render(report: RunReport, *, python: str = PYTHON) -> str:
     """Render the whole report.
 
     Args:
-        python: The interpreter in the command that continues the job.
+        python: Path of the interpreter for the command that continues the job.
     """
     figures = format_key_figures(report)
     sections = [
@@ -158,7 +164,6 @@ def render(report: RunReport, *, python: str = PYTHON) -> str:
 
 
 def _pairs(figures: dict[str, str]) -> list[str]:
-    """Format the figures below each other."""
     width = max(map(len, figures))
     return [f"{name:<{width}}  {value}" for name, value in figures.items() if name != "job"]
 
@@ -166,10 +171,11 @@ def _pairs(figures: dict[str, str]) -> list[str]:
 def _table(
     rows: Sequence[Sequence[str]], header: Sequence[str], *, left: int = 1, width: int | None = WIDTH - 2
 ) -> list[str]:
-    """Align columns to their widest cell, the first `left` ones left and the others right.
+    """Format the rows as lines below the header. Each column is as wide as its widest cell.
 
     Args:
-        width: The longest rule below the header; None: as long as the header.
+        left: Number of columns, counted from the first, that are aligned left. The others are aligned right.
+        width: Maximum length of the rule below the header, in characters; None for the length of the header.
     """
     table = [header, *rows]
     widths = [max(len(row[column]) for row in table) for column in range(len(header))]
@@ -185,7 +191,10 @@ def _table(
 
 
 def _generations(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Format the newest generations. The culprit is cut to the rest of the line; the failures show it in full."""
+    """Format the newest generations as a table.
+
+    Each culprit is shortened to the rest of its line. The list of failures has the full text.
+    """
     more = len(rows) - _LISTED_GENERATIONS
     *names, last = GENERATION_HEADER
     shown = rows[-_LISTED_GENERATIONS:]
@@ -216,7 +225,7 @@ _LONGEST_NAME = 34
 
 
 def build_job_row(report: RunReport) -> dict[str, Any]:
-    """Build the row of one job by `JOB_COLUMNS`. Unknown values are None."""
+    """Build the row of one job: a value for each of `JOB_COLUMNS`, None if unknown."""
     money, actual = report.money, report.actual
     forecast, found = money.get("forecast") or {}, money.get("hindsight") or {}
     known = {
@@ -242,7 +251,7 @@ def build_job_row(report: RunReport) -> dict[str, Any]:
 
 
 def format_job_rows(reports: Sequence[RunReport]) -> list[tuple[str, ...]]:
-    """Format the jobs as rows of `JOB_HEADER`. For several jobs the last row has the totals."""
+    """Format the jobs as rows with the columns of `JOB_HEADER`. For several jobs the last row has the totals."""
     decimals = usd_decimals(max((report.total_usd for report in reports), default=0))
     rows = [_cells(build_job_row(report), decimals) for report in reports]
     if len(reports) > 1:
@@ -268,7 +277,7 @@ def render_table(reports: Sequence[RunReport]) -> str:
 
 
 def describe_price_kinds(reports: Sequence[RunReport]) -> str:
-    """Describe how the prices behind the dollars of the table are known."""
+    """Describe where the prices in the table of jobs come from, and which columns are estimated."""
     kinds = sorted({one_line(report.actual.get("price_kind") or "unpriced") for report in reports})
     estimated = "forecast (compute alone, like paid), savings, regret: estimated"
     return f"paid: measured time at prices that are {'; '.join(kinds)}. {estimated}"
@@ -291,7 +300,7 @@ def _cells(row: dict[str, Any], decimals: int) -> tuple[str, ...]:
 
 
 def _goodput(reports: Sequence[RunReport]) -> float | None:
-    """Share of the paid rank-seconds of all jobs that useful steps took; None if nothing was paid."""
+    """Return the share of the paid rank-seconds of all jobs that useful steps took; None if nothing was paid."""
     lines = [line for report in reports for line in report.ledger if line.ledger_class == LedgerClass.USEFUL_STEP]
     paid = sum(report.paid_microseconds for report in reports)
     return sum(line.rank_microseconds for line in lines) / paid if paid else None

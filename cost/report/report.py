@@ -1,4 +1,4 @@
-"""Build the report of a job from its events. Every renderer and report.json show these numbers and no others.
+"""Report of a job, built from its events. All renderers and report.json show the same numbers.
 
 The events may be any prefix of the log: a job that failed, was killed or is still running has a report too.
 """
@@ -50,13 +50,13 @@ _NOTABLE = {BUDGET, FAULT_DETECTED, FAULT_INJECTED, GENERATION_ENDED, GUARD, NOT
 
 @dataclass(frozen=True, kw_only=True)
 class RunReport:
-    """The numbers of a job. The field names are the public contract of report.json.
+    """Numbers of a job. The field names are the public contract of report.json.
 
     Attributes:
-        outcome: None while the job is running.
-        interruptions: Generations with an unplanned end, whatever the cause.
-        failures: Those of them that our code or the user's code caused.
-        redone_steps: Step executions that were discarded.
+        outcome: Outcome of the job; None while it is running.
+        interruptions: Number of generations with an unplanned end, whatever the cause.
+        failures: Number of these interruptions that our code or the user's code caused.
+        redone_steps: Number of step executions that were discarded.
         loss_curve: (step, loss) by step. A redone step has the loss of its last execution; a non-finite loss is None.
         ledger: Paid time and dollars by class.
         total_usd: Dollars with six decimals, like all dollars here.
@@ -64,13 +64,14 @@ class RunReport:
             if overheads and interruptions cost more than the cheaper market saved.
         plan: The newest plan.
         actual: Measured figures (`cost.report.figures.compute_actual_figures`).
-        events: Counts by name, failures (first one first), notable events, damage of the event log, and generations
-            (parent step, last step, paid rank-seconds, end).
+        events: Counts by name, failures by time, notable events, damage of the event log, and generations (parent step,
+            last step, paid rank-seconds, end).
         configuration: Each key with its value and source (default, file:line, environment or --set); empty if it was
             not recorded.
         money: Owner, forecast, dollars by cause and hindsight (`cost.report.figures.compute_money_figures`); empty in
             old reports.
-        running: The launcher that runs the job now (since_utc, host, user, pid, command, heartbeat_age_seconds).
+        running: The launcher that is running the job (since_utc, host, user, pid, command, heartbeat_age_seconds); None
+            if the job is not running.
     """
 
     job: str
@@ -97,7 +98,6 @@ class RunReport:
 
     @property
     def state(self) -> str:
-        """The outcome, or "running"."""
         return "running" if self.outcome is None else str(self.outcome)
 
     @property
@@ -140,10 +140,10 @@ class RunReport:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> RunReport:
-        """Convert from the result of `to_json`.
+        """Restore a report from the result of `to_json`.
 
         Raises:
-            ReportError: The schema is another one.
+            ReportError: The data has another schema version.
         """
         if data.get("schema") != SCHEMA:
             raise ReportError(f"report schema {data.get('schema')!r}, this version reads {SCHEMA}")
@@ -176,7 +176,7 @@ def build_report(
     """Build the report of a job from its events, in any order.
 
     Args:
-        running: The launcher that runs the job now (`RunReport.running`); None if the job has ended.
+        running: The launcher that is running the job (`RunReport.running`); None if the job has ended.
         damage: Damage of the event log (`infra.events.read_log`), which the report lists.
 
     Raises:
@@ -233,7 +233,7 @@ def _find_last(events: Sequence[Event], name: str) -> Event | None:
 
 
 def _fold(events: Sequence[Event], running: bool, damage: Sequence[Damage]) -> Ledger:
-    """Fold the events, and add the damage of the log to a LedgerError, because it is the likely cause."""
+    """Fold the events into the ledger. On a LedgerError, add the damage of the log, which is the likely cause."""
     try:
         return fold(events, running=running)
     except LedgerError as error:
@@ -244,7 +244,10 @@ def _fold(events: Sequence[Event], running: bool, damage: Sequence[Damage]) -> L
 
 
 def _read_loss_curve(events: Sequence[Event]) -> list[tuple[int, float | None]]:
-    """(step, training loss) by step, of the last execution of each step. All ranks record the same loss."""
+    """Read the training loss of each step's last execution as pairs (step, loss), ordered by step.
+
+    All ranks record the same loss. A non-finite loss is None.
+    """
     latest: dict[int, tuple[int, float | None]] = {}
     for event in events:
         if event.name != STEP or event.step is None or "loss" not in event.data:
@@ -278,7 +281,7 @@ def _list_generations(
 
 
 def _infer_outcome(events: list[Event], generations: dict[int, RecordedGeneration]) -> Outcome:
-    """The recorded outcome of the job; if none was recorded, the one that its last events imply."""
+    """Return the recorded outcome of the job or, if none was recorded, the outcome that its last events imply."""
     recorded = find_final_outcome(events)
     if recorded is not None:
         return Outcome(recorded.data["outcome"])
@@ -297,7 +300,7 @@ def _infer_outcome(events: list[Event], generations: dict[int, RecordedGeneratio
 
 
 def _make_message(final: Event | None, refusal: Event | None) -> str | None:
-    """The outcome's message, plus a note if preflight refused a later run."""
+    """Return the outcome's message, with a note if preflight refused a later run."""
     message = None if final is None else final.data.get("message")
     if refusal is None:
         return message
@@ -306,7 +309,7 @@ def _make_message(final: Event | None, refusal: Event | None) -> str | None:
 
 
 def _summarise_plan(plan: dict[str, Any]) -> dict[str, Any]:
-    """The plan without its hundreds of pools, of which only the numbers of ranked and rejected ones are kept."""
+    """Return the plan without its lists of ranked and rejected pools, but with their lengths."""
     summary = {name: value for name, value in plan.items() if name not in ("ranked", "rejected")}
     counts = plan.get("counts") or {"ranked": len(plan.get("ranked", [])), "": len(plan.get("rejected", []))}
     return {**summary, "ranked": counts["ranked"], "rejected": sum(counts.values()) - counts["ranked"]}
@@ -317,7 +320,7 @@ def _parse_usd(number: float) -> Decimal:
 
 
 def _without_nan(value: Any) -> Any:
-    """Replace NaN and infinities, which JSON cannot carry, by None."""
+    """Replace NaN and infinities, which JSON does not support, with None, also in nested values."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -351,7 +354,7 @@ def list_failures(events: Sequence[Event], generations: dict[int, RecordedGenera
 
 
 def list_notable_events(events: Sequence[Event]) -> list[dict[str, Any]]:
-    """List the events that readers of a report want to see, by time: {seconds, generation, name, step, text}."""
+    """List the events that a report shows one by one, ordered by time: {seconds, generation, name, step, text}."""
     start = min((event.t_wall for event in events), default=0.0)
     return [
         {
@@ -367,7 +370,10 @@ def list_notable_events(events: Sequence[Event]) -> list[dict[str, Any]]:
 
 
 def _describe_interruption(events: Sequence[Event], generation: RecordedGeneration) -> dict[str, Any]:
-    """The failure of an unplanned end, at the time of the detected fault, the recorded end or the last event."""
+    """Return the unplanned end of a generation as a failure.
+
+    Its time is that of the detected fault, else of the recorded end, else of the last event.
+    """
     mine = [event for event in events if event.generation == generation.number]
     detected = next((event for event in mine if event.name == FAULT_DETECTED), None)
     sign = detected or next((event for event in mine if event.name == GENERATION_ENDED), None)
@@ -386,7 +392,7 @@ def _describe_interruption(events: Sequence[Event], generation: RecordedGenerati
 
 
 def _describe_failures(event: Event) -> list[dict[str, Any]]:
-    """The failures that one event of preflight, planning or restore records."""
+    """Return the failures that one event of preflight, planning, restore or rollback records."""
 
     def failure(what: str, culprit: str) -> dict[str, Any]:
         return _failure(event.t_wall, event.generation, what, culprit)
@@ -420,7 +426,7 @@ def _failure(t_wall: float, generation: int, what: str, culprit: str) -> dict[st
 
 
 def loss_frame(report: RunReport) -> pandas.DataFrame:
-    """Make a DataFrame with the columns step (int) and loss (float, NaN where it was not finite)."""
+    """Make a DataFrame with the columns step (int) and loss (float, NaN for a non-finite loss)."""
     import pandas
 
     steps = [step for step, _ in report.loss_curve]
