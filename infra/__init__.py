@@ -1,1 +1,4 @@
-"""The infra room: configuration, object store, event log, preflight and process control. Imports no other room."""
+"""Infrastructure: configuration, object store, event log, preflight checks and process control.
+
+It imports neither `training`, `cost` nor `flows`.
+"""

@@ -1,4 +1,7 @@
-"""Commands that `ebbflow` runs for preflight, configuration, logs and AWS. Each imports only the rooms it needs."""
+"""Commands of `ebbflow` for preflight, configuration, logs and AWS.
+
+Each command imports only the packages that it needs.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def preflight(options: argparse.Namespace) -> int:
-    """Run preflight. Exit code 0; 2 for an unusable configuration; 3 for a failed check."""
+    """Run the preflight checks and print their results.
+
+    Returns:
+        Exit code 0 if no check failed, 2 for an unusable configuration, 3 for a failed check.
+    """
     from ebbflow.flows.checks import all_checks, run_all_checks
 
     if options.list:
@@ -64,7 +71,11 @@ def preflight(options: argparse.Namespace) -> int:
 
 
 def config(options: argparse.Namespace) -> int:
-    """Print every value with its source. Exit code 2 for an unusable configuration."""
+    """Print every value of the configuration with its source.
+
+    Returns:
+        Exit code 0, or 2 for an unusable configuration.
+    """
     try:
         loaded = load_config(options.config, options.set, project_root=PROJECT_ROOT)
     except ConfigError as error:
@@ -87,7 +98,7 @@ def schema(options: argparse.Namespace) -> int:
 
 
 def _document(outcome: Outcome | None, *, problems: Sequence[dict] = (), results: Sequence[CheckResult] = ()) -> str:
-    """Return the results as JSON. outcome: null if no check failed."""
+    """Return the JSON that `preflight --json` prints. outcome: None if no check failed."""
     document = {
         "schema": 1,
         "outcome": outcome,

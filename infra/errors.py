@@ -1,4 +1,4 @@
-"""Outcomes of a job with their exit codes, and the exceptions of the infra room."""
+"""Outcomes of a job with their exit codes, and the exceptions of `ebbflow.infra`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class Outcome(StrEnum):
-    """How a job ended. Exit codes are part of the public contract and never change meaning."""
+    """Final outcome of a job. Exit codes are part of the public interface and never change their meaning."""
 
     COMPLETED = "completed"
     FAILED = "failed"
@@ -43,13 +43,13 @@ _EXIT_CODES = {
 
 
 class InfraError(Exception):
-    """Base class of this room's exceptions. `outcome` is the outcome of a job that ends with it."""
+    """Base class of the exceptions of `ebbflow.infra`. `outcome` is the outcome of a job that the exception ends."""
 
     outcome = Outcome.FAILED
 
 
 class LayoutError(InfraError):
-    """A name is not valid in the layout of a store."""
+    """A name that is not valid in a store, such as that of a job."""
 
     outcome = Outcome.CONFIG
 
@@ -61,7 +61,7 @@ class JobIsRunning(InfraError):
 
 
 class StoreError(InfraError):
-    """An operation on the object store failed or missed its deadline. Names store, key, operation and cause."""
+    """An operation on the object store failed or missed its deadline. The message has store, key and cause."""
 
 
 class ObjectNotFound(StoreError):
@@ -91,7 +91,7 @@ class StoreMisconfigured(StoreError):
 
 
 class CloudError(InfraError):
-    """A request to AWS failed or missed its deadline. Names the action, the region and the cause."""
+    """A request to AWS failed or missed its deadline. The message has the action, the region and the cause."""
 
 
 class CloudUnavailable(CloudError):
@@ -103,7 +103,7 @@ class CloudForbidden(CloudError):
 
 
 class CloudRefused(CloudError):
-    """AWS rejected the request. code: AWS's error code, "" if the request was not sent."""
+    """AWS rejected the request. `code` is AWS's error code; "" if the request was not sent."""
 
     outcome = Outcome.CONFIG
 

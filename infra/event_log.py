@@ -1,4 +1,4 @@
-"""Writer of the event log: puts a process's events into the store as segments, from a background thread."""
+"""Writer of the event log: a background thread puts a process's events into the store, several in one object."""
 
 from __future__ import annotations
 
@@ -25,7 +25,14 @@ _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.05, 2.0
 
 @dataclass(frozen=True)
 class _Sealed:
-    """A segment with its seal. count: number of events; last: the writer's last segment."""
+    """A segment that is ready to be put: event lines, and a last line with their checksums, the seal.
+
+    Attributes:
+        key: key of the object.
+        content: bytes of the object.
+        count: number of events.
+        last: whether no segment follows, because the log was closed.
+    """
 
     key: str
     content: bytes
@@ -34,12 +41,14 @@ class _Sealed:
 
 
 class EventLog:
-    """Buffer of events that a background thread puts as segments, at most `flush_seconds` after they were emitted.
+    """Buffer of a process's events, which a background thread puts into the store.
 
-    While the store is unavailable, events stay in memory and are retried. Only `emit(..., flush=True)`, `flush` and
-    `close` wait for the store, each within a deadline.
+    An event is put at most `flush_seconds` after it was emitted. While the store is unavailable, events stay in memory
+    and are retried. Only `emit(..., flush=True)`, `flush` and `close` wait for the store, each within a deadline.
 
     Args:
+        job_store: the job's part of the store.
+        origin: fields that all events of this process share.
         flush_seconds: None for 2 s if the store is a local folder and 10 s if it is remote.
     """
 
@@ -51,12 +60,12 @@ class EventLog:
         self._flush_seconds = flush_seconds
         self._changed = threading.Condition()  # guards the fields below
         self._lines: list[str] = []  # emitted, not yet durable
-        self._emitted = self._durable = self._wanted = 0  # numbers of events; wanted: to be durable at once
+        self._emitted = self._durable = self._wanted = 0  # numbers of events; wanted: to be put at once
         self._error: BaseException | None = None  # of the last failed put
         self._closed = self._given_up = False
         self._complete = False  # the segment that is sealed as the last one is durable
         self._segment = 0
-        self._unanswered: _Sealed | None = None  # its put failed and may arrive late: it is retried unchanged
+        self._unanswered: _Sealed | None = None  # being put; retried unchanged, because a failed put may arrive late
         self._writer = secrets.token_hex(3)  # unique, so that two processes never share a segment
         self._thread = threading.Thread(target=self._put_forever, name="events", daemon=True)
         self._thread.start()
@@ -122,7 +131,7 @@ class EventLog:
                 ) from self._error
 
     def close(self, *, deadline_seconds: float = _CLOSE_DEADLINE_SECONDS) -> None:
-        """Try once more to make everything durable, and report lost events on stderr. Never raises."""
+        """Put the events that are left, within the deadline, and report lost ones on stderr. Never raises."""
         with self._changed:
             if self._closed:
                 return
@@ -155,7 +164,7 @@ class EventLog:
                     self._changed.wait_for(lambda: self._given_up, backoff.next_pause())
 
     def _next_segment(self) -> _Sealed | None:
-        """Wait for the next segment to put; None when all are durable."""
+        """Wait for the next segment to put and return it; None if the log is closed and nothing is left to put."""
         with self._changed:
             while not (self._given_up or self._complete):
                 self._changed.wait_for(lambda: self._closed or self._wanted > self._durable, self._flush_seconds)
@@ -173,7 +182,10 @@ class EventLog:
         return _Sealed(key, seal_segment(key, lines, last=last), len(lines), last)
 
     def _put(self, sealed: _Sealed) -> None:
-        """Put a segment. A failed put may still arrive, even after its retry: equal bytes do no harm."""
+        """Put a segment, and count its events as durable.
+
+        A failed put may still arrive, even after its retry. That does no harm, because a retry puts the same bytes.
+        """
         self._store.put(sealed.key, sealed.content)
         with self._changed:
             self._unanswered = None

@@ -1,10 +1,11 @@
-"""Typed events of a job's history, the ledger classes of paid time, and reading a job's event log.
+"""Typed events of a job's history, the ledger classes of paid time, and the reader of a job's event log.
 
     event = {v, t_wall, t_mono, job, run, attempt, generation, node, rank, step, name, data}
 
-Object stores cannot append, so each process writes its own segments (`infra.segments`). The names that the ledger reads
-are constants here, with the data that they carry; other names are free. `_DATA` has the types of that data. `read_log`
-reports an event that does not fit, and a line whose checksum does not match, as damage.
+Object stores cannot append, so each process writes its own objects, called segments (`infra.segments`). The names of
+events that the ledger reads are constants here, with the data that the events carry; other names are free. `_DATA` has
+the types of that data. `read_log` reports an event that does not match these types, and a line that does not match its
+checksum, as damage.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ from ebbflow.infra.store import Store
 
 
 class LedgerClass(StrEnum):
-    """Use of paid time. Ranks report the classes down to HANG; the others follow from the whole event log."""
+    """Class of paid time by its use.
+
+    Ranks report the classes from USEFUL_STEP to HANG; the ledger derives the others from the whole event log.
+    """
 
     USEFUL_STEP = "useful_step"  # forward, backward, optimizer of a completed step that is in the final weights
     DATA_WAIT = "data_wait"  # waiting for the next batch
@@ -46,9 +50,9 @@ class LedgerClass(StrEnum):
 
 VERSION = 2  # of a line; 1: segments without a seal
 
-# Written by the lead agent. started: parent (commit key or null), parent_step, nodes, processes_per_node.
-# ended: reason (an EndReason, or the Outcome of a planned end), culprit (text), user_code (bool); ranks_started (false)
-# if it ended before any rank was started.
+# Written by the coordinator, which is node 0's agent. started: parent (commit key or null), parent_step, nodes,
+# processes_per_node. ended: reason (an EndReason, or the Outcome of a planned end), culprit (text), user_code (bool);
+# ranks_started (false) if it ended before any rank was started.
 GENERATION_STARTED = "generation_started"
 GENERATION_ENDED = "generation_ended"
 # Written by each node's agent: the paid time. started: ranks (list), host, and the known facts of its machine
@@ -82,7 +86,7 @@ EVALUATION = "evaluation"  # metrics {name: value}
 NOTICE = "notice"
 NOTICE_SOURCES = "notice_sources"
 FAULT_INJECTED = "fault_injected"  # kind, target, step
-# Action of a guard, by the rank that detected it, or by rank 0 if all did. action (`GuardAction`), reason (text);
+# Written by the rank whose guard acts, or by rank 0 if all ranks' guards do. action (`GuardAction`), reason (text);
 # skip: samples ([first, end)); rewind: limit (the newest commit to go back to), first_sample, samples; split:
 # accumulation (micro-batches per step); slow_rank, data_bound: rank, share; diverged: ranks.
 GUARD = "guard"
@@ -119,17 +123,17 @@ SUPERVISED = "supervised"
 
 
 class EndReason(StrEnum):
-    """Why a generation, or a node's part of it, ended; a planned end has an `Outcome` instead."""
+    """Reason why a generation, or one node's part of it, ended. A planned end has an `Outcome` instead."""
 
     RANK_FAILED = "rank_failed"
     RANK_KILLED = "rank_killed"
     NODE_LOST = "node_lost"
     HANG = "hang"
-    AGENT_FAILED = "agent_failed"  # the agent raised
-    ROLL_CALL = "roll_call"
-    AGENT_STOPPED = "agent_stopped"
-    SUPERSEDED = "superseded"
-    STORE = "store"
+    AGENT_FAILED = "agent_failed"  # an exception in the agent
+    ROLL_CALL = "roll_call"  # not all nodes joined the start
+    AGENT_STOPPED = "agent_stopped"  # asked to stop, by a notice or a signal
+    SUPERSEDED = "superseded"  # a newer generation of the job has started
+    STORE = "store"  # the store failed, or its content is damaged
     REWIND = "rewind"  # a guard went back to an older commit
     SPLIT = "split"  # a micro-batch did not fit into memory
     RENEWAL = "renewal"  # memory grew: processes were restarted before it ran out
@@ -148,7 +152,7 @@ class GuardAction(StrEnum):
 
 
 def _is_dollars(value: Any) -> bool:
-    """Whether a value is a number, or a decimal numeral, of at least 0."""
+    """Return whether a value is a number, or a text with a decimal number, of at least 0."""
     try:
         usd = Decimal(str(value))
     except InvalidOperation:
@@ -157,7 +161,7 @@ def _is_dollars(value: Any) -> bool:
 
 
 def _is_measurement(value: Any) -> bool:
-    """Whether a value is a finite number; the norm of an overflowing gradient is up to 3e38."""
+    """Return whether a value is a finite number of any size; the norm of an overflowing gradient is up to 3e38."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
@@ -176,9 +180,9 @@ _CHOSEN = _POOL | {
     "mfu": float,
     "interruptions": float,
 }
-# The types of each event's data, as far as a reader depends on them. A key that ends with "!" is required; the others
-# may be absent or null. float: a number up to 1e30, such as seconds, dollars and counts, which are summed; [shape]: a
-# list; {type: shape}: a mapping with keys of that type.
+# The types ("shapes") of each event's data, as far as a reader depends on them. A key that ends with "!" is required;
+# the others may be absent or null. float: a number up to 1e30, such as seconds, dollars and counts, which are summed;
+# [shape]: a list; {type: shape}: a mapping with keys of that type; (shape, …): one of these; a function: a condition.
 _DATA: dict[str, dict[str, Any]] = {
     GENERATION_STARTED: {"parent": str, "parent_step": int, "nodes": int, "processes_per_node": int},
     GENERATION_ENDED: {"reason": str, "culprit": str, "user_code": bool, "fingerprint": str, "ranks_started": bool},
@@ -272,7 +276,16 @@ _FLOW_STEPS = frozenset(f"events/000000/0-{step}" for step in ("preflight", "pla
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """One event. t_wall: Unix time; t_mono: monotonic clock of the writing machine; rank -1: not a rank."""
+    """One event of the log.
+
+    Attributes:
+        rank: number of the rank; -1: the process is not a rank.
+        step: training step, if there is one; for two events of the flow, the name of its step.
+        t_wall: Unix time in seconds.
+        t_mono: monotonic clock of the writing machine, in seconds.
+        data: data of this kind of event.
+        v: version of the line's format.
+    """
 
     name: str
     job: str
@@ -292,7 +305,7 @@ class Event:
         return cls(**json.loads(line))
 
     def to_json(self) -> str:
-        """Return one line of strict JSON; non-finite numbers become null. Raises TypeError for other objects."""
+        """Return one line of strict JSON. Non-finite numbers become null. Raises TypeError for other objects."""
         try:
             return json.dumps(self.__dict__, separators=(",", ":"), allow_nan=False)
         except ValueError:  # rare: only these events pay for the walk
@@ -301,7 +314,12 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """Fields that all events of a process share. `process` names a process that is not a rank."""
+    """Fields that all events of a process share.
+
+    Attributes:
+        rank: number of the rank; -1: the process is not a rank.
+        process: name of a process that is not a rank, such as "agent".
+    """
 
     job: str
     run: str = ""
@@ -318,7 +336,7 @@ class Origin:
 
 @dataclass(frozen=True, kw_only=True)
 class LogContent:
-    """All events of a job by wall time, and the damaged or missing parts of its log."""
+    """All events of a job, sorted by wall time, and the damaged or missing parts of its log."""
 
     events: list[Event]
     damage: tuple[Damage, ...]
@@ -328,9 +346,9 @@ _warned: set[str] = set()
 
 
 def read_events(job_store: Store) -> list[Event]:
-    """Return all events of a job by wall time. Raises StoreError.
+    """Return all events of a job, sorted by wall time. Raises StoreError.
 
-    Prints damage to stderr, one line per job; `read_log` returns it.
+    If the log is damaged, print a warning to stderr, once per job; `read_log` returns the damage instead.
     """
     content = read_log(job_store)
     if content.damage and job_store.uri not in _warned:
@@ -367,7 +385,7 @@ def read_log(job_store: Store) -> LogContent:
 
 
 def _parse(line: Line) -> tuple[Event | None, str]:
-    """Return the event of a line, or the reason why there is none."""
+    """Return the event of a line and "", or None and the reason why the line is not an event."""
     try:
         fields = json.loads(line.content, parse_constant=_as_null)
     except (ValueError, RecursionError):
@@ -386,12 +404,18 @@ def _parse(line: Line) -> tuple[Event | None, str]:
 
 
 def _as_null(word: str) -> None:
-    """Return None for NaN and infinities, which old logs have and JSON has not."""
+    """Return None for NaN or an infinity, which old logs contain although strict JSON does not allow them."""
     return None
 
 
 def _mismatch(value: Any, shape: Any, path: str) -> str:
-    """Return the path of the first part that does not have the shape, or "". path: ends with a dot."""
+    """Describe the first part of `value` that does not match `shape`; "" if all match.
+
+    Args:
+        value: the data to check.
+        shape: expected type, written as in `_DATA`.
+        path: prefix of the path in the description, with a dot at its end, such as "data.".
+    """
     here = path.removesuffix(".")
     if isinstance(shape, tuple):
         return "" if any(not _mismatch(value, one, path) for one in shape) else _is_wrong(here, value)
@@ -439,7 +463,11 @@ def _is_wrong(path: str, value: Any) -> str:
 
 
 def _missing_writers(unsealed: Unsealed, events: Sequence[Event], newest: Mapping[str, float]) -> Iterator[Damage]:
-    """Return damage for processes that must have written events and did not, or did not close their log."""
+    """Yield damage for each process that must have written events and did not, and for each log without its end.
+
+    Args:
+        newest: Unix time of the newest event, by segment.
+    """
     prefixes = {prefix for prefix, _ in unsealed.writers}
     closed_by_plan = {
         event.generation
@@ -466,7 +494,11 @@ def _missing_writers(unsealed: Unsealed, events: Sequence[Event], newest: Mappin
 
 
 def _expected_writers(events: Sequence[Event], closed_by_plan: set[int], heard: set[str]) -> set[str]:
-    """Return the key prefixes of the agents, ranks and steps that must have events; none in an old log."""
+    """Return the key prefixes of the processes (agents, ranks, steps of the flow) that must have written events.
+
+    The set is empty for a log of version 1. closed_by_plan: generations that ended as planned. heard: prefixes that
+    have events.
+    """
     if all(event.v == 1 for event in events):
         return set()
     found: set[str] = set()
@@ -487,11 +519,16 @@ def _expected_writers(events: Sequence[Event], closed_by_plan: set[int], heard: 
 
 
 def _generations_of_ranks(events: Sequence[Event], closed_by_plan: set[int], with_ranks: set[int]) -> set[int]:
-    """Return the generations in which each rank must have put events.
+    """Return the generations in which every rank must have written at least one event.
 
-    Of planned ends: a completed one, and others with any rank, because no gang starts without budget. Of other ends:
-    those in which a rank reported steps for a while. Ranks step together, so each had something to put; before the
-    first step, a rank may be killed without an event.
+    These are the completed generations; those with another planned end in which some rank wrote events, because a job
+    without budget ends before its ranks start; and those in which some rank reported steps for more than 30 s. Ranks
+    step together, so the others had events to write as well. Before its first step, a rank may be killed without an
+    event.
+
+    Args:
+        closed_by_plan: generations that ended as planned.
+        with_ranks: generations in which some rank wrote events.
     """
     completed = {
         event.generation
@@ -509,7 +546,7 @@ def _generations_of_ranks(events: Sequence[Event], closed_by_plan: set[int], wit
 
 
 def _finite(value: Any) -> Any:
-    """Replace each float that JSON cannot represent by None."""
+    """Return a copy of `value` with NaN and infinities, which JSON cannot represent, replaced by None."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,6 +1,6 @@
-"""Model shape, and the memory that a rank, a host and a commit need for it.
+"""Shape of a model, and estimates of the memory that a rank, a machine and a commit need for it.
 
-`training` tests these numbers against the real modules; `cost` uses them for memory fit and throughput.
+Tests of `training` compare these numbers with the real modules; `cost` uses them for memory fit and throughput.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 from ebbflow.infra.config.schema import ModelConfig, RunConfig
 
 BLOCK_FLOATS = 16  # activations of a block per token and unit of width: see `causal_lm_shape`
-STREAM_FLOATS = 2  # the part of the residual stream: the inputs of both norms
+STREAM_FLOATS = 2  # of these, the residual stream: the inputs of both norms
 NORM_FLOATS = 2  # added where a norm is not one kernel (CPUs): each also keeps its normalized input
 
 
@@ -19,15 +19,18 @@ NORM_FLOATS = 2  # added where a norm is not one kernel (CPUs): each also keeps 
 class ModelShape:
     """Size of a model in numbers.
 
-    parameters: number of all parameters.
-    largest_unit_parameters: parameters of the largest unit that FSDP gathers at once.
-    activation_bytes_per_sample: kept for backward, one sequence, float32.
-    logits_bytes_per_sample: at their peak, float32: log-probabilities, their gradient and the logits' gradient.
-    backward_bytes_per_sample: gradients of activations inside one unit, float32; 0: included elsewhere, or unknown.
-    flops_per_sample: forward and backward of one sequence; multiply and add count as two.
-    tokens_per_sample: sequence length; with another workload the weight of a sample, in `weight_unit`.
-    units: number of modules that are sharded as one: blocks, embeddings and head of the built-in model.
-    kind: "computed" from the formulas below, or "measured" on one sample.
+    Attributes:
+        parameters: number of all parameters.
+        largest_unit_parameters: parameters of the largest unit that FSDP gathers at once.
+        activation_bytes_per_sample: activations kept for backward, of one sequence in float32.
+        logits_bytes_per_sample: peak of log-probabilities, their gradient and the logits' gradient in float32.
+        backward_bytes_per_sample: gradients of activations inside one unit in float32; 0: included elsewhere, or
+            unknown.
+        flops_per_sample: forward and backward of one sequence; a multiplication and an addition count as two.
+        tokens_per_sample: sequence length; with a workload of the user, the weight of a sample in `weight_unit`.
+        units: number of modules that are sharded as one: blocks, embeddings and head of the built-in model.
+        weight_unit: unit in which the weight of a sample is counted.
+        kind: "computed" from the formulas below, or "measured" on one sample.
     """
 
     parameters: int
@@ -50,16 +53,16 @@ class ModelShape:
 
 
 def causal_lm_shape(model: ModelConfig) -> ModelShape:
-    """Compute the shape of `ebbflow.training.workloads.language_model.CausalLM`.
+    """Compute the shape of `ebbflow.training.workloads.language_model.CausalLM`, with L layers, T tokens and width d.
 
     Flops: 6 per matmul parameter and token, plus 12·L·T·d per token for attention scores and values (Chowdhery et al.
     2022, PaLM, appendix B).
 
     Activations per block and token in floats, as autograd keeps them without recomputation: input and output of each of
-    two norms (2·d), qkv 3·d, attention output d, the MLP's hidden layer before and after its activation (4·d each):
-    16·d. `scaled_dot_product_attention` keeps one float per head (its log-sum-exp) and makes no matrix of length ×
-    length. Fused norms are assumed, as on CUDA (`NORM_FLOATS`). Backward holds the gradients of the residual stream and
-    of the MLP's hidden layer: 5·d, and 6·d with temporaries.
+    two norms (4·d), qkv 3·d, attention output d, the MLP's hidden layer before and after its activation (4·d each):
+    16·d. `scaled_dot_product_attention` keeps one float per head (its log-sum-exp) and makes no matrix of T × T. Fused
+    norms are assumed, as on CUDA (`NORM_FLOATS`). Backward holds the gradients of the residual stream and of the MLP's
+    hidden layer: 5·d, and 6·d with temporaries.
     """
     d, layers, heads = model.hidden_size, model.num_layers, model.num_heads
     length, vocab = model.sequence_length, model.vocab_size
@@ -92,8 +95,8 @@ GRADIENT_BYTES_PER_PARAMETER = 4
 STAGING_SLABS = 2
 # A rank without its model: Python, torch, gloo and their buffers. Importing torch 2.13 alone measured 0.21 GiB.
 PROCESS_BYTES = 1 << 29
-# Shares of a block's activations (`ebbflow.infra.footprint`) that recomputation keeps until backward: its input, and
-# selectively the outputs of its matrix products and attention as well: 3 + 1 + 1 + 4 + 1 widths.
+# Activations of a block that are kept until backward, in widths, by parallel.recompute. full: the block's input;
+# selective: also the outputs of its matrix products and attention, 3 + 1 + 1 + 4 + 1.
 _KEPT_FLOATS = {"none": BLOCK_FLOATS, "selective": 11, "full": 1}
 # Main memory of processes, in bytes. A rank with CUDA maps its libraries and keeps pinned buffers (estimated; not
 # measured on a GPU). An uploader imports no torch; an agent and its standby are one process without and one with torch.
@@ -104,7 +107,7 @@ NODE_PROCESSES_BYTES = 3 << 28
 
 @dataclass(frozen=True, kw_only=True)
 class HostGang:
-    """Number of ranks on one machine. On a laptop that is the whole gang, which plays several nodes."""
+    """Nodes and ranks of a gang. In a local run, one machine plays all of its nodes."""
 
     nodes: int
     processes_per_node: int
@@ -118,7 +121,7 @@ class HostGang:
 
 
 def local_gang(config: RunConfig) -> HostGang | None:
-    """Return the gang of the configuration, or None where the plan chooses it."""
+    """Return the gang of the configuration, or None if the plan chooses its size ("auto")."""
     nodes, processes = config.cluster.nodes, config.cluster.processes_per_node
     if nodes == "auto" or processes == "auto":
         return None
@@ -126,19 +129,24 @@ def local_gang(config: RunConfig) -> HostGang | None:
 
 
 def shard_ranks(config: RunConfig, ranks: int, ranks_per_node: int | None = None) -> int:
-    """Return the number of ranks that share one copy of the model: 1 in mode ddp, all in fsdp2."""
+    """Return the number of ranks that share one copy of the model: 1 in mode ddp, all in fsdp2.
+
+    Args:
+        ranks: number of ranks in the gang.
+        ranks_per_node: shard size of hsdp without parallel.shard_size; None: all ranks.
+    """
     if config.parallel.mode == "hsdp":
         return config.parallel.shard_size or ranks_per_node or ranks
     return ranks if config.parallel.mode == "fsdp2" else 1
 
 
 def stays_gathered(parameters: int) -> bool:
-    """Whether a sharded model of this many float32 parameters counts as small (SMALL_MODEL_BYTES)."""
+    """Return whether this many float32 parameters are at most SMALL_MODEL_BYTES, so that FSDP2 keeps them gathered."""
     return FLOAT32_BYTES * parameters <= SMALL_MODEL_BYTES
 
 
 def reduced_bytes_per_parameter(config: RunConfig) -> int:
-    """Return the bytes per parameter of a gradient while a sharded mode reduces it."""
+    """Return the bytes per parameter of the gradients that a sharded mode reduces: 4, or 2 in bfloat16."""
     halves = config.fsdp.use_mixed_precision and config.fsdp.reduce_dtype == "bfloat16"
     return BFLOAT16_BYTES if halves else FLOAT32_BYTES
 
@@ -146,8 +154,9 @@ def reduced_bytes_per_parameter(config: RunConfig) -> int:
 def gathered_bytes(config: RunConfig, shape: ModelShape, ranks: int) -> int:
     """Return the bytes that a rank of fsdp2 or hsdp holds beside its shards at the peak of a step; 0 with ddp.
 
-    A small model: all parameters, the newest gradient of one unit, and, with several micro-batches per step, the whole
-    gradients that wait for the last of them. A larger one: the unit in use, the prefetched one, and a gradient.
+    For a small model (`stays_gathered`) these are all parameters, the newest gradient of one unit and, with several
+    micro-batches per step, the gradients that accumulate until the last of them. For a larger model, they are the unit
+    in use, the prefetched unit, and one unit's gradient.
     """
     fsdp = config.fsdp
     if config.parallel.mode == "ddp" or (ranks == 1 and not fsdp.use_mixed_precision and not fsdp.cpu_offload):
@@ -164,7 +173,9 @@ def gathered_bytes(config: RunConfig, shape: ModelShape, ranks: int) -> int:
 class RankBytes:
     """Bytes of tensors that one rank holds at the peak of a step, by kind.
 
-    unsharded: parameters that a sharded mode gathers and gradients that it has not reduced; buckets and copies of ddp.
+    Attributes:
+        unsharded: gathered parameters and unreduced gradients in a sharded mode; buckets and copies in ddp.
+        logits: the logits and what the loss computes from them.
     """
 
     parameters: int
@@ -264,17 +275,17 @@ def _activation_bytes(config: RunConfig, shape: ModelShape, *, fused_norms: bool
 
 
 def commit_bytes(config: RunConfig) -> int:
-    """Return the bytes of one commit: weights and optimizer state of the whole model, at any number of ranks."""
+    """Return the bytes of one commit: weights and optimizer state of the whole model, for any number of ranks."""
     return COMMIT_BYTES_PER_PARAMETER * causal_lm_shape(config.model).parameters
 
 
 def staging_bytes(config: RunConfig) -> int:
-    """Return the memory of all ranks' staging buffers, two per rank; /dev/shm does not limit it."""
+    """Return the bytes of all ranks' staging buffers, two per rank; the size of /dev/shm does not limit them."""
     return STAGING_SLABS * commit_bytes(config)
 
 
 def host_memory_bytes(config: RunConfig, gang: HostGang) -> int:
-    """Estimate the main memory of a gang that trains on the CPUs of one machine, at the peak of a step."""
+    """Estimate the main memory, in bytes, of a gang that trains on the CPUs of one machine, at the peak of a step."""
     shape = causal_lm_shape(config.model)
     parts = gang.ranks * config.training.gradient_accumulation_steps
     here = config.model_copy(update={"fsdp": config.fsdp.model_copy(update={"cpu_offload": False})})
@@ -290,10 +301,10 @@ def host_memory_bytes(config: RunConfig, gang: HostGang) -> int:
 
 
 def gpu_host_bytes(config: RunConfig, shape: ModelShape, gang: HostGang) -> int:
-    """Estimate the main memory of one node of a gang on GPUs: processes, staging buffers, offloaded tensors.
+    """Estimate the main memory, in bytes, of one node with GPUs: processes, staging buffers, offloaded tensors.
 
     Each rank keeps STAGING_SLABS page-locked buffers for its share of a commit. The built-in data pipeline maps its
-    tokens and has no worker processes; those of other workloads are unknown.
+    tokens and has no worker processes; the workers of other workloads are unknown and not counted.
     """
     here = gang.processes_per_node
     staged = STAGING_SLABS * COMMIT_BYTES_PER_PARAMETER * shape.parameters * here // gang.ranks

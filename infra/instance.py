@@ -3,8 +3,9 @@
 `MetadataService` is the only client of the instance metadata service: `identify_machine`, preflight
 (`infra.checks.machine`) and spot interruption notices (`ebbflow.infra.notices`) use it.
 
-A machine is identified by environment variables that the container's creator sets, then by the metadata service
-(IMDSv2, only where something indicates EC2), then by the firmware of a Nitro instance. Elsewhere no network is used.
+`identify_machine` looks, in this order, at environment variables that the container's creator sets, at the metadata
+service (IMDSv2) if something indicates EC2, and at the firmware of a Nitro instance. On other machines it makes no
+request.
 """
 
 from __future__ import annotations
@@ -37,15 +38,18 @@ _SHORTEST_SECONDS = 0.05
 
 
 def metadata_endpoint(environment: Mapping[str, str]) -> str:
-    """Return the service's address, from the variables that every AWS tool reads."""
+    """Return the address of the metadata service, as given by the variables that every AWS tool reads."""
     ipv6 = environment.get(MODE_VARIABLE, "").lower() == "ipv6"
     return (environment.get(ENDPOINT_VARIABLE) or (_ENDPOINT_IPV6 if ipv6 else _ENDPOINT)).rstrip("/")
 
 
 def metadata_unavailable_reason(environment: Mapping[str, str], system: Path = Path("/")) -> str:
-    """Explain why the metadata service is not to be asked; "" if it is. Elsewhere a request would time out.
+    """Return why the metadata service must not be queried; "" if it may be.
+
+    It is queried only if something indicates EC2, because elsewhere the request would wait until its timeout.
 
     Args:
+        environment: environment variables.
         system: folder that contains /sys, whose firmware files identify an EC2 instance.
     """
     if environment.get(DISABLED_VARIABLE, "").lower() == "true":
@@ -57,17 +61,18 @@ def metadata_unavailable_reason(environment: Mapping[str, str], system: Path = P
 
 
 class MetadataService:
-    """Client of one metadata service. Ignores proxies of the environment."""
+    """Client of an instance metadata service. It ignores the proxies of the environment."""
 
     def __init__(self, address: str) -> None:
         self.endpoint = address.rstrip("/")
 
     def ask(self, method: str, path: str, headers: Mapping[str, str], *, seconds: float) -> tuple[int, str]:
-        """Send a request and return status and body.
+        """Send a request and return status and body, within `seconds`.
 
         Raises:
-            TimeoutError: connected, but no answer in time.
-            OSError: not connected; ConnectionError without a connection in time.
+            TimeoutError: the service accepted the connection and did not answer in time.
+            ConnectionError: the service did not accept the connection in time.
+            OSError: the connection failed for another reason.
             HTTPException: the answer is not HTTP.
             ValueError: the address is invalid.
         """
@@ -92,11 +97,11 @@ class MetadataService:
             connection.close()
 
     def token(self, *, ttl_seconds: int, seconds: float) -> tuple[int, str]:
-        """Start an IMDSv2 session; returns status and token. Raises as `ask` does."""
+        """Start an IMDSv2 session, and return status and token. Raises as `ask` does."""
         return self.ask("PUT", "/latest/api/token", {_TTL_HEADER: str(ttl_seconds)}, seconds=seconds)
 
     def get(self, path: str, token: str, *, seconds: float) -> tuple[int, str]:
-        """Read /latest/PATH; without a token by IMDSv1. Raises as `ask` does."""
+        """Return status and body of /latest/PATH. With token "", this is a request of IMDSv1. Raises as `ask` does."""
         return self.ask("GET", f"/latest/{path}", {TOKEN_HEADER: token} if token else {}, seconds=seconds)
 
 
@@ -131,11 +136,12 @@ HINT = (
 class MachineIdentity:
     """Known facts of a machine; None: unknown.
 
-    uptime_seconds: since boot.
-    market: spot or on_demand.
-    batch_job_id: the AWS Batch job of this container, without a node's number; None: no Batch job.
-    identified_by: environment, metadata or firmware; empty: unidentified.
-    problem: why an AWS instance is unidentified; empty elsewhere.
+    Attributes:
+        uptime_seconds: time since boot.
+        market: spot or on_demand.
+        batch_job_id: the AWS Batch job of this container, without a node's number; None: no Batch job.
+        identified_by: environment, metadata or firmware; empty: unidentified.
+        problem: why an AWS instance is unidentified; empty elsewhere.
     """
 
     instance_id: str | None = None
@@ -157,7 +163,13 @@ class MachineIdentity:
 def identify_machine(
     environment: Mapping[str, str] = os.environ, *, system: Path = Path("/"), deadline_seconds: float = 2.0
 ) -> MachineIdentity:
-    """Identify this machine within the deadline. Never raises. system: folder that contains /proc and /sys."""
+    """Identify this machine within the deadline. Never raises.
+
+    Args:
+        environment: environment variables.
+        system: folder that contains /proc and /sys.
+        deadline_seconds: time limit for all requests together.
+    """
     job = environment.get("AWS_BATCH_JOB_ID", "").split("#")[0]  # of a multi-node job: "<job>#<node>"
     return replace(_identify(environment, system, deadline_seconds), batch_job_id=job or None)
 
@@ -184,7 +196,11 @@ def _identify(environment: Mapping[str, str], system: Path, deadline_seconds: fl
 
 
 def _metadata(service: MetadataService, deadline_seconds: float) -> dict[str, Any]:
-    """Read the facts with IMDSv2. Raises OSError, ValueError, KeyError or HTTPException, within the deadline."""
+    """Return the facts that the metadata service has, read with IMDSv2 within the deadline.
+
+    Raises:
+        OSError, ValueError, KeyError, TypeError or HTTPException: a required fact cannot be read.
+    """
     limit = time.monotonic() + deadline_seconds
 
     def left() -> float:
@@ -219,7 +235,7 @@ def _metadata(service: MetadataService, deadline_seconds: float) -> dict[str, An
 
 
 def _firmware(system: Path) -> dict[str, Any]:
-    """Read id and type that Nitro instances show in DMI; not verified on an instance."""
+    """Return id and type from the DMI files of a Nitro instance, else {}. This is not verified on an instance."""
     board = _text(system / "sys/class/dmi/id/board_asset_tag")
     if not board.startswith("i-"):
         return {}
@@ -234,9 +250,10 @@ def _uptime(system: Path) -> float | None:
 
 
 def describe_machine() -> dict[str, object]:
-    """Describe the hardware that a figure was measured on.
+    """Describe this machine, to be stored with a figure that was measured on it.
 
-    Returns: among others `cores` (those this process may use) and `load_average` (of the last minute).
+    Returns:
+        CPU, versions and time, `cores` (those that this process may use) and `load_average` (of the last minute).
     """
     import importlib.metadata
 
@@ -252,7 +269,7 @@ def describe_machine() -> dict[str, object]:
 
 
 def file_system(folder: Path) -> str:
-    """Return the kind of file system of a folder, such as ext4 or tmpfs; "unknown" where the system does not tell."""
+    """Return the kind of a folder's file system, such as ext4 or tmpfs; "unknown" if /proc/mounts does not list it."""
     path = str(folder.resolve())
     best, kind = "", "unknown"
     for _, mount, mounted, *_ in _lines("/proc/mounts"):

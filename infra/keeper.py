@@ -1,8 +1,10 @@
-"""The keeper: a small process between an agent and all that the agent starts, which leaves no process behind.
+"""The keeper: a small process on each node that starts all programs for the agent, and ends all of them with it.
 
 The keeper is a subreaper (`PR_SET_CHILD_SUBREAPER`): a process below it that loses its parent becomes its child, even a
 daemon with its own session and environment. So every process that a rank ever started is found by parentage alone. When
 the agent ends for whatever reason, the keeper kills everything below it and exits.
+
+The agent and the keeper exchange lines of JSON over a socket. Here 7 is the number of a request and 4711 a process:
 
     agent → {"spawn": 7, "argv": […], "environment": {…}} and three file descriptors: stdin, stdout, stderr
     agent ← {"spawned": 7, "pid": 4711}  {"refused": 7, "errno": 12}  {"ended": 4711, "status": -9}
@@ -45,9 +47,9 @@ _PROGRAM = (
     "import sys; sys.path.append(sys.argv[1]); from ebbflow.infra.keeper import serve; "
     "serve(int(sys.argv[2]), int(sys.argv[3]))"
 )
-# They release resources of killed processes (shared memory, semaphores) and exit by themselves.
+# Helpers of Python and torch that release resources of killed processes (shared memory, semaphores), then exit.
 _CLEANERS = (b"multiprocessing.resource_tracker", b"torch_shm_manager")
-# Faults of the keeper itself, and signals that no process can handle.
+# Signals that the keeper leaves as they are: its own faults, and those that no process can handle.
 _NOT_IGNORED = {
     *(signal.SIGKILL, signal.SIGSTOP, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT),
     *(signal.SIGSYS, signal.SIGTRAP, signal.SIGCONT),
@@ -55,18 +57,18 @@ _NOT_IGNORED = {
 
 
 class Parent(Protocol):
-    """The process that reaps a child for the agent: a keeper, or a standby."""
+    """The process that starts and reaps children for the agent: a keeper, or a standby."""
 
     @property
     def pid(self) -> int: ...
     def ended(self, pid: int) -> int | None:
-        """Return a finished child's exit status, negative for a signal's number; None while it lives."""
+        """Return the exit status of a child, negative for the signal that killed it; None while the child lives."""
 
 
 class RemoteChild:
-    """A child of another process, which reports how the child ended.
+    """Handle of a process whose parent is not this process, but a `Parent` that reports the exit status.
 
-    While that parent is stopped, the exit status of the zombie is read from the kernel.
+    If the parent does not report it within 1 s, because it is stopped, the status is read from the kernel.
     """
 
     def __init__(self, pid: int, parent: Parent) -> None:
@@ -105,7 +107,12 @@ class RemoteChild:
         self.send_signal(signal.SIGKILL)
 
     def wait(self, timeout: float) -> int:
-        """Return the exit status. Raises TimeoutExpired, also for uninterruptible sleep (state D)."""
+        """Wait for the process to end, and return its exit status.
+
+        Raises:
+            TimeoutExpired: the process still lives after `timeout` seconds; in uninterruptible sleep (state D) even
+                SIGKILL does not end it.
+        """
         import subprocess
 
         limit = time.monotonic() + timeout
@@ -117,7 +124,14 @@ class RemoteChild:
 
 
 class Keeper:
-    """The agent's handle of its keeper. log: the file for the keeper's own errors."""
+    """The agent's handle of its keeper.
+
+    Attributes:
+        lost: whether the keeper has ended, or did not answer in time and was killed.
+
+    Args:
+        log: file for the keeper's own errors.
+    """
 
     def __init__(self, log: Path) -> None:
         import subprocess
@@ -154,7 +168,13 @@ class Keeper:
     def spawn(
         self, argv: Iterable[str], environment: Mapping[str, str], stdin: int, stdout: int, stderr: int
     ) -> RemoteChild:
-        """Start a program in its own session below the keeper. Raises OSError if it cannot be started."""
+        """Start a program in its own session below the keeper. Raises OSError if it cannot be started.
+
+        Args:
+            argv: absolute path of the program, and its arguments.
+            environment: environment variables.
+            stdin, stdout, stderr: file descriptors of this process, for the program.
+        """
         self._number += 1
         request = {"spawn": self._number, "argv": list(argv), "environment": dict(environment)}
         limit = time.monotonic() + _ANSWER_SECONDS
@@ -187,7 +207,10 @@ class Keeper:
         self._lose()
 
     def _ask(self, request: bytes, descriptors: list[int], limit: float) -> None:
-        """Send a request. A stopped keeper reads nothing; the socket holds some 200 kB."""
+        """Send a request with its file descriptors, or give the keeper up at `limit` on the monotonic clock.
+
+        A stopped keeper reads nothing, and the socket holds only some 200 kB.
+        """
         unsent = memoryview(request)
         while unsent and not self.lost:
             left = limit - time.monotonic()
@@ -218,7 +241,7 @@ class Keeper:
             self._ended[message["ended"]] = message["status"]
 
     def _lose(self) -> None:
-        """Record that the keeper is gone; with it, the kernel ends what it spawned, and the ranks of a standby."""
+        """Kill the keeper and record it as lost. The kernel then kills what the keeper or a standby has spawned."""
         import subprocess
 
         self.lost = True
@@ -232,11 +255,13 @@ class Keeper:
 def kill_descendants(
     keeper: int, seconds: float, *, spare: Collection[int] = (), spare_trees: Collection[int] = ()
 ) -> list[int]:
-    """Kill the processes below the keeper and return those left after `seconds`.
+    """Kill the processes below the keeper, and return the ids of those that still live after `seconds`.
 
     Args:
-        spare: processes that stay, but not their descendants.
-        spare_trees: processes that stay with all their descendants.
+        keeper: process id of the keeper.
+        seconds: time limit.
+        spare: ids of processes that are not killed; their descendants are.
+        spare_trees: ids of processes that are not killed, nor their descendants.
     """
     spared = [stat for pid in {*spare, *spare_trees} if (stat := process_stat(pid)) is not None]
     groups = {stat.group for stat in spared}
@@ -250,14 +275,21 @@ def kill_until_none(
     spare_groups: Collection[int] = (),
     reap: Callable[[], bool] = lambda: True,
 ) -> list[int]:
-    """Kill the processes that `find` returns until it returns none and `reap` confirms it; return those left.
+    """Kill the processes that `find` returns, repeatedly, until it returns none and `reap` returns True.
 
-    Processes that fork faster than one look are killed by their process group: the kernel lets no fork escape a signal
-    to its group. Others are stopped before they are killed, so that none can start another in between. No group has
-    members outside the keeper's tree, because everything that the keeper spawns has its own session.
+    Processes that fork faster than they are found are killed by their process group: the kernel lets no fork escape a
+    signal to its group. They are then stopped one by one before they are killed, so that none can start another in
+    between. No group has members outside the keeper's tree, because everything that the keeper spawns has its own
+    session.
 
     Args:
+        find: returns the processes to kill.
         seconds: time limit.
+        spare_groups: process groups that are not killed as a whole.
+        reap: reaps ended children; returns whether no child is left.
+
+    Returns:
+        Ids of the processes that are left: at the time limit, or earlier if all of them are in uninterruptible sleep.
     """
     begun, known, rounds = time.monotonic(), set(), 0
     while True:
@@ -298,7 +330,12 @@ def _cleans_up(pid: int) -> bool:
 
 
 def serve(agent: int, channel: int) -> None:
-    """Run the keeper: spawn and reap until the agent ends, then end everything below. Does not return."""
+    """Run the keeper in this process until the agent ends; then kill everything below it and exit. Does not return.
+
+    Args:
+        agent: process id of the agent.
+        channel: file descriptor of the socket to the agent.
+    """
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     woken, waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     for number in signal.valid_signals() - _NOT_IGNORED:
@@ -320,7 +357,7 @@ def serve(agent: int, channel: int) -> None:
 
 
 class _Desk:
-    """The keeper's loop: receives requests of the agent and reaps children."""
+    """The keeper's main loop, which serves the requests of the agent and reaps children."""
 
     def __init__(self, agent: int, channel: socket.socket, woken: int) -> None:
         self._agent, self._channel, self._woken = agent, channel, woken
@@ -329,7 +366,7 @@ class _Desk:
         self._descriptors: list[int] = []
 
     def serve(self) -> None:
-        """Run until the agent has closed its end or is gone."""
+        """Run until the agent has closed its end of the socket or has ended."""
         while os.getppid() == self._agent:
             ready, _, _ = select.select([self._channel, self._woken], [], [], _LOOK_SECONDS)
             if self._woken in ready:
@@ -380,7 +417,14 @@ class _Desk:
 
 
 def _become(argv: list[str], environment: dict[str, str], fds: list[int], mask: Collection[int]) -> NoReturn:
-    """Turn a forked child into the program, in its own session, with only the three given descriptors of the keeper."""
+    """Replace a forked child by a program in its own session, which inherits no other descriptors of the keeper.
+
+    Args:
+        argv: absolute path of the program, and its arguments.
+        environment: environment variables.
+        fds: file descriptors for stdin, stdout and stderr.
+        mask: signals that the program starts with blocked.
+    """
     try:
         keeper = os.getppid()
         signal.set_wakeup_fd(-1)
@@ -409,7 +453,7 @@ def _reap_one() -> tuple[int, int] | None:
 
 
 def _reap_all() -> bool:
-    """Reap all finished children; whether none is left, as only the kernel can confirm."""
+    """Reap all ended children. Return whether no child is left, ended or living, as waitpid reports it."""
     while (ended := _reap_one()) is not None:
         if not ended[0]:
             return False

@@ -30,7 +30,7 @@ from ebbflow.infra.process import process_stat
 from ebbflow.infra.store import Store
 from ebbflow.infra.store.objects import StoreClock
 
-# Id of the claim under which a process runs the flow: runs of a supervisor have no claim of their own.
+# Id of the claim of the supervisor that started this run of the flow, which then makes no claim of its own.
 CLAIM_VARIABLE = "EBBFLOW_LAUNCHER"
 # Id of the claim that this launcher's child processes work under. It does not replace a claim.
 RUN_CLAIM_VARIABLE = "EBBFLOW_RUN_CLAIM"
@@ -41,17 +41,22 @@ _RENEW_SECONDS = {"folder": 2.0, "bucket": 10.0}
 _LOOK_SECONDS = {"folder": 0.5, "bucket": 3.0}
 _WATCH_SECONDS = 0.5
 _UNREADABLE = ""  # id of a claim whose content is damaged
-_LONGEST_READ = 200  # numbers to try before the store must be faulty
+_LONGEST_READ = 200  # claims to try; if another launcher takes all of them, the store is faulty
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launcher:
-    """Content of a claim.
+    """Content of a claim: the launcher that wrote it.
 
-    since_utc: Unix time by the launcher's clock.
-    renewals: grows while the launcher lives.
-    released: the launcher has ended.
-    boot_id, pid_namespace, started_ticks: identify the process, with pid, even after numbers are reused.
+    Attributes:
+        number: number of the claim.
+        id: random id of the claim.
+        command: the command of `ebbflow`, such as run.
+        pid: process id of the launcher.
+        since_utc: Unix time of the claim by the launcher's clock.
+        renewals: number of renewals so far.
+        released: whether the launcher has ended.
+        boot_id, pid_namespace, started_ticks: identify the process, together with pid, even after pids are reused.
     """
 
     number: int
@@ -91,7 +96,7 @@ class Launcher:
 
     @property
     def was_here(self) -> bool:
-        """Whether its process belongs to this machine's current boot and to the same PID namespace."""
+        """Return whether the launcher's process belongs to the current boot and PID namespace of this machine."""
         return bool(self.boot_id) and (self.boot_id, self.pid_namespace) == (_boot_id(), _pid_namespace())
 
     @property
@@ -100,19 +105,24 @@ class Launcher:
 
     @property
     def is_stopped_here(self) -> bool:
-        """Whether its process is on this machine and stopped, as by Ctrl-Z."""
+        """Return whether the launcher's process is on this machine and stopped, such as by Ctrl-Z."""
         return self._state_here == "T"
 
     @property
     def _state_here(self) -> str:
-        """Return the kernel's state letter of its process, "" if it is gone or not on this machine."""
+        """Return the kernel's state letter of the launcher's process; "" if it is gone or not on this machine."""
         stat = process_stat(self.pid) if self.was_here else None
         return stat.state if stat is not None and stat.started_ticks == self.started_ticks else ""
 
 
 @dataclass(frozen=True)
 class RunningLauncher:
-    """The launcher that holds the job now. heartbeat_age_seconds: since its last renewal, by the store's clock."""
+    """The launcher that holds the job now.
+
+    Attributes:
+        launcher: content of its claim.
+        heartbeat_age_seconds: time since its last renewal by the store's clock.
+    """
 
     launcher: Launcher
     heartbeat_age_seconds: float
@@ -130,9 +140,10 @@ class RunningLauncher:
 
 
 def running_launcher(job_store: Store) -> RunningLauncher | None:
-    """Return the launcher that lives on this machine or has a fresh claim by the store's clock; None without one.
+    """Return the launcher that holds the job, or None if the job is not running. Raises StoreError.
 
-    Raises: StoreError.
+    A launcher on this machine holds the job while its process lives; one on another machine while its last renewal is
+    at most 60 s old by the store's clock.
     """
     newest = _newest(job_store)
     if newest is None or newest[0].released:
@@ -148,9 +159,16 @@ def running_launcher(job_store: Store) -> RunningLauncher | None:
 
 
 class Claim:
-    """This process's hold on a job, renewed by a thread until `release`.
+    """Claim of this process on a job. A thread renews it until `release`.
 
-    fenced_by: the launcher that has taken the job over; None while this one holds it.
+    Attributes:
+        launcher: content of the claim.
+        fenced_by: the launcher that has taken the job over; None while this one holds it.
+
+    Args:
+        job_store: the job's part of the store.
+        launcher: content of the claim, already written.
+        on_fenced: called in the thread when another launcher has taken the job over.
     """
 
     def __init__(self, job_store: Store, launcher: Launcher, on_fenced: Callable[[], None]) -> None:
@@ -165,18 +183,20 @@ class Claim:
         self._thread.start()
 
     def successor(self) -> Launcher | None:
-        """Ask the store which launcher has taken the job over; None while this one holds it. Raises StoreError.
+        """Return the launcher that has taken the job over, read from the store; None while this one holds it.
 
         Call it after a pause (stopped process, network outage), before changing anything that a successor may own.
+        Raises StoreError.
         """
         if self.fenced_by is None:
             self.fenced_by = self._successor()
         return self.fenced_by
 
     def release(self) -> None:
-        """Mark the claim as released, so that the next launcher need not wait for it to become stale. Never raises.
+        """Mark the claim as released, so that the next launcher need not wait until it is stale. Never raises.
 
-        Returns at once during another release: a signal handler in the same thread would wait for itself.
+        A second call returns at once: a signal handler that interrupts the first would otherwise wait for its own
+        thread.
         """
         if self._releasing:
             return
@@ -207,7 +227,10 @@ class Claim:
         return None if newest is None else newest[0]
 
     def _renew(self) -> None:
-        """Renew the claim. Detects a store that ignores the condition of `create`: two launchers share a number."""
+        """Renew the claim, unless another launcher has written a claim with the same number.
+
+        That happens if the store ignores the condition of `create`. This launcher then gives the job up.
+        """
         written = _read(self._store, self.launcher.number)
         if written is not None and written.id not in (_UNREADABLE, self.launcher.id):
             self.fenced_by = written
@@ -237,12 +260,19 @@ def claim_job(
 ) -> Claim:
     """Claim the job for this process.
 
-    A claim of another machine that was renewed within 60 s is watched until its next renewal (the job runs) or until
-    it is stale (the job is taken).
+    If another machine's launcher renewed its claim within the last 60 s, wait for its next renewal, which shows that
+    the job is running, or until its claim is stale and the job can be taken.
 
     Args:
+        job_store: the job's part of the store.
+        job: name of the job.
+        command: the command of `ebbflow`, shown to other launchers.
         take_over: take the job from a living launcher, and wait at most 90 s until it has saved and exited.
         on_fenced: called in its own thread when another launcher takes the job over.
+        say: prints a line about the progress.
+
+    Returns:
+        The claim; release it at the end.
 
     Raises:
         JobIsRunning: another launcher runs the job.
@@ -293,7 +323,14 @@ def _living(
     watch: bool,
     say: Callable[[str], None],
 ) -> Launcher | None:
-    """Return the launcher if it lives, None if its claim is free. watch: wait for a renewal in doubt."""
+    """Return the launcher that holds the job, or None if its claim is free.
+
+    Args:
+        launcher: content of the newest claim.
+        modified: time of its last write, as Unix time by the store's clock.
+        watch: whether to wait for a renewal if only that can show that the launcher lives.
+        say: prints a line about the progress.
+    """
     if launcher.released or (launcher.was_here and not launcher.is_alive_here):
         return None
     if launcher.is_alive_here:
@@ -328,7 +365,7 @@ def _wait_for_leaving(job_store: Store, job: str, former: Launcher, say: Callabl
 
 
 def _newest(job_store: Store) -> tuple[Launcher, float] | None:
-    """Return the claim with the highest number, and when it was last written by the store's clock."""
+    """Return the claim with the highest number and the Unix time of its last write by the store's clock, or None."""
     listed = job_store.list(LAUNCHERS_PREFIX)
     for meta in reversed(listed):
         name = meta.key.rpartition("/")[2].removesuffix(".json")
@@ -338,9 +375,9 @@ def _newest(job_store: Store) -> tuple[Launcher, float] | None:
 
 
 def _read(job_store: Store, number: int) -> Launcher | None:
-    """Return the claim of a number, None without one. Raises StoreError.
+    """Return the claim with a number; None if there is none. Raises StoreError.
 
-    A damaged claim is that of an unknown launcher. It holds the job like any other, until it is stale or renewed.
+    A damaged claim is returned as that of an unknown launcher, which holds the job until the claim is stale or renewed.
     """
     try:
         content = job_store.get(launcher_key(number))

@@ -4,20 +4,23 @@
                    events/<generation>/<node>-<rank>-<segment>.jsonl
                    logs/<generation>/<node>-<rank>-<segment>.jsonl
                    generations/<generation>-<id>.json
-                   data/<generation>-<id>/...   index/<generation>-<id>/...
+                   data/<generation>-<id>/...         data of saves, one object per rank and step
+                   index/<generation>-<id>/...        index of each of these objects
                    commits/<inverted step>/<inverted generation>/<sha256 of the manifest>.json
-                   quarantine/<sha256>.json   tombstones/<sha256>.json   never to be read again; being deleted
-                   pins/<sha256>.json         verified/<sha256>.json     never to be deleted; every byte was read
-                   signatures/<sha256>.json   HMAC of the commit, where the job signs; put before the commit
+                   quarantine/<sha256>.json           the commit must never be restored again
+                   tombstones/<sha256>.json           the commit is being deleted
+                   pins/<sha256>.json                 the commit must never be deleted
+                   verified/<sha256>.json             every byte of the commit was read and is intact
+                   signatures/<sha256>.json           HMAC of the commit, if the job signs; put before the commit
                    overrides/<generation>-<rank>-<what>.json  orders of guards for later starts of the gang
                    permits/<what>/<generation>.json           permissions of a person for a start
                    orders/<run>-<step>-<task>-<attempt>.json  order for an attempt on another machine
-                   secrets/<run>-<attempt>    shared secret of a start's agents; deleted after the roll-call
+                   secrets/<run>-<attempt>    shared secret of a start's agents; deleted once all have joined
                    launchers/<number>.json    claims on the job, one per launcher; the highest number holds it
                    clock/<random>             put and deleted to read the store's clock
                    plan.json                  the newest plan with all pools
                    report.json  report.html  metrics.prom
-<store>/tokens/<sha256>/...
+<store>/tokens/<sha256>/...                            prepared data of the built-in language model
 <store>/workloads/<module and name>/...                prepared data of a user's workload
 <store>/experience/<day>-<job>.json                    job history: pools and throughput
 """
@@ -45,7 +48,7 @@ _GENERATION_LIMIT = 10**6 - 1
 
 
 def check_job_name(name: str) -> str:
-    """Return the name. Raises LayoutError if it is not valid as a folder in every store."""
+    """Return a job's name unchanged. Raises LayoutError if it cannot be the name of a folder in every store."""
     if not _JOB_NAME.fullmatch(name) or name in _TAKEN:
         raise LayoutError(
             f"--job {name!r} cannot be a job's name\n"
@@ -64,17 +67,21 @@ def tokens_prefix(fingerprint: str) -> str:
 
 
 def workload_prefix(workload: str) -> str:
-    """Return the prefix of a workload, given as ``package.module:Name``; a colon is not portable in file names."""
+    """Return the prefix of a workload's prepared data; a colon is not portable in file names.
+
+    Args:
+        workload: name of the class, as ``package.module:Name``.
+    """
     return f"workloads/{workload.replace(':', '.')}"
 
 
 def job_history_key(day: str, job: str) -> str:
-    """Return the key of a job's history. day: such as 20261121, so that keys sort by time."""
+    """Return the key of a job's history. day: a text such as 20261121, so that keys sort by time."""
     return f"{JOB_HISTORY_PREFIX}{day}-{job}.json"
 
 
 def generation_name(generation: int, generation_id: str) -> str:
-    """Return the name of one start of the gang, such as ``000002-9f3c01ab``."""
+    """Return the name of one start of the gang in keys, such as ``000002-9f3c01ab``."""
     return f"{generation:06d}-{generation_id}"
 
 
@@ -83,7 +90,14 @@ def generation_key(generation: int, generation_id: str) -> str:
 
 
 def event_key(generation: int, node: int | str, rank: int | str, segment: str) -> str:
-    """Return the key of an event segment. rank: a number, or the name of another process (``agent``, a flow step)."""
+    """Return the key of a segment of the event log.
+
+    Args:
+        generation: number of the start of the gang; 0 before the first.
+        node: number of the node.
+        rank: number of the rank, or the name of another process, such as ``agent`` or a step of the flow.
+        segment: number of the segment, and a random text that is unique to the process.
+    """
     return f"events/{generation:06d}/{node}-{rank}-{segment}.jsonl"
 
 
@@ -93,7 +107,7 @@ def log_key(generation: int, node: int, rank: int, segment: str) -> str:
 
 
 def override_key(generation: int, rank: int, what: str) -> str:
-    """Return the key of a guard's order. what: distinguishes the orders of one rank."""
+    """Return the key of a guard's order for later starts of the gang. what: distinguishes the orders of one rank."""
     return f"overrides/{generation:06d}-{rank}-{what}.json"
 
 
@@ -102,12 +116,17 @@ def permit_prefix(what: str) -> str:
 
 
 def permit_key(what: str, generation: int) -> str:
-    """Return the key of a permission. what: such as ``from-scratch``; generation: the newest one it is valid for."""
+    """Return the key of a person's permission for a start.
+
+    Args:
+        what: kind of the permission, such as ``from-scratch``.
+        generation: the newest generation for which it is valid.
+    """
     return f"{permit_prefix(what)}/{generation:06d}.json"
 
 
 def order_key(run: str, step: str, task: str, attempt: int) -> str:
-    """Return the key of the order for one attempt of a flow task (`ebbflow.flows.attempts.order`)."""
+    """Return the key of the order with which another machine runs an attempt (`ebbflow.flows.attempts.order`)."""
     return f"orders/{run}-{step}-{task}-{attempt}.json"
 
 
@@ -117,7 +136,13 @@ def secret_key(run: str, attempt: int) -> str:
 
 
 def data_key(generation: str, step: int, rank: int) -> str:
-    """Return the key of a rank's data. generation: a `generation_name`; its random id makes the key unique."""
+    """Return the key of a rank's data of one save.
+
+    Args:
+        generation: a `generation_name`, whose random id makes the key unique.
+        step: training step of the save.
+        rank: number of the rank.
+    """
     return f"{data_prefix(generation, step)}{rank:05d}.bin"
 
 
@@ -134,7 +159,7 @@ def index_key(generation: str, step: int, rank: int) -> str:
 
 
 def commit_prefix(step: int, generation: int) -> str:
-    """Return the prefix of a step's commits. Inverted numbers make an ascending listing begin with the newest."""
+    """Return the prefix of a step's commits. The numbers are inverted, so that the newest commit is listed first."""
     return f"commits/{_STEP_LIMIT - step:012d}/{_GENERATION_LIMIT - generation:06d}/"
 
 
@@ -151,7 +176,7 @@ def parse_commit_key(key: str) -> tuple[int, int, str]:
 
 
 def quarantine_key(sha256: str) -> str:
-    """Return the key of the record that the commit with this manifest must not be restored again."""
+    """Return the key of the object that forbids to restore the commit with this manifest."""
     return f"quarantine/{sha256}.json"
 
 
@@ -171,7 +196,7 @@ def launcher_key(number: int) -> str:
 
 
 def clock_key(name: str) -> str:
-    """Return the key of an object that is put to read the store's clock."""
+    """Return the key of an object that is put only to read the store's clock."""
     return f"clock/{name}"
 
 
@@ -190,14 +215,16 @@ METAFLOW_FOLDER = ".metaflow"
 
 
 def runs_folder(project_root: Path) -> Path:
-    """Return the folder of this machine's reports and logs. EBBFLOW_RUNS moves it; jobs are in `store`."""
+    """Return the folder of this machine's reports and logs: EBBFLOW_RUNS, or runs/ in `records_root`."""
     own = os.environ.get("EBBFLOW_RUNS")
     return Path(own).absolute() if own else records_root(project_root, "runs") / "runs"
 
 
 def records_root(project_root: Path, name: str) -> Path:
-    """Return the folder that contains `name` (runs, .metaflow): the project, or the user's state folder if the
-    project is read-only. The same from any working directory, so that commands find each other's records.
+    """Return the folder that contains `name` (runs or .metaflow): the project, or, if that is read-only, the user's
+    state folder.
+
+    The working directory has no influence, so commands find each other's records.
     """
     folder = project_root / name
     if os.access(folder if folder.exists() else project_root, os.W_OK | os.X_OK):
@@ -208,23 +235,28 @@ def records_root(project_root: Path, name: str) -> Path:
 
 @dataclass(frozen=True)
 class KnownJob:
-    """Note in runs/<job> about the store of a job. store: as in the configuration, with absolute paths."""
+    """A job and its store, as noted in runs/<job>/job.json on this machine.
+
+    Attributes:
+        name: name of the job.
+        store: address of the store as in the configuration, with absolute paths.
+    """
 
     name: str
     store: str
 
     @property
     def uri(self) -> str:
-        """Return the job's own folder, or s3://bucket/prefix/jobs/NAME."""
+        """Return the address of the job's part of the store: a folder, or s3://bucket/prefix/jobs/NAME."""
         return f"{self.store.rstrip('/')}/{job_prefix(self.name)}"
 
     def note(self) -> bytes:
-        """Return the content of the note."""
+        """Return the content of runs/<job>/job.json."""
         return json.dumps({"schema": 1, "job": self.name, "store": self.store}, indent=1).encode()
 
 
 def known_job(folder: Path) -> KnownJob | None:
-    """Return the job of a folder such as runs/latest; None without a readable note."""
+    """Return the job that is noted in a folder such as runs/latest; None if there is no readable note."""
     try:
         note = json.loads((folder / NOTE).read_text())
         return KnownJob(str(note["job"]), str(note["store"]))

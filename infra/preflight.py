@@ -1,7 +1,8 @@
 """Preflight: run checks in parallel before anything is paid for, and render their results.
 
-Each room has a table CHECKS beside its checks. Each check runs within its deadline; one that hangs or raises is
-reported and delays no other. Results are plain data, in the order of the checks.
+`infra`, `cost`, `training` and `flows` each have tables CHECKS of their own checks. A check that hangs is reported at
+its deadline, and one that raises is reported as failed; neither delays another. Results are plain data, in the order of
+the checks.
 """
 
 from __future__ import annotations
@@ -28,9 +29,12 @@ _MARKS: dict[Status, str] = {"passed": "ok", "failed": "FAIL", "warning": "warn"
 class PreflightContext:
     """The input of all checks.
 
-    config_path: None when the configuration was not read from a file.
-    job: the job's name, if it has one: the store may have objects of it already.
-    target: where the run is sent; None: unknown, check for any place the configuration allows.
+    Attributes:
+        config: the job's configuration.
+        project_root: folder of the project.
+        config_path: the configuration's file; None: it was not read from a file.
+        job: the job's name, if it has one; the store may then have objects of it.
+        target: where the run is sent; None: unknown, so that everything that the configuration allows is checked.
     """
 
     config: RunConfig
@@ -42,7 +46,13 @@ class PreflightContext:
 
 @dataclass(frozen=True)
 class CheckFinding:
-    """The finding of a check: passed, failed or skipped, with a detail and a fix."""
+    """The finding of one check.
+
+    Attributes:
+        status: passed, failed or skipped.
+        detail: what the check found.
+        fix: how to repair it; None: there is nothing to repair.
+    """
 
     status: Literal["passed", "failed", "skipped"]
     detail: str
@@ -58,13 +68,23 @@ class CheckFinding:
 
     @classmethod
     def skipped(cls, reason: str) -> CheckFinding:
-        """Make the finding of a check that could not run. The reason continues "skipped, because "."""
+        """Make the finding of a check that could not run. `reason` continues "skipped, because "."""
         return cls("skipped", f"skipped, because {reason}")
 
 
 @dataclass(frozen=True)
 class Check:
-    """A check. symptoms: ids from the table of known symptoms that the check catches."""
+    """A check and its properties.
+
+    Attributes:
+        id: name of the check in reports.
+        title: short description.
+        severity: effect of a failure.
+        tier: quick or full.
+        deadline_seconds: time after which the check counts as failed.
+        symptoms: ids of the troubles that the check detects, such as A05 (docs/preflight.md).
+        run: the check's function.
+    """
 
     id: str
     title: str
@@ -77,7 +97,10 @@ class Check:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckResult:
-    """The result of a check. seconds: its duration, or how long it was waited for."""
+    """The result of a check: its properties, its finding, and its duration in seconds.
+
+    `status` is "warning" if a check of severity warning has failed.
+    """
 
     id: str
     title: str
@@ -101,10 +124,12 @@ class CheckResult:
 def run_checks(checks: Sequence[Check], context: PreflightContext, *, quick_only: bool = False) -> list[CheckResult]:
     """Run the checks in parallel and return their results in the order of the checks.
 
-    It takes no longer than the longest deadline. The threads are daemons, so that a check that never returns keeps no
-    process from exiting.
+    The call takes no longer than the longest deadline. Checks run in daemon threads, so that a check that never returns
+    does not keep the process from exiting.
 
     Args:
+        checks: the checks.
+        context: input of the checks.
         quick_only: skip checks of the full tier.
 
     Raises:
@@ -118,12 +143,12 @@ def run_checks(checks: Sequence[Check], context: PreflightContext, *, quick_only
 
 
 def failed_results(results: Sequence[CheckResult]) -> list[CheckResult]:
-    """Return the results that forbid the run; warnings and skipped checks do not."""
+    """Return the results that forbid the run: those that failed, without warnings and skipped checks."""
     return [result for result in results if result.status == "failed"]
 
 
 def render_results(results: Sequence[CheckResult]) -> str:
-    """Render one line per check, with the fix below those that need one, and a line of counts."""
+    """Render one line per check, with a fix below it if there is one, and a line with the number of results."""
     width = max((len(result.id) for result in results), default=0)
     lines = [line for result in results for line in _lines(result, width)]
     return "\n".join([*lines, _summary(results)])
@@ -148,7 +173,7 @@ def _purpose(check: Check) -> str:
 
 
 class _Running:
-    """A check that runs in a thread."""
+    """A check that runs in its own daemon thread."""
 
     def __init__(self, check: Check, context: PreflightContext) -> None:
         self._check = check

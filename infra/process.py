@@ -1,4 +1,4 @@
-"""Process control: children die with their parent, Ctrl-C ends all descendants, and lost readers do no harm."""
+"""Process control: end children with their parent, inspect processes, handle signals, and survive lost readers."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ def die_with_parent(parent_pid: int | None = None, *, by: signal.Signals = signa
     The kernel watches the parent *thread*: start such a process from a thread that lives as long as its process.
 
     Args:
-        parent_pid: number of the expected parent, which detects a parent that died before this call; the process then
-            exits.
+        parent_pid: process id of the expected parent. If that has died before this call, this process exits.
+        by: signal that the kernel sends.
 
-    Returns: False where the system has no such service (all but Linux); then watch a pipe for its end.
+    Returns:
+        False if the system cannot do this (all but Linux); the caller must then watch a pipe for its end.
     """
     expected = os.getppid() if parent_pid is None else parent_pid
     if not sys.platform.startswith("linux"):
@@ -46,7 +47,7 @@ def die_with_parent(parent_pid: int | None = None, *, by: signal.Signals = signa
 
 
 def tie_forked_children() -> None:
-    """Have the kernel kill what this process's main thread forks (data-loader workers) when the process ends.
+    """Have the kernel kill the processes that the main thread forks (data-loader workers) when this process ends.
 
     Children of other threads, which may end earlier, and grandchildren are not affected.
     """
@@ -66,7 +67,16 @@ def tie_forked_children() -> None:
 
 @dataclass(frozen=True)
 class ProcessStat:
-    """Fields of /proc/PID/stat (proc(5)). started_ticks: since boot; with the pid it identifies a process for good."""
+    """Fields of /proc/PID/stat (proc(5)).
+
+    Attributes:
+        pid: process id.
+        state: the kernel's state letter.
+        parent, group, session: ids of the parent process, the process group and the session.
+        threads: number of threads.
+        started_ticks: start time since boot in clock ticks; with `pid` it identifies a process even after pids are
+            reused.
+    """
 
     pid: int
     state: str
@@ -78,12 +88,12 @@ class ProcessStat:
 
     @property
     def living(self) -> bool:
-        """Whether the process lives. A zombie with more than one thread has only lost its main thread."""
+        """Return whether the process lives. A zombie with more than one thread has only lost its main thread."""
         return self.state not in ("Z", "X") or self.threads > 1
 
 
 def process_stat(pid: int) -> ProcessStat | None:
-    """Read a process's state; None if it is gone, or without /proc."""
+    """Return the state of a process; None if the process is gone, or on a system without /proc."""
     try:
         # The second field is the command in parentheses, which may contain anything: count from its end.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -107,11 +117,12 @@ def all_processes() -> Iterator[ProcessStat]:
 def descendants(root: int, spare: Collection[int] = (), spare_trees: Collection[int] = ()) -> list[ProcessStat]:
     """Return the living processes below `root`, which must be a subreaper.
 
-    An empty result is confirmed by a look at all processes.
+    The search follows the kernel's lists of children. If it finds none, all processes are searched by their parents.
 
     Args:
-        spare: processes to leave out, but not their descendants.
-        spare_trees: processes to leave out with all their descendants.
+        root: process id.
+        spare: ids of processes to leave out, but not their descendants.
+        spare_trees: ids of processes to leave out with all their descendants.
     """
     found: list[ProcessStat] = []
     ahead = [root]
@@ -147,7 +158,7 @@ def _descendants_by_parent(root: int, spare: Collection[int], spare_trees: Colle
 
 
 def zombie_status(pid: int, parent: int) -> int | None:
-    """Return the exit status of a zombie child of `parent`, negative for a signal's number."""
+    """Return the exit status of a zombie child of `parent`, negative for a signal's number; None if it is no zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         if fields[0] != "Z" or int(fields[1]) != parent or int(fields[17]) > 1:
@@ -167,7 +178,7 @@ def children(pid: int) -> list[int]:
 
 
 def process_state(pid: int) -> str:
-    """Return the kernel's state letter of a process (R, S, D, T stopped, Z …), "" if it is gone."""
+    """Return the kernel's state letter of a process (R, S, D, T stopped, Z …); "" if the process is gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -175,7 +186,7 @@ def process_state(pid: int) -> str:
 
 
 def signal_name(number: int) -> str:
-    """Return the name of a signal; real-time signals have no name in `signal.Signals`."""
+    """Return the name of a signal, also of real-time signals, which `signal.Signals` does not name."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -184,10 +195,11 @@ def signal_name(number: int) -> str:
 
 
 class AwakeClock:
-    """Clock of the time in which this process ran its loop, to judge how long other processes were silent.
+    """Clock that does not count pauses of this process, to judge how long other processes have been silent.
 
-    Each turn of the loop counts for at most `longest_turn_seconds`. A pause of the whole process (SIGSTOP, `docker
-    pause`, a frozen virtual machine) then counts for next to nothing, and a slow loop still makes progress.
+    Each iteration of this process's loop counts for at most `longest_turn_seconds`. A pause of the whole process
+    (SIGSTOP, `docker pause`, a frozen virtual machine) then counts for next to nothing, and a slow loop still makes
+    progress.
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic, *, longest_turn_seconds: float = 0.25) -> None:
@@ -196,7 +208,7 @@ class AwakeClock:
         self.seconds = 0.0
 
     def tick(self) -> float:
-        """Count one turn of the loop; returns the seconds so far."""
+        """Count one iteration of the loop, and return the seconds counted so far."""
         now = self._now()
         self.seconds += min(max(now - self._last, 0.0), self._longest)
         self._last = now
@@ -204,9 +216,9 @@ class AwakeClock:
 
 
 class StoppedProcesses:
-    """Detects processes that stay stopped (state T, not a debugger's t) for longer than `limit_seconds`.
+    """Detector of processes that are stopped (state T, not a debugger's t) for longer than `limit_seconds`.
 
-    Time in which this process was stopped too, as by Ctrl-Z in a terminal, does not count.
+    Time in which this process was stopped too, such as by Ctrl-Z in a terminal, does not count.
     """
 
     def __init__(self, limit_seconds: float, *, now: Callable[[], float] = time.monotonic) -> None:
@@ -214,7 +226,7 @@ class StoppedProcesses:
         self._since: dict[int, float] = {}  # awake seconds at which each was first seen stopped
 
     def look(self, pids: Iterable[int]) -> dict[int, float]:
-        """Return the processes over the limit, with the seconds stopped. Call it about once a second."""
+        """Return the processes stopped for longer than the limit, with the seconds. Call it about once a second."""
         awake = self._awake.tick()
         stopped = [pid for pid in pids if process_state(pid) == "T"]
         self._since = {pid: self._since.get(pid, awake) for pid in stopped}
@@ -224,7 +236,8 @@ class StoppedProcesses:
 def exit_when_interrupted() -> None:
     """Make Ctrl-C, SIGTERM and a closed terminal end this process with one line and exit code 75.
 
-    Child processes are killed. A Ctrl-C or SIGHUP that is ignored (background job, nohup) stays ignored.
+    All descendants are killed. A Ctrl-C or SIGHUP that this process already ignores (background job, nohup) stays
+    ignored.
     """
 
     def leave(number: int, frame: object) -> None:
@@ -239,7 +252,7 @@ def exit_when_interrupted() -> None:
 
 
 def end_with_descendants(number: int, frame: object) -> None:
-    """Signal handler: kill all descendants, then exit at once without a traceback.
+    """Kill all descendants, then exit at once without a traceback; a signal handler.
 
     The exit code is 128 + the signal's number, as in a shell.
     """
@@ -294,7 +307,7 @@ class _LastingOutput(io.FileIO):
 
 
 def silence_stdout() -> int:
-    """Stop all output after a BrokenPipeError on stdout (`… | head`), also at exit; returns the shell's exit code."""
+    """Discard all further output after a BrokenPipeError on stdout (`… | head`), and return the exit code for it."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 128 + signal.SIGPIPE
 
@@ -313,7 +326,7 @@ class MessageReader:
     """Reader of JSON messages, one per line, that a child process writes to a non-blocking pipe or socket.
 
     Args:
-        receive: returns available bytes, b"" at the end; raises BlockingIOError if there are none.
+        receive: returns the available bytes, or b"" at the end; raises BlockingIOError if none are available.
     """
 
     def __init__(self, receive: Callable[[], bytes]) -> None:
@@ -321,9 +334,9 @@ class MessageReader:
         self._unfinished = b""
 
     def read(self, note: Callable[[dict[str, Any]], None]) -> bool:
-        """Pass all available messages to `note`; False when no more valid ones can come.
+        """Pass each available message to `note`, and return whether more may follow.
 
-        That is at the end of the pipe, and after bytes that are not a message: another process wrote them.
+        None can follow at the end of the pipe, and after bytes that are not a message: another process wrote them.
         """
         while True:
             try:

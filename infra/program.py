@@ -1,6 +1,6 @@
-"""Start of every program: project folders, one line for a missing package, output on any terminal.
+"""Start of every program: project folders, a one-line message for a missing package, output on any terminal.
 
-Imports only the standard library, and parses on Python versions that are too old for the rest.
+This module imports only the standard library, and can be parsed by Python versions that are too old for the rest.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _PLAIN = {
 
 
 def begin_program() -> None:
-    """Prepare a program; call it before any import that needs a package.
+    """Prepare this process; call it before any import that needs a package.
 
-    Exits with 3 and one line on a Python that is too old. A missing package, now or later, ends the program with 3 and
-    one line instead of a traceback.
+    On a Python that is too old, it prints one line and exits with code 3. It also installs an exception hook, with
+    which a missing package ends the program with one line and code 3 instead of a traceback.
     """
     _open_missing_streams()
     print_on_any_terminal()
@@ -66,7 +66,7 @@ def python_path(given):  # type: ignore[no-untyped-def]
 
 
 def own_command():  # type: ignore[no-untyped-def]
-    """Return the command `ebbflow` as a user in the project's folder types it."""
+    """Return the command that runs `ebbflow`, as a user types it in the project's folder."""
     if shutil.which("ebbflow"):
         return "ebbflow"
     beside = Path(sys.executable).with_name("ebbflow")
@@ -94,7 +94,7 @@ codecs.register_error(REPLACE_UNPRINTABLE, _replace_unprintable)
 
 
 def _explain_missing_package(kind, error, trace):  # type: ignore[no-untyped-def]
-    """Exception hook: one line for a missing package of ours, Python's traceback for everything else."""
+    """Print one line for a missing package of ours, or Python's traceback for any other error; an exception hook."""
     module = (getattr(error, "name", None) or "").partition(".")[0]
     if not issubclass(kind, ModuleNotFoundError) or module not in _needed_modules():
         sys.__excepthook__(kind, error, trace)
@@ -111,7 +111,7 @@ def _needed_modules():  # type: ignore[no-untyped-def]
 
 
 def _right_command() -> str:
-    """Return the install command, or the project's own environment if there is one."""
+    """Return the command that installs the packages; or, if the project has a .venv, the interpreter to use."""
     if INSTALLED:
         return f"{sys.executable} -m pip install ebbflow"
     python = IMPORT_ROOT / ".venv" / "bin" / "python"

@@ -15,13 +15,20 @@ _MOST_BUFFERS = 1024  # limit of one preadv (POSIX IOV_MAX)
 def read_blocks(
     store: Store, key: str, start: int, buffers: Sequence[memoryview], *, block_bytes: int
 ) -> Iterator[list[memoryview]]:
-    """Fill the buffers in order with the bytes of `key` from `start` on; yields each block that was filled.
+    """Read a part of an object into buffers, and yield each block of memory as soon as it is filled.
 
-    Blocks have `block_bytes`, so that a checksum finds them in the CPU cache. The store must be a local one.
+    Blocks are small, so that a checksum finds their bytes in the CPU cache.
+
+    Args:
+        store: a store in a local folder.
+        key: key of the object.
+        start: offset of the first byte to read.
+        buffers: memory to fill, in this order and completely.
+        block_bytes: largest size of a block.
 
     Raises:
         ObjectNotFound: there is no such object.
-        StoreError: the object is shorter than the buffers.
+        StoreError: the object is too short, cannot be read, or is not in a local store.
     """
     path = store.local_path(key)
     if path is None:

@@ -1,12 +1,12 @@
-"""Rank logs: the record of a line, reading and merging them, and the command that prints them.
+"""Rank logs: the record of one line, the reading and merging of records, and the command `ebbflow logs`.
 
     {"t": "2026-11-21T04:22:17.123Z", "job", "generation", "node", "rank", "step", "phase", "text", "start", "end"}
 
 t is when the agent read the line, usually within 50 ms after it was written. start and end are the line's byte offsets
-in the rank's own raw log, line feed included: they identify copies of a record, and lines without a record.
+in the rank's raw log, line feed included. They show which records are copies, and which lines have no record.
 
-Below `logs/` there are `<generation>-<id>/rank-N.jsonl` and the raw `rank-N.log`, written by an agent and its rank on
-this machine, and the segments that agents put into the store. A line in both is shown once.
+Below `logs/` on this machine, a rank writes the raw `<generation>-<id>/rank-N.log` and its agent `rank-N.jsonl` with
+the records. Agents also put records into the store, as segments. A line in both places is shown once.
 """
 
 from __future__ import annotations
@@ -34,11 +34,16 @@ LONGEST_LINE_BYTES = 16 * 1024
 
 @dataclass(frozen=True, kw_only=True)
 class LogLine:
-    """One line of a rank's output.
+    """Record of one line of a rank's output.
 
-    t: UTC time at which the agent read the line.
-    step, phase: of the rank's last heartbeat before; None: unknown.
-    dropped: bytes of the raw log after `end` without a record, because the rank printed too much.
+    Attributes:
+        t: UTC time at which the agent read the line, in ISO 8601.
+        step: step in the rank's last heartbeat before the line; None: unknown.
+        phase: phase in this heartbeat; None: unknown.
+        text: the line without its line feed.
+        start, end: byte offsets of the line in the raw log.
+        more: whether the line was too long and continues in the next record.
+        dropped: number of bytes after `end` that have no record, because the rank printed more than is kept.
     """
 
     t: str
@@ -56,7 +61,10 @@ class LogLine:
 
     @property
     def identity(self) -> tuple[int, int, int, int, str]:
-        """Return the key that all copies of a record share; the time tells a restarted job from a deleted one."""
+        """Return a key that only copies of this record share.
+
+        It contains the time, which tells the records of a job from those of a deleted job of the same name.
+        """
         return self.generation, self.node, self.rank, self.start, self.t
 
     def to_json(self) -> str:
@@ -69,7 +77,7 @@ class LogLine:
 
     @classmethod
     def from_json(cls, line: str | bytes) -> LogLine:
-        """Read a record. Raises ValueError or TypeError for anything else."""
+        """Read a record. Raises ValueError or TypeError if the text is not one."""
         record = cls(**json.loads(line))
         places = (record.generation, record.node, record.rank, record.start, record.end)
         if not isinstance(record.t, str) or not isinstance(record.text, str) or not all(type(x) is int for x in places):
@@ -83,7 +91,7 @@ class LogLine:
 
 
 def utc_text(unix_seconds: float) -> str:
-    """Render ISO 8601 with milliseconds; texts sort as their times do."""
+    """Render a Unix time in ISO 8601 with milliseconds. These texts sort as their times do."""
     milliseconds = round(unix_seconds * 1000)
     whole = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(milliseconds // 1000))
     return f"{whole}.{milliseconds % 1000:03d}Z"
@@ -92,7 +100,7 @@ def utc_text(unix_seconds: float) -> str:
 def escape_controls(text: str) -> str:
     """Return a rank's line without colours and with other control characters escaped.
 
-    Of a progress bar that overwrites itself, only the last state remains, with the number of states before it.
+    A progress bar that overwrites itself is reduced to its last state, with the number of states before it.
     """
     parts = [part for part in strip_colours(text).split("\r") if part.strip()]
     if not parts:
@@ -102,10 +110,14 @@ def escape_controls(text: str) -> str:
 
 
 def split_lines(data: bytes, *, at_end: bool) -> list[tuple[bytes, bool]]:
-    """Split `data` into (bytes of a line with its line feed, whether the line continues in the next piece).
+    """Split `data` into lines; a line longer than 16 KiB becomes several pieces, cut between two UTF-8 characters.
 
-    An incomplete line is left over unless `at_end`, when no more data will come. A line that is too long is cut between
-    two UTF-8 characters.
+    Args:
+        data: bytes of a raw log.
+        at_end: no more data will come, so that an incomplete line at the end is returned too.
+
+    Returns:
+        For each piece its bytes with the line feed, and whether the line continues in the next piece.
     """
     pieces: list[tuple[bytes, bool]] = []
     at = 0
@@ -148,7 +160,12 @@ class LogsError(InfraError):
 
 @dataclass
 class JobLogs:
-    """Lines by time, and notices: one line for each part that could not be read."""
+    """Lines of a job's logs.
+
+    Attributes:
+        lines: sorted by time.
+        notices: a warning for each file or segment that could not be read completely.
+    """
 
     lines: list[LogLine] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
@@ -156,7 +173,13 @@ class JobLogs:
 
 @dataclass(frozen=True, kw_only=True)
 class LogFilter:
-    """Conditions on lines; None: any. around_step: `lines` before and after the nearest ones, else the last `lines`."""
+    """Conditions on log lines. None stands for any value.
+
+    Attributes:
+        rank, node, generation: only lines with this number.
+        around_step: only the lines nearest to this step, with lines before and after them.
+        lines: number of lines before and after the nearest ones; without around_step, the number of last lines.
+    """
 
     rank: int | None = None
     node: int | None = None
@@ -170,9 +193,13 @@ class LogFilter:
 
 
 def read_logs(folders: Sequence[Path], stores: Sequence[Store]) -> JobLogs:
-    """Read all lines below `logs/` in a job's folders and stores, each once, by time.
+    """Read all log lines of a job. Raises StoreError.
 
-    A damaged line is skipped with a notice. Raises StoreError.
+    A line that is in several places is returned once. A damaged line is skipped, with a warning in the result.
+
+    Args:
+        folders: the job's folders on this machine, which contain `logs/`.
+        stores: the job's part of each store.
     """
     logs, found = JobLogs(), {}
     for folder in folders:
@@ -191,7 +218,7 @@ def read_logs(folders: Sequence[Path], stores: Sequence[Store]) -> JobLogs:
 
 
 def filter_lines(lines: Iterable[LogLine], wanted: LogFilter) -> list[LogLine]:
-    """Return the lines that match, in their order."""
+    """Return the lines that match the filter, in their order."""
     matching = [line for line in lines if wanted.matches(line)]
     if wanted.around_step is None:
         return matching if wanted.lines is None else matching[max(0, len(matching) - wanted.lines) :]
@@ -199,7 +226,7 @@ def filter_lines(lines: Iterable[LogLine], wanted: LogFilter) -> list[LogLine]:
 
 
 def render_lines(lines: Sequence[LogLine]) -> str:
-    """Summarize the existing lines when none matched the filter."""
+    """Summarize lines: how many there are, and their generations, nodes, ranks and steps."""
     if not lines:
         return "no lines at all"
     parts = [f"{len(lines)} lines"]
@@ -211,9 +238,10 @@ def render_lines(lines: Sequence[LogLine]) -> str:
 
 
 def _around(lines: list[LogLine], step: int, context: int) -> list[LogLine]:
-    """Return the lines nearest to a step with `context` lines on both sides, of each generation that came as near.
+    """Return the lines nearest to a step, with `context` lines before and after them.
 
-    Ranks print seldom, so there may be no line of that step itself.
+    Ranks print seldom, so perhaps no line has this very step. Of several generations with equally near lines, all are
+    returned.
     """
     distances = [abs(line.step - step) for line in lines if line.step is not None]
     nearest = min(distances, default=None)
@@ -227,7 +255,7 @@ def _around(lines: list[LogLine], step: int, context: int) -> list[LogLine]:
 
 
 def _read_rank(raw: Path, notices: list[str]) -> list[LogLine]:
-    """Return the records of a rank, and the lines of its raw log that have none."""
+    """Return the records of a rank, and records for the lines of its raw log that have none."""
     records = raw.with_suffix(".jsonl")
     try:
         data = records.read_bytes() if records.exists() else b""
@@ -241,7 +269,7 @@ def _read_rank(raw: Path, notices: list[str]) -> list[LogLine]:
 
 
 def _unrecorded(raw: Path, lines: list[LogLine], notices: list[str]) -> list[LogLine]:
-    """Return the lines of a raw log without a record, which a killed agent leaves; their time is the file's."""
+    """Return records for the last lines of a raw log if a killed agent wrote none; their time is that of the file."""
     if not raw.exists():
         return []
     status = raw.stat()
@@ -275,7 +303,7 @@ def _unrecorded(raw: Path, lines: list[LogLine], notices: list[str]) -> list[Log
 
 
 def _ranges(descriptor: int, start: int, end: int) -> Iterator[tuple[int, int, bool]]:
-    """Split a file's range into (begin, end, whether it is a hole made by an agent)."""
+    """Yield (start, end, whether it is a hole) for each part of a range; agents make holes to limit a file's size."""
     while start < end:
         try:
             data = min(end, os.lseek(descriptor, start, os.SEEK_DATA))
@@ -294,7 +322,7 @@ def _ranges(descriptor: int, start: int, end: int) -> Iterator[tuple[int, int, b
 
 
 def _place(raw: Path, lines: list[LogLine]) -> dict | None:
-    """Find job, generation, node and rank of a raw log, in its records or in the rank's specification."""
+    """Return job, generation, node and rank of a raw log, from its records or the rank's specification, or None."""
     if lines:
         return {name: getattr(lines[0], name) for name in ("job", "generation", "node", "rank")}
     try:
@@ -339,7 +367,11 @@ def add_logs_command(commands: argparse._SubParsersAction, project_root: Path) -
 
 
 def show_logs(options: argparse.Namespace, project_root: Path) -> int:
-    """Print the matching lines. Exit code 0; 1 without a match; 2 for an unknown job."""
+    """Print the matching lines.
+
+    Returns:
+        Exit code 0; 1 if no line matches or the store does not answer; 2 for an unknown job or store.
+    """
     wanted = LogFilter(
         rank=options.rank,
         node=options.node,
@@ -362,7 +394,9 @@ def show_logs(options: argparse.Namespace, project_root: Path) -> int:
 
 
 def _find(job: str, store_uri: str | None, project_root: Path) -> JobLogs:
-    """Read the logs on this machine and in the job's store; a store's failure is a notice if this machine has logs.
+    """Read the logs on this machine and in the job's store.
+
+    If the store fails and this machine has logs, they are returned with a warning about the store.
 
     Raises:
         LogsError: the job is unknown.

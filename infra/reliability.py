@@ -9,15 +9,16 @@ from dataclasses import dataclass
 def young_interval_seconds(save_seconds: float, hazard_per_hour: float) -> float:
     """Return Young's optimal time between saves: √(2 · save cost · mean time between interruptions).
 
-    Source: J. W. Young, "A first order approximation to the optimum checkpoint interval", CACM 17(9), 1974. Valid
-      while a
-    save is short against the mean time between interruptions.
+    It is valid while a save is short compared to the mean time between interruptions.
+
+    Source: J. W. Young, "A first order approximation to the optimum checkpoint interval", CACM 17(9), 1974.
 
     Args:
         save_seconds: time that training loses per save.
         hazard_per_hour: interruptions per hour of the whole gang.
 
-    Returns: infinity without a hazard.
+    Returns:
+        Seconds; infinity without a hazard.
 
     Raises:
         ValueError: an argument is negative.
@@ -29,14 +30,13 @@ def young_interval_seconds(save_seconds: float, hazard_per_hour: float) -> float
 
 
 def daly_interval_seconds(save_seconds: float, hazard_per_hour: float) -> float:
-    """Return Daly's optimal training time between two saves, with the higher-order terms.
+    """Return Daly's optimal training time between two saves in seconds, with the higher-order terms.
 
-    √(2δM) · (1 + ⅓·√(δ/2M) + ⅑·δ/2M) − δ for a save cost δ below 2M, else M; never negative. For δ much smaller than M
-    it equals Young's. Arguments and infinity as in `young_interval_seconds`.
+    √(2δM) · (1 + ⅓·√(δ/2M) + ⅑·δ/2M) − δ for a save cost δ below 2M, else M, where M is the mean time between
+    interruptions. For δ much smaller than M it equals Young's. Arguments and infinity as in `young_interval_seconds`.
 
     Source: J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", Future
-      Generation
-    Computer Systems 22(3), 2006, equation 37.
+    Generation Computer Systems 22(3), 2006, equation 37.
     """
     _check(save_seconds, hazard_per_hour)
     if hazard_per_hour == 0:
@@ -53,11 +53,15 @@ def expected_loss(
 ) -> float:
     """Return the fraction of time lost: the cost of a save per interval, and half an interval per interruption.
 
-    First order in interval × hazard, which is small for intervals near the optimum; at most 1.
+    This is the first order in interval × hazard, which is small for intervals near the optimum. The result is at most
+    1.
 
     Args:
-        exposed_seconds: from the staging of a save until its commit; an interruption also loses the work since the save
-            before.
+        interval_seconds: training time between two saves.
+        save_seconds: time that training loses per save.
+        hazard_per_hour: interruptions per hour of the whole gang.
+        exposed_seconds: time from the staging of a save until its commit. An interruption in this time also loses the
+            work since the save before.
     """
     _check(save_seconds, hazard_per_hour)
     if interval_seconds <= 0:
@@ -71,7 +75,9 @@ def expected_loss(
 class GammaHazard:
     """Estimate of the interruptions per hour: a Gamma distribution, the conjugate prior of Poisson arrivals.
 
-    shape: number of interruptions, observed and prior. hours: time in which they occurred.
+    Attributes:
+        shape: number of interruptions, observed and prior.
+        hours: hours in which they occurred.
     """
 
     shape: float
@@ -85,14 +91,14 @@ class GammaHazard:
         return cls(weight, weight / hazard_per_hour)
 
     def seen(self, interruptions: float, hours: float) -> GammaHazard:
-        """Return the posterior after `hours` more with the given interruptions."""
+        """Return the posterior after `interruptions` were observed in `hours` more."""
         if interruptions < 0 or hours < 0:
             raise ValueError(f"interruptions {interruptions} and hours {hours} must not be negative")
         return GammaHazard(self.shape + interruptions, self.hours + hours)
 
     @property
     def per_hour(self) -> float:
-        """Return the mean."""
+        """Return the mean of the interruptions per hour."""
         return self.shape / self.hours
 
     @property
@@ -109,10 +115,15 @@ _GUESSES = ((0.5, 1.0, 8.0), (0.125, 0.1, 2.0), (0.125, 1 / 3, 2.0), (0.125, 3.0
 class PlannedHazard:
     """Estimate of the interruptions per hour from a plan that may be wrong by a factor: a mixture of Gammas.
 
-    While observations agree with the plan, it counts like eight interruptions; once they contradict it, it loses its
-    weight, which a single Gamma cannot do. Components are weighted by the marginal likelihood of Poisson arrivals,
-    Γ(a + n) / Γ(a) · b^a / (b + T)^(a + n), for n interruptions in T hours and a Gamma of shape a and b hours.
-    `ebbflow bench money interval` measures the benefit.
+    While observations agree with the plan, it counts like eight interruptions. Once they contradict it, it loses its
+    weight, which the prior of a single Gamma cannot do. Components are weighted by the marginal likelihood of Poisson
+    arrivals, Γ(a + n) / Γ(a) · b^a / (b + T)^(a + n), for n interruptions in T hours and a Gamma of shape a and b
+    hours. `ebbflow bench money interval` measures the benefit.
+
+    Attributes:
+        planned_per_hour: interruptions per hour in the plan.
+        interruptions: number observed.
+        hours: hours of observation.
     """
 
     planned_per_hour: float
@@ -124,12 +135,12 @@ class PlannedHazard:
             raise ValueError(f"the plan must be positive, what was seen not negative: {self}")
 
     def seen(self, interruptions: float, hours: float) -> PlannedHazard:
-        """Return the posterior after `hours` more with the given interruptions."""
+        """Return the posterior after `interruptions` were observed in `hours` more."""
         return PlannedHazard(self.planned_per_hour, self.interruptions + interruptions, self.hours + hours)
 
     @property
     def per_hour(self) -> float:
-        """Return the mean."""
+        """Return the mean of the interruptions per hour."""
         logs, means = [], []
         for share, factor, worth in _GUESSES:
             hours = worth / (factor * self.planned_per_hour)

@@ -1,4 +1,4 @@
-"""The packages a job needs and the supported versions of each: the same ranges as in setup.cfg."""
+"""The packages that a job needs, and the supported versions of each: the same ranges as in setup.cfg."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ class Requirement:
         return f"{self.name}>={_dotted(self.least)},<{_dotted(self.below)}"
 
     def installed(self) -> str | None:
-        """The version that is installed, or None. Imports nothing."""
+        """Return the installed version, or None, without importing the package."""
         try:
             return metadata.version(self.name)
         except metadata.PackageNotFoundError:
             return None
 
     def is_supported(self, version: str) -> bool:
-        """Whether a version is in the range; local builds such as 2.13.0+cpu count as their number."""
+        """Return whether a version is in the range; local builds such as 2.13.0+cpu count as their number."""
         return self.least <= _numbers(version) < self.below
 
     def is_tested(self, version: str) -> bool:
-        """Whether the whole test suite runs with this version."""
+        """Return whether the whole test suite runs with this version."""
         return self.is_supported(version) and _numbers(version)[: len(self.tested)] == self.tested
 
 

@@ -1,6 +1,7 @@
 """Retries with exponential backoff until a deadline, and a deadline for calls that may hang.
 
-Not tenacity: it knows neither how often a particular error is worth a retry, nor the time that a call itself has left.
+The package tenacity is not used: it cannot limit tries by the kind of error, nor account for the time of the call
+itself.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ T = TypeVar("T")
 
 
 class Backoff:
-    """Pauses between tries in seconds: each twice as long as the one before, up to a longest one."""
+    """Pauses between tries: each is twice as long as the one before, up to a longest one."""
 
     def __init__(self, first_seconds: float, longest_seconds: float) -> None:
         self._first, self._longest = first_seconds, longest_seconds
@@ -40,15 +41,18 @@ def retry(
     judge: Callable[[Exception], tuple[str, int | None]],
     give_up: Callable[[str], Exception],
 ) -> T:
-    """Return the result of `call`, tried until it succeeds, cannot succeed, or the time is over.
+    """Call a function until it succeeds, fails for good, or the time is over, and return its result.
 
     Pauses are shortened at random to 50–100 %, so that many jobs do not retry at the same moment.
 
     Args:
-        left: seconds until the deadline. A pause that does not fit into them is not made.
-            judge: takes what `call` raised and returns the reason in words and how many tries are worth it (None: any
-            number); raises for an error that no retry can cure.
-            give_up: makes the exception to raise from the reason.
+        call: the function.
+        backoff: pauses between tries.
+        left: returns the seconds until the deadline. If the next pause is not shorter, there is no further try.
+        sleep: waits for a number of seconds.
+        judge: takes the exception of a try, and returns a reason in words and the largest number of tries (None: no
+            limit); raises if no retry can help.
+        give_up: makes the exception to raise from the last reason.
     """
     for tries in itertools.count(1):
         if left() <= 0:
@@ -66,10 +70,16 @@ def retry(
 
 
 def call_within(seconds: float, call: Callable[[], T], name: str, late: Callable[[], Exception]) -> T:
-    """Return or raise what `call` does, if it does so within `seconds`; else raise what `late` makes.
+    """Return the result of `call`, or raise its exception, if it ends within `seconds`; else raise what `late` makes.
 
-    The call runs in a daemon thread named `name`. One that never returns is abandoned, and does not keep the process
-    from exiting: name servers, sources of credentials and foreign libraries can hang where nothing interrupts them.
+    The call runs in a daemon thread named `name`. A call that never returns is abandoned, and does not keep the process
+    from exiting: name servers, sources of credentials and foreign libraries can hang and cannot be interrupted.
+
+    Args:
+        seconds: time limit.
+        call: the function.
+        name: name of the thread.
+        late: makes the exception to raise at the time limit.
     """
     results: list[T] = []
     errors: list[BaseException] = []

@@ -1,15 +1,15 @@
-"""Segments of the event log: sealing one, and reading all of a job's from listings that may lag.
+"""Segments of the event log: how one is written with its checksums, and how all of a job's are read and verified.
 
-A segment is an object of event lines and, as its last line, a seal:
+A segment is an object of event lines and, as its last line, a seal with their checksums:
 
     {"seal":2,"segment":KEY,"checksums":[CRC-32 of each event line],"last":BOOL,"checksum":CRC-32 of the seal}
 
 The seal names its own segment, which detects copied, joined, emptied and truncated segments. Each writer numbers its
 segments, which detects lost ones; `last` marks the final one. Segments of version 1 have no seal and are read as is.
 
-S3 lists new objects at once. Other stores (OpenStack Swift) may omit an object for a while, though it can be read by
-its name. Because names are numbered, the next segment of each writer can be requested; and the end of a generation
-tells which writers it must have had.
+S3 lists new objects at once. Other stores (OpenStack Swift) may omit an object from a listing for a while, although it
+can be read by its name. Two things find such an object: each writer's segments are numbered, so the next one can be
+requested; and the events of a generation show which processes must have written segments.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ebbflow.infra.store import Store
 from ebbflow.infra.store.folder import HANG_GUARD
 
 _READERS = 16
-_PATIENCE_SECONDS = 2.0  # for writers without any listed segment; most of them died before they wrote
+_PATIENCE_SECONDS = 2.0  # wait for writers without any listed segment; most were killed before they wrote
 _PAUSE_SECONDS = 0.25
 _NAME = re.compile(r"(events/\d+/.+)-(\d{6})\.(\w+)\.jsonl")
 _SEAL_VERSION = 2
@@ -43,7 +43,13 @@ _MOST_NODES = 100_000  # limit for a generation: a larger number is damage
 
 @dataclass(frozen=True)
 class Damage:
-    """A part of the event log that cannot be used. line: counted from 1; 0: the whole segment."""
+    """A part of the event log that cannot be used.
+
+    Attributes:
+        segment: key of the segment.
+        what: description of the damage.
+        line: number of the line, counted from 1; 0: the whole segment.
+    """
 
     segment: str
     what: str
@@ -56,7 +62,14 @@ class Damage:
 
 @dataclass(frozen=True)
 class Line:
-    """One event line. sealed: its checksum is in the segment's seal."""
+    """One event line.
+
+    Attributes:
+        segment: key of the segment that contains it.
+        number: number of the line, counted from 1.
+        content: bytes without the line feed.
+        sealed: whether its checksum is in a seal.
+    """
 
     segment: str
     number: int
@@ -66,7 +79,13 @@ class Line:
 
 @dataclass(kw_only=True)
 class Segments:
-    """Segments read from a store. contents: by key; unreadable: listed keys that could not be read."""
+    """Segments read from a store.
+
+    Attributes:
+        contents: content of each segment, by key.
+        damage: damage found so far.
+        unreadable: listed keys that could not be read.
+    """
 
     contents: dict[str, bytes] = field(default_factory=dict)
     damage: list[Damage] = field(default_factory=list)
@@ -79,10 +98,14 @@ class Segments:
 
 @dataclass(kw_only=True)
 class Unsealed:
-    """All event lines of a log, and its damage.
+    """All event lines of a log after verification, and its damage.
 
-    writers: (prefix, token) of their keys.
-    open_writers: writers with seals whose newest segment is not marked `last`: still writing, killed, or its end lost.
+    Attributes:
+        lines: the event lines, without copies.
+        damage: everything that cannot be used.
+        writers: processes with segments, as (prefix of the key, random text in the key).
+        open_writers: writers with seals whose newest segment is not marked `last`, because they are still writing, were
+            killed, or their last segments are lost.
     """
 
     lines: list[Line]
@@ -92,7 +115,13 @@ class Unsealed:
 
 
 def seal_segment(key: str, lines: Sequence[str], *, last: bool) -> bytes:
-    """Return the content of a segment. last: the writer has closed its log."""
+    """Return the content of a segment: event lines and their seal.
+
+    Args:
+        key: key of the segment.
+        lines: JSON of the events.
+        last: whether the writer closes its log with this segment.
+    """
     encoded = [line.encode() for line in lines]
     seal = {
         "seal": _SEAL_VERSION,
@@ -106,7 +135,7 @@ def seal_segment(key: str, lines: Sequence[str], *, last: bool) -> bytes:
 
 
 def unseal(segments: Segments) -> Unsealed:
-    """Check every segment against its seal, and the numbers of every writer for gaps."""
+    """Verify every segment with its seal, and find gaps in the numbers of each writer's segments."""
     own: list[Line] = []
     foreign: list[Line] = []
     damage = list(segments.damage)
@@ -133,7 +162,7 @@ def unseal(segments: Segments) -> Unsealed:
 
 
 def read_segments(job_store: Store) -> Segments:
-    """Read every segment; one that cannot be read is damage. Raises StoreError if the store fails."""
+    """Read every segment of a job; a segment that cannot be read is damage. Raises StoreError if the store fails."""
     found = Segments()
     with ThreadPoolExecutor(_READERS, thread_name_prefix="events") as pool:
         _read_listed(job_store, pool, found)
@@ -163,7 +192,16 @@ def _key_of(writer: tuple[str, str], number: int) -> str:
 def _unseal_one(
     key: str, content: bytes, own: list[Line], foreign: list[Line], damage: list[Damage], last: dict[str, bool]
 ) -> None:
-    """Add the segment's event lines to `own`, or to `foreign` if their seal names another segment."""
+    """Verify one segment, and add the results to `own`, `foreign`, `damage` and `last`.
+
+    Args:
+        key: key of the segment.
+        content: content of the segment.
+        own: gets the lines that its own seal or a damaged seal covers, or all lines if it has no seal.
+        foreign: gets the lines that the seal of another segment covers, and those after the last seal.
+        damage: gets a description of everything that does not match.
+        last: gets, by key, whether the segment's own seal marks it as the writer's final one.
+    """
     numbered = list(enumerate(content.split(b"\n"), start=1))
     if numbered[-1][1] == b"":
         numbered.pop()
@@ -204,7 +242,10 @@ def _unseal_one(
 
 
 def _once(lines: Sequence[Line], damage: list[Damage]) -> list[Line]:
-    """Drop copies: equal lines of two segments are copies, because no two events of a process have the same times."""
+    """Return the lines without copies, and add the copies to the damage.
+
+    Equal lines of two segments are copies, because no two events of a process have the same times.
+    """
     first: dict[bytes, str] = {}
     copies: Counter[tuple[str, str]] = Counter()
     found = []
@@ -220,7 +261,7 @@ def _once(lines: Sequence[Line], damage: list[Damage]) -> list[Line]:
 
 
 def _read_seal(line: bytes) -> tuple[str, list[str], bool] | None:
-    """Return (segment, checksums, last); None if the seal does not match its own checksum."""
+    """Return segment, checksums and the mark `last` of a seal; None if the seal does not match its own checksum."""
     body, mark, checksum = line.rpartition(b',"checksum":')
     if not mark or checksum != f'"{_checksum(body + b"}")}"}}'.encode():
         return None
@@ -234,7 +275,10 @@ def _read_seal(line: bytes) -> tuple[str, list[str], bool] | None:
 def _verify(
     pending: list[tuple[int, bytes]], checksums: list[str]
 ) -> tuple[list[tuple[int, bytes]], list[tuple[int, bytes]]]:
-    """Return (sealed lines, other lines). Compares by checksum: a damaged line end would shift positions."""
+    """Split numbered lines into those whose checksum is in the seal, and the others.
+
+    Positions are ignored, because a damaged line break would shift those of all later lines.
+    """
     left = Counter(checksums)
     good, bad = [], []
     for number, line in pending:
@@ -250,7 +294,7 @@ def _events(count: int) -> str:
 
 
 def _hint(line: bytes) -> str:
-    """Return the kind of event that a damaged line seems to hold."""
+    """Describe the event that a damaged line seems to contain, from the parts that can still be read."""
     name = re.search(rb'"name":"([a-z0-9_]{1,40})"', line)
     rank = re.search(rb'"rank":(-?\d{1,6})\b', line)
     step = re.search(rb'"step":(\d{1,12})\b', line)
@@ -279,7 +323,7 @@ def _read_listed(job_store: Store, pool: ThreadPoolExecutor, found: Segments) ->
 
 
 def _get(job_store: Store, key: str) -> bytes | str:
-    """Return the content, or why this object cannot be read. Raises StoreError if the whole store fails."""
+    """Return the content of an object, or the reason why it cannot be read. Raises StoreError if the store fails."""
     try:
         return job_store.get(key)
     except StoreUnavailable:
@@ -291,7 +335,10 @@ def _get(job_store: Store, key: str) -> bytes | str:
 
 
 def _list_folder(folder: Path) -> tuple[list[str], list[Damage]]:
-    """List the keys of segments in a folder. An entry that is not a regular file is damage: a pipe would hang."""
+    """Return the keys of the segments in a folder, and damage for each entry that is not a regular file.
+
+    Such an entry is not read, because reading a pipe would hang.
+    """
     keys: list[str] = []
     damage: list[Damage] = []
     for name, path in _entries(folder, "events", damage):
@@ -314,7 +361,7 @@ def _list_folder(folder: Path) -> tuple[list[str], list[Damage]]:
 
 
 def _entries(folder: Path, key: str, damage: list[Damage]) -> list[tuple[str, Path]]:
-    """List (name, path) of a folder's entries; invalid UTF-8 in a name is escaped."""
+    """Return (name, path) of each entry of a folder; invalid UTF-8 in a name is escaped."""
     try:
         names = os.listdir(os.fsencode(folder))
     except FileNotFoundError:
@@ -331,10 +378,10 @@ def _kind(mode: int) -> str:
 
 
 def _read_next(job_store: Store, pool: ThreadPoolExecutor, found: Segments) -> None:
-    """Read segments that the listing omits: gaps of each writer and, in a remote store, those after its last one.
+    """Read segments that the listing omits: gaps in each writer's numbers and, in a remote store, later numbers.
 
-    A folder's listing is not atomic, so a segment put meanwhile may be missing from it. At most `_MOST_MISSING` missing
-    segments are requested per writer; `unseal` reports all that are missing.
+    The listing of a folder is not atomic, so a segment that is put meanwhile may be missing from it. At most
+    `_MOST_MISSING` missing segments are requested per writer; `unseal` reports all that are missing.
     """
     numbers: dict[tuple[str, str], set[int]] = defaultdict(set)
     for key in [*found.contents, *found.unreadable]:
@@ -364,7 +411,10 @@ def _read_next(job_store: Store, pool: ThreadPoolExecutor, found: Segments) -> N
 
 
 def _silent_writers(found: dict[str, bytes]) -> dict[str, bool]:
-    """Return agents and ranks of ended generations without any segment; True: of a planned end."""
+    """Return the key prefixes of agents and ranks without any segment, although their generation has ended.
+
+    Each prefix is mapped to whether its generation ended as planned, without a culprit.
+    """
     heard = {match[1] for key in found if (match := _NAME.fullmatch(key))}
     ended: dict[int, bool] = {}
     without_ranks: set[int] = set()

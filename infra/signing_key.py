@@ -15,7 +15,7 @@ NAME_PATTERN = re.compile(r"[A-Z_][A-Z0-9_]{0,99}")  # a secret given by mistake
 
 
 def signing_key_problem(name: str) -> str:
-    """Explain why the variable `name` cannot be the signing key; "" if it can."""
+    """Return why the environment variable `name` cannot be the signing key; "" if it can."""
     variable = f"the environment variable {name} (checkpoint.signing_key_env)"
     length = len(os.fsencode(os.environ.get(name, "")))
     if not length:

@@ -12,15 +12,16 @@ BUDGET_THRESHOLDS = (0.5, 0.8, 1.0)
 class Terms:
     """Budget, deadline and prices of a job. Floats, because they only drive decisions; the ledger is Decimal.
 
-    usd_per_rank_second: price of the planned capacity per rank.
-    budget_usd: spending limit of the job; None: no limit.
-    spent_usd: cost of earlier attempts of the job.
-    reserve_usd: part of the budget reserved for the last save and the drain.
-    deadline_utc: Unix time by which the job must be done; None: no deadline.
-    hazard_per_hour: expected interruptions of the planned pool per hour (a gang in one pool is one hazard).
-    price_kind: "live", "recorded" (on a date), "estimated" or "simulated".
-    last_notified_threshold: highest of `BUDGET_THRESHOLDS` that earlier attempts reported; 0: none.
-    step_seconds: expected duration of a step until one is measured; 0: unknown.
+    Attributes:
+        usd_per_rank_second: price of the planned capacity per rank.
+        budget_usd: spending limit of the job; None: no limit.
+        spent_usd: cost of earlier attempts of the job.
+        reserve_usd: part of the budget reserved for the last save and the drain.
+        deadline_utc: Unix time by which the job must be done; None: no deadline.
+        hazard_per_hour: expected interruptions of the planned pool per hour (a gang in one pool is one hazard).
+        price_kind: "live", "recorded" (on a date), "estimated" or "simulated".
+        last_notified_threshold: highest of `BUDGET_THRESHOLDS` that earlier attempts reported; 0: none.
+        step_seconds: expected duration of a step until one is measured; 0: unknown.
     """
 
     usd_per_rank_second: float
@@ -35,11 +36,11 @@ class Terms:
 
     @property
     def spendable_usd(self) -> float | None:
-        """Return the budget less the reserve; None without a budget."""
+        """Return the budget without the reserve; None without a budget."""
         return None if self.budget_usd is None else self.budget_usd - self.reserve_usd
 
     def reached(self, spent_usd: float) -> list[float]:
-        """Return the thresholds that this spending reaches. At the last one the reserve counts as spent."""
+        """Return the `BUDGET_THRESHOLDS` that `spent_usd` reaches; for the last one, the reserve counts as spent."""
         if self.budget_usd is None:
             return []
         limits = {share: self.budget_usd * share for share in BUDGET_THRESHOLDS}
@@ -47,7 +48,7 @@ class Terms:
         return [share for share, usd in limits.items() if spent_usd >= usd]
 
     def out_of_money(self) -> str:
-        """Explain why a gang must not start: only the reserve is left; "" if it may start."""
+        """Return why a gang must not start, if only the reserve of the budget is left; "" if it may start."""
         if self.spendable_usd is None or self.spent_usd < self.spendable_usd:
             return ""
         return (
