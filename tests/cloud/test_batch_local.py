@@ -21,9 +21,9 @@ _ENDLESS = f"{sys.executable} -c \"import subprocess; subprocess.run(['sleep', '
 _NO_CAPACITY = "CAPACITY:INSUFFICIENT_INSTANCE_CAPACITY"
 _AWAITS_NOTICE = """
 import time
-from ebbflow.infra.instance import identify
+from ebbflow.infra.instance import identify_machine
 from ebbflow.infra.notices import MetadataSource
-machine = identify()
+machine = identify_machine()
 source = MetadataSource(poll_seconds=0.1)
 print(machine.instance_id, machine.instance_type, machine.zone, machine.market, repr(source.begin()), flush=True)
 while not (found := source.look()):
