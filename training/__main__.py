@@ -20,7 +20,7 @@ def main(arguments: list[str]) -> None:
 
     Each command's modules are imported only when it runs, because listing commits does not need torch.
     """
-    if arguments and arguments[0] in _COMMANDS:  # not in ranks: raw logs keep their bytes
+    if arguments and arguments[0] in _COMMANDS:  # ranks keep the raw bytes in their logs
         guard_terminal()
     if arguments[:1] == ["checkpoints"]:
         from ebbflow.training.checkpoint.commands import main as checkpoints
@@ -43,7 +43,7 @@ def main(arguments: list[str]) -> None:
         from ebbflow.training.standby import serve
 
         serve(int(os.environ[STANDBY_VARIABLE]))
-        arguments = []  # returns in a rank that was forked, with its environment in place
+        arguments = []  # `serve` returns in a forked rank, whose environment is now set
     else:
         _tie_to_parent()
     from ebbflow.training.worker import main as work

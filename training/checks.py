@@ -85,12 +85,12 @@ def commits_room(config: RunConfig) -> tuple[int, str]:
     every = steps // checkpoint.keep_every_steps if checkpoint.keep_every_steps else 0
     rules = {"last": checkpoint.keep_last, f"every {checkpoint.keep_every_steps} steps": every}
     rules["best"] = checkpoint.keep_best
-    made = -(-steps // checkpoint.interval_steps) if checkpoint.interval == "steps" else steps  # the last step's too
+    made = -(-steps // checkpoint.interval_steps) if checkpoint.interval == "steps" else steps  # and the last
     kept = min(sum(rules.values()), made)
     words = " + ".join(f"{number} {rule}" for rule, number in rules.items() if number)
     words = f"{kept} kept" + (f" ({words}, of {made:,} made)" if len(words.split(" + ")) > 1 else "")
     cap = checkpoint.max_total_gib
-    if cap is not None and max(cap * 2**30, one) < kept * one:  # the newest stays whatever the cap says
+    if cap is not None and max(cap * 2**30, one) < kept * one:  # the newest commit is kept in any case
         kept = max(1, int(cap * 2**30 // one))
         words = f"{kept} kept by max_total_gib {cap:g}"
     return (kept + 2) * one, f"({words} + 1 not yet deleted + 1 under way) × {size_text(one)}"
@@ -159,7 +159,7 @@ def check_parallel(context: PreflightContext) -> CheckFinding:
 
 def _place(config: RunConfig) -> RankLayout:
     gang = local_gang(config)
-    # Where the plan is to choose the ranks, what depends on their number is left to it and to the ranks themselves.
+    # If the plan will choose the number of ranks, checks that depend on it are made by the plan and by the ranks.
     ranks, ranks_per_node = (gang.ranks, gang.processes_per_node) if gang else (config.parallel.shard_size or 2, 1)
     return RankLayout(
         ranks=ranks,
@@ -298,7 +298,7 @@ CHECKS: list[Check] = [
         id=WORKLOAD_CHECK,
         title="own workload can be trained",
         severity="error",
-        tier="full",  # a process that imports torch
+        tier="full",  # it starts a process that imports torch
         deadline_seconds=EXAMINE_SECONDS + 10,
         symptoms=("A01", "D14"),
         run=check_workload,

@@ -1,4 +1,4 @@
-"""The exceptions of training. Each maps to an outcome of the public contract."""
+"""The exceptions of training. Each has the outcome of a job that ends with it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import traceback
 from ebbflow.infra.errors import Outcome
 from ebbflow.infra.events import EndReason
 
-# Of an exception's text and of its traceback, in characters: a control message takes 16 MiB, a terminal far less.
+# Limits for an exception's text and its traceback, in characters. A control message can have 16 MiB.
 LONGEST_MESSAGE = 32 * 1024
 LONGEST_TRACEBACK = 256 * 1024
 
@@ -31,7 +31,7 @@ class CheckpointError(TrainingError):
 
 
 class NoRoom(CheckpointError):
-    """The store is full or over its quota, and no commit may be deleted."""
+    """A store that is full or over its quota, and from which no commit may be deleted."""
 
     curable = False
 

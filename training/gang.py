@@ -148,7 +148,7 @@ def leave(code: int) -> NoReturn:
     group, torch 2.13 aborts in about one of ten interpreter exits ("terminate called without an active exception").
     """
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError, OSError, ValueError):  # the program may have closed it
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # the user's code may have closed it
             stream.flush()
     os._exit(code)
 
@@ -171,7 +171,7 @@ def _open_store(environment: Mapping[str, str], rank: int, world_size: int, seco
             world_size,
             is_master=is_master,
             timeout=timedelta(seconds=seconds),
-            wait_for_workers=False,  # the roll-call does this, and names the missing
+            wait_for_workers=False,  # `_roll_call` does this, and names the missing ranks
             multi_tenant=True,
             master_listen_fd=_loopback_listener(host, port) if is_master else None,
         )

@@ -47,7 +47,7 @@ class LoopResult:
     weights_sha256: str | None = None
 
 
-_LEAVING_SECONDS = 2.0  # from the last save to the end of the process
+_LEAVING_SECONDS = 2.0  # reserved between the last save and the exit of the process
 _STEPS_REMEMBERED = 32
 _LOOK_SECONDS = 0.01
 
@@ -89,13 +89,13 @@ class Limits:
     ) -> None:
         self.terms = terms
         self._stop_seconds = stop_seconds
-        self._killed_at = math.inf  # time.monotonic(), as far as is known
+        self._killed_at = math.inf  # on the clock of time.monotonic(); infinite until a drain is requested
         self._control = control
         self._saves_answered = 0
         self.usd_per_second = terms.usd_per_rank_second * world_size if terms else 0.0
         self._elapsed_seconds = elapsed_seconds
         self._asked = False
-        self._steps: deque[float] = deque(maxlen=_STEPS_REMEMBERED)  # seconds from one look at the limits to the next
+        self._steps: deque[float] = deque(maxlen=_STEPS_REMEMBERED)  # seconds between calls of `stop`
         self._looked_at: float | None = None
         self._told = {share for share in BUDGET_THRESHOLDS if terms and share <= terms.last_notified_threshold}
 
@@ -192,7 +192,7 @@ class Limits:
         spent = self.spent_usd
         reached = {*terms.reached(spent), *(BUDGET_THRESHOLDS if stop is Stop.BUDGET else ())}
         if stop is not Stop.BUDGET:
-            reached.discard(BUDGET_THRESHOLDS[-1])  # the ranks agree on it one step later
+            reached.discard(BUDGET_THRESHOLDS[-1])  # reported once all ranks agree to stop
         fresh = sorted(reached - self._told)
         self._told |= reached
         known = {"spent_usd": spent, "budget_usd": terms.budget_usd, "reserve_usd": terms.reserve_usd}

@@ -74,14 +74,14 @@ def make_mesh(gang: Gang, *, shard: int) -> DeviceMesh:
         shard: the number of ranks that share one copy of the model: 1 for DDP, the world size for FSDP2, a number
             between for HSDP. These ranks have consecutive numbers.
     """
-    if not dist.is_initialized():  # alone, and started without an environment that names a gang
+    if not dist.is_initialized():  # a single rank without torchrun's environment
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     shape = (gang.world_size // shard, shard)
     return init_device_mesh(gang.device.type, shape, mesh_dim_names=("replicate", "shard"))
 
 
 _POWERSGD_RANK = 2
-# torch demands two plain steps first, between which DDP would regroup its buckets.
+# torch requires two steps without compression at the start, because DDP may rebuild its buckets between them.
 _POWERSGD_PLAIN_STEPS = 2
 
 
@@ -170,10 +170,10 @@ def shard_model(
     """
     mesh = make_mesh(gang, shard=size)
     options = {
-        # Over one dimension alone, FSDP2 reduces in one step where HSDP's two would be the same.
+        # With one copy of the model, a mesh of one dimension needs one reduction where HSDP's mesh needs two.
         "mesh": mesh["shard"] if size == gang.world_size else mesh,
         "mp_policy": _precision(fsdp),
-        # Pinned memory is for copies to a GPU. On a CPU shards are in host memory in any case.
+        # Pinned memory speeds up copies to a GPU. On a CPU the shards are in host memory anyway.
         "offload_policy": CPUOffloadPolicy(pin_memory=gang.device.type == "cuda")
         if fsdp.cpu_offload
         else OffloadPolicy(),
@@ -246,7 +246,7 @@ def compile_units(units: Sequence[nn.Module]) -> None:
     Fixed shapes suffice because all micro-batches have the same size. Compiling units instead of the whole model means
     that equal blocks are compiled once, and that FSDP2's hooks between them still run.
     """
-    # Units that differ count towards one limit, beyond which torch goes on without compiling them.
+    # Different units count towards one limit. Beyond it, torch runs further units uncompiled.
     limit = max(8, 2 * len(units))
     for unit in units:
         compile_module(unit, recompile_limit=limit)
@@ -293,15 +293,16 @@ class Spread:
             last: whether this is the last micro-batch of the step; then its gradients are reduced over the ranks.
         """
         model = self.model
-        # A static graph cannot begin with a backward pass that reduces nothing: torch fails an assertion. So it reduces
-        # each time, in every step alike, or a resumed run would add in another order than one that was not interrupted.
+        # A static graph must reduce in its first backward pass, or an assertion in torch fails. So it reduces after
+        # every micro-batch, in every step: otherwise a resumed run would add gradients in another order than an
+        # uninterrupted one.
         if isinstance(model, DistributedDataParallel) and not last and not model.static_graph:
             with model.no_sync():
                 yield
             return
         if isinstance(model, FSDPModule):
             model.set_requires_gradient_sync(last or not self.reduce_once)
-            model.set_requires_all_reduce(last)  # between replicas once is enough in any case
+            model.set_requires_all_reduce(last)  # copies of the model need one reduction per step
             model.set_is_last_backward(last)
         yield
 
@@ -320,7 +321,7 @@ class Spread:
             self.module.train()
             for unit in self.module.modules():
                 if isinstance(unit, FSDPModule):
-                    unit.reshard()  # what stays gathered until a backward pass would wait for one that never comes
+                    unit.reshard()  # gathered weights are freed in a backward pass, and here is none
 
     def gradient_tensors(self) -> list[Tensor]:
         """Return this rank's shards of all gradients, as plain tensors that share the gradients' memory."""
@@ -333,10 +334,10 @@ class Spread:
         The shares of all ranks add up to the squared norm of the whole gradient.
         """
         parts = [gradient for gradient in gradients if gradient.numel()]
-        if not parts:  # fewer rows than ranks, in every parameter
+        if not parts:  # every parameter has fewer rows than there are ranks
             return torch.zeros((), dtype=torch.float64)
         norms = torch.stack(torch._foreach_norm(parts))  # pyright: ignore[reportPrivateImportUsage]  no type information
-        # Each copy of the model has the same gradient, and its ranks a part of it each.
+        # All copies of the model have the same gradient. The ranks of a copy each have a part of it.
         return norms.double().square().sum() / self.copies
 
     def discarded(self) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.footprint import shard_ranks
 
-# What torch's inductor looks for; the variable of that name goes first.
+# The compilers that torch's inductor searches for, unless the environment variable is set.
 _COMPILERS = {"CXX": ("g++", "clang++"), "CC": ("gcc", "cc", "clang")}
 
 

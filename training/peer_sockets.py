@@ -25,11 +25,11 @@ from ebbflow.training.compat import Store
 from ebbflow.training.errors import RendezvousError
 
 MOST_RANKS = 16
-LARGEST_ROW_BYTES = 4096  # which a connection's buffers take, so that all may write before they read
+LARGEST_ROW_BYTES = 4096  # fits into the buffers of a connection, so all ranks can write before they read
 _HELLO = struct.Struct("!I16s")  # rank, token of the gang
-_HEAD = struct.Struct("!QI")  # number of the exchange, bytes that follow
+_HEAD = struct.Struct("!QI")  # number of the exchange, number of bytes that follow
 _HELLO_SECONDS = 5.0
-_MOST_CALLERS = 64  # that have not sent the token yet
+_MOST_CALLERS = 64  # connections that have not sent the token yet
 _LOOK_SECONDS = 0.5
 _BACKLOG = 128
 
@@ -80,11 +80,10 @@ class PeerSockets:
             self._lost(rank, error)
 
     def _hear(self, rank: int, own: bytes) -> memoryview:
-        """Receive and return the row of `rank`, which has the size of this rank's own message."""
         peer, message = self._peers[rank], memoryview(bytearray(len(own)))
         head = own[: _HEAD.size]
         try:
-            come = _read(peer, message, len(head))  # the whole message, as a rule: a call to the kernel less
+            come = _read(peer, message, len(head))  # usually reads the whole message, which saves a system call
             if message[: len(head)] == head:
                 _read(peer, message[come:], len(own) - come)
         except OSError as error:
@@ -134,7 +133,7 @@ def connect_peers(
                 peers[lower] = socket.create_connection((address, int(port)), max(0.1, limit - time.monotonic()))
                 peers[lower].sendall(_HELLO.pack(rank, token))
             _await_peers(listener, token, peers, range(rank + 1, world_size), limit)
-    except (OSError, RuntimeError) as error:  # what the store raises is a RuntimeError
+    except (OSError, RuntimeError) as error:  # the store raises RuntimeError
         for peer in peers.values():
             peer.close()
         missing = ", ".join(str(one) for one in range(world_size) if one != rank and one not in peers)
@@ -178,7 +177,7 @@ def _await_peers(
         limit: monotonic time at which TimeoutError is raised.
     """
     listener.setblocking(False)
-    callers: dict[socket.socket, tuple[float, bytearray]] = {}  # (until when it is waited for, what it has sent)
+    callers: dict[socket.socket, tuple[float, bytearray]] = {}  # (its deadline, the bytes it has sent)
     try:
         while any(rank not in peers for rank in wanted):
             now = time.monotonic()

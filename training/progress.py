@@ -28,7 +28,7 @@ from ebbflow.training.limits import Limits
 from ebbflow.training.reporter import process_start_monotonic
 
 _SECONDS = 0.2
-_AGAIN_SECONDS = 0.05  # of a restart, which has a measurement already
+_AGAIN_SECONDS = 0.05  # after a restart, which has an earlier measurement
 _SIZE = {"cpu": 1024, "cuda": 4096}
 
 
@@ -52,7 +52,6 @@ def peak_flops_per_second(device: torch.device, dtype: torch.dtype, kept: Path |
 
 
 def _kept_flops_per_second(kept: Path | None, known: dict[str, str]) -> float:
-    """Return the stored measurement if it is of the same device and type, else 0."""
     if kept is not None:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             record = json.loads(kept.read_text())
@@ -211,7 +210,7 @@ def live_metrics(spec: WorkerSpec, *, rank: int, world_size: int, emit: Emit) ->
         if metrics.push_url is not None:
             group = PushGroup(metrics.push_url, spec.job, spec.node)
             pusher = Pusher(group, node.board.registry(), interval_seconds=metrics.interval_seconds, say=_say)
-            if spec.agent_pid is None:  # else the agent deletes the group: it lives longer, whatever ends this rank
+            if spec.agent_pid is None:  # otherwise the agent deletes the group, because it outlives this rank
                 ends.callback(delete_group, group, say=_say)
             ends.callback(pusher.close)
         yield node.watching(emit)
@@ -230,7 +229,7 @@ class NodeMetrics:
         )
         self._heartbeats = _heartbeats(spec, rank)
         self._unshown: set[str] = set()
-        self._at_risk: tuple[float, float] | None = None  # US dollars, and the monotonic time at which it was so
+        self._at_risk: tuple[float, float] | None = None  # US dollars, and the monotonic time of the event
         self._handlers = {
             STEP: self._on_step,
             PHASE: self._on_phase,
@@ -248,7 +247,7 @@ class NodeMetrics:
             event = emit(name, step=step, **more)
             try:
                 self._show(name, step, more)
-            except (LookupError, TypeError, ValueError) as error:  # an event without what a metric is made from
+            except (LookupError, TypeError, ValueError) as error:  # an event that lacks a field of a metric
                 if name not in self._unshown:
                     _say(f"metrics: WARNING: {name} events are not shown: {type(error).__name__}: {error}")
                 self._unshown.add(name)
@@ -286,7 +285,7 @@ class NodeMetrics:
         board.observe("ebbflow_step_seconds", busy)
         for ledger_class, spent in seconds.items():
             board.add("ebbflow_phase_seconds_total", spent, str(ledger_class))
-        if "flops" in data:  # rank 0's events tell what concerns the whole gang
+        if "flops" in data:  # only rank 0's events have figures of the whole gang
             board.add("ebbflow_flops_total", data["flops"])
             board.set("ebbflow_slowest_rank", data["slowest_rank"])
             board.set("ebbflow_slowest_rank_ratio", data["slowest_ratio"])
@@ -349,7 +348,6 @@ def _serve(board: MetricBoard, port: int, address: str, node: int, ends: context
 
 
 def _heartbeats(spec: WorkerSpec, first: int) -> dict[int, Heartbeat]:
-    """Return the heartbeats of this node's ranks by rank number; empty without an agent."""
     if spec.heartbeat_path is None:
         return {}
     folder, count = Path(spec.heartbeat_path).parent, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

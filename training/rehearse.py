@@ -55,7 +55,6 @@ def asleep() -> None:
 
 
 def loader_stuck() -> None:
-    """Wait for a data loader process that never returns data."""
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as loader:
         assert loader.stdout is not None
         loader.stdout.read()
@@ -116,7 +115,7 @@ def collect_garbage(objects: int) -> None:
     gc.collect()
 
 
-# Carried out before the batch of a step is read. `not_a_number` is done by the workload, which holds the loss.
+# Functions that are called before the batch of a step is read. The workload carries out `not_a_number`.
 HOOKS: dict[str, Callable[..., None]] = {
     hook.__name__: hook
     for hook in (
@@ -141,7 +140,7 @@ NOTICE = "notice"
 NON_FINITE = "non-finite"
 _NODE_LOSS = "node-loss"
 _SLOW_STEP = "slow-step"
-_SECONDS = {NOTICE: 120.0, _SLOW_STEP: 5.0}  # unless told
+_SECONDS = {NOTICE: 120.0, _SLOW_STEP: 5.0}  # defaults
 KINDS = {
     _NODE_LOSS: "SIGKILL to a node's agent and all its ranks",
     "rank-kill": "SIGKILL to one rank",
@@ -158,7 +157,7 @@ KINDS = {
 }
 _OF_NODES = (_NODE_LOSS, NOTICE)
 _OF_GANGS = ("extra-collective", "uneven-steps")
-# By kind: the function of `ebbflow.training.rehearse` that does it.
+# The function of this module for each kind.
 _HOOKS = {
     "exception": "raise_error",
     "sleep": "asleep",

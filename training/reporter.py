@@ -85,7 +85,7 @@ def process_start_monotonic() -> float:
     the present time.
     """
     try:
-        # The second field is the command in parentheses, which may hold anything; count from its end.
+        # The second field is the command in parentheses. It may contain spaces, so split after its end.
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         started_since_boot = int(fields[19]) / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError):
@@ -94,7 +94,7 @@ def process_start_monotonic() -> float:
     return time.monotonic() - max(age, 0.0)
 
 
-# Where the time of a phase goes. The phases are those of the heartbeat, by which an agent sees progress.
+# The ledger class of each phase. The phases are those of the heartbeat.
 _CLASS_OF_PHASE = {
     "init": LedgerClass.STARTUP,
     "compile": LedgerClass.STARTUP,
@@ -104,13 +104,13 @@ _CLASS_OF_PHASE = {
     "backward": LedgerClass.USEFUL_STEP,
     "optimizer": LedgerClass.USEFUL_STEP,
     "checkpoint": LedgerClass.CHECKPOINT_STALL,
-    "store": LedgerClass.CHECKPOINT_STALL,  # waiting for a save to be durable, which has a deadline of its own
+    "store": LedgerClass.CHECKPOINT_STALL,  # waiting for a save to be durable; has its own deadline
     "evaluation": LedgerClass.EVALUATION,
     "done": LedgerClass.SHUTDOWN,
 }
 
 
-# In which a rank works on its own; sharded models gather weights in forward, so that there ranks look more alike.
+# Phases in which a rank does not wait for others. Sharded models do wait in forward, to gather weights.
 _OWN_PHASES = frozenset({"data", "forward"})
 
 

@@ -27,11 +27,11 @@ from ebbflow.training.parallel import Spread
 from ebbflow.training.reporter import Reporter
 from ebbflow.training.step_sync import StepSync
 
-# Without a plan's figure, and for capacity that is said never to be taken: machines fail all the same. An assumption.
+# An assumption, and the minimum: machines fail even where no plan expects interruptions.
 _HAZARD_PER_HOUR = 1.0 / (24 * 7)
 _LONGEST_SECONDS = 3600.0
-_FIRST_SECONDS = 60.0  # in "auto" the first save comes soon: nothing is known before it
-_REMEMBERED = 8  # saves whose median stands for the next
+_FIRST_SECONDS = 60.0  # with "auto" the first save is early, to measure its cost
+_REMEMBERED = 8  # the number of saves from which the next is estimated
 _STEPS_REMEMBERED = 64
 _STEPS_TO_COMPARE = 3
 
@@ -79,7 +79,7 @@ class SaveSchedule:
         self._hazard = hazard
         self._now = now
         self._began = self._saved_at = self._safe_at = now()
-        self._asked_at: dict[int, float] = {}  # by step, of the saves that are not durable yet
+        self._asked_at: dict[int, float] = {}  # start of each save that is not durable yet, by step
         self._exposed_before = 0.0
         self._saves = 0
         self._stalls: deque[float] = deque(maxlen=_REMEMBERED)
@@ -90,7 +90,6 @@ class SaveSchedule:
         self._committed_step: int | None = None
 
     def due(self, step: int) -> bool:
-        """Return whether to save after `step`."""
         if self._config.interval == "steps":
             return step % self._config.interval_steps == 0
         since = self._now() - self._saved_at
@@ -306,7 +305,7 @@ class NoSaver:
         return None
 
 
-# What a step without its save is made of.
+# The ledger classes of a step, without its save.
 _STEP_CLASSES = (str(LedgerClass.USEFUL_STEP), str(LedgerClass.DATA_WAIT))
 
 _LOOK_SECONDS = 0.02

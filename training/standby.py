@@ -24,8 +24,8 @@ from typing import Any
 from ebbflow.infra.process import die_with_parent
 
 _PR_SET_NAME = 15  # <linux/prctl.h>
-_LEFT_TO_THE_AGENT = (signal.SIGINT, signal.SIGTERM)  # which decides how its ranks end
-# What a rank imports only when it trains, so that it is not found in its first modules.
+_LEFT_TO_THE_AGENT = (signal.SIGINT, signal.SIGTERM)  # the agent decides how its ranks end
+# Modules that are imported only when a rank trains, not by importing `ebbflow.training.worker`.
 _LATER = (
     "numpy.random",
     "torch.distributed.fsdp",
@@ -50,7 +50,7 @@ def serve(agent_pid: int) -> None:
     for name in _LATER:
         importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # the collector leaves these pages alone, so that they stay shared
+    gc.freeze()  # the collector does not write to these pages, so they remain shared
     own_pid = os.getpid()
     request = _Desk().await_birth()
     _become(request, own_pid)
@@ -77,7 +77,7 @@ class _Desk:
             if 0 in ready:
                 data = os.read(0, 1 << 20)
                 if not data:
-                    os._exit(0)  # the agent has closed the pipe: no rank is wanted any more
+                    os._exit(0)  # the agent has closed the pipe and wants no more ranks
                 *lines, self._heard = (self._heard + data).split(b"\n")
                 for line in lines:
                     request = json.loads(line)
@@ -133,4 +133,4 @@ def _become(request: dict[str, Any], parent_pid: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_NAME, request["name"].encode(), 0, 0, 0)
     import numpy
 
-    numpy.random.seed()  # otherwise all ranks would draw alike, which ranks with an interpreter of their own do not
+    numpy.random.seed()  # otherwise all forked ranks would draw the same numbers

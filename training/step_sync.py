@@ -24,9 +24,9 @@ from ebbflow.training.limits import Stop
 
 STEPS_IN_A_ROW = 20
 SLOW_RATIO = 1.5
-# Of the step's time: below it a slow rank or loader costs too little to be worth a word.
+# As a share of the step's time. A slowdown that costs less is not reported.
 SMALLEST_SHARE = 0.05
-SMALLEST_SECONDS = 0.002  # so too where steps are so short that anything is a share of them
+SMALLEST_SECONDS = 0.002  # the same limit in seconds, for very short steps
 DATA_SHARE = 0.15
 
 

@@ -41,7 +41,7 @@ from ebbflow.training.workload import Batch, Cursor, Loss, Workload, as_numbers
 
 VOTE_SECONDS = 2.0
 _LONGEST_VOTE_SECONDS = 30.0
-_VOTES = 5  # in one evaluation: then it goes on to its end
+_VOTES = 5  # votes per evaluation; after them it runs to its end
 _LOOK_SECONDS = 0.01
 _LEAVE = "leave"
 
@@ -72,7 +72,7 @@ class Evaluation:
         self._evaluations, self._votes = self._evaluations + 1, 0
         self._pass_seconds, self._looked_at = 0.0, math.inf
         with spread.evaluating() as model:
-            # Before what a sharded model does at its root, which would have to be undone.
+            # Run this hook before a sharded model's own, whose effects would have to be undone.
             look = model.register_forward_pre_hook(self._look, prepend=True)
             try:
                 return as_numbers(workload.evaluate(model))
@@ -96,7 +96,7 @@ class Evaluation:
         self._votes += 1
         try:
             return self._vote(PrefixStore(f"evaluation-{self._evaluations}", store))
-        except (dist.DistError, RuntimeError):  # rank 0 is gone, or the network: others have to tell of it
+        except (dist.DistError, RuntimeError):  # rank 0 or the network is gone; others report that
             self._votes = _VOTES
             return False
 
@@ -199,7 +199,7 @@ class Trainer:
         """
         text = f"{self.config.training.seed}\n{step}\n{self.gang.rank}"
         seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
-        if self.gang.device.type == "cpu":  # torch.manual_seed asks each other kind of device: 0.1 to 0.3 ms a step
+        if self.gang.device.type == "cpu":  # torch.manual_seed also seeds other devices: 0.1 to 0.3 ms a step
             torch.default_generator.manual_seed(seed)
         else:
             torch.manual_seed(seed)
@@ -324,7 +324,7 @@ class Trainer:
             return
         try:
             self.reporter.emit(FAULT_INJECTED, step=step, flush=True, kind=aim.fault.kind, target=str(aim.fault))
-        except StoreError as error:  # without its record it would strike again in every attempt
+        except StoreError as error:  # without its record the fault would fire in every attempt
             message = f"rehearsed fault {aim.fault} was skipped at step {step}: its record failed: {error}"
             print(message, flush=True)
             self.reporter.emit(NOTICE, step=step, message=message)
@@ -333,7 +333,7 @@ class Trainer:
         aim.spoils_loss = aim.fault.kind == NON_FINITE
         if aim.fault.kind == NOTICE_KIND:
             self.enter("checkpoint", step)
-            self.limits.wait_for_drain(_WORD_SECONDS)  # short steps would be over before the agent has heard it
+            self.limits.wait_for_drain(_WORD_SECONDS)  # short steps could end the job before the agent has the notice
 
     def renew_if_due(self, at: Position, sync: StepSync, *, last: bool) -> None:
         """Raise MemoryGrowth if the memory of any rank is about to run out. Call this after the save.
@@ -363,7 +363,7 @@ class Trainer:
                 self.reporter.emit(NOTICE, step=at.step, message=message)
             return Stop.INTERRUPTED
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
-        self.extra["metrics"] = {**finite, "step": at.step}  # with the commit of this step, for retention to choose by
+        self.extra["metrics"] = {**finite, "step": at.step}  # saved with this commit; retention compares them
         if self.gang.rank == 0:
             self.reporter.emit(EVALUATION, step=at.step, metrics=metrics)
         return Stop.NONE
@@ -385,9 +385,9 @@ class Trainer:
         if outcome is Outcome.INTERRUPTED:
             message = f"{message}; {self.save_controller.describe_resume_point(at)}"
         if outcome in (Outcome.COMPLETED, Outcome.BUDGET, Outcome.DEADLINE):
-            self.guards.compare_at_end(at, self.spread.module)  # the last commit is made of them
+            self.guards.compare_at_end(at, self.spread.module)  # the last commit has these weights
         self.enter("done", at.step)
-        # Who was told to leave has no time to read all weights; a later attempt will end the job.
+        # After a drain request there is no time to hash all weights; a later attempt will complete the job.
         sha256 = None if outcome is Outcome.INTERRUPTED else weights_sha256(self.spread.module)
         if self.gang.rank == 0:
             self.reporter.emit(

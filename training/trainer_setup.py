@@ -47,7 +47,7 @@ from ebbflow.training.workload import Workload
 from ebbflow.training.workloads.loader import make_workload, user_code, workload_context, wrap_user_workload
 
 Emit = Callable[..., object]
-_RECORD_SECONDS = 30.0  # for a store in trouble to give the record of the generation
+_RECORD_SECONDS = 30.0  # to read the generation's record, with retries
 
 
 def build_trainer(spec: WorkerSpec, gang: Gang, *, nodes: int, reporter: Reporter, saver: Checkpointer) -> Trainer:
@@ -119,7 +119,7 @@ def open_saver(
     rate = checkpoint.upload_mib_per_second
     return Checkpointer(
         job_store.uri,
-        # Its parent need not be the first candidate: who opened it may have passed over one that reads badly.
+        # Its parent need not be the first candidate: the launcher may have passed over an unreadable commit.
         generation=_read_generation(job_store, spec),
         rank=gang.rank,
         world_size=gang.world_size,
@@ -148,7 +148,7 @@ def retention_policy(checkpoint: CheckpointConfig) -> RetentionPolicy:
         keep_every_steps=checkpoint.keep_every_steps,
         keep_best=checkpoint.keep_best,
         max_total_bytes=None if cap is None else int(cap * 2**30),
-        # No save outlives its deadline, but one under way must not be taken for an orphan.
+        # A save in flight must not be taken for an orphan, and it may take as long as its deadline.
         orphan_seconds=max(3600.0 * checkpoint.orphan_hours, 2 * checkpoint.deadline_seconds),
     )
 
@@ -170,7 +170,7 @@ def restore(trainer: Trainer, saver: Checkpointer, candidates: list[str]) -> Pos
     if restored is None:
         return begin(trainer)
     for key in ("seed", "data_fingerprint"):
-        if restored.extra.get(key, trainer.extra[key]) != trainer.extra[key]:  # imported weights have neither
+        if restored.extra.get(key, trainer.extra[key]) != trainer.extra[key]:  # imported weights lack both keys
             raise DataError(
                 f"commit {restored.key} was trained with {key} {restored.extra[key]}, this run has "
                 f"{trainer.extra[key]}: sample {restored.extra['cursor']} would be another; "
@@ -180,7 +180,7 @@ def restore(trainer: Trainer, saver: Checkpointer, candidates: list[str]) -> Pos
         trainer.save_schedule.remember(restored.extra.get("exposed_seconds", 0.0))
     if trainer.gang.rank == 0:
         rejected = [_rejected(one, restored) for one in restored.rejected]
-        for one in rejected[:1]:  # the newest of them: the others lie between
+        for one in rejected[:1]:  # the newest; the others are older
             print(f"restored step {restored.step} instead of a damaged commit; lost: {one['lost']}", flush=True)
         trainer.reporter.emit(
             RESTORE,
@@ -234,7 +234,6 @@ def make_reporter(spec: WorkerSpec, clock: Clock, emit: Emit) -> Reporter:
 
 
 def _optimizer(workload: Workload, module: nn.Module, config: RunConfig) -> torch.optim.Optimizer:
-    """Return the workload's own optimizer if it has one, else AdamW."""
     own = getattr(workload, "optimizer", None)
     if own is None:
         return make_optimizer(module, config.training)
@@ -268,7 +267,6 @@ def _progress(
 
 
 def _unit(spec: WorkerSpec) -> str:
-    """Return the unit for progress lines: "tok" for tokens, else the unit of the workload."""
     unit = spec.prepared.get("weight_unit", "tokens")
     return "tok" if unit == "tokens" else str(unit)
 

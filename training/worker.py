@@ -61,7 +61,7 @@ from ebbflow.training.workloads.trial import try_workload
 _LONGEST_RUN_ID = 80
 _NAME_KEY = "ebbflow/job"
 
-_claim: Claim | None = None  # rank 0's hold on the job
+_claim: Claim | None = None  # rank 0's claim on the job
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def share_spec(request: Request, gang: Gang) -> WorkerSpec:
     if gang.alone:
         made = _make_spec_or_exit_code(request)
         return made if isinstance(made, WorkerSpec) else leave(made)
-    # The others wait for rank 0's data in a group of its own: the gang's has the deadline of a step.
+    # A separate group with a longer deadline, because preparing data may take longer than a step.
     waiting: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=PREPARE_SECONDS))
     made = _make_spec_or_exit_code(request) if gang.rank == 0 else 0
     shared = [made.to_json() if isinstance(made, WorkerSpec) else made]
@@ -183,15 +183,15 @@ def _make_spec(request: Request) -> WorkerSpec:
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     store = Store.open(config.store)
     job_store = store.sub(job_prefix(job))
-    # A restart by torchrun repeats the words: a job that was taken over meanwhile is not taken back.
+    # A restart by torchrun repeats the arguments, and must not take back a job that was taken over meanwhile.
     _claim_job(job_store, job, take_over=request.take_over and attempt == 0)
     context = workload_context(config, Gang(), store=store)
     prepared = prepare_data(config, context)
-    if config.workload is not None:  # one sample on the CPU first: what is wrong with it should not cost a gang
+    if config.workload is not None:  # try it on the CPU first: a mistake in it should not cost the time of a gang
         print(try_workload(config, replace(context, prepared=prepared)).text, flush=True)
     settings = {"path": request.path, "config": config.model_dump(mode="json"), "sources": request.sources}
     job_store.put("config.json", json.dumps(settings, indent=1, sort_keys=True).encode())
-    if attempt == 0:  # a restart by torchrun repeats the words, and no person has seen what was lost meanwhile
+    if attempt == 0:  # a restart by torchrun repeats the arguments, but the user has not accepted later losses
         record_permits(job_store, *request.permits)
     known = read_events(job_store)
     rolled_back = check_rollback(job_store, known)
@@ -239,10 +239,10 @@ def default_job_name(environment: Mapping[str, str], seconds: float) -> str:
         return f"torchrun-{_plain(run_id)}"
     name = time.strftime("torchrun-%Y%m%d-%H%M%S")
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return name  # nobody restarts these workers
+        return name  # these workers are not restarted
     host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
     try:
-        # Outside the prefix of a generation: this key is the one that all of them share.
+        # This key has no prefix of a generation, because all generations share it.
         agent = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=seconds))
         return agent.compare_set(_NAME_KEY, "", name).decode()
     except (dist.DistError, RuntimeError) as error:
@@ -268,15 +268,15 @@ def main(arguments: list[str]) -> NoReturn:
     task = spec or _request(arguments)
     tie_forked_children()
     observed = WatchHooks(Path(spec.heartbeat_path), spec.agent_pid) if spec and spec.heartbeat_path else None
-    with contextlib.suppress(RuntimeError, ValueError, OSError):  # without an output there is no place for stacks
+    with contextlib.suppress(RuntimeError, ValueError, OSError):  # fails if stderr is closed
         faulthandler.enable(all_threads=True)
     try:
         ending = _train(task)
-    except KeyboardInterrupt:  # ends like any program that SIGINT ends
+    except KeyboardInterrupt:  # end by the signal, as other programs do
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
         code = 128 + signal.SIGINT
-    except BaseException as error:  # sys.exit and GeneratorExit of the user's code too: each leaves its cause
+    except BaseException as error:  # includes sys.exit and GeneratorExit of the user's code
         if observed:
             observed.save_records()
         expected = isinstance(error, InfraError) or (isinstance(error, TrainingError) and not error.curable)
@@ -289,7 +289,6 @@ def main(arguments: list[str]) -> NoReturn:
 
 
 def _request(arguments: list[str]) -> Request:
-    """Parse the arguments. If the configuration is invalid, rank 0 prints the error, and every rank exits."""
     try:
         return parse_arguments(arguments)
     except InfraError as error:
@@ -317,11 +316,11 @@ def _record_exception(error: BaseException, *, one_line: bool = False) -> None:
             "class": f"{kind.__module__}.{kind.__qualname__}",
         }
         record = {"message": {"message": describe_exception(error), "extraInfo": known}}
-        with contextlib.suppress(OSError):  # a full disk; the exit code and the log remain
+        with contextlib.suppress(OSError):  # such as a full disk; the exit code and the log remain
             _write_whole(Path(path), json.dumps(record))
-    with contextlib.suppress(OSError, ValueError):  # the program may have closed its own output
+    with contextlib.suppress(OSError, ValueError):  # the user's code may have closed stderr
         shown = f"{error}\n" if one_line else text
-        print(shown, end="", file=sys.stderr, flush=True)  # stderr escapes what its encoding lacks
+        print(shown, end="", file=sys.stderr, flush=True)  # stderr escapes characters that its encoding lacks
 
 
 def _exit_code(error: BaseException, *, alone: bool) -> int:
@@ -340,7 +339,7 @@ def _train(task: WorkerSpec | Request) -> LoopResult:
     spec = task if isinstance(task, WorkerSpec) else None
     config = task.config if isinstance(task, Request) else RunConfig.model_validate(task.config)
     use_signing_key(config.checkpoint.signing_key_env)
-    signer()  # a key that is missing on this node ends the start before anything is computed
+    signer()  # raises at once if this node lacks the key
     _settle_threads(spec.colocated_ranks if spec else int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     gang = connect(
         start_seconds=config.cluster.start_deadline_seconds,
@@ -408,7 +407,7 @@ def _settle_threads(colocated_ranks: int) -> None:
 def _compute_alike() -> None:
     """Make equal runs on the CPU give results that are equal bit for bit."""
     torch.use_deterministic_algorithms(True)
-    # A debugging aid that costs every allocation.
+    # Deterministic mode would fill every new tensor, a debugging aid that costs time.
     torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]  a property
 
 

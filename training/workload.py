@@ -52,7 +52,6 @@ class WorkloadContext:
 
     @property
     def options(self) -> Mapping[str, bool | int | float | str]:
-        """`workload_options` of the configuration."""
         return self.config.workload_options
 
 

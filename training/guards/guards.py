@@ -51,11 +51,11 @@ from ebbflow.training.save_controller import Saver
 from ebbflow.training.step_sync import PaceMonitor, StepSync
 from ebbflow.training.workload import Cursor, Workload
 
-# The standard deviation of a normal distribution is so many times its median absolute deviation
+# The standard deviation of a normal distribution is this multiple of its median absolute deviation
 # (Rousseeuw and Croux, "Alternatives to the Median Absolute Deviation", 1993).
 _SIGMA_PER_MAD = 1.4826
-# Below this share of the median, a deviation is rounding and no spread: values that are all equal are no reason to
-# take the next one for a spike.
+# The smallest deviation that counts, as a share of the median. Otherwise, after equal values, a rounding error would
+# be a spike.
 _SMALLEST_SHARE = 1e-3
 
 
@@ -200,10 +200,10 @@ class LossGuard:
         return Judgement(action, reason, finite)
 
 
-# The step sync carries float64, which holds integers up to 2**53 exactly. A prime, so that no factor is lost to it.
+# A prime below 2**53, because the step sync sends float64, which represents integers exactly up to 2**53.
 _MODULUS = 2**47 - 115
 _MULTIPLIER = 1_000_003
-# Summed at once: adding up as int64 first makes a copy of up to eight times the size, for which there may be no room.
+# Elements that are added up at once. A sum as int64 copies its input to up to eight times the size.
 _CHUNK = 2**22
 
 
@@ -440,7 +440,7 @@ class Guards:
                 return Judgement(Action.STOP, reason, finite=False)
             raise TooManyRewinds(f"step {at.step + 1}: {reason}")
         try:
-            settle()  # what is under way may be the commit to go back to
+            settle()  # the save in flight may be the commit to restore
         except GenerationSuperseded:
             raise
         except CheckpointError as error:

@@ -110,8 +110,8 @@ def host_bytes_left() -> float:
     return min(left)
 
 
-# Limit, use, and the lines of memory.stat with the page cache, which is dropped before anybody is killed: of cgroup v2,
-# then v1. Data that was read more than once is in its active part.
+# Files with the limit and the use, and the lines of memory.stat with the page cache, for cgroup v2 and v1. The kernel
+# frees the page cache before it kills a process. Its active part has data that was read more than once.
 _CGROUP_FILES = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", ("inactive_file", "active_file")),
     (
@@ -147,7 +147,7 @@ def _cgroup_left(limit: str, use: str, droppable: tuple[str, ...]) -> float:
         return float("inf")
 
 
-# What AdamW keeps of each parameter. Before its first step the room for it is still to be found.
+# The number of AdamW's moments per parameter, which it allocates in its first step.
 _OPTIMIZER_COPIES = 2
 _HOST_SIGNS = ("can't allocate memory", "not enough memory", "out of memory")
 
@@ -181,7 +181,7 @@ def more_micro_batches(config: RunConfig, world_size: int, accumulation: int, *,
             "fix: set ddp.static_graph to false"
         )
     batch = config.training.batch_size
-    samples = -(-batch // world_size)  # of the rank that has most
+    samples = -(-batch // world_size)  # on the rank with the most samples
     if accumulation >= samples:
         raise BatchCannotBeSplit(
             f"training.batch_size {batch} / {world_size} ranks = {samples} samples per rank, in {accumulation} "

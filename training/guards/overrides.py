@@ -110,7 +110,7 @@ def rewind_parent(job_store: Store) -> str | None:
     rewinds = [record for record in _records(job_store) if record["action"] == GuardAction.REWIND]
     newest = max(rewinds, key=lambda record: record["generation"], default=None)
     if newest is None or newest_generation_number(job_store, near=newest["generation"]) > newest["generation"]:
-        return None  # some start has followed it already
+        return None  # a start has followed the rewind already
     commits = reachable_commits(job_store)
     above = [commit for commit in commits if commit.step > newest["limit"]]
     below = [commit for commit in commits if commit.step <= newest["limit"]]

@@ -25,7 +25,7 @@ from ebbflow.infra.program import PROJECT_ROOT, python_path
 from ebbflow.training.errors import TrainingError, WorkloadError
 
 EXAMINE_SECONDS = 90.0
-# A workload's own preparation may download or convert whatever it likes, once; but not for ever.
+# The deadline of a workload's `prepare`, which may download and convert data.
 PREPARE_SECONDS = 6 * 3600.0
 _LAST_LINES = 3
 

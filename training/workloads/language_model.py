@@ -212,7 +212,7 @@ class TextWorkload:
         training = self._config.training
         world_size = self._context.world_size
         micro_batch = max(1, training.batch_size // (world_size * training.gradient_accumulation_steps))
-        # A sharded model is gathered by all ranks together, so that all must make the same number of passes.
+        # All ranks gather a sharded model together, so all must make the same number of passes.
         passes = math.ceil(math.ceil(len(self._held_out) / world_size) / micro_batch)
         share = Cursor(0, len(self._held_out)).share(self._context.rank, world_size)
         batch = self._batch(self._tokens.held_out, self._held_out[share.first : share.first + share.count])

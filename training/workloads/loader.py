@@ -30,8 +30,8 @@ from ebbflow.training.gang import Gang
 from ebbflow.training.workload import Workload, WorkloadContext
 from ebbflow.training.workloads.language_model import TextWorkload
 
-# What a program raises by being wrong, the same at every attempt since a sample is a function of its index. Not
-# RuntimeError, OSError or ValueError: memory that ran out, a lost peer or half a file may be better next time.
+# Exceptions that mean a mistake in the code, which every attempt would repeat. RuntimeError, OSError and ValueError are
+# not among them: they may come from memory that ran out, a lost peer or an incomplete file.
 _MISTAKES = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, TypeError)
 
 
@@ -180,7 +180,7 @@ def user_code(what: str) -> Iterator[None]:
     """
     try:
         yield
-    except (TrainingError, InfraError):  # these say what is wrong themselves
+    except (TrainingError, InfraError):  # their messages need no file and line
         raise
     except Exception as error:
         text = " ".join(str(error).split()) or "no message"
@@ -207,7 +207,7 @@ def _import(name: str) -> Any:
             f"in PYTHONPATH ({searched}); fix: PYTHONPATH=/the/folder/that/holds/{error.name.split('.')[0]}, as an "
             "absolute path"
         ) from None
-    except (Exception, SystemExit) as error:  # whatever a module does while it is imported
+    except (Exception, SystemExit) as error:  # an import may raise anything
         raise _broken(name, error) from error
 
 
@@ -261,5 +261,4 @@ def _frame(error: BaseException) -> str:
 
 
 def _foreign(file: str) -> bool:
-    """Return whether a file belongs to Ebbflow, the standard library or an installed package."""
     return file.startswith(("<", *_NOT_THE_USERS)) or "site-packages" in Path(file).parts

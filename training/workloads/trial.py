@@ -50,7 +50,7 @@ class SavedBytes:
 
     def note(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage._cdata not in self.model:  # the address of the storage itself: data of fake tensors has none
+        if storage._cdata not in self.model:  # the address of the storage, because fake tensors have no data
             self.seen[storage._cdata] = storage.nbytes()
         return tensor
 
@@ -112,8 +112,8 @@ def _outside(model: nn.Module, units: list[nn.Module]) -> int:
     return sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in inside)
 
 
-# A workload is tried within EXAMINE_SECONDS. What the ranks do together on GPUs may take longer alone on a CPU, and
-# that must not refuse a job.
+# The time limit of `evaluate`, less than EXAMINE_SECONDS. An evaluation that is fast on many GPUs may be slow on a CPU,
+# and the job must not be refused for that.
 LONGEST_SECONDS = 20.0
 
 
@@ -135,7 +135,7 @@ def try_evaluate(name: str, workload: Workload, model: nn.Module, *, seconds: fl
     Raises:
         WorkloadError: if `evaluate` raises an exception, or a metric is not a finite number.
     """
-    if distributed.is_initialized():  # a collective of its own would wait for ranks that are not here
+    if distributed.is_initialized():  # a collective in `evaluate` would wait for the other ranks
         return "evaluate not tried, because the ranks of the gang are not all here"
     torch.manual_seed(0)
     try:
@@ -174,10 +174,10 @@ def _at_most(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-# Weights and gradients of a model that is really run here. Larger ones are looked at without their memory.
+# The most weights and gradients with which a model is run here. Of larger models only shapes are computed.
 LARGEST_TRIED_BYTES = 2 << 30
 _MOST_SAMPLES = 4
-# Sums of float32 in another order, of parts that are computed with other kernels.
+# Micro-batches may use other kernels, and add float32 numbers in another order.
 _TOLERANCE = 1e-3
 _NAMED = 3
 
@@ -299,7 +299,7 @@ def _try_samples(trial: Trial, workload: Workload, model: nn.Module, config: Run
         initialise(model, blank, seed=config.training.seed)
     count = min(_MOST_SAMPLES, config.training.batch_size)
     batch = _draw(trial.name, workload, model, count)
-    model.eval()  # without dropout, which draws other numbers for other batches
+    model.eval()  # no dropout, which differs between batches
     with torch.no_grad():
         whole = _loss(trial.name, workload, model, batch)
         _check_same_again(trial.name, workload, model, count, whole)
