@@ -77,7 +77,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def render_help() -> str:
-    """Render the help of `ebbflow` without a command."""
     width = max(map(len, COMMANDS))
     lines = [f"  {name:{width}}  {text}" for name, (_, text) in COMMANDS.items()]
     usage = "usage: ebbflow COMMAND …    (ebbflow COMMAND --help shows its options; ebbflow --version)"

@@ -4,8 +4,8 @@ Names follow Prometheus' conventions: prefix, base unit, `_total` for counters. 
 steps, paths or messages. docs/observability.md explains the same list; a test compares the two.
 
 A Pushgateway stores values in groups that never expire, and each push replaces a whole group. Every node therefore
-pushes to its own group, with the key {job, node}. The node deletes the group when it ends, unless the whole node is
-lost.
+pushes to its own group, with the key {job, node}. A process of the node deletes this group when training
+ends there; the group remains if the whole machine is lost or the gateway cannot be reached.
 """
 
 from __future__ import annotations
@@ -42,8 +42,6 @@ COMMIT_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
 
 class MetricKind(StrEnum):
-    """Types of Prometheus' exposition format."""
-
     COUNTER = "counter"
     GAUGE = "gauge"
     HISTOGRAM = "histogram"
@@ -172,13 +170,13 @@ class _Histogram:
 
 
 class MetricBoard(Collector):
-    """The current values of a set of metrics. Safe to read from another thread.
+    """The current values of a set of metrics. Another thread may read them safely.
 
     Values are rendered as a page only on request. The client library's own counters are not used: each adds an
     undocumented `_created` series, and they are global to the process, where a user's own metrics are.
 
     Args:
-        constant: labels that all values have, with their values.
+        constant: names and values of the labels that every metric of this board has.
         before_page: called before each rendering, to set values that are too costly to update at every step.
     """
 
@@ -336,7 +334,7 @@ def _set_counts(board: MetricBoard, events: Sequence[Event]) -> None:
 
 
 def weakest_kind(*words: str) -> str:
-    """Return the least certain of several kinds of figures, such as "recorded" of "measured" and "recorded 2026-07-20".
+    """Return the least certain of several kinds of figures: "recorded" for "measured" and "recorded 2026-07-20".
 
     Only the first word of each counts. `_STRENGTH` lists the kinds from the most to the least certain; an unknown kind
     is less certain than all of them, and "" counts as "estimated".

@@ -293,9 +293,8 @@ class MetadataSource:
             return None
         document = _object(text)
         ends_at = self._ending.of(document.get("time"))
-        if (
-            ends_at < time.monotonic() - STALE_SECONDS
-        ):  # the machine was stopped and restarted, or was not taken after all
+        # Stale: the machine was stopped and restarted, or was not taken after all.
+        if ends_at < time.monotonic() - STALE_SECONDS:
             return None
         action = str(document.get("action") or "terminate")
         return Notice(

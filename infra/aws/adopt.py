@@ -289,7 +289,7 @@ def _stack(facts: AccountFacts, wanted: str | None, notes: _Notes) -> StackOutpu
 
 
 def _queues(facts: AccountFacts, known: Mapping[str, str], notes: _Notes) -> tuple[tuple[QueueState, ...], str | None]:
-    """Return (queues for training, name of the queue for the steps around training or None)."""
+    """Return (training, light): the queues for training, and the name of the queue for the steps around it or None."""
     training, light = [], []
     for state in facts.queues.values():
         if not state.usable:

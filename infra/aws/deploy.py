@@ -347,7 +347,7 @@ class Stack:
         return {"TemplateBody": body, "Parameters": parameters, "Capabilities": _CAPABILITIES, "Tags": tags}
 
     def _events(self, deadline: RequestDeadline) -> Iterator[Mapping[str, Any]]:
-        """Yield all events, newest first."""
+        """Yield the stack's events, newest first."""
         request = {"token": "NextToken", "StackName": self._name}
         return paginate(self._client, "describe_stack_events", "StackEvents", deadline, **request)
 

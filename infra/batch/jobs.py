@@ -65,7 +65,8 @@ _NODES_SECONDS = 5.0
 
 # AWS's texts, from its user guide and from reports of users.
 # https://docs.aws.amazon.com/batch/latest/userguide/job_retries.html
-_RECLAIMED = re.compile(r"Host EC2\b|Your Spot Task was interrupted")  # EC2, as AWS matches it; Fargate Spot
+# A lost EC2 machine, as AWS's guide matches it, or an interrupted task of Fargate Spot.
+_RECLAIMED = re.compile(r"Host EC2\b|Your Spot Task was interrupted")
 _TOO_LONG = re.compile(r"Job attempt duration exceeded timeout")
 _ENDED_BY_SOMEBODY = re.compile(
     r"Metaflow initiated job termination|Operator\b|User (requested|initiated)\b", re.IGNORECASE

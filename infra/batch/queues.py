@@ -311,7 +311,7 @@ def limit_to_queue_region(config: RunConfig, *, only_if_set: bool = True) -> Run
 
 
 def declaration_conflict(state: QueueState, declared: QueueConfig) -> str:
-    """Return how a queue's entry in the configuration contradicts Batch, and the fix; "" if they agree."""
+    """Return a message on how a queue's entry in the configuration contradicts Batch, with a fix; "" if they agree."""
     if state.market is not None and state.market != declared.market:
         kinds = ", ".join(dict.fromkeys(one.kind for one in state.compute_environments))
         conflict = f"queue {state.name} is declared {declared.market}, but its compute environments are {kinds}"

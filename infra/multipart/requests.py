@@ -1,7 +1,7 @@
 """Signed S3 requests with a deadline, over kept-alive connections and under a shared bandwidth cap.
 
 Signatures follow AWS, "Signature Calculations for the Authorization Header: Transferring Payload in a Single Chunk".
-The payload is not signed; CRC64NVME checksums protect it in a quarter of the time.
+They do not include the payload: CRC64NVME checksums protect it, and take a quarter of the time.
 """
 
 from __future__ import annotations

@@ -141,7 +141,6 @@ class Bucket:
         return int(answer.headers["content-length"]), _stated(answer)
 
     def uploads(self, prefix: str, *, seconds: float) -> Iterator[MultipartUpload]:
-        """Yield the unfinished uploads below `prefix`."""
         marker: dict[str, str] = {}
         while True:
             query = {"uploads": "", "prefix": prefix, **marker}
@@ -323,8 +322,6 @@ def _write(file: _File, data: memoryview, start: int) -> None:
 
 
 class os_errors_as_store_errors:  # noqa: N801 - reads as a phrase
-    """Context manager that turns an OSError into a StoreError."""
-
     def __init__(self, what: str, otherwise: type[StoreError] = StoreUnavailable) -> None:
         self._what = what
         self._otherwise = otherwise

@@ -29,7 +29,7 @@ _LONGEST_PATH = 4096
 
 
 class HangGuard:
-    """A pool of daemon threads for calls that may hang. A call that does not return keeps its thread."""
+    """A pool of daemon threads for calls that may hang. A call that hangs keeps its thread; later calls use others."""
 
     def __init__(self) -> None:
         self._idle: list[_Thread] = []

@@ -252,7 +252,6 @@ def _key(meta: ObjectMeta) -> str:
 
 
 def _is_condition_unsupported(cause: BaseException | None) -> bool:
-    """Return whether a store refused a request because it does not support If-None-Match."""
     return isinstance(cause, NotSupportedError) or bool(_UNSUPPORTED.search(str(cause)))
 
 
@@ -261,12 +260,12 @@ _PROBE = b"the store's clock"
 
 
 class StoreClock:
-    """A clock that agrees with the store's, by which the store dates its objects.
+    """The time by the store's clock, with which the store dates its objects.
 
-    To read it, a small probe object is put, its date is read, and it is deleted. For the next 10 minutes, elapsed time
-    is added instead of probing again. The result is never later than the store's time, because the store dates a probe
-    before its answer arrives. The age of an object is therefore never overestimated, and no object is deleted too
-    early.
+    To read the clock, a small probe object is put, its date is read, and it is deleted. For the next 10 minutes,
+    elapsed time is added instead of probing again. The result is never later than the store's time, because the store
+    dates a probe before its answer arrives. The age of an object is therefore never overestimated, and no object is
+    deleted too early.
     """
 
     def __init__(self) -> None:
