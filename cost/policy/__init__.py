@@ -1,4 +1,7 @@
-"""Policies, which decide where a job runs next, and the safety net around them. `policies` imports them on demand."""
+"""Policies, which decide in which pool a job runs next, and the safety net that keeps deadline and budget.
+
+`policies` imports the policies when it is called, because not every command needs them.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from ebbflow.cost.policy.interface import PolicyFactory
 
 
 def policies() -> dict[str, PolicyFactory]:
-    """Return the factory of each policy by its name."""
+    """Return the functions that make policies, by policy name."""
     from ebbflow.cost.policy.adaptive import Adaptive
     from ebbflow.cost.policy.interface import Adversary, Greedy, OnDemand, UniformProgress
 

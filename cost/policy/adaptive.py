@@ -1,4 +1,8 @@
-"""The adaptive policy: it learns how long capacity lasts, looks up the value of slack, and chooses a pool."""
+"""The adaptive policy: it learns how long spot capacity lasts, and decides whether a start is worth the slack it uses.
+
+Slack is the time to the deadline beyond the remaining work. A spell is a period with or without spot capacity; a stay
+is the time for which the job holds machines of one pool. `slack_value` computes the value of slack.
+"""
 
 from __future__ import annotations
 
@@ -28,29 +32,38 @@ from ebbflow.cost.policy.slack_value import (
 
 PRIOR_STAY_HOURS = 4.0
 PRIOR_STAYS = 2.0
-"""The prior of an untried pool: two stays of four hours. The means of the recorded zones are 0.7 to 10 hours."""
+"""Prior of a pool without observed stays: two stays of four hours. Recorded zones have means of 0.7 to 10 hours."""
 
 
 @dataclass(slots=True)
 class StayStatistics:
-    """Observed stays of a job in one pool."""
+    """Observed stays of a job in one spot pool: the times between getting machines there and losing or leaving them.
+
+    Attributes:
+        hours: Total duration of all stays.
+        losses: Number of stays that ended because the machines were taken away.
+    """
 
     hours: float = 0.0
     losses: int = 0
 
     @property
     def expected_hours(self) -> float:
-        """Posterior mean length of a stay (Gamma-Poisson)."""
+        """Expected duration of the next stay: the posterior mean of a Gamma-Poisson model."""
         return (PRIOR_STAYS * PRIOR_STAY_HOURS + self.hours) / (PRIOR_STAYS + self.losses)
 
 
 def reference_usd_per_hour(state: State) -> float:
-    """Return the spot price of the value tables: that of the cheapest pool at home, else of the cheapest pool."""
+    """Return the spot price of all nodes that the value tables assume.
+
+    It is that of the cheapest pool in the checkpoint's region, or of the cheapest pool anywhere if that region has
+    none.
+    """
     return min(pool.usd_per_hour for pool in state.home_pools or state.spot_pools)
 
 
 class PoolRanking:
-    """Ranks pools by dollars per useful hour of an expected stay."""
+    """Ranks spot pools by dollars per hour of an expected stay, including the cost of moving and starting there."""
 
     def __init__(self) -> None:
         self.stays: dict[str, StayStatistics] = {}
@@ -62,7 +75,7 @@ class PoolRanking:
         return max(state.tick_hours, min(self.of(pool).expected_hours, state.work_left_hours))
 
     def entry_usd(self, pool: PoolView, state: State) -> float:
-        """Return the cost of moving the checkpoint to the pool: the transfer and its paid time."""
+        """Return the dollars for moving the checkpoint to the pool: the transfer fee, and the machines meanwhile."""
         return pool.egress_usd + pool.usd_per_hour * pool.transfer_hours
 
     def rank(self, pool: PoolView, state: State) -> tuple[float, str]:
@@ -70,12 +83,15 @@ class PoolRanking:
         return pool.usd_per_hour + entry / self.stay_hours(pool, state), pool.id
 
     def extra_usd(self, pool: PoolView, state: State) -> float:
-        """Return the cost of a stay beyond one at the reference price without a transfer; may be negative."""
+        """Return the extra dollars of a stay here over a stay at the reference price without a checkpoint transfer.
+
+        The result is negative if the pool is cheaper.
+        """
         dearer = pool.usd_per_hour - reference_usd_per_hour(state)
         return dearer * self.stay_hours(pool, state) + self.entry_usd(pool, state)
 
     def saving_usd(self, pool: PoolView, current: PoolView, state: State) -> float:
-        """Return the savings of moving from the running pool over one expected stay; negative for a loss."""
+        """Return the dollars saved by moving from `current` to `pool` for one expected stay; negative for a loss."""
         hours = state.changeover_hours + pool.transfer_hours
         leaving = state.drain_hours * current.usd_per_hour + pool.usd_per_hour * hours + pool.egress_usd
         return (current.usd_per_hour - pool.usd_per_hour) * self.stay_hours(pool, state) - leaving
@@ -83,20 +99,21 @@ class PoolRanking:
 
 PROBE_EVERY_HOURS = 2.0
 _HAS_CAPACITY = 0.5
-"""Probability that an unobserved pool has capacity: the recorded median is 0.68, less for pools lost together."""
+"""Assumed probability that an unobserved pool has capacity. The recorded median is 0.68; pools run out together."""
 _LADDER = 1.1
 _NEAR = 1.5
-"""A table is kept while the cost of moving to another region is within this factor of the table's."""
+"""A table is reused while the cost of moving to a new region is within this factor of the table's."""
 _LEAST_AWAY_HOURS = 0.1
 
 
 class Adaptive:
-    """Spends slack where the expected cost is least.
+    """Policy that uses slack (time to the deadline beyond the remaining work) only where this pays.
 
-    - On spot: stay; move only to a pool observed up whose savings pay for the move, and probe only for that.
-    - Without a machine: start on spot if it is worth its changeover; else wait while slack is worth less than the
-      premium of on-demand or a move to another region.
-    - On on-demand: return to spot as soon as its spell has lasted long enough to be worth the slack.
+    - On spot: stay. Move only to a pool that was observed with capacity and saves more than the move costs. Probe other
+      pools for capacity only if they would save that much.
+    - Without machines: start on spot if this is worth its start-up time. Otherwise wait, as long as the slack that
+      waiting uses is worth less than the extra cost of on-demand or of a move to another region.
+    - On demand: return to spot once its capacity has lasted long enough for the return to be worth its slack.
     """
 
     def __init__(self) -> None:
@@ -105,7 +122,7 @@ class Adaptive:
         self._before: PoolView | None = None
         self._asked: str | None = None
         self._at_hours = 0.0
-        # Advantages of the present decision, shared by all pools of a kind.
+        # Advantages looked up at the present decision, by pair of options and probability of the fresh phase.
         self._advantages: dict[tuple[int, float], float] = {}
         self._probed_hours = -math.inf
         self._seen_hours = 0.0
@@ -212,7 +229,11 @@ class Adaptive:
         return UsePool(current.id)
 
     def _startable(self, state: State) -> list[PoolView]:
-        """Return pools not observed down at this decision, best first; with one attempt, longest unobserved first."""
+        """Return the spot pools that may be tried, best first: all but those observed without capacity just now.
+
+        If only one start per decision is allowed, pools observed with capacity come first, then those unobserved for
+        longest.
+        """
         pools = [p for p in state.spot_pools if state.is_up(p) or p.seen_at_hours != state.now_hours]
         pools.sort(key=lambda pool: self.chooser.rank(pool, state))
         if state.attempts == 1:
@@ -222,10 +243,11 @@ class Adaptive:
     # Value of slack
 
     def _gain(self, state: State, pool: PoolView) -> float:
-        """Return the cost of starting there minus that of the best alternative, in hours at the on-demand price.
+        """Return the cost of a start in the pool minus that of the best alternative, in hours at the on-demand price.
 
-        With capacity at home, the alternative is on-demand, until the spell settles. Without, it is to wait or
-        on-demand, and an unobserved pool is met at a random moment of its spell.
+        A negative result means that the start is better. If the checkpoint's region has spot capacity, the alternative
+        is on-demand. Otherwise it is waiting or on-demand, and the capacity of an unobserved pool is assumed to be of
+        random age.
         """
         held, age = state.current is not None, self.spells.age_hours
         if self._capacity(state):
@@ -247,7 +269,7 @@ class Adaptive:
         return np.outer(self.spells.weights(up=True), self.spells.weights(up=False)).ravel()
 
     def _asks(self, state: State) -> tuple[SlackTable, Array]:
-        """Return table and posterior, computed once per decision."""
+        """Return the value table and the probabilities of its models, computed once per decision."""
         if self._asked_state is not state:
             self._asked_state, self._answer = state, (self._solved(state), self._models())
         return self._answer
@@ -258,7 +280,7 @@ class Adaptive:
 
     @staticmethod
     def _blind(state: State) -> bool:
-        """Whether on-demand runs without observations of spot, because only one start may be tried."""
+        """Return whether no spot pool was observed at this decision, and only one start per decision is allowed."""
         return state.attempts == 1 and not any(pool.seen_at_hours == state.now_hours for pool in state.spot_pools)
 
     def _solved(self, state: State) -> SlackTable:
@@ -268,7 +290,7 @@ class Adaptive:
         return self._table
 
     def _question(self, state: State) -> SlackProblem:
-        """Return the state's parameters, rounded so that few tables serve many jobs and all decisions of one."""
+        """Return the problem whose value table this decision needs. Rounding lets one table serve many decisions."""
         old = self._table_key
         left, slack = self._clock(state)
         ratio = round(reference_usd_per_hour(state) / state.on_demand.usd_per_hour / 0.02) * 0.02
@@ -289,17 +311,21 @@ class Adaptive:
         )
 
     def _away(self, state: State) -> list[PoolView]:
-        """Return spot pools of other regions that can be tried without leaving the current machine."""
+        """Return the spot pools of other regions, if they can be tried while the current machines are kept."""
         if state.attempts == 1 or not state.checkpoint_region:
             return []
         return [pool for pool in state.spot_pools if pool.region != state.checkpoint_region]
 
     def _away_chance(self, state: State) -> float:
-        """Return the probability that a pool of another region has capacity when tried; at most two pools count."""
+        """Return the probability that a spot pool of another region has capacity; at most two pools count."""
         return 1 - (1 - _HAS_CAPACITY) ** min(2, len(self._away(state)))
 
     def _away_cost_hours(self, state: State) -> float:
-        """Return the rounded extra cost of the cheapest start in another region; unchanged while it is near the old."""
+        """Return the extra cost of the cheapest start in another region, in hours at the on-demand price.
+
+        The result is infinite without such a pool. It is rounded up, and the previous result is reused while it differs
+        by less than the factor `_NEAR`.
+        """
         extra = [self.chooser.extra_usd(pool, state) for pool in self._away(state)]
         if not extra:
             return math.inf
@@ -309,7 +335,7 @@ class Adaptive:
 
 
 def _rung(hours: float) -> float:
-    """Round up to a value of a geometric ladder."""
+    """Round up to the next power of `_LADDER`."""
     return _LADDER ** math.ceil(math.log(max(hours, 1e-3)) / math.log(_LADDER) - 1e-9)
 
 

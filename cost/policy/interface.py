@@ -1,11 +1,11 @@
-"""The interface of policies, `decide(state) → UsePool | Wait`, and the simple policies.
+"""Interface of policies, whose `decide(state)` returns `UsePool` or `Wait`, and the simple policies.
 
-A policy chooses where a job runs next. It is asked at each decision (in the simulator at every tick, on AWS Batch
-between attempts, see `State.may_switch`) and answers with a pool or with waiting. A policy need not be safe: the net of
-`cost/policy/safety_net.py` overrules any policy in time.
+A policy chooses where a job runs next. It is called once per decision: in the simulator at every tick, on AWS Batch
+between attempts (see `State.may_switch`). A policy need not be safe: the safety net (`cost/policy/safety_net.py`)
+replaces any answer that endangers the deadline or the budget.
 
-All times are hours on the job's clock, which is 0 at the submit. All money is USD for the whole gang, so a gang of four
-looks like one expensive machine.
+All times are hours since the job was submitted. All dollars are for the whole gang (all nodes of the job), so a gang of
+four nodes looks like one expensive machine.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from enum import StrEnum
 from typing import Protocol
 
 MINIMUM_HOURS = 60 / 3600
-"""Shortest billed time of a start under per-second billing: Amazon's rule for Linux."""
+"""Shortest billed time of a started machine under per-second billing: Amazon's rule for Linux."""
 
 
 class Market(StrEnum):
@@ -26,14 +26,16 @@ class Market(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PoolView:
-    """What the job knows of one capacity pool (instance type × zone × market) at a decision.
+    """What a policy knows about one pool (instance type × zone × market) at a decision.
 
     Attributes:
-        available: Whether the pool had capacity at `seen_at_hours`; None if it was never observed. An on-demand pool
-            is always available: it starts within `State.on_demand_delay_hours`.
-        seen_at_hours: Time of that observation; equal to the state's `now_hours` if it is current.
-        egress_usd, transfer_hours: Cost of moving the checkpoint to the pool's region, beyond the changeover; 0 in the
-            checkpoint's own region.
+        usd_per_hour: Price of the whole gang.
+        available: Whether the pool had capacity when it was last observed; None if it never was. Always True for an
+            on-demand pool, which starts within `State.on_demand_delay_hours`.
+        seen_at_hours: Time of the last observation; equal to `State.now_hours` if the pool was observed at this
+            decision.
+        egress_usd: Fee for moving the checkpoint to the pool's region; 0 in the checkpoint's own region.
+        transfer_hours: Duration of that move, in addition to the changeover; 0 in the checkpoint's own region.
     """
 
     id: str
@@ -49,50 +51,50 @@ class PoolView:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """Everything that a policy may know at one decision. Equal histories of states lead to equal answers."""
+    """Everything that a policy knows at one decision. Equal sequences of states lead to equal answers."""
 
     now_hours: float
     deadline_hours: float
     work_left_hours: float
-    """Remaining useful hours; uncommitted work counts as done."""
+    """Hours of useful work that remain; uncommitted work counts as done."""
     uncommitted_hours: float
-    """Useful hours since the last commit, which a preemption or an unannounced move would redo."""
+    """Hours of useful work since the last commit, which must be redone after a preemption."""
     changeover_hours: float
-    """Paid time from a start to the first useful hour: boot, restore, warm-up."""
+    """Paid hours from the start of machines to their first useful work: boot, restore, warm-up."""
     on_demand_delay_hours: float
-    """Longest unpaid wait for an on-demand start, as stated."""
+    """Longest unpaid wait until on-demand machines start, as the job assumes it."""
     tick_hours: float
-    """Longest time to the next decision."""
+    """Longest time until the next decision."""
     pools: tuple[PoolView, ...]
-    """The same pools in the same order at each decision, at least one of them on-demand."""
+    """All pools, the same in the same order at each decision. At least one of them is on-demand."""
     current: str | None
-    """The pool whose machines run or start now; None without machines."""
+    """Id of the pool whose machines run or start now; None without machines."""
     startup_left_hours: float
-    """Hours until the current pool does useful work; without a current pool, the rest of a drain."""
+    """Hours until the current machines do useful work. Without machines: hours until the last ones have drained."""
     spent_usd: float
     budget_usd: float
     """`math.inf` without a budget."""
     checkpoint_region: str
     may_switch: bool = True
-    """False if the rules forbid a change now: an attempt runs and cannot drain itself."""
+    """False while the current machines cannot be left, because an attempt runs that cannot drain on request."""
     drain_hours: float = 0.0
-    """Paid hours without progress that leaving a machine takes before the next start."""
+    """Paid hours without progress that it takes to leave a machine on purpose."""
     commit_interval_hours: float = 0.0
-    """Useful hours between commits; 0 if all work is committed at once. Leaving on purpose commits first."""
+    """Hours of useful work between commits; 0 if all work is committed at once. Leaving on purpose commits first."""
     attempts: int = 1
-    """Number of starts that one decision may try (see `UsePool.fallbacks`)."""
+    """Number of starts that one decision may try, one after the other (see `UsePool.fallbacks`)."""
     probe_hours: float | None = None
-    """Paid hours of one probe, at the pool's price; None if probes are forbidden."""
+    """Paid hours of a probe, a short start that only tests for capacity; None if probes are not allowed."""
     probe_interval_hours: float = 0.0
-    """A probe of a pool observed more recently than this is neither paid nor answered."""
-    # Computed once per state, because net and policies ask for them many times.
+    """A pool that was observed more recently than this is not probed."""
+    # Computed once per state, because the safety net and the policies use them many times.
     _fallback: PoolView | None = field(default=None, init=False, repr=False, compare=False)
     _spots: tuple[PoolView, ...] | None = field(default=None, init=False, repr=False, compare=False)
     _home: tuple[PoolView, ...] | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def slack_hours(self) -> float:
-        """Time to the deadline beyond the remaining work."""
+        """Hours to the deadline beyond the remaining work."""
         return self.deadline_hours - self.now_hours - self.work_left_hours
 
     def pool(self, pool_id: str) -> PoolView:
@@ -107,7 +109,7 @@ class State:
 
     @property
     def on_demand(self) -> PoolView:
-        """The on-demand fallback: the running pool, else the one that finishes at the least cost, with transfer."""
+        """The on-demand pool to fall back on: the current one, else that where finishing costs least with transfer."""
         if self._fallback is not None:
             return self._fallback
         pools = [pool for pool in self.pools if pool.market is Market.ON_DEMAND]
@@ -127,38 +129,38 @@ class State:
 
     @property
     def home_pools(self) -> tuple[PoolView, ...]:
-        """Spot pools in the checkpoint's region; all spot pools while there is no checkpoint."""
+        """Spot pools in the checkpoint's region; all spot pools if there is no checkpoint yet."""
         if self._home is None:
             home = (pool for pool in self.spot_pools if self.checkpoint_region in ("", pool.region))
             object.__setattr__(self, "_home", tuple(home))
         return self._home or ()
 
     def is_up(self, pool: PoolView) -> bool:
-        """Whether the pool was observed available at this decision. On-demand always is."""
+        """Return whether the pool was observed with capacity at this decision; always true for an on-demand pool."""
         return pool.market is Market.ON_DEMAND or (pool.available is True and pool.seen_at_hours == self.now_hours)
 
 
 @dataclass(frozen=True, slots=True)
 class UsePool:
-    """Run in this pool until the next decision: continue if it is the current pool, else start there.
+    """Decision to run in a pool until the next decision: continue there, or leave the current pool and start there.
 
-    A start in a spot pool without capacity is refused: nothing is billed, the tick is lost, and the pool's `available`
-    is False in the next state. A start in another pool leaves the current one.
+    A start in a spot pool without capacity is refused. It costs nothing, but the time until the next decision is lost.
+    The next state then shows the pool as not available.
     """
 
     pool: str
     fallbacks: tuple[str, ...] = ()
-    """Pools to try in this order, at the same decision, if `pool` refuses; at most `State.attempts` starts in all.
+    """Pools to try in this order if `pool` has no capacity. One decision tries at most `State.attempts` starts in all.
 
-    If the current pool is among them and `State.attempts` is above 1, it is kept until another pool accepts.
+    If `State.attempts` is above 1 and the current pool is listed, its machines are kept until another start succeeds.
     """
     probes: tuple[str, ...] = ()
-    """Spot pools to probe; a probe costs `probe_hours` at the pool's price if it is up, else nothing."""
+    """Spot pools to probe. A probe costs `State.probe_hours` at the pool's price if it has capacity, else nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Hold no machines until the next decision; leave a running pool."""
+    """Decision to hold no machines until the next decision; current machines are left."""
 
     probes: tuple[str, ...] = ()
 
@@ -167,23 +169,24 @@ Action = UsePool | Wait
 
 
 class Policy(Protocol):
-    """The policy of one job. It may remember earlier states; it draws no random numbers and reads no clock.
+    """A policy for one job. It may remember earlier states, but it uses no random numbers and no clock.
 
-    `decide` is called once per decision, in order. If the net overrules an answer, the policy sees only the result, as
-    `current` of the next state.
+    `decide` is called once per decision, in the order of time. If the safety net replaces an answer, the policy is not
+    notified: only `current` of the next state shows the result.
     """
 
     def decide(self, state: State) -> Action: ...
 
 
 PolicyFactory = Callable[[], Policy]
-"""Makes a new policy for each job."""
+"""Function that makes a new policy for a job."""
 
 
 def spot_candidates(state: State) -> list[PoolView]:
-    """Return the spot pools worth a start now, without those observed down at this decision.
+    """Return the spot pools that are worth a try at this decision, best first.
 
-    Pools observed up come first, cheapest first (transfer included); then unobserved pools, longest unobserved first.
+    Pools observed without capacity at this decision are left out. Pools observed with capacity come first, in the order
+    of their cost with transfer. The others follow, those unobserved for longest first.
     """
 
     def rank(pool: PoolView) -> tuple[bool, float, float, str]:
@@ -197,9 +200,10 @@ def spot_candidates(state: State) -> list[PoolView]:
 
 
 class Greedy:
-    """Run in the cheapest observed spot pool, else wait. Only the safety net chooses on-demand.
+    """Policy that runs in the cheapest spot pool observed with capacity, and otherwise waits.
 
-    From on-demand it returns to spot that it observes, or that it can try without leaving its machines.
+    Only the safety net puts the job on demand. From there, this policy returns to a spot pool observed with capacity,
+    or to any spot pool if its start can be tried while the on-demand machines are kept.
     """
 
     def decide(self, state: State) -> Action:
@@ -209,22 +213,22 @@ class Greedy:
         candidates = [pool.id for pool in spot_candidates(state) if state.is_up(pool) or state.attempts > 1]
         if current is not None:
             return UsePool(candidates[0], (*candidates[1:], current.id)) if candidates else UsePool(current.id)
-        # Waiting is free, so a start that may be refused is free too.
+        # Waiting costs nothing, and neither does a start that may be refused.
         tries = [pool.id for pool in spot_candidates(state)]
         return UsePool(tries[0], tuple(tries[1:])) if tries else Wait()
 
 
 class OnDemand:
-    """Always run on demand."""
+    """Policy that always runs on demand."""
 
     def decide(self, state: State) -> Action:
         return UsePool(state.on_demand.id)
 
 
 class Adversary:
-    """A deliberately bad policy for tests of the net: it hops, overpays, names unknown pools and raises.
+    """Deliberately bad policy to test the safety net: it moves needlessly, overpays, names unknown pools and raises.
 
-    Its answer depends only on the number of the decision.
+    Its answers depend only on the number of decisions so far.
     """
 
     def __init__(self) -> None:
@@ -248,15 +252,16 @@ class Adversary:
 
 
 class UniformProgress:
-    """Uniform Progress (Wu et al., Can't Be Late, NSDI'24): expected(t) = work × t / deadline.
+    """Uniform Progress, the policy of "Can't Be Late" (Wu et al., NSDI'24).
 
-    While ahead, spot or wait; while behind, spot or on-demand. From on-demand back to spot only if ahead by two
-    changeovers: expected(t + 2d) ≤ done.
+    The job is ahead if it has done more than the share of its work that equals the elapsed share of its time. While
+    ahead, it uses spot or waits; while behind, it uses spot or on-demand. It returns from on-demand to spot only if it
+    would still be ahead after two changeovers without work.
 
     Args:
-        leaves_at_once: Leave on-demand as soon as spot is observed, if the net allows; the stronger variant.
-        failover: Cheapest first, but the last region after all others.
-        leaves_blind: When ahead, leave on-demand also for spot that is not observed.
+        leaves_at_once: Leave on-demand as soon as spot capacity is observed, which is stronger than the published rule.
+        failover: Try the cheapest spot pools first, and those in the region used last only after all others.
+        leaves_blind: When ahead, leave on-demand even if no spot capacity is observed.
     """
 
     def __init__(self, *, leaves_at_once: bool = False, failover: bool = False, leaves_blind: bool = True) -> None:
@@ -298,7 +303,7 @@ class UniformProgress:
         return UsePool(order[0], tuple(order[1:])) if order else UsePool(current.id)
 
     def _ahead(self, state: State, later_hours: float) -> float:
-        """Return the useful hours done beyond uniform progress, `later_hours` from now."""
+        """Return the useful hours done so far minus those that uniform progress requires `later_hours` from now."""
         assert self._work_hours is not None
         expected = (state.now_hours + later_hours) * self._work_hours / state.deadline_hours
         return self._work_hours - state.work_left_hours - expected

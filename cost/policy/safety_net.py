@@ -1,19 +1,22 @@
-"""The safety net around any policy: it keeps deadline and budget.
+"""The safety net around any policy: it keeps a job within its deadline and budget.
 
-An answer passes if the job can still finish on demand in time and in budget after the worst that one tick can bring;
-otherwise the net replaces it by a safe action. Conditions: on-demand starts within `on_demand_delay_hours`, on-demand
-machines are not taken away, throughput is as stated, and decisions are at most `tick_hours` apart. With t now, w the
-remaining work, Δ the tick, d the changeover (with the transfer to the on-demand pool), D the on-demand delay, u the
-work that a preemption would redo after this tick, and x the drain:
+A policy's answer passes if the job could still finish on demand, in time and within budget, after the worst that can
+happen until the next decision. Otherwise the net replaces it by a safe action. This assumes that on-demand machines
+start within `on_demand_delay_hours` and are not taken away, that the speed is as stated, and that the next decision is
+at most `tick_hours` away.
+
+In the conditions, t is the present time, w the remaining work, Δ the tick, d the changeover (including a transfer to
+the on-demand pool), D the on-demand delay, u the work that a preemption would undo after this tick, and x the drain:
 
     wait                t + Δ + D + d + w ≤ deadline
     stay on spot        t + min(s, Δ) + D + d + max(u, x) + w ≤ deadline        s: rest of the start-up
-    start on spot       slack ≥ x + d + D + (d + Δ): d for the fallback, d + Δ for a start that may come to nothing
-    on-demand           always, because the last safe moment is the last at which none of the above holds
+    start on spot       slack ≥ x + d + D + (d + Δ): d for the fallback, d + Δ for a start without any result
+    on-demand           always allowed
 
-A spot start with only one changeover of slack would be overtaken in mid-start-up: it costs money without work. Hence
-the rule of twice the changeover plus a tick (Can't Be Late, NSDI'24). Staying on a running spot machine costs no slack
-as long as u is reserved. The budget is checked likewise, with the price of finishing on demand.
+A spot start with slack for only one changeover would have to give way to on-demand during its own start-up: it would
+cost money without any work. Hence the rule of two changeovers plus a tick (Can't Be Late, NSDI'24). A running spot
+machine uses no slack as long as there is time to redo u. The budget is checked in the same way, with the cost of
+finishing on demand.
 """
 
 from __future__ import annotations
@@ -27,18 +30,25 @@ _TOLERANCE = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class AdmissionRefusal:
-    """Why deadline or budget cannot be guaranteed, with the missing amount."""
+    """The reason why the deadline or the budget of a job cannot be guaranteed.
+
+    Attributes:
+        message: The required and the available amount, and the amount that is missing.
+    """
 
     binding: str
-    """"deadline" or "budget"."""
+    """The limit that cannot be guaranteed: "deadline" or "budget"."""
     message: str
 
 
 def admission(first: State) -> AdmissionRefusal | None:
-    """Check the first state of a job: it must be feasible on demand alone, with one tick to spare.
+    """Check that a job can finish on demand alone, within deadline and budget, with one tick to spare.
+
+    Args:
+        first: State of the job before its first decision.
 
     Returns:
-        None if the job is admitted.
+        None if it can; otherwise the refusal.
     """
     on_demand = first.on_demand
     changeover = first.changeover_hours + on_demand.transfer_hours
@@ -65,13 +75,13 @@ def admission(first: State) -> AdmissionRefusal | None:
 
 
 class SafetyNet:
-    """A policy that wraps another policy. `overruled` counts the answers that it replaced."""
+    """Policy that wraps another policy and replaces its unsafe answers. `overruled` counts the replaced answers."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self.overruled = 0
         self.broken = 0
-        """Number of invalid answers: an exception, or a pool that does not exist."""
+        """Number of invalid answers of the wrapped policy: exceptions, and pools that do not exist."""
 
     def decide(self, state: State) -> Action:
         wanted = self._ask(state)
@@ -102,7 +112,7 @@ def _safe(state: State, wanted: Action) -> Action:
 
 
 def _safe_move(state: State, wanted: Action) -> Action:
-    """Return a safe action without probes."""
+    """Return the safe part of the wanted action, or a safe default if no part of it is safe. Probes are left out."""
     if isinstance(wanted, Wait):
         return Wait() if _can_wait(state) else _hold(state)
     current = state.current_pool
@@ -111,7 +121,7 @@ def _safe_move(state: State, wanted: Action) -> Action:
 
 
 def _hold(state: State) -> Action:
-    """Return the safe default: the running machine while that is safe, else on-demand."""
+    """Return the default action: keep the current machines if that is safe, else run on demand."""
     current = state.current_pool
     if current is not None and _can_run(state, current, current):
         return UsePool(current.id)
@@ -164,7 +174,7 @@ def _can_start(state: State, pool: PoolView) -> bool:
 
 
 def _can_move_on_demand(state: State, pool: PoolView) -> bool:
-    """Whether another on-demand pool than the fallback is safe: it is certain, but costs more or starts later."""
+    """Return whether a start is safe in an on-demand pool that is not the fallback. It may cost more or start later."""
     if state.current is not None and not state.may_switch:
         return False
     start = state.on_demand_delay_hours + state.changeover_hours + pool.transfer_hours
@@ -174,7 +184,7 @@ def _can_move_on_demand(state: State, pool: PoolView) -> bool:
 
 
 def _can_probe(state: State, probes: tuple[str, ...], action: Action) -> bool:
-    """Whether the budget covers the probes, `action`, and finishing on demand after both."""
+    """Return whether the budget covers the probes, then `action`, and then finishing on demand."""
     if state.probe_hours is None or not probes:
         return False
     known = {pool.id: pool for pool in state.pools}
@@ -196,16 +206,18 @@ def _leaving_usd(state: State) -> float:
 
 
 def _parting_hours(state: State) -> float:
-    """Return the longest paid time of a machine after it is lost or left: the drain, or the one-minute minimum."""
+    """Return the longest time for which lost or left machines are still paid: the drain, or the one-minute minimum."""
     return max(state.drain_hours, MINIMUM_HOURS)
 
 
 def _fallback(state: State, work_hours: float, target: PoolView | None) -> tuple[float, float]:
-    """Return (transfer hours, USD) of finishing `work_hours` on demand: the worse of here and the region of `target`.
+    """Return the transfer hours and dollars for finishing `work_hours` of work on demand, in the worse of two cases.
 
-    One tick more is reserved, as at admission: if whole ticks are billed, the first and the last on-demand tick may be
-    used in part. A pool in the checkpoint's region needs no transfer. If the target's region has no on-demand pool, the
-    most expensive known transfer replaces the unknown one.
+    In one case the checkpoint stays in its region, in the other it has moved to the region of `target`. If that region
+    has no on-demand pool, the most expensive known transfer is assumed.
+
+    One tick is added, as at admission: if whole ticks are billed, the first and the last on-demand tick may be used
+    only in part.
     """
     here = state.on_demand
     choices = [(here.transfer_hours, here.egress_usd, here.usd_per_hour)]

@@ -1,22 +1,24 @@
-"""The value of slack, from a Markov decision process over slack and capacity, and the model of capacity behind it.
+"""The value of slack, from a Markov decision process over slack and spot capacity, and the model of that capacity.
 
-A spell is a time with capacity (up) or without (down). In nine zones of recorded V100 traces of 2023, half of the
-spells end within 0.3 to 1.4 hours, but the mean is up to 10 hours: the longer a spell has lasted, the longer it will
-last. So a spell has two phases, a Coxian distribution (Cox 1955, "A use of complex probabilities in the theory of
-stochastic processes"; phase-type distributions: Neuts 1981):
+Slack is the time to the deadline beyond the remaining work. A spell is a period with spot capacity (up) or without
+(down). In nine zones of recorded V100 traces of 2023, half of the spells end within 0.3 to 1.4 hours, but their mean is
+up to 10 hours: the longer a spell has lasted, the longer it will still last. So a spell has two phases, which make its
+length a Coxian distribution (Cox 1955, "A use of complex probabilities in the theory of stochastic processes";
+phase-type distributions: Neuts 1981):
 
-    fresh     ends at rate f, settles at rate c                 the same for every pool, up and down
-    settled   ends at rate λ (up) or μ (down), unknown
+    fresh     ends at rate f, becomes settled at rate c         the same for every pool, up and down
+    settled   ends at rate λ (up) or μ (down)                   estimated from observed spells
 
     P(spell > a) = F + G,  F = exp(−(f + c)·a),  G = c · (exp(−λ·a) − F) / (f + c − λ);     density = f·F + λ·G
 
-λ and μ have a discrete prior, geometric in the mean length. The posterior uses the density of spells that ended, and
-P(spell > a) of spells that last or were lost from view. Capacity is not stationary, so evidence of past spells decays
-with a half-life of a day.
+λ and μ have a discrete prior, geometric in the mean length. The posterior uses the density for spells that ended, and
+P(spell > a) for spells that still last or are no longer observed. Capacity is not stationary, so evidence decays with a
+half-life of a day.
 
-The state is the time T to the deadline, the slack σ (T minus the remaining work), the machine held, whether spot is up,
-and the phase of its spell. One hour held does one hour of work, minus the changeover d of each start; slack falls only
-by waiting and by starts. With prices relative to the on-demand price, s for spot, and one step h:
+The state of the decision process is the time T to the deadline, the slack σ, the machine held, whether spot is up, and
+the phase of its spell. An hour with a machine does an hour of work, minus the changeover d of each start. Slack falls
+only by waiting and by starts. Prices are relative to on-demand, s for spot; h is the time step; U, D, S, O and P are
+expected costs:
 
     on spot       S = s·h + E[S, or on loss: q·U + (1−q)·D]                        at (T−h, σ)
     idle, down    D = min(wait: E[D or U] at (T−h, σ−h);  start on-demand: O at σ−d−δ/2)
@@ -24,23 +26,25 @@ by waiting and by starts. With prices relative to the on-demand price, s for spo
     on-demand     O = min(stay: h + E[O or P] at (T−h, σ);  leave: D)              down
                   P = min(stay: h + E[P or O] at (T−h, σ);  start spot: x + S at σ−x−d)   up
 
-With other regions, D and O have one more choice, with probability a: min(as above, e + a spot start there), where e is
-the cost of the move beyond a start at home. The advantage of moving now is relative to D and O without a move in this
-step but with moves in later steps. Otherwise waiting, after which a move is still possible, would look too expensive.
+d includes half a commit interval (the mean work that is redone), δ is the longest on-demand delay, x the drain, and q
+the probability that another pool is up when one is lost. If other regions have capacity, which has probability a, D and
+O may also start spot there, at e more than a start in the checkpoint's region. The advantage of such a move is relative
+to D and O without a move in this step but with moves in later steps; otherwise waiting, after which the move is still
+possible, would look too expensive.
 
-d includes half a commit interval (the mean redone work), δ is the longest on-demand delay, x the drain, q the
-probability that another pool is up at once. The rules of the safety net apply: waiting needs σ ≥ d + δ afterwards, a
-spot start needs σ ≥ 2d + one tick + reserve. Below that, spot is closed for good and the value jumps; the grid has a
-point on either side of each jump. If nothing is observed while on-demand runs (`blind`), O has the phase last observed,
-or an unknown one after the mean time of a down spell; a start then meets the long-run share of up.
-The optimal rule of the stationary process is a threshold on slack. Greedy and uniform progress (Wu et al., Can't Be
-Late, NSDI'24) are its extremes: one waits while it can, the other never borrows slack. Here the threshold depends on
-rates, phase and horizon.
+The rules of the safety net apply: waiting needs σ ≥ d + δ afterwards, a spot start needs σ ≥ 2d + one tick + a reserve.
+With less slack, spot is closed for good and the value jumps; the grid has a point on either side of each jump. If spot
+is not observed while on-demand runs (`blind`), O has the phase that was last observed, or an unknown one after the mean
+length of a down spell. A spot start then succeeds with the long-run share of up.
 
-All combinations of rates are solved at once. The policy weighs their advantages by its posterior (QMDP: Littman,
-Cassandra and Kaelbling 1995), times exp(κ · expected cost): the weights of the gradient of the entropic risk
-log E[exp(κ·cost)] / κ relative to the mean (Föllmer and Schied 2002), so that expensive models weigh more. Learning
-does not change the tables, so they are cached.
+The optimal rule of the stationary process is a threshold on slack. Greedy and Uniform Progress (Wu et al., Can't Be
+Late, NSDI'24) are its extremes: one waits as long as it can, the other never borrows slack. Here the threshold depends
+on rates, phase and horizon.
+
+One table solves all combinations of rates (models). The policy weighs their advantages by its posterior (QMDP: Littman,
+Cassandra and Kaelbling 1995), times exp(κ · expected cost): the weights of the gradient of the entropic risk log
+E[exp(κ·cost)] / κ relative to the mean (Föllmer and Schied 2002), so that expensive models weigh more. The tables do
+not depend on the observations, so they are cached.
 """
 
 from __future__ import annotations
@@ -56,40 +60,49 @@ FRESH_END_PER_HOUR = 1.5
 FRESH_SETTLE_PER_HOUR = 1.2
 SETTLED_MEAN_HOURS = (1.5, 3.5, 8.0, 18.0)
 PRIOR = (8 / 15, 4 / 15, 2 / 15, 1 / 15)
-"""Each mean length is half as likely as the next shorter one."""
+"""Prior probabilities of `SETTLED_MEAN_HOURS`. Each mean length is half as likely as the next shorter one."""
 HALF_LIFE_HOURS = 24.0
 AGE_AT_FIRST_SIGHT_HOURS = 1.0
-"""A spell first observed at a random moment is probably long (inspection paradox), so it counts as mostly settled."""
+"""Assumed age of a spell that is first observed at a random moment.
+
+Such a spell is probably a long one (inspection paradox), so it counts as mostly settled.
+"""
 SETTLED_END_PER_HOUR = tuple(1 / hours for hours in SETTLED_MEAN_HOURS)
 _OUT = FRESH_END_PER_HOUR + FRESH_SETTLE_PER_HOUR
 
 
 def phases(age_hours: float, settled_end_per_hour: float) -> tuple[float, float]:
-    """Return the probabilities that a spell outlasts `age_hours` and is then (fresh, settled): F and G above."""
+    """Return two probabilities: that a spell still lasts at this age and is fresh, and that it lasts and is settled.
+
+    A spell is a period with or without spot capacity. The formulas are F and G of the module's docstring.
+    """
     fresh = math.exp(-_OUT * age_hours)
     settled = math.exp(-settled_end_per_hour * age_hours)
     return fresh, FRESH_SETTLE_PER_HOUR * (settled - fresh) / (_OUT - settled_end_per_hour)
 
 
 def fresh_share(age_hours: float) -> float:
-    """Return the probability that a spell that has lasted `age_hours` is fresh, if settled spells never end."""
+    """Return the probability that a spell of this age is in its fresh phase, assuming that settled spells never end."""
     fresh, settled = phases(age_hours, 0.0)
     return fresh / (fresh + settled)
 
 
 class RateEvidence:
-    """Posterior of the settled rate of one kind of spell, over `SETTLED_END_PER_HOUR`."""
+    """Posterior distribution of the rate at which settled spells end, over the rates `SETTLED_END_PER_HOUR`.
+
+    One object covers the spells with spot capacity, another one those without.
+    """
 
     def __init__(self) -> None:
         self.logs = [0.0] * len(SETTLED_END_PER_HOUR)
-        """Log likelihood of past spells, decayed up to `_at_hours`."""
+        """Log likelihood of past spells under each rate, decayed up to `_at_hours`."""
         self._at_hours = 0.0
 
     def add(self, began_hours: float, age_hours: float, now_hours: float, *, ended: bool) -> None:
-        """Add a spell that was observed from the age `began_hours` to `age_hours`.
+        """Add a spell that was observed from the age `began_hours` to the age `age_hours`.
 
         Args:
-            ended: The spell ended at that age. False: it was lost from view.
+            ended: True if the spell ended at that age; False if it was no longer observed.
         """
         kept = self._kept(now_hours)
         seen = self._of_spell(began_hours, age_hours, ended=ended)
@@ -97,10 +110,11 @@ class RateEvidence:
         self._at_hours = now_hours
 
     def weights(self, now_hours: float, lasting: tuple[float, float] | None = None) -> list[float]:
-        """Return the probability of each rate.
+        """Return the probability of each rate in `SETTLED_END_PER_HOUR`.
 
         Args:
-            lasting: Age of the present spell when first observed, and now.
+            lasting: Age of the present spell when it was first observed, and its age now; None if it is of the other
+                kind.
         """
         kept = self._kept(now_hours)
         logs = [kept * old for old in self.logs]
@@ -127,7 +141,10 @@ class RateEvidence:
 
 
 class SpellTracker:
-    """The present spell's age and the evidence on both rates, for a pool or for the pools of a region taken as one."""
+    """Age of the present spell, and the evidence about the rates at which spells end.
+
+    A spell is a period with or without spot capacity, in one pool or in all pools of a region taken as one.
+    """
 
     def __init__(self) -> None:
         self.age_hours = AGE_AT_FIRST_SIGHT_HOURS
@@ -137,7 +154,7 @@ class SpellTracker:
         self._at_hours = 0.0
 
     def observe(self, up: bool | None, now_hours: float) -> None:
-        """Record whether capacity is up at a decision. None: unknown."""
+        """Record whether there is spot capacity at `now_hours`. `up` is None if this is unknown."""
         passed, last = now_hours - self._at_hours, self._last
         self._at_hours = now_hours
         if last is not None and up is last:
@@ -152,13 +169,13 @@ class SpellTracker:
         self._last = up
 
     def switch_pool(self) -> None:
-        """Begin another spell: that of another pool, first observed at a random moment."""
+        """Begin the spell of another pool, to which the job moved. It is first observed at a random moment."""
         if self._last is not None:
             self._evidence[self._last].add(self._began_hours, self.age_hours, self._at_hours, ended=False)
         self._begin(AGE_AT_FIRST_SIGHT_HOURS)
 
     def weights(self, *, up: bool) -> list[float]:
-        """Return the probability of each of `SETTLED_END_PER_HOUR`, for up or down spells."""
+        """Return the probability of each rate in `SETTLED_END_PER_HOUR`, for spells with capacity (`up`) or without."""
         lasting = (self._began_hours, self.age_hours) if self._last is up else None
         return self._evidence[up].weights(self._at_hours, lasting)
 
@@ -170,19 +187,28 @@ Array = NDArray[np.float64]
 STEPS = 240
 LONGEST_USEFUL_STEP_HOURS = 0.25
 RISK_AVERSION_PER_HOUR = 0.05
-"""κ above, per hour at the on-demand price: a model that costs 14 hours more counts twice."""
+"""κ above, per hour at the on-demand price: a model that costs 14 hours more has twice the weight."""
 _EPSILON = 1e-6
 _FORBIDDEN = 1e6
 _CLIP = 200.0
 WAIT_OR_ON_DEMAND, LEAVE_OR_STAY, SPOT_OR_STAY, SPOT_OR_ON_DEMAND, AWAY_OR_IDLE, AWAY_OR_STAY = range(6)
-"""Kinds of advantage: cost of the first option minus cost of the second, in hours at the on-demand price."""
+"""Pairs of options. Their advantage is the cost of the first minus the second, in hours at the on-demand price."""
 
 
 @dataclass(frozen=True, slots=True)
 class SlackProblem:
-    """Parameters of a table, in hours. `price_ratio` is spot over on-demand.
+    """Parameters of a value table. Letters refer to the formulas in the module's docstring.
 
-    In the formulas of the module, `again` is q, `away_chance` a, and `away_cost_hours` (at the on-demand price) e.
+    Attributes:
+        horizon_hours: Longest time to the deadline in the table.
+        slack_hours: Largest slack in the table.
+        price_ratio: Spot price divided by on-demand price (s).
+        reserve_hours: Slack kept for redone work or a drain.
+        again: Probability that another pool has capacity when one is lost (q).
+        blind: Whether spot is not observed while on-demand runs.
+        away_cost_hours: Extra cost of a start in another region, in hours at the on-demand price (e).
+        away_chance: Probability that another region has capacity (a).
+        up_end_per_hour, down_end_per_hour: Rates at which settled spells with and without capacity may end (λ, μ).
     """
 
     horizon_hours: float
@@ -202,13 +228,13 @@ class SlackProblem:
 
     @property
     def spot_slack_hours(self) -> float:
-        """Least slack with which the safety net allows a spot start."""
+        """Smallest slack with which the safety net allows a spot start."""
         reserve = self.on_demand_delay_hours + self.reserve_hours
         return 2 * self.changeover_hours + self.tick_hours + reserve
 
     @property
     def step_hours(self) -> float:
-        """Grid step; a longer changeover is a multiple of it (at most 8), so that starts fall on the grid."""
+        """Time step of the table. A longer changeover is a whole number of steps (at most 8), as the grid needs."""
         step = max(self.tick_hours / 2, min(LONGEST_USEFUL_STEP_HOURS, self.horizon_hours / STEPS))
         step = max(step, self.horizon_hours / (1.5 * STEPS))
         if self.changeover_hours <= step:
@@ -218,10 +244,16 @@ class SlackProblem:
 
 @dataclass(frozen=True)
 class SlackTable:
-    """Solution of a `SlackProblem`: `advantages` [kind, step, model, phase, slack], costs [step, model, slack].
+    """Solution of a `SlackProblem`.
 
-    Models are all pairs of `up_end_per_hour` and `down_end_per_hour`; the second varies faster. Costs are the least
-    expected ones from a first start, in hours at the on-demand price.
+    A model is a pair of rates from `up_end_per_hour` and `down_end_per_hour`; the second one varies faster.
+
+    Attributes:
+        slack_hours: Slack values of the grid, [slack].
+        advantages: Cost of one option minus cost of another, [kind, step, model, phase, slack]. Hours at the on-demand
+            price.
+        cost_up, cost_down: Lowest expected cost of finishing if no machine is held yet and spot is up or down, [step,
+            model, slack]. Hours at the on-demand price.
     """
 
     step_hours: float
@@ -231,7 +263,7 @@ class SlackTable:
     cost_down: NDArray[np.float32]
 
     def corners(self, left_hours: float, slack_hours: float) -> tuple[slice, slice, Array]:
-        """Return the four grid points around a state as two slices, and their bilinear weights [2, 2]."""
+        """Return slices of steps and slack values of the four grid points around a state, and their weights [2, 2]."""
         steps, grid = self.advantages.shape[1], self.slack_hours
         row = min(max(left_hours / self.step_hours, 1.0), steps - 1.0)
         n = min(int(row), steps - 2)
@@ -242,11 +274,15 @@ class SlackTable:
         return slice(n, n + 2), slice(i, i + 2), weights
 
     def advantage(self, kind: int, left_hours: float, slack_hours: float, fresh: float, models: Array) -> float:
-        """Return the mean advantage at a state over models and phases; expensive models weigh more.
+        """Return the cost of one option minus that of another, as a mean over models and phases.
+
+        Models in which finishing costs more have more weight.
 
         Args:
-            fresh: Probability of the fresh phase.
-            models: Probabilities of the models.
+            kind: The pair of options, such as `WAIT_OR_ON_DEMAND`.
+            left_hours: Time to the deadline.
+            fresh: Probability that the present spell is in its fresh phase.
+            models: Probability of each model, [model].
         """
         rows, columns, weights = self.corners(left_hours, slack_hours)
         found = self.advantages[kind, rows, :, :, columns]
@@ -257,7 +293,12 @@ class SlackTable:
         return float(feared @ (by_model @ np.array([fresh, 1 - fresh]))) / float(feared.sum())
 
     def expected_cost(self, left_hours: float, slack_hours: float, up: bool, models: Array) -> float:
-        """Return the expected cost of finishing from idle, in hours at the on-demand price, with spot up or down."""
+        """Return the expected cost of finishing if no machine is held yet, in hours at the on-demand price.
+
+        Args:
+            up: Whether there is spot capacity now.
+            models: Probability of each model, [model].
+        """
         rows, columns, weights = self.corners(left_hours, slack_hours)
         found = (self.cost_up if up else self.cost_down)[rows, :, columns]
         return float(models @ np.einsum("nmk,nk->m", found, weights))
@@ -265,12 +306,16 @@ class SlackTable:
 
 @lru_cache(maxsize=24)
 def solve(question: SlackProblem) -> SlackTable:
-    """Solve the process for every model, in about 0.1 s; cached for later jobs with the same parameters."""
+    """Compute the value table of a problem for every model, in about 0.1 s. The last 24 tables are cached."""
     return _Induction(question).run()
 
 
 def slack_grid(question: SlackProblem, step_hours: float) -> Array:
-    """Return increasing slack values in hours: even steps around the jumps at spot_slack + k·changeover, then wider."""
+    """Return the slack values of the table in hours, in increasing order.
+
+    The value of slack jumps where it suffices for k more changeovers than `spot_slack_hours`. Around these jumps the
+    values have even distances, and one is just below each jump. Further up, the distances grow.
+    """
     base, changeover = question.spot_slack_hours, question.changeover_hours
     closed = changeover + question.on_demand_delay_hours
     below = math.floor(max(0.0, base - closed) / step_hours)
@@ -287,12 +332,17 @@ def slack_grid(question: SlackProblem, step_hours: float) -> Array:
 
 
 def mean_hours(settled_end: Array) -> Array:
-    """Return the mean lengths of spells whose settled phases end at these rates."""
+    """Return the mean lengths of spells in hours, from the rates at which their settled phases end."""
     return (1 + FRESH_SETTLE_PER_HOUR / settled_end) / (FRESH_END_PER_HOUR + FRESH_SETTLE_PER_HOUR)
 
 
 def _phase_steps(settled_end: Array, hours: float) -> tuple[Array, Array]:
-    """Return the Coxian transitions over `hours`: stay [model, phase, phase] and end [model, phase, 1]."""
+    """Compute the probabilities of a spell's phases after `hours`.
+
+    Returns:
+        The probabilities that it lasts, by phase before and after, [model, phase, phase]; and that it ends, [model,
+        phase, 1].
+    """
     out = FRESH_END_PER_HOUR + FRESH_SETTLE_PER_HOUR
     fresh, settled = math.exp(-out * hours), np.exp(-settled_end * hours)
     gap = np.where(np.abs(out - settled_end) < 1e-6, 1e-6, out - settled_end)
@@ -303,7 +353,7 @@ def _phase_steps(settled_end: Array, hours: float) -> tuple[Array, Array]:
 
 
 class _Shift:
-    """Linear interpolation of rows [..., slack] at slack minus `hours`; negative slack counts as 0."""
+    """Linear interpolation of values [..., slack] at the slack minus `hours`; negative slack counts as 0."""
 
     def __init__(self, grid: Array, hours: float) -> None:
         at = np.clip(grid - hours, 0.0, None)
@@ -316,7 +366,7 @@ class _Shift:
 
 
 class _Induction:
-    """Backward induction over steps. Values have shape [state, step, model, phase, slack]."""
+    """Backward induction over time steps for a `SlackProblem`. Values have shape [state, step, model, phase, slack]."""
 
     def __init__(self, question: SlackProblem) -> None:
         self.q, self.step = question, question.step_hours
@@ -402,16 +452,16 @@ class _Induction:
             np.clip(found, -_CLIP, _CLIP, out=self.advantages[kind, row], casting="same_kind")
 
     def _or_away(self, here: Array, start: Array) -> Array:
-        """Return the best value here, or that of a better start elsewhere if there is capacity."""
+        """Return the expected cost if a start in another region may be tried as well, and is chosen if better."""
         if self.q.away_chance <= 0:
             return here
         away = np.minimum(here, start[:, 1:] + self.q.away_cost_hours)
         return here + self.q.away_chance * (away - here)
 
     def _blind(self, hours: Array, demand: Array, down: Array, up: Array) -> tuple[Array, Array]:
-        """Return the values of staying on on-demand and of leaving it, without observations of spot.
+        """Return the values of keeping and of leaving on-demand machines while spot is not observed.
 
-        The phases are those of the last observation (down), or unknown.
+        Two phases are distinguished: that of the last observation (down), and unknown.
         """
         seen, forgotten = demand[:, 0], demand[:, 1]
         stay = np.stack([self.still_down * seen + (1 - self.still_down) * forgotten, forgotten], axis=1)
@@ -423,6 +473,6 @@ class _Induction:
 
     @staticmethod
     def _next(phases: tuple[Array, Array], same: Array, other: Array) -> Array:
-        """Return the expectation over the spell: it lasts in its phases, or ends in the other's fresh phase."""
+        """Return the expected cost after a step: the spell lasts in one of its phases, or the opposite one begins."""
         stay, end = phases
         return stay @ same + end * other[:, :1]
