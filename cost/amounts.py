@@ -22,9 +22,9 @@ def round_amount(amount: Decimal, decimals: int = USD_DECIMALS) -> Decimal:
 def apportion(amounts: list[Decimal], decimals: int = USD_DECIMALS, *, total: Decimal | None = None) -> list[Decimal]:
     """Round each amount so that the rounded amounts sum to the rounded sum of the exact amounts.
 
-    The method is that of the largest remainder: Every amount is rounded down. The missing units are then added, one
-    each, to the amounts with the largest remainders (to the earlier amount when equal). No amount changes by a whole
-    unit or more.
+    This is the largest-remainder method. Every amount is rounded down. The missing units are then added, one each, to
+    the amounts with the largest remainders (to the earlier amount when equal). No amount changes by a whole unit or
+    more.
 
     Args:
         decimals: Number of decimals to round to.

@@ -30,7 +30,7 @@ class PlacementError(CostError):
 
 
 class LedgerError(CostError):
-    """The events contradict each other, so no ledger can be computed. The message names the rank and the classes."""
+    """The events contradict each other or have an invalid value, so no ledger can be computed."""
 
 
 class ReportError(CostError):

@@ -47,8 +47,8 @@ def find_job_uri(job: str, store: str | None = None) -> str:
 
     Args:
         job: A URI, a folder, or the name of a job.
-        store: URI or folder of the store. With None, look in this machine's folder of runs, which also knows the stores
-            of jobs that it started.
+        store: URI or folder of the store. With None, search this machine's folder of runs, which records the stores of
+            its jobs.
 
     Raises:
         ReportError: There are no events. The message lists the places that were searched.
@@ -163,7 +163,7 @@ def load_report(uri: str, *, store: str | None = None, fresh: bool = False) -> R
         except ObjectNotFound:
             pass  # the job died before it wrote a report
     content = read_job_log(uri, store)
-    if running is not None:  # the events tell whether only its report is missing
+    if running is not None:  # the events show whether the job is completed and only its report is missing
         running = find_running_launcher(uri, content.events, store)
     return build_report(content.events, running=running, damage=content.damage)
 

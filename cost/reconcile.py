@@ -271,7 +271,7 @@ def _add_line(found: Reconciliation, line: BillLine, repeats: RepeatFilter) -> N
             found.other_usd[line.kind] = found.other_usd.get(line.kind, Decimal(0)) + line.usd
     elif metered is not None:
         billed = found.billed.setdefault(line.resource_id, BilledInstance(instance_id=line.resource_id))
-        # From the hour of its boot to the hour after the job left: an instance ends some time after its work.
+        # The hours from boot to one hour after the job's end count: an instance ends some time after its work.
         born = metered.start - metered.boot_seconds
         if line.end > born and line.start < (math.floor(metered.end / _HOUR) + 2) * _HOUR:
             billed.add(line, found.job_tag)
@@ -380,10 +380,10 @@ def _find_faults(found: Reconciliation) -> Iterator[BillingFinding]:
             fault(f"wrong {kind}", billed, words) for kind, words in _find_contradictions(metered, billed)
         ]
         yield from contradictions
-        # The prices of a simulated run were never to be paid, so that none of them is wrong.
+        # A simulated run has assumed prices, which need not agree with the bill.
         if not contradictions and not found.simulated and (words := _check_price(metered, billed)):
             yield fault("wrong price", billed, words)
-        # Each delivery has line ids of its own. A delivery that corrects another one shows only in hours and seconds.
+        # Line ids differ between deliveries, so a correction shows only as conflicting lines or as excess seconds.
         reasons = []
         if billed.conflicting_uses:
             reasons.append(f"{billed.conflicting_uses} of its hours are in two files that differ")

@@ -29,9 +29,9 @@ from ebbflow.cost.ledger.timeline import MICRO, NodeTime
 from ebbflow.infra.events import BATCH_ATTEMPT, BATCH_SUBMITTED, Event, LedgerClass
 
 MINIMUM_SECONDS = 60.0
-# In a longer pause the instance may have run another job: the reconciliation with the bill decides.
+# A longer pause is not counted, because the instance may have run another job. `cost.reconcile` shows it if billed.
 LONGEST_IDLE_SECONDS = 600.0
-# A node without a job id is assigned to a job that it overlaps, or misses by at most this much clock difference.
+# A node without a job id is assigned to a job at most this far apart in time, because their clocks may differ.
 CLOCKS_APART_SECONDS = 300.0
 _CANDIDATE_KEYS = ("instance_type", "market", "region", "zone", "usd_per_hour", "quoted_usd_per_hour", "price_kind")
 

@@ -254,7 +254,7 @@ def _clip_seconds(event: Event, node: NodeTime, generation: RecordedGeneration) 
         outside -= taken
     if event.name == PHASE:
         waste = _classify_incomplete_step(generation)
-        # A planned end cuts off no step, so that evaluation and waiting for data keep the classes that the rank gave.
+        # A planned end cuts off no step, so evaluation and waiting for data keep the classes that the rank recorded.
         wasted_kinds = (LedgerClass.USEFUL_STEP,) if waste is LedgerClass.SHUTDOWN else _WASTED
     elif event.step is None or not generation.keeps(event.step):
         waste, wasted_kinds = LedgerClass.REDONE_STEP, _WASTED

@@ -37,7 +37,7 @@ from ebbflow.infra.events import (
 
 _WORK = (LedgerClass.USEFUL_STEP, LedgerClass.DATA_WAIT, LedgerClass.EVALUATION, LedgerClass.CHECKPOINT_STALL)
 _START = (LedgerClass.STARTUP, LedgerClass.SHUTDOWN)
-# Ticks from the start of the first node to the deadline or the end. Prices change less often than that.
+# Number of time steps (ticks) from the start of the first node to the deadline or the end. Prices change less often.
 _TICKS = 240
 
 
@@ -122,7 +122,7 @@ def _find_peaks(events: Sequence[Event]) -> dict[int, float]:
     A measurement on a busy machine is too low, but none is too high. The highest measurement of a machine with the same
     number of ranks and the same dtype therefore applies to all its generations.
     """
-    machines: dict[tuple[str, int, int, int], str] = {}  # by run, attempt, generation and node, as all of these
+    machines: dict[tuple[str, int, int, int], str] = {}  # keys, here and below: run, attempt, generation, node
     peaks: dict[tuple[str, int, int, int], dict[int, float]] = {}
     dtypes: dict[tuple[str, int, int, int], str] = {}
     for event in events:

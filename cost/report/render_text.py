@@ -37,7 +37,7 @@ _FLOW = "flows/train_flow.py"
 # `run` reads the configuration again; the events do not record the options of the earlier run.
 _SAME_OPTIONS = "(repeat the earlier --config and --set)"
 _SAME_REMOTE_OPTIONS = "(repeat the earlier --with, --config and --set)"
-# Options by which a user permits a start to give up commits.
+# Options with which a user allows a run to discard commits.
 _PERMITS = {Outcome.NO_RESTORE: "--from-scratch", Outcome.ROLLED_BACK: "--accept-rollback"}
 
 
