@@ -182,11 +182,12 @@ class CertifiedRun:
 
     Attributes:
         interruption: key of INTERRUPTIONS, or UNINTERRUPTED.
-        steps: (step, its figures) of each step; a step that was repeated occurs several times.
+        steps: number and figures (loss, gradient norm, tokens, learning rate) of each step; a repeated step occurs
+            again.
         samples: (rank, first sample, SHA-256 of the batch) of each batch.
         starts: number of times that the gang was started.
         generations: number of generations that took steps.
-        resumed: step of each commit that a rank restored.
+        resumed: the step from which each restore continued.
     """
 
     interruption: str
@@ -314,7 +315,6 @@ def config_sha256(config: RunConfig) -> str:
 
 
 def format_certificate(found: dict[str, Any]) -> str:
-    """Format a certificate as text, one line per interruption."""
     verdict = "holds" if found["holds"] else "DOES NOT HOLD"
     ranks = f"{found['nodes']} × {found['processes_per_node']} ranks, {found['mode']}"
     lines = [f"resume certificate {verdict}: {found['workload']}, {found['steps']} steps on {ranks}"]

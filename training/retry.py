@@ -18,10 +18,9 @@ _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.2, 5.0
 
 
 def run_while(work: Callable[[], T], meanwhile: Callable[[], object]) -> T:
-    """Run `work` in a thread, and return its result or raise its error. Until it ends, call `meanwhile` here every 10
-    ms.
+    """Run `work` in a thread, and return its result or raise its error.
 
-    `work` must have deadlines of its own.
+    Until it ends, this thread calls `meanwhile` every 10 ms. `work` must have deadlines of its own.
     """
     with ThreadPoolExecutor(1, thread_name_prefix="retry") as pool:
         future = pool.submit(work)
@@ -43,13 +42,15 @@ def retry_until_deadline(
     given_up: Callable[[], bool] = lambda: False,
     passing: Callable[[TrainingError | InfraError], bool] = is_transient,
 ) -> T:
-    """Call `work` and return its result; repeat it while it fails with a transient error. At the deadline raise its
-    last error.
+    """Call `work` and return its result. Until the deadline, repeat it when it fails with a transient error.
 
     Args:
         seconds: time until the deadline; pauses between tries grow to 5 s.
         given_up: returns True to stop retrying early.
         passing: returns whether an error is transient.
+
+    Raises:
+        TrainingError, InfraError: the error of the last try.
     """
     limit = time.monotonic() + seconds
     for pause in backoff_pauses(first_seconds=_FIRST_PAUSE_SECONDS, longest_seconds=_LONGEST_PAUSE_SECONDS):

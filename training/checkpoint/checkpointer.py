@@ -103,15 +103,13 @@ class Checkpointer:
 
     @property
     def expected_seconds(self) -> float | None:
-        """Estimated seconds until a new save would be durable; None before the first save is durable."""
+        """Estimated seconds until a save that begins now would be durable; None before the first is durable."""
         self._saves.drain()
         return self._saves.expected_seconds(self._planner.layout.length)
 
     @property
     def last_durable(self) -> tuple[int, float] | None:
-        """Step of the last durable save, and seconds from the call of `save` until it was durable; None before the
-        first.
-        """
+        """Step of the last durable save, and the seconds it took from the call of `save`; None before the first."""
         self._saves.drain()
         return self._saves.durable
 
@@ -190,16 +188,15 @@ class Checkpointer:
         return time.monotonic() - began
 
     def before_step(self) -> None:
-        """Wait until the copy of the last save from the device is complete. Call it before the optimizer changes the
-        state.
-        """
+        """Wait until the last save is copied from the device. Call it before the optimizer changes the state."""
         if self._queued is not None:
             if self._queued.staged.copied is not None:
                 self._queued.staged.copied.synchronize()
             self._send()
 
     def wait(self) -> CommitRef | None:
-        """Wait until the newest save is committed for all ranks, and return the newest commit; None if there is none.
+        """Wait until the newest save is committed, and return the newest commit; None if nothing was ever saved or
+        restored.
 
         Raises:
             CheckpointError: the save failed, or its deadline passed.

@@ -176,7 +176,8 @@ def _list(store: Store, options: argparse.Namespace) -> int:
 def _row(store: Store, traced: TracedCommit) -> dict[str, Any]:
     """Describe a commit as a row of `list`.
 
-    Its state is "verified" (every byte was read and checked), "whole" (manifest and object sizes match) or "torn".
+    Its state is "verified" (every byte was read and checked), "whole" (the manifest is readable and all object sizes
+    match) or "torn" (neither).
     """
     ref, reason = traced.ref, traced.unreachable_because
     row: dict[str, Any] = {
@@ -279,7 +280,7 @@ def _signature_standing(store: Store, key: str) -> str:
 
 
 def _sign(store: Store, options: argparse.Namespace) -> int:
-    """Sign the commits that have no signature, after reading and verifying every byte of each."""
+    """Sign the commits that count and have no signature, after reading and verifying every byte of each."""
     name = os.environ.get(NAME_VARIABLE)
     if name is None:
         raise CheckpointError("sign: which key? name its variable with --signing-key-env")

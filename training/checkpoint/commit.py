@@ -1,7 +1,8 @@
 """Make a commit without collectives and without locks: any rank that sees the indexes of all ranks writes the manifest.
 
-Nothing depends on winning a race. The manifest is a pure function of the indexes and its key contains its hash, so
-racing writers write the same bytes. Losing any rank after its index is durable cannot block the commit.
+A rank's index describes the data that it uploaded. The manifest is a pure function of the indexes and its key contains
+its hash, so ranks that write it at the same time write the same bytes, and no rank has to win a race. Losing any rank
+after its index is durable cannot block the commit.
 
 Rank 0's uploader polls the store until the commit exists. The other ranks are a backup: they poll rarely, and the
 higher a rank, the later it starts. Usually only ranks 1 to 3 poll at all, so the number of requests grows with the
@@ -58,7 +59,8 @@ class CommitWatch:
         return not self._missing()
 
     def look(self) -> CommitAttempt:
-        """Commit the save if all its indexes exist and are sound; return the commit or the ranks that are missing.
+        """Commit the save if all its indexes exist and are sound; return the commit, or the ranks whose index is
+        missing.
 
         Raises:
             StoreError: the store failed.
@@ -185,8 +187,8 @@ def commit_as_backup(
     """Commit the save in place of rank 0 if rank 0 does not, for example because it died.
 
     A rank above 0 calls this once its own index is durable. At growing intervals it checks whether the commit exists,
-    and makes the commit if all indexes exist and no other rank has. It returns without a commit at the deadline: rank 0
-    reports a save whose indexes stay incomplete. Store errors are ignored until the next check.
+    and makes the commit if all indexes exist and no other rank has made it. At the deadline it returns without a
+    commit, since rank 0 reports a save whose indexes stay incomplete. Store errors are ignored until the next check.
 
     Args:
         interrupted: waits up to the given seconds for other work, and returns True if there is some. Then this function

@@ -1,6 +1,4 @@
-"""A reader of commits for DCP (`torch.distributed.checkpoint`), which finds the pieces that a rank needs at any world
-size.
-"""
+"""A reader of commits for DCP (`torch.distributed.checkpoint`), which selects a rank's pieces at any world size."""
 
 from __future__ import annotations
 

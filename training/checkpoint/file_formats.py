@@ -73,8 +73,7 @@ _DTYPES = {
 
 
 def read_file(path: Path, *, weights_only: bool = False) -> PortableState:
-    """Read a DCP folder, a safetensors file or folder, or a torch file; the format is recognised by the path and its
-    content.
+    """Read a checkpoint from a DCP folder, a safetensors file or folder, or a torch file. The path shows the format.
 
     Args:
         weights_only: leave out the optimizer's state.
@@ -101,8 +100,7 @@ def _refuse_special_files(path: Path) -> None:
 
 
 def write_file(content: PortableState, path: Path, kind: str) -> None:
-    """Write `content` as a file or folder of the given kind, one of KINDS. After an error the incomplete output is
-    removed.
+    """Write `content` in the format `kind`, one of KINDS. After an error the incomplete output is removed.
 
     Raises:
         CheckpointError: the path exists.
@@ -273,7 +271,7 @@ def fill(path: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
 def _hollow_copy(value: Any, names: Mapping[int, str], order: list[str]) -> Any:
     """Copy a document with an empty tensor in place of each tensor.
 
-    The tensors' names are added to `order` as pickle will meet them.
+    The tensors' names are appended to `order`, in the order in which pickle visits the tensors.
     """
     if isinstance(value, Tensor):
         order.append(names[id(value)])

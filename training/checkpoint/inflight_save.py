@@ -92,7 +92,7 @@ class UploaderClient:
         self._write(command)
 
     def answer(self, timeout_seconds: float) -> dict[str, Any] | None:
-        """Return the next answer, or None if there is none within the timeout. A timeout of 0 does not wait."""
+        """Return the next answer, or None if none arrives within the timeout. With a timeout of 0, do not wait."""
         try:
             return self._answers.get(timeout=timeout_seconds) if timeout_seconds > 0 else self._answers.get_nowait()
         except queue.Empty:
@@ -107,7 +107,7 @@ class UploaderClient:
             self._process = None
 
     def close(self, grace_seconds: float) -> None:
-        """End the process, after up to `grace_seconds` in which it may finish earlier commands."""
+        """End the process. It may finish earlier commands for up to `grace_seconds`."""
         if self._process is None:
             return
         end = time.monotonic() + grace_seconds
@@ -202,7 +202,6 @@ class SaveTracker:
 
     @property
     def busy(self) -> bool:
-        """Whether a save is still in flight."""
         self.drain()
         return self._current is not None
 
@@ -225,7 +224,7 @@ class SaveTracker:
         self._current = self.last = flight
 
     def settle(self) -> None:
-        """Wait until no save is in flight. After its deadline, kill the uploader, which counts as stuck."""
+        """Wait until no save is in flight. If the save's deadline passes, kill the uploader, which counts as stuck."""
         self.drain()
         if self._current is None:
             return
@@ -244,7 +243,7 @@ class SaveTracker:
                 self._failed(f"rank {self._rank}: its uploader gave no answer within {seconds:g} s and was killed")
 
     def abandon(self, step: int) -> None:
-        """Tell the uploader to wait 2 s at most for the commit of `step`, because another rank failed to save it."""
+        """Tell the uploader to wait at most 2 s more for the commit of `step`, which another rank failed to save."""
         self.drain()
         if self._current is not None and self._current.save.step == step != self._abandoned:
             self._abandoned = step
@@ -263,7 +262,7 @@ class SaveTracker:
             raise CheckpointError(f"{self._failures} saves in a row have failed, the last: {self.last_failure}")
 
     def raise_if_lost(self) -> None:
-        """Raise if the last save did not become a commit."""
+        """Raise an error if the last save did not become a commit."""
         if self._superseded is not None:
             raise GenerationSuperseded(self._superseded)
         self._raise_if_full()

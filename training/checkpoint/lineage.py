@@ -91,11 +91,10 @@ def read_generation(job_store: Store, number: int, generation_id: str) -> Genera
 
 
 def amend_parent(job_store: Store, opened: Generation, actual: Generation) -> None:
-    """Record that `opened` starts from the older commit that `actual` names, because its recorded parent cannot be
-    restored.
+    """Record that `opened` starts from the older commit that `actual` names, because its own parent cannot be restored.
 
-    Otherwise the abandoned steps between the two commits would count. One process calls this, before the generation's
-    first save. Raises StoreError, CorruptCommit.
+    Without this, abandoned commits between the two would count. One process calls it, before the generation's first
+    save. Raises StoreError, CorruptCommit.
     """
     key = generation_key(opened.number, opened.id)
     record = fetch_verified(job_store, key, unseal, f"{job_store.uri}/{key}")
@@ -204,7 +203,9 @@ class LineageChain:
         return number in self.limits and step <= self.limits[number]
 
     def back_to(self, oldest: int) -> dict[int, float]:
-        """Return the last step that counts of each ancestor, by generation number, back to generation `oldest`."""
+        """Read the ancestors back to generation `oldest`, and return the last step that counts of each, by generation
+        number.
+        """
         while self._ahead is not None and self._ahead[0] >= oldest:
             self._follow(*self._ahead)
         return self.limits
@@ -358,7 +359,7 @@ def nothing_to_restore_error(job_store: Store, cause: str) -> NothingToRestore:
 
 
 def permitted_generation(job_store: Store, what: str) -> int:
-    """Return the newest generation whose commits a permit allows to give up; 0 without a permit.
+    """Return the newest generation whose commits a start may give up by a permit; 0 without a permit.
 
     Args:
         what: kind of the permit, see `checkpoint.rollback`.
@@ -368,7 +369,10 @@ def permitted_generation(job_store: Store, what: str) -> int:
 
 
 def _is_being_deleted(job_store: Store, ref: CommitRef) -> bool:
-    """Return whether a commit is deleted or being deleted: first its tombstone is put, then its manifest goes."""
+    """Return whether a commit is deleted or being deleted.
+
+    A deletion first puts the commit's tombstone, and then deletes its manifest.
+    """
     return job_store.head(tombstone_key(ref.sha256)) is not None or job_store.head(ref.key) is None
 
 
@@ -458,7 +462,10 @@ def _commit_pages(job_store: Store) -> Iterator[list[tuple[CommitRef, float]]]:
 
 
 def _newest_seen_number(job_store: Store) -> int:
-    """Return the highest generation on the first page of commits; the newest generation is not below it."""
+    """Return the highest generation number on the first page of commits; 0 without commits.
+
+    The newest generation has at least this number.
+    """
     page = next(_commit_pages(job_store), [])
     return max((ref.generation for ref, _ in page), default=0)
 

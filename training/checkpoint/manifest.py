@@ -50,8 +50,8 @@ class IndexEntry:
         shape: shape of the whole tensor.
         offsets: position of the piece's first element in the whole tensor, by dimension.
         sizes: shape of the piece.
-        start: first byte in the data object.
-        length: bytes.
+        start: offset of the piece in the data object, in bytes.
+        length: length of the piece in bytes.
     """
 
     name: str
@@ -74,10 +74,10 @@ class IndexEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class DataObject:
-    """The bytes that one rank uploaded, described by their CRC64NVME as a whole and by chunk.
+    """The bytes that one rank uploaded, described by a CRC64NVME of the whole object and one of each chunk.
 
     Attributes:
-        size: bytes.
+        size: size of the object in bytes.
         chunks: checksum of each chunk of `chunk_bytes` bytes; the last chunk may be shorter.
         sha256: SHA-256 of each chunk if commits are signed, since a CRC can be forged; otherwise empty and not stored.
     """
@@ -144,7 +144,7 @@ class RankIndex:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorPiece:
-    """A rectangular piece of a tensor, as in `IndexEntry`, and its position in the data object of `rank`."""
+    """A rectangular piece of a tensor, as in `IndexEntry`, in the data object of `rank`."""
 
     rank: int
     offsets: tuple[int, ...]

@@ -175,8 +175,7 @@ class PartUploader:
     ) -> None:
         """Complete the upload.
 
-        If the store reports an error, check whether the object has arrived all the same: no other process writes this
-        key.
+        After a store error, check whether the object has arrived all the same; no other process writes this key.
         """
         parts, crcs = [one.part for one in sent], [combine_crcs(one.sums) for one in sent]
 

@@ -225,7 +225,7 @@ def read_commit(store: Store, key: str) -> PortableState:
 
 
 def _first_position(manifest: Manifest, name: str) -> tuple[int, str]:
-    """Return a sort key that puts tensors in the order of their positions, where neighbours share chunks."""
+    """Return a sort key that orders tensors by their position in the data, where neighbours share chunks."""
     return min((piece.start for piece in manifest.tensors[name].pieces), default=0), name
 
 
@@ -248,7 +248,10 @@ def _stream(reader: CommitReader, names: Sequence[str]) -> Iterator[tuple[str, T
 
 
 def _tensor_in(memory: memoryview, start: int, entry: TensorEntry) -> Tensor:
-    """Return a tensor whose storage is exactly its own bytes of `memory`, since some writers write whole storages."""
+    """Return a part of `memory`, from byte `start` on, as a tensor.
+
+    The tensor's storage holds exactly its own bytes, because some writers write whole storages.
+    """
     dtype, length = getattr(torch, entry.dtype), _bytes(entry)
     if not length:
         return torch.empty(entry.shape, dtype=dtype)

@@ -288,8 +288,7 @@ class VerifiedReader:
                 raise CorruptCommit(message, object_key=data.key, chunk=chunk.number)
 
     def _fetch(self, data: DataObject, chunk: ChunkRead) -> str:
-        """Fetch a chunk to its destinations and return its checksum as text: the CRC, then the SHA-256 if the manifest
-        has one.
+        """Fetch a chunk to its destinations, and return its CRC as text, with the SHA-256 if the manifest has one.
 
         Store errors are retried, up to four tries within 120 s.
         """
@@ -375,10 +374,11 @@ def _drop_from_page_cache(path: Path | None, start: int, length: int) -> None:
 
 
 def find_problem(store: Store, key: str, object_key: str = "", chunk: int | None = None) -> str:
-    """Check a commit's manifest and, if `object_key` is given, that data object. Return the problem, or "" if they are
-    sound.
+    """Check a commit's manifest and, if given, one data object. Return a description of the problem; "" if there is
+    none.
 
     Args:
+        object_key: key of the data object.
         chunk: number of the object's chunk to verify; None checks only the object's presence and size.
 
     Raises:

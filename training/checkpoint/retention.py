@@ -110,7 +110,7 @@ def choose_commits(commits: Sequence[WholeCommit], policy: RetentionPolicy) -> d
 
 
 def policy_with_room(commits: Sequence[WholeCommit], policy: RetentionPolicy) -> RetentionPolicy:
-    """Return a stricter policy for a full store, so that two more commits as large as the newest one fit."""
+    """Return a stricter policy for a full store: its size cap leaves room for two commits like the newest."""
     kept = choose_commits(commits, policy)
     total = sum(commit.size for commit in commits if commit.sha256 in kept)
     return replace(policy, max_total_bytes=max(total - 2 * commits[0].size, 0))
@@ -169,10 +169,10 @@ def delete_commit(store: Store, ref: CommitRef, generation: str | None, *, newes
     """Delete a commit and its data.
 
     Args:
-        generation: name of the generation that saved it. If its manifest is unreadable, None: then only the manifest is
-            deleted, and its data later as orphans.
-        newest: number of the generation that deletes it.
-        full: the store is full, so the tombstone may be impossible to write; if the deletion is then cut short, its
+        generation: name of the generation that saved the commit; None if the manifest is unreadable. Without it only
+            the manifest is deleted now, and the data is deleted later as orphans.
+        newest: number of the generation that deletes the commit.
+        full: the store is full, so a failure to write the tombstone is ignored. If the deletion is then cut short, the
             remaining objects become orphans.
 
     Returns:
@@ -302,11 +302,11 @@ def _sweep_orphans(
 
 @dataclass(frozen=True)
 class RetentionChoice:
-    """The decision of a policy on all commits.
+    """The commits that a policy keeps and deletes.
 
     Attributes:
-        keep: reason by commit.
-        delete: name of the generation by commit; None if the manifest is unreadable.
+        keep: why a commit is kept, by commit.
+        delete: name of the generation that saved a commit, by commit; None if the manifest is unreadable.
     """
 
     keep: dict[CommitRef, str]

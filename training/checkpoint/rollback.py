@@ -33,12 +33,12 @@ PERMITS = {"from_scratch": FROM_SCRATCH, "accept_rollback": ROLLBACK}
 
 @dataclass(frozen=True)
 class MissingCommits:
-    """The newest commit that the events mention, which the store lacks, and the commit that the store has instead.
+    """Commits that the events mention and the store lacks.
 
     Attributes:
-        known: the newest commit in the events.
+        known: the newest of them.
         found: the newest commit in the store that counts; None if there is none.
-        permitted: a permit allows to continue without the missing commits.
+        permitted: whether a permit allows a start without the missing commits.
     """
 
     known: CommitRef
@@ -59,7 +59,7 @@ class MissingCommits:
 
 
 def record_permits(job_store: Store, *whats: str) -> None:
-    """Record permits that cover all generations which the job has now.
+    """Record permits that cover all generations of the job so far.
 
     Args:
         whats: kinds of permit: FROM_SCRATCH, ROLLBACK or both.

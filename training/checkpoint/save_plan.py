@@ -73,7 +73,10 @@ def assign_shards(state: dict[str, Tensor], rank: int, world_size: int) -> list[
 
 
 def _written_replicas(sharded: dict[str, DTensor]) -> dict[str, DTensor]:
-    """Return the DTensors whose local piece this rank writes: of several equal replicas, one rank writes each."""
+    """Return the DTensors whose local piece this rank writes.
+
+    Where several ranks hold replicas of a piece, one of them writes it.
+    """
     by_count: dict[int, dict[str, int]] = defaultdict(dict)
     place: dict[str, int] = {}
     for name, tensor in sharded.items():
@@ -98,7 +101,8 @@ def _written_replicas(sharded: dict[str, DTensor]) -> dict[str, DTensor]:
 def _spread(sizes: dict[str, int], writers: int) -> dict[str, int]:
     """Distribute names over writers, and return the number of each name's writer.
 
-    The largest goes first, each to the writer with the fewest bytes so far; among equals, to the lowest number.
+    The name with the largest size is assigned first. Each goes to the writer with the fewest bytes so far; among
+    equals, to the lowest number.
     """
     loads = [(0, writer) for writer in range(writers)]
     chosen = {}

@@ -82,11 +82,11 @@ class Signer:
             ) from error
 
     def sign_index(self, store: Store, key: str, index: RankIndex) -> RankIndex:
-        """Return the index with its HMAC, which is valid under this key of the store only."""
+        """Return a copy of the index with an HMAC that is valid only under the store's `key`."""
         return replace(index, hmac=self._hmac_of_index(store, key, index))
 
     def check_index(self, store: Store, key: str, index: RankIndex) -> None:
-        """Raise CorruptCommit unless the HMAC of an index is valid for this job and this key of the store."""
+        """Raise CorruptCommit unless the index has an HMAC that is valid for this job and the store's `key`."""
         if not hmac.compare_digest(
             self._hmac_of_index(store, key, index).encode(), index.hmac.encode(errors="replace")
         ):
@@ -96,9 +96,7 @@ class Signer:
             )
 
     def check_manifest(self, store: Store, key: str, manifest: Manifest) -> Manifest:
-        """Check the signature of a commit, and return its manifest with the SHA-256 of every chunk. Raises as
-        `check`.
-        """
+        """Check a commit's signature, and return the manifest with the SHA-256 of every chunk. Raises as `check`."""
         signed = self.check(store, key)
         data = tuple(replace(one, sha256=tuple(signed.get(one.key, one.sha256))) for one in manifest.data)
         for one in data:

@@ -147,8 +147,9 @@ class StagingArea:
             buffer.prepare(length)
 
     def stage(self, sources: list[Tensor], layout: BufferLayout) -> StagedState:
-        """Copy tensors into the next buffer, as `layout` says. The caller makes sure that no upload reads this
-        buffer.
+        """Copy tensors into the next buffer, as `layout` says, and return which buffer it is.
+
+        The caller makes sure that no upload reads this buffer.
         """
         number, self._next = self._next, 1 - self._next
         targets = self._views(number, layout)

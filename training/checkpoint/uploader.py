@@ -71,7 +71,7 @@ def main(argv: list[str]) -> int:
 
 
 class Uploader:
-    """Executes one command after the other, and answers with each result. A failure is an answer too."""
+    """Executes one command after the other, and reports each result as an answer on stdout; failures too."""
 
     def __init__(self, store_uri: str, rank: int, buffers: list[int], commands: CommandQueue) -> None:
         self._store_uri = store_uri

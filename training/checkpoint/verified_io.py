@@ -38,7 +38,7 @@ def chunk_crcs(data: memoryview, chunk_bytes: int = CHUNK_BYTES) -> list[tuple[i
 
 
 def combine_crcs(sums: Sequence[tuple[int, int]]) -> int:
-    """Return the CRC64NVME of pieces that follow each other.
+    """Return the CRC64NVME of the whole, combined from those of its consecutive pieces.
 
     Args:
         sums: checksum and length in bytes of each piece.
@@ -50,7 +50,7 @@ def combine_crcs(sums: Sequence[tuple[int, int]]) -> int:
 
 
 def crc_of_pieces(pieces: Sequence[Buffer], value: int = 0) -> int:
-    """Return the CRC64NVME of pieces that follow each other.
+    """Return the CRC64NVME of consecutive pieces as one.
 
     Args:
         value: checksum of the bytes before the first piece.
@@ -119,9 +119,9 @@ class Deadline:
 
 
 def backoff_pauses(*, first_seconds: float = 0.02, longest_seconds: float = 2.0) -> Iterator[float]:
-    """Yield pauses in seconds, without end. Their upper limit doubles up to `longest_seconds`.
+    """Yield random pauses in seconds, without end. Their upper limit doubles from `first_seconds` to `longest_seconds`.
 
-    They are random, so that ranks that failed together do not retry together.
+    They are random so that ranks that failed together do not retry together.
     """
     pause = first_seconds
     while True:
@@ -144,8 +144,7 @@ def retry_until(
     where: str = "",
     sleep: Callable[[float], object] = time.sleep,
 ) -> T:
-    """Call `operation` and return its result; repeat it while it raises a curable StoreError and the deadline is not
-    reached.
+    """Call `operation` and return its result. Until the deadline, repeat it when it raises a curable StoreError.
 
     Args:
         what: description of the operation, for the error.
@@ -170,11 +169,10 @@ def retry_until(
 
 
 def fetch_verified(store: Store, key: str, parse: Callable[[bytes, str], T], what: str | None = None) -> T:
-    """Fetch an object and return `parse(bytes, what)`.
+    """Fetch an object and return `parse(bytes, what)`. Damaged bytes are read again.
 
-    Bytes may be damaged in the store or only in transit. Damage in transit differs between readings, so the object is
-    read up to six times, and CorruptCommit is raised only if two consecutive readings are equal or the last one is
-    damaged too.
+    Bytes may be damaged in the store or only in transit. Damage in transit differs between readings, so CorruptCommit
+    is raised when two consecutive readings are equal, at the latest after six readings.
 
     Args:
         parse: raises CorruptCommit if the bytes are damaged.

@@ -1,6 +1,4 @@
-"""Find text files, split them into train and held-out text, and build token shards from one piece of a file at a
-time.
-"""
+"""Find text files, split them into train and held-out text, and build token shards without loading whole files."""
 
 from __future__ import annotations
 
@@ -124,8 +122,8 @@ def find_files(data: DataConfig, *, project_root: Path) -> list[SourceFile]:
 def is_held_out(name: str, fraction: float) -> bool:
     """Return whether one of several files is held out for evaluation.
 
-    This depends on the file's name alone, so the addition of a file moves no other file. Whole files are held out,
-    because windows of one file share vocabulary and copied passages.
+    This depends on the file's name alone, so adding a file moves no other file between train and held out. Whole files
+    are held out, because windows of one file share vocabulary and copied passages.
 
     Args:
         fraction: expected share of files that are held out, from 0 to 1.
@@ -137,7 +135,7 @@ def split_files(files: list[SourceFile], fraction: float) -> tuple[list[SourceFi
     """Split files into train and held out, neither of them empty. A single file is cut: its last part is held out.
 
     Args:
-        fraction: share to hold out, of files or of the single file's bytes.
+        fraction: share to hold out, from 0 to 1: of the files, or of a single file's bytes.
 
     Raises:
         DataError: the text is too short.
@@ -378,9 +376,7 @@ def _build(side: list[_Hashed], tokenizer: Tokenizer, shards: Store, key: str) -
 
 
 def _pieces_if_unchanged(one: _Hashed) -> Iterator[bytes]:
-    """Yield the pieces of a file again. After the last one, raise DataError if its content has changed since it was
-    hashed.
-    """
+    """Yield the pieces of a file again. Raises DataError after the last one if the file has changed meanwhile."""
     digest = hashlib.sha256()
     for piece in _pieces_of(one.file):
         digest.update(piece)

@@ -133,7 +133,10 @@ def text_pieces(file: BinaryIO, *, limit: int | None = None) -> Iterator[bytes]:
 
 
 def _whole_characters(text: bytes) -> int:
-    """Return the offset of a multi-byte character at the end of `text`, which may be incomplete; else the length."""
+    """Return how many bytes of `text` are certainly whole characters.
+
+    A multi-byte character at the very end does not count, because it may be incomplete.
+    """
     end = len(text)
     while end > len(text) - 4 and text[end - 1] & 0xC0 == 0x80:
         end -= 1

@@ -106,7 +106,7 @@ class Tokens:
         bytes: bytes of the source files.
         held_out_bytes: bytes of the held-out files, which make a loss per token comparable between tokenizers.
         shard_sha256: SHA-256 by shard, "train" and "held_out".
-        weight_unit: the unit in which a batch's weight in the mean loss is counted.
+        weight_unit: the unit of a batch's weight, for reports.
     """
 
     fingerprint: str
@@ -173,7 +173,6 @@ def count_tokens(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
 
 
 def entropy_nats(counts: np.ndarray) -> float:
-    """Return the entropy of token counts in nats."""
     shares = counts[counts > 0] / max(counts.sum(), 1)
     return float(-(shares * np.log(shares)).sum()) + 0.0
 

@@ -1,4 +1,4 @@
-"""Find and describe the weights in safetensors files, by reading only the files' headers. Imports no torch."""
+"""Find the weights in safetensors files, from the files' headers, and describe the files. Imports no torch."""
 
 from __future__ import annotations
 
