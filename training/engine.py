@@ -1,4 +1,4 @@
-"""The training loop. Its steps call the `Trainer`, which knows the model, the prices and the store.
+"""The training loop. It calls the `Trainer` for all that concerns the model, prices or the store.
 
 One step: next_batch → split → forward and backward → step sync → guards → clip → optimizer step → heartbeat
 """
@@ -19,7 +19,7 @@ def train(trainer: Trainer) -> LoopResult:
     """Train until the last step, a limit, or a non-finite loss that ends the job. Collective.
 
     Returns:
-        The outcome, which is the same on all ranks.
+        The result of the loop, the same on all ranks.
     """
     training, optimizer, spread = trainer.config.training, trainer.optimizer, trainer.spread
     at, stop = trainer.start, trainer.stop_before_first_step()

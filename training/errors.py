@@ -181,7 +181,7 @@ class RankNotStarted(TrainingError):
 
 
 class DeviceUnavailable(TrainingError):
-    """GPUs that the machine or its placement has and that the ranks cannot use.
+    """GPUs that should be available on this machine but that the ranks cannot use.
 
     The message names the reason and the fix. A new attempt on the same image would fail in the same way. Training on
     the CPU instead would still be billed as a machine with GPUs.

@@ -125,9 +125,10 @@ class SaveSchedule:
             self._safe_at = self._asked_at.pop(step, self._safe_at)
 
     def remember(self, exposed_seconds: float) -> None:
-        """Add the running time of the job's earlier generations, which the restored commit recorded.
+        """Add the running time of the job's earlier generations to the estimate of interruptions per hour.
 
-        The more hours the job has run, the more its own interruptions count against the plan's hazard.
+        Args:
+            exposed_seconds: that time in seconds, as recorded in the restored commit.
         """
         self._hazard = self._hazard.seen(0, exposed_seconds / 3600.0)
         self._exposed_before = exposed_seconds

@@ -128,7 +128,7 @@ _WORD_SECONDS = 2.0  # less than any hang threshold
 
 @dataclass(kw_only=True)
 class Rehearsal:
-    """A fault to inject, and the data to inject it.
+    """A fault to inject into this run, and the facts about this rank that it needs.
 
     Attributes:
         fault: the fault.

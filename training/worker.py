@@ -73,7 +73,7 @@ class Request:
         job: the name of the job; "" to derive one.
         sources: where each value of the configuration comes from, by key.
         path: the configuration file.
-        permits: the losses that the user accepts, such as an older store; see `PERMITS` in
+        permits: the losses that the user accepts, such as starting from scratch; see `PERMITS` in
             `ebbflow.training.checkpoint.rollback`.
         take_over: whether to end another launcher that runs the job.
     """
@@ -116,11 +116,10 @@ def parse_arguments(arguments: list[str]) -> Request:
 
 
 def share_spec(request: Request, gang: Gang) -> WorkerSpec:
-    """Claim the job, prepare its data and open a generation on rank 0.
+    """Return the `WorkerSpec` for a run without an agent. Collective.
 
-    Return the resulting spec on all ranks. Collective.
-
-    If rank 0 fails, it prints the error in one line, and every rank exits with the error's exit code.
+    Rank 0 makes it: it claims the job, prepares the data and opens a generation. All ranks receive it. If rank 0 fails,
+    it prints the error in one line, and every rank exits with the error's exit code.
     """
     if gang.alone:
         made = _make_spec_or_exit_code(request)
@@ -327,7 +326,8 @@ def _exit_code(error: BaseException, *, alone: bool) -> int:
     """Return the exit code for an error.
 
     Args:
-        alone: whether there is no agent of ours; then an exception of the user's code has the exit code of FAILED.
+        alone: whether torchrun started this process, without an agent of `ebbflow run`. Then an exception of the user's
+            code has the exit code of FAILED.
     """
     if alone and _is_user_failure(error):
         return Outcome.FAILED.exit_code
