@@ -197,9 +197,9 @@ class CapacityDecorator(StepDecorator):
         """Handle an attempt that could not be placed.
 
         If the user named a queue (`--with batch:queue=…`), and always on Kubernetes, the attempt runs with the settings
-        of that decorator. Otherwise it runs on the scheduler's machine and fails there with the message `trouble`,
-        because the default queue is for the steps around training and has no machine to train on. Metaflow then retries
-        the step, and the next attempt is placed anew.
+        of @batch or @kubernetes. Otherwise it runs on the scheduler's machine and fails there with the message
+        `trouble`, because the default queue is for the steps around training and has no machine to train on. Metaflow
+        then retries the step, and the next attempt is placed anew.
         """
         backend = cli_args.commands[0]
         if self._named or backend == "kubernetes":

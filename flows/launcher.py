@@ -309,7 +309,7 @@ def write_to_stderr(text: str) -> None:
 
 
 def _watch_tasks() -> None:
-    """Start a thread that kills tasks which stay stopped by SIGSTOP, until this process ends."""
+    """Start a thread that kills every local task that stays stopped by SIGSTOP, as long as this process lives."""
     from ebbflow.flows.gang import end_stopped_tasks
 
     threading.Thread(target=end_stopped_tasks, args=(os.getpid(),), name="stopped tasks", daemon=True).start()

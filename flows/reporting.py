@@ -36,7 +36,7 @@ def record_prices(job: Job) -> None:
 
 
 def _paid_types(events: Sequence[Event]) -> dict[str, dict[str, Any]]:
-    """Return the instance types that the job may have paid for, each with the plan from which on its price matters.
+    """Return the instance types that the job may have paid for, each with the plan since which its prices are needed.
 
     This is the first plan that chose the type, because later plans may have chosen others. A type that no plan chose
     gets the first plan with real prices.
@@ -85,10 +85,7 @@ def write_report(job: Job) -> RunReport:
 
 
 def earlier_reports(job: str) -> list[dict]:
-    """Return the newest reports of other jobs on this machine as JSON, for comparison.
-
-    Unreadable reports are left out.
-    """
+    """Return the newest readable reports of other jobs on this machine as JSON, for comparison."""
     found = []
     for name in [name for name in list_known_jobs(RUNS) if name != job][-_COMPARED_JOBS:]:
         try:

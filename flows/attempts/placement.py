@@ -80,7 +80,7 @@ def place_attempt(request: PlacementRequest, *, deadline_seconds: float = DEADLI
     """Place an attempt at current prices or, if that fails or takes too long, by the plan of the run.
 
     Args:
-        deadline_seconds: limit for the placement at current prices. The other one gets 30 s more.
+        deadline_seconds: limit for the first try, at current prices. The second try has 30 s more.
 
     Raises:
         JobIsRunning: another launcher has taken over the job.

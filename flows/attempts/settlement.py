@@ -87,7 +87,7 @@ def settle_attempts(
 def _describe_when_complete(
     job_ids: Sequence[str], wanted: Sequence[str], client: Any, deadline_seconds: float
 ) -> dict[str, BatchAttempt]:
-    """Describe the Batch jobs, again until every ended job of `wanted` has its end time and reason.
+    """Describe the Batch jobs, and poll until every ended job of `wanted` has its end time and reason.
 
     After at most 10 s, return the descriptions as they are.
     """
@@ -175,7 +175,7 @@ CHECKS = [
 
 
 def find_placement(submitted: Event, events: Sequence[Event]) -> Placement | None:
-    """Return the placement of a Batch job, or None: the last one of the same run and attempt, and of its step and task.
+    """Return the last placement that was recorded for a Batch job's run, attempt, step and task, or None.
 
     Times are not compared, because the clock of an agent's machine may be minutes ahead.
 

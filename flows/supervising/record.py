@@ -240,8 +240,8 @@ def count_in_a_row(record: JobRecord, verdict: RunVerdict) -> int:
 def pause_seconds(record: JobRecord, verdict: RunVerdict, first_seconds: float) -> float:
     """Return the pause in seconds before the next run.
 
-    It is 0 after an interrupted run that made a commit. Otherwise it is `first_seconds` after the first run without a
-    commit, and doubles with each further one, up to 600 s.
+    It is 0 after an interrupted run that made a commit. Otherwise it is `first_seconds`, doubled for each further run
+    with this verdict since the newest commit, and at most 600.
     """
     times = count_in_a_row(record, verdict)
     if verdict is RunVerdict.INTERRUPTION:
