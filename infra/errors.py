@@ -55,55 +55,55 @@ class LayoutError(InfraError):
 
 
 class JobIsRunning(InfraError):
-    """Another launcher runs the job, or has taken it over. Nothing was changed."""
+    """A job that another launcher runs or has taken over. Nothing was changed."""
 
     outcome = Outcome.PREFLIGHT
 
 
 class StoreError(InfraError):
-    """An operation on the object store failed or missed its deadline. The message has store, key and cause."""
+    """A failed operation on the object store, or one that missed its deadline. The message has store, key and cause."""
 
 
 class ObjectNotFound(StoreError):
-    """There is no object under that key."""
+    """A request for a key without an object."""
 
 
 class StoreUnavailable(StoreError):
-    """The store cannot be reached, timed out, or reports an internal error: a retry may succeed."""
+    """A store that cannot be reached, timed out, or reports an internal error. A retry may succeed."""
 
 
 class StoreTimeout(StoreUnavailable):
-    """An operation on a folder missed its deadline and was abandoned. It may still finish at any later time."""
+    """An operation on a folder that missed its deadline. It was abandoned, and may still finish later."""
 
 
 class StoreForbidden(StoreError):
-    """The store denied access: credentials are missing, wrong, expired, or lack a right."""
+    """A store that denied access: credentials are missing, wrong, expired, or lack a right."""
 
 
 class StoreFull(StoreError):
-    """No space or quota is left: nothing can be written until something is deleted."""
+    """A store without space or quota: nothing can be written until something is deleted."""
 
 
 class StoreMisconfigured(StoreError):
-    """The store does not exist: an unknown kind, no such bucket, or a bucket of another region."""
+    """A store that does not exist: an unknown kind, no such bucket, or a bucket of another region."""
 
     outcome = Outcome.CONFIG
 
 
 class CloudError(InfraError):
-    """A request to AWS failed or missed its deadline. The message has the action, the region and the cause."""
+    """A failed request to AWS, or one that missed its deadline. The message has action, region and cause."""
 
 
 class CloudUnavailable(CloudError):
-    """AWS cannot be reached, timed out, or throttles requests: a retry may succeed."""
+    """A request to AWS that could not be sent, timed out, or was throttled. A retry may succeed."""
 
 
 class CloudForbidden(CloudError):
-    """AWS denied access: credentials are missing, wrong, expired, or lack a right."""
+    """A request that AWS denied: credentials are missing, wrong, expired, or lack a right."""
 
 
 class CloudRefused(CloudError):
-    """AWS rejected the request. `code` is AWS's error code; "" if the request was not sent."""
+    """A request that AWS rejected. `code` is AWS's error code; "" if the request was not sent."""
 
     outcome = Outcome.CONFIG
 

@@ -25,7 +25,7 @@ _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.05, 2.0
 
 @dataclass(frozen=True)
 class _Sealed:
-    """A segment that is ready to be put: event lines, and a last line with their checksums, the seal.
+    """A segment that is ready to be put: event lines and, as its last line, a seal with their checksums.
 
     Attributes:
         key: key of the object.

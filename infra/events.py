@@ -280,7 +280,7 @@ class Event:
 
     Attributes:
         rank: number of the rank; -1: the process is not a rank.
-        step: training step, if there is one; for two events of the flow, the name of its step.
+        step: training step, if there is one; in the events PLACED and BATCH_SUBMITTED, the name of a step of the flow.
         t_wall: Unix time in seconds.
         t_mono: monotonic clock of the writing machine, in seconds.
         data: data of this kind of event.
@@ -466,6 +466,8 @@ def _missing_writers(unsealed: Unsealed, events: Sequence[Event], newest: Mappin
     """Yield damage for each process that must have written events and did not, and for each log without its end.
 
     Args:
+        unsealed: the verified segments.
+        events: all events of the job.
         newest: Unix time of the newest event, by segment.
     """
     prefixes = {prefix for prefix, _ in unsealed.writers}
@@ -496,8 +498,12 @@ def _missing_writers(unsealed: Unsealed, events: Sequence[Event], newest: Mappin
 def _expected_writers(events: Sequence[Event], closed_by_plan: set[int], heard: set[str]) -> set[str]:
     """Return the key prefixes of the processes (agents, ranks, steps of the flow) that must have written events.
 
-    The set is empty for a log of version 1. closed_by_plan: generations that ended as planned. heard: prefixes that
-    have events.
+    The set is empty for a log of version 1.
+
+    Args:
+        events: all events of the job.
+        closed_by_plan: generations that ended as planned.
+        heard: prefixes that have events.
     """
     if all(event.v == 1 for event in events):
         return set()

@@ -107,7 +107,7 @@ NODE_PROCESSES_BYTES = 3 << 28
 
 @dataclass(frozen=True, kw_only=True)
 class HostGang:
-    """Nodes and ranks of a gang. In a local run, one machine plays all of its nodes."""
+    """Nodes and ranks of a gang. In a local run, one machine stands for all nodes."""
 
     nodes: int
     processes_per_node: int
@@ -202,12 +202,15 @@ def rank_bytes(
     """Estimate the bytes of one rank's tensors at the peak of a step.
 
     Three moments can be the peak: the loss (all activations and the logits), the backward pass of the last block (all
-    activations but no logits), and its end (all gradients, one block's activations). In between, one kind shrinks
-    evenly as the other grows. State is float32: parameters 4 bytes, gradients 4, AdamW's moments 8 per parameter.
+    activations but no logits), and its end (all gradients, one block's activations). Between two of these moments, one
+    kind of tensor shrinks evenly while another grows. State is float32: parameters 4 bytes, gradients 4, AdamW's
+    moments 8 per parameter.
 
     Args:
+        config: the job's configuration.
+        shape: shape of the model.
         ranks: number of ranks in the gang.
-        samples: number per rank and micro-batch.
+        samples: number of samples of one rank in one micro-batch.
         ranks_per_node: shard size of hsdp without parallel.shard_size; None: all ranks.
         fused_norms: whether a norm is one kernel, as on CUDA.
     """
@@ -253,7 +256,7 @@ def rank_bytes(
 
 
 def _compute_share(config: RunConfig) -> float:
-    """Return the bytes of a tensor in the compute precision, as a fraction of its float32 bytes."""
+    """Return the size of a tensor in the compute precision as a fraction of its float32 size."""
     return BFLOAT16_BYTES / FLOAT32_BYTES if config.fsdp.use_mixed_precision else 1.0
 
 

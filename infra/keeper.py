@@ -4,7 +4,7 @@ The keeper is a subreaper (`PR_SET_CHILD_SUBREAPER`): a process below it that lo
 daemon with its own session and environment. So every process that a rank ever started is found by parentage alone. When
 the agent ends for whatever reason, the keeper kills everything below it and exits.
 
-The agent and the keeper exchange lines of JSON over a socket. Here 7 is the number of a request and 4711 a process:
+The agent and the keeper exchange lines of JSON over a socket. Here 7 is the number of a request, 4711 a process id:
 
     agent → {"spawn": 7, "argv": […], "environment": {…}} and three file descriptors: stdin, stdout, stderr
     agent ← {"spawned": 7, "pid": 4711}  {"refused": 7, "errno": 12}  {"ended": 4711, "status": -9}
@@ -241,7 +241,7 @@ class Keeper:
             self._ended[message["ended"]] = message["status"]
 
     def _lose(self) -> None:
-        """Kill the keeper and record it as lost. The kernel then kills what the keeper or a standby has spawned."""
+        """Kill the keeper and record it as lost. The kernel then kills its children, and the ranks of a standby."""
         import subprocess
 
         self.lost = True

@@ -12,9 +12,9 @@
                    pins/<sha256>.json                 the commit must never be deleted
                    verified/<sha256>.json             every byte of the commit was read and is intact
                    signatures/<sha256>.json           HMAC of the commit, if the job signs; put before the commit
-                   overrides/<generation>-<rank>-<what>.json  orders of guards for later starts of the gang
-                   permits/<what>/<generation>.json           permissions of a person for a start
-                   orders/<run>-<step>-<task>-<attempt>.json  order for an attempt on another machine
+                   overrides/<generation>-<rank>-<what>.json  instructions of guards to later starts of the gang
+                   permits/<what>/<generation>.json           permissions that a user gave for a start
+                   orders/<run>-<step>-<task>-<attempt>.json  instructions for an attempt on another machine
                    secrets/<run>-<attempt>    shared secret of a start's agents; deleted once all have joined
                    launchers/<number>.json    claims on the job, one per launcher; the highest number holds it
                    clock/<random>             put and deleted to read the store's clock
@@ -107,7 +107,7 @@ def log_key(generation: int, node: int, rank: int, segment: str) -> str:
 
 
 def override_key(generation: int, rank: int, what: str) -> str:
-    """Return the key of a guard's order for later starts of the gang. what: distinguishes the orders of one rank."""
+    """Return the key of a guard's instruction to later starts of the gang. what: distinguishes those of one rank."""
     return f"overrides/{generation:06d}-{rank}-{what}.json"
 
 
@@ -116,7 +116,7 @@ def permit_prefix(what: str) -> str:
 
 
 def permit_key(what: str, generation: int) -> str:
-    """Return the key of a person's permission for a start.
+    """Return the key of the permission that a user gave for a start of the gang.
 
     Args:
         what: kind of the permission, such as ``from-scratch``.
@@ -126,7 +126,7 @@ def permit_key(what: str, generation: int) -> str:
 
 
 def order_key(run: str, step: str, task: str, attempt: int) -> str:
-    """Return the key of the order with which another machine runs an attempt (`ebbflow.flows.attempts.order`)."""
+    """Return the key of the instructions for an attempt on another machine (`ebbflow.flows.attempts.order`)."""
     return f"orders/{run}-{step}-{task}-{attempt}.json"
 
 
@@ -176,7 +176,7 @@ def parse_commit_key(key: str) -> tuple[int, int, str]:
 
 
 def quarantine_key(sha256: str) -> str:
-    """Return the key of the object that forbids to restore the commit with this manifest."""
+    """Return the key of the object that forbids restoring the commit with this manifest."""
     return f"quarantine/{sha256}.json"
 
 
@@ -221,10 +221,10 @@ def runs_folder(project_root: Path) -> Path:
 
 
 def records_root(project_root: Path, name: str) -> Path:
-    """Return the folder that contains `name` (runs or .metaflow): the project, or, if that is read-only, the user's
-    state folder.
+    """Return the folder that contains `name`, which is runs or .metaflow.
 
-    The working directory has no influence, so commands find each other's records.
+    This is the project or, if the project is read-only, the user's state folder. The working directory has no
+    influence, so commands find each other's records.
     """
     folder = project_root / name
     if os.access(folder if folder.exists() else project_root, os.W_OK | os.X_OK):

@@ -158,7 +158,7 @@ def _descendants_by_parent(root: int, spare: Collection[int], spare_trees: Colle
 
 
 def zombie_status(pid: int, parent: int) -> int | None:
-    """Return the exit status of a zombie child of `parent`, negative for a signal's number; None if it is no zombie."""
+    """Return the exit status of a zombie child of `parent`, or minus a signal's number; None if it is no zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         if fields[0] != "Z" or int(fields[1]) != parent or int(fields[17]) > 1:
@@ -226,7 +226,10 @@ class StoppedProcesses:
         self._since: dict[int, float] = {}  # awake seconds at which each was first seen stopped
 
     def look(self, pids: Iterable[int]) -> dict[int, float]:
-        """Return the processes stopped for longer than the limit, with the seconds. Call it about once a second."""
+        """Return the seconds for which each process over the limit has been stopped, by process id.
+
+        Call it about once a second.
+        """
         awake = self._awake.tick()
         stopped = [pid for pid in pids if process_state(pid) == "T"]
         self._since = {pid: self._since.get(pid, awake) for pid in stopped}
@@ -252,7 +255,7 @@ def exit_when_interrupted() -> None:
 
 
 def end_with_descendants(number: int, frame: object) -> None:
-    """Kill all descendants, then exit at once without a traceback; a signal handler.
+    """Kill all descendants, then exit at once without a traceback, as a signal handler.
 
     The exit code is 128 + the signal's number, as in a shell.
     """
@@ -307,7 +310,7 @@ class _LastingOutput(io.FileIO):
 
 
 def silence_stdout() -> int:
-    """Discard all further output after a BrokenPipeError on stdout (`… | head`), and return the exit code for it."""
+    """Discard all further output after a BrokenPipeError on stdout (`… | head`), and return the shell's code, 141."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 128 + signal.SIGPIPE
 

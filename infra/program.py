@@ -34,7 +34,7 @@ _PLAIN = {
 
 
 def begin_program() -> None:
-    """Prepare this process; call it before any import that needs a package.
+    """Prepare the streams and error messages of a program; call it before any import that needs a package.
 
     On a Python that is too old, it prints one line and exits with code 3. It also installs an exception hook, with
     which a missing package ends the program with one line and code 3 instead of a traceback.
@@ -94,7 +94,7 @@ codecs.register_error(REPLACE_UNPRINTABLE, _replace_unprintable)
 
 
 def _explain_missing_package(kind, error, trace):  # type: ignore[no-untyped-def]
-    """Print one line for a missing package of ours, or Python's traceback for any other error; an exception hook."""
+    """Print one line for a missing required package, else Python's traceback; used as sys.excepthook."""
     module = (getattr(error, "name", None) or "").partition(".")[0]
     if not issubclass(kind, ModuleNotFoundError) or module not in _needed_modules():
         sys.__excepthook__(kind, error, trace)

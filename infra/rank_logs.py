@@ -85,7 +85,6 @@ class LogLine:
         return record
 
     def render(self) -> str:
-        """Render one line for a terminal."""
         step = "step ?" if self.step is None else f"step {self.step}"
         return f"{one_line(self.t)} g{self.generation} n{self.node} r{self.rank} {step} | {escape_controls(self.text)}"
 
@@ -153,7 +152,7 @@ _SEGMENT = re.compile(r"logs/\d{6}/\d+-\d+-[^/]+\.jsonl")
 
 
 class LogsError(InfraError):
-    """The requested logs cannot be shown."""
+    """Logs that cannot be shown."""
 
     outcome = Outcome.CONFIG
 
@@ -218,7 +217,6 @@ def read_logs(folders: Sequence[Path], stores: Sequence[Store]) -> JobLogs:
 
 
 def filter_lines(lines: Iterable[LogLine], wanted: LogFilter) -> list[LogLine]:
-    """Return the lines that match the filter, in their order."""
     matching = [line for line in lines if wanted.matches(line)]
     if wanted.around_step is None:
         return matching if wanted.lines is None else matching[max(0, len(matching) - wanted.lines) :]
@@ -303,7 +301,7 @@ def _unrecorded(raw: Path, lines: list[LogLine], notices: list[str]) -> list[Log
 
 
 def _ranges(descriptor: int, start: int, end: int) -> Iterator[tuple[int, int, bool]]:
-    """Yield (start, end, whether it is a hole) for each part of a range; agents make holes to limit a file's size."""
+    """Yield (start, end, whether it is a hole) for each part of a file's range; agents make holes to limit its size."""
     while start < end:
         try:
             data = min(end, os.lseek(descriptor, start, os.SEEK_DATA))

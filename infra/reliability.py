@@ -115,10 +115,10 @@ _GUESSES = ((0.5, 1.0, 8.0), (0.125, 0.1, 2.0), (0.125, 1 / 3, 2.0), (0.125, 3.0
 class PlannedHazard:
     """Estimate of the interruptions per hour from a plan that may be wrong by a factor: a mixture of Gammas.
 
-    While observations agree with the plan, it counts like eight interruptions. Once they contradict it, it loses its
-    weight, which the prior of a single Gamma cannot do. Components are weighted by the marginal likelihood of Poisson
-    arrivals, Γ(a + n) / Γ(a) · b^a / (b + T)^(a + n), for n interruptions in T hours and a Gamma of shape a and b
-    hours. `ebbflow bench money interval` measures the benefit.
+    While observations agree with the plan, it counts like eight observed interruptions. Once they contradict the plan,
+    it loses its weight, which the prior of a single Gamma cannot do. Components are weighted by the marginal likelihood
+    of Poisson arrivals, Γ(a + n) / Γ(a) · b^a / (b + T)^(a + n), for n interruptions in T hours and a Gamma of shape a
+    and b hours. `ebbflow bench money interval` measures the benefit.
 
     Attributes:
         planned_per_hour: interruptions per hour in the plan.

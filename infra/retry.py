@@ -23,7 +23,6 @@ class Backoff:
         self._next = first_seconds
 
     def next_pause(self) -> float:
-        """Return the pause before the next try."""
         pause, self._next = self._next, min(2 * self._next, self._longest)
         return pause
 

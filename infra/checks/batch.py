@@ -181,7 +181,7 @@ def skip_reason(context: PreflightContext) -> str:
 
 
 def check_batch_queues(context: PreflightContext) -> CheckFinding:
-    """Check that the queues exist, accept jobs and have the configured market, and that one takes the job's nodes."""
+    """Check that the queues exist, take jobs and have the configured market; one must accept the number of nodes."""
     if reason := skip_reason(context):
         return CheckFinding.skipped(reason)
     batch = context.config.batch
@@ -289,7 +289,7 @@ def _kinds(state: QueueState) -> str:
 
 
 def _unanswered(said: str) -> CheckFinding:
-    """Return the finding if AWS did not describe the queues.
+    """Return the finding for a failed request to describe the queues.
 
     On the launching machine the check fails: Metaflow makes the same request before each job, so the launch would fail
     too. In a Batch container the check is skipped: a container submits no jobs, and its role may lack the permission.

@@ -267,7 +267,7 @@ ADVICE = (
 
 
 def check_advice(context: PreflightContext) -> CheckFinding:
-    """Check that no set environment variable is without effect, slows training, or misleads by its name."""
+    """Check that no environment variable is set that is ignored, misleading, or slows training down."""
     found = [
         (f"{one.variable}={os.environ[one.variable]} {one.why}", f"{one.variable}: {one.instead}")
         for one in ADVICE

@@ -227,7 +227,7 @@ def _cores() -> float:
 
 
 def _memory_limits() -> dict[str, int]:
-    """Return the limits of this process's memory in bytes, by a description such as "available on this machine"."""
+    """Return this process's memory limits in bytes, by descriptions such as "available on this machine"."""
     limits = {}
     for line in _read("/proc/meminfo").splitlines():
         name, _, value = line.partition(":")

@@ -76,8 +76,7 @@ def check_records_folder(context: PreflightContext) -> CheckFinding:
 
 
 def check_store_probe(context: PreflightContext) -> CheckFinding:
-    """Check that an object can be put, listed, read and deleted in the store, and that the bytes read are those
-    written. The object is removed again.
+    """Check that an object can be put, listed, read back unchanged and deleted in the store.
 
     The check ends at the first request that fails because the store is unavailable. After a forbidden request it
     continues, so that the finding names all missing permissions.

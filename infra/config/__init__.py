@@ -1,4 +1,4 @@
-"""The typed configuration of a job: its schema, and how it is read from a file, the environment and --set."""
+"""Typed configuration of a job: its schema, and the loader of a file, environment variables and --set options."""
 
 from __future__ import annotations
 

@@ -68,7 +68,6 @@ def mapping_of(key: str) -> str | None:
 
 
 def annotation_of(key: str) -> Any:
-    """Return the type annotation of a key's value."""
     mapping = mapping_of(key)
     return leaf_fields()[key].annotation if mapping is None else get_args(leaf_fields()[mapping].annotation)[1]
 
@@ -210,10 +209,7 @@ ENVIRONMENT = f"environment {PREFIX}"  # prefix of sources and messages
 
 
 def environment_source(key: str) -> str:
-    """Return the source to show for a key that an environment variable sets: "environment EBBFLOW__MODEL__NUM_HEADS".
-
-    The key of this example is model.num_heads.
-    """
+    """Return the source of a key that the environment sets, such as "environment EBBFLOW__MODEL__NUM_HEADS"."""
     return ENVIRONMENT + key.replace(".", "__").upper()
 
 

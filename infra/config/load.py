@@ -60,7 +60,7 @@ def convert_entries(entries: Mapping[str, Entry]) -> tuple[dict[str, Any], list[
     """Convert each value to the type that the schema expects.
 
     Returns:
-        The converted values by dotted key, and a problem for each value of another type.
+        The converted values by dotted key, and a problem for each value that has another type.
     """
     values: dict[str, Any] = {}
     problems = []
@@ -143,7 +143,7 @@ def _rule_problem(violation: Violation, entries: Mapping[str, Entry]) -> Problem
 
 
 def _entry(key: str, entries: Mapping[str, Entry]) -> Entry | None:
-    """Return the entry of a key; of a free mapping, the entry of its first name."""
+    """Return the entry of a key; for a free mapping, the entry of the first name in it."""
     names = (name for name in entries if mapping_of(name) == key)
     return entries.get(key) or entries.get(next(names, ""))
 
@@ -247,7 +247,7 @@ def _read_entries(
     """Read the configuration file.
 
     Returns:
-        The entries by dotted key, the problems, and False if the file or its YAML could not be read as a whole.
+        The entries by dotted key, the problems, and whether the file is a readable YAML mapping.
     """
     text, problems = _read(file, given, project_root, cwd)
     if text is None:

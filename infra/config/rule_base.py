@@ -41,7 +41,6 @@ class Rule:
 
 
 def value_of(config: RunConfig, key: str) -> Any:
-    """Return the value of a dotted key."""
     value: Any = config
     for name in key.split("."):
         value = getattr(value, name)

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class Section(BaseModel):
-    """A frozen section that rejects unknown keys and converts no types."""
+    """Base of the configuration's sections: immutable, without unknown keys, and without conversion of types."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 

@@ -99,18 +99,18 @@ MODEL_RULES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Derived:
-    """A quantity that must be at least 1: the product of the keys `top` divided by that of the keys `bottom`, rounded
-    down.
+    """A whole number that follows from other keys and must be at least 1, such as samples per micro-batch.
 
-    Keys that are "auto" are left out of the products.
+    It is the product of the keys `top`, divided by the product of the keys `bottom`, and rounded down. Keys that are
+    "auto" are left out.
 
     Attributes:
         name: name of the quantity in messages.
         top: dotted keys of the numerator.
         bottom: dotted keys of the denominator.
         why: consequence if the quantity is 0.
-        spare: size of the quantity with the values that the hint suggests, such as 4 commits of a job.
-        applies: whether a configuration has the quantity.
+        spare: quantity that results from the values in the hint, such as 4 commits of a job.
+        applies: returns whether the quantity exists in a configuration.
     """
 
     name: str

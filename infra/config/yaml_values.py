@@ -171,7 +171,7 @@ class Expected:
 
     @classmethod
     def of(cls, annotation: Any) -> Expected:
-        """Make it from a field's type annotation, such as ``int | Literal["auto"]``."""
+        """Return the values that a type annotation accepts, such as ``int | Literal["auto"]``."""
         types, choices, nullable, section = set(), [], False, None
         for part in _alternatives(annotation):
             if part in (None, type(None)):
