@@ -1,4 +1,4 @@
-"""Place the attempts of a job on AWS Batch, each with fresh prices and the history of the attempts before it.
+"""Placement of a job's attempts on AWS Batch, each with fresh prices and the history of the earlier attempts.
 
 `choose_placement` returns a `Placement`; `read_attempts` reads from a job's events how earlier attempts ended.
 """

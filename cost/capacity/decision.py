@@ -1,17 +1,21 @@
-"""Choose where the next attempt runs: `choose_placement`, a pure function of the plan, the queues and past attempts.
+"""Choose the queue and the machines of a job's next attempt on AWS Batch: `choose_placement`.
 
-A policy decides through the safety net: Spot while slack lasts, on-demand at the last safe moment. Two things differ on
-Batch. Waiting for capacity is free, and a job in RUNNABLE starts as soon as there is some. So if a policy would wait,
-the next best Spot start is submitted instead, for as long as waiting is safe (`Placement.runnable_seconds`). And an
-on-demand attempt runs to the end of the job, because nothing takes it away: it does not begin before the last safe
-moment, whatever the policy answers.
+The choice depends only on the plan, the queues and the past attempts. A policy makes it, and the safety net checks it:
+Spot while there is slack (time to the deadline beyond the remaining work), on-demand at the last safe moment. AWS Batch
+differs in two points from the situation that policies assume:
 
-Policies assume one speed. So the remaining work is that of the slowest pool shown, and each price is scaled such that
-finishing there, with one start, has its real cost: price = p · (w_pool + d + Δ) / (w + d + Δ).
+- Waiting for capacity is free, and a job in state RUNNABLE starts as soon as there is capacity. So if a policy would
+  wait, the job is submitted to the next best Spot pool, for as long as waiting is safe (`Placement.runnable_seconds`).
+- An on-demand attempt runs to the end of the job, because nothing takes its machines away. So it does not begin before
+  the last safe moment, whatever the policy answers.
 
-Policies draw no random numbers and read no clock, so the same states in the same order give the same policy. The state
-of each decision is recorded with its placement and replayed before the next one; between decisions, an attempt's pool
-is shown as running.
+Policies assume that all pools have the same speed. So the remaining work is that of the slowest pool shown to the
+policy, and each price p is scaled such that finishing in that pool, with one start, has its real cost: price = p ·
+(w_pool + d + Δ) / (w + d + Δ), with w for the remaining hours of work, d for the changeover and Δ for the tick.
+
+Policies use no random numbers and no clock, so the same states in the same order give the same policy. The state of
+each decision is recorded with its placement and replayed before the next decision. The replay shows the pool of each
+attempt as running while the attempt ran.
 """
 
 from __future__ import annotations
@@ -63,10 +67,11 @@ class Situation:
     """Input of one decision.
 
     Attributes:
-        state: None without an on-demand pool, because no deadline can be guaranteed then.
-        shown: Offers by the pool's name in the state.
-        spare_hours: Slack beyond the shortest Spot try; negative if Spot is closed.
-        start_within_hours: By Spot pool, the longest wait and start after which on-demand would still be in time.
+        state: State for the policy; None without an on-demand pool, because no deadline can be guaranteed then.
+        shown: Offers (pools with a queue) by the pool's id in the state.
+        spare_hours: Slack beyond that needed for the shortest Spot try; negative if no Spot try is safe.
+        start_within_hours: For each Spot pool, the longest wait and start-up of an attempt after which on-demand would
+            still finish in time.
     """
 
     state: State | None
@@ -78,11 +83,13 @@ class Situation:
 def build_situation(
     plan: Plan, found: Sequence[QueueOffer], history: AttemptHistory, *, runnable_hours: float, now_utc: float
 ) -> Situation:
-    """Build the input of a decision.
+    """Build the input of one decision.
 
     Args:
-        runnable_hours: Longest wait for capacity: the stated on-demand delay, and the most that a refused Spot start
-            costs.
+        found: Pools with a queue that can run them.
+        runnable_hours: Longest wait for capacity. It is the assumed on-demand delay, and the most time that a Spot
+            start without capacity costs.
+        now_utc: Unix time.
     """
     now = (now_utc - plan.started_utc) / HOUR
     deadline = math.inf if plan.deadline_hours is None else plan.deadline_hours
@@ -93,7 +100,7 @@ def build_situation(
     changeover = max(one.candidate.case.fixed_lost_hours for one in found)
 
     def spare(offer: QueueOffer, last_resort: QueueOffer) -> float:
-        """Return the slack beyond a start that is refused at once and beyond all reserves."""
+        """Return the hours of slack beyond a failed Spot start and all time kept for the on-demand fallback."""
         reserve = 2 * changeover + runnable_hours + offer.candidate.case.interval_hours
         return deadline - now - max(offer.work_hours, last_resort.work_hours) - reserve
 
@@ -122,16 +129,16 @@ def build_situation(
         commit_interval_hours=max(offer.candidate.case.interval_hours for offer in shown),
     )
     shown_by_id = {offer.id: offer for offer in shown}
-    within = {offer.id: spare(offer, last_resort) + changeover for offer in open_spots}  # a start is in the changeover
+    within = {offer.id: spare(offer, last_resort) + changeover for offer in open_spots}  # changeover: with the start-up
     spare_hours = most[last_resort.id] - least
     return Situation(state=state, shown=shown_by_id, spare_hours=spare_hours, start_within_hours=within)
 
 
 def _budget_usd(plan: Plan, last_resort: QueueOffer, tick_hours: float) -> float:
-    """Return the budget for the safety net, without the price of the last checkpoint.
+    """Return the budget for the safety net in dollars: that of the plan, without the price of the last checkpoint.
 
-    The net reserves one tick on demand, for whole-tick billing. AWS bills seconds, with a one-minute minimum, so the
-    rest of that tick is added back.
+    The safety net reserves one on-demand tick for billing by whole ticks. AWS bills by the second, with a one-minute
+    minimum, so the rest of that tick is added back.
     """
     if plan.budget_usd is None:
         return math.inf
@@ -140,7 +147,10 @@ def _budget_usd(plan: Plan, last_resort: QueueOffer, tick_hours: float) -> float
 
 
 def _fallback_offers(found: Sequence[QueueOffer], history: AttemptHistory) -> list[QueueOffer]:
-    """Return on-demand pools, cheapest first, without those that just had no capacity unless all of them had none."""
+    """Return the on-demand offers, cheapest first, without those that the last attempts found without capacity.
+
+    If this leaves none, return all on-demand offers.
+    """
     refused = set()
     for attempt in reversed(history.attempts):
         if not attempt.refused:
@@ -165,7 +175,10 @@ def _view(offer: QueueOffer, history: AttemptHistory, plan: Plan, now: float, wo
 
 
 def _last_seen(offer: QueueOffer, history: AttemptHistory, plan: Plan, now: float) -> tuple[bool | None, float | None]:
-    """Return (had capacity, hour) from the newest attempt in the pool. The last attempt's end counts as seen now."""
+    """Return whether the pool had capacity at its last attempt, and the hour of that; (None, None) without attempt.
+
+    The end of the job's last attempt counts as observed now. On-demand always has capacity.
+    """
     if not offer.is_spot:
         return True, now
     for attempt in reversed(history.attempts):
@@ -183,7 +196,7 @@ _INFINITE = ("deadline_hours", "budget_usd")
 
 
 def state_json(state: State) -> dict[str, Any]:
-    """Return strict JSON; infinite limits become null."""
+    """Return the state as strict JSON data. An infinite deadline or budget becomes null."""
     data = {name: value for name, value in asdict(state).items() if not name.startswith("_")}
     limits = {name: None for name in _INFINITE if math.isinf(data[name])}
     return {**data, **limits, "pools": [dict(pool) for pool in data["pools"]]}
@@ -197,7 +210,7 @@ def state_from_json(data: dict[str, Any]) -> State:
 
 
 def as_running(state: State, pool: str, now_hours: float, work_done_hours: float) -> State:
-    """Return the state at a later hour, with the pool's machines running."""
+    """Return a later state at `now_hours`, in which the pool's machines run and did `work_done_hours` of work."""
     pools = tuple(
         replace(view, available=True, seen_at_hours=now_hours) if view.id == pool else view for view in state.pools
     )
@@ -211,12 +224,14 @@ def as_running(state: State, pool: str, now_hours: float, work_done_hours: float
     )
 
 
-# Most states replayed per attempt; a policy learns from spells, not from ticks.
+# Most states replayed per attempt. They suffice, because a policy learns from hours with capacity, not from ticks.
 _MOST_REPLAYED = 50
 
 
 def replay_attempts(policy: Policy, history: AttemptHistory, *, started_utc: float) -> None:
-    """Replay the job's earlier decisions and attempts to `policy`, and raise what it raises.
+    """Show a new policy all states of the job's earlier decisions and attempts, so that it learns from them again.
+
+    Errors of the policy are not caught.
 
     Args:
         started_utc: Unix time of hour 0 of the job's clock.
@@ -244,7 +259,7 @@ def _replayed_states(attempt: PastAttempt, started_utc: float) -> Iterator[State
 
 
 LEAST_WALL_SECONDS = 60
-# Without budget and deadline: this multiple of the expected hours, at least Metaflow's own limit.
+# Limit without budget and deadline: this multiple of the expected hours, and at least Metaflow's own limit.
 _WALL_TIMES, _WALL_AT_LEAST_SECONDS = 4, 5 * 24 * 3600
 
 
@@ -266,12 +281,13 @@ def choose_placement(
     now_utc: float,
     catalogue: Catalogue | None = None,
 ) -> Placement:
-    """Choose the place of the next attempt.
+    """Choose the queue, instance type and number of nodes of the next attempt.
 
     Args:
-        plan: A fresh plan of the remaining work, with all its pools.
-        queues: By name, from `ebbflow.infra.batch.queues.describe_queues`.
+        plan: A new plan of the remaining work, with all its pools.
+        queues: AWS Batch queues by name, from `ebbflow.infra.batch.queues.describe_queues`.
         now_utc: Unix time.
+        catalogue: None means the shipped tables.
 
     Raises:
         PlacementError: The plan is refused (budget, deadline, no capacity), or no queue can run any of its pools.
@@ -300,7 +316,7 @@ def choose_placement(
 
 
 def _region_of(queues: Mapping[str, QueueState]) -> str | None:
-    """Return the region in the queues' ARNs (arn:aws:batch:REGION:…); None if they have none or differ."""
+    """Return the region named in the queues' ARNs (arn:aws:batch:REGION:…); None if there is none, or more than one."""
     said = {queue.arn.split(":")[3] for queue in queues.values() if queue.arn.count(":") > 3}
     return said.pop() if len(said) == 1 else None
 
@@ -334,9 +350,9 @@ def _placement(
 
 
 def wall_seconds(config: RunConfig, plan: Plan, offer: QueueOffer, now_utc: float) -> int:
-    """Return the paid seconds within budget and deadline.
+    """Return the longest paid time of an attempt in seconds, so that it stays within budget and deadline.
 
-    The job stops itself earlier, because both limits include its last checkpoint.
+    The job normally stops earlier, because both limits include the time for its last checkpoint.
     """
     one, limits = offer.candidate, []
     if plan.budget_usd is not None and one.gang_usd_per_hour > 0:
@@ -350,7 +366,14 @@ def wall_seconds(config: RunConfig, plan: Plan, offer: QueueOffer, now_utc: floa
 
 
 def _after_a_bug(found: tuple[QueueOffer, ...], history: AttemptHistory) -> _Choice | None:
-    """Stay in the pool, or choose one that costs no more, if the user's code ended the last attempt; else None."""
+    """Choose the pool of the last attempt, or one that costs no more, if the user's code ended that attempt.
+
+    Returns:
+        None if the last attempt ended for another reason.
+
+    Raises:
+        PlacementError: The pool is no longer available, and all others cost more.
+    """
     last = history.last
     if last is None or last.cause != USER_CODE:
         return None
@@ -375,7 +398,7 @@ def _after_a_bug(found: tuple[QueueOffer, ...], history: AttemptHistory) -> _Cho
 
 
 def _only_one_market(found: tuple[QueueOffer, ...], history: AttemptHistory) -> _Choice:
-    """Choose the cheapest Spot pool that did not just refuse, if there is no on-demand pool to fall back to."""
+    """Choose the cheapest Spot pool that did not just lack capacity, if there is no on-demand pool to fall back on."""
     gone = [attempt.placement.pool for attempt in history.attempts[-len(found) :] if attempt.refused]
     order = sorted(found, key=lambda one: gone.index(one.id) + 1 if one.id in gone else 0)
     return _Choice(
@@ -385,7 +408,7 @@ def _only_one_market(found: tuple[QueueOffer, ...], history: AttemptHistory) -> 
 
 
 def _ask_policy(seen: Situation, history: AttemptHistory, plan: Plan) -> _Choice | None:
-    """Ask the policy through the safety net; None without an on-demand pool."""
+    """Let the policy choose, under the safety net. Return None if there is no on-demand pool to fall back on."""
     state = seen.state
     if state is None:
         return None
@@ -415,7 +438,7 @@ def _ask_policy(seen: Situation, history: AttemptHistory, plan: Plan) -> _Choice
 
 
 class _FixedPolicy:
-    """A policy with one answer, to learn whether the net allows it."""
+    """Policy that always gives the same answer. It shows whether the safety net allows that answer."""
 
     def __init__(self, action: Action) -> None:
         self._action = action
@@ -431,9 +454,9 @@ def _spot_of(action: Action, state: State) -> str | None:
 
 
 def _queued_for(state: State) -> str | None:
-    """Return the Spot pool to queue for, if the net allows it.
+    """Return the Spot pool in whose queue the job should wait; None if the safety net allows none.
 
-    Cheapest first; pools observed without capacity last, the longest-ago observation first.
+    Cheaper pools come first. Pools last observed without capacity come after all others, the oldest observation first.
     """
 
     def rank(pool: PoolView) -> tuple[float, float, str]:
@@ -460,7 +483,7 @@ def _slack(state: State) -> str:
 
 
 def _last_end(history: AttemptHistory) -> str:
-    """Describe how the last attempt ended, as the beginning of a reason."""
+    """Describe the end of the last attempt, as the beginning of the reason for the next placement."""
     last = history.last
     if last is None:
         return ""

@@ -1,4 +1,4 @@
-"""Placements that AWS Batch can run, the queues that can run each pool, and how a job's earlier placements ended."""
+"""Placements of a job's attempts on AWS Batch, the queues that can run each pool, and the ends of earlier attempts."""
 
 from __future__ import annotations
 
@@ -26,22 +26,23 @@ _KERNEL_SHARE, _RESERVED_SHARE, _AGENT_MIB = 0.025, 0.05, 32
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Where one attempt runs, and why.
+    """Queue, machines and limits of one attempt on AWS Batch, and the reason for this choice.
 
     Attributes:
         queue: Name or ARN.
-        market: spot or on_demand.
-        region, zone: Place of the price; Batch chooses the zone itself.
-        cpu, gpu, memory_mib: Request per node; one job fills one instance.
-        wall_seconds: Paid time within budget and deadline, for Batch's attempt duration; at least 60.
-        runnable_seconds: Longest wait for capacity before the attempt is placed again.
-        usd_per_hour: Per node, from the plan.
+        market: "spot" or "on_demand".
+        region, zone: Place for which the price holds; AWS Batch chooses the real zone.
+        cpu, gpu, memory_mib: Request per node; it fills one instance.
+        wall_seconds: Longest paid time within budget and deadline, at least 60; AWS Batch ends the attempt after it.
+        runnable_seconds: Longest wait for capacity; after it, the attempt is placed again.
+        usd_per_hour: Price of one node in the plan.
         quoted_usd_per_hour: The same price as quoted, for the bill.
-        expected_hours, expected_usd: Forecast of the plan for the rest of the job in this pool.
-        reason: Why the pool was chosen, on one line.
-        policy: Name of the policy that chose it.
-        start_by_utc: Unix time of the latest start after which on-demand would still be in time; None: no limit.
-        state: State that the policy saw, to be replayed before the next decision.
+        expected_hours, expected_usd: The plan's forecast for the rest of the job in this pool.
+        reason: Reason for this choice, on one line.
+        policy: Name of the policy that chose the pool.
+        start_by_utc: Unix time by which the attempt must have started so that on-demand could still finish in time
+            after it. None means no limit.
+        state: State that the policy saw, replayed before the next decision.
     """
 
     queue: str
@@ -68,7 +69,7 @@ class Placement:
 
     @property
     def pool(self) -> str:
-        """Name of the pool for policies, whose memory is by pool."""
+        """Id of the pool, under which policies remember it."""
         return pool_id(self.queue, self.instance_type, self.nodes)
 
     @property
@@ -84,7 +85,7 @@ class Placement:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Placement:
-        """Read the result of `to_json`. Ignores keys of later versions. Raises TypeError for a missing key."""
+        """Build a placement from the result of `to_json`. Ignores unknown keys. Raises TypeError for a missing key."""
         return cls(**{name: data[name] for name in cls.__dataclass_fields__ if name in data})
 
 
@@ -93,15 +94,15 @@ def pool_id(queue: str, instance_type: str, nodes: int) -> str:
 
 
 def memory_mib(kind: InstanceType) -> int:
-    """Return the memory of an instance that a job can use."""
+    """Return the memory of an instance in MiB that a job can request."""
     left = (1 - _KERNEL_SHARE) * (1 - _RESERVED_SHARE)
     return math.floor(kind.ram_gib * 1024 * left) - _AGENT_MIB
 
 
 def with_placement(plan: Plan, placement: Placement) -> Plan:
-    """Return the plan with the placed pool as the chosen one, for terms, ledger and report.
+    """Return the plan with the placement's pool as the chosen one, so that ledger and report use its price.
 
-    Raises KeyError if the plan does not rank that pool.
+    Raises KeyError if the pool is not among the plan's ranked ones.
     """
     ours = next((one for one in plan.ranked if _is_of(one, placement)), None)
     if ours is None:
@@ -111,7 +112,7 @@ def with_placement(plan: Plan, placement: Placement) -> Plan:
 
 
 def reserve_usd(plan: Plan, pool: Candidate) -> float:
-    """Return the price of the last checkpoint in a pool, scaled from that of the chosen pool by the gang's price."""
+    """Return the dollars kept for the last checkpoint in a pool: the plan's amount, scaled by the gang's price."""
     chosen = plan.ranked[0].gang_usd_per_hour
     return plan.reserve_usd * pool.gang_usd_per_hour / chosen if chosen else plan.reserve_usd
 
@@ -123,7 +124,10 @@ def _is_of(one: Candidate, placement: Placement) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class QueueOffer:
-    """A pool that a queue can run, at the plan's cheapest place for the type, because Batch chooses the zone."""
+    """A pool, and an AWS Batch queue that can run it.
+
+    AWS Batch chooses the zone. So one pool stands for all zones: the cheapest of its instance type and number of nodes.
+    """
 
     candidate: Candidate
     queue: str
@@ -148,7 +152,11 @@ def find_offers(
     region: str | None = None,
     catalogue: Catalogue | None = None,
 ) -> tuple[QueueOffer, ...]:
-    """Return one offer per type, size and queue, in the plan's order. region: that of the queues; None if unknown."""
+    """Return one offer for each instance type, number of nodes and queue that can run them, in the plan's order.
+
+    Args:
+        region: Region of the queues; pools of other regions are left out. None if it is unknown.
+    """
     kinds = load_catalogue() if catalogue is None else catalogue
     found: dict[str, QueueOffer] = {}
     for one in ranked:
@@ -168,7 +176,10 @@ def explain_no_offer(
     region: str | None = None,
     catalogue: Catalogue | None = None,
 ) -> str:
-    """Explain for each queue why it cannot run the cheapest pool that is closest to its market and types."""
+    """Explain for each queue why it cannot run any pool of the plan.
+
+    The example for a queue is the cheapest pool of its market and instance types, or the closest to that.
+    """
     if not queues:
         return "the account has no queue that training may go to"
     here = [one for one in ranked if region is None or one.region in (None, region)]
@@ -198,15 +209,17 @@ _CORRECTABLE = (ENDED, UNKNOWN, USER_CODE, TERMINATED)
 
 @dataclass(frozen=True, kw_only=True)
 class PastAttempt:
-    """A placement and how it ended. Unix times by Batch's clock; None if it did not happen or is unknown.
+    """A placement and the end of its attempt. Times are Unix times of AWS Batch; None if not reached or unknown.
 
     Attributes:
-        cause: Batch's cause, corrected by the agents' events: an attempt that left after a reclaim notice counts as
-            reclaimed, and a failure is the user's code only if the agents agree or know nothing else.
-        reason: Batch's text, or "".
-        run: Run of the flow that placed it.
-        after_generation: Newest generation known when it was placed; later generations ran after it. Clocks are minutes
-            apart, generations are ordered.
+        cause: Cause of the end according to AWS Batch, corrected by the agents' events. An attempt that left after a
+            reclaim notice counts as reclaimed. A failure counts as the user's code only if the agents agree or report
+            no cause.
+        reason: AWS Batch's own text, or "".
+        run: Metaflow run that placed the attempt.
+        after_generation: Newest generation (start of the ranks) that was recorded when the attempt was placed. Newer
+            generations belong to it or to later attempts. Clocks cannot show this order, because they differ by
+            minutes.
     """
 
     placement: Placement
@@ -222,12 +235,12 @@ class PastAttempt:
 
     @property
     def refused(self) -> bool:
-        """Whether the pool had no capacity within the allowed wait."""
+        """Whether the attempt never started, because its pool had no capacity within the allowed wait."""
         return self.cause == NEVER_STARTED or (self.cause == TERMINATED and self.started_utc is None)
 
     @property
     def ended_utc(self) -> float:
-        """Latest known time of the attempt."""
+        """The latest of the attempt's known Unix times."""
         known = (self.placed_utc, self.created_utc, self.started_utc, self.stopped_utc)
         return max(moment for moment in known if moment is not None)
 
@@ -244,7 +257,7 @@ class AttemptHistory:
 
 
 def batch_attempt_data(attempt: BatchAttempt, placement: Placement | None) -> dict[str, Any]:
-    """Return the data of a `batch_attempt` event: Batch's description of a job, and its placement for the ledger.
+    """Return the data of a `batch_attempt` event: AWS Batch's description of a job, and its machines and price.
 
     Args:
         placement: None if unknown.
@@ -254,10 +267,11 @@ def batch_attempt_data(attempt: BatchAttempt, placement: Placement | None) -> di
 
 
 def read_attempts(events: Sequence[Event]) -> AttemptHistory:
-    """Read the attempts from a job's events, in any order.
+    """Read a job's attempts from its events, in any order.
 
-    An attempt's end is that of the job submitted for it; without a recorded submit, the first `batch_attempt` between
-    it and the next placement. Of several events about one job the last one counts. Unreadable placements are skipped.
+    The end of an attempt is that of the AWS Batch job that was submitted for it. Without a record of the submit, it is
+    the first `batch_attempt` event between this placement and the next. If several events describe one job, the last
+    one counts. Unreadable placements are skipped.
     """
     ordered = sorted(events, key=lambda event: (event.t_wall, event.t_mono))
     agents = _causes_from_agents(ordered)
@@ -268,7 +282,7 @@ def read_attempts(events: Sequence[Event]) -> AttemptHistory:
     for event in ordered:
         if event.name != PLACED or (placement := _placement(event.data)) is None:
             continue
-        # A placement made without the job's events has no generation; it is not earlier than those before it.
+        # A placement made without the job's events records no generation: use that of the placement before it.
         reached = max(reached, int(event.data.get("after_generation") or 0))
         attempt = PastAttempt(placement=placement, placed_utc=event.t_wall, run=event.run, after_generation=reached)
         job_id = jobs.get(id(event), "")
@@ -277,7 +291,7 @@ def read_attempts(events: Sequence[Event]) -> AttemptHistory:
 
 
 def _jobs_of_placements(ordered: Sequence[Event]) -> dict[int, str]:
-    """Map the `id` of each `placed` event to its Batch job."""
+    """Return the AWS Batch job id for each `placed` event. The key is `id(event)`."""
     found: dict[int, str] = {}
     taken: set[str] = set()
     tries: dict[tuple[Any, ...], Event] = {}
@@ -313,9 +327,9 @@ def _with_end(attempt: PastAttempt, job_id: str, data: Mapping[str, Any], better
 
 
 def _causes_from_agents(events: Sequence[Event]) -> dict[str, str]:
-    """Return by Batch job the causes that only agents know.
+    """Return the causes that only the agents' events show, by AWS Batch job id.
 
-    The machine was to be reclaimed, or the last generation ended for another reason than the user's code.
+    These are notices that the machine will be reclaimed, and whether the user's code ended the job's last generation.
     """
     jobs: dict[int, set[str]] = {}
     for event in events:

@@ -1,1 +1,1 @@
-"""Simulation of jobs over recorded availability and prices, and the optimum over the same traces."""
+"""Simulation of jobs on recorded capacity and prices, and the lowest possible cost on the same recordings."""

@@ -1,4 +1,4 @@
-"""`ebbflow simulate`: run one policy over recorded traces, beside the optimum, as a table or as JSON."""
+"""`ebbflow simulate`: run one policy on recorded traces and compare it with the optimum, as a table or as JSON."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _stated(usd_per_hour: float | None, otherwise: float) -> float:
 
 
 def _prices(arguments: argparse.Namespace) -> str:
-    """Describe the prices. A price that is not stated is that of a V100 in 2023."""
+    """Describe the origin of the prices. Without an option, they are those of a V100 in 2023."""
     usual = "list price of a V100, 2023"
     spot = "as stated" if arguments.spot_usd_per_hour is not None else usual
     demand = "as stated" if arguments.on_demand_usd_per_hour is not None else usual
@@ -173,7 +173,7 @@ def _document(
 
 
 def _mean(usd: list[float | None]) -> float | None:
-    """Return the mean; None if one value is unknown, because the others would be the mean of other jobs."""
+    """Return the mean; None if a value is unknown, because a mean of fewer jobs cannot be compared with the others."""
     known = [value for value in usd if value is not None]
     return statistics.fmean(known) if known and len(known) == len(usd) else None
 

@@ -1,13 +1,14 @@
-"""Simulate one job under one policy, tick by tick, and compute the optimum with the whole future known.
+"""Simulate one job under one policy, tick by tick, and compute the optimum: the lowest cost with the future known.
 
-At each tick, a spot machine whose pool has no capacity is lost; the state is observed as far as the rules allow; the
-policy answers; starts are tried in the named order; the tick is billed and its useful part is done. `Rules` define what
-is observed and how ticks are billed; the published definition is one of them.
+A tick begins with the loss of a spot machine whose pool has no capacity. Then pools are observed as far as the rules
+allow, the policy answers, its starts are tried in order, and the tick is billed and its useful part counted as work.
+`Rules` define the observations and the billing; the published definition is one of them.
 
 The optimum is exact on the grid of ticks, which is the published definition (SkyNomad, NSDI'27): work, changeover and
 transfer are rounded up to whole ticks, whole ticks are billed, one machine is held at a time, and the first start is in
-any zone without a transfer. Dynamic programming solves it backwards in time. A state is (machine held and its place,
-remaining ticks of start-up h, remaining ticks of work w):
+any zone without a transfer. Dynamic programming computes the lowest remaining cost backwards in time. t is the tick, r
+the place of the machine, l that of the checkpoint, h the remaining ticks of start-up (H at a start), and w those of
+work:
 
     hold(t, r, h, w) = min(leave, price(t, r) + hold(t+1, r, h−1, w))            h > 0
                        min(leave, price(t, r) + hold(t+1, r, 0, w−1))            h = 0, spot only if available at t
@@ -43,13 +44,13 @@ from ebbflow.cost.simulate.world import World
 
 @dataclass(frozen=True, slots=True)
 class SimulatedJob:
-    """A job of a gang: `work_hours` of useful time, due `deadline_hours` after the submit.
+    """A simulated job: `work_hours` of useful work by all its nodes, due `deadline_hours` after the submit.
 
     Attributes:
-        changeover_hours: Paid time from a start to the first useful hour.
-        commit_interval_hours: Useful hours between commits; a preemption redoes the work since the last one. 0: nothing
-            is redone, the published definition.
-        seed: Seed of the on-demand delays.
+        changeover_hours: Paid hours from a start to the first useful work.
+        commit_interval_hours: Hours of useful work between commits; a preemption undoes the work since the last commit.
+            0 means that nothing is undone, as in the published definition.
+        seed: Seed of the random on-demand delays.
     """
 
     work_hours: float
@@ -62,12 +63,13 @@ class SimulatedJob:
 
 @dataclass(frozen=True, slots=True)
 class Deviations:
-    """Deviations from the stated conditions.
+    """Differences between the simulated reality and the job's assumptions.
 
     Attributes:
-        useful_per_hour: True throughput relative to the assumed one.
-        noticed_after_hours: Useful hours after which the job's estimate uses the true throughput (inf: never).
-        on_demand_delays: Hours of each on-demand start, the last one for all further starts. None: drawn by the rules.
+        useful_per_hour: Real speed divided by the assumed speed.
+        noticed_after_hours: Useful hours after which the job knows the real speed; infinite means never.
+        on_demand_delays: Delays in hours of the on-demand starts, in order; the last one also holds for all further
+            starts. None means random delays within the rules.
     """
 
     useful_per_hour: float = 1.0
@@ -77,7 +79,7 @@ class Deviations:
 
 @dataclass(slots=True)
 class SimulationOutcome:
-    """Cost and course of a simulated job. Dollars for the whole gang; hours on the job's clock."""
+    """Costs and events of a simulated job. Dollars are for all nodes; hours count from the submit."""
 
     finished_hours: float | None = None
     deadline_hours: float = 0.0
@@ -94,9 +96,9 @@ class SimulationOutcome:
     decisions: int = 0
     overruled: int = 0
     tick_usd: float = 0.0
-    """Price of the longest tick on demand."""
+    """On-demand price of the longest tick."""
     timeline: list[tuple[float, str | None]] = field(default_factory=list)
-    """(hour, pool) at each change of pool."""
+    """(hour, pool or None) at each change of pool."""
 
     @property
     def usd(self) -> float:
@@ -107,22 +109,22 @@ class SimulationOutcome:
         return self.finished_hours is None or self.finished_hours > self.deadline_hours + 1e-9
 
     def over_budget(self, budget_usd: float) -> bool:
-        """Whether the cost exceeds the budget by more than one tick of on-demand compute."""
+        """Return whether the cost exceeds the budget by more than one tick of on-demand compute."""
         return self.usd > budget_usd + self.tick_usd + 1e-9
 
 
 class Billing(StrEnum):
     WHOLE_TICK = "whole_tick"
-    """Every tick with a machine is billed in full, as in the published figures."""
+    """Every tick in which a machine is held is billed in full, as in the published figures."""
     PER_SECOND = "per_second"
-    """The time of a machine is billed, at least 60 s per start: Amazon's rule for Linux."""
+    """A machine is billed by the second, at least 60 s per start: Amazon's rule for Linux."""
 
 
 class Visibility(StrEnum):
     OWN_ZONE = "own_zone"
-    """The zone of the running or last start is observed at each decision, others only by probes and starts."""
+    """The zone of the last start is observed at each decision, other zones only by probes and starts."""
     OWN_POOL = "own_pool"
-    """Only the running machine is observed; a waiting job learns only from starts."""
+    """Only the pool of the running machine is observed; a waiting job observes capacity only by starts."""
     ALL = "all"
 
 
@@ -131,11 +133,13 @@ class Rules:
     """Rules of a simulation.
 
     Attributes:
-        attempts: Starts per decision; 0: as many as there are pools.
-        probe_hours: Paid time of a probe; None without probes.
-        drain_hours: Paid time of leaving a machine on purpose.
-        on_demand_delay_hours: Longest unpaid wait for on-demand; drawn uniformly from 0 for each start.
-        probe_interval_hours: Shortest time between probes of a pool.
+        information: The pools whose capacity the policy observes.
+        attempts: Starts that may be tried per decision; 0 means as many as there are pools.
+        probe_hours: Paid hours of a probe, a short start that only tests for capacity. None means no probes.
+        drain_hours: Paid hours that it takes to leave a machine on purpose.
+        on_demand_delay_hours: Longest unpaid wait for on-demand machines. The wait of each start is uniformly
+            distributed from 0 to this value.
+        probe_interval_hours: Shortest time between two probes of a pool.
     """
 
     name: str
@@ -177,13 +181,16 @@ def simulate(
 ) -> SimulationOutcome:
     """Run the job from the first tick of `world` until it is done or the world ends.
 
-    To keep the deadline, pass a policy in its net (`ebbflow.cost.policy.safety_net.SafetyNet`).
+    A bare policy may miss the deadline; wrap it in `ebbflow.cost.policy.safety_net.SafetyNet` to prevent that.
+
+    Args:
+        reality: None means no deviation from the job's assumptions.
     """
     return _Simulation(world, job, rules, policy, reality or Deviations()).run()
 
 
 def first_state(world: World, job: SimulatedJob, rules: Rules) -> State:
-    """Return the state before any start, for the admission of a job."""
+    """Return the state before any start, for the admission of the job."""
     simulation = _Simulation(world, job, rules, Greedy(), Deviations())
     simulation.look_at_all(0)
     return simulation.state(0.0)
@@ -195,7 +202,7 @@ class _Simulation:
         self.spots = len(world.zones)
         self.up: list[list[bool]] = world.available.tolist()
         self.prices: list[list[float]] = world.usd_per_hour.tolist()
-        # Most prices are constant at most ticks: only changes are processed.
+        # Prices rarely change, so only their changes are processed.
         self.moved: dict[int, list[int]] = {}
         for tick, pool in np.argwhere(np.diff(world.usd_per_hour, axis=1).T != 0).tolist():
             self.moved.setdefault(tick + 1, []).append(pool)
@@ -260,7 +267,7 @@ class _Simulation:
         )
 
     def look_at_all(self, tick: int) -> None:
-        """Renew every view, as after a move of the checkpoint; observations of capacity are kept."""
+        """Update the views of all pools after a move of the checkpoint. Earlier observations of capacity are kept."""
         old = self.views or [None] * len(self.names)
         self.views = [
             self._view(
@@ -320,14 +327,14 @@ class _Simulation:
         self._release()
 
     def _release(self) -> None:
-        """Release the machine; bill the minimum for a shorter start."""
+        """Give up the machine. Bill the one-minute minimum if it was held for less."""
         if self.rules.billing is Billing.PER_SECOND and 0 < self.held < MINIMUM_HOURS and self.current is not None:
             self._pay(self.current, (MINIMUM_HOURS - self.held) * self.views[self.current].usd_per_hour)
         self.current, self.uncommitted, self.held = None, 0.0, 0.0
         self.startup_left = self.delay_left = self.stated_left = 0.0
 
     def _act(self, action: object, tick: int, now: float) -> float:
-        """Carry out the answer. Return the hours of the tick spent on leaving."""
+        """Carry out the policy's answer. Return the hours of the tick that it took to leave a machine."""
         if not isinstance(action, UsePool):
             return self._leave()
         used = 0.0
@@ -393,7 +400,7 @@ class _Simulation:
             self.outcome.probe_usd += self.rules.probe_hours * self.prices[pool][tick] * up
 
     def _work(self, tick: int, hours: float, used: float) -> float | None:
-        """Bill the tick and do its useful part. Return the hour within the tick at which the job finished, or None."""
+        """Bill a tick and do its useful work. Return the hour within the tick at which the job was done, or None."""
         used += self.draining
         self.draining = max(0.0, used - hours)
         used = min(used, hours)
@@ -444,7 +451,7 @@ class _Simulation:
 
 @dataclass(frozen=True, slots=True)
 class SimulationResult:
-    """Outcome of a job, or its refusal; exactly one is None."""
+    """The outcome of a simulated job, or the refusal of its admission; the other one is None."""
 
     outcome: SimulationOutcome | None
     refusal: AdmissionRefusal | None
@@ -453,7 +460,7 @@ class SimulationResult:
 def run_job(
     world: World, job: SimulatedJob, rules: Rules, factory: PolicyFactory, *, reality: Deviations | None = None
 ) -> SimulationResult:
-    """Admit the job and run it in the safety net."""
+    """Check the admission of a job, and run it under the policy with its safety net."""
     refusal = admission(first_state(world, job, rules))
     if refusal is not None:
         return SimulationResult(None, refusal)
@@ -467,10 +474,10 @@ Values = NDArray[np.float64]
 
 
 def optimum_usd(world: World, job: SimulatedJob) -> float:
-    """Return the least cost of finishing by the deadline from the first tick of `world`; `math.inf` if impossible.
+    """Return the lowest cost of finishing by the deadline if the future is known; infinite if the job cannot finish.
 
-    Ticks must have equal length. Budget, commits and on-demand delays are ignored: with the future known no work is
-    redone, and on-demand starts at once.
+    Ticks must have equal length. Budget, commits and on-demand delays are ignored: with the future known, no work is
+    redone, and on-demand machines are taken to start at once.
     """
     return _Optimum(world, job).solve()
 

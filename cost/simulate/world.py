@@ -1,11 +1,11 @@
-"""The world of a simulation: pools with recorded availability and prices, read from files.
+"""The world of a simulation: pools with recorded capacity and prices, read from files.
 
-A trace is one zone's JSON file: `{"metadata": {"gap_seconds": 195, "values": "available_count"}, "data": [1, 0, …]}`,
-one value per tick of `gap_seconds`. `metadata.values` names the meaning of the values:
+A trace is the JSON file of one zone: `{"metadata": {"gap_seconds": 195, "values": "available_count"}, "data": [1, 0,
+…]}`. It has one value per tick of `gap_seconds`. `metadata.values` (the polarity) names the meaning of the values:
 
 - `available_count`: number of available machines. The default.
 - `preempted`: 1 if a machine would have been preempted, 0 if it could run. Public copies of the same recordings exist
-  in both polarities; a file that names neither is read as `available_count` and marked as assumed.
+  with both meanings, so a file without this key is marked as assumed.
 
 Prices are one JSON file, plain or gzip, `{"<name of the trace>": [usd_per_hour, …]}`, on the same ticks.
 """
@@ -32,7 +32,14 @@ _ZONE = re.compile(r"^(?P<region>[a-z]+(?:-[a-z]+)+-?\d+)-?(?P<letter>[a-z])(?:_
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """One zone's machines over time. `available` counts them, shape [ticks]."""
+    """Recorded machines of one zone.
+
+    Attributes:
+        gap_seconds: Length of a tick.
+        available: Number of available machines, [ticks].
+        polarity: Meaning of the values in the file, "available_count" or "preempted".
+        polarity_named: Whether the file or the caller named the polarity; otherwise the default is assumed.
+    """
 
     name: str
     region: str
@@ -48,10 +55,10 @@ class Trace:
 
 
 def read_traces(folder: Path, *, values: str | None = None) -> list[Trace]:
-    """Read all traces `*.json` of a folder, sorted by name. Raises TraceError with the file and the key.
+    """Read all traces `*.json` of a folder, sorted by name. Raises TraceError, which names the file and the key.
 
     Args:
-        values: Polarity of files that do not name theirs.
+        values: Polarity of the files that do not name it: "available_count" or "preempted".
     """
     paths = sorted(path for path in folder.glob("*.json") if path.is_file())
     if not paths:
@@ -64,7 +71,7 @@ def read_traces(folder: Path, *, values: str | None = None) -> list[Trace]:
 
 
 def read_trace(path: Path, *, values: str | None = None) -> Trace:
-    """Read one trace. Zone and region come from `metadata.zone`, else from the file's name (`us-east-1a_….json`)."""
+    """Read one trace. Zone and region come from `metadata.zone`, or else from the file's name (`us-east-1a_….json`)."""
     document = _document(path)
     metadata = document.get("metadata")
     if not isinstance(metadata, dict):
@@ -87,7 +94,7 @@ def read_trace(path: Path, *, values: str | None = None) -> Trace:
 
 
 def read_prices(path: Path) -> dict[str, NDArray[np.float64]]:
-    """Read prices by trace name, USD per hour and machine, shape [ticks]."""
+    """Read prices in USD per hour and machine, [ticks], by the name of the trace."""
     document = _document(path)
     prices: dict[str, NDArray[np.float64]] = {}
     for name, series in document.items():
@@ -157,12 +164,12 @@ V100_SPOT_USD_PER_HOUR = 0.9731
 
 @dataclass(frozen=True)
 class Distances:
-    """Cost of moving the checkpoint from one region to another.
+    """Costs and times of moving the checkpoint from one region to another.
 
-    Throughput as measured for SkyNomad: 9.72 Gbit/s within a region, 8.20 between regions of a continent, 3.59 between
-    continents; a gigabyte is 1024 × 8 Mbit, as there. The changeover includes the time within a region, so only the
-    excess counts. USD per GB are Amazon's list prices of transfer between regions: 0.02 from most regions of North
-    America, 0.01 between us-east-1 and us-east-2.
+    The speeds are those measured for SkyNomad: 9.72 Gbit/s within a region, 8.20 between regions of a continent, 3.59
+    between continents; as there, a gigabyte is 1024 × 8 Mbit. The changeover includes the time of a move within a
+    region, so only the additional time counts. The fees are Amazon's list prices of transfer between regions: $0.02 per
+    GB from most regions of North America, $0.01 between us-east-1 and us-east-2.
     """
 
     checkpoint_gb: float = 0.0
@@ -186,11 +193,13 @@ class Distances:
 
 @dataclass(frozen=True)
 class World:
-    """Pools over time. Spot pool i is `zones[i]`; each region has one on-demand pool, in its first zone.
+    """Pools with their capacity and prices over time. Spot pool i is in zone `zones[i]` and region `regions[i]`.
+
+    Each region also has one on-demand pool, in its first zone.
 
     Attributes:
-        available: Whether the whole gang could run, [pools, ticks].
-        usd_per_hour: Price of the whole gang, [pools, ticks].
+        available: Whether all nodes of the job could run, [pools, ticks].
+        usd_per_hour: Spot price of all nodes, [pools, ticks].
         tick_hours: Duration of each tick, [ticks]; equal in a recorded trace.
     """
 
@@ -211,7 +220,7 @@ class World:
         return float(self.tick_hours.sum())
 
     def window(self, start_hours: float, hours: float) -> World:
-        """Return the part that covers `hours` from `start_hours`. Raises SimulationError if the world ends earlier."""
+        """Return the `hours` from `start_hours` on as a world. Raises SimulationError if this world ends earlier."""
         ends = np.cumsum(self.tick_hours)
         first = int(np.searchsorted(ends, start_hours + 1e-9, side="right"))
         last = int(np.searchsorted(ends, start_hours + hours - 1e-9)) + 1
@@ -225,7 +234,7 @@ class World:
         )
 
     def only(self, zones: Sequence[str]) -> World:
-        """Return the world with only these zones, in this order. Raises SimulationError for an unknown zone."""
+        """Return the world with these zones only, in this order. Raises SimulationError for an unknown zone."""
         _distinct(zones)
         missing = [zone for zone in zones if zone not in self.zones]
         if missing:
@@ -249,10 +258,11 @@ def world_of(
     on_demand_usd_per_hour: float = V100_ON_DEMAND_USD_PER_HOUR,
     distances: Distances | None = None,
 ) -> World:
-    """Make a world of traces, cut to the shortest. A gang runs where at least `nodes` machines are available.
+    """Build a world from traces, cut to the shortest. The job runs where at least `nodes` machines are available.
 
     Args:
-        prices: Per machine; the world's prices are per gang. None: every spot machine costs `spot_usd_per_hour`.
+        prices: USD per hour and machine, [ticks], by the name of the trace. None: every spot machine costs
+            `spot_usd_per_hour`.
     """
     if not traces:
         raise SimulationError("no traces, so there is no world to simulate")
@@ -285,7 +295,7 @@ def world_of(
 
 
 def _distinct(zones: Sequence[str]) -> None:
-    """Raise SimulationError for two pools of one name, between which a policy could not choose."""
+    """Raise SimulationError if a zone occurs twice, because a policy could not distinguish its two pools."""
     twice = sorted({zone for zone in zones if zones.count(zone) > 1})
     if twice:
         raise SimulationError(f"zone {', '.join(twice)} is there more than once; one trace for each zone")
@@ -301,9 +311,12 @@ def world_of_events(
     on_demand_usd_per_hour: float,
     distances: Distances | None = None,
 ) -> World:
-    """Make a world of (hour, zone, has capacity) changes, in any order. A zone has no capacity before its first change.
+    """Build a world from changes of capacity: (hour, zone, whether it has capacity from then on), in any order.
 
-    There is a decision at every change and every `decision_hours`; ticks last from one decision to the next.
+    A zone has no capacity before its first change. A tick begins at every change and every `decision_hours`.
+
+    Args:
+        regions: Region of each zone.
     """
     edges = {0.0, hours, *(hour for hour, _, _ in changes if 0 < hour < hours)}
     edges |= set(np.arange(0.0, hours, decision_hours).tolist())
