@@ -158,7 +158,7 @@ def test_no_right_to_ask_is_said_with_the_right(tmp_path: Path):
         return client
 
     arguments = argparse.Namespace(regions=REGIONS, output=tmp_path / "new", no_advisor=True)
-    with pytest.raises(PriceError, match=r"nothing was written, .* allow pricing:GetProducts to"):
+    with pytest.raises(PriceError, match=r"nothing was written, .* allow pricing:GetProducts for"):
         refresh_catalogue(arguments, client=denied)
 
 

@@ -128,7 +128,7 @@ def test_the_estimate_is_the_peak_and_at_most_a_quarter_more(name: str) -> None:
         assert fit.parameters == peak["PARAM"]
         assert fit.optimizer == pytest.approx(peak["OPT"], rel=1e-3), "torch adds a step counter to each parameter"
     step = fit.total - fit.allowance  # the allowance is for what torch does not see: context, fragmentation
-    assert 1.0 <= step / peak["Total"] <= 1.25, (step / peak["Total"], fit.to_json(), peak)
+    assert 1.0 <= step / peak["Total"] <= 1.25, (step / peak["Total"], fit, peak)
 
 
 @pytest.mark.parametrize("name", ["wide", "length 8192", "full", "sharded"])
