@@ -46,7 +46,7 @@ _SAVES = 6
 _SECONDS = 900.0  # for one start of the gang
 _MOST_STARTS = 4
 _NUMBERS = ("loss", "gradient_norm", "tokens", "learning_rate")
-# The rehearsed fault by interruption, at steps between commits, so that work is lost or must be saved in time.
+# The rehearsed fault of each interruption. It occurs between commits, so that work is lost or must be saved in time.
 UNINTERRUPTED, NODE_LOST = "none", "a node is lost"
 INTERRUPTIONS = {
     "a rank is killed": "rank-kill@55%",

@@ -25,7 +25,7 @@ from ebbflow.training.checkpoint.verified_io import crc_text, seal, sha256_text,
 from ebbflow.training.errors import CheckpointError, CorruptCommit, RefusedCommit, TrainingError
 
 _BAD_USAGE = 2
-# These act on what they read, so they require the key of a job that signs; the others report what is unchecked.
+# These act on what they read, so they require the key if the job signs; the others report unchecked signatures.
 _CHECKING = ("export", "pin", "prune", "sign")
 _KINDS = ("dcp", "safetensors", "torch")
 
@@ -227,7 +227,7 @@ def _show(store: Store, options: argparse.Namespace) -> int:
         "job": manifest.save.job,
         "tensors": len(manifest.tensors),
         "bytes_by_kind": dict(kinds),
-        "loads_at": "any number of ranks, in any mode",  # the pieces of every tensor are boxes with a place
+        "loads_at": "any number of ranks, in any mode",  # every piece has its position in the whole tensor
         "random_states_at": ranks if random else None,
         "parent": manifest.common.get("parent"),
         "extra": manifest.common.get("extra"),
@@ -285,7 +285,7 @@ def _sign(store: Store, options: argparse.Namespace) -> int:
     if name is None:
         raise CheckpointError("sign: which key? name its variable with --signing-key-env")
     signs, bad = Signer(name), 0
-    use_signing_key(None)  # unsigned commits are read here
+    use_signing_key(None)  # otherwise unsigned commits would be refused
     signed = {meta.key for meta in store.list("signatures")}
     wanted = [find(store, options.commit)] if options.commit else trace_lineage(store)
     for ref in [one.ref for one in wanted if one.unreachable_because is None]:

@@ -30,7 +30,7 @@ _ASK_DIRECTLY = 8  # listings may lag: the last few missing indexes are looked u
 _READERS = 16  # indexes read at once
 _FOREIGN_COMMIT_EVERY = 4  # every fourth look asks whether another rank has committed
 _LONGEST_PAUSE_SECONDS = 0.5
-# Ranks above 0 look after 1, 3, 7, … units; the k-th look is by ranks below 4^k. 63 units reach rank 4,095.
+# Ranks above 0 look after 1, 3, 7, … time units; the k-th look is by ranks below 4^k, so 63 units suffice for 4,096.
 _LONGEST_UNIT_SECONDS, _UNITS = 1.0, 64
 _WIDENING = 4
 _RANKS_PER_SECOND = 200  # indexes that a slow machine reads and merges per second
@@ -112,7 +112,7 @@ class CommitWatch:
             raw = self._store.get(key)
             index = RankIndex.from_bytes(raw, f"{self._store.uri}/{key}")
             if (signs := signer()) is not None:
-                signs.check_index(self._store, key, index)  # or any writer of the store could get a manifest signed
+                signs.check_index(self._store, key, index)  # else any writer of the store could get a manifest signed
             return index, raw
         except CorruptCommit as error:
             return error

@@ -188,7 +188,7 @@ class LineageChain:
                 f"and the newest there is {self.newest}; fix: put the record back, or export a commit into a new job"
             )
         self.limits: dict[int, float] = {}  # by number, the last step that counts
-        self._ahead: tuple[int, float] | None = None  # the next of them
+        self._ahead: tuple[int, float] | None = None  # number and limit of the next ancestor to read
         if self.newest:
             self._follow(self.newest, float("inf"))
 
@@ -334,7 +334,7 @@ def open_generation(
     opening.number = number
     job_store.put(key, seal(record))
     others = [i for i in await_listed_ids(job_store, generation) if i != generation.id]
-    if others:  # each that sees the other withdraws, so at most one goes on
+    if others:  # every launcher that sees a rival withdraws, so at most one goes on
         job_store.delete(key)
         rivals = ", ".join(generation_key(number, i) for i in others)
         raise TwoLaunchers(
@@ -342,7 +342,7 @@ def open_generation(
             "hint: two launchers work on one job; stop one of them, then start again"
         )
     if chosen is not None and _is_being_deleted(job_store, chosen):
-        job_store.delete(key)  # a deletion looks for new generations after its tombstone: one of the two gives way
+        job_store.delete(key)  # a deletion checks for generations after its tombstone, so one of the two stops
         raise CheckpointError(
             f"{job_store.uri}/{chosen.key}: is being deleted, or was; hint: start again, from another commit"
         )
@@ -445,7 +445,7 @@ def trace_lineage(job_store: Store) -> list[TracedCommit]:
             reason = f"generation {ref.generation} was left at step {int(limit)}"
         refused = _refusal_reason(signs, job_store, ref) if reason is None else ""
         traced.append(TracedCommit(ref, refused or reason, modified, refused=bool(refused)))
-    return sorted(traced, key=lambda t: (t.unreachable_because is not None, t.ref.key))  # the key inverts the numbers
+    return sorted(traced, key=lambda t: (t.unreachable_because is not None, t.ref.key))  # keys invert the numbers
 
 
 def _commit_pages(job_store: Store) -> Iterator[list[tuple[CommitRef, float]]]:

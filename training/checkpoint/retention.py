@@ -372,7 +372,7 @@ class Retention:
         if (newest := newest_generation_number(store, near=number)) > number:
             raise _superseded_error(store, newest, number)
         if not self._record_is_listed(store, save, newest):
-            return []  # the listing is not the whole truth
+            return []  # the listing is incomplete, so the lineage may be too
         return self._enforce(store, number, interrupted, full=full)
 
     def _record_is_listed(self, store: Store, save: CheckpointId, newest: int) -> bool:

@@ -150,7 +150,7 @@ class SavePlanner:
             state = named_state(model, optimizer)
             self._shards = assign_shards(state, self._rank, self._world_size)
             self._wholes = [state[shard.name] for shard in self._shards]
-            # After naming the state, which may bring a module's parameters back into their sharded form.
+            # Read after `named_state`, which may bring a module's parameters back into their sharded form.
             self._known = _tensors(model, optimizer)
             self._memory = [_address(tensor) for tensor in self._known]
             self._owner = (model, optimizer)

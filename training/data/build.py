@@ -142,7 +142,7 @@ def split_files(files: list[SourceFile], fraction: float) -> tuple[list[SourceFi
     """
     if len(files) == 1:
         return _split_inside(files[0], fraction)
-    # With few files all may fall on one side; then the lowest (or highest) lot changes sides.
+    # With few files all may fall on one side; then the file with the lowest (or highest) hash changes sides.
     lots = sorted(_hash_fraction(file.name) for file in files)
     limit = min(max(fraction, lots[1]), lots[-1])
     train = [file for file in files if not is_held_out(file.name, limit)]
