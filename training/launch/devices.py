@@ -1,8 +1,8 @@
-"""The device of each rank: one of its machine's GPUs, or the CPU for all ranks.
+"""Assignment of devices to ranks: one GPU of its machine to each rank, or the CPU to all ranks.
 
-Ranks exchange the identities of the GPUs that they see, and each computes the same assignment. A GPU is identified by
-its UUID, so that two local "nodes" on one machine do not both take cuda:0, nor do tasks that each see one GPU as index
-0 (`srun --gpus-per-task=1`). Importing this module imports no torch: agents use `NodeGpuCheck`.
+The ranks exchange the identities of the GPUs that they see, and each computes the same assignment. The identity of a
+GPU is its UUID, not its index: each of two "nodes" on one machine sees all GPUs from cuda:0 on, and each task of
+`srun --gpus-per-task=1` sees its only GPU as cuda:0. This module does not import torch, since agents use it too.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class VisibleGpus:
     """The GPUs that one rank sees.
 
     Attributes:
-        gpus: Identities, in the order of torch's indices.
-        trouble: Why CUDA does not work although this machine has or should have GPUs; "" otherwise.
-        promised: GPUs per node that the placement pays for.
+        gpus: Identities of the GPUs, in the order of torch's indices.
+        trouble: Reason why CUDA does not work although this machine has GPUs or should have them; "" otherwise.
+        promised: GPUs per node that the chosen machines have; 0 if unknown.
     """
 
     gpus: tuple[str, ...] = ()
@@ -51,8 +51,8 @@ class Assignment:
     """The device of each rank.
 
     Attributes:
-        indices: Index of each rank's GPU as torch numbers it in that rank; None if all ranks train on the CPU.
-        note: Line for the user if GPUs are left unused; "" otherwise.
+        indices: For each rank, torch's index of its GPU in that rank; None if all ranks train on the CPU.
+        note: Message for the user if GPUs remain unused; "" otherwise.
     """
 
     indices: tuple[int, ...] | None = None
@@ -60,7 +60,12 @@ class Assignment:
 
 
 def detect_gpus(choice: DeviceChoice, *, promised: int = 0) -> VisibleGpus:
-    """Detect this rank's GPUs through torch."""
+    """Detect the GPUs that this rank sees, using torch.
+
+    Args:
+        choice: The setting `cluster.device`.
+        promised: GPUs per node that the chosen machines have; 0 if unknown.
+    """
     if choice == "cpu":
         return VisibleGpus()
     import torch
@@ -73,16 +78,17 @@ def detect_gpus(choice: DeviceChoice, *, promised: int = 0) -> VisibleGpus:
 
 
 def assign_gpus(seen: Sequence[VisibleGpus], choice: DeviceChoice) -> Assignment:
-    """Assign one GPU to each rank, or the CPU to all: a gang's collectives support one kind of device.
+    """Assign one GPU to each rank, or the CPU to all ranks, since all ranks must use one kind of device.
 
-    Each rank takes the first GPU that it sees and that no lower rank has taken.
+    Each rank gets the first GPU that it sees and that no lower rank has.
 
     Args:
-        seen: The GPUs of all ranks, in their order.
+        seen: The GPUs that each rank sees, in the order of the ranks.
+        choice: The setting `cluster.device`.
 
     Raises:
-        DeviceUnavailable: CUDA does not work on a machine with GPUs; or there are fewer GPUs than ranks, and
-            `cluster.device` is cuda or the placement pays for GPUs.
+        DeviceUnavailable: CUDA does not work on a machine with GPUs. Or there are fewer GPUs than ranks, although
+            `cluster.device` is cuda or the chosen machines have GPUs.
     """
     if choice == "cpu":
         return Assignment()
@@ -116,10 +122,14 @@ def assign_gpus(seen: Sequence[VisibleGpus], choice: DeviceChoice) -> Assignment
 
 
 class NodeGpuCheck:
-    """Checks a node's GPUs for its agent, in a thread whose child processes import torch and query the driver.
+    """Check of a node's GPUs for its agent, which starts on creation and runs in a thread.
+
+    Child processes of that thread import torch and query the driver, since either could block the agent.
 
     Args:
-        promised: GPUs that the placement pays for; 0 if it names none.
+        choice: The setting `cluster.device`.
+        promised: GPUs per node that the chosen machines have; 0 if unknown.
+        check: Function that tries the GPUs and returns a finding and their number.
     """
 
     def __init__(
@@ -141,7 +151,7 @@ class NodeGpuCheck:
 
     @property
     def refusal(self) -> DeviceUnavailable | None:
-        """Why no rank may start on this node; None if its GPUs work or it has none."""
+        """Error to report instead of starting ranks; None if the GPUs work, there are none, or the check is running."""
         finding = self._finding
         if finding is None or finding.status != "failed":
             return None
@@ -155,7 +165,7 @@ class NodeGpuCheck:
 
 
 def _identity(torch: object, index: int) -> str:
-    """Return a name of a GPU that is equal in all processes and containers of its machine."""
+    """Return the identity of a GPU, which is equal in all processes and containers of its machine."""
     properties = torch.cuda.get_device_properties(index)  # type: ignore[attr-defined]
     uuid = getattr(properties, "uuid", None)
     return str(uuid) if uuid is not None else f"{socket.gethostname()}/{_visible_name(index)}"
@@ -167,7 +177,10 @@ def _visible_name(index: int) -> str:
 
 
 def _why_no_cuda(torch: object) -> str:
-    """Return torch's error; its CPU build raises AssertionError, a broken driver RuntimeError."""
+    """Return the reason why torch finds no GPU.
+
+    Without a better one, it is torch's error: AssertionError of its CPU build, or RuntimeError with a broken driver.
+    """
     if gpus_hidden():
         return f"CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']!r} hides all GPUs"
     try:

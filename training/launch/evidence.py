@@ -1,10 +1,11 @@
-"""Evidence about ranks: stacks, flight recorders, and the record of a failure.
+"""Evidence about failed ranks: stacks, flight recorders and failure records.
 
-Stacks come from py-spy where tracing is permitted, else from faulthandler, which a signal triggers. py-spy with
---nonblocking reads the process's memory, so it works while the process is stopped or its GIL is held.
+Stacks come from py-spy if tracing is permitted, else from Python's faulthandler, which a signal triggers. py-spy with
+--nonblocking reads the process's memory, so it works even if the process is stopped or its GIL is held.
 
-torch's flight recorder lists each rank's collectives: the n-th collective of a group must be the same on all ranks. A
-record is reduced to [group, sequence, operation], with the tensor sizes in the operation if they must agree.
+torch's flight recorder records the collectives of each rank. In a correct program, the n-th collective of a process
+group is the same on all ranks. A record is reduced to [group, sequence, operation]: the group's name, n, and the
+operation's name, with tensor sizes if they must be equal on all ranks.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _MAIN = "MainThread"
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)', re.MULTILINE)
 _WAITING_FILES = ("training/gang.py", "training/step_sync.py", "training/peer_sockets.py")
 _EXCHANGE_FILES = ("training/gang.py", "training/peer_sockets.py")
-# Helpers of an exchange: the caller's frame shows the rank's position.
+# Functions that exchange numbers between ranks. The frame of their caller shows the rank's position.
 _EXCHANGE = ("gather", "gather_numbers", "_tell", "_hear", "_read", "_lost")
 _ENGINE_PLACES = (*_WAITING_FILES, "training/trainer_setup.py", "training/guards/", "training/trainer.py")
 _WAITING_FUNCTIONS = ("sync_step",)  # a GPU's host waits here for its stream, and so for its collectives
@@ -50,7 +51,7 @@ _DIE_WITH_CALLER = (
 
 
 def is_engine_location(where: str) -> bool:
-    """Return whether a location (see `StackTrace.where`) is a collective of the engine, which all ranks call."""
+    """Return whether a location, as in `StackTrace.where`, is a collective of the engine, which all ranks call."""
     return where.startswith(_ENGINE_PLACES)
 
 
@@ -64,18 +65,18 @@ class Frame:
 
     @property
     def own_code(self) -> bool:
-        """Whether it is code of the project or the user, not of a library or the interpreter."""
+        """Whether the code is the project's or the user's, not a library's or the interpreter's."""
         parts = ("site-packages", "dist-packages", "/lib/python3")
         return not self.file.startswith("<") and not any(part in self.file for part in parts)
 
     @property
     def exchange(self) -> bool:
-        """Whether it is a helper that exchanges numbers between ranks for its caller."""
+        """Whether the function exchanges numbers between ranks for its caller."""
         return self.file.endswith(_EXCHANGE_FILES) and self.name.endswith(_EXCHANGE)
 
     @property
     def collective(self) -> bool:
-        """Whether it waits for other ranks."""
+        """Whether the function waits for other ranks."""
         if "/torch/distributed/" in self.file:
             return not any(part in self.file for part in _NOT_WAITING)
         return (
@@ -93,12 +94,12 @@ class Frame:
 
 @dataclass(frozen=True)
 class StackTrace:
-    """A rank's stacks at one moment.
+    """Stacks of one process at one moment.
 
     Attributes:
         frames: Frames of the main thread, innermost first.
-        text: Stacks of all threads.
-        idle: The main thread used no CPU.
+        text: Stacks of all threads, as text.
+        idle: Whether the main thread used no CPU.
     """
 
     frames: Sequence[Frame]
@@ -107,21 +108,25 @@ class StackTrace:
 
     @property
     def where(self) -> str:
-        """The innermost frame of own code that is no exchange helper, else the innermost frame."""
+        """Location of the process, as "file.py:123 in function"; "" without frames.
+
+        It is the innermost frame of own code that is not an exchange, else the innermost frame of all.
+        """
         own = [frame for frame in self.frames if frame.own_code and not frame.exchange]
         return next((str(frame) for frame in [*own, *self.frames]), "")
 
     @property
     def reason(self) -> str:
-        """Message of an uncaught C++ exception; "" without one."""
+        """Message of an uncaught C++ exception in `text`; "" without one."""
         found = re.search(r"^  what\(\):\s*(.*)", self.text, re.MULTILINE)
         return found[1][:300] if found else ""
 
     @property
     def waiting(self) -> bool:
-        """Whether the innermost frame of own code waits for other ranks.
+        """Whether the main thread waits for other ranks.
 
-        On a CPU, backward runs collectives below one frame of torch: an idle thread waits there.
+        On a CPU, backward runs its collectives in C++ below the frame `_engine_run_backward`: an idle thread in that
+        frame counts as waiting.
         """
         for frame in self.frames:
             if frame.collective or (self.idle and frame.name.endswith("_engine_run_backward")):
@@ -132,16 +137,15 @@ class StackTrace:
 
 
 def take_stack(pid: int, output: Path | None) -> StackTrace | None:
-    """Return a rank's stacks within 4 s; None if neither py-spy nor faulthandler works.
+    """Return a rank's stacks, after at most 4 s; None if both py-spy and faulthandler fail.
 
     Args:
-        output: File to which the rank's faulthandler writes.
+        output: File to which the rank's faulthandler writes; None if it has no handler.
     """
     return _run_py_spy(pid) or (_signal_faulthandler(pid, output) if output else None)
 
 
 def parse_py_spy(text: str) -> StackTrace:
-    """Parse the output of `py-spy dump --json`."""
     threads = json.loads(text)
     main = next((thread for thread in threads if thread["thread_name"] == _MAIN), threads[-1])
     return StackTrace(_spy_frames(main), "\n\n".join(map(_describe, threads)), idle=not main["active"])
@@ -150,8 +154,8 @@ def parse_py_spy(text: str) -> StackTrace:
 def parse_faulthandler(text: str) -> StackTrace:
     """Parse faulthandler's output.
 
-    The "current" thread, which received the signal, is usually the main one. If it is a C++ thread without frames, the
-    last thread, which is the oldest, is taken.
+    The frames are those of the "current" thread, which received the signal and is usually the main thread. If that is a
+    C++ thread without Python frames, those of the last thread are used, which is the oldest.
     """
     blocks = re.split(r"^(?=Thread |Current thread )", text, flags=re.MULTILINE)
     stacks = [(block.startswith("Current"), _frames(block)) for block in blocks]
@@ -161,7 +165,7 @@ def parse_faulthandler(text: str) -> StackTrace:
 
 
 def read_crash_stack(log: Path) -> StackTrace | None:
-    """Return the stack that faulthandler wrote to a rank's log at a fatal signal such as SIGSEGV, if any."""
+    """Read the stack that faulthandler wrote to a rank's log at a fatal signal such as SIGSEGV; None without one."""
     try:
         with open(log, "rb") as file:
             file.seek(max(0, log.stat().st_size - _LAST_BYTES))
@@ -174,7 +178,7 @@ def read_crash_stack(log: Path) -> StackTrace | None:
 
 
 def parse_traceback(text: str) -> str:
-    """Return the innermost location of own code in an exception's traceback; "" without one."""
+    """Return the location (see `StackTrace.where`) in an exception's traceback; "" without frames."""
     lines = re.findall(r'  File "(.*)", line (\d+), in (.*)', text)
     frames = [Frame(file, int(line), name) for file, line, name in reversed(lines)]
     return StackTrace(frames, text).where
@@ -197,7 +201,11 @@ def _run_py_spy(pid: int) -> StackTrace | None:
 
 
 def _signal_faulthandler(pid: int, output: Path) -> StackTrace | None:
-    """Trigger faulthandler in a process that has a handler for the signal; it would kill any other."""
+    """Request the stacks from a process's faulthandler, by signal.
+
+    Returns:
+        The stacks; None without an answer. A process without a handler gets no signal, since that would kill it.
+    """
     if not _handles(pid, DUMP_SIGNAL):
         return None
     try:
@@ -245,7 +253,7 @@ def _describe(thread: dict) -> str:
 BUFFER_VARIABLE = "TORCH_FR_BUFFER_SIZE"
 BUFFER_RECORDS = "512"
 _KEPT_CALLS = 64
-_LEAST_CALLS = 8  # calls from which a habit can be inferred
+_LEAST_CALLS = 8  # fewer calls do not show which call is usual
 _SAME_SIZES = ("all_reduce", "allreduce", "all_gather", "allgather", "reduce_scatter", "broadcast", "barrier")
 _RECORDER_SECONDS = 0.5
 
@@ -254,7 +262,14 @@ Calls = Sequence[Sequence]
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Ranks that called `operation` where the `others` called `expected`, at the same place in a group's sequence."""
+    """Collective that differs between ranks.
+
+    Attributes:
+        ranks: Ranks that are at fault, which called `operation`.
+        group: Name of the process group.
+        sequence: Number of the collective in the group.
+        others: Ranks that called `expected`.
+    """
 
     ranks: Sequence[int]
     group: str
@@ -272,7 +287,7 @@ class Mismatch:
 
 
 def parse_records(raw: bytes) -> list[list]:
-    """Return the last collectives of a flight recorder's dump in JSON, oldest first, without point-to-point calls."""
+    """Return the last 64 collectives in a flight recorder's JSON, oldest first; [] if it is malformed."""
     try:
         entries = json.loads(raw).get("entries", [])
         calls = [_call(entry) for entry in entries if not entry.get("is_p2p")]
@@ -282,7 +297,10 @@ def parse_records(raw: bytes) -> list[list]:
 
 
 def fetch_records(socket_path: Path) -> bytes:
-    """Fetch a rank's flight recorder, which answers from a thread without the GIL; b"" after 0.5 s."""
+    """Fetch the content of a rank's flight recorder as JSON; b"" if there is no answer within 0.5 s.
+
+    A C++ thread of the rank answers, so the request works even if the GIL is held.
+    """
     connection = _UnixConnection(socket_path)
     try:
         connection.request("POST", "/handler/fr_trace_json")
@@ -294,9 +312,13 @@ def fetch_records(socket_path: Path) -> bytes:
 
 
 def find_mismatch(calls: Mapping[int, Calls]) -> Mismatch | None:
-    """Find the first place at which ranks called different operations.
+    """Find the first collective of a group in which ranks called different operations; None if all agree.
 
-    The minority is at fault; of equally many ranks, those whose call is the less usual one after its predecessor.
+    The ranks in the minority are at fault. If both sides are equally many, the ranks are at fault whose call has
+    followed the call before it less often so far.
+
+    Args:
+        calls: Last collectives of each rank, as `parse_records` returns them.
     """
     for group, sequence, by_rank in _common_places(calls):
         operations = Counter(by_rank.values())
@@ -319,7 +341,7 @@ def find_mismatch(calls: Mapping[int, Calls]) -> Mismatch | None:
 
 
 def is_unusual_call(calls: Calls) -> bool | None:
-    """Return whether a rank's last call never followed its predecessor before; None with too few calls."""
+    """Return whether a rank's last two calls are in an order that did not occur before; None with under 8 calls."""
     group = calls[-1][0] if calls else ""
     own = [operation for name, _, operation in calls if name == group]
     if len(own) < _LEAST_CALLS:
@@ -329,9 +351,13 @@ def is_unusual_call(calls: Calls) -> bool | None:
 
 
 def find_furthest_behind(calls: Mapping[int, Calls]) -> list[int]:
-    """Return the ranks that the others wait for: behind in one of their groups and ahead in none; [] if none is behind.
+    """Return the ranks that the others wait for; [] if no rank is behind.
 
-    With several groups (HSDP), a rank that waits keeps others waiting: it is behind too, but ahead of the first one.
+    These ranks are behind in one of their process groups and ahead in none. With several groups (HSDP), a rank that
+    waits in one group is behind in another, but it is also ahead of the rank that it waits for.
+
+    Args:
+        calls: Last collectives of each rank, as `parse_records` returns them.
     """
     last: dict[str, dict[int, int]] = {}
     for rank, records in calls.items():
@@ -356,9 +382,9 @@ def _call(entry: dict) -> list:
 
 
 def _common_places(calls: Mapping[int, Calls]) -> list[tuple[str, int, dict[int, str]]]:
-    """Return (group, sequence, {rank: operation}) for all places that two or more ranks have recorded, earliest first.
+    """Return (group, sequence, {rank: operation}) for each collective that several ranks recorded, in sequence order.
 
-    Coalesced calls share a sequence number, and a dump may catch a rank between them: such places are left out.
+    Coalesced calls are omitted: they share a sequence number, and a dump may show a rank between two of them.
     """
     places: dict[tuple[str, int], dict[int, str]] = {}
     coalesced: set[tuple[str, int]] = set()
@@ -373,7 +399,7 @@ def _common_places(calls: Mapping[int, Calls]) -> list[tuple[str, int, dict[int,
 
 
 def _habit(calls: Mapping[int, Calls], group: str, sequence: int, by_rank: Mapping[int, str], operation: str) -> int:
-    """Count how often `operation` followed its predecessor earlier, on the ranks that call it here."""
+    """Count how often the ranks that call `operation` here called it after the same preceding call before."""
     count = 0
     for rank in (rank for rank, called in by_rank.items() if called == operation):
         own = [(number, name) for name_of_group, number, name in calls[rank] if name_of_group == group]
@@ -386,7 +412,10 @@ def _habit(calls: Mapping[int, Calls], group: str, sequence: int, by_rank: Mappi
 
 
 class _UnixConnection(http.client.HTTPConnection):
-    """HTTP over a Unix socket, opened through its folder's descriptor: socket paths are limited to 108 bytes."""
+    """HTTP connection over a Unix socket.
+
+    It opens the socket through a descriptor of its folder, because socket paths are limited to 108 bytes.
+    """
 
     def __init__(self, path: Path) -> None:
         super().__init__("localhost", timeout=_RECORDER_SECONDS)
@@ -408,23 +437,24 @@ SLOW = "slow"
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerFailure:
-    """Why a rank ended or must be killed; with `witness`, the position of a rank while another one failed.
+    """Failure of one rank; with `witness`, the position of a rank that has not failed while another one has.
 
     Attributes:
-        killed_by: Name of the signal that killed it, or "node N" if its node was lost.
-        memory_kill: The kernel killed it because memory ran out.
-        cascade: It only followed a peer's failure, or waited for one in vain.
-        hung: It is alive without progress.
-        stopped: It is hung because it is not scheduled (SIGSTOP, a debugger).
-        left: It ended with a result.
-        error: Class name of its exception.
-        timestamp: Unix time of its death, or of the last progress of a hung rank.
-        certainty: PROVEN (dead, stopped) or SLOW (no progress beyond its hang threshold).
-        step, phase: From its last heartbeat.
-        where: Innermost location of own code, as "file.py:123 in function".
-        waiting: That location is in a collective.
-        dump: Path of the file with its stacks.
-        calls: Its last collectives, oldest first, as [group, sequence, operation].
+        message: Description of the failure.
+        killed_by: Name of the signal that killed the rank, or "node N" if its node was lost.
+        memory_kill: Whether the kernel killed the rank because memory ran out.
+        cascade: Whether the rank failed only because it lost a peer or waited for one until a deadline.
+        hung: Whether the rank is alive without progress.
+        stopped: Whether the rank is hung because it is stopped (SIGSTOP).
+        left: Whether the rank has finished with a result.
+        error: Class name of the rank's exception.
+        timestamp: Unix time of the rank's death or, if it is alive, of its last progress.
+        certainty: PROVEN (dead, stopped) or SLOW (without progress for longer than its hang threshold).
+        step, phase: Step and phase in the rank's last heartbeat.
+        where: Code location, as in `StackTrace.where`.
+        waiting: Whether that location is in a collective.
+        dump: Path of the file with the rank's stacks.
+        calls: The rank's last collectives, oldest first, as [group, sequence, operation].
     """
 
     rank: int
@@ -449,13 +479,11 @@ class WorkerFailure:
 
     @property
     def headline(self) -> str:
-        """One line for the terminal."""
         first = self.message.splitlines()[0] if self.message else "no message"
         return f"followed a lost peer ({first[:60]}…)" if self.cascade else first[:300]
 
     @property
     def kind(self) -> str:
-        """The kind of failure, in a word or two."""
         if self.memory_kill:
             return "killed for memory"
         if self.killed_by:
@@ -468,20 +496,20 @@ class WorkerFailure:
 
     @property
     def fingerprint(self) -> str:
-        """Kind and location, without numbers that vary: equal for equal failures in different attempts."""
+        """Kind and location of the failure, which are equal for equal failures in different attempts."""
         return f"{self.kind} at {self.where}" if self.where else self.kind
 
     @property
     def priority(self) -> tuple[int, float]:
-        """Sort key: killed or stopped first, then raised, hung and followed; each by time."""
+        """Sort key: killed or stopped ranks first, then exceptions, hangs and cascades, each by time."""
         proven = self.killed_by or self.stopped
         return (0 if proven else 3 if self.cascade else 2 if self.hung else 1, self.timestamp)
 
 
 def is_peer_loss_error(message: str) -> bool:
-    """Return whether gloo, NCCL or the TCP store report a dead or absent peer with this message.
+    """Return whether this is a message of gloo, NCCL or torch's TCP store about a dead or missing peer.
 
-    Ranks whose collectives differ get the same messages, also where the program is right.
+    A rank whose collective differs from the others' gets such a message too, and so do the ranks without a fault.
     """
     return any(sign in message.lower() for sign in _COLLECTIVE_SIGNS)
 
@@ -503,7 +531,7 @@ _COLLECTIVE_SIGNS = (
 
 @dataclass(frozen=True)
 class RankPosition:
-    """Where a rank is, with the fields of `WorkerFailure`; `path` is the file with all details, "" if not written."""
+    """Position of a rank, in fields of `WorkerFailure`; `path` is the file with its stacks, "" if not written."""
 
     where: str = ""
     waiting: bool = False
@@ -512,10 +540,11 @@ class RankPosition:
 
 
 class Dump:
-    """Stacks and flight recorders of several ranks, collected in threads while the agent goes on.
+    """Dump of the stacks and flight recorders of several ranks, collected in threads of `pool`.
 
     Args:
-        heartbeats: (pid, path of the heartbeat) of each rank.
+        folder: Folder for the files of the dump.
+        heartbeats: (pid, path of the heartbeat file) of each rank.
         at: Time of the request, on the caller's clock.
     """
 

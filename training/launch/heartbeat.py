@@ -1,6 +1,7 @@
-"""Heartbeats: a rank's progress in shared memory, and how long it may stay in one phase.
+"""Heartbeats, with which a rank reports its progress in shared memory, and the hang thresholds of its phases.
 
-A heartbeat carries step and phase, not mere liveness: a frozen rank still exists. Writing one costs about 1 µs.
+A heartbeat contains the rank's step and phase. That a process exists does not show progress, since it may be frozen.
+Writing a heartbeat takes about 1 µs.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ PHASES = (
     "evaluation",
     "done",
 )
-_INTERLUDES = frozenset({"compile", "store"})  # interrupt other phases, which go on afterwards
+_INTERLUDES = frozenset({"compile", "store"})  # these phases interrupt another one, which continues afterwards
 _PHASE_NUMBER = {name: number for number, name in enumerate(PHASES)}
 _PID, _STEP, _PHASE, _NANOSECONDS, _ENTERED = range(5)
 _FIELDS = _ENTERED + len(PHASES)
@@ -44,8 +45,9 @@ class HeartbeatReading:
     """The last heartbeat of a rank.
 
     Attributes:
-        t_mono: Monotonic clock of this machine, in seconds.
-        entered: How often this phase has begun; compilation or a wait for the store within it does not begin it again.
+        t_mono: time.monotonic() of the heartbeat.
+        entered: Number of times that this phase has begun. A phase that continues after a compilation or a wait for the
+            store does not begin again.
     """
 
     pid: int
@@ -56,16 +58,16 @@ class HeartbeatReading:
 
 
 class Heartbeat:
-    """A rank's heartbeat in shared memory: the agent creates it, the rank writes it, without a lock.
+    """A rank's heartbeat in shared memory. The agent creates the file and the rank writes it, without a lock.
 
-    Its fields are aligned 8-byte integers, each stored whole: a reader may see a mix of two heartbeats, but
-    never half a number. (`struct.pack_into` would clear the buffer first, so that a reader could see zeros.)
+    Each field is one aligned 8-byte integer, which is written at once. A reader may see fields of two heartbeats, but
+    never a part of a number. (`struct.pack_into` would clear the buffer first, so a reader could see zeros.)
     """
 
     def __init__(self, path: Path) -> None:
         with open(path, "r+b") as file:
             self._record = memoryview(mmap.mmap(file.fileno(), _FIELDS * 8)).cast("q")
-        self._interrupted = ""  # phase that goes on after the current interlude
+        self._interrupted = ""  # phase that continues after the current interlude
 
     @classmethod
     def create(cls, path: Path) -> Heartbeat:
@@ -100,24 +102,28 @@ _PR_SET_PTRACER = 0x59616D61  # <linux/prctl.h>
 
 
 def stacks_path(heartbeat: Path) -> Path:
-    """Return the file beside the heartbeat to which a rank's faulthandler writes."""
+    """Return the path of the file to which a rank's faulthandler writes."""
     return heartbeat.with_suffix(".stacks")
 
 
 def recorder_socket_path(heartbeat: Path) -> Path:
-    """Return the socket at which a rank's flight recorder answers."""
+    """Return the path of the socket at which a rank serves its flight recorder."""
     return heartbeat.with_suffix(".recorder")
 
 
 def records_path(heartbeat: Path) -> Path:
-    """Return the file with the flight recorder's content at a rank's exception."""
+    """Return the path of the file to which a rank saves its flight recorder after an exception."""
     return heartbeat.with_suffix(".records.json")
 
 
 class WatchHooks:
-    """Lets the agent inspect this rank: faulthandler on a signal, and torch's flight recorder on a socket.
+    """Hooks in a rank through which its agent gets evidence: stacks by a signal, the flight recorder by a socket.
 
-    Keep it for the rank's lifetime.
+    The rank must keep this object until it ends.
+
+    Args:
+        heartbeat: Path of the rank's heartbeat file; the other files are beside it.
+        agent_pid: Process id of the agent, which may trace the rank; None without an agent.
     """
 
     def __init__(self, heartbeat: Path, agent_pid: int | None) -> None:
@@ -130,7 +136,7 @@ class WatchHooks:
         self._server = self._serve_recorder()
 
     def save_records(self) -> None:
-        """Save the flight recorder's content after an exception, since an ended process cannot be asked."""
+        """Save the flight recorder's content to a file, for use after the process has ended. Never raises."""
         with contextlib.suppress(Exception):
             # The stubs of torch do not list it.
             from torch._C._distributed_c10d import _dump_fr_trace_json  # pyright: ignore[reportAttributeAccessIssue]
@@ -138,7 +144,10 @@ class WatchHooks:
             records_path(self._heartbeat).write_bytes(_dump_fr_trace_json(includeCollectives=True, onlyActive=False))
 
     def _serve_recorder(self) -> object | None:
-        """Serve torch's own handlers from C++ threads; None with a torch that lacks this private interface."""
+        """Start torch's server for debug requests, which runs in C++ threads, and return it.
+
+        The interface is private: the result is None if this version of torch lacks it.
+        """
         try:
             from torch._C._distributed_c10d import _WorkerServer
 
@@ -154,9 +163,9 @@ class WatchHooks:
 
 
 MINIMUM_SECONDS = 3.0
-FACTOR = 10.0  # times the p99 of a phase
+FACTOR = 10.0  # hang threshold, relative to the p99 of the phase's duration
 _START_MARGIN_SECONDS = 10.0
-_STORE_MARGIN_SECONDS = 10.0  # a rank gives up its uploader some seconds after the save's deadline
+_STORE_MARGIN_SECONDS = 10.0  # a rank stops waiting for its uploader some seconds after the save's deadline
 _START_PHASES = frozenset({"init", "restore"})
 STORE_PHASE = "store"
 _STEP_PHASES = frozenset({"data", "forward", "backward", "optimizer"})
@@ -167,9 +176,9 @@ _BUCKETS = 96  # up to 1.4e4 s
 
 
 class DurationHistogram:
-    """Streaming quantiles in 96 counters: bucket k holds durations up to 1 ms × 2^(k/4).
+    """Histogram of durations for approximate quantiles: counter k of 96 counts durations up to 1 ms × 2^(k/4).
 
-    Quantiles are at most 19 % too high and never too low.
+    A quantile is at most 19 % too high and never too low.
     """
 
     def __init__(self) -> None:
@@ -182,9 +191,10 @@ class DurationHistogram:
         self._total += 1
 
     def quantile(self, share: float) -> float:
-        """Return the upper bound in seconds of the bucket with the quantile; 0 without durations.
+        """Return the seconds that a `share` of the durations do not exceed, rounded up to a counter's bound.
 
-        Of 20 or more durations the longest is ignored: one stall early in a run must not raise the limits.
+        The result is 0 without durations. From 20 durations on, the longest one is ignored, so that one stall early in
+        a run does not raise the hang threshold.
         """
         wanted, seen = share * self._total, 0
         if self._total >= _ENOUGH:
@@ -198,13 +208,13 @@ class DurationHistogram:
 
 @dataclass(frozen=True, kw_only=True)
 class HangLimits:
-    """Configured limits for phases without progress, in seconds.
+    """Configured limits for the time that a rank may spend in a phase without progress.
 
     Attributes:
-        floor_seconds: Lower bound of every hang threshold.
-        start_seconds: Limit for the phases init and restore.
-        store_seconds: Limit for a wait until a save is durable.
-        longest_seconds: Upper bound of every threshold, and the limit for phases that have not ended yet.
+        floor_seconds: Lower bound of every learned hang threshold.
+        start_seconds: Hang threshold of the phases init and restore.
+        store_seconds: Hang threshold of the phase store, a wait until a save is durable.
+        longest_seconds: Upper bound of every learned threshold, and the threshold of a phase that has not ended once.
     """
 
     floor_seconds: float
@@ -214,7 +224,7 @@ class HangLimits:
 
     @classmethod
     def from_config(cls, config: RunConfig) -> HangLimits:
-        """Take the limits from a configuration; the margin lets ranks report a missing rank before the agent acts."""
+        """Compute the limits. A margin lets ranks report a missing rank themselves before their agent ends them."""
         cluster = config.cluster
         return cls(
             floor_seconds=config.survival.hang_floor_seconds,
@@ -225,10 +235,10 @@ class HangLimits:
 
 
 class PhaseThresholds:
-    """Hang thresholds for one rank, learned from its heartbeats as the agent samples them.
+    """Hang thresholds for one rank, learned from the heartbeats that the agent reads at intervals.
 
-    A phase that begins and ends between two samples was shorter than their distance and is only counted; the length of
-    the others is known to within that distance. Their p99 is therefore too high rather than too low.
+    A phase that begins and ends between two reads is not measured. The duration of every other phase is known to within
+    one interval. Since only short phases are missed, the p99 is rather too high than too low.
     """
 
     def __init__(self, limits: HangLimits) -> None:
@@ -239,7 +249,7 @@ class PhaseThresholds:
         self._first_step: int | None = None
 
     def observe(self, beat: HeartbeatReading, now: float) -> None:
-        """Learn from a heartbeat read at time.monotonic() `now`."""
+        """Learn the duration of a phase from a heartbeat that was read at time.monotonic() `now`."""
         last, looked = self._beat, self._looked
         self._beat, self._looked = beat, now
         if beat.phase in _STEP_PHASES and self._first_step is None:
@@ -248,12 +258,15 @@ class PhaseThresholds:
             return
         if self._is_first(last) and last.phase != "evaluation":  # compilation in an evaluation is a phase of its own
             return
-        # After a late sample several phases may have ended: only the certain part counts.
+        # If this read is late, several phases may have ended since the last one: count only the time up to that one.
         seconds = min(beat.t_mono - last.t_mono, looked - last.t_mono + 0.1)
         self._seen.setdefault(last.phase, DurationHistogram()).add(seconds)
 
     def suspicion_threshold(self, beat: HeartbeatReading) -> float:
-        """Return the seconds after which a phase is suspiciously long: 10 × p99, at least 3 s."""
+        """Return the seconds after which a phase is suspiciously long: 10 × its p99, at least 3 s.
+
+        The agent then collects evidence, but does not end the rank.
+        """
         if (own := self._fixed_limit(beat)) is not None:
             return own
         if self._is_first(beat):
@@ -268,13 +281,13 @@ class PhaseThresholds:
         return min(max(self.suspicion_threshold(beat), self._limits.floor_seconds), self._limits.longest_seconds)
 
     def _fixed_limit(self, beat: HeartbeatReading) -> float | None:
-        """Return the limit of phases whose length depends on other ranks or the store; None for all others."""
+        """Return the configured threshold of the phases init, restore and store; None for other phases."""
         if beat.phase in _START_PHASES:
             return self._limits.start_seconds
         return self._limits.store_seconds if beat.phase == STORE_PHASE else None
 
     def _is_first(self, beat: HeartbeatReading) -> bool:
-        """Return whether this is the first step, save or evaluation, which compiles, allocates and connects."""
+        """Return whether the rank is in its first step, save or evaluation, which takes longer than later ones."""
         if beat.phase in _STEP_PHASES:
             return self._first_step is None or beat.step <= self._first_step
         return beat.entered <= 1 or beat.phase in ("compile", "done")

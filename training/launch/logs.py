@@ -1,11 +1,11 @@
-"""The output of a node's ranks: on the terminal, as JSON lines on disk, and in the job's store.
+"""Output of a node's ranks: on the terminal, as JSON lines on disk, and in the job's store.
 
-A rank writes its raw log itself, so that its output does not depend on an agent. The agent follows the file and writes
-one JSON record per line beside it, in `rank-N.jsonl`; if the agent is killed, `infra.rank_logs` reads the rest from the
-raw log. Where the log folder is not part of the store, a thread uploads the records in segments.
+A rank writes its output to a file, its raw log, so the output does not depend on the agent. The agent follows that file
+and writes one JSON record per line to `rank-N.jsonl` beside it. If the agent is killed, `ebbflow.infra.rank_logs` reads
+the remaining lines from the raw log. A thread uploads the records in segments, unless the log folder is in the store.
 
-Both files have a size limit (`survival.rank_log_mib`). The agent frees the middle of a longer raw log with
-fallocate(2), FALLOC_FL_PUNCH_HOLE: the rank writes on undisturbed, and byte offsets in the records stay valid.
+Both files have a size limit (`survival.rank_log_mib`). If a raw log exceeds it, the agent frees the middle of the file
+with fallocate(2), FALLOC_FL_PUNCH_HOLE. The rank can write on meanwhile, and byte offsets in the records stay valid.
 """
 
 from __future__ import annotations
@@ -52,10 +52,11 @@ _NATIVE_STACK = re.compile(r"Exception raised from |frame #\d+: ")
 
 
 class TerminalEcho:
-    """Prints rank 0's lines on the agent's output; on other nodes only the lines with the metrics' address.
+    """Printer of new lines from the log of the node's first rank to the agent's output.
 
-    After a traceback only lines of progress are printed: whether it is the cause is decided later. Warnings of torch's
-    C++ code stay in the raw log.
+    It prints rank 0's lines. On other nodes it prints only the line with the address of the metrics. From a traceback
+    on, it prints only rank 0's progress lines and that address, because the traceback may not be the cause of the
+    failure. Warnings of torch's C++ code are not printed.
     """
 
     def __init__(self, group: WorkerGroup) -> None:
@@ -87,18 +88,18 @@ class TerminalEcho:
 
 
 def _without_hole(data: bytes) -> bytes:
-    """Remove the zeros that are read where the middle of a log was freed."""
+    """Remove zero bytes, which are read where the middle of a log was freed."""
     return data.replace(b"\0", b"")
 
 
 class NativeWarnings:
-    """Removes warnings of torch's C++ code, with the stacks that follow them, from a log's lines."""
+    """Filter that removes warnings of torch's C++ code, with the stacks that follow them, from a log's lines."""
 
     def __init__(self) -> None:
         self._inside = False
 
     def remove_from(self, lines: Sequence[str]) -> Iterator[str]:
-        """Yield the remaining lines; call it with consecutive parts of the log."""
+        """Yield the lines that are no such warnings. Successive calls must get successive parts of the log."""
         for line in lines:
             note = _NATIVE_NOTE.match(line) is not None
             self._inside = note or (self._inside and _NATIVE_STACK.match(line) is not None)
@@ -107,9 +108,10 @@ class NativeWarnings:
 
 
 def show_failed_logs(group: WorkerGroup, failures: Sequence[WorkerFailure], *, job: str, generation: int) -> None:
-    """Print the last lines of the rank that failed first, the paths of the other failed ranks' logs, and a command.
+    """Print the last lines of the rank that failed first, and the log paths of the other failed ranks.
 
-    Ranks that only followed a lost peer are left out.
+    The last line printed is the `ebbflow logs` command that shows more. Ranks that failed only because they lost a peer
+    are omitted.
     """
     workers = {worker.rank: worker for worker in group.workers}
     own = sorted((failure for failure in failures if not failure.cascade), key=lambda failure: failure.priority)
@@ -143,10 +145,10 @@ def _logs_command(job: str, generation: int, worker: Worker) -> str:
 
 
 class NonBlockingOutput:
-    """Writes to this process's output in a thread, so that a paused reader (Ctrl-S, a full pipe) stops no agent.
+    """Writer to this process's stdout, in a thread, so that a paused terminal or full pipe cannot block the agent.
 
-    A caller waits until its text is written, at most 1 s per pause. 1 MiB of text is kept for the time after the pause;
-    further lines are dropped and counted.
+    `write` returns when the text is written, or after 1 s; it does not wait again until the output accepts text. During
+    such a pause up to 1 MiB (2^20 characters) of text is queued; further lines are dropped and counted.
     """
 
     def __init__(self) -> None:
@@ -168,7 +170,7 @@ class NonBlockingOutput:
             self._paused = True
 
     def flush(self, seconds: float) -> bool:
-        """Return whether everything was written within the time."""
+        """Wait until all text is written, at most `seconds`; return whether it is."""
         with self._guard:
             if self._thread is None:
                 return True
@@ -200,7 +202,7 @@ class NonBlockingOutput:
 
 
 def _write_to(output: Any, text: str) -> None:
-    """Write text, with characters that the encoding lacks as similar ASCII or escapes."""
+    """Write text; replace characters that the encoding lacks by similar ASCII characters or escapes."""
     encoding = getattr(output, "encoding", None) or "utf-8"
     data = text.encode(encoding, REPLACE_UNPRINTABLE)
     try:
@@ -225,7 +227,7 @@ _OWN_OUTPUT = NonBlockingOutput()
 
 
 def print_line(text: str) -> None:
-    """Print a line on this process's output; it never raises or blocks for long."""
+    """Print a line on this process's output. Never raises, and blocks for at most 1 s."""
     _OWN_OUTPUT.write(text + "\n")
 
 
@@ -243,11 +245,14 @@ _PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 
 
 class RankLog:
-    """Follows one raw log and writes its records.
+    """One rank's raw log, and the file of records that is written from it.
+
+    A raw log that is too large keeps its first part and its last part, the tail.
 
     Args:
-        limit_bytes: Limit for the raw log and, about four times as much, for its records: the first part and the last
-            `tail_bytes` are kept (None: an eighth, at most 1 MiB). A raw log is cut at the next `free_middle`.
+        raw: Path of the raw log.
+        limit_bytes: Size limit of the raw log. Its records are limited to about four times as much.
+        tail_bytes: Size of the tail. The default, None, means an eighth of `limit_bytes`, at most 1 MiB.
     """
 
     def __init__(
@@ -272,12 +277,12 @@ class RankLog:
         self._torn = False  # the last write failed, perhaps within a line
 
     def follow(self, beat: HeartbeatReading) -> list[bytes]:
-        """Write and return the records of the complete lines since the last call."""
+        """Write and return the records of new complete lines in the first part of the log."""
         room = min(_BYTES_PER_LOOK, self._head - self._read, self._left())
         return self._take(room, beat, at_end=False) if room > 0 and not self._full else []
 
     def finish(self, beat: HeartbeatReading) -> list[bytes]:
-        """Write and return the records of the rest, once the rank has ended."""
+        """Write and return the records of all remaining lines. Call it when the rank has ended."""
         records: list[bytes] = []
         while (left := self._left()) > 0 and (room := min(_BYTES_PER_LOOK, self._head - self._read)) > 0:
             found = [] if self._full else self._take(room, beat, at_end=room >= left)
@@ -289,7 +294,7 @@ class RankLog:
         return records
 
     def free_middle(self) -> None:
-        """Free the disk blocks between head and tail. Raises OSError if the file system cannot."""
+        """Free the disk blocks between the first part and the tail. Raises OSError if the file system cannot do it."""
         end = (self._raw.stat().st_size - self._tail) // _BLOCK_BYTES * _BLOCK_BYTES
         if end - self._freed < max(self._tail, _BLOCK_BYTES):
             return
@@ -321,7 +326,7 @@ class RankLog:
         return records
 
     def _take_tail(self, beat: HeartbeatReading) -> list[bytes]:
-        """Write the records of the last lines, after one with the number of bytes left out."""
+        """Write and return the records of the tail, after a record with the number of omitted bytes."""
         begin = end = max(self._read, self._raw.stat().st_size - self._tail)
         with open(self._raw, "rb") as log:
             log.seek(begin)
@@ -360,7 +365,7 @@ class RankLog:
         return line.to_json().encode()
 
     def _append(self, records: list[bytes]) -> None:
-        """Append records in one write if possible, so that a crash of this process tears at most the last line."""
+        """Append records in one write if possible, so that a crash of this process truncates at most one record."""
         if not records:
             return
         data = memoryview((b"\n" if self._torn else b"") + b"\n".join(records) + b"\n")
@@ -375,7 +380,16 @@ class RankLog:
 
 
 def punch_hole(descriptor: int, start: int, size: int) -> None:
-    """Free a part of a file, which then reads as zeros. Raises OSError, EOPNOTSUPP without such a call."""
+    """Free the disk blocks of a part of a file, which then reads as zeros.
+
+    Args:
+        descriptor: Descriptor of the file, open for writing.
+        start: Offset of the part in bytes.
+        size: Size of the part in bytes.
+
+    Raises:
+        OSError: the part cannot be freed; EOPNOTSUPP if the system does not support it.
+    """
     fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate64", None)
     if fallocate is None:
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
@@ -390,13 +404,15 @@ _QUEUE_BYTES = 8 * 1024 * 1024
 
 
 class LogUploader:
-    """Uploads records as `logs/<generation>/<node>-<rank>-<segment>.jsonl`, in a thread: object stores cannot append.
+    """Uploader of records, which runs in a thread.
 
-    Adding records never blocks. While the store is unavailable, records are kept up to `queue_bytes`; later ones are
-    dropped and counted, since the oldest records of a log are worth more.
+    It writes a new object `logs/<generation>/<node>-<rank>-<segment>.jsonl` at each upload, because objects cannot be
+    appended to. While the store is unavailable, up to `queue_bytes` of records are kept in memory. Later records are
+    dropped and counted.
 
     Args:
-        say: Prints one line.
+        say: Function that prints one line.
+        interval_seconds: Time between two uploads.
     """
 
     def __init__(
@@ -421,7 +437,7 @@ class LogUploader:
         self._thread.start()
 
     def add(self, rank: int, records: list[bytes]) -> None:
-        """Queue records for the next segment, without blocking."""
+        """Queue records of a rank for the next upload, without blocking."""
         with self._changed:
             for record in records:
                 if self._pending_bytes + len(record) > self._queue_limit:
@@ -431,7 +447,7 @@ class LogUploader:
                 self._pending_bytes += len(record)
 
     def close(self, *, deadline_seconds: float = _CLOSE_DEADLINE_SECONDS) -> None:
-        """Try to upload the rest within the deadline, and print how many lines are missing. Never raises."""
+        """Try to upload the remaining records within the deadline; print how many lines are missing. Never raises."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -439,9 +455,9 @@ class LogUploader:
         with self._changed:
             self._given_up = True
             self._changed.notify_all()
-            lost = self._left_out + sum(map(len, self._pending.values()))
-        if lost:
-            self._say(f"logs: WARNING: {lost} lines did not reach {self._store.uri}/logs; this machine's disk has them")
+            rest = self._left_out + sum(map(len, self._pending.values()))
+        if rest:
+            self._say(f"logs: WARNING: {rest} lines did not reach {self._store.uri}/logs; this machine's disk has them")
 
     def _put_forever(self) -> None:
         backoff = Backoff(_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS)
@@ -466,7 +482,7 @@ class LogUploader:
             return None if done else {rank: list(records) for rank, records in self._pending.items()}
 
     def _put(self, rank: int, records: list[bytes]) -> None:
-        """Upload one rank's records; readers drop records that a failed put has stored after all."""
+        """Upload one rank's records. A put that fails may have stored them; readers ignore such duplicates."""
         number = self._segments.get(rank, 0)
         key = log_key(self._generation, self._node, rank, f"{number:06d}.{self._writer}")
         self._store.put(key, b"\n".join(records) + b"\n")
@@ -479,9 +495,10 @@ class LogUploader:
 
 
 class RankOutput:
-    """All output of a node's ranks in one generation: terminal, records on disk, and their upload.
+    """All output of a node's ranks in one generation: on the terminal, in records on disk, and in the store.
 
-    A full disk costs records, never training: it is reported once, and each call tries again.
+    If records cannot be written, as on a full disk, training continues: the error is printed once, and each call tries
+    to write again.
     """
 
     def __init__(self, group: WorkerGroup, spec: GangSpec, generation: int, job_store: Store) -> None:
@@ -498,12 +515,12 @@ class RankOutput:
         self._write_failed = self._unlimited = False
 
     def follow(self) -> None:
-        """Process what the ranks have printed since the last call."""
+        """Print, record and queue the output of the ranks since the last call."""
         self._echo.echo_new_lines()
         self._record(RankLog.follow)
 
     def close(self) -> None:
-        """Process the rest once the ranks have ended; the store has 5 s to accept it."""
+        """Process the remaining output after the ranks have ended. The upload may take up to 5 s."""
         self._echo.echo_new_lines()
         self._record(RankLog.finish)
         if self._uploader:

@@ -1,4 +1,4 @@
-"""The watch over a node's ranks: heartbeats, process states, memory kills and GPU counters."""
+"""Supervision of a node's ranks: heartbeats, process states, kills for memory and GPU counters."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ _LOG_RECORDS = 100_000
 
 
 class MemoryKills:
-    """Detects that the kernel killed a process because its cgroup or the machine ran out of memory.
+    """Detector for a process that the kernel kills because its cgroup or the machine runs out of memory.
 
-    A container sees its own cgroup at the root of the mount; the paths of /proc/PID/cgroup are tried first.
+    It compares the kill counters of the process's cgroups with their first values, and reads the kernel log.
     """
 
     def __init__(self, pid: int) -> None:
@@ -44,14 +44,14 @@ class MemoryKills:
         self.follow()
 
     def follow(self) -> None:
-        """Note the counters of the cgroups that the process is in; call it regularly, since a process can be moved."""
+        """Read the first counters of the process's new cgroups. Call it regularly, since a process can be moved."""
         for file in _counter_files(self._pid):
             self._before.setdefault(file, _kills(file))
 
     def kernel_message(self) -> str:
         """Return the kernel log's line about the kill; "" without one.
 
-        In a container the log shows other process ids, or cannot be read: only the counters tell then.
+        In a container there is none, because the log shows other process ids or cannot be read.
         """
         for seconds, text in _kernel_log():
             if seconds >= self._since - _CLOCK_SECONDS and f"Killed process {self._pid} (" in text:
@@ -63,10 +63,11 @@ class MemoryKills:
 
 
 def resident_bytes(pid: int) -> int:
-    """Return the process's resident memory without mapped files; 0 if the process has ended.
+    """Return the bytes of a process's resident memory without mapped files; 0 if the process has ended.
 
-    Pages of mapped libraries and data are shared by all ranks and dropped before the kernel kills a process. Memory
-    that a forked rank shares with the standby is included: only smaps_rollup (tens of milliseconds) could tell.
+    Mapped files are excluded since all ranks share their pages, and the kernel drops these before it kills a process.
+    Memory that a forked rank shares with the standby is included; only smaps_rollup, which takes tens of milliseconds,
+    could exclude it.
     """
     try:
         lines = [line.split() for line in Path(f"/proc/{pid}/status").read_text().splitlines()]
@@ -76,7 +77,7 @@ def resident_bytes(pid: int) -> int:
 
 
 def node_sample(pids: Iterable[int], folder: Path) -> dict[str, int]:
-    """Measure memory and disk for the node's heartbeat, in some tenths of a millisecond per process."""
+    """Measure the bytes of memory and disk for the node's heartbeat. This takes less than 1 ms per process."""
     sample = {"resident_bytes": sum(map(resident_bytes, pids))}
     if (available := _available_bytes()) is not None:
         sample["memory_available_bytes"] = available
@@ -89,7 +90,7 @@ def node_sample(pids: Iterable[int], folder: Path) -> dict[str, int]:
 
 
 def cpu_seconds(pid: int) -> float | None:
-    """Return the CPU time of all threads of a process (proc(5), stat fields 14 and 15); None if it has ended."""
+    """Return the CPU seconds of all threads of a process (proc(5), stat fields 14 and 15); None if it has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
@@ -127,7 +128,10 @@ def _available_bytes() -> int | None:
 
 
 def _counter_files(pid: int) -> Iterable[Path]:
-    """Yield the files that count memory kills in the process's cgroups (v1 and v2), else the machine's counter."""
+    """Return the files that count kills for memory: those of the process's cgroups (v1 and v2), else the machine's.
+
+    In a container, the process's own cgroup is the root of the mount.
+    """
     root = Path("/sys/fs/cgroup")
     try:
         lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
@@ -159,9 +163,10 @@ _FRESH_SECONDS = 5.0
 
 
 class GpuCounters:
-    """Reads NVIDIA's management library (pynvml), if it is installed, in a thread: a broken driver may never answer.
+    """Reader of GPU counters from NVIDIA's management library (pynvml), if that is installed.
 
-    One instance serves the agent's whole life, so that at most one thread hangs. Tests replace the library.
+    It reads in a thread, because a broken driver may never answer. An agent uses one instance for all generations, so
+    that at most one thread hangs.
     """
 
     def __init__(self) -> None:
@@ -174,8 +179,9 @@ class GpuCounters:
         """Return the last measurement without waiting, and request the next one.
 
         Returns:
-            gpus, gpu_memory_used_bytes (sum), gpu_memory_free_bytes (smallest), gpu_busy_percent (smallest) and
-            gpu_celsius (highest); {} at first, without GPUs, and if the last answer is older than 5 s.
+            Fields gpus (number of GPUs), gpu_memory_used_bytes (sum), gpu_memory_free_bytes (smallest),
+            gpu_busy_percent (smallest) and gpu_celsius (highest). The result is {} before the first measurement,
+            without GPUs, and if the last measurement is older than 5 s.
         """
         if self._thread is None:
             self._thread = threading.Thread(target=self._ask, name="gpu counters", daemon=True)
@@ -230,13 +236,13 @@ def _query(function: Any, devices: list[Any], *more: Any) -> list[Any]:
 _LONGEST_PLACE = 500
 _STOPPED_SECONDS = 1.0  # in state T before a rank counts as stopped; tracers stop it for less
 _STATE_SECONDS = 0.25  # between two reads of a process's state
-_LONGEST_TURN_SECONDS = 1.0  # of the agent's loop; the rest of a longer turn (a frozen container) is no one's silence
+_LONGEST_TURN_SECONDS = 1.0  # of the agent's loop; the rest of a longer turn (a frozen container) is no silence
 _DUMP_FRESH_SECONDS = 5.0  # age up to which a dump shows a rank's position
 _SUSPICION_SECONDS = 30.0  # between two dumps of ranks that are only suspiciously slow
 
 
 class WatchedWorker(Protocol):
-    """A rank's process, log and heartbeat; other files of the rank are beside its log."""
+    """Protocol for a rank's process, log and heartbeat. The rank's other files are in the folder of its log."""
 
     rank: int
     log_path: Path
@@ -249,14 +255,15 @@ class WatchedWorker(Protocol):
 
 
 class RankWatch:
-    """Reports each rank of a node once: as ended, stopped, or without progress for longer than its phase may take.
+    """Supervisor of a node's ranks, which reports each rank that died, is stopped, or is hung. It reports a rank once.
 
-    Before a living rank is reported, stacks and flight recorders of all ranks are dumped to files; witnesses (the
-    positions of the other ranks) are reported with it.
+    Before it reports a stopped or hung rank, it dumps stacks and flight recorders of all ranks to files. With the rank
+    it reports witnesses: the positions of the other ranks.
 
     Args:
         folder: Folder for the dumps.
-        gpus: GPU counters of the agent; None to leave them out of samples.
+        node: Number of the node, for the reports.
+        gpus: GPU counters of the agent; None to omit them from samples.
     """
 
     def __init__(
@@ -283,11 +290,11 @@ class RankWatch:
         self._absent_seconds = self._store_wait_seconds = 0.0
 
     def check(self, *, store_wait: bool = False) -> list[WorkerFailure]:
-        """Return new failures and witnesses; takes microseconds per rank without any.
+        """Return new failures and witnesses. Without any, a call takes microseconds per rank.
 
         Args:
-            store_wait: A rank of the gang waits for the store, and all others for that rank: this time is not
-                counted as their silence, also after the wait.
+            store_wait: Whether a rank of the gang waits for the store. The other ranks wait for that rank, so this time
+                never counts as silence of theirs.
         """
         now = self._now()
         if now - self._checked_at > _LONGEST_TURN_SECONDS:
@@ -308,7 +315,7 @@ class RankWatch:
         return found
 
     def request_witnesses(self) -> None:
-        """Have one of the next checks report the positions of all ranks: a rank of another node has failed."""
+        """Request witnesses of all ranks from the next checks, because a rank of another node has failed."""
         self._witnesses_wanted = True
 
     def sample(self) -> dict[str, int]:
@@ -322,7 +329,7 @@ class RankWatch:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _report_dump(self, living: list[_Rank], due: list[_Rank], suspicious: bool, now: float) -> list[WorkerFailure]:
-        """Start a dump if there is no fresh one, and report it once it is done."""
+        """Start a dump unless one of the last 5 s exists. Return the failures and witnesses from it once it is done."""
         if self._dump is None or (self._dump.done and now - self._dump.at > _DUMP_FRESH_SECONDS):
             self._dumps += 1
             heartbeats = {rank.number: (rank.pid, rank.heartbeat) for rank in living}
@@ -340,7 +347,7 @@ class RankWatch:
 
 
 class _Rank:
-    """One rank's last heartbeat and state, and whether it was reported."""
+    """State of one rank: its last heartbeat, whether it is stopped, hung or suspicious, and whether it was reported."""
 
     def __init__(self, worker: WatchedWorker, limits: HangLimits, node: int) -> None:
         self._worker = worker
@@ -372,11 +379,12 @@ class _Rank:
         return self._worker.process.poll() is None
 
     def check(self, now: float, absent: float, store_wait: float) -> None:
-        """Judge the rank's silence.
+        """Decide from the last heartbeat and the process's state whether the rank is stopped, hung or suspicious.
 
         Args:
-            absent: Seconds since the start during which the agent did not check.
-            store_wait: Seconds since the start during which a rank waited for the store.
+            now: Time on the clock of `RankWatch`.
+            absent: Seconds in the generation during which the agent did not check its ranks.
+            store_wait: Seconds in the generation during which a rank waited for the store.
         """
         beat = self._worker.beat
         if absent != self._absent_at_check:  # the rank may have been stopped together with the agent
@@ -403,7 +411,7 @@ class _Rank:
             self._kills.follow()
 
     def exit_failure(self) -> WorkerFailure | None:
-        """Return, once, the failure of a process that has ended without a result."""
+        """Return the failure of a process that has ended without a result; None if there is none or it was reported."""
         if self.reported or (failure := self._worker.failure()) is None:
             return None
         self.reported = True
@@ -434,7 +442,7 @@ class _Rank:
         )
 
     def exit_witness(self) -> WorkerFailure | None:
-        """Return a witness that the rank has finished with a result; None if it has not."""
+        """Return a witness for a rank that has finished with a result; None for any other rank."""
         result = None if self.living else self._worker.result()
         if result is None:
             return None
@@ -442,7 +450,7 @@ class _Rank:
         return replace(self._record(message), left=True, witness=True, step=int(result.get("step", 0)))
 
     def failure(self, dump: Dump) -> WorkerFailure:
-        """Return the failure of a stopped or hung rank, with its position."""
+        """Return the failure of a stopped or hung rank, with its position in the dump."""
         self.reported = True
         seen, beat = dump.position(self.number), self._beat
         place = f", {seen.where}" if seen.where else ""
@@ -460,7 +468,7 @@ class _Rank:
         )
 
     def witness(self, dump: Dump) -> WorkerFailure:
-        """Return the rank's position as evidence."""
+        """Return the rank's position in the dump, as a witness."""
         seen = dump.position(self.number)
         found = self._record(
             f"at step {self._beat.step} in {self._beat.phase}{f', {seen.where}' if seen.where else ''}"
@@ -478,7 +486,7 @@ class _Rank:
         )
 
     def _read_error_location(self) -> str:
-        """Return where the rank's exception was raised, from the record that torch's @record wrote."""
+        """Return the location of the rank's exception, from the file that torch's @record wrote; "" without one."""
         try:
             record = json.loads(self._worker.log_path.with_suffix(".error.json").read_text())["message"]
             return bounded_text(parse_traceback(record["extraInfo"]["py_callstack"]), _LONGEST_PLACE)
