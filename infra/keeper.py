@@ -357,7 +357,7 @@ def serve(agent: int, channel: int) -> None:
 
 
 class _Desk:
-    """The keeper's main loop, which serves the requests of the agent and reaps children."""
+    """The main loop of the keeper."""
 
     def __init__(self, agent: int, channel: socket.socket, woken: int) -> None:
         self._agent, self._channel, self._woken = agent, channel, woken
@@ -366,7 +366,7 @@ class _Desk:
         self._descriptors: list[int] = []
 
     def serve(self) -> None:
-        """Run until the agent has closed its end of the socket or has ended."""
+        """Serve requests and reap children until the agent has closed its end of the socket or has ended."""
         while os.getppid() == self._agent:
             ready, _, _ = select.select([self._channel, self._woken], [], [], _LOOK_SECONDS)
             if self._woken in ready:

@@ -102,7 +102,6 @@ def event_key(generation: int, node: int | str, rank: int | str, segment: str) -
 
 
 def log_key(generation: int, node: int, rank: int, segment: str) -> str:
-    """Return the key of a segment of one rank's output (`infra.rank_logs`)."""
     return f"logs/{generation:06d}/{node}-{rank}-{segment}.jsonl"
 
 
@@ -191,7 +190,6 @@ def pin_key(sha256: str) -> str:
 
 
 def launcher_key(number: int) -> str:
-    """Return the key of a launcher's claim on the job (`ebbflow.infra.launchers`)."""
     return f"{LAUNCHERS_PREFIX}{number:06d}.json"
 
 
@@ -201,7 +199,6 @@ def clock_key(name: str) -> str:
 
 
 def signature_key(sha256: str) -> str:
-    """Return the key of the signature of a commit (`ebbflow.training.checkpoint.signing`)."""
     return f"signatures/{sha256}.json"
 
 

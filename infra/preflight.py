@@ -167,14 +167,11 @@ def render_checks(checks: Sequence[Check]) -> str:
 
 
 def _purpose(check: Check) -> str:
-    """Return the first paragraph of the docstring of the check's function."""
     paragraph = (check.run.__doc__ or check.title).strip().split("\n\n")[0]
     return " ".join(paragraph.split()).replace("|", "\\|")
 
 
 class _Running:
-    """A check that runs in its own daemon thread."""
-
     def __init__(self, check: Check, context: PreflightContext) -> None:
         self._check = check
         self._context = context

@@ -103,7 +103,6 @@ class GammaHazard:
 
     @property
     def relative_deviation(self) -> float:
-        """Return standard deviation over mean."""
         return 1.0 / math.sqrt(self.shape)
 
 

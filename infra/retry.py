@@ -27,7 +27,6 @@ class Backoff:
         return pause
 
     def reset(self) -> None:
-        """Start with the first pause again, after a success."""
         self._next = self._first
 
 

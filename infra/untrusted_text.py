@@ -68,7 +68,6 @@ class GuardedStream:
         self._stream, self._keep_colours = stream, keep_colours
 
     def write(self, text: str) -> int:
-        """Write the text and return its length, as text streams do."""
         if not isinstance(text, str):
             raise TypeError(f"write() argument must be str, not {type(text).__name__}")
         if self._keep_colours:

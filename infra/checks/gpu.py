@@ -28,7 +28,6 @@ def gpu_files() -> list[str]:
 
 
 def gpus_hidden() -> bool:
-    """Return whether CUDA_VISIBLE_DEVICES hides every GPU."""
     return os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1")
 
 

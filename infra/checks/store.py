@@ -156,7 +156,6 @@ def _failed(error: StoreError | str) -> CheckFinding:
 
 
 def _missing_folders(folder: Path) -> list[Path]:
-    """Return the folders that a probe would create, innermost first."""
     return [path for path in [folder, *folder.parents] if not os.path.lexists(path)]
 
 

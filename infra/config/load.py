@@ -261,7 +261,6 @@ def _read_entries(
 
 
 def _read(file: Path, given: Path | str, project_root: Path, cwd: Path) -> tuple[str | None, list[Problem]]:
-    """Return the text of the file, or the problem that prevented reading it."""
     try:
         if file.is_dir():
             message = f"{given}: is a folder, not a configuration file"
