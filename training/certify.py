@@ -115,7 +115,6 @@ class RecordedWorkload:
 
     @classmethod
     def prepare(cls, context: WorkloadContext) -> dict:
-        """Prepare the data of the wrapped workload."""
         from ebbflow.training.workloads.loader import prepare_data
 
         return prepare_data(wrapped_config(context.config), _own_context(context))
@@ -134,7 +133,6 @@ class RecordedWorkload:
 
 
 def wrapped_config(config: RunConfig) -> RunConfig:
-    """Return the configuration that the wrapped workload expects."""
     assert config.workload == RECORDED
     options = dict(config.workload_options)
     options.pop(FOLDER_OPTION)

@@ -318,7 +318,6 @@ def _sha256_of_data(store: Store, manifest: Manifest) -> dict[str, list[str]]:
 
 
 def _uncommitted(step: int, prefix: str) -> dict[str, Any]:
-    """Return the row of `verify` for a save that no manifest names."""
     problem = (
         "all ranks have saved and no manifest names it: it is being committed or deleted, that was interrupted, or its "
         "manifest is lost"

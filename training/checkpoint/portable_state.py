@@ -172,7 +172,6 @@ def named_optimizer(content: PortableState) -> dict[str, Any]:
 def _parameter_names(
     content: PortableState, groups: Iterable[Mapping[str, Any]], states: Mapping[Any, Any], what: str
 ) -> dict[str, str]:
-    """Map the optimizer's parameter numbers or names to names of weights. Raises CheckpointError."""
     called = [str(number) for group in groups for number in group["params"]]
     given = [name for group in groups for name in group.get("param_names") or []]
     if not all(name.isdigit() for name in called):

@@ -117,7 +117,6 @@ class ChunkRead:
         return found
 
     def place(self, data: memoryview) -> None:
-        """Copy the chunk's bytes, given as `data`, to the destinations of its parts."""
         for part in self.parts:
             part.view[:] = data[part.at : part.at + len(part.view)]
 
@@ -164,14 +163,7 @@ def read_manifest(store: Store, key: str) -> Manifest:
 
 @dataclass
 class ReadFigures:
-    """Bytes that a reader has read, and the time it took. All seconds are totals over the reader's threads.
-
-    Attributes:
-        bytes: all bytes read, including repeated reads.
-        download_seconds: time to read from the store.
-        verify_seconds: time to compute checksums.
-        place_seconds: time to copy bytes to their destinations.
-    """
+    """Bytes read, repeated reads included, and seconds by activity, which are totals over the reader's threads."""
 
     bytes: int = 0
     download_seconds: float = 0.0

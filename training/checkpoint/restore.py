@@ -199,8 +199,6 @@ class _Loaded:
 
 @dataclass(frozen=True)
 class _Reader:
-    """This rank, its world size and node, and the function that makes another process read again."""
-
     rank: int
     world_size: int
     node: int

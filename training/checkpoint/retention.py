@@ -362,7 +362,6 @@ class Retention:
         return self._enforce(store, newest_generation_number(store), lambda: False)
 
     def orphans(self, store: Store) -> list[ObjectMeta]:
-        """List the objects that no commit needs and that are older than the policy's `orphan_seconds`."""
         return find_orphans(store, self._clock, older_than_seconds=self._policy.orphan_seconds)
 
     def _run(

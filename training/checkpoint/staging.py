@@ -142,7 +142,6 @@ class StagingArea:
         self._stream: torch.cuda.Stream | None = None
 
     def prepare(self, length: int) -> None:
-        """Allocate `length` bytes in both buffers, in the background."""
         for buffer in self._buffers:
             buffer.prepare(length)
 

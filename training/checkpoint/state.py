@@ -124,7 +124,6 @@ def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _wrapped(model: nn.Module) -> nn.Module | None:
-    """Return the module inside DDP or torch.compile; None if the model is wrapped in neither."""
     return model.module if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", None)
 
 

@@ -200,7 +200,6 @@ class Uploader:
             return False
 
     def _make_room(self, store: Store, save: CheckpointId, command: dict[str, Any], full: BaseException) -> None:
-        """Delete commits that need not be kept, because the store is full and the upload is to be tried again."""
         limit = command["upload"]["deadline_seconds"]
         deleted = self._retention_of(save, command["retention"]).make_room(store, save, deadline_seconds=limit)
         steps = ", ".join(str(ref.step) for ref in deleted) or "none"

@@ -38,11 +38,7 @@ def chunk_crcs(data: memoryview, chunk_bytes: int = CHUNK_BYTES) -> list[tuple[i
 
 
 def combine_crcs(sums: Sequence[tuple[int, int]]) -> int:
-    """Return the CRC64NVME of the whole, combined from those of its consecutive pieces.
-
-    Args:
-        sums: checksum and length in bytes of each piece.
-    """
+    """Combine the CRC64NVME of consecutive pieces, given as (checksum, length in bytes), to that of the whole."""
     whole = 0
     for number, (value, length) in enumerate(sums):
         whole = combine_crc64nvme(whole, value, length) if number else value
@@ -50,11 +46,7 @@ def combine_crcs(sums: Sequence[tuple[int, int]]) -> int:
 
 
 def crc_of_pieces(pieces: Sequence[Buffer], value: int = 0) -> int:
-    """Return the CRC64NVME of consecutive pieces as one.
-
-    Args:
-        value: checksum of the bytes before the first piece.
-    """
+    """Return the CRC64NVME of consecutive pieces as one; `value` is the checksum of the bytes before them."""
     for piece in pieces:
         value = _crc(piece, value)
     return value
@@ -83,14 +75,7 @@ def seal(document: dict[str, Any]) -> bytes:
 
 
 def unseal(data: bytes, what: str) -> dict[str, Any]:
-    """Parse a document that `seal` wrote, and verify its checksum.
-
-    Args:
-        what: name of the object, for errors.
-
-    Raises:
-        CorruptCommit: a byte has changed.
-    """
+    """Parse a document that `seal` wrote. Raises CorruptCommit, which names `what`, if any byte has changed."""
     try:
         document = json.loads(data)
         stated = document.pop("seal")
@@ -130,7 +115,6 @@ def backoff_pauses(*, first_seconds: float = 0.02, longest_seconds: float = 2.0)
 
 
 def is_curable(error: StoreError) -> bool:
-    """Return whether an error of the store may disappear with time."""
     return not isinstance(error, StoreForbidden | StoreFull | StoreMisconfigured)
 
 

@@ -89,7 +89,6 @@ class SourceFile:
 
     @property
     def size(self) -> int:
-        """Bytes of the part. Raises OSError."""
         return (os.stat(self.path).st_size if self.end is None else self.end) - self.start
 
 

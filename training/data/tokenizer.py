@@ -80,14 +80,7 @@ class VocabularyTokenizer:
 
 
 def open_tokenizer(data: DataConfig, *, project_root: Path) -> Tokenizer:
-    """Open the configured tokenizer.
-
-    Args:
-        project_root: base of relative paths.
-
-    Raises:
-        DataError: the file or the package `tokenizers` is missing, or the file is damaged.
-    """
+    """Open the configured tokenizer. Raises DataError if its file or the package `tokenizers` is missing or damaged."""
     if data.tokenizer == BYTES:
         return ByteTokenizer()
     return VocabularyTokenizer(tokenizer_path(data, project_root=project_root))
@@ -144,11 +137,7 @@ def _whole_characters(text: bytes) -> int:
 
 
 def encode_files(files: Iterable[Iterable[bytes]], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
-    """Yield the tokens of several files, one array per piece, and the separator token between files.
-
-    Args:
-        files: the pieces of each file.
-    """
+    """Yield the tokens of files, each given as its pieces: one array per piece, and a separator between files."""
     for number, content in enumerate(files):
         if number and tokenizer.separator is not None:
             yield np.array([tokenizer.separator], dtype=dtype_of(tokenizer.vocab_size))
