@@ -1,13 +1,13 @@
-"""The dated tables of instance types, GPUs, prices and rates, read and checked line by line.
+"""The dated tables of instance types, GPUs, prices and rates. Each line is checked when it is read.
 
-An unknown figure is None, never a guess: a pool that needs it is rejected with the reason. `other_costs` prices what a
-job uses besides machines:
+An unknown figure is None, never a guess: a pool that needs it is rejected with the reason. `other_costs` prices
+storage, requests and transfer:
 
 - storage: the commits kept at once × their size × the time; each node's volume × its paid time.
-- requests: puts of parts, indexes and manifests of every commit, and of the events and log lines of every rank; gets
-  of a restore.
-- transfer: if the store is in another region than the pool, every commit leaves the pool's region, and every start
-  reads tokens and the newest commit from the store's. Within a region transfer is free, through a gateway endpoint.
+- requests: PUT requests for the parts, indexes and manifests of every commit, and for the events and log lines of every
+  rank; GET requests for a restore.
+- transfer: if the store is in another region than the pool, every commit is sent to the store's region, and every start
+  fetches tokens and the newest commit from it. Transfer within a region is free, through a gateway endpoint.
 """
 
 from __future__ import annotations
@@ -40,7 +40,13 @@ _RECORDED = re.compile(r"\brecorded (\d{4}-\d{2}(?:-\d{2})?)")
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """A GPU model. Peaks in dense TFLOP/s; None if the vendor publishes no such figure (`note` says why)."""
+    """A GPU model.
+
+    Attributes:
+        nvlink: Whether the GPUs of a node are connected by NVLink.
+        bf16_tflops, fp32_tflops: Dense peak in TFLOP/s; None if the vendor publishes none, for the reason in `note`.
+        source: Origin of the figures.
+    """
 
     name: str
     compute_capability: float
@@ -58,7 +64,12 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True)
 class SpotAdvice:
-    """The spot advisor's entry of a type in a region: savings against on-demand, and the band of interruptions."""
+    """The spot advisor's entry for an instance type in a region.
+
+    Attributes:
+        savings_percent: Savings against the on-demand price.
+        interruption_band: Share of spot capacity reclaimed in a month: 0 is below 5 %, 4 above 20 %.
+    """
 
     savings_percent: float
     interruption_band: int
@@ -66,7 +77,11 @@ class SpotAdvice:
 
 @dataclass(frozen=True, kw_only=True)
 class OnDemandPrice:
-    """On-demand price of a type in a region, exactly as listed, and the day it was recorded, such as 2026-07-20."""
+    """On-demand price of an instance type in a region, exactly as listed.
+
+    Attributes:
+        recorded: Day of the listing, such as 2026-07-20.
+    """
 
     usd_per_hour: Decimal
     recorded: str
@@ -74,7 +89,14 @@ class OnDemandPrice:
 
 @dataclass(frozen=True, kw_only=True)
 class InstanceType:
-    """One instance type. gpu_memory_mib is per GPU, network_gbps sustained; prices and advice are by region."""
+    """An instance type of AWS.
+
+    Attributes:
+        gpu_memory_mib: Memory of one GPU.
+        network_gbps: Sustained bandwidth of the node, in Gbit/s.
+        efa: Whether the type has the Elastic Fabric Adapter.
+        on_demand, advice: On-demand price and spot advisor's entry, by region.
+    """
 
     name: str
     gpu: Gpu
@@ -92,14 +114,14 @@ class InstanceType:
         return self.gpu_memory_mib * 2**20
 
     def interruption_band(self, region: str) -> int | None:
-        """Return the advisor's band in the region; None without an entry."""
+        """Return the spot advisor's band for the region, 0 to 4; None without an entry."""
         advice = self.advice.get(region)
         return None if advice is None else advice.interruption_band
 
 
 @dataclass(frozen=True)
 class Catalogue:
-    """All instance types by name, in the order of the file."""
+    """All instance types, in the order of the table. `catalogue[name]` finds one of them."""
 
     types: tuple[InstanceType, ...]
 
@@ -128,7 +150,7 @@ def load_catalogue(
 
 @cache
 def advisor_recorded(advisor: Path = ADVISOR) -> str:
-    """Return the day or month in the head of the advisor's table. Raises CatalogueError if there is none."""
+    """Return the day or month of the spot advisor's table. Raises CatalogueError if its first line has none."""
     found = _RECORDED.search(advisor.read_text(encoding="utf-8")[:1000])
     if found is None:
         raise CatalogueError(f'{advisor}:1:1: no "recorded 2025-07" in the first line')
@@ -137,7 +159,7 @@ def advisor_recorded(advisor: Path = ADVISOR) -> str:
 
 @cache
 def on_demand_recorded(on_demand: Path = ON_DEMAND) -> Mapping[str, str]:
-    """Return the oldest day of the on-demand prices by region. A missing region has no prices."""
+    """Return, by region, the day of the oldest on-demand price. Regions without prices are left out."""
     oldest: dict[str, str] = {}
     for regions in _read_on_demand(on_demand).values():
         for region, price in regions.items():
@@ -146,7 +168,7 @@ def on_demand_recorded(on_demand: Path = ON_DEMAND) -> Mapping[str, str]:
 
 
 class _Row:
-    """One line of a table with its place, so that errors name line and column."""
+    """One line of a table. Its errors name the file, the line and the column."""
 
     def __init__(self, path: Path, number: int, line: str, header: list[str]) -> None:
         self.path, self.number = path, number
@@ -212,7 +234,7 @@ def _read_instances(path: Path, gpus: dict[str, Gpu]) -> Iterator[InstanceType]:
 
 
 def _read_on_demand(path: Path) -> dict[str, dict[str, OnDemandPrice]]:
-    """Read on-demand prices by type and region. Types outside the catalogue are allowed and unused."""
+    """Read on-demand prices by type and region. The table may have types that are not in the catalogue."""
     prices: dict[str, dict[str, OnDemandPrice]] = {}
     for row in _rows(path, list(ON_DEMAND_COLUMNS)):
         region, name = row.parse("region", *_REGION), row.parse("name", _text, "a name")
@@ -228,7 +250,7 @@ def _read_on_demand(path: Path) -> dict[str, dict[str, OnDemandPrice]]:
 
 
 def _read_advice(path: Path) -> dict[str, dict[str, SpotAdvice]]:
-    """Read the advisor's entries by type and region. Types outside the catalogue are allowed and unused."""
+    """Read the spot advisor's entries by type and region. The table may have types that are not in the catalogue."""
     advice: dict[str, dict[str, SpotAdvice]] = {}
     for row in _rows(path, list(ADVISOR_COLUMNS)):
         region, name = row.parse("region", *_REGION), row.parse("name", _text, "a name")
@@ -282,7 +304,7 @@ def _unique(items: Iterator[Any], path: Path) -> Iterator[Any]:
 
 _REGION = _text, "a region"
 RATES_RECORDED = "2026-11"
-# How plan and report describe such a figure.
+# Origin of the rates, as plans and reports describe it.
 RATES_KIND = f"list prices, recorded {RATES_RECORDED}"
 # No list price of a gigabyte, or of a thousand requests, is above $10.
 _LIST_PRICE = _number(0, 10), "dollars in 0 … 10"
@@ -290,7 +312,12 @@ _LIST_PRICE = _number(0, 10), "dollars in 0 … 10"
 
 @dataclass(frozen=True, kw_only=True)
 class RegionRates:
-    """List prices of one region, USD. storage and volume: per GB (2^30 bytes) and month; put, get: per 1,000."""
+    """List prices of one region in USD.
+
+    Attributes:
+        storage_usd, volume_usd: S3 storage and disk volumes, per GB (2^30 bytes) and month.
+        put_usd, get_usd: Per 1,000 requests.
+    """
 
     storage_usd: float
     put_usd: float
@@ -300,19 +327,24 @@ class RegionRates:
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """List prices by region name, and of transfer by (from, to) in USD per GB. A missing key has no price on record."""
+    """List prices. A missing key means that a price is not on record.
+
+    Attributes:
+        regions: Prices of storage and requests by region.
+        egress: Price of transfer by (from region, to region), in USD per GB.
+    """
 
     regions: Mapping[str, RegionRates]
     egress: Mapping[tuple[str, str], float]
 
     def egress_usd_per_gb(self, source: str, target: str) -> float | None:
-        """Return the price of transfer from `source` to `target`; 0 within a region, None if not on record."""
+        """Return the price of transfer between two regions in USD per GB; 0 within a region, None if not on record."""
         return 0.0 if source == target else self.egress.get((source, target))
 
 
 @cache
 def load_rates(list_prices: Path = _HERE / "list_prices.csv", egress: Path = _HERE / "egress.csv") -> Rates:
-    """Read both tables. Raises CatalogueError with file:line:column for an invalid price."""
+    """Read the tables of list prices and transfer. Raises CatalogueError with file:line:column for an invalid price."""
     prices = [field.name for field in fields(RegionRates)]
     return Rates(
         regions={
@@ -338,13 +370,14 @@ SMALL_PUTS_PER_RANK_HOUR = 3600 / 10 + 3600 / 15
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """Use of storage and transfer by the remaining work.
+    """Quantities that decide the cost of storage and transfer for the remaining work.
 
     Attributes:
         hours: Paid hours per node.
-        commit_bytes: Size of one commit, all ranks together.
+        commit_bytes: Size of one commit of all ranks.
         commits: Number of commits written.
-        starts: Starts of the gang, including the first one.
+        starts: Number of starts of the job, including the first one.
+        restores: Number of starts that load a commit.
         token_bytes: Most bytes of tokens that one node reads per start.
     """
 
@@ -360,7 +393,11 @@ class Usage:
 
 @dataclass(frozen=True, kw_only=True)
 class Bill:
-    """Cost in dollars. lacking: what has no price on record and counts as 0."""
+    """Cost of storage, requests and transfer in dollars.
+
+    Attributes:
+        lacking: Sentences about prices that are not on record; their costs count as 0.
+    """
 
     storage_usd: float
     transfer_usd: float
@@ -368,7 +405,7 @@ class Bill:
 
 
 def other_costs(config: RunConfig, usage: Usage, region: str, rates: Rates) -> Bill:
-    """Return the cost of storage, requests and transfer in `region`; only volumes count without an s3:// store."""
+    """Return the cost of storage, requests and transfer in `region`. Without s3://, only volumes cost money."""
     lacking: list[str] = []
     months = usage.hours / HOURS_PER_MONTH
     here = rates.regions.get(region)
@@ -391,7 +428,7 @@ def other_costs(config: RunConfig, usage: Usage, region: str, rates: Rates) -> B
 
 
 def kept_commits(config: RunConfig) -> int:
-    """Count the commits kept at once: newest, best, those of keep_every_steps, and the one being written."""
+    """Count the commits kept at once: the newest, the best, those of `keep_every_steps`, and the one being written."""
     saves = config.checkpoint
     every = config.training.max_steps // saves.keep_every_steps if saves.keep_every_steps else 0
     return saves.keep_last + saves.keep_best + every + 1

@@ -1,4 +1,4 @@
-"""`ebbflow catalogue refresh`: renew the shipped tables of instances, prices and interruptions from AWS."""
+"""`ebbflow catalogue refresh`: update the shipped tables of instances, prices and interruptions from AWS."""
 
 from __future__ import annotations
 
@@ -47,7 +47,12 @@ _LISTED = {
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """Hardware of an instance type as EC2 describes it. network_gbps is the baseline of all its network cards."""
+    """Hardware of an instance type as EC2 describes it.
+
+    Attributes:
+        gpu_memory_mib: Memory of one GPU.
+        network_gbps: Baseline bandwidth of all network cards together; None if EC2 states none.
+    """
 
     name: str
     gpu: str
@@ -60,14 +65,14 @@ class Hardware:
 
 
 def gpu_hardware(ec2: Any, deadline: RequestDeadline) -> list[Hardware]:
-    """Return all types of the region with NVIDIA GPUs, by name. Raises CloudError."""
+    """Return the hardware of all types with NVIDIA GPUs in the region, sorted by name. Raises CloudError."""
     entries = paginate(ec2, "describe_instance_types", "InstanceTypes", deadline, token="NextToken")
     found = [hardware for entry in entries if (hardware := _hardware(entry)) is not None]
     return sorted(found, key=lambda hardware: hardware.name)
 
 
 def on_demand_prices(pricing: Any, region: str, deadline: RequestDeadline) -> dict[str, Decimal]:
-    """Return the listed dollars per hour of each GPU type of the region. Raises CloudError, PriceError."""
+    """Return the on-demand price in USD per hour of each GPU type in the region. Raises CloudError or PriceError."""
     wanted = [*_LISTED.items(), ("regionCode", region)]
     filters = [{"Type": "TERM_MATCH", "Field": field, "Value": value} for field, value in wanted]
     prices: dict[str, Decimal] = {}
@@ -83,7 +88,11 @@ def on_demand_prices(pricing: Any, region: str, deadline: RequestDeadline) -> di
 
 
 def advisor_bands(read: Callable[[], bytes] | None = None) -> dict[tuple[str, str], tuple[int, int]]:
-    """Return (savings in percent, interruption band) by (region, type), for Linux. Raises PriceError."""
+    """Return the spot advisor's savings in percent and interruption band by (region, type), for Linux.
+
+    Raises:
+        PriceError: The advisor does not answer, or its answer cannot be read.
+    """
     try:
         data = json.loads((read or _read_advisor)())
         regions: Mapping[str, Any] = data["spot_advisor"]
@@ -97,7 +106,7 @@ def advisor_bands(read: Callable[[], bytes] | None = None) -> dict[tuple[str, st
 
 
 def _hardware(entry: Mapping[str, Any]) -> Hardware | None:
-    """Parse one type. Return None for a type without whole NVIDIA GPUs."""
+    """Parse EC2's description of a type. Return None for a type without whole NVIDIA GPUs."""
     gpus = (entry.get("GpuInfo") or {}).get("Gpus") or []
     if len(gpus) != 1 or gpus[0].get("Manufacturer") != "NVIDIA" or not gpus[0].get("Count"):
         return None
@@ -117,7 +126,7 @@ def _hardware(entry: Mapping[str, Any]) -> Hardware | None:
 
 
 def _usd_per_hour(product: Mapping[str, Any]) -> Decimal | None:
-    """Return the hourly price; None if the product is not sold by the hour, or for the zero of capacity blocks."""
+    """Return the hourly price of a product; None if it has none, or if it is 0 as for capacity blocks."""
     for usd in _hourly(product):
         return usd if usd > 0 else None
     return None
@@ -147,7 +156,12 @@ _PRICES_HEAD = (
 
 @dataclass(frozen=True, kw_only=True)
 class TableChange:
-    """Result of writing a table: its number of lines, and notes on new, changed and omitted entries."""
+    """Result of writing a table.
+
+    Attributes:
+        lines: Number of lines in the table.
+        notes: Sentences about new, changed and omitted entries.
+    """
 
     lines: int
     notes: tuple[str, ...]
@@ -156,10 +170,11 @@ class TableChange:
 def write_on_demand(
     path: Path, catalogue: Catalogue, listed: Mapping[str, Mapping[str, Decimal]], today: str
 ) -> TableChange:
-    """Write the on-demand prices. Keep lines of other regions, and of types that are no longer listed.
+    """Write the on-demand prices. Keep the prices of other regions, and of types that are no longer listed.
 
     Args:
-        listed: Prices by region and type.
+        listed: New prices by region and type.
+        today: Day of the new prices, such as 2026-07-20.
     """
     lines, notes = {}, []
     known = {(region, kind.name): price for kind in catalogue.types for region, price in kind.on_demand.items()}
@@ -184,7 +199,11 @@ def write_on_demand(
 def write_advisor(
     path: Path, catalogue: Catalogue, bands: Mapping[tuple[str, str], tuple[int, int]], today: str
 ) -> TableChange:
-    """Write the advisor's table for the catalogue's types."""
+    """Write the spot advisor's table for the types of the catalogue.
+
+    Args:
+        bands: Savings in percent and interruption band, by (region, type).
+    """
     names = {kind.name for kind in catalogue.types}
     rows = [
         f"{region},{name},{savings},{band}"
@@ -202,7 +221,7 @@ def write_advisor(
 
 
 def write_instances(path: Path, catalogue: Catalogue, found: Sequence[Hardware], gpus: Iterable[str]) -> TableChange:
-    """Add new types whose GPU is in gpus.csv. Keep recorded types, and note their differences."""
+    """Add new types whose GPU is in `gpus`. Recorded types keep their figures; different figures become notes."""
     known = {kind.name: kind for kind in catalogue.types}
     lines = {kind.name: _line(kind.name, kind.gpu.name, kind) for kind in catalogue.types}
     notes = []
@@ -222,7 +241,7 @@ def write_instances(path: Path, catalogue: Catalogue, found: Sequence[Hardware],
 
 
 def reread(folder: Path) -> Catalogue:
-    """Read the tables of a folder. Raises CatalogueError."""
+    """Load the tables in a folder. Raises CatalogueError."""
     return load_catalogue(
         folder / "instances.csv", folder / "gpus.csv", folder / "spot_advisor.csv", folder / "on_demand.csv"
     )
@@ -234,7 +253,10 @@ def _line(name: str, gpu: str, one: Hardware | InstanceType) -> str:
 
 
 def _differences(one: Hardware, known: InstanceType) -> list[str]:
-    """List differences. The table's figure stays, because it may be better (sustained instead of listed)."""
+    """Return a note for each figure that EC2 states differently.
+
+    The table keeps its own figure, which may be better (sustained instead of listed bandwidth).
+    """
     pairs = {"gpu_count": (one.gpu_count, known.gpu_count), "vcpu": (one.vcpu, known.vcpu), "efa": (one.efa, known.efa)}
     pairs |= {"network_gbps": (one.network_gbps, known.network_gbps), "ram_gib": (one.ram_gib, known.ram_gib)}
     return [
@@ -253,7 +275,7 @@ _SECONDS = 300.0
 
 
 def add_commands(commands: Any) -> None:
-    """Add `catalogue` with its command to argparse's subparsers."""
+    """Add the command `catalogue refresh` to argparse's subparsers."""
     catalogue = commands.add_parser("catalogue", help="renew the shipped tables of types, prices and bands")
     ways = catalogue.add_subparsers(required=True, metavar="COMMAND")
     refresh = ways.add_parser("refresh", help="ask the price list, EC2 and the spot advisor")
@@ -274,10 +296,14 @@ def refresh_catalogue(
     client: Callable[[str, str], Any] | None = None,
     read_advisor: Callable[[], bytes] | None = None,
 ) -> int:
-    """Ask for everything, then write. Raises PriceError, with nothing written, if an answer is missing.
+    """Update all tables from AWS. Nothing is written before all answers have arrived.
 
     Args:
-        client: Makes a client of (service, region). None: botocore's, with the usual chain of credentials.
+        client: Makes the client of a service in a region. None means botocore's, with its usual credentials.
+        read_advisor: Downloads the spot advisor's data. None means from its URL.
+
+    Raises:
+        PriceError: An answer is missing; nothing is written.
     """
     make, deadline = client or aws_client, RequestDeadline.after(_SECONDS)
     try:
@@ -308,7 +334,6 @@ def refresh_catalogue(
 
 
 def _copy_if_missing(table: Path, folder: Path) -> None:
-    """Copy a shipped table to a folder that lacks it."""
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / table.name).exists():
         shutil.copy(table, folder / table.name)

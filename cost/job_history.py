@@ -1,10 +1,10 @@
-"""Job history: interruptions and speeds measured by past jobs of a store, and the estimates that follow.
+"""Job history: interruptions and speeds that past jobs of a store measured, and the estimates based on them.
 
-Each job writes one record, a pure function of its events, so writing it again changes nothing:
+Each job writes one record. It depends only on the job's events, so it may be written again without any change:
 
     <store>/experience/<day of the job's first event>-<job>.json
 
-A local run writes none: its price is simulated, and it measures no pool.
+A local run writes no record, because it measures no pool and its price is only simulated.
 """
 
 from __future__ import annotations
@@ -39,15 +39,21 @@ from ebbflow.infra.store import Store
 SCHEMA = 1
 # The first steps of a generation compile kernels and fill caches.
 _WARM_UP_STEPS = 3
-# The deviation of a measured speed is taken between this many stretches of the run.
+# The deviation of a measured speed is computed from the means of this many equal parts of a generation.
 _STRETCHES = 8
-# Other machines or a busy neighbour change the speed more between runs than within a short run.
+# Least deviation: the speed differs more between runs (other machines, a busy neighbour) than within a short run.
 LEAST_LOG_DEVIATION = 0.03
 
 
 @dataclass(frozen=True, kw_only=True)
 class PoolStay:
-    """One generation of a gang in one pool: its hours, and whether the pool reclaimed it."""
+    """One generation of a job (one start of all its ranks) in one pool.
+
+    Attributes:
+        ended_utc: Unix time of its end.
+        hours: Its duration.
+        reclaimed: Whether it ended because machines were taken away.
+    """
 
     instance_type: str
     nodes: int
@@ -61,11 +67,14 @@ class PoolStay:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredSpeed:
-    """Median speed of one generation.
+    """Median speed of one generation of a job (one start of all its ranks).
 
     Attributes:
         fingerprint: Hash of the settings that decide the speed (`cost.plan.throughput`).
-        log_deviation: Standard deviation of the log of the speed between stretches of the run.
+        tokens_per_second: Speed of all ranks together.
+        log_deviation: Standard deviation of the log of the speed between parts of the generation.
+        steps: Number of measured steps.
+        seen_utc: Unix time of the generation's end.
     """
 
     instance_type: str
@@ -80,7 +89,7 @@ class MeasuredSpeed:
 
 @dataclass(frozen=True, kw_only=True)
 class JobMeasurements:
-    """Stays and speeds measured by one job."""
+    """Record of one job: its generations by pool (`stays`) and their speeds."""
 
     job: str
     stays: tuple[PoolStay, ...] = ()
@@ -102,7 +111,7 @@ class JobMeasurements:
 
 
 def summarize_job(events: Sequence[Event]) -> JobMeasurements:
-    """Make a job's record from its events, in any order. A generation belongs to the newest plan before its start."""
+    """Compute a job's record from its events, in any order. Each generation belongs to the newest plan before its start."""
     ordered = sorted(events, key=lambda event: (event.t_wall, event.t_mono))
     plans = [event for event in ordered if event.name == PLAN and event.data.get("chosen")]
     stays, speeds = [], []
@@ -118,11 +127,11 @@ def summarize_job(events: Sequence[Event]) -> JobMeasurements:
 
 
 def _stay(chosen: dict[str, Any], generation: RecordedGeneration, events: Sequence[Event]) -> PoolStay:
-    """Make a stay of a generation.
+    """Build the record of one generation in its pool.
 
     It counts as reclaimed after a reclaim notice, or if a node disappeared without a message. The death of a rank, a
-    user's stop and a rehearsal do not count. A notice that was waited out took no machine, or was counted by the stay
-    that received it first.
+    user's stop and a rehearsal do not count. A notice that the job waited out does not count either: no machine was
+    taken, or the generation that received the notice first already counts it.
     """
     machine = next((event.data for event in events if event.name == NODE_STARTED), {})
     zone = chosen.get("zone")  # an id, or a name where prices have no ids
@@ -166,13 +175,13 @@ def _speed(plan: dict[str, Any], generation: RecordedGeneration, events: Sequenc
 
 
 def _type_of(chosen: dict[str, Any], events: Sequence[Event]) -> str:
-    """Return the type that the first machine reported; it may differ from the planned one."""
+    """Return the instance type that the first node reported, which may differ from the planned one; else the planned one."""
     told = (event.data.get("instance_type") for event in events if event.name == NODE_STARTED)
     return next((kind for kind in told if kind), chosen["instance_type"])
 
 
 def _tokens_per_second(event: Event) -> float | None:
-    """Return the speed of one step, including its wait for data, without checkpoints and evaluations."""
+    """Return the tokens per second of one step, with its wait for data but without checkpoints and evaluations."""
     seconds = event.data.get("seconds", {})
     busy = seconds.get(LedgerClass.USEFUL_STEP, 0.0) + seconds.get(LedgerClass.DATA_WAIT, 0.0)
     tokens = event.data.get("tokens")
@@ -197,7 +206,12 @@ Place = tuple[str, str | None, str | None]
 
 @dataclass(frozen=True)
 class JobHistory:
-    """Stays by (type, region, zone), with zone None for the whole region, and speeds by type."""
+    """Measurements of past jobs.
+
+    Attributes:
+        stays: Generations on Spot by (type, region, zone). The zone None holds all generations of the region.
+        speeds: Measured speeds by instance type.
+    """
 
     stays: Mapping[Place, Sequence[PoolStay]] = field(default_factory=dict)
     speeds: Mapping[str, Sequence[MeasuredSpeed]] = field(default_factory=dict)
@@ -220,13 +234,17 @@ class JobHistory:
     def reclaim_hazard(
         self, prior: GammaHazard, instance_type: str, region: str | None, zone: str | None, now_utc: float
     ) -> tuple[GammaHazard, int]:
-        """Update the prior by all stays in the pool. zone None: all stays of the region.
+        """Estimate the reclaims per hour of a pool: update the prior by all recorded generations in that pool.
 
-        Stays of gangs of all sizes count alike, because a pool is reclaimed as a whole. Each hour of a stay decays by
-        its own age; otherwise the hours of a long stay would outweigh its losses.
+        Generations of all sizes count alike, because a pool is reclaimed as a whole. Evidence decays with a half-life
+        of a day. Each hour of a generation decays by its own age; otherwise the hours of a long one would outweigh its
+        reclaim.
+
+        Args:
+            zone: None means the whole region.
 
         Returns:
-            The estimated hazard, and the number of stays.
+            The estimated distribution, and the number of generations used.
         """
         found = self.stays.get((instance_type, region, zone), ())
         belief = prior
@@ -239,7 +257,7 @@ class JobHistory:
         return belief, len(found)
 
     def speed(self, instance_type: str, nodes: int, processes_per_node: int, fingerprint: str) -> MeasuredSpeed | None:
-        """Return the newest speed of exactly this gang and configuration; None without one."""
+        """Return the newest speed of exactly this gang and configuration (`fingerprint`); None if there is none."""
         found = [
             seen
             for seen in self.speeds.get(instance_type, ())
@@ -248,7 +266,10 @@ class JobHistory:
         return max(found, key=lambda seen: seen.seen_utc, default=None)
 
     def nearest_speed(self, instance_type: str, nodes: int, fingerprint: str) -> MeasuredSpeed | None:
-        """Return the speed of this configuration on the most similar gang: by type, then nodes, then age."""
+        """Return the speed of this configuration on the most similar gang; None if there is none.
+
+        The same instance type counts most, then a similar number of nodes, then the age.
+        """
 
         def distance(seen: MeasuredSpeed) -> tuple[bool, float, float]:
             ratio = max(seen.nodes, nodes) / min(seen.nodes, nodes)
@@ -263,10 +284,9 @@ NEWEST_JOBS = 200
 
 
 def save_job_record(root: Store, events: Sequence[Event]) -> JobMeasurements | None:
-    """Write the job's record. Write nothing and return None if it has no stays and no speeds. Raises StoreError.
+    """Write the job's record to the store of all jobs, `root`, and return it. Raises StoreError.
 
-    Args:
-        root: The store of all jobs.
+    If the job has measured nothing, write nothing and return None.
     """
     if not events:
         return None
@@ -279,7 +299,7 @@ def save_job_record(root: Store, events: Sequence[Event]) -> JobMeasurements | N
 
 
 def load_job_history(root: Store) -> JobHistory:
-    """Read the newest job records of the store. Unreadable records are skipped. Raises StoreError."""
+    """Read the newest `NEWEST_JOBS` records of the store; unreadable ones are skipped. Raises StoreError."""
     jobs = []
     for key in sorted(meta.key for meta in root.list(JOB_HISTORY_PREFIX))[-NEWEST_JOBS:]:
         try:

@@ -1,1 +1,1 @@
-"""Where prices come from: a shipped table, recorded files, or the cloud itself. One interface, `PriceSource`."""
+"""Prices of machines from a shipped table, a recorded file or AWS, with one interface: `PriceSource`."""

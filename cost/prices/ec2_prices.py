@@ -1,7 +1,7 @@
-"""Live spot prices: every region is asked side by side, within one deadline.
+"""Live spot prices from EC2. All regions are queried in parallel, with one deadline.
 
-Requests, retries and their errors are those of `ebbflow.infra.aws.calls`. A region that fails gets the prices of the
-static table, and every line about those prices gives the reason.
+`ebbflow.infra.aws.calls` makes the requests and retries them. A region that fails gets the prices of the static table,
+and the descriptions of these prices give the reason.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _FILTER_VALUES = 200
 
 @dataclass(frozen=True, kw_only=True)
 class RegionPrices:
-    """One region's answer.
+    """EC2's answer for one region.
 
     Attributes:
-        records: The price changes.
-        zone_ids: Zone names of this account with their ids.
-        names_only: Why zone ids are unavailable; empty if they are known.
+        records: Changes of spot prices.
+        zone_ids: Zone ids by the zone names of this account.
+        names_only: Reason why zone ids are unavailable; empty if they are known.
     """
 
     records: Sequence[SpotRecord]
@@ -52,9 +52,11 @@ class RegionPrices:
 
 @dataclass(frozen=True, kw_only=True)
 class PriceAnswers:
-    """The answers of all regions: those that answered, and the reason for each that failed.
+    """EC2's answers for all regions.
 
     Attributes:
+        answered: Answers by region.
+        failed: Reasons by region, for the regions without an answer.
         observed: Unix time of the requests.
     """
 
@@ -65,7 +67,12 @@ class PriceAnswers:
 
 @dataclass(frozen=True, kw_only=True)
 class LivePrices(ZonePrices):
-    """Quotes of the regions that answered; regions in `failed` have the static table's prices."""
+    """Live spot prices of the regions that answered. Regions in `failed` have the prices of the static table.
+
+    Attributes:
+        failed, names_only: Reasons by region for a missing answer, and for missing zone ids.
+        asked_at: Unix time of the requests.
+    """
 
     failed: Mapping[str, str] = field(default_factory=dict)
     names_only: Mapping[str, str] = field(default_factory=dict)
@@ -129,14 +136,15 @@ def query_spot_prices(
     client: Callable[[str], Any] | None = None,
     deadline: RequestDeadline | None = None,
 ) -> PriceAnswers:
-    """Ask all regions side by side. Return at the deadline at the latest, even if a request still hangs.
+    """Query EC2 for the spot prices of all regions in parallel, and return at the deadline at the latest.
 
-    The threads are daemons: a name server that never answers does not keep the process from ending.
+    The requests run in daemon threads, so a request that hangs delays neither the return nor the end of the process.
 
     Args:
-        since_utc: Also return the changes since then, at most 90 days back. None: only the present prices.
-        client: Makes the EC2 client of a region. None: botocore's, with the usual chain of credentials.
-        deadline: The deadline of the requests. None: `deadline_seconds` from now.
+        since_utc: Unix time; price changes after it are returned as well (EC2 keeps 90 days). None means the present
+            prices only.
+        client: Makes the EC2 client of a region. None means botocore's, with its usual credentials.
+        deadline: Deadline of the requests. None means `deadline_seconds` from now.
     """
     make = client or (lambda region: aws_client("ec2", region))
     deadline = deadline or RequestDeadline.after(deadline_seconds)
@@ -169,7 +177,10 @@ def query_spot_prices(
 def _ask_region(
     client: Any, region: str, instance_types: Sequence[str], since_utc: float, deadline: RequestDeadline
 ) -> RegionPrices:
-    """Ask for zones and prices. Without the right to list zones, prices come under this account's zone names."""
+    """Query one region for its zones and prices.
+
+    Without the right to list zones, the prices have this account's zone names instead of zone ids.
+    """
     zones = [{"Name": "zone-type", "Values": ["availability-zone"]}, {"Name": "region-name", "Values": [region]}]
     ids, names_only = {}, ""
     try:

@@ -1,4 +1,4 @@
-"""A quote: the price of one pool. Also the interface of price sources, and the shipped static table."""
+"""Prices of pools: the `Quote`, the interface `PriceSource` of all sources, and the shipped static table."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _REGION_NAME = re.compile(r"[a-z]{2,}(?:-[a-z]+)+-\d+")
 
 @dataclass(frozen=True, kw_only=True)
 class Quote:
-    """The hourly price of one instance in one place.
+    """Hourly price of one instance in one place.
 
     Attributes:
-        zone: Zone id (use1-az1), the same zone in every account. The account's own zone name (us-east-1a) if the id
-            is unknown. None: any zone of the region.
-        usd_per_hour: Exactly as quoted.
-        at: Unix time of the last change; None if unknown.
-        observed: Unix time at which the price was last known to hold. The age counts from here, because a price may
-            hold for weeks.
-        kind: live, recorded (on a date) or estimated.
-        source: Where the price comes from, in words.
+        zone: Zone id (use1-az1), which names the same zone in every account. The account's own zone name (us-east-1a)
+            if the id is unknown. None means any zone of the region.
+        usd_per_hour: Price exactly as quoted.
+        at: Unix time of the last price change; None if unknown.
+        observed: Unix time at which the price was last known to be valid. The age of the price counts from this time,
+            because a price may stay unchanged for weeks.
+        kind: How the price is known: live, recorded (on a date) or estimated.
+        source: Origin of the price, in words.
     """
 
     instance_type: str
@@ -48,7 +48,10 @@ class Quote:
         return max(0.0, now_utc - self.observed) / 3600
 
     def is_stale(self, now_utc: float, max_age_hours: float) -> bool:
-        """Whether a quoted price is older than the limit. Estimates are never stale: their text gives their age."""
+        """Return whether a live or recorded price is older than the limit.
+
+        An estimate is never stale: its description states its age.
+        """
         return self.kind != "estimated" and self.age_hours(now_utc) > max_age_hours
 
     def describe(self, now_utc: float, max_age_hours: float) -> str:
@@ -68,10 +71,10 @@ class Quote:
 
 
 class PriceSource(Protocol):
-    """Prices as known at one moment. All files are read and all requests are done when a source is made."""
+    """Prices as known at one moment. Files are read and requests are made only when a source is created."""
 
     def spot(self, kind: InstanceType, region: str) -> Sequence[Quote]:
-        """Return one quote per zone with a price, or one quote without a zone; empty if no price is known."""
+        """Return one quote per zone with a price, or one quote for the whole region; empty if no price is known."""
         ...
 
     def on_demand(self, kind: InstanceType, region: str) -> Quote | None:
@@ -79,15 +82,19 @@ class PriceSource(Protocol):
         ...
 
     def zones(self, region: str) -> Sequence[str]:
-        """Return the known zones of the region, with or without a price."""
+        """Return the known zones of the region, whether or not they have a price."""
         ...
 
     def why_missing(self, kind: InstanceType, region: str, zone: str | None) -> str:
-        """Explain a missing spot price: the text after "no spot price of X in Y". zone None: missing everywhere."""
+        """Explain a missing spot price. The text follows "no spot price of X in Y".
+
+        Args:
+            zone: None if the whole region has no price.
+        """
         ...
 
     def describe(self, *, now_utc: float, regions: Sequence[str], max_age_hours: float) -> tuple[str, ...]:
-        """Return lines on the origin and the age of the prices, for the plan and the report."""
+        """Return sentences about the origin and the age of the prices, for the plan and the report."""
         ...
 
 
@@ -98,7 +105,7 @@ def region_of(zone: str) -> str | None:
 
 
 def is_zone_of(zone_id: str, region: str) -> bool:
-    """Whether a zone id (use1-az4) belongs to the region."""
+    """Return whether a zone id (use1-az4) belongs to the region."""
     prefix = zone_prefix(region)
     return prefix is not None and zone_id.startswith(f"{prefix}-")
 
@@ -133,12 +140,12 @@ _QUANTUM = Decimal("0.000001")
 
 @dataclass(frozen=True, kw_only=True)
 class StaticPrices:
-    """The shipped table: recorded on-demand prices, and spot prices estimated from the spot advisor's savings.
+    """The shipped price table: recorded on-demand prices, and spot prices estimated from the spot advisor's savings.
 
-    The table has no zones. A spot price is typical of its region; the present price of a pool may differ.
+    The table has no zones. Its spot price is typical of a region; the present price of a pool may differ.
 
     Attributes:
-        because: Why the table replaces live prices; empty if the configuration names the table.
+        because: Reason why the table replaces live prices; empty if the configuration selects the table.
     """
 
     because: str = ""
@@ -193,7 +200,7 @@ class StaticPrices:
 
 
 def describe_static_table(now_utc: float) -> str:
-    """Describe the table's spot prices with the ages of the oldest on-demand price and of the savings."""
+    """Describe the table's regions, and the ages of its oldest on-demand price and of the spot advisor's savings."""
     regions, advisor = on_demand_recorded(), advisor_recorded()
     oldest = min(regions.values())
     savings = f"savings of {advisor}, {format_age(now_utc - _unix(advisor))} old"
@@ -202,7 +209,7 @@ def describe_static_table(now_utc: float) -> str:
 
 
 def describe_on_demand(now_utc: float, regions: Sequence[str]) -> str:
-    """Describe the age of the on-demand prices, and name the regions that have none on record."""
+    """Describe the age of the on-demand prices, and name the regions whose prices are not on record."""
     recorded = on_demand_recorded()
     others = [region for region in regions if region not in recorded]
     lacking = f"; none on record for {', '.join(others)} ({refresh_command(others)} brings them)" if others else ""
@@ -217,6 +224,6 @@ def refresh_command(regions: Sequence[str]) -> str:
 
 
 def _unix(date: str) -> float:
-    """Return the first moment of a day (2026-07-20) or a month (2025-07), UTC."""
+    """Return the Unix time at which a day (2026-07-20) or a month (2025-07) begins in UTC."""
     form = "%Y-%m-%d" if date.count("-") == 2 else "%Y-%m"
     return datetime.strptime(date, form).replace(tzinfo=UTC).timestamp()

@@ -1,7 +1,7 @@
-"""Spot price changes, as EC2 returns them or as a file holds them, and the prices in force at one moment.
+"""Spot price changes, from EC2 or from a file, and the prices in force at one moment.
 
-A change is in force until the next one of the same type and zone, however old it is (carry-forward). Prices stay the
-decimals of the text. A file may be gzipped, and has one of two formats:
+A change is in force until the next one of the same type and zone, however old it is. Prices are kept as exact decimals.
+A file may be gzipped, and has one of two formats:
 
 - JSON, as `aws ec2 describe-spot-price-history` prints it: {"SpotPriceHistory": [record, …]}. To join the files of
   several regions, put all records into one list. `ebbflow prices record` adds two keys: "RecordedAt", the time of the
@@ -35,7 +35,7 @@ from ebbflow.cost.prices.quote import (
     region_of,
 )
 
-# The product whose price contains no licence; both names of it.
+# Both names of the product whose price includes no software licence.
 LINUX = ("Linux/UNIX", "Linux/UNIX (Amazon VPC)")
 # Above any instance's price: a larger number is not dollars per hour.
 _HIGHEST_USD_PER_HOUR = 10_000
@@ -43,7 +43,12 @@ _HIGHEST_USD_PER_HOUR = 10_000
 
 @dataclass(frozen=True, kw_only=True)
 class SpotRecord:
-    """One change of a spot price, in force since the Unix time `at`. zone_id is empty if unknown."""
+    """One change of a spot price.
+
+    Attributes:
+        zone_id: Empty if unknown.
+        at: Unix time from which the price is in force.
+    """
 
     instance_type: str
     region: str
@@ -58,14 +63,14 @@ class SpotRecord:
 
 
 def read_record(record: Mapping[str, Any], where: str) -> SpotRecord | None:
-    """Parse one record of DescribeSpotPriceHistory. Return None for the price of another operating system.
+    """Parse one record of DescribeSpotPriceHistory. Return None if it is the price of another operating system.
 
     Args:
-        record: Its Timestamp is a datetime or ISO 8601 text, in UTC unless it names a time zone.
-        where: Place of the record, for messages.
+        record: Its Timestamp is a datetime or ISO 8601 text, in UTC unless it has a time zone.
+        where: File and position of the record, for messages.
 
     Raises:
-        PriceError: A field is missing or is not a price.
+        PriceError: A field is missing or invalid.
     """
     if record.get("ProductDescription") not in (None, "", *LINUX):
         return None
@@ -84,7 +89,7 @@ def read_record(record: Mapping[str, Any], where: str) -> SpotRecord | None:
 
 
 def with_zone_ids(records: Iterable[SpotRecord], ids: Mapping[str, str]) -> list[SpotRecord]:
-    """Fill in zone ids from `ids` (by zone name) and from other records of the same zone."""
+    """Return the records with missing zone ids filled in from `ids` (by zone name) or other records of the zone."""
     listed = list(records)
     known = {record.zone_name: record.zone_id for record in listed if record.zone_id} | dict(ids)
     return [record if record.zone_id else replace(record, zone_id=known.get(record.zone_name, "")) for record in listed]
@@ -93,10 +98,10 @@ def with_zone_ids(records: Iterable[SpotRecord], ids: Mapping[str, str]) -> list
 def prices_at(
     records: Iterable[SpotRecord], *, now_utc: float, observed: Mapping[str, float], kind: QuoteKind, source: str
 ) -> dict[tuple[str, str], tuple[Quote, ...]]:
-    """Return the quotes in force at `now_utc` by (type, region), zones in order.
+    """Return the quotes in force at `now_utc` (Unix time) by instance type and region, sorted by zone.
 
     Args:
-        observed: Unix time of the observation, by region.
+        observed: Unix time at which the prices of each region were last known to be valid.
     """
     latest: dict[tuple[str, str, str], SpotRecord] = {}
     for record in records:
@@ -127,7 +132,12 @@ def prices_at(
 
 @dataclass(frozen=True, kw_only=True)
 class ZonePrices:
-    """Base of recorded and live prices: quotes by (type, region), zones by region; on-demand from the static table."""
+    """Base of recorded and live prices. On-demand prices are those of the static table.
+
+    Attributes:
+        quotes: Spot quotes by instance type and region, one per zone.
+        known_zones: Zones by region, with or without a price.
+    """
 
     quotes: Mapping[tuple[str, str], tuple[Quote, ...]]
     known_zones: Mapping[str, tuple[str, ...]]
@@ -142,13 +152,13 @@ class ZonePrices:
         return self.known_zones.get(region, ())
 
     def zones_by_name(self, kind: InstanceType, region: str, zone: str | None) -> Sequence[str]:
-        """Return names of zones that have a price but no known id: each of them may be `zone`, an unknown id."""
+        """Return the priced zones known by name only, if `zone` is an unknown id: each of them may be that zone."""
         if zone is None or zone in self.zones(region):
             return ()
         return [quote.zone for quote in self.spot(kind, region) if quote.zone and quote.zone == quote.zone_name]
 
     def observed(self, region: str) -> float | None:
-        """Return the Unix time at which the region's prices were last known to hold; None if it has none."""
+        """Return the Unix time at which the region's prices were last known to be valid; None without prices."""
         return max(
             (quote.observed for place, found in self.quotes.items() if place[1] == region for quote in found),
             default=None,
@@ -156,7 +166,11 @@ class ZonePrices:
 
 
 def explain_zone_names(reason: str) -> str:
-    """Explain why a zone of the configuration has no price when zone ids are unknown, with the fix."""
+    """Explain why a zone of the configuration has no price if zone ids are unknown, and how to fix this.
+
+    Args:
+        reason: Reason why the ids are unknown.
+    """
     return f"zones are known by name only, because {reason}; leave cost.zones empty"
 
 
@@ -197,7 +211,12 @@ _ISO_SECONDS = "%Y-%m-%dT%H:%M:%SZ"
 
 @dataclass(frozen=True, kw_only=True)
 class Recording:
-    """Content of a price file. recorded_at: Unix time, None if unknown. zone_ids: by region and zone name."""
+    """Content of a price file.
+
+    Attributes:
+        recorded_at: Unix time of the recording; None if unknown.
+        zone_ids: Zone ids by region and zone name.
+    """
 
     records: Sequence[SpotRecord]
     recorded_at: float | None
@@ -206,15 +225,16 @@ class Recording:
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedPrices(ZonePrices):
-    """The prices of a file that were in force at one moment."""
+    """Prices of a file that were in force at one moment."""
 
     path: Path
 
     @classmethod
     def read(cls, path: Path, now_utc: float) -> RecordedPrices:
-        """Read the prices in force at `now_utc`; later records are ignored. Raises PriceError for a bad file.
+        """Read the prices in force at `now_utc` (Unix time); ignore later records. Raises PriceError for a bad file.
 
-        A price is as old as the recording. Without a recording time, it is as old as the region's newest record.
+        The age of a price counts from the time of the recording. If that is unknown, it counts from the region's newest
+        record.
         """
         recording = read_recording(path)
         records = [record for record in recording.records if record.at <= now_utc]
@@ -263,7 +283,7 @@ class RecordedPrices(ZonePrices):
 
 
 def read_recording(path: Path) -> Recording:
-    """Read a JSON or CSV file, gzipped or not. Raises PriceError with file:line or file and record."""
+    """Read a JSON or CSV price file, gzipped or not. Raises PriceError, which names the file and the line or record."""
     try:
         content = path.read_bytes()
         text = (gzip.decompress(content) if content.startswith(_GZIP_MAGIC) else content).decode("utf-8")

@@ -1,4 +1,4 @@
-"""Open the prices that `cost.prices` names (static table, file or EC2); commands `ebbflow prices record` and `show`."""
+"""Open the prices that `cost.prices` selects (static table, file or EC2); `ebbflow prices record` and `show`."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ def open_prices(
     network: bool = True,
     client: Callable[[str], Any] | None = None,
 ) -> PriceSource:
-    """Return the prices that `cost.prices` names, in force at `now_utc` (Unix time).
+    """Return the prices that `cost.prices` selects, in force at `now_utc` (Unix time).
 
-    If live prices are unavailable, return the static table, which gives the reason.
+    If live prices are unavailable, return the static table; its description gives the reason.
 
     Args:
-        project_root: Folder of a relative price file.
-        network: False makes no request; the static table then replaces live prices.
-        client: Makes the EC2 client of a region. None: botocore's, with the usual chain of credentials.
+        project_root: Folder to which the path of a price file is relative.
+        network: Whether requests are allowed. If not, the static table replaces live prices.
+        client: Makes the EC2 client of a region. None means botocore's, with its usual credentials.
 
     Raises:
-        PriceError: The file is bad.
-        CatalogueError: A shipped table is bad.
+        PriceError: The price file is invalid.
+        CatalogueError: A shipped table is invalid.
     """
     cost = config.cost
     if cost.prices == "static":
@@ -68,16 +68,16 @@ def read_price_changes(
     project_root: Path = Path(),
     client: Callable[[str], Any] | None = None,
 ) -> list[dict[str, Any]]:
-    """Return the spot price changes since the plan was made, for one type in each zone of `cost.regions`.
+    """Return the changes of a type's spot price since the plan was made, by zone. With live prices, query AWS.
 
-    Empty for the static table, which has no changes, and for a plan without a pool. With live prices, asks AWS.
+    The list is empty for the static table, which has no changes, and for a plan without a pool.
 
     Args:
         plan: Data of the `plan` event.
-        instance_type: None: the type that the plan chose.
+        instance_type: None means the type that the plan chose.
 
     Raises:
-        PriceError: The file is bad, or the region of the plan's pool does not answer.
+        PriceError: The price file is invalid, or the region of the plan's pool does not answer.
     """
     chosen = plan.get("chosen")
     if not chosen or cost.prices == "static":
@@ -96,7 +96,7 @@ def read_price_changes(
 def _changes_by_zone(
     records: Iterable[SpotRecord], instance_type: str, since: float, until: float, kind: str
 ) -> list[dict[str, Any]]:
-    """Return each zone's changes, preceded by the price in force at `since`."""
+    """Return for each zone the price in force at `since` and all later changes until `until` (Unix times)."""
     by_zone: dict[tuple[str, str], list[SpotRecord]] = {}
     for record in records:
         if record.instance_type == instance_type and record.at <= until:
@@ -118,7 +118,7 @@ _LONGEST_HISTORY_HOURS = 90 * 24.0
 
 
 def add_commands(commands: Any, project_root: Path) -> None:
-    """Add `prices` with its two commands to argparse's subparsers."""
+    """Add the command `prices`, with `record` and `show`, to argparse's subparsers."""
     prices = commands.add_parser("prices", help="record live spot prices, or show those that a plan would use")
     ways = prices.add_subparsers(required=True, metavar="COMMAND")
     record = ways.add_parser("record", help="write EC2's present prices to a file that cost.prices can name")
@@ -141,7 +141,11 @@ def add_commands(commands: Any, project_root: Path) -> None:
 
 
 def record_prices(arguments: argparse.Namespace, *, client: Callable[[str], Any] | None = None) -> int:
-    """Write the file and print a summary. Raises PriceError, with nothing written, if a region does not answer."""
+    """Write EC2's prices to a file and print a summary.
+
+    Raises:
+        PriceError: A region does not answer; nothing is written.
+    """
     now = time.time()
     kinds = load_catalogue().matching(arguments.instance_types)
     if not kinds:
@@ -169,7 +173,7 @@ def record_prices(arguments: argparse.Namespace, *, client: Callable[[str], Any]
 
 
 def show_prices(arguments: argparse.Namespace, project_root: Path) -> int:
-    """Print one line per quote of the configuration's types, regions and zones, cheapest first."""
+    """Print one line per price of the configured types, regions and zones, cheapest first."""
     path = arguments.config or DEFAULT_CONFIG
     try:
         config = load_config(path, arguments.set, project_root=project_root).config
