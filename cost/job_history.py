@@ -111,7 +111,7 @@ class JobMeasurements:
 
 
 def summarize_job(events: Sequence[Event]) -> JobMeasurements:
-    """Compute a job's record from its events, in any order. Each generation belongs to the newest plan before its start."""
+    """Build a job's record from its events, in any order. A generation belongs to the newest plan before its start."""
     ordered = sorted(events, key=lambda event: (event.t_wall, event.t_mono))
     plans = [event for event in ordered if event.name == PLAN and event.data.get("chosen")]
     stays, speeds = [], []
@@ -175,7 +175,7 @@ def _speed(plan: dict[str, Any], generation: RecordedGeneration, events: Sequenc
 
 
 def _type_of(chosen: dict[str, Any], events: Sequence[Event]) -> str:
-    """Return the instance type that the first node reported, which may differ from the planned one; else the planned one."""
+    """Return the instance type that the first node reported; it may differ from the planned one, the default."""
     told = (event.data.get("instance_type") for event in events if event.name == NODE_STARTED)
     return next((kind for kind in told if kind), chosen["instance_type"])
 
