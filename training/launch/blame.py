@@ -11,7 +11,8 @@ The first of these that the evidence shows names the culprit:
 7. the rank that is furthest behind
 8. the network
 
-All other ranks in the evidence are listed as cascades: they failed or waited because of the culprit.
+All other ranks in the evidence that have not finished are listed as cascades: they failed or waited because of the
+culprit.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Culprit:
     Attributes:
         kind: Kind of failure in one or two words, such as "hang".
         because: Text for the rule that named this rank, such as "it ended first".
-        cascades: All other ranks in the evidence, which failed or waited because of this one.
+        cascades: Other ranks that have not finished; they failed or waited because of this one.
         next_action: Advice on what to do next, or the step that the agents take.
         failure: The evidence from this rank. The attributes that are not listed here have the meaning that
             `WorkerFailure` gives them.

@@ -63,7 +63,7 @@ _SECRET_SECONDS = 5.0  # for the store to delete the start's secret when the age
 
 
 class Coordinator:
-    """Runs one attempt of a gang on node 0, generation after generation."""
+    """Agent of node 0, which runs one attempt of a gang, generation after generation."""
 
     def __init__(self, own: NodeRuntime) -> None:
         self._own, self._log, self._drain = own, own.log, own.drain
@@ -292,7 +292,7 @@ class GenerationPlanner:
         self._opening = GenerationOpening()
 
     def open(self) -> Generation:
-        """Open the next generation, from the newest commit or from the one that a guard ordered to rewind to."""
+        """Open the next generation from the newest commit, or from an older one if a guard has ordered a rewind."""
         if not self._number:
             events = read_events(self._job_store)
             self._failed = read_failed_generations(events)

@@ -234,7 +234,7 @@ class NodeGeneration:
         return end
 
     def _check_store_wait(self, group: WorkerGroup) -> bool:
-        """Return whether a rank of any node waits for the store, and tell the other nodes of such ranks of this node.
+        """Return whether a rank of any node waits for the store. If a rank of this node does, tell the other nodes.
 
         All other ranks then wait in a collective for that rank, which must not count as a hang. The deadline of the
         save limits the wait.

@@ -127,7 +127,6 @@ def show_failed_logs(group: WorkerGroup, failures: Sequence[WorkerFailure], *, j
 
 
 def _last_lines(path: Path) -> list[str]:
-    """Return the last lines of a log, reading only the end of the file."""
     try:
         with open(path, "rb") as log:
             log.seek(max(0, path.stat().st_size - _LAST_BYTES))
@@ -232,7 +231,7 @@ def print_line(text: str) -> None:
 
 
 def flush_output(seconds: float = _FLUSH_SECONDS) -> None:
-    """Wait until all output is written, at most `seconds`."""
+    """Wait until all output of `print_line` is written, at most `seconds`."""
     _OWN_OUTPUT.flush(seconds)
 
 

@@ -132,7 +132,7 @@ class RollCall:
         self._wait_announced = StickyFlag(_WAIT_REPORT_SECONDS)
 
     def announce_generation(self, number: int) -> None:
-        """Send the generation's number, to which paid time is charged, to all members, including later ones."""
+        """Send the number of the next generation, for which paid time is recorded, to all members and later ones."""
         self._number = number
         for connection in self.members.values():
             connection.send({"kind": "generation", "generation": number})
@@ -240,7 +240,7 @@ class CoordinatorPeers(Peers):
 
     @property
     def nodes(self) -> list[int]:
-        """Nodes that are connected and were not left out, by their numbers in `GangSpec.node`."""
+        """Numbers (`GangSpec.node`) of the nodes that are connected and take part in the next generation."""
         connected = {node for node, connection in self._members.items() if not connection.closed}
         return [0, *sorted(connected - self._left_out)]
 
@@ -577,7 +577,7 @@ class FollowerPeers(Peers):
         self._connection.close()
 
     def _next(self, *kinds: str) -> Message | None:
-        """Act on waiting messages up to the first of these kinds, and return that one; None if there is none."""
+        """Handle received messages in order until one is of these kinds; return that one, or None."""
         self._connection.keep_alive()
         self._inbox.extend(self._connection.receive())
         while self._inbox:

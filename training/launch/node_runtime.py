@@ -183,7 +183,7 @@ class NodeRuntime:
         self._withdraw_metrics()
 
     def _prepare_processes(self) -> None:
-        """Start the keeper and the standby unless they run; without them, ranks start more slowly."""
+        """Start the keeper and the standby unless they run. Errors are ignored, since ranks can start without them."""
         spec, folder = self.spec, Path(self.spec.log_folder)
         if self._keeper is None and sys.platform.startswith("linux"):
             with contextlib.suppress(OSError):  # without a keeper, ranks are children of this process

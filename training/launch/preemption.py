@@ -43,7 +43,7 @@ def may_be_repeated(notice: Notice) -> bool:
 
 
 def seconds_until_expired(notice: Notice) -> float:
-    """Return the seconds until a notice has expired: its time has passed, and the machine still exists."""
+    """Return the seconds until a notice has expired, which is STALE_SECONDS after the time that it announced."""
     return max(notice.ends_at + STALE_SECONDS - time.monotonic(), 0.0)
 
 

@@ -214,7 +214,6 @@ class Connection:
 
     @property
     def unsent_bytes(self) -> int:
-        """Number of queued bytes that the kernel has not accepted yet."""
         return len(self._unsent)
 
     def receive(self) -> list[Message]:
@@ -239,7 +238,7 @@ class Connection:
         self._put_back = messages
 
     def refuse(self, reason: str) -> None:
-        """Count the peer as lost, for this reason, unless it already is."""
+        """Mark the connection as closed for this reason, unless it is closed already."""
         self.closed = self.closed or reason
 
     def keep_alive(self) -> None:
@@ -427,7 +426,7 @@ class RollCallServer:
             self._drop_excess()
 
     def _drop_excess(self) -> None:
-        """At too many unfinished handshakes, close the oldest one of the address that has the most of them."""
+        """If too many handshakes are unfinished, close the oldest one from the address with the most of them."""
         source, count = Counter(caller.source for caller in self._callers).most_common(1)[0]
         if len(self._callers) > MOST_CALLERS or count > MOST_CALLERS_OF_ONE_SOURCE:
             oldest = next(caller for caller in self._callers if caller.source == source)

@@ -211,7 +211,6 @@ class GpuCounters:
 
 
 def _counters(library: Any, devices: list[Any]) -> dict[str, int]:
-    """Collect the counters that the devices support."""
     found = {"gpus": len(devices)}
     if memory := _query(library.nvmlDeviceGetMemoryInfo, devices):
         found["gpu_memory_used_bytes"] = sum(int(one.used) for one in memory)

@@ -86,7 +86,7 @@ def kill_leftovers(
     spare: Collection[int] = (),
     spare_trees: Collection[int] = (),
 ) -> list[int]:
-    """Kill all descendants of the keeper; if there is none, all processes in `sessions`.
+    """Kill all descendants of the keeper. Without a keeper or descendants, kill all processes in `sessions`.
 
     Args:
         spare: Ids of processes that are not killed.
