@@ -241,7 +241,6 @@ def write_instances(path: Path, catalogue: Catalogue, found: Sequence[Hardware],
 
 
 def reread(folder: Path) -> Catalogue:
-    """Load the tables in a folder. Raises CatalogueError."""
     return load_catalogue(
         folder / "instances.csv", folder / "gpus.csv", folder / "spot_advisor.csv", folder / "on_demand.csv"
     )
@@ -275,7 +274,6 @@ _SECONDS = 300.0
 
 
 def add_commands(commands: Any) -> None:
-    """Add the command `catalogue refresh` to argparse's subparsers."""
     catalogue = commands.add_parser("catalogue", help="renew the shipped tables of types, prices and bands")
     ways = catalogue.add_subparsers(required=True, metavar="COMMAND")
     refresh = ways.add_parser("refresh", help="ask the price list, EC2 and the spot advisor")

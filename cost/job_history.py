@@ -175,7 +175,7 @@ def _speed(plan: dict[str, Any], generation: RecordedGeneration, events: Sequenc
 
 
 def _type_of(chosen: dict[str, Any], events: Sequence[Event]) -> str:
-    """Return the instance type that the first node reported; it may differ from the planned one, the default."""
+    """Return the instance type that the first node reported (it may differ from the plan), else the planned one."""
     told = (event.data.get("instance_type") for event in events if event.name == NODE_STARTED)
     return next((kind for kind in told if kind), chosen["instance_type"])
 

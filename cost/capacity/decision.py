@@ -147,7 +147,7 @@ def _budget_usd(plan: Plan, last_resort: QueueOffer, tick_hours: float) -> float
 
 
 def _fallback_offers(found: Sequence[QueueOffer], history: AttemptHistory) -> list[QueueOffer]:
-    """Return the on-demand offers, cheapest first, without those that the last attempts found without capacity.
+    """Return the on-demand offers, cheapest first, without those that lacked capacity in the last attempts.
 
     If this leaves none, return all on-demand offers.
     """
@@ -175,7 +175,7 @@ def _view(offer: QueueOffer, history: AttemptHistory, plan: Plan, now: float, wo
 
 
 def _last_seen(offer: QueueOffer, history: AttemptHistory, plan: Plan, now: float) -> tuple[bool | None, float | None]:
-    """Return whether the pool had capacity at its last attempt, and the hour of that; (None, None) without attempt.
+    """Return whether the pool had capacity at its last attempt, and at which hour; (None, None) if it was never tried.
 
     The end of the job's last attempt counts as observed now. On-demand always has capacity.
     """
@@ -398,7 +398,7 @@ def _after_a_bug(found: tuple[QueueOffer, ...], history: AttemptHistory) -> _Cho
 
 
 def _only_one_market(found: tuple[QueueOffer, ...], history: AttemptHistory) -> _Choice:
-    """Choose the cheapest Spot pool that did not just lack capacity, if there is no on-demand pool to fall back on."""
+    """Choose the cheapest Spot pool that did not lack capacity recently, without an on-demand pool to fall back on."""
     gone = [attempt.placement.pool for attempt in history.attempts[-len(found) :] if attempt.refused]
     order = sorted(found, key=lambda one: gone.index(one.id) + 1 if one.id in gone else 0)
     return _Choice(

@@ -354,7 +354,7 @@ def feasible_pools(config: RunConfig, sources: PlanInputs) -> Iterator[Candidate
 
 
 def _sizes(config: RunConfig, catalogue: Catalogue) -> Iterator[tuple[Pool, InstanceType]]:
-    """Yield each allowed pool without its region and zone, together with its instance type."""
+    """Yield each allowed instance type, number of nodes and market as a pool without region, and its instance type."""
     cluster = config.cluster
     most = max(AUTO_NODES) if cluster.max_nodes is None else cluster.max_nodes
     tried = [nodes for nodes in AUTO_NODES if nodes <= most]
@@ -412,7 +412,7 @@ def _quotes(
 ) -> list[tuple[str | None, Quote | None]]:
     """Return (zone, quote) pairs, one for each zone of the region.
 
-    A zone without a price has the quote None. The only pair (None, None) means that the whole region has no price.
+    A zone without a price has the quote None. A single pair (None, None) means that the whole region has no price.
     """
     if market == "on_demand":
         quote = prices.on_demand(kind, region)
@@ -512,7 +512,7 @@ def _carry_seconds(config: RunConfig, shape: ModelShape, kind: InstanceType, poo
 
 
 def _token_bytes(config: RunConfig, shape: ModelShape, steps: int) -> float:
-    """Return the most bytes of tokens that one node reads in all remaining steps; 0 for a user's workload (unknown)."""
+    """Return the most bytes of tokens that one node will read; 0 if unknown, as for a user's own workload."""
     if config.workload is not None:
         return 0.0
     width = 1 if config.model.vocab_size <= 2**8 else 2 if config.model.vocab_size <= 2**16 else 4

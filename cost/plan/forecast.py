@@ -200,10 +200,11 @@ def _counts(
 ) -> numpy.ndarray:
     """Draw the number of reclaims of each simulated run, [draws].
 
-    Each run draws a hazard from `belief`, and then a Poisson number of reclaims. The exposed time includes the time
-    that reclaims cost.
+    Each run draws a hazard from `belief`, and then a Poisson number of reclaims. Reclaims lengthen the run, and so the
+    time in which further reclaims occur.
 
     Args:
+        undisturbed: Hours of each run without interruptions, [draws].
         belief: Distribution of the reclaims per hour; None for on-demand, which has no reclaims.
     """
     import numpy

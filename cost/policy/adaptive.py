@@ -280,7 +280,7 @@ class Adaptive:
 
     @staticmethod
     def _blind(state: State) -> bool:
-        """Return whether no spot pool was observed at this decision, and only one start per decision is allowed."""
+        """Return whether only one start per decision is allowed and no spot pool was observed at this decision."""
         return state.attempts == 1 and not any(pool.seen_at_hours == state.now_hours for pool in state.spot_pools)
 
     def _solved(self, state: State) -> SlackTable:
@@ -317,7 +317,7 @@ class Adaptive:
         return [pool for pool in state.spot_pools if pool.region != state.checkpoint_region]
 
     def _away_chance(self, state: State) -> float:
-        """Return the probability that a spot pool of another region has capacity; at most two pools count."""
+        """Return the probability that a spot pool of another region has capacity; more than two pools count as two."""
         return 1 - (1 - _HAS_CAPACITY) ** min(2, len(self._away(state)))
 
     def _away_cost_hours(self, state: State) -> float:

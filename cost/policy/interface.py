@@ -51,7 +51,7 @@ class PoolView:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """Everything that a policy knows at one decision. Equal sequences of states lead to equal answers."""
+    """Everything that a policy knows at one decision. A policy answers equal sequences of states alike."""
 
     now_hours: float
     deadline_hours: float

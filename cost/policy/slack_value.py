@@ -452,7 +452,7 @@ class _Induction:
             np.clip(found, -_CLIP, _CLIP, out=self.advantages[kind, row], casting="same_kind")
 
     def _or_away(self, here: Array, start: Array) -> Array:
-        """Return the expected cost if a start in another region may be tried as well, and is chosen if better."""
+        """Return the expected cost with the option of a start in another region, which is taken if it is cheaper."""
         if self.q.away_chance <= 0:
             return here
         away = np.minimum(here, start[:, 1:] + self.q.away_cost_hours)
@@ -473,6 +473,6 @@ class _Induction:
 
     @staticmethod
     def _next(phases: tuple[Array, Array], same: Array, other: Array) -> Array:
-        """Return the expected cost after a step: the spell lasts in one of its phases, or the opposite one begins."""
+        """Return the expected cost after a step, in which the spell lasts, or ends and the opposite one begins."""
         stay, end = phases
         return stay @ same + end * other[:, :1]

@@ -118,7 +118,6 @@ _LONGEST_HISTORY_HOURS = 90 * 24.0
 
 
 def add_commands(commands: Any, project_root: Path) -> None:
-    """Add the command `prices`, with `record` and `show`, to argparse's subparsers."""
     prices = commands.add_parser("prices", help="record live spot prices, or show those that a plan would use")
     ways = prices.add_subparsers(required=True, metavar="COMMAND")
     record = ways.add_parser("record", help="write EC2's present prices to a file that cost.prices can name")

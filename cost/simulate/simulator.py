@@ -8,7 +8,7 @@ The optimum is exact on the grid of ticks, which is the published definition (Sk
 transfer are rounded up to whole ticks, whole ticks are billed, one machine is held at a time, and the first start is in
 any zone without a transfer. Dynamic programming computes the lowest remaining cost backwards in time. t is the tick, r
 the place of the machine, l that of the checkpoint, h the remaining ticks of start-up (H at a start), and w those of
-work:
+work; `start` is `hold` without the choice to leave:
 
     hold(t, r, h, w) = min(leave, price(t, r) + hold(t+1, r, h−1, w))            h > 0
                        min(leave, price(t, r) + hold(t+1, r, 0, w−1))            h = 0, spot only if available at t
