@@ -100,7 +100,7 @@ def build_situation(
     changeover = max(one.candidate.case.fixed_lost_hours for one in found)
 
     def spare(offer: QueueOffer, last_resort: QueueOffer) -> float:
-        """Return the hours of slack beyond a failed Spot start and all time kept for the on-demand fallback."""
+        """Return the hours of slack that remain if this Spot start fails and on-demand must still finish in time."""
         reserve = 2 * changeover + runnable_hours + offer.candidate.case.interval_hours
         return deadline - now - max(offer.work_hours, last_resort.work_hours) - reserve
 

@@ -69,8 +69,8 @@ def split_by_budget(
     If no pool is within the budget, return all pools and no rejections. The pool that needs the smallest budget then
     comes first, so that the refusal can name it.
 
-    A pool with the lowest expected cost can exceed the budget although another pool does not: the amount reserved for
-    the last checkpoint is larger for a faster, more expensive gang.
+    The pool with the lowest expected cost can exceed the budget while another one does not: the more expensive the
+    gang, the more is reserved for the last checkpoint.
     """
     budget = config.cost.budget_usd
     if budget is None:
@@ -266,7 +266,7 @@ def find_refusal(
     ranked: list[Candidate],
     rejected: tuple[Rejection, ...],
 ) -> PlanRefusal | None:
-    """Return the reason why the job must not start in `ranked[0]`, the result of `split_by_budget`; None if it may."""
+    """Return the reason why the job must not start in the cheapest pool, `ranked[0]`; None if it may start."""
     if ranked:
         return _over_budget(config, sources, ranked[0])
     late = [rejection for rejection in rejected if rejection.kind == MISSES_DEADLINE]

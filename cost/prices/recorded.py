@@ -152,7 +152,7 @@ class ZonePrices:
         return self.known_zones.get(region, ())
 
     def zones_by_name(self, kind: InstanceType, region: str, zone: str | None) -> Sequence[str]:
-        """Return the priced zones known by name only, if `zone` is an unknown id: each of them may be that zone."""
+        """Return the names of priced zones without a known id, any of which may be `zone`; empty if `zone` is known."""
         if zone is None or zone in self.zones(region):
             return ()
         return [quote.zone for quote in self.spot(kind, region) if quote.zone and quote.zone == quote.zone_name]
