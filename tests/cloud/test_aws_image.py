@@ -42,7 +42,7 @@ def test_what_is_installed_is_requirements_txt_and_every_line_there_is_pinned(st
     lines = [line.partition("#")[0].strip() for line in (ROOT / "requirements.txt").read_text().splitlines()]
     names = set()
     for line in filter(None, lines):
-        pin = re.fullmatch(r"([a-z0-9-]+)(==|~=)\d+(\.\d+)+", line)
+        pin = re.fullmatch(r"([a-z0-9.-]+)(==|~=)\d+(\.\d+)+", line)
         assert pin, line
         names.add(pin[1])
     [told] = re.findall(r"import (torch[^;]*);", install)
