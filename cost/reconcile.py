@@ -59,9 +59,10 @@ class MeteredInstance:
 
     @property
     def boot_seconds(self) -> float:
-        """Seconds from the instance's boot to its first node, at most `LONGEST_IDLE_SECONDS`.
+        """Seconds from the boot of the instance to the start of this job's first node on it.
 
-        An instance that was up for longer is assumed to have served another job before.
+        The value is at most `LONGEST_IDLE_SECONDS`: an instance that ran for longer is assumed to have served another
+        job before.
         """
         return _boot_seconds(self.machine)
 

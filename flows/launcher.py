@@ -449,7 +449,10 @@ def _empty(run_id_file: Path) -> None:
 
 
 def _read_run_id(file: Path) -> str:
-    """Return the run id that Metaflow wrote, "" without one. A temporary file is deleted."""
+    """Return the run id that Metaflow wrote to `file`, or "" if it wrote none.
+
+    The file is deleted if the launcher created it as a temporary file. A file that the user named is kept.
+    """
     run_id = file.read_text().strip() if file.is_file() else ""
     if file.name.startswith(_RUN_ID_PREFIX):
         file.unlink(missing_ok=True)

@@ -275,12 +275,12 @@ def kill_until_none(
     spare_groups: Collection[int] = (),
     reap: Callable[[], bool] = lambda: True,
 ) -> list[int]:
-    """Kill the processes that `find` returns, repeatedly, until it returns none and `reap` returns True.
+    """Kill the processes that `find` returns, again and again, until it returns none and `reap` returns True.
 
-    Processes that fork faster than they are found are killed by their process group: the kernel lets no fork escape a
-    signal to its group. They are then stopped one by one before they are killed, so that none can start another in
-    between. No group has members outside the keeper's tree, because everything that the keeper spawns has its own
-    session.
+    Processes may fork faster than they are found. From the third round, if `find` returns new processes, whole process
+    groups are killed, because no fork escapes a signal to its group. All processes found are also stopped before any of
+    them is killed, so that none can fork meanwhile. A group has no members outside the keeper's tree, because
+    everything that the keeper starts has its own session.
 
     Args:
         find: returns the processes to kill.
@@ -289,7 +289,7 @@ def kill_until_none(
         reap: reaps ended children; returns whether no child is left.
 
     Returns:
-        Ids of the processes that are left: at the time limit, or earlier if all of them are in uninterruptible sleep.
+        Ids of the processes that still exist at the time limit, or earlier if all of them are in uninterruptible sleep.
     """
     begun, known, rounds = time.monotonic(), set(), 0
     while True:

@@ -336,8 +336,9 @@ def _set_counts(board: MetricBoard, events: Sequence[Event]) -> None:
 def weakest_kind(*words: str) -> str:
     """Return the least certain of several kinds of figures: "recorded" for "measured" and "recorded 2026-07-20".
 
-    Only the first word of each counts. `_STRENGTH` lists the kinds from the most to the least certain; an unknown kind
-    is less certain than all of them, and "" counts as "estimated".
+    Args:
+        words: texts whose first word is a kind. `_STRENGTH` lists the known kinds from the most to the least certain.
+            An unknown kind is less certain than all of them. "" counts as "estimated".
     """
     kinds = [word.split()[0] if word else "estimated" for word in words]
     return max(kinds, key=lambda kind: _STRENGTH.index(kind) if kind in _STRENGTH else len(_STRENGTH))

@@ -255,7 +255,7 @@ def exit_when_interrupted() -> None:
 
 
 def end_with_descendants(number: int, frame: object) -> None:
-    """Kill all descendants, then exit at once without a traceback, as a signal handler.
+    """Signal handler: kill all descendants, then exit at once without a traceback.
 
     The exit code is 128 + the signal's number, as in a shell.
     """
@@ -337,9 +337,10 @@ class MessageReader:
         self._unfinished = b""
 
     def read(self, note: Callable[[dict[str, Any]], None]) -> bool:
-        """Pass each available message to `note`, and return whether more may follow.
+        """Pass each available message to `note`. Return True if more messages may follow.
 
-        None can follow at the end of the pipe, and after bytes that are not a message: another process wrote them.
+        Return False at the end of the pipe, after a read error, and after bytes that are not a message, since these
+        come from another process.
         """
         while True:
             try:

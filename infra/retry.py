@@ -68,16 +68,16 @@ def retry(
 
 
 def call_within(seconds: float, call: Callable[[], T], name: str, late: Callable[[], Exception]) -> T:
-    """Return the result of `call`, or raise its exception, if it ends within `seconds`; else raise what `late` makes.
+    """Call a function with a time limit. Return its result, or raise its exception.
 
-    The call runs in a daemon thread named `name`. A call that never returns is abandoned, and does not keep the process
-    from exiting: name servers, sources of credentials and foreign libraries can hang and cannot be interrupted.
+    The call runs in a daemon thread. A call that never returns is abandoned, and does not keep the process from
+    exiting: name servers, sources of credentials and foreign libraries can hang and cannot be interrupted.
 
     Args:
         seconds: time limit.
         call: the function.
         name: name of the thread.
-        late: makes the exception to raise at the time limit.
+        late: creates the exception that is raised at the time limit.
     """
     results: list[T] = []
     errors: list[BaseException] = []

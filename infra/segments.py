@@ -162,7 +162,14 @@ def unseal(segments: Segments) -> Unsealed:
 
 
 def read_segments(job_store: Store) -> Segments:
-    """Read every segment of a job; a segment that cannot be read is damage. Raises StoreError if the store fails."""
+    """Read every segment of a job.
+
+    Returns:
+        The segments. One that cannot be read is an entry in `damage` and in `unreadable`, and raises nothing.
+
+    Raises:
+        StoreError: the store fails.
+    """
     found = Segments()
     with ThreadPoolExecutor(_READERS, thread_name_prefix="events") as pool:
         _read_listed(job_store, pool, found)

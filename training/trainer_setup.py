@@ -216,9 +216,10 @@ def begin(trainer: Trainer) -> Position:
 
 
 def _rejected(rejected: RejectedCommit, restored: RestoreResult) -> dict[str, Any]:
-    """Return the fields of the `restore` event for a commit that was passed over because it is damaged.
+    """Return the fields of the `restore` event for a damaged commit, in place of which an older one was restored.
 
-    They include the number of lost steps, and the dollars paid for them if both commits record the dollars spent.
+    They include the number of steps lost by this. They include the dollars paid for these steps if both the damaged and
+    the restored commit record the dollars spent until then; else these are None.
     """
     at_rejected, at_restored = ((extra or {}).get("spent_usd") for extra in (rejected.extra, restored.extra))
     lost_usd = None if at_rejected is None or at_restored is None else at_rejected - at_restored

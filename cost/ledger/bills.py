@@ -1,7 +1,8 @@
 """Compute the cost of each node: its paid time at the price of each moment.
 
 Nodes of one gang may share an instance, such as pods that Kubernetes packs onto one machine. At each moment the price
-is then divided by the number of the job's nodes on the instance. Other jobs on it do not appear in these events.
+is then divided by the number of this job's nodes on the instance. Other jobs on the same instance are unknown to this
+job's event log, so they do not reduce its share.
 """
 
 from __future__ import annotations
@@ -152,10 +153,11 @@ def count_machines(bills: Sequence[NodeBill]) -> int:
 
 
 def compute_rank_charges(node: NodeTime, rank: RankTime, curve: PriceCurve) -> dict[LedgerClass, Decimal]:
-    """Divide one rank's share of its node's cost among the classes of its time. Return dollars by class.
+    """Divide a rank's cost among the classes of its time (`LedgerClass`). Return dollars by class.
 
-    With a constant price the dollars are proportional to the seconds. If the price changed, each span of the rank's
-    time is charged at its mean price, and time in no span at the mean price of the gaps.
+    All ranks of a node have the same share of the node's cost. With a constant price, a rank's dollars are proportional
+    to its seconds. If the price changed, each recorded span of the rank's time is charged at its own mean price. Time
+    between the recorded spans is charged at the mean price of these gaps.
     """
     start = start_micros(node)
     share = curve.cost(start, start + rank.paid) / len(node.ranks)

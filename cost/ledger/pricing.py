@@ -163,10 +163,15 @@ class Pricing:
         )
 
     def _find_plan(self, at: float, job: BatchJob | None) -> dict[str, Any] | None:
-        """Return the plan that prices a node: the last one made until the Unix time `at`, else the first one.
+        """Return the plan that prices a node: the last one made at or before `at`, else the first one.
 
-        If the price of the node's Batch job was recorded, the chosen pool of the returned plan is the one in which the
-        job was placed. If there is neither a plan nor such a price, return None.
+        Args:
+            at: Unix time.
+            job: The node's Batch job; None if it is unknown. If its price was recorded, the chosen pool of the returned
+                plan is replaced by the pool in which the job was placed.
+
+        Returns:
+            The plan; None if neither a plan nor a price of the Batch job was recorded.
         """
         before = [event for event in self.plans if event.t_wall <= at] or self.plans[:1]
         plan = before[-1].data if before else None

@@ -54,10 +54,10 @@ class StayStatistics:
 
 
 def reference_usd_per_hour(state: State) -> float:
-    """Return the spot price of all nodes that the value tables assume.
+    """Return the hourly price of all nodes together in the cheapest spot pool of the checkpoint's region.
 
-    It is that of the cheapest pool in the checkpoint's region, or of the cheapest pool anywhere if that region has
-    none.
+    If that region has no spot pool, return the price in the cheapest spot pool of any region. The tables of
+    `SlackTable` are computed for this one spot price; the extra price of a dearer pool is added afterwards.
     """
     return min(pool.usd_per_hour for pool in state.home_pools or state.spot_pools)
 

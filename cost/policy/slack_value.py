@@ -274,13 +274,17 @@ class SlackTable:
         return slice(n, n + 2), slice(i, i + 2), weights
 
     def advantage(self, kind: int, left_hours: float, slack_hours: float, fresh: float, models: Array) -> float:
-        """Return the cost of one option minus that of another, as a mean over models and phases.
+        """Return the expected cost of one option minus that of another, in hours at the on-demand price.
 
-        Models in which finishing costs more have more weight.
+        It is a mean over the models and over the two phases of the present spell. A spell is a period with or without
+        spot capacity; it begins as "fresh" and may become "settled", and then usually lasts longer. A model is a pair
+        of rates at which settled spells with and without capacity end. Models in which finishing costs more have more
+        weight.
 
         Args:
             kind: The pair of options, such as `WAIT_OR_ON_DEMAND`.
             left_hours: Time to the deadline.
+            slack_hours: Time to the deadline beyond the remaining work.
             fresh: Probability that the present spell is in its fresh phase.
             models: Probability of each model, [model].
         """
@@ -332,7 +336,13 @@ def slack_grid(question: SlackProblem, step_hours: float) -> Array:
 
 
 def mean_hours(settled_end: Array) -> Array:
-    """Return the mean lengths of spells in hours, from the rates at which their settled phases end."""
+    """Return the mean length, in hours, of periods with or without spot capacity.
+
+    Such a period is first "fresh", with the same rates for all pools, and then may become "settled".
+
+    Args:
+        settled_end: Rates per hour at which settled periods end.
+    """
     return (1 + FRESH_SETTLE_PER_HOUR / settled_end) / (FRESH_END_PER_HOUR + FRESH_SETTLE_PER_HOUR)
 
 

@@ -50,11 +50,11 @@ def compute_actual_figures(
         A dictionary with, among others:
 
         - weight_unit: Unit of batch sizes, and thus of speeds; "tokens" for text.
-        - tokens_per_second: Median speed over the steps in the final weights, with waiting for data, without saves and
-          evaluations.
-        - held_out_loss, unigram_entropy_nats: Nats per token. held_out_ratio is the first over the second; below 1 the
-          model beats the best guess without context.
-        - mfu: Model flops per second over the measured matrix product peak of the gang's machines, at most 1.
+        - tokens_per_second: Median speed of the steps that contributed to the final weights. It includes waits for data
+          and excludes saves and evaluations.
+        - held_out_loss, unigram_entropy_nats: Nats per token. held_out_ratio is the first divided by the second; below
+          1 the model beats the best guess without context.
+        - mfu: Model flops per second, divided by the measured matrix product peak of the gang's machines; at most 1.
         - metrics: Metrics of the last evaluation, by name.
         - goodput: Share of the paid rank-seconds that useful steps took.
         - learning_rate: The highest of all steps.

@@ -1,6 +1,6 @@
-"""The placement of one attempt: prices, past attempts and the remaining work decide on a queue, or on a reason to stop.
+"""Choose a queue for one attempt, or a reason to stop, from prices, past attempts and the remaining work.
 
-Metaflow's scheduler is blocked meanwhile. So a placement ends within its deadlines, and it raises no exception except
+A placement blocks Metaflow's scheduler, so it ends within its deadlines. The only exception that it raises is
 `JobIsRunning`, if another launcher has taken over the job.
 """
 
@@ -77,10 +77,10 @@ class PlacementResult:
 
 
 def place_attempt(request: PlacementRequest, *, deadline_seconds: float = DEADLINE_SECONDS) -> PlacementResult:
-    """Place an attempt at current prices or, if that fails or takes too long, by the plan of the run.
+    """Choose a queue at current prices or, if that fails or takes too long, by the plan that the run made at its start.
 
     Args:
-        deadline_seconds: limit for the first try, at current prices. The second try has 30 s more.
+        deadline_seconds: limit for the try at current prices. The second try, by the plan, may take another 30 s.
 
     Raises:
         JobIsRunning: another launcher has taken over the job.

@@ -164,7 +164,7 @@ class SubmitRetry:
     Args:
         seconds: limit for all requests of the submit together, counted from the first failed one.
         say: prints one line.
-        lost: searches for the job of a submit without an answer.
+        lost: looks up the job that a submit may have created although no response arrived.
         wanted: returns whether the submit is still wanted. If not, no further request is sent.
     """
 
@@ -181,9 +181,10 @@ class SubmitRetry:
         self._told = 0.0
 
     def listen(self) -> None:
-        """Register with all clients of the AWS SDK in this process.
+        """Register `pause` as the retry handler of all AWS Batch clients that this process creates later.
 
-        This registers for single operations, because the SDK asks such handlers first and follows the first answer.
+        `pause` is registered once per operation, because the SDK asks the handlers of an operation before its own
+        handler for the whole service, and takes the first answer.
         """
         from botocore import handlers
 
@@ -193,7 +194,11 @@ class SubmitRetry:
     def pause(
         self, response: Any, operation: Any, attempts: int, caught_exception: BaseException | None, **_: Any
     ) -> float | bool | None:
-        """Return the seconds until the next try, False for none, or None to let the SDK decide. Never raises."""
+        """Decide whether the AWS SDK repeats a failed request. The SDK calls this after each request.
+
+        Returns:
+            Seconds until the next try; False to stop retrying; None to let the SDK decide.
+        """
         status = 0 if response is None else getattr(response[0], "status_code", 0)
         unanswered = operation.name == "SubmitJob" and self._lost.may_have_made(status, caught_exception)
         if not self._wanted():

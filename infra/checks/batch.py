@@ -264,9 +264,13 @@ def _told(usable: Mapping[str, QueueState]) -> str:
 
 
 def _fargate(light: Mapping[str, QueueState]) -> list[str]:
-    """Return a note for each Fargate queue of the steps around training that lacks the execution role of Fargate.
+    """Return a note for each Fargate queue that cannot run steps because Fargate's execution role is not configured.
 
-    A note does not fail the check, because `--with cloud` sends no step to such a queue.
+    Args:
+        light: queues of the steps around training, by name.
+
+    Returns:
+        Notes. They do not fail the check, because `--with cloud` sends no step to such a queue.
     """
     role = "METAFLOW_ECS_FARGATE_EXECUTION_ROLE"
     found = [name for name, state in light.items() if state.fargate and not metaflow_setting(role)]

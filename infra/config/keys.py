@@ -42,7 +42,11 @@ class Entry:
     given_key: str
 
     def place_of(self, part: Node | None) -> SourceSpan:
-        """Return the location of `part`, a node inside the value such as a list item; None: the whole value."""
+        """Return the location of `part`.
+
+        Args:
+            part: a node inside the value, such as an item of a list; None for the whole value.
+        """
         return self.place if part is None else self.source.span_of(part)
 
 

@@ -122,7 +122,7 @@ def _mark(line: int, column: int) -> StringMark:
 
 
 def _foreign_tag(node: Node) -> str | None:
-    """Return a node's tag if it is not one of YAML's core types, such as ``!!python/name:os.system``; else None."""
+    """Return a node's tag, such as ``!!python/name:os.system``, or None if the tag is one of YAML's core types."""
     return None if node.tag in _CORE_TAGS else node.tag.replace(_TAG_PREFIX, "!!")
 
 

@@ -103,7 +103,12 @@ class _Task(Generic[T]):
         return self._came_back is not None
 
     def finish(self) -> Callable[[], None] | None:
-        """Mark the task as done. Returns the registered function if the task was abandoned, else None."""
+        """Mark the task as done.
+
+        Returns:
+            The function registered with `call_back`, which the caller must call because the task was abandoned; None if
+            the task was not abandoned.
+        """
         with self._lock:
             self.done.set()
             return self._came_back

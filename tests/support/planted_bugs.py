@@ -34,7 +34,7 @@ def played(folder: str) -> dict[str, tuple[list[str], list[str]]]:
             replace(calm, store="s3", conduct=_ROTS, acts=(_THREE, _STAYS)),
         ),
         "the highest step is the newest": (
-            mock.patch.object(LineageChain, "counts", lambda *_: True),
+            mock.patch.object(LineageChain, "is_in_history", lambda *_: True),
             replace(calm, acts=(_THREE, replace(_STAYS, rewind=1), _STAYS)),
         ),
         "retention keeps the oldest": (

@@ -232,14 +232,16 @@ def _restore_lists(document: Any) -> Any:
 
 
 def save_hollow(document: Any, names: Mapping[int, str], path: Path) -> list[str]:
-    """Save a document whose tensors have no values yet as a torch file, with room for the values. `fill` writes them.
+    """Write a torch file that has every tensor's shape and dtype but no values. `fill` writes the values later.
+
+    This lets a large file be written one tensor at a time.
 
     Args:
-        document: what `torch.save` takes.
-        names: tensor names by the `id` of the tensor.
+        document: nested dictionaries and lists with tensors, as for `torch.save`.
+        names: name of each tensor, by the tensor's `id`.
 
     Returns:
-        Tensor names in the order of the storages in the file.
+        Tensor names in the order in which the file stores the values.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode  # takes a second to import
 

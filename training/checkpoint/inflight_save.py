@@ -92,7 +92,14 @@ class UploaderClient:
         self._write(command)
 
     def answer(self, timeout_seconds: float) -> dict[str, Any] | None:
-        """Return the next answer, or None if none arrives within the timeout. With a timeout of 0, do not wait."""
+        """Wait for the uploader's next answer and return it.
+
+        Args:
+            timeout_seconds: Longest wait; 0 returns at once.
+
+        Returns:
+            The answer; None if none arrived in time.
+        """
         try:
             return self._answers.get(timeout=timeout_seconds) if timeout_seconds > 0 else self._answers.get_nowait()
         except queue.Empty:

@@ -192,11 +192,13 @@ class LineageChain:
         if self.newest:
             self._follow(self.newest, float("inf"))
 
-    def counts(self, number: int, step: int) -> bool:
-        """Return whether a commit of generation `number` at `step` is part of the newest generation's history.
+    def is_in_history(self, number: int, step: int) -> bool:
+        """Return whether the commit of generation `number` at `step` is part of the newest generation's history.
 
-        An older ancestor never has a higher limit than a newer one, so for a step above the next ancestor's limit no
-        further records are read.
+        This requires that the generation is the newest one or an ancestor of it, and that the step is not above its
+        limit: the step from which its successor resumed. Records of ancestors are read only as far as needed. The limit
+        never rises from an ancestor to an older one, so the search stops at the first ancestor whose limit is below
+        `step`.
         """
         while self._ahead is not None and number <= self._ahead[0] and step <= self._ahead[1]:
             self._follow(*self._ahead)
@@ -392,7 +394,7 @@ def _newest_with_refusals(job_store: Store) -> Iterator[tuple[CommitRef, str]]:
             chain = LineageChain(job_store, near=max(ref.generation for ref, _ in page))
             out = _names_below(job_store, "quarantine") | _names_below(job_store, "tombstones")
         for ref, _ in page:
-            if ref.sha256 not in out and chain.counts(ref.generation, ref.step):
+            if ref.sha256 not in out and chain.is_in_history(ref.generation, ref.step):
                 yield ref, _refusal_reason(signs, job_store, ref)
 
 
@@ -511,7 +513,7 @@ def _commits_of_lineage(job_store: Store) -> list[CommitRef]:
         LineageChain(job_store, near=max(ref.generation for ref in found)),
         _names_below(job_store, "tombstones"),
     )
-    return [ref for ref in found if ref.sha256 not in gone and chain.counts(ref.generation, ref.step)]
+    return [ref for ref in found if ref.sha256 not in gone and chain.is_in_history(ref.generation, ref.step)]
 
 
 def _given_parent(job_store: Store, key: str) -> CommitRef:

@@ -43,7 +43,7 @@ class Tokenizer(Protocol):
     def separator(self) -> int | None: ...
 
     def encode(self, piece: bytes) -> np.ndarray:
-        """Return the token numbers of a piece of a file, of shape [tokens] and dtype `dtype_of(vocab_size)`."""
+        """Return the token IDs of a piece of a file, of shape [tokens] and dtype `dtype_of(vocab_size)`."""
         ...
 
 

@@ -321,10 +321,12 @@ class Guards:
         return weights_checksum(module) if due else 0
 
     def compare_at_end(self, at: Position, module: torch.nn.Module) -> None:
-        """Compare the weights of replicas after the last step, which no later step sync compares. Collective.
+        """Compare the weights of replicas after the last step. All ranks must call this, because it is a collective.
+
+        During training the step sync of the next step compares them, but no step follows the last one.
 
         Raises:
-            DivergenceError: if they differ.
+            DivergenceError: the replicas differ.
         """
         if self.config.guards.hash_interval_steps is None or self.copies == 1:
             return

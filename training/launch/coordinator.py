@@ -380,9 +380,9 @@ class GenerationPlanner:
         return {"lost_rank_seconds": rank_seconds, "usd_lost": usd}
 
     def _current_terms(self) -> dict | None:
-        """Return budget and price, with this attempt's cost so far added to the spending; None without a price.
+        """Return budget, price and the amount spent so far, including this attempt; None if the job has no price.
 
-        The time between generations must be added here, since each rank counts only the time in which it runs.
+        The amount also includes the time between generations: each rank counts only the time in which it runs.
         """
         now = self._now()
         waited, self._paid_until = now - self._paid_until, now

@@ -108,9 +108,10 @@ class StackTrace:
 
     @property
     def where(self) -> str:
-        """Location of the process, as "file.py:123 in function"; "" without frames.
+        """Code location of the process, as "file.py:123 in function"; "" without frames.
 
-        It is the innermost frame of own code that is not an exchange, else the innermost frame of all.
+        It is the innermost frame in code of Ebbflow or of the user. Functions that only exchange numbers between ranks
+        are skipped, since their caller tells more. If no such frame exists, it is the innermost frame of all.
         """
         own = [frame for frame in self.frames if frame.own_code and not frame.exchange]
         return next((str(frame) for frame in [*own, *self.frames]), "")

@@ -88,7 +88,7 @@ class TerminalEcho:
 
 
 def _without_hole(data: bytes) -> bytes:
-    """Remove zero bytes, which are read where the middle of a log was freed."""
+    """Remove NUL bytes. They are read where the middle of a log file was freed by punching a hole (a sparse file)."""
     return data.replace(b"\0", b"")
 
 

@@ -178,7 +178,7 @@ class RollCall:
             time.sleep(_LOOK_SECONDS)
 
     def announce_wait(self, seconds: float) -> None:
-        """Tell all members, at most once per second, that the start is at least `seconds` away."""
+        """Send all nodes that have joined, at most once per second, the least time until the start, in seconds."""
         if not self._wait_announced.holds:
             self._wait_announced.mark()
             for connection in self.members.values():
@@ -272,7 +272,7 @@ class CoordinatorPeers(Peers):
         self._receive_all()
 
     def announce_wait(self, seconds: float) -> str:
-        """Tell followers that node 0 waits `seconds` before the start; return `leave_cause`."""
+        """Send the followers the time, in seconds, that node 0 will wait before the start. Return `leave_cause`."""
         self.admit_nodes()
         self._roll_call.announce_wait(seconds)
         return self.leave_cause

@@ -92,7 +92,7 @@ _COORDINATOR_SECONDS = 1.0  # for the coordinator's order after a report; afterw
 
 
 class OrderChannel(Protocol):
-    """The methods of `ebbflow.training.launch.membership.Peers` that send and receive orders."""
+    """Sender and receiver of orders between nodes; `ebbflow.training.launch.membership.Peers` implements it."""
 
     def order(self, order: RankOrder) -> None: ...
     def orders(self) -> list[RankOrder]: ...

@@ -256,8 +256,8 @@ class WatchedWorker(Protocol):
 class RankWatch:
     """Supervisor of a node's ranks, which reports each rank that died, is stopped, or is hung. It reports a rank once.
 
-    Before it reports a stopped or hung rank, it dumps stacks and flight recorders of all ranks to files. With the rank
-    it reports witnesses: the positions of the other ranks.
+    Before it reports a stopped or hung rank, it dumps stacks and flight recorders of all ranks to files. It also
+    reports the positions of the other ranks. Such a report about a rank that has not failed is called a witness.
 
     Args:
         folder: Folder for the dumps.
@@ -328,7 +328,11 @@ class RankWatch:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _report_dump(self, living: list[_Rank], due: list[_Rank], suspicious: bool, now: float) -> list[WorkerFailure]:
-        """Start a dump unless one of the last 5 s exists. Return the failures and witnesses from it once it is done."""
+        """Start a dump of the stacks and flight recorders of all living ranks, unless one was started in the last 5 s.
+
+        The dump runs in threads, so this does not block. While it runs, return an empty list. Once it is done, return
+        the failures of the ranks in `due` and, once per dump or on request, a witness for each other rank.
+        """
         if self._dump is None or (self._dump.done and now - self._dump.at > _DUMP_FRESH_SECONDS):
             self._dumps += 1
             heartbeats = {rank.number: (rank.pid, rank.heartbeat) for rank in living}

@@ -107,7 +107,7 @@ def _numel(part: nn.Module) -> int:
 
 
 def _outside(model: nn.Module, units: list[nn.Module]) -> int:
-    """Return the number of parameters outside all units, which FSDP2 gathers together with the model itself."""
+    """Return the number of parameters outside all units. FSDP2 gathers them together, as a unit of the root module."""
     inside = {id(parameter) for unit in units for parameter in unit.parameters()}
     return sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in inside)
 
@@ -154,7 +154,8 @@ def try_evaluate(name: str, workload: Workload, model: nn.Module, *, seconds: fl
 def _at_most(seconds: float) -> Iterator[None]:
     """Raise _Enough inside the context after `seconds`.
 
-    There is no limit outside the main thread, which gets no signal.
+    The limit works in the main thread only, because Python runs signal handlers only there. In another thread the
+    context has no limit.
     """
 
     def stop(number: int, frame: FrameType | None) -> None:
