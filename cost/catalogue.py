@@ -405,7 +405,7 @@ class Bill:
 
 
 def other_costs(config: RunConfig, usage: Usage, region: str, rates: Rates) -> Bill:
-    """Return the cost of storage, requests and transfer in `region`. Without s3://, only volumes cost money."""
+    """Return the cost of storage, requests and transfer in `region`. Without a store in S3, only volumes cost money."""
     lacking: list[str] = []
     months = usage.hours / HOURS_PER_MONTH
     here = rates.regions.get(region)

@@ -90,14 +90,14 @@ class BilledInstance:
 
     @property
     def excess_seconds(self) -> float:
-        """Seconds by which the billed time exceeds the length of its hours. A single instance cannot have any."""
+        """Seconds by which the billed time exceeds the length of its hours; 0 in a correct bill."""
         return sum(max(0.0, seconds - (end - start)) for (start, end), seconds in self.spans.items())
 
     @property
     def conflicting_uses(self) -> int:
-        """Number of entries of `deliveries` with several files.
+        """Number of entries of `deliveries` that name several files.
 
-        Their lines differ, because repeated lines are left out.
+        Repeated lines are left out before, so the lines of these files differ.
         """
         return sum(len(files) > 1 for files in self.deliveries.values())
 

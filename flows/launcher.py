@@ -309,7 +309,10 @@ def write_to_stderr(text: str) -> None:
 
 
 def _watch_tasks() -> None:
-    """Start a thread that kills every local task that stays stopped by SIGSTOP, as long as this process lives."""
+    """Start a thread that kills each local task that something has stopped with SIGSTOP and not continued in time.
+
+    The thread runs as long as this process.
+    """
     from ebbflow.flows.gang import end_stopped_tasks
 
     threading.Thread(target=end_stopped_tasks, args=(os.getpid(),), name="stopped tasks", daemon=True).start()
@@ -344,10 +347,10 @@ def reorder_words(words: Sequence[str]) -> list[str]:
 
 
 def _tie_to_parent(by: signal.Signals) -> None:
-    """Make a task receive the signal `by` when its parent dies.
+    """Make the kernel send a task the signal `by` when its parent dies.
 
-    The parent is the launcher or, for a task of another node, the control task. On other machines than the launcher's
-    this does nothing.
+    The parent is the launcher or, for a task of another node, the control task. A task that runs on another machine
+    than the launcher has neither as its parent; for it, this does nothing.
     """
     parent = os.environ.get(_PARENT_VARIABLE)
     if parent:  # set on the launching machine only
@@ -491,7 +494,7 @@ def finish_job(job: Job, code: int, started: float, *, asked: bool) -> int:
     Args:
         code: Metaflow's exit code.
         started: Unix time at which the run began.
-        asked: a signal asked the run to leave. Then `code` is returned, unless the job completed in this run.
+        asked: whether a signal asked the run to exit. Then `code` is returned, unless the job completed in this run.
     """
     from ebbflow.cost.errors import CostError, ReportError
     from ebbflow.cost.report.render_text import render

@@ -207,7 +207,7 @@ class Keeper:
         self._lose()
 
     def _ask(self, request: bytes, descriptors: list[int], limit: float) -> None:
-        """Send a request with its file descriptors, or give the keeper up at `limit` on the monotonic clock.
+        """Send a request with its file descriptors. If this takes until `limit` (monotonic clock), kill the keeper.
 
         A stopped keeper reads nothing, and the socket holds only some 200 kB.
         """

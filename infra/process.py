@@ -88,7 +88,10 @@ class ProcessStat:
 
     @property
     def living(self) -> bool:
-        """Return whether the process lives. A zombie with more than one thread has only lost its main thread."""
+        """Return whether the process lives.
+
+        A zombie with more than one thread counts as living: only its main thread has ended.
+        """
         return self.state not in ("Z", "X") or self.threads > 1
 
 
@@ -195,11 +198,11 @@ def signal_name(number: int) -> str:
 
 
 class AwakeClock:
-    """Clock that does not count pauses of this process, to judge how long other processes have been silent.
+    """Clock that stops while this process is paused. It measures how long other processes have been silent.
 
-    Each iteration of this process's loop counts for at most `longest_turn_seconds`. A pause of the whole process
-    (SIGSTOP, `docker pause`, a frozen virtual machine) then counts for next to nothing, and a slow loop still makes
-    progress.
+    Each iteration of this process's loop counts for at most `longest_turn_seconds`. So a pause of the whole process
+    (SIGSTOP, `docker pause`, a frozen virtual machine) adds at most this time, and the clock advances even if the loop
+    is slow.
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic, *, longest_turn_seconds: float = 0.25) -> None:

@@ -179,7 +179,7 @@ class SaveSchedule:
         return expected_loss(max(used, 1e-3), cost, hazard, exposed_seconds=upload)
 
     def _slow_down_seconds(self) -> float:
-        """Return the seconds per save that steps lose because an upload runs beside them."""
+        """Return the seconds per save by which an upload slows down the steps that run meanwhile."""
         if min(len(self._quiet), len(self._busy)) < _STEPS_TO_COMPARE or not self._saves:
             return 0.0
         longer = statistics.median(self._busy) - statistics.median(self._quiet)

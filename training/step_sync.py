@@ -111,11 +111,13 @@ class _Streak:
     def note(self, drag: Slowdown, dragging: bool) -> Slowdown | None:
         """Record a step.
 
-        Return the slowdown with its mean figures at the step at which it has lasted long enough, else None.
-
         Args:
             drag: the slowdown as measured in this step alone.
             dragging: whether this step was slow enough to count.
+
+        Returns:
+            The slowdown with its mean figures, at the step at which it has lasted long enough to be reported; else
+            None.
         """
         same = not self._drags or self._drags[-1].rank == drag.rank or drag.action is GuardAction.DATA_BOUND
         if not dragging or not same:

@@ -208,7 +208,7 @@ class Trainer:
         return Cursor(at.cursor, self.config.training.batch_size).share(self.gang.rank, self.gang.world_size)
 
     def stop_before_first_step(self) -> Stop:
-        """Return INTERRUPTED if a drain was requested on any rank during start-up, else NONE. Collective.
+        """Return INTERRUPTED if any rank was asked to drain during start-up, else NONE. Collective.
 
         After INTERRUPTED no rank takes a step.
         """

@@ -212,10 +212,10 @@ def _mean_price(curve: PriceCurve, start: int, end: int) -> Decimal:
 
 
 def count_sharers(nodes: Sequence[NodeTime]) -> dict[int, SharerCounts]:
-    """Count the nodes that share an instance, over time.
+    """Count, over time, the job's nodes on each instance.
 
     Returns:
-        The counts by `id()` of the node, for every node that was not always alone on its instance.
+        The counts by `id()` of the `NodeTime`. Nodes that were always alone on their instance are left out.
     """
     found: dict[int, SharerCounts] = {}
     for mine in group_by_instance(nodes).values():

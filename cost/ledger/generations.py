@@ -90,8 +90,8 @@ def read_generations(events: Sequence[Event], *, running: bool = False) -> dict[
 def find_final_outcome(events: Sequence[Event]) -> Event | None:
     """Find the `outcome` event that applies to the job; None if there is none.
 
-    This is the last one of the newest generation, or a later one that the flow wrote. A completed job stays completed
-    if preflight refuses a later run of it (`find_later_refusal`).
+    This is the last `outcome` event of the newest generation, or a later one that the flow wrote. A completed job stays
+    completed if preflight refuses a later run of it (`find_later_refusal`).
     """
     outcomes = _final_outcomes(events)
     acted = [event for event in outcomes if event.data.get("outcome") not in _REFUSED]

@@ -57,9 +57,11 @@ class ExtraTime:
 
 @dataclass(frozen=True, kw_only=True)
 class PaidStay:
-    """Paid time of one node of a Batch job, from `started` to `stopped` (Unix seconds by Batch's clock).
+    """Paid time of one node of a Batch job.
 
-    `cause` is the reason for which the job ended.
+    Attributes:
+        started, stopped: Unix seconds by Batch's clock.
+        cause: Reason for which the job ended.
     """
 
     started: float
@@ -123,8 +125,8 @@ def find_instance_extras(nodes: Sequence[NodeTime], stays: Mapping[int, PaidStay
     """Find the idle pauses and minimum charges of instances. Machines without an instance id have none.
 
     Args:
-        stays: Paid time of the nodes of Batch jobs, by the node's `id()`. `find_batch_extras` finds the unrecorded part
-            of it; here all of it counts as used.
+        stays: Paid time of the nodes of Batch jobs, by the `id()` of the `NodeTime`. All of it counts as used here,
+            because `find_batch_extras` finds the part that the nodes did not record.
     """
     found = []
 

@@ -124,16 +124,16 @@ class Pricing:
         return cls(plans, {pool: tuple(changes) for pool, changes in history.items()})
 
     def price_node(self, node: NodeTime, job: BatchJob | None = None) -> NodePrice:
-        """Price a node by the last plan before its start, or by the first plan if there is none before.
+        """Price a node by the last plan before its start, or by the first plan if all plans were made later.
 
         If the machine reports another zone, type or market than planned, it gets the price of such machines: from
-        recorded changes, else from the plan's quotes for other pools. If there is neither, the planned price applies,
-        and `kind` says so. A simulated run is always priced as planned.
+        recorded changes, else from the plan's quotes for other pools. If neither exists, the planned price applies, and
+        `kind` says so. A simulated run is always priced as planned.
 
         Args:
-            job: The Batch job of the node. The pool in which the job was placed then counts as the planned one. The
-                plan is the last one before the submission of the job, because the node's wall clock may differ by
-                minutes from the planner's.
+            job: The Batch job of the node; None if it is unknown. The pool in which the job was placed then counts as
+                the planned one. The plan is the last one before the submission of the job, because the node's wall
+                clock may differ by minutes from the planner's.
         """
         return self._price(node.started_wall if job is None else job.placed_wall, node.machine, job)
 

@@ -83,9 +83,10 @@ class PoolRanking:
         return pool.usd_per_hour + entry / self.stay_hours(pool, state), pool.id
 
     def extra_usd(self, pool: PoolView, state: State) -> float:
-        """Return the extra dollars of a stay here over a stay at the reference price without a checkpoint transfer.
+        """Return the extra dollars of one expected stay in this pool, compared with a stay at `reference_usd_per_hour`.
 
-        The result is negative if the pool is cheaper.
+        A stay is the time for which the job holds machines of one pool. The dollars include the transfer of the
+        checkpoint to this pool. The result is negative if the pool is cheaper.
         """
         dearer = pool.usd_per_hour - reference_usd_per_hour(state)
         return dearer * self.stay_hours(pool, state) + self.entry_usd(pool, state)
@@ -229,10 +230,10 @@ class Adaptive:
         return UsePool(current.id)
 
     def _startable(self, state: State) -> list[PoolView]:
-        """Return the spot pools that may be tried, best first: all but those observed without capacity just now.
+        """Return the spot pools that may be tried, best first: all except those just observed without capacity.
 
-        If only one start per decision is allowed, pools observed with capacity come first, then those unobserved for
-        longest.
+        If only one start per decision is allowed, pools observed with capacity come first. The others follow, the
+        longest unobserved first.
         """
         pools = [p for p in state.spot_pools if state.is_up(p) or p.seen_at_hours != state.now_hours]
         pools.sort(key=lambda pool: self.chooser.rank(pool, state))
@@ -246,8 +247,8 @@ class Adaptive:
         """Return the cost of a start in the pool minus that of the best alternative, in hours at the on-demand price.
 
         A negative result means that the start is better. If the checkpoint's region has spot capacity, the alternative
-        is on-demand. Otherwise it is waiting or on-demand, and the capacity of an unobserved pool is assumed to be of
-        random age.
+        is on-demand, and a pool that was not observed at this decision is assumed to have had capacity for
+        `AGE_AT_FIRST_SIGHT_HOURS`. Otherwise the alternative is waiting or on-demand.
         """
         held, age = state.current is not None, self.spells.age_hours
         if self._capacity(state):

@@ -121,7 +121,7 @@ def _safe_move(state: State, wanted: Action) -> Action:
 
 
 def _hold(state: State) -> Action:
-    """Return the default action: keep the current machines if that is safe, else run on demand."""
+    """Return the default action: keep the current machines if there are any and that is safe, else run on demand."""
     current = state.current_pool
     if current is not None and _can_run(state, current, current):
         return UsePool(current.id)

@@ -82,7 +82,10 @@ def phases(age_hours: float, settled_end_per_hour: float) -> tuple[float, float]
 
 
 def fresh_share(age_hours: float) -> float:
-    """Return the probability that a spell of this age is in its fresh phase, assuming that settled spells never end."""
+    """Return the probability that a spell of this age in hours is still in its fresh phase, not yet in its settled one.
+
+    A spell is a period with or without spot capacity. Settled spells are assumed never to end.
+    """
     fresh, settled = phases(age_hours, 0.0)
     return fresh / (fresh + settled)
 
@@ -90,6 +93,7 @@ def fresh_share(age_hours: float) -> float:
 class RateEvidence:
     """Posterior distribution of the rate at which settled spells end, over the rates `SETTLED_END_PER_HOUR`.
 
+    A spell is a period with or without spot capacity. It is settled once it has outlived its first, less stable phase.
     One object covers the spells with spot capacity, another one those without.
     """
 
@@ -113,8 +117,8 @@ class RateEvidence:
         """Return the probability of each rate in `SETTLED_END_PER_HOUR`.
 
         Args:
-            lasting: Age of the present spell when it was first observed, and its age now; None if it is of the other
-                kind.
+            lasting: Age in hours of the present spell when it was first observed, and its age now. None if the present
+                spell is not of the kind (with or without capacity) that this object covers.
         """
         kept = self._kept(now_hours)
         logs = [kept * old for old in self.logs]
@@ -169,7 +173,7 @@ class SpellTracker:
         self._last = up
 
     def switch_pool(self) -> None:
-        """Begin the spell of another pool, to which the job moved. It is first observed at a random moment."""
+        """Begin a new spell, because the job moved to another pool. Its age is assumed: `AGE_AT_FIRST_SIGHT_HOURS`."""
         if self._last is not None:
             self._evidence[self._last].add(self._began_hours, self.age_hours, self._at_hours, ended=False)
         self._begin(AGE_AT_FIRST_SIGHT_HOURS)
@@ -234,7 +238,7 @@ class SlackProblem:
 
     @property
     def step_hours(self) -> float:
-        """Time step of the table. A longer changeover is a whole number of steps (at most 8), as the grid needs."""
+        """Time step of the table. If a changeover is longer than a step, it is a whole number of steps, at most 8."""
         step = max(self.tick_hours / 2, min(LONGEST_USEFUL_STEP_HOURS, self.horizon_hours / STEPS))
         step = max(step, self.horizon_hours / (1.5 * STEPS))
         if self.changeover_hours <= step:
@@ -244,9 +248,10 @@ class SlackProblem:
 
 @dataclass(frozen=True)
 class SlackTable:
-    """Solution of a `SlackProblem`.
+    """Costs of all options of an `Adaptive` policy by time to the deadline and slack: the solution of a `SlackProblem`.
 
-    A model is a pair of rates from `up_end_per_hour` and `down_end_per_hour`; the second one varies faster.
+    A model is a pair of rates from `up_end_per_hour` and `down_end_per_hour`. Models are ordered by the first rate,
+    then by the second.
 
     Attributes:
         slack_hours: Slack values of the grid, [slack].
@@ -263,7 +268,11 @@ class SlackTable:
     cost_down: NDArray[np.float32]
 
     def corners(self, left_hours: float, slack_hours: float) -> tuple[slice, slice, Array]:
-        """Return slices of steps and slack values of the four grid points around a state, and their weights [2, 2]."""
+        """Find the four grid points around a state, for interpolation.
+
+        Returns:
+            Slice of two steps, slice of two slack values, and the weights of the four points, [step, slack].
+        """
         steps, grid = self.advantages.shape[1], self.slack_hours
         row = min(max(left_hours / self.step_hours, 1.0), steps - 1.0)
         n = min(int(row), steps - 2)
@@ -317,8 +326,9 @@ def solve(question: SlackProblem) -> SlackTable:
 def slack_grid(question: SlackProblem, step_hours: float) -> Array:
     """Return the slack values of the table in hours, in increasing order.
 
-    The value of slack jumps where it suffices for k more changeovers than `spot_slack_hours`. Around these jumps the
-    values have even distances, and one is just below each jump. Further up, the distances grow.
+    The value of slack jumps at `spot_slack_hours` and at each further multiple of a changeover above it, where the
+    slack suffices for one more start. Around these jumps the values are evenly spaced, and one is just below each jump.
+    Further up, the distances grow.
     """
     base, changeover = question.spot_slack_hours, question.changeover_hours
     closed = changeover + question.on_demand_delay_hours

@@ -132,7 +132,7 @@ def _range_message(entry: Entry, details: ErrorDetails) -> tuple[str, str | None
 def _rule_problem(violation: Violation, entries: Mapping[str, Entry]) -> Problem:
     """Return the problem of a broken rule, located at one of the rule's keys.
 
-    Among them, a key given with --set is preferred, then one from the environment, then one from the file.
+    A key given with --set is preferred, then one from the environment, then one from the file.
     """
     given = {key: _entry(key, entries) for key in violation.keys}
     blamed = max(violation.keys, key=lambda key: _rank(given[key]))  # the first one wins a tie
@@ -317,7 +317,7 @@ def _resolve_paths(values: dict[str, Any], entries: Mapping[str, Entry], *, proj
 
 
 def _hides(bad: str, key: str, entries: Mapping[str, Entry], values: Mapping[str, Any]) -> bool:
-    """Return whether a problem with key `bad` leaves the intended value of `key` unknown."""
+    """Return whether the intended value of `key` is unknown because of a problem with the key `bad`."""
     if key in values and key in entries:
         return False
     return bool(bad) and (key == bad or key.startswith(f"{bad}."))

@@ -91,10 +91,10 @@ def read_generation(job_store: Store, number: int, generation_id: str) -> Genera
 
 
 def amend_parent(job_store: Store, opened: Generation, actual: Generation) -> None:
-    """Record that `opened` starts from the older commit that `actual` names, because its own parent cannot be restored.
+    """Change the record of generation `opened`: it starts from the older commit that `actual` names.
 
-    Without this, abandoned commits between the two would count. One process calls it, before the generation's first
-    save. Raises StoreError, CorruptCommit.
+    This is needed if the recorded parent cannot be restored. Otherwise abandoned commits between the two would count.
+    One process calls it, before the generation's first save. Raises StoreError, CorruptCommit.
     """
     key = generation_key(opened.number, opened.id)
     record = fetch_verified(job_store, key, unseal, f"{job_store.uri}/{key}")
@@ -205,9 +205,7 @@ class LineageChain:
         return number in self.limits and step <= self.limits[number]
 
     def back_to(self, oldest: int) -> dict[int, float]:
-        """Read the ancestors back to generation `oldest`, and return the last step that counts of each, by generation
-        number.
-        """
+        """Return the last step that counts of each generation in the chain, by number, back to `oldest` or further."""
         while self._ahead is not None and self._ahead[0] >= oldest:
             self._follow(*self._ahead)
         return self.limits
@@ -361,7 +359,7 @@ def nothing_to_restore_error(job_store: Store, cause: str) -> NothingToRestore:
 
 
 def permitted_generation(job_store: Store, what: str) -> int:
-    """Return the newest generation whose commits a start may give up by a permit; 0 without a permit.
+    """Return the newest generation whose commits a start may abandon by a user's permit; 0 without a permit.
 
     Args:
         what: kind of the permit, see `checkpoint.rollback`.
@@ -425,7 +423,7 @@ def reachable_commits(job_store: Store, *, limit: int | None = None) -> list[Com
 
 
 def trace_lineage(job_store: Store) -> list[TracedCommit]:
-    """List all commits: first those that count, then the others with their reasons; both newest first."""
+    """List all commits: first those that count, newest first, then the others with the reasons why they do not."""
     found = [commit for page in _commit_pages(job_store) for commit in page]
     if not found:
         return []

@@ -468,7 +468,7 @@ def _finish(loaded: _Loaded, key: str, model: nn.Module, optimizer: Optimizer | 
 
 
 def _divide_seconds(loaded: _Loaded, *, before: float, agree: float, total: float) -> RestoreSeconds:
-    """Divide the seconds of a restore by activity. Seconds of no other activity count as `load`.
+    """Divide the seconds of a restore by activity. Seconds that belong to no other activity count as `load`.
 
     Args:
         before: seconds until this commit was tried.

@@ -91,7 +91,7 @@ class WholeCommit:
 
 
 def choose_commits(commits: Sequence[WholeCommit], policy: RetentionPolicy) -> dict[str, str]:
-    """Return the commits to keep, as the reason by manifest SHA-256.
+    """Choose the commits to keep. Return the reason for each of them, by the SHA-256 of its manifest.
 
     Args:
         commits: all whole commits, newest first.
@@ -305,8 +305,9 @@ class RetentionChoice:
     """The commits that a policy keeps and deletes.
 
     Attributes:
-        keep: why a commit is kept, by commit.
-        delete: name of the generation that saved a commit, by commit; None if the manifest is unreadable.
+        keep: the commits to keep, each with the reason.
+        delete: the commits to delete, each with the name of the generation that saved it; None if its manifest is
+            unreadable.
     """
 
     keep: dict[CommitRef, str]
@@ -329,7 +330,7 @@ class Retention:
         self._missing_since: float | None = None
 
     def run(self, store: Store, save: CheckpointId, interrupted: Callable[[], bool] = lambda: False) -> list[CommitRef]:
-        """Delete what the policy does not keep after `save` was committed, and return the deleted commits.
+        """After `save` was committed, delete the commits that the policy does not keep. Return the deleted commits.
 
         Args:
             interrupted: returns True if other work is waiting; then one commit is deleted and the rest by the next run.

@@ -261,9 +261,9 @@ class Guards:
     Attributes:
         copies: the number of copies of the model over all ranks.
         emit: takes (name, step=, flush=, **data).
-        store: the job's store, for overrides of later starts; None to write no overrides.
+        store: the job's store, for overrides (instructions to later starts); None to write no overrides.
         generation: the number of this generation.
-        overrides: the overrides that this start follows.
+        overrides: the instructions of earlier guards that this start applies.
         growth: monitors of memory growth; empty if they are off.
         pace: the detector of slowdowns.
         agreed_step: the last step after which replicas had equal weights; None before this start's first comparison.
@@ -297,7 +297,8 @@ class Guards:
     def resume(self, at: Position, extra: Mapping[str, Any]) -> Position:
         """Restore the guards' state, and return the position at which to continue.
 
-        After a rewind, that position is later than `at`: samples before the override's `first_sample` are skipped.
+        After a rewind, training skips the samples before the override's `first_sample`, so the returned position is
+        later than `at`.
 
         Args:
             at: the position of the restored commit.
@@ -469,7 +470,7 @@ class Guards:
             )
 
     def _tell(self, step: int, action: GuardAction, **data: Any) -> None:
-        """Emit the event on rank 0. Return on all ranks once the event and the override are durable. Collective."""
+        """Emit the guard's event on rank 0. On every rank, return only when rank 0 has done so. Collective."""
         if self.gang.rank == 0:
             self.emit(GUARD, step=step, flush=True, action=action, **data)
         self.gang.gather(torch.zeros(1, dtype=torch.float64, device=self.gang.device))

@@ -118,7 +118,8 @@ class Coordinator:
     def _open_first(self) -> Generation | GenerationEnd:
         """Open the first generation, or return the end of the gang if this node is asked to stop.
 
-        A spot interruption notice that is pending is waited for afterwards, so that the wait is recorded and billed.
+        If a spot interruption notice is pending, the wait until it expires comes afterwards, so that the event log and
+        the bill contain that wait.
         """
 
         def publish_and_open() -> Generation:
@@ -274,10 +275,11 @@ class GenerationPlanner:
     """Planner for the generations of one attempt: opens them, plans their starts and detects crash loops.
 
     Args:
-        born: Reading of the clock `now` from which on the gang is paid for.
+        born: Reading of the clock `now` at which the gang's paid time began.
 
     Attributes:
-        rolled_back: Commits that the store lacks and that the user permitted to lose, until an event has recorded them.
+        rolled_back: Commits that the store lacks, without which a user permitted the job to continue. None if there are
+            none, and once an event has recorded them.
     """
 
     def __init__(

@@ -155,8 +155,9 @@ def parse_py_spy(text: str) -> StackTrace:
 def parse_faulthandler(text: str) -> StackTrace:
     """Parse faulthandler's output.
 
-    The frames are those of the "current" thread, which received the signal and is usually the main thread. If that is a
-    C++ thread without Python frames, those of the last thread are used, which is the oldest.
+    The frames are those of the "current" thread, which received the signal and is usually the main thread. If the
+    current thread is a C++ thread without Python frames, the frames are those of the last thread listed, which is the
+    oldest.
     """
     blocks = re.split(r"^(?=Thread |Current thread )", text, flags=re.MULTILINE)
     stacks = [(block.startswith("Current"), _frames(block)) for block in blocks]
@@ -315,8 +316,8 @@ def fetch_records(socket_path: Path) -> bytes:
 def find_mismatch(calls: Mapping[int, Calls]) -> Mismatch | None:
     """Find the first collective of a group in which ranks called different operations; None if all agree.
 
-    The ranks in the minority are at fault. If both sides are equally many, the ranks are at fault whose call has
-    followed the call before it less often so far.
+    The ranks in the minority are at fault. If both sides are equally many, their earlier calls decide: at fault is the
+    side that has more rarely called its operation after the same preceding one.
 
     Args:
         calls: Last collectives of each rank, as `parse_records` returns them.
@@ -400,7 +401,11 @@ def _common_places(calls: Mapping[int, Calls]) -> list[tuple[str, int, dict[int,
 
 
 def _habit(calls: Mapping[int, Calls], group: str, sequence: int, by_rank: Mapping[int, str], operation: str) -> int:
-    """Count how often the ranks that call `operation` here called it after the same preceding call before."""
+    """Count how often these ranks have made the same two calls in a row before.
+
+    The ranks are those that call `operation` at `sequence`. The two calls are the one before `sequence` and
+    `operation`.
+    """
     count = 0
     for rank in (rank for rank, called in by_rank.items() if called == operation):
         own = [(number, name) for name_of_group, number, name in calls[rank] if name_of_group == group]
@@ -438,7 +443,7 @@ SLOW = "slow"
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerFailure:
-    """Failure of one rank; with `witness`, the position of a rank that has not failed while another one has.
+    """Failure of one rank. If `witness` is True, it is the position of a rank that has not failed while another has.
 
     Attributes:
         message: Description of the failure.

@@ -238,7 +238,7 @@ class PhaseThresholds:
     """Hang thresholds for one rank, learned from the heartbeats that the agent reads at intervals.
 
     A phase that begins and ends between two reads is not measured. The duration of every other phase is known to within
-    one interval. Since only short phases are missed, the p99 is rather too high than too low.
+    one interval. Since only short phases are missed, the p99 may be too high but hardly too low.
     """
 
     def __init__(self, limits: HangLimits) -> None:

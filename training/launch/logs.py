@@ -325,7 +325,7 @@ class RankLog:
         return records
 
     def _take_tail(self, beat: HeartbeatReading) -> list[bytes]:
-        """Write and return the records of the tail, after a record with the number of omitted bytes."""
+        """Write and return the records of the tail. The first one has the number of bytes that were omitted, if any."""
         begin = end = max(self._read, self._raw.stat().st_size - self._tail)
         with open(self._raw, "rb") as log:
             log.seek(begin)

@@ -132,7 +132,7 @@ class RollCall:
         self._wait_announced = StickyFlag(_WAIT_REPORT_SECONDS)
 
     def announce_generation(self, number: int) -> None:
-        """Send the number of the next generation, for which paid time is recorded, to all members and later ones."""
+        """Send the number of the next generation to all nodes that have joined, and to each node that joins later."""
         self._number = number
         for connection in self.members.values():
             connection.send({"kind": "generation", "generation": number})
@@ -263,7 +263,7 @@ class CoordinatorPeers(Peers):
         return [self._host if node == 0 else self._hellos[node]["host"] for node in nodes]
 
     def announce_generation(self, number: int) -> None:
-        """Tell all followers, including later ones, the number of the generation that is about to start."""
+        """Send the number of the generation that is about to start to all followers, also to those that join later."""
         self._roll_call.announce_generation(number)
 
     def admit_nodes(self) -> None:
@@ -297,7 +297,6 @@ class CoordinatorPeers(Peers):
                 self._leave_orders.append(self._roll_call.order_of_lost_node)
 
     def start(self, start: GenerationStart) -> None:
-        """Start a generation on all nodes."""
         self._started = start
         self._failures, self._witnesses, self._finished, self._ready = [], {}, {}, set()
         self._first_failure, self._witnesses_wanted = float("inf"), False
@@ -446,7 +445,8 @@ class CoordinatorPeers(Peers):
         return replace(end, again=True, left_out=sorted(noticed))
 
     def _go_on_without_reader(self, end: GenerationEnd) -> GenerationEnd:
-        """Return an end after which the node that reads commits wrongly is left out; `end` itself if that cannot be.
+        """Return an end after which the gang goes on without the node that reads commits wrongly; `end` if that is
+        impossible.
 
         All nodes then start again with new processes. Node 0 is never left out: its agent is the coordinator.
         """
@@ -535,7 +535,7 @@ class FollowerPeers(Peers):
         return GenerationEnd(culprit=f"node 0 was lost before the start: {cause}", reason=EndReason.NODE_LOST)
 
     def report_wait(self, order: RankOrder) -> GenerationEnd | None:
-        """Tell node 0, at most once per second, how long this node still waits; return `poll()`."""
+        """Send node 0, at most once per second, the time that this node still waits. Return `poll()`."""
         if not self._wait_reported.holds:
             self._wait_reported.mark()
             self._connection.send({"kind": "notice_wait", **order.to_json()})

@@ -349,7 +349,7 @@ def end_for_left_out_node(end: GenerationEnd, cause: str) -> GenerationEnd:
 def end_from_failures(evidence: Sequence[WorkerFailure]) -> GenerationEnd:
     """Return the end of a generation that failed, with the culprit that the evidence shows.
 
-    `again` is set if new ranks on the same nodes may succeed: not after the loss of a node.
+    `again` is True if new ranks on the same nodes may succeed. After the loss of a node it is False.
     """
     culprit = blame(evidence)
     worst = culprit.failure

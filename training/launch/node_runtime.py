@@ -102,9 +102,9 @@ class NodeRuntime:
         self._node_numbers: set[int] = set()  # in all generations; its pushed metrics are grouped by them
 
     def find_pending_notice(self) -> RankOrder | None:
-        """Return the order for a notice that must expire before this node starts its ranks; None without one.
+        """Return the order for a notice that must expire before this node starts its ranks, or None.
 
-        If there is none, the keeper and the standby are started already.
+        Without such a notice, this also starts the keeper and the standby.
         """
         notice = self.drain.find_pending(self.start_seconds - _JOIN_SECONDS)
         if notice is None:
@@ -168,7 +168,7 @@ class NodeRuntime:
         return self.drain.leaving
 
     def end_if_stopped(self) -> GenerationEnd:
-        """Return the end to record if the agent is stopped before another end is decided."""
+        """Return the end that is recorded if the agent is stopped before the coordinator has decided another end."""
         culprit = f"node {self.spec.node} ({self.host}): the agent was stopped"
         return GenerationEnd(culprit=culprit, reason=EndReason.AGENT_STOPPED)
 

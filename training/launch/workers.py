@@ -5,7 +5,7 @@ process, replaces a killed rank several times more slowly (docs/benchmarks.md, I
 for a frozen rank.
 
 The standby, one process per node, has imported torch and the engine, and forks a rank on request. Without a standby
-each rank is a new interpreter, which starts later by the time of its imports.
+each rank is a new interpreter, which starts more slowly because of its imports.
 
 The keeper (`ebbflow.infra.keeper`) is an ancestor of all processes that the ranks start, so they can be found and
 killed. Without a keeper, only processes in a rank's session are found; the kernel kills those that a rank's main thread
@@ -86,10 +86,10 @@ def kill_leftovers(
     spare: Collection[int] = (),
     spare_trees: Collection[int] = (),
 ) -> list[int]:
-    """Kill all descendants of the keeper. Without a keeper or descendants, kill all processes in `sessions`.
+    """Kill all descendants of the keeper; without a keeper or descendants of it, all processes in `sessions`.
 
     Args:
-        spare: Ids of processes that are not killed.
+        spare: Ids of processes that are not killed; their descendants are.
         spare_trees: Ids of processes that are not killed, nor any of their descendants.
 
     Returns:
@@ -134,7 +134,7 @@ class Standby:
 
     Attributes:
         ready: Whether the process has finished its imports, so that it can fork.
-        lost: Whether the process was ended, or has ended by itself, with all ranks that it forked.
+        lost: Whether the process has ended or was killed. All ranks that it forked end with it.
 
     Raises:
         OSError: the process cannot be started.
@@ -174,7 +174,7 @@ class Standby:
 
     @property
     def is_settled(self) -> bool:
-        """Whether the wait for the process is over, since it is ready or lost."""
+        """Whether the process is ready or lost, so that nothing needs to wait for it."""
         self._receive()
         return self.ready or self.lost
 
