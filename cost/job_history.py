@@ -47,7 +47,7 @@ LEAST_LOG_DEVIATION = 0.03
 
 @dataclass(frozen=True, kw_only=True)
 class PoolStay:
-    """One generation of a job (one start of all its ranks) in one pool.
+    """Duration and end of one generation of a job (one start of all its ranks) in one pool.
 
     Attributes:
         ended_utc: Unix time of its end.
@@ -237,8 +237,8 @@ class JobHistory:
         """Estimate the reclaims per hour of a pool: update the prior by all recorded generations in that pool.
 
         Generations of all sizes count alike, because a pool is reclaimed as a whole. Evidence decays with a half-life
-        of a day. Each hour of a generation decays by its own age; otherwise the hours of a long one would outweigh its
-        reclaim.
+        of a day. Each hour of a generation decays by its own age. If a long generation decayed by the age of its end,
+        its many old hours would outweigh its reclaim.
 
         Args:
             zone: None means the whole region.

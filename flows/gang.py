@@ -120,14 +120,15 @@ def ranks_of_local_gpus(config: RunConfig, nodes: int) -> int | None:
 def end_stopped_tasks(
     launcher: int, *, limit_seconds: float = STOPPED_TASK_SECONDS, done: threading.Event | None = None
 ) -> None:
-    """Kill local tasks that stay stopped by SIGSTOP for `limit_seconds`. Returns when `done` is set.
+    """Kill local tasks that have been stopped by SIGSTOP for `limit_seconds`. Return when `done` is set.
 
-    Metaflow would wait for a stopped task without end. Its node's agent is stopped as well, so the job recovers from
-    the kill as from a lost node. Tasks that submit to AWS Batch are spared: without them, their Batch job would run on.
+    Metaflow would wait for a stopped task without end. The agent of the task's node is stopped as well, so the job
+    recovers from the kill as from a lost node. Tasks that submit to AWS Batch are spared: without them, their Batch job
+    would run on.
 
     Args:
         launcher: process id of Metaflow's scheduler.
-        done: ends the function; None: it never returns.
+        done: ends the function; if it is None, the function never returns.
     """
     watched, done = StoppedProcesses(limit_seconds), done or threading.Event()
     while not done.wait(min(_LOOK_SECONDS, limit_seconds / 4)):

@@ -52,10 +52,10 @@ def parse_release(text: str) -> tuple[int, ...]:
 
 
 def is_known_release(text: str | None = None) -> bool:
-    """Return whether the fixes were tried on this release.
+    """Return whether the fixes were tested with this release of Metaflow.
 
     Args:
-        text: version of Metaflow; None: the installed one.
+        text: version of Metaflow; None for the installed one.
     """
     return parse_release(text or version("metaflow")) in KNOWN
 

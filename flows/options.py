@@ -111,7 +111,7 @@ def parse_checked_options(words: list[str]) -> tuple[str, RunConfig]:
 
 
 def _loaded(known: argparse.Namespace, backend: str | None) -> LoadedConfig:
-    """Load the configuration. With --with, `cluster.plan_for` becomes that backend, for which the job is then planned.
+    """Load the configuration. If the user gave --with, the job is planned for that backend (`cluster.plan_for`).
 
     Raises ConfigError.
     """

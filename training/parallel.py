@@ -129,7 +129,7 @@ class Compression:
 
     PowerSGD adds to each gradient the compression error of the previous step. That error differs between ranks and is
     not part of a commit. So it is reset at every commit, and a rank that restores the commit computes the same as an
-    uninterrupted one. The cost per commit is the error of one step and two steps without compression.
+    uninterrupted one. Each commit thus loses the error of one step, and two steps run without compression.
     """
 
     def __init__(self, model: DistributedDataParallel, kind: str) -> None:
@@ -310,8 +310,8 @@ class Spread:
     def evaluating(self) -> Iterator[nn.Module]:
         """Return a context that yields the model in evaluation mode.
 
-        Every rank must make the same number of forward passes. Compiled units run uncompiled here: evaluation has few
-        passes, and their different batch size would need another compilation.
+        Every rank must make the same number of forward passes. Units that are compiled for training are not compiled
+        here: evaluation has few passes, and their different batch size would need another compilation.
         """
         self.module.eval()
         try:

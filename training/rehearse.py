@@ -83,7 +83,7 @@ def memory_limit(mebibytes: int) -> None:
     """Allocate more memory than the process may have, which raises MemoryError.
 
     Args:
-        mebibytes: how much the process may still allocate before it reaches its limit.
+        mebibytes: the memory that the process may still allocate before it reaches its limit.
     """
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     _, hard = resource.getrlimit(resource.RLIMIT_AS)

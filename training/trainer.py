@@ -103,8 +103,9 @@ class Evaluation:
     def _vote(self, store: Store) -> bool:
         """Vote for leaving the evaluation, and return whether all ranks leave.
 
-        A vote (a "ballot" in the key-value store) is decided by the first value of its key `word-<ballot>`. The last
-        rank to vote sets it to "leave". A rank that has waited too long sets it to a refusal instead.
+        The vote is decided by the first value of the key `word-<ballot>` in the key-value store, where the ballot is
+        the vote's number. The last rank to vote sets the key to "leave". A rank that has waited too long sets it to a
+        refusal instead.
         """
         ballot = store.add("ballots", 0)
         if store.add(f"votes-{ballot}", 1) == self._gang.world_size:

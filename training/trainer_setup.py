@@ -254,9 +254,10 @@ def _kept_peak(spec: WorkerSpec) -> Path | None:
 def _progress(
     gang: Gang, config: RunConfig, terms: Terms | None, reporter: Reporter, *, unit: str, kept: Path | None
 ) -> Progress | None:
-    """Measure the peak speed on all ranks at the same time.
+    """Measure the peak speed on all ranks at the same time. Collective.
 
-    Return the printer of progress lines on rank 0, else None. Collective.
+    Returns:
+        On rank 0 the printer of progress lines, else None.
     """
     dtype = torch.bfloat16 if config.fsdp.use_mixed_precision else torch.float32
     own = peak_flops_per_second(gang.device, dtype, kept)

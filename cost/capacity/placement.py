@@ -178,7 +178,8 @@ def explain_no_offer(
 ) -> str:
     """Explain for each queue why it cannot run any pool of the plan.
 
-    The example for a queue is the cheapest pool of its market and instance types, or the closest to that.
+    Each explanation is about one pool: the cheapest one of the queue's market and instance types. If the plan has none,
+    it is the cheapest pool of the market, or of the plan.
     """
     if not queues:
         return "the account has no queue that training may go to"

@@ -107,7 +107,7 @@ class Ledger:
 
 
 def fold(events: Sequence[Event], *, running: bool = False) -> Ledger:
-    """Fold a job's events, in any order, into its ledger. The events may be any prefix of the log.
+    """Compute the ledger of a job from its events. They may be in any order and may be any prefix of the log.
 
     `useful_on_demand_usd` leaves out start-up, saves, evaluation and waiting for data, so that savings are never
     overstated.

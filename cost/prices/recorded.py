@@ -152,7 +152,10 @@ class ZonePrices:
         return self.known_zones.get(region, ())
 
     def zones_by_name(self, kind: InstanceType, region: str, zone: str | None) -> Sequence[str]:
-        """Return the names of priced zones without a known id, any of which may be `zone`; empty if `zone` is known."""
+        """Return the names of zones that have a price but no known id, so that any of them may be `zone`.
+
+        The result is empty if `zone` is one of the region's known zones or None.
+        """
         if zone is None or zone in self.zones(region):
             return ()
         return [quote.zone for quote in self.spot(kind, region) if quote.zone and quote.zone == quote.zone_name]

@@ -233,7 +233,7 @@ def _find_last(events: Sequence[Event], name: str) -> Event | None:
 
 
 def _fold(events: Sequence[Event], running: bool, damage: Sequence[Damage]) -> Ledger:
-    """Fold the events into the ledger. On a LedgerError, add the damage of the log, which is the likely cause."""
+    """Compute the ledger from the events. A LedgerError names the damage of the log, which is the likely cause."""
     try:
         return fold(events, running=running)
     except LedgerError as error:

@@ -451,7 +451,7 @@ class _Simulation:
 
 @dataclass(frozen=True, slots=True)
 class SimulationResult:
-    """The outcome of a simulated job, or the refusal of its admission; the other one is None."""
+    """The outcome of a simulated job, or the refusal of its admission. One of the two is None."""
 
     outcome: SimulationOutcome | None
     refusal: AdmissionRefusal | None

@@ -220,7 +220,10 @@ class World:
         return float(self.tick_hours.sum())
 
     def window(self, start_hours: float, hours: float) -> World:
-        """Return the `hours` from `start_hours` on as a world. Raises SimulationError if this world ends earlier."""
+        """Return the part of this world that begins at `start_hours` and lasts `hours`, as a world of its own.
+
+        Raises SimulationError if this world ends earlier.
+        """
         ends = np.cumsum(self.tick_hours)
         first = int(np.searchsorted(ends, start_hours + 1e-9, side="right"))
         last = int(np.searchsorted(ends, start_hours + hours - 1e-9)) + 1

@@ -87,10 +87,7 @@ def settle_attempts(
 def _describe_when_complete(
     job_ids: Sequence[str], wanted: Sequence[str], client: Any, deadline_seconds: float
 ) -> dict[str, BatchAttempt]:
-    """Describe the Batch jobs, and poll until every ended job of `wanted` has its end time and reason.
-
-    After at most 10 s, return the descriptions as they are.
-    """
+    """Describe the Batch jobs. Wait, for at most 10 s, until each ended job of `wanted` has its end time and reason."""
     limit = time.monotonic() + min(_WHOLE_SECONDS, deadline_seconds / 2)
     while True:
         found = describe_attempts(job_ids, client, deadline_seconds=deadline_seconds)
@@ -198,7 +195,7 @@ def find_placement(submitted: Event, events: Sequence[Event]) -> Placement | Non
 
 
 def settle_for_report(job: Job) -> None:
-    """Settle all attempts before the job's report. If Batch does not answer, print a message and go on."""
+    """Record the ends of all attempts before the job's report. If Batch does not answer, print a message and go on."""
     events = read_events(job.store)
     if not {**unsettled_jobs(events), **_incomplete_jobs(events)}:
         return

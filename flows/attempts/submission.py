@@ -116,13 +116,14 @@ class _StartLimits:
         return min(limit, self._start_by) - time.monotonic()
 
     def exhausted(self, status: str | None) -> tuple[str, str] | None:
-        """Take note of the job's state, and return why the job must be terminated, or None while all limits hold.
+        """Record the job's present state, and check the limits.
 
         Args:
-            status: Batch's name of the state; None if it is unknown this time, then the last one counts.
+            status: Batch's name of the state; None if it could not be read. Then the last known state applies.
 
         Returns:
-            (first words of the termination reason, by which the bill recognises the cause; explanation for the log)
+            None while all limits hold. Otherwise the first words of the termination reason, by which the bill
+            recognises the cause, and an explanation for the log.
         """
         from ebbflow.infra.batch import NEVER_STARTED, NOT_MADE
 
@@ -204,7 +205,10 @@ class Submission:
             self._go(self._told_to_leave)
 
     def _note_refusal(self, why: str) -> None:
-        """Record the refusal as the job's outcome: Metaflow now ends the run, and the report should name the reason."""
+        """Record the refusal of the submit as the job's outcome.
+
+        Metaflow ends the run after a refusal. The recorded outcome lets the report name the reason.
+        """
         from ebbflow.infra.errors import Outcome
         from ebbflow.infra.events import OUTCOME
 

@@ -27,20 +27,19 @@ _TWINS_SECONDS, _FIRST_TWINS_PAUSE_SECONDS = 120.0, 1.0
 
 
 class LookupUnavailable(Exception):
-    """AWS Batch could not be asked whether the job exists, so the submit is not repeated yet."""
+    """Failure to find out from AWS Batch whether the job exists. The submit must not be repeated yet."""
 
 
 class LostAnswers:
     """Search for the job of a submit that got no answer. One instance serves the one submit of a process.
 
     Args:
-        region: region of Batch; None: the default of the AWS SDK.
+        region: region of Batch; None for the default of the AWS SDK.
         say: prints one line.
-        note: called with name and id of each job that is terminated as a duplicate, since it may have cost
-            something.
+        note: called with name and id of each job that is terminated as a duplicate, since it may have cost something.
 
     Attributes:
-        lost: the answer to the last request was lost, so a job may exist.
+        lost: whether the answer to the last request was lost, so that a job may exist.
     """
 
     def __init__(self, region: str | None, say: Callable[[str], None], note: Callable[[str, str], None]) -> None:

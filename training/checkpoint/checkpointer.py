@@ -195,8 +195,10 @@ class Checkpointer:
             self._send()
 
     def wait(self) -> CommitRef | None:
-        """Wait until the newest save is committed, and return the newest commit; None if nothing was ever saved or
-        restored.
+        """Wait until the newest save is committed.
+
+        Returns:
+            The newest commit; None if nothing was ever saved or restored.
 
         Raises:
             CheckpointError: the save failed, or its deadline passed.

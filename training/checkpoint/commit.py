@@ -59,8 +59,10 @@ class CommitWatch:
         return not self._missing()
 
     def look(self) -> CommitAttempt:
-        """Commit the save if all its indexes exist and are sound; return the commit, or the ranks whose index is
-        missing.
+        """Commit the save if all its indexes exist and are sound.
+
+        Returns:
+            The commit, or the ranks whose index is missing.
 
         Raises:
             StoreError: the store failed.

@@ -254,7 +254,12 @@ def save_hollow(document: Any, names: Mapping[int, str], path: Path) -> list[str
 
 
 def fill(path: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
-    """Write the values of tensors into a file of `save_hollow`. The tensors come in the order of its storages."""
+    """Write the values of tensors into a file that `save_hollow` wrote.
+
+    Args:
+        path: the file.
+        tensors: name and values of each tensor, in the order that `save_hollow` returned.
+    """
     with path.open("r+b") as file:
         with zipfile.ZipFile(file) as archive:
             entries = [info for info in archive.infolist() if info.filename.split("/")[1:-1] == ["data"]]
@@ -271,7 +276,7 @@ def fill(path: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
 
 
 def _hollow_copy(value: Any, names: Mapping[int, str], order: list[str]) -> Any:
-    """Copy a document with an empty tensor in place of each tensor.
+    """Copy nested dictionaries and lists, with a tensor without values in place of each tensor.
 
     The tensors' names are appended to `order`, in the order in which pickle visits the tensors.
     """

@@ -344,7 +344,7 @@ class SaveTracker:
             self._current = None
 
     def _failed(self, message: str, step: int | None = None) -> None:
-        """Record that the save of `step` failed; without `step`, the save in flight."""
+        """Record that the save of `step` failed. If `step` is None, it is the save in flight."""
         under_way = self._current.save.step if self._current is not None else None
         step = under_way if step is None else step
         if step == under_way:  # not for the late failure of an earlier save

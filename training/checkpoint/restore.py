@@ -455,7 +455,8 @@ def _report_loss(rejected: list[RejectedCommit], key: str) -> None:
 def _finish(loaded: _Loaded, key: str, model: nn.Module, optimizer: Optimizer | None, rank: int) -> str:
     """Apply the commit's optimizer settings, and restore the random states or reseed them.
 
-    Returns "restored" or "reseeded from the commit".
+    Returns:
+        "restored" or "reseeded from the commit", for the random states.
     """
     settings = loaded.reader.manifest.common["optimizer"]
     if optimizer is not None and settings is not None:

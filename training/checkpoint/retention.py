@@ -207,7 +207,7 @@ def finish_deletions(store: Store, interrupted: Callable[[], bool] = lambda: Fal
     """Finish the deletions of earlier runs and remove the tombstones of deleted commits.
 
     Args:
-        interrupted: returns True to stop. It is asked after each tombstone, so that every run finishes at least one.
+        interrupted: called after each tombstone; returns True to stop. So every run finishes at least one deletion.
     """
     for meta in store.list("tombstones"):
         try:
@@ -229,7 +229,7 @@ def _delete_all(store: Store, keys: Iterable[str], interrupted: Callable[[], boo
     """Delete keys in parallel.
 
     Args:
-        interrupted: asked before each deletion; once it returns True, the remaining keys are not deleted.
+        interrupted: called before each deletion; once it returns True, the remaining keys are not deleted.
     """
 
     def delete(key: str) -> None:

@@ -80,8 +80,8 @@ def find_missing_commits(job_store: Store, events: Sequence[Event]) -> MissingCo
     """Compare the events with the store, and return the commits of the newest generation that the store lacks.
 
     Commits are missing, for example, after the store was restored from a snapshot. A commit that retention deleted does
-    not count as missing, since the store has newer ones; nor does a commit that exists and is unreadable. Returns None
-    if nothing is missing. Raises as `newest_commits`.
+    not count as missing, since the store has newer ones. A commit that exists but is unreadable does not count either.
+    Returns None if nothing is missing. Raises as `newest_commits`.
     """
     known = _newest_known(events)
     if known is None or job_store.head(known.key) is not None:

@@ -101,8 +101,8 @@ def _written_replicas(sharded: dict[str, DTensor]) -> dict[str, DTensor]:
 def _spread(sizes: dict[str, int], writers: int) -> dict[str, int]:
     """Distribute names over writers, and return the number of each name's writer.
 
-    The name with the largest size is assigned first. Each goes to the writer with the fewest bytes so far; among
-    equals, to the lowest number.
+    Names are assigned by decreasing size, each to the writer with the fewest bytes so far. If several writers have
+    equally few, the one with the lowest number gets it.
     """
     loads = [(0, writer) for writer in range(writers)]
     chosen = {}
@@ -168,9 +168,9 @@ class SavePlanner:
         self._owner, self._known, self._wholes, self._shards = None, [], [], []
 
     def expected_bytes(self, model: nn.Module, optimizer: Optimizer | None) -> int:
-        """Estimate the bytes of this rank's part of a save, rather too many than too few.
+        """Estimate the bytes of this rank's part of a save. The estimate is rather too high than too low.
 
-        Before the optimizer's first step, the size of the optimizer's state is part of the estimate.
+        Before the optimizer's first step, the optimizer has no state yet, so the size of its state is estimated.
         """
         shards = assign_shards(named_state(model, optimizer), self._rank, self._world_size)
         size = sum(_bytes(shard.local) + ALIGNMENT for shard in shards)

@@ -146,9 +146,12 @@ class StagingArea:
             buffer.prepare(length)
 
     def stage(self, sources: list[Tensor], layout: BufferLayout) -> StagedState:
-        """Copy tensors into the next buffer, as `layout` says, and return which buffer it is.
+        """Copy tensors into the next of the two buffers, at the positions in `layout`.
 
-        The caller makes sure that no upload reads this buffer.
+        The caller must make sure that no upload reads this buffer.
+
+        Returns:
+            The number of the buffer, and the event at which a copy from a CUDA device is complete.
         """
         number, self._next = self._next, 1 - self._next
         targets = self._views(number, layout)

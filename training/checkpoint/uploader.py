@@ -71,7 +71,7 @@ def main(argv: list[str]) -> int:
 
 
 class Uploader:
-    """Executes one command after the other, and reports each result as an answer on stdout; failures too."""
+    """Executor of the trainer's commands, one after the other. It answers each with its result or failure on stdout."""
 
     def __init__(self, store_uri: str, rank: int, buffers: list[int], commands: CommandQueue) -> None:
         self._store_uri = store_uri
@@ -183,7 +183,8 @@ class Uploader:
     def _retry_when_room_was_made(
         self, store: Store, save: CheckpointId, command: dict[str, Any], deadline: Deadline
     ) -> bool:
-        """Wait until another rank may have made room in the full store, save again, and return whether that succeeded.
+        """Wait until another rank may have made room in the full store, save again, and return whether that save
+        succeeded.
 
         All ranks find the store full at once. Rank 0 does not wait, and rank n waits n × 2 s, so that usually a single
         rank deletes commits for all.
