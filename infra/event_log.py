@@ -131,7 +131,7 @@ class EventLog:
                 ) from self._error
 
     def close(self, *, deadline_seconds: float = _CLOSE_DEADLINE_SECONDS) -> None:
-        """Put the events that are left, within the deadline, and report lost ones on stderr. Never raises."""
+        """Put the remaining events into the store within the deadline, and report lost ones on stderr. Never raises."""
         with self._changed:
             if self._closed:
                 return

@@ -527,10 +527,13 @@ def _expected_writers(events: Sequence[Event], closed_by_plan: set[int], heard: 
 def _generations_of_ranks(events: Sequence[Event], closed_by_plan: set[int], with_ranks: set[int]) -> set[int]:
     """Return the generations in which every rank must have written at least one event.
 
-    These are the completed generations; those with another planned end in which some rank wrote events, because a job
-    without budget ends before its ranks start; and those in which some rank reported steps for more than 30 s. Ranks
-    step together, so the others had events to write as well. Before its first step, a rank may be killed without an
-    event.
+    These are of three kinds:
+
+    - Completed generations.
+    - Generations with another planned end, if some rank wrote events. (A job without budget ends before its ranks
+      start.)
+    - Generations in which some rank reported steps for more than 30 s. Ranks step together, so the others had events to
+      write as well. Before its first step, a rank may be killed without an event.
 
     Args:
         closed_by_plan: generations that ended as planned.

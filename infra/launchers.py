@@ -260,8 +260,9 @@ def claim_job(
 ) -> Claim:
     """Claim the job for this process.
 
-    If another machine's launcher renewed its claim within the last 60 s, wait for its next renewal, which shows that
-    the job is running, or until its claim is stale and the job can be taken.
+    If another machine's launcher renewed its claim within the last 60 s, that launcher may still live. This function
+    then waits for its next renewal, which shows that the job is running, or until the claim is stale and the job can be
+    taken.
 
     Args:
         job_store: the job's part of the store.

@@ -175,8 +175,8 @@ def _told(ask_account: Callable[[], bool], question: str, give: str, say: Callab
     """Call `ask_account` and return its answer. If AWS does not answer or refuses, print a line and return None.
 
     Args:
-        question: the fact that the line calls unknown.
-        give: the parameter that the line advises to set, as NAME=VALUE.
+        question: the fact that the printed line calls unknown.
+        give: the parameter that the user should set instead, as NAME=VALUE, for the printed line.
     """
     try:
         return ask_account()

@@ -112,12 +112,12 @@ def check_gpu(context: PreflightContext) -> CheckFinding:
 
 
 def may_have_gpus(*, promised: int = 0, wanted: bool = False, by_tool: bool = True) -> bool:
-    """Return whether the placement, the configuration or this machine itself suggests that there are GPUs here.
+    """Return whether this machine may have GPUs, by the placement, the configuration or signs on the machine itself.
 
     Args:
-        promised: number of GPUs per node in the placement; 0: none or unknown.
+        promised: number of GPUs per node in the placement; 0 if none or unknown.
         wanted: whether the configuration demands GPUs.
-        by_tool: whether nvidia-smi on the PATH counts; GPU images have it even on machines without a GPU.
+        by_tool: whether nvidia-smi on the PATH counts as a sign. GPU images have it even on machines without a GPU.
     """
     here = bool(gpu_files()) or (by_tool and shutil.which("nvidia-smi") is not None)
     return promised > 0 or wanted or (here and not gpus_hidden())

@@ -145,7 +145,10 @@ def _stopped(failures: Sequence[WorkerFailure]) -> tuple[WorkerFailure, str] | N
 
 
 def _outside_collective(evidence: Sequence[WorkerFailure]) -> tuple[WorkerFailure, str] | None:
-    """Return a living rank that does not wait in a collective; None if all wait, or if none does at the same phase."""
+    """Return a living rank that does not wait in a collective; None if there is no such rank.
+
+    None is also returned if several ranks live and all of them are outside of collectives in the same place.
+    """
     alive = [one for one in _latest(evidence) if not one.cascade and not one.left and one.where]
     outside = [one for one in alive if not one.waiting]
     if not outside or (len(outside) == len(alive) > 1 and len({_place(one) for one in alive}) == 1):
@@ -160,11 +163,11 @@ def _left(evidence: Sequence[WorkerFailure]) -> tuple[WorkerFailure, str] | None
 
 
 def _odd_call(evidence: Sequence[WorkerFailure]) -> tuple[WorkerFailure, str] | None:
-    """Return the rank whose collective broke in the most unusual call, although no rank had ended.
+    """Return the rank whose failed collective was the most unusual; None if all of them failed at the same location.
 
-    A rank whose last call never followed its predecessor before comes first, then a rank with too few recorded calls.
-    Among equals, the rarest code location decides, then a location outside of the engine's own collectives, which all
-    ranks call. None if all collectives broke at the same location.
+    Only ranks that failed because of a peer are compared. Each criterion decides among ranks that are equal by the one
+    before: a last call that never followed the call before it earlier on; too few recorded calls to tell; the rarest
+    code location; a location outside of the engine's own collectives, which all ranks call.
     """
     broken = [one for one in evidence if one.cascade and one.where]
     places = Counter(one.where for one in broken)
@@ -195,11 +198,11 @@ def _behind(evidence: Sequence[WorkerFailure]) -> tuple[WorkerFailure, str] | No
 
 
 def _called_alone(ahead: Sequence[WorkerFailure], late: Sequence[WorkerFailure]) -> bool:
-    """Return whether the ranks in `ahead` called a collective that the ranks in `late` never will.
+    """Return whether the ranks in `ahead` called a collective that the ranks in `late` will not call.
 
-    The late ranks then wait in an exchange of the engine in the same step. They only appear to be behind, since flight
-    recorders do not show the exchanges of a CPU gang (`ebbflow.training.peer_sockets`). The smaller side is at fault;
-    if both sides are equal, the ranks ahead are at fault unless their last calls are usual ones.
+    In this case the late ranks wait in an exchange of the engine in the same step. They only appear to be behind, since
+    flight recorders do not show the exchanges of a CPU gang (`ebbflow.training.peer_sockets`). The smaller side is at
+    fault. If both sides are equally many, the ranks ahead are at fault, unless their last calls are usual.
     """
     if not ahead or not all(one.waiting and is_engine_location(one.where) for one in late):
         return False

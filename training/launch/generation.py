@@ -130,7 +130,7 @@ class NodeGeneration:
         return self._report_own(AgentFailure.__name__, message, where=place)
 
     def _report_own(self, error: str, message: str, where: str = "") -> GenerationEnd:
-        """Report a failure of this node as one of its first rank, then wait for the generation's end and return it."""
+        """Report a failure of this node as one of its first rank. Wait for the end of the generation and return it."""
         print_line(f"node {self._spec.node}: {message}")
         self._peers.report(
             WorkerFailure(
@@ -192,9 +192,10 @@ class NodeGeneration:
         )
 
     def _terms_now(self) -> dict | None:
-        """Return budget and price, with the gang's cost since node 0's message added; None without a price.
+        """Return the budget, the price and the amount spent until now; None if the job has no price.
 
-        The ranks count only the time from their own start on.
+        Node 0's start message has the amount spent until then. The gang's cost since then is added, because each rank
+        counts only the time from its own start.
         """
         if self._start.terms is None:
             return None

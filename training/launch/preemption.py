@@ -48,10 +48,10 @@ def seconds_until_expired(notice: Notice) -> float:
 
 
 class PendingNotices:
-    """Pending notices to this node, which must expire before its ranks start.
+    """Notices that this node received before its ranks start. The ranks start only after these notices have expired.
 
     Attributes:
-        open: Whether the node is still waiting, so that new notices are pending ones too.
+        open: Whether the node is still waiting, so that new notices are added to these.
     """
 
     def __init__(self) -> None:
@@ -203,7 +203,7 @@ class Drain:
         self._leave_at = min([self._own_leave_at, *leave_at])
 
     def find_overstaying_ranks(self, group: WorkerGroup) -> list[WorkerFailure]:
-        """Return a failure for each rank that is still alive 30 s after the deadline of an order to exit."""
+        """Return a failure for each rank that is still alive 30 s after the deadline by which it had to exit."""
         if time.monotonic() <= self._leave_at + _GRACE_SECONDS:
             return []
         text = f"asked to leave ({self.cause}) and still running {_GRACE_SECONDS:g} s after its deadline"

@@ -289,11 +289,11 @@ class RankWatch:
         self._absent_seconds = self._store_wait_seconds = 0.0
 
     def check(self, *, store_wait: bool = False) -> list[WorkerFailure]:
-        """Return new failures and witnesses. Without any, a call takes microseconds per rank.
+        """Return new failures and witnesses. If there are none, a call takes microseconds per rank.
 
         Args:
-            store_wait: Whether a rank of the gang waits for the store. The other ranks wait for that rank, so this time
-                never counts as silence of theirs.
+            store_wait: Whether a rank of the gang waits for the store. The other ranks then wait for that rank, so this
+                time does not count towards their hang thresholds.
         """
         now = self._now()
         if now - self._checked_at > _LONGEST_TURN_SECONDS:
@@ -328,7 +328,7 @@ class RankWatch:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _report_dump(self, living: list[_Rank], due: list[_Rank], suspicious: bool, now: float) -> list[WorkerFailure]:
-        """Start a dump of the stacks and flight recorders of all living ranks, unless one was started in the last 5 s.
+        """Start a dump of the stacks and flight recorders of all living ranks, unless one is running or up to 5 s old.
 
         The dump runs in threads, so this does not block. While it runs, return an empty list. Once it is done, return
         the failures of the ranks in `due` and, once per dump or on request, a witness for each other rank.
