@@ -76,7 +76,7 @@ class GammaHazard:
     """Estimate of the interruptions per hour: a Gamma distribution, the conjugate prior of Poisson arrivals.
 
     Attributes:
-        shape: number of interruptions, observed and prior.
+        shape: number of interruptions: those observed plus those that the prior counts as observed.
         hours: hours in which they occurred.
     """
 

@@ -46,11 +46,11 @@ def retry(
     Args:
         call: the function.
         backoff: pauses between tries.
-        left: returns the seconds until the deadline. If the next pause is not shorter, there is no further try.
+        left: returns the seconds until the deadline. There is a further try only if the next pause ends before it.
         sleep: waits for a number of seconds.
         judge: takes the exception of a try, and returns a reason in words and the largest number of tries (None: no
             limit); raises if no retry can help.
-        give_up: makes the exception to raise from the last reason.
+        give_up: creates the exception that is raised in the end, from the reason of the last failure.
     """
     for tries in itertools.count(1):
         if left() <= 0:

@@ -63,7 +63,7 @@ def reference_usd_per_hour(state: State) -> float:
 
 
 class PoolRanking:
-    """Ranks spot pools by dollars per hour of an expected stay, including the cost of moving and starting there."""
+    """Ranking of spot pools by dollars per hour of an expected stay, with the cost of moving and starting there."""
 
     def __init__(self) -> None:
         self.stays: dict[str, StayStatistics] = {}

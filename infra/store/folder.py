@@ -91,7 +91,7 @@ class _Task(Generic[T]):
         self._lock = threading.Lock()
 
     def call_back(self, came_back: Callable[[], None]) -> bool:
-        """Register a function to call when the abandoned task ends after all. Returns False if it has already ended."""
+        """Register the function to call if the task ends after it was abandoned. Return False if it has ended."""
         with self._lock:
             if self.done.is_set():
                 return False

@@ -38,7 +38,7 @@ class _Queued:
 
 
 class Checkpointer:
-    """Saves and restores one rank's part of a checkpoint. All ranks call its methods for the same steps.
+    """Object that saves and restores one rank's part of a checkpoint. All ranks call its methods for the same steps.
 
     Create it in the main thread: the uploader process ends with the thread that started it. Not thread-safe.
 

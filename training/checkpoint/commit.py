@@ -47,7 +47,7 @@ class CommitAttempt:
 
 
 class CommitWatch:
-    """Collects the indexes of one save and commits it once all exist. An index never changes, so each is read once."""
+    """Collector of the indexes of one save, which commits the save once all exist. Each index is read once."""
 
     def __init__(self, store: Store, save: CheckpointId) -> None:
         self._store = store

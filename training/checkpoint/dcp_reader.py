@@ -28,7 +28,7 @@ _Finish = Callable[[], object]
 
 
 class CommitReader(StorageReader):
-    """Reads and verifies the commit `key` of a job's store; also usable with `dcp.load`.
+    """Reader that verifies the commit `key` of a job's store; also usable with `dcp.load`.
 
     Args:
         parallel: chunks read at once; default: 2 from a local store, 8 from a remote one.

@@ -189,7 +189,7 @@ def write_dcp(content: PortableState, path: Path) -> None:
 
 
 class _Planner(DefaultSavePlanner):
-    """Plans a DCP save from shapes alone, and reads each tensor's values only when they are written."""
+    """Planner of a DCP save from shapes alone. It reads each tensor's values only when they are written."""
 
     def __init__(self, content: PortableState) -> None:
         super().__init__()

@@ -34,7 +34,7 @@ _NO_ROOM_HINT = "free space or raise the quota, or use another store; then start
 
 
 class UploaderClient:
-    """Starts an uploader process, sends it commands and reads its answers. A dead process is replaced by a new one.
+    """Client of an uploader process: it starts the process, sends commands, reads answers, and replaces a dead process.
 
     Args:
         buffers: file descriptors of the staging buffers, which the process inherits.
@@ -177,7 +177,7 @@ class InflightSave:
 
 
 class SaveTracker:
-    """Hands saves to the uploader, at most one at a time, and tracks their outcome.
+    """Tracker of a rank's saves: it hands them to the uploader, at most one at a time, and records their outcome.
 
     Args:
         waiting: called when a wait for the uploader begins; returns a function that is called when the wait ends.

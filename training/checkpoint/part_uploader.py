@@ -64,7 +64,7 @@ class _Sent:
 
 
 class PartUploader:
-    """Uploads objects. Its threads and their connections are reused for the next object."""
+    """Uploader of objects. Its threads and their connections are reused for the next object."""
 
     def __init__(self, sink: UploadSink, settings: PartSettings, throttle: Throttle) -> None:
         self._sink = sink

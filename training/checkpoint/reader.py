@@ -180,7 +180,7 @@ class ReadFigures:
 
 
 class VerifiedReader:
-    """Reads ranges of a commit's data objects and verifies them.
+    """Reader of ranges of a commit's data objects, which verifies every byte.
 
     Args:
         data: the data objects, as described in the manifest.

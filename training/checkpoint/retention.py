@@ -315,7 +315,7 @@ class RetentionChoice:
 
 
 class Retention:
-    """Enforces a policy on a job's commits.
+    """Retention of a job's commits: it deletes those that a policy does not keep.
 
     Args:
         warn: called with a message after a problem was found and repaired.

@@ -128,7 +128,7 @@ class BufferLayout:
 
 
 class SavePlanner:
-    """Plans the saves of one rank, and reuses the last plan while nothing has changed."""
+    """Planner of one rank's saves. It reuses the last plan while model and optimizer are unchanged."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank, self._world_size = rank, world_size

@@ -32,7 +32,7 @@ _INDEX_PURPOSE = b"ebbflow index 1"
 
 
 class Signer:
-    """Signs commits and checks signatures.
+    """Signer of commits and checker of their signatures.
 
     Args:
         name: environment variable that holds the key.

@@ -169,7 +169,7 @@ def open_source(file: SourceFile) -> Iterator[BinaryIO]:
 
 
 class TextDetector:
-    """Checks piece by piece that a file is text, because a binary file would train a model on noise.
+    """Detector of binary files, which would train a model on noise. It examines a file piece by piece.
 
     Text is UTF-8 without NUL bytes; up to 10 % of invalid bytes are accepted, as in older encodings.
     """

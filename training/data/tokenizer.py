@@ -1,4 +1,4 @@
-"""Turn text into token numbers: bytes, or a vocabulary of Hugging Face's optional package `tokenizers`.
+"""Turn text into token IDs: bytes, or a vocabulary of Hugging Face's optional package `tokenizers`.
 
 Files are cut into pieces of whole lines before they are encoded, so that neither a large file nor its tokens need to
 fit in memory. The cuts depend on the file alone.
@@ -26,7 +26,7 @@ _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", 
 
 
 class Tokenizer(Protocol):
-    """Turns text into token numbers.
+    """Converter of text into token IDs.
 
     Attributes:
         identity: text that changes with anything that could change a token.
@@ -103,7 +103,7 @@ def tokenizer_path(data: DataConfig, *, project_root: Path) -> Path:
 
 
 def dtype_of(vocab_size: int) -> np.dtype:
-    """Return the smallest unsigned little-endian integer type that holds every token number."""
+    """Return the smallest unsigned little-endian integer type that holds every token ID."""
     return np.dtype("u1" if vocab_size <= 2**8 else "<u2" if vocab_size <= 2**16 else "<u4")
 
 
