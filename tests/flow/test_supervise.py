@@ -17,6 +17,10 @@ pytestmark = [pytest.mark.flow, pytest.mark.timeout(600)]  # four runs of the fl
 CONFIG = str(ROOT / "configs" / "laptop.yaml")
 
 
+# The job of the story still trains when its second supervisor has started.
+_LONGER = {"training__max_steps": 400}
+
+
 class Supervised(FlowRunner):
     """Starts the supervisor where FlowRunner starts the flow; one rank, so that a run starts sooner."""
 
@@ -60,13 +64,13 @@ class Story:
 @pytest.fixture(scope="module")
 def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
     runner = Supervised(tmp_path_factory.mktemp("survived"))
-    first = runner.start(*runner.words())
+    first = runner.start(*runner.words(**_LONGER))
     runner.await_commit(1)
     [launcher] = runner.launchers()
     os.kill(launcher, signal.SIGKILL)
     runner.await_commit(2)
     log = runner.log
-    second = runner.start(*runner.words("--take-over"))
+    second = runner.start(*runner.words("--take-over", **_LONGER))
     second_log, runner.log = runner.log, log
     left = runner.finish(first)
     runner.log = second_log
@@ -74,7 +78,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
     survivors = processes_with(str(runner.folder))
 
     quiet = FlowRunner(tmp_path_factory.mktemp("quiet"))
-    return Story(runner, left, survivors, run, quiet.run("run", *quiet.options(cluster__nodes=1)))
+    return Story(runner, left, survivors, run, quiet.run("run", *quiet.options(cluster__nodes=1, **_LONGER)))
 
 
 def test_what_was_killed_and_left_is_gone_on_with_bit_for_bit(story: Story) -> None:
@@ -103,7 +107,7 @@ def test_whose_job_is_taken_over_saves_and_ends_with_75(story: Story) -> None:
 
 
 def test_a_job_that_is_complete_is_not_run_again(story: Story) -> None:
-    again = story.runner.run(*story.runner.words())
+    again = story.runner.run(*story.runner.words(**_LONGER))
     assert again.exit_code == 0 and len(told(again)) == 2 and "complete already" in told(again)[1]
     assert "Workflow starting" not in again.output
 
