@@ -126,7 +126,7 @@ CHECKS = [
         severity="error",
         tier="full",
         deadline_seconds=5.0,
-        symptoms=(),
+        symptoms=("A18",),
         run=check_metadata,
     )
 ]

@@ -324,7 +324,7 @@ def run_benchmarks(arguments: list[str]) -> NoReturn:
     if not (root / "benchmarks").is_dir():
         print("benchmarks are part of the source checkout only: clone the repository to run them", file=sys.stderr)
         sys.exit(2)
-    environment = {**os.environ, "PYTHONPATH": python_path(os.environ.get("PYTHONPATH"))}
+    environment = {**os.environ, "PYTHONPATH": python_path()}
     os.execve(sys.executable, [sys.executable, "-m", "benchmarks", *arguments], environment)
 
 

@@ -59,10 +59,10 @@ def _open_missing_streams() -> None:
     sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
 
 
-def python_path(given):  # type: ignore[no-untyped-def]
-    """Return the PYTHONPATH with which a child process finds the package. given: the current value, or None."""
+def python_path(environment=os.environ):  # type: ignore[no-untyped-def]
+    """Return the PYTHONPATH with which a child process finds the package. environment: the child's other variables."""
     own = None if INSTALLED else str(IMPORT_ROOT)  # site-packages must not come before the standard library
-    return os.pathsep.join(filter(None, [own, given]))
+    return os.pathsep.join(filter(None, [own, environment.get("PYTHONPATH")]))
 
 
 def own_command():  # type: ignore[no-untyped-def]

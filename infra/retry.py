@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -28,6 +28,17 @@ class Backoff:
 
     def reset(self) -> None:
         self._next = self._first
+
+
+def backoff_pauses(*, first_seconds: float = 0.02, longest_seconds: float = 2.0) -> Iterator[float]:
+    """Yield random pauses in seconds, without end. Their upper limit doubles from `first_seconds` to `longest_seconds`.
+
+    They are random so that ranks that failed together do not retry together.
+    """
+    pause = first_seconds
+    while True:
+        yield random.uniform(first_seconds, pause)
+        pause = min(pause * 2, longest_seconds)
 
 
 def retry(

@@ -456,7 +456,7 @@ def certify_in_child(
     with tempfile.TemporaryDirectory(prefix="ebbflow-certify-") as folder:
         given, found = Path(folder, "config.json"), Path(folder, "certificate.json")
         given.write_text(config.model_dump_json())
-        path = python_path(os.environ.get("PYTHONPATH"))
+        path = python_path()
         command = [sys.executable, "-m", "ebbflow.training", "certify", "--resolved", str(given), "--json", str(found)]
         command += ["--steps", str(steps), *(f"--only={one}" for one in interruptions)]
         command += ["--folder", folder]  # deleted here even if the child is killed

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from ebbflow.infra.errors import InfraError, StoreForbidden, StoreMisconfigured
-from ebbflow.training.checkpoint.verified_io import backoff_pauses
+from ebbflow.infra.retry import backoff_pauses
 from ebbflow.training.errors import TrainingError
 
 T = TypeVar("T")

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ebbflow import training
+from ebbflow.infra.program import python_path
 from ebbflow.training.errors import GangError
 from ebbflow.training.launch.transport import rendezvous_port
 
@@ -38,9 +38,7 @@ def run_ranks(task: dict[str, Any], folder: Path, *, ranks: int, deadline_second
 
 
 def _environment(ranks: int, port: int) -> dict[str, str]:
-    root = str(Path(training.__file__).resolve().parents[1])
-    python_path = os.pathsep.join(path for path in (root, os.environ.get("PYTHONPATH")) if path)
-    known = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": python_path}
+    known = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": python_path()}
     known |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     if ranks > 1:
         return known | {"MASTER_ADDR": _ADDRESS, "MASTER_PORT": str(port)}

@@ -165,7 +165,7 @@ CHECKS = [
         severity="warning",
         tier="full",
         deadline_seconds=2 * ANSWER_SECONDS + 1.0,
-        symptoms=(),
+        symptoms=("D15",),
         run=check_left_behind,
     )
 ]

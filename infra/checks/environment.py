@@ -109,7 +109,7 @@ def check_versions(context: PreflightContext) -> CheckFinding:
 def check_imports(context: PreflightContext) -> CheckFinding:
     """Check that a new process can import, from any folder, what a rank imports."""
     code = "import torch.distributed, numpy, obstore, awscrt.checksums, ebbflow.training; print(torch.__version__)"
-    environment = os.environ | {"PYTHONPATH": python_path(os.environ.get("PYTHONPATH"))}
+    environment = os.environ | {"PYTHONPATH": python_path()}
     try:
         done = subprocess.run(
             [sys.executable, "-c", code],

@@ -234,7 +234,7 @@ def _ask_driver() -> _Driver:
 
 
 def _ask_torch() -> dict:
-    path = python_path(os.environ.get("PYTHONPATH"))
+    path = python_path()
     said = _run([sys.executable, "-c", _ASK_TORCH], _TORCH_SECONDS, {"PYTHONPATH": path})
     try:
         return json.loads(said.splitlines()[-1])

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -125,8 +125,8 @@ def test_who_does_not_come_is_named() -> None:
         open_wires(3, present=2, start=3.0)
 
 
-def test_callers_without_a_word_delay_no_peer() -> None:
-    """100 idle connections at 5 s each are more than the 60 s of a start."""
+def connect_under(disturbance: Callable[[tuple[str, int]], AbstractContextManager]) -> list[PeerSockets]:
+    """Connect two ranks while something else calls at the address of rank 0."""
     master = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
     main, found = ("127.0.0.1", master.port), []
     opened = threading.Thread(
@@ -135,28 +135,34 @@ def test_callers_without_a_word_delay_no_peer() -> None:
     opened.start()
     client = dist.TCPStore(*main, wait_for_workers=False, timeout=timedelta(seconds=60))
     host, port = client.get("0").decode().split()
-    idle = [socket.create_connection((host, int(port))) for _ in range(100)]
-    peer = connect_peers(client, 1, 2, main=main, start_seconds=60, seconds=60)
-    opened.join(60)
-    for one in idle:
-        one.close()
-    assert gather([found[0], peer], [b"0", b"1"]) == [b"01", b"01"]
+    with disturbance((host, int(port))):
+        peer = connect_peers(client, 1, 2, main=main, start_seconds=60, seconds=60)
+        opened.join(60)
+    return [found[0], peer]
+
+
+def test_callers_without_a_word_delay_no_peer() -> None:
+    """100 idle connections at 5 s each are more than the 60 s of a start."""
+
+    @contextmanager
+    def idle_callers(address: tuple[str, int]) -> Iterator[None]:
+        idle = [socket.create_connection(address) for _ in range(100)]
+        yield
+        for one in idle:
+            one.close()
+
+    assert gather(connect_under(idle_callers), [b"0", b"1"]) == [b"01", b"01"]
 
 
 def test_a_stranger_is_sent_away() -> None:
-    """A rank of an older gang, or a port scan, that finds the door before the others do."""
-    master = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
-    main, found = ("127.0.0.1", master.port), []
-    opened = threading.Thread(
-        target=lambda: found.append(connect_peers(master, 0, 2, main=main, start_seconds=60, seconds=60))
-    )
-    opened.start()
-    client = dist.TCPStore(*main, wait_for_workers=False, timeout=timedelta(seconds=60))
-    host, port = client.get("0").decode().split()
-    with socket.create_connection((host, int(port))) as stranger:
-        stranger.sendall(b"\0\0\0\1" + b"another gang's ." + b"\0" * 8)
-        peer = connect_peers(client, 1, 2, main=main, start_seconds=60, seconds=60)
-        opened.join(60)
-        with suppress(ConnectionResetError):
-            assert stranger.recv(1) == b""
-    assert gather([found[0], peer], [b"0", b"1"]) == [b"01", b"01"]
+    """A rank of an older gang, or a port scan, that connects before the others do."""
+
+    @contextmanager
+    def stranger(address: tuple[str, int]) -> Iterator[None]:
+        with socket.create_connection(address) as caller:
+            caller.sendall(b"\0\0\0\1" + b"another gang's ." + b"\0" * 8)
+            yield
+            with suppress(ConnectionResetError):
+                assert caller.recv(1) == b""
+
+    assert gather(connect_under(stranger), [b"0", b"1"]) == [b"01", b"01"]

@@ -172,16 +172,21 @@ def pipes_of(pid: int) -> set[int]:
     return found
 
 
-def test_ranks_that_cannot_be_started_are_news_for_all_and_no_traceback(tmp_path: Path) -> None:
-    config = RunConfig(survival={"standby": False, "notice_file": str(tmp_path / "notice")}).model_dump(mode="json")
+def second_of_two_nodes(folder: Path) -> tuple[GangSpec, GenerationStart]:
+    config = RunConfig(survival={"standby": False, "notice_file": str(folder / "notice")}).model_dump(mode="json")
     spec = GangSpec(
         job="job", run="run", attempt=0, node=1, nodes=2, processes_per_node=1, main_address="127.0.0.1", config=config,
-        store_uri=str(tmp_path), prepared={}, log_folder=str(tmp_path),
+        store_uri=str(folder), prepared={}, log_folder=str(folder),
     )  # fmt: skip
     start = GenerationStart(
         generation=1, generation_id="x", candidates=[], rendezvous_port=1, terms=None, rehearse=None, hosts=["a", "b"],
         nodes=[0, 1],
     )  # fmt: skip
+    return spec, start
+
+
+def test_ranks_that_cannot_be_started_are_news_for_all_and_no_traceback(tmp_path: Path) -> None:
+    spec, start = second_of_two_nodes(tmp_path)
     told: list[WorkerFailure] = []
     peers = SimpleNamespace(report=told.append, poll=lambda: end_from_failures(told) if told else None)
     drain, store = Drain(spec), Store.open(str(tmp_path))
@@ -204,15 +209,7 @@ def test_with_a_rank_in_state_d_the_gang_goes_on_here_or_elsewhere_if_it_holds_t
 ) -> None:
     monkeypatch.setattr(workers_module, "_KILLED_SECONDS", 0.2)
     monkeypatch.setattr(workers_module, "find_open_device", lambda pid: device)
-    config = RunConfig(survival={"standby": False, "notice_file": str(tmp_path / "notice")}).model_dump(mode="json")
-    spec = GangSpec(
-        job="job", run="run", attempt=0, node=1, nodes=2, processes_per_node=1, main_address="127.0.0.1", config=config,
-        store_uri=str(tmp_path), prepared={}, log_folder=str(tmp_path),
-    )  # fmt: skip
-    start = GenerationStart(
-        generation=1, generation_id="x", candidates=[], rendezvous_port=1, terms=None, rehearse=None, hosts=["a", "b"],
-        nodes=[0, 1],
-    )  # fmt: skip
+    spec, start = second_of_two_nodes(tmp_path)
     held: list[None] = []
     verdict = end_from_failures([WorkerFailure(rank=0, message="killed by SIGKILL", killed_by="SIGKILL")])
     peers = SimpleNamespace(

@@ -5,14 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ebbflow.cost.checks import CHECKS as COST_CHECKS
-from ebbflow.infra.checks import CHECKS as INFRA_CHECKS
+from ebbflow.flows.checks import all_checks
 from ebbflow.infra.config import RunConfig
 from ebbflow.infra.preflight import CheckResult, PreflightContext, run_checks
-from ebbflow.training.checks import CHECKS as TRAINING_CHECKS
 
 ROOT = Path(__file__).resolve().parents[2]
-ALL_CHECKS = [*INFRA_CHECKS, *COST_CHECKS, *TRAINING_CHECKS]
+ALL_CHECKS = all_checks()
 CHECKS = {check.id: check for check in ALL_CHECKS}
 
 

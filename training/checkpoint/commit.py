@@ -19,11 +19,12 @@ from dataclasses import dataclass
 
 from ebbflow.infra.errors import ObjectNotFound, StoreError
 from ebbflow.infra.layout import commit_key, commit_prefix, index_key, index_prefix
+from ebbflow.infra.retry import backoff_pauses
 from ebbflow.infra.store import Store
 from ebbflow.training.checkpoint.lineage import CommitRef
 from ebbflow.training.checkpoint.manifest import CheckpointId, Manifest, RankIndex, merge_indexes
 from ebbflow.training.checkpoint.signing import signer
-from ebbflow.training.checkpoint.verified_io import Deadline, backoff_pauses, fetch_verified, put_verified, sha256_text
+from ebbflow.training.checkpoint.verified_io import Deadline, fetch_verified, put_verified, sha256_text
 from ebbflow.training.errors import CheckpointError, CorruptCommit, RefusedCommit
 
 _ASK_DIRECTLY = 8  # listings may lag: the last few missing indexes are looked up by name

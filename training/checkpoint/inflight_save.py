@@ -55,7 +55,7 @@ class UploaderClient:
 
     def start(self) -> None:
         """Start the process. Call it in a long-lived thread: the kernel kills the process when the thread ends."""
-        path = python_path(os.environ.get("PYTHONPATH"))
+        path = python_path()
         name = "ebbflow.training.checkpoint.uploader"
         arguments = [str(os.getpid()), str(self._rank), self._store_uri, *map(str, self._buffers)]
         self._process = subprocess.Popen(

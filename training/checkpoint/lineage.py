@@ -30,11 +30,12 @@ from ebbflow.infra.layout import (
     quarantine_key,
     tombstone_key,
 )
+from ebbflow.infra.retry import backoff_pauses
 from ebbflow.infra.store import Store
 from ebbflow.training.checkpoint.manifest import VERSION, Manifest
 from ebbflow.training.checkpoint.reader import find_problem_in_new_process
 from ebbflow.training.checkpoint.signing import Signer, signer
-from ebbflow.training.checkpoint.verified_io import backoff_pauses, fetch_verified, put_verified, seal, unseal
+from ebbflow.training.checkpoint.verified_io import fetch_verified, put_verified, seal, unseal
 from ebbflow.training.errors import (
     CheckpointError,
     CorruptCommit,

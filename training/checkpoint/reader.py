@@ -30,13 +30,13 @@ from ebbflow.infra.layout import data_key, data_prefix, index_key, index_prefix,
 from ebbflow.infra.process import die_with_parent
 from ebbflow.infra.program import python_path
 from ebbflow.infra.ranges import read_blocks
+from ebbflow.infra.retry import backoff_pauses
 from ebbflow.infra.store import Store
 from ebbflow.infra.store.folder import HANG_GUARD
 from ebbflow.training.checkpoint.manifest import DataObject, Manifest, RankIndex
 from ebbflow.training.checkpoint.signing import signer
 from ebbflow.training.checkpoint.verified_io import (
     Deadline,
-    backoff_pauses,
     crc_digits,
     crc_of_pieces,
     fetch_verified,
@@ -394,7 +394,7 @@ def find_problem_in_new_process(store_uri: str, key: str, object_key: str = "", 
     Raises:
         StoreUnavailable: the process gave no result.
     """
-    path = python_path(os.environ.get("PYTHONPATH"))
+    path = python_path()
     arguments = [str(os.getpid()), store_uri, key]
     if object_key:
         arguments += [object_key] if chunk is None else [object_key, str(chunk)]

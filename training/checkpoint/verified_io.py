@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from awscrt.checksums import combine_crc64nvme
 from awscrt.checksums import crc64nvme as _crc64nvme
 
 from ebbflow.infra.errors import ObjectNotFound, StoreError, StoreForbidden, StoreFull, StoreMisconfigured
+from ebbflow.infra.retry import backoff_pauses
 from ebbflow.infra.store import Store
 from ebbflow.training.errors import CheckpointError, CorruptCommit
 
@@ -101,17 +101,6 @@ class Deadline:
     @property
     def remaining_seconds(self) -> float:
         return self._end - time.monotonic()
-
-
-def backoff_pauses(*, first_seconds: float = 0.02, longest_seconds: float = 2.0) -> Iterator[float]:
-    """Yield random pauses in seconds, without end. Their upper limit doubles from `first_seconds` to `longest_seconds`.
-
-    They are random so that ranks that failed together do not retry together.
-    """
-    pause = first_seconds
-    while True:
-        yield random.uniform(first_seconds, pause)
-        pause = min(pause * 2, longest_seconds)
 
 
 def is_curable(error: StoreError) -> bool:

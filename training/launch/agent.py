@@ -136,7 +136,7 @@ class LocalGang:
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         ports = control_ports(f"{spec.job}/{spec.run}", spec.attempt)
-        environment = dict(os.environ, PYTHONPATH=python_path(os.environ.get("PYTHONPATH")))
+        environment = dict(os.environ, PYTHONPATH=python_path())
         self._results = [folder / f"node-{node}.result.json" for node in range(spec.nodes)]
         self.agents_by_node: dict[int, subprocess.Popen[bytes]] = {}
         for node, result in enumerate(self._results):

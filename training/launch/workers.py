@@ -298,7 +298,7 @@ def threads_per_rank(colocated_ranks: int) -> int:
 
 
 def with_project_path(environment: Mapping[str, str]) -> dict[str, str]:
-    return dict(environment, PYTHONPATH=python_path(environment.get("PYTHONPATH")))
+    return dict(environment, PYTHONPATH=python_path(environment))
 
 
 _EXIT_SECONDS = 1.0

@@ -146,7 +146,7 @@ def _run(command: list[str], seconds: float, what: str, *, shown: bool) -> str:
     Raises:
         WorkloadError: if the deadline has passed.
     """
-    path = python_path(os.environ.get("PYTHONPATH"))
+    path = python_path()
     with subprocess.Popen(
         command,
         env=dict(os.environ, PYTHONPATH=path, CUDA_VISIBLE_DEVICES=""),

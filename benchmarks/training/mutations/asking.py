@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ebbflow import training
+from ebbflow.infra.program import python_path
 from ebbflow.training.errors import CheckpointError
 
 _START_SECONDS = 120.0  # on a busy machine importing torch alone takes many
@@ -124,6 +124,4 @@ def _command(name: str, action: str, folder: Path) -> list[str]:
 
 
 def _environment() -> dict[str, str]:
-    root = str(Path(training.__file__).resolve().parents[1])
-    python_path = os.pathsep.join(path for path in (root, os.environ.get("PYTHONPATH")) if path)
-    return {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": python_path}
+    return {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": python_path()}
