@@ -20,18 +20,12 @@ RUNS = runs_folder(PROJECT_ROOT)
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A job in one Metaflow run.
+    """A job in one Metaflow run."""
 
-    Attributes:
-        name: kept over all runs of the job.
-        run: id of this Metaflow run.
-        request_seconds: deadline of each request to the store.
-    """
-
-    name: str
-    run: str
+    name: str  # kept over all runs of the job
+    run: str  # id of this Metaflow run
     config: RunConfig
-    request_seconds: float = 60.0
+    request_seconds: float = 60.0  # deadline of each request to the store
 
     @classmethod
     def of(cls, flow: Any, run: str) -> Job:

@@ -25,19 +25,12 @@ _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.05, 2.0
 
 @dataclass(frozen=True)
 class _Sealed:
-    """A segment that is ready to be put: event lines and, as its last line, a seal with their checksums.
+    """A segment that is ready to be put: event lines and, as its last line, a seal with their checksums."""
 
-    Attributes:
-        key: key of the object.
-        content: bytes of the object.
-        count: number of events.
-        last: whether no segment follows, because the log was closed.
-    """
-
-    key: str
-    content: bytes
-    count: int
-    last: bool
+    key: str  # key of the object
+    content: bytes  # bytes of the object
+    count: int  # number of events
+    last: bool  # whether no segment follows, because the log was closed
 
 
 class EventLog:

@@ -276,16 +276,7 @@ _FLOW_STEPS = frozenset(f"events/000000/0-{step}" for step in ("preflight", "pla
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """One event of the log.
-
-    Attributes:
-        rank: number of the rank; -1: the process is not a rank.
-        step: training step, if there is one; in the events PLACED and BATCH_SUBMITTED, the name of a step of the flow.
-        t_wall: Unix time in seconds.
-        t_mono: monotonic clock of the writing machine, in seconds.
-        data: data of this kind of event.
-        v: version of the line's format.
-    """
+    """One event of the log."""
 
     name: str
     job: str
@@ -293,12 +284,13 @@ class Event:
     attempt: int
     generation: int
     node: int
-    rank: int
+    rank: int  # number of the rank; -1: the process is not a rank
+    # training step, if there is one; in the events PLACED and BATCH_SUBMITTED, the name of a step of the flow
     step: int | None
-    t_wall: float
-    t_mono: float
-    data: dict[str, Any] = field(default_factory=dict)
-    v: int = VERSION
+    t_wall: float  # Unix time in seconds
+    t_mono: float  # monotonic clock of the writing machine, in seconds
+    data: dict[str, Any] = field(default_factory=dict)  # data of this kind of event
+    v: int = VERSION  # version of the line's format
 
     @classmethod
     def from_json(cls, line: str | bytes) -> Event:
@@ -314,20 +306,15 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """Fields that all events of a process share.
-
-    Attributes:
-        rank: number of the rank; -1: the process is not a rank.
-        process: name of a process that is not a rank, such as "agent".
-    """
+    """Fields that all events of a process share."""
 
     job: str
     run: str = ""
     attempt: int = 0
     generation: int = 0
     node: int = 0
-    rank: int = -1
-    process: str = "rank"
+    rank: int = -1  # number of the rank; -1: the process is not a rank
+    process: str = "rank"  # name of a process that is not a rank, such as "agent"
 
     @property
     def writer(self) -> int | str:

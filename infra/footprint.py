@@ -17,32 +17,19 @@ NORM_FLOATS = 2  # added where a norm is not one kernel (CPUs): each also keeps 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """Size of a model in numbers.
+    """Size of a model in numbers."""
 
-    Attributes:
-        parameters: number of all parameters.
-        largest_unit_parameters: parameters of the largest unit that FSDP gathers at once.
-        activation_bytes_per_sample: activations kept for backward, of one sequence in float32.
-        logits_bytes_per_sample: peak of log-probabilities, their gradient and the logits' gradient in float32.
-        backward_bytes_per_sample: gradients of activations inside one unit in float32; 0: included elsewhere, or
-            unknown.
-        flops_per_sample: forward and backward of one sequence; a multiplication and an addition count as two.
-        tokens_per_sample: sequence length; with a workload of the user, the weight of a sample in `weight_unit`.
-        units: number of modules that are sharded as one: blocks, embeddings and head of the built-in model.
-        weight_unit: unit in which the weight of a sample is counted.
-        kind: "computed" from the formulas below, or "measured" on one sample.
-    """
-
-    parameters: int
-    largest_unit_parameters: int
-    activation_bytes_per_sample: int
-    logits_bytes_per_sample: int
-    flops_per_sample: float
-    tokens_per_sample: float
-    units: int
+    parameters: int  # number of all parameters
+    largest_unit_parameters: int  # parameters of the largest unit that FSDP gathers at once
+    activation_bytes_per_sample: int  # activations kept for backward, of one sequence in float32
+    logits_bytes_per_sample: int  # peak of log-probabilities, their gradient and the logits' gradient in float32
+    flops_per_sample: float  # forward and backward of one sequence; a multiplication and an addition count as two
+    tokens_per_sample: float  # sequence length; with a workload of the user, the weight of a sample in `weight_unit`
+    units: int  # number of modules that are sharded as one: blocks, embeddings and head of the built-in model
+    # gradients of activations inside one unit in float32; 0: included elsewhere, or unknown
     backward_bytes_per_sample: int = 0
-    weight_unit: str = "tokens"
-    kind: str = "computed"
+    weight_unit: str = "tokens"  # unit in which the weight of a sample is counted
+    kind: str = "computed"  # "computed" from the formulas below, or "measured" on one sample
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -171,19 +158,14 @@ def gathered_bytes(config: RunConfig, shape: ModelShape, ranks: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class RankBytes:
-    """Bytes of tensors that one rank holds at the peak of a step, by kind.
-
-    Attributes:
-        unsharded: gathered parameters and unreduced gradients in a sharded mode; buckets and copies in ddp.
-        logits: the logits and what the loss computes from them.
-    """
+    """Bytes of tensors that one rank holds at the peak of a step, by kind."""
 
     parameters: int
     gradients: int
     optimizer: int
-    unsharded: int
+    unsharded: int  # gathered parameters and unreduced gradients in a sharded mode; buckets and copies in ddp
     activations: int
-    logits: int
+    logits: int  # the logits and what the loss computes from them
 
     @property
     def total(self) -> int:

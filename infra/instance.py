@@ -134,26 +134,18 @@ HINT = (
 
 @dataclass(frozen=True, kw_only=True)
 class MachineIdentity:
-    """Known facts of a machine; None: unknown.
-
-    Attributes:
-        uptime_seconds: time since boot.
-        market: spot or on_demand.
-        batch_job_id: the AWS Batch job of this container, without a node's number; None: no Batch job.
-        identified_by: environment, metadata or firmware; empty: unidentified.
-        problem: why an AWS instance is unidentified; empty elsewhere.
-    """
+    """Known facts of a machine; None: unknown."""
 
     instance_id: str | None = None
     instance_type: str | None = None
     zone: str | None = None
     zone_id: str | None = None
     region: str | None = None
-    market: str | None = None
-    uptime_seconds: float | None = None
-    batch_job_id: str | None = None
-    identified_by: str = ""
-    problem: str = ""
+    market: str | None = None  # spot or on_demand
+    uptime_seconds: float | None = None  # time since boot
+    batch_job_id: str | None = None  # the AWS Batch job of this container, without a node's number; None: no Batch job
+    identified_by: str = ""  # environment, metadata or firmware; empty: unidentified
+    problem: str = ""  # why an AWS instance is unidentified; empty elsewhere
 
     def to_json(self) -> dict[str, Any]:
         """Return the known facts; empty for a machine that is not an instance."""

@@ -126,11 +126,11 @@ class RemoteChild:
 class Keeper:
     """The agent's handle of its keeper.
 
-    Attributes:
-        lost: whether the keeper has ended, or did not answer in time and was killed.
-
     Args:
         log: file for the keeper's own errors.
+
+    Attributes:
+        lost: whether the keeper has ended, or did not answer in time and was killed.
     """
 
     def __init__(self, log: Path) -> None:

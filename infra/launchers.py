@@ -49,25 +49,18 @@ class Launcher:
     """Content of a claim: the launcher that wrote it.
 
     Attributes:
-        number: number of the claim.
-        id: random id of the claim.
-        command: the command of `ebbflow`, such as run.
-        pid: process id of the launcher.
-        since_utc: Unix time of the claim by the launcher's clock.
-        renewals: number of renewals so far.
-        released: whether the launcher has ended.
         boot_id, pid_namespace, started_ticks: identify the process, together with pid, even after pids are reused.
     """
 
-    number: int
-    id: str
-    command: str
+    number: int  # number of the claim
+    id: str  # random id of the claim
+    command: str  # the command of `ebbflow`, such as run
     host: str
     user: str
-    pid: int
-    since_utc: float
-    renewals: int = 0
-    released: bool = False
+    pid: int  # process id of the launcher
+    since_utc: float  # Unix time of the claim by the launcher's clock
+    renewals: int = 0  # number of renewals so far
+    released: bool = False  # whether the launcher has ended
     boot_id: str = ""
     pid_namespace: str = ""
     started_ticks: int = 0
@@ -117,15 +110,10 @@ class Launcher:
 
 @dataclass(frozen=True)
 class RunningLauncher:
-    """The launcher that holds the job now.
+    """The launcher that holds the job now."""
 
-    Attributes:
-        launcher: content of its claim.
-        heartbeat_age_seconds: time since its last renewal by the store's clock.
-    """
-
-    launcher: Launcher
-    heartbeat_age_seconds: float
+    launcher: Launcher  # content of its claim
+    heartbeat_age_seconds: float  # time since its last renewal by the store's clock
 
     def to_json(self) -> dict[str, Any]:
         launcher = self.launcher
@@ -161,14 +149,14 @@ def running_launcher(job_store: Store) -> RunningLauncher | None:
 class Claim:
     """Claim of this process on a job. A thread renews it until `release`.
 
-    Attributes:
-        launcher: content of the claim.
-        fenced_by: the launcher that has taken the job over; None while this one holds it.
-
     Args:
         job_store: the job's part of the store.
         launcher: content of the claim, already written.
         on_fenced: called in the thread when another launcher has taken the job over.
+
+    Attributes:
+        launcher: content of the claim.
+        fenced_by: the launcher that has taken the job over; None while this one holds it.
     """
 
     def __init__(self, job_store: Store, launcher: Launcher, on_fenced: Callable[[], None]) -> None:

@@ -232,15 +232,10 @@ def records_root(project_root: Path, name: str) -> Path:
 
 @dataclass(frozen=True)
 class KnownJob:
-    """A job and its store, as noted in runs/<job>/job.json on this machine.
+    """A job and its store, as noted in runs/<job>/job.json on this machine."""
 
-    Attributes:
-        name: name of the job.
-        store: address of the store as in the configuration, with absolute paths.
-    """
-
-    name: str
-    store: str
+    name: str  # name of the job
+    store: str  # address of the store as in the configuration, with absolute paths
 
     @property
     def uri(self) -> str:

@@ -49,18 +49,13 @@ class MetricKind(StrEnum):
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric of the catalogue.
-
-    Attributes:
-        labels: names of the metric's labels, in addition to its board's constant labels.
-        buckets: upper bounds of a histogram.
-    """
+    """A metric of the catalogue."""
 
     name: str
     kind: MetricKind
     help: str
-    labels: tuple[str, ...] = ()
-    buckets: tuple[float, ...] = ()
+    labels: tuple[str, ...] = ()  # names of the metric's labels, in addition to its board's constant labels
+    buckets: tuple[float, ...] = ()  # upper bounds of a histogram
 
 
 def _counter(name: str, text: str, *labels: str) -> Metric:
@@ -349,13 +344,9 @@ TIMEOUT_SECONDS = 3.0
 
 @dataclass(frozen=True)
 class PushGroup:
-    """A node's group of values at a Pushgateway, with the key (job, node).
+    """A node's group of values at a Pushgateway, with the key (job, node)."""
 
-    Attributes:
-        url: address of the Pushgateway.
-    """
-
-    url: str
+    url: str  # address of the Pushgateway
     job: str
     node: int
 

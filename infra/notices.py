@@ -48,19 +48,13 @@ class Notice:
 
     The source and the action identify a notice. If a source repeats it, it is not a new notice, even if `ends_at`
     became earlier.
-
-    Attributes:
-        action: one of `RECLAIMS`, LEAVE or REBALANCE.
-        ends_at: time.monotonic() at which the notice takes effect; infinite if unknown.
-        heard_at: time.monotonic() at which the notice arrived.
-        detail: the source's own text.
     """
 
     source: NoticeSource
-    action: str
-    ends_at: float
-    heard_at: float = field(default_factory=time.monotonic)
-    detail: str = ""
+    action: str  # one of `RECLAIMS`, LEAVE or REBALANCE
+    ends_at: float  # time.monotonic() at which the notice takes effect; infinite if unknown
+    heard_at: float = field(default_factory=time.monotonic)  # time.monotonic() at which the notice arrived
+    detail: str = ""  # the source's own text
 
     @property
     def seconds_left(self) -> float:

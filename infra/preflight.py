@@ -27,36 +27,23 @@ _MARKS: dict[Status, str] = {"passed": "ok", "failed": "FAIL", "warning": "warn"
 
 @dataclass(frozen=True, kw_only=True)
 class PreflightContext:
-    """The input of all checks.
+    """The input of all checks."""
 
-    Attributes:
-        config: the job's configuration.
-        project_root: folder of the project.
-        config_path: the configuration's file; None: it was not read from a file.
-        job: the job's name, if it has one; the store may then have objects of it.
-        target: where the run is sent; None: unknown, so that everything that the configuration allows is checked.
-    """
-
-    config: RunConfig
-    project_root: Path
-    config_path: Path | None = None
-    job: str | None = None
+    config: RunConfig  # the job's configuration
+    project_root: Path  # folder of the project
+    config_path: Path | None = None  # the configuration's file; None: it was not read from a file
+    job: str | None = None  # the job's name, if it has one; the store may then have objects of it
+    # where the run is sent; None: unknown, so that everything that the configuration allows is checked
     target: Target | None = None
 
 
 @dataclass(frozen=True)
 class CheckFinding:
-    """The finding of one check.
+    """The finding of one check."""
 
-    Attributes:
-        status: passed, failed or skipped.
-        detail: what the check found.
-        fix: how to repair it; None: there is nothing to repair.
-    """
-
-    status: Literal["passed", "failed", "skipped"]
-    detail: str
-    fix: str | None = None
+    status: Literal["passed", "failed", "skipped"]  # passed, failed or skipped
+    detail: str  # what the check found
+    fix: str | None = None  # how to repair it; None: there is nothing to repair
 
     @classmethod
     def passed(cls, detail: str) -> CheckFinding:
@@ -74,25 +61,15 @@ class CheckFinding:
 
 @dataclass(frozen=True)
 class Check:
-    """A check and its properties.
+    """A check and its properties."""
 
-    Attributes:
-        id: name of the check in reports.
-        title: short description.
-        severity: effect of a failure.
-        tier: quick or full.
-        deadline_seconds: time after which the check counts as failed.
-        symptoms: ids of the troubles that the check detects, such as A05 (docs/preflight.md).
-        run: the check's function.
-    """
-
-    id: str
-    title: str
-    severity: Severity
-    tier: Tier
-    deadline_seconds: float
-    symptoms: tuple[str, ...]
-    run: Callable[[PreflightContext], CheckFinding]
+    id: str  # name of the check in reports
+    title: str  # short description
+    severity: Severity  # effect of a failure
+    tier: Tier  # quick or full
+    deadline_seconds: float  # time after which the check counts as failed
+    symptoms: tuple[str, ...]  # ids of the troubles that the check detects, such as A05 (docs/preflight.md)
+    run: Callable[[PreflightContext], CheckFinding]  # the check's function
 
 
 @dataclass(frozen=True, kw_only=True)

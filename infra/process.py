@@ -70,20 +70,16 @@ class ProcessStat:
     """Fields of /proc/PID/stat (proc(5)).
 
     Attributes:
-        pid: process id.
-        state: the kernel's state letter.
         parent, group, session: ids of the parent process, the process group and the session.
-        threads: number of threads.
-        started_ticks: start time since boot in clock ticks; with `pid` it identifies a process even after pids are
-            reused.
     """
 
-    pid: int
-    state: str
+    pid: int  # process id
+    state: str  # the kernel's state letter
     parent: int
     group: int
     session: int
-    threads: int
+    threads: int  # number of threads
+    # start time since boot in clock ticks; with `pid` it identifies a process even after pids are reused
     started_ticks: int
 
     @property

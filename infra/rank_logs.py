@@ -37,27 +37,21 @@ class LogLine:
     """Record of one line of a rank's output.
 
     Attributes:
-        t: UTC time at which the agent read the line, in ISO 8601.
-        step: step in the rank's last heartbeat before the line; None: unknown.
-        phase: phase in this heartbeat; None: unknown.
-        text: the line without its line feed.
         start, end: byte offsets of the line in the raw log.
-        more: whether the line was too long and continues in the next record.
-        dropped: number of bytes after `end` that have no record, because the rank printed more than is kept.
     """
 
-    t: str
+    t: str  # UTC time at which the agent read the line, in ISO 8601
     job: str
     generation: int
     node: int
     rank: int
-    step: int | None
-    phase: str | None
-    text: str
+    step: int | None  # step in the rank's last heartbeat before the line; None: unknown
+    phase: str | None  # phase in this heartbeat; None: unknown
+    text: str  # the line without its line feed
     start: int
     end: int
-    more: bool = False
-    dropped: int = 0
+    more: bool = False  # whether the line was too long and continues in the next record
+    dropped: int = 0  # number of bytes after `end` that have no record, because the rank printed more than is kept
 
     @property
     def identity(self) -> tuple[int, int, int, int, str]:
@@ -159,14 +153,10 @@ class LogsError(InfraError):
 
 @dataclass
 class JobLogs:
-    """Lines of a job's logs.
+    """Lines of a job's logs."""
 
-    Attributes:
-        lines: sorted by time.
-        notices: a warning for each file or segment that could not be read completely.
-    """
-
-    lines: list[LogLine] = field(default_factory=list)
+    lines: list[LogLine] = field(default_factory=list)  # sorted by time
+    # a warning for each file or segment that could not be read completely
     notices: list[str] = field(default_factory=list)
 
 
@@ -176,14 +166,13 @@ class LogFilter:
 
     Attributes:
         rank, node, generation: only lines with this number.
-        around_step: only the lines nearest to this step, with lines before and after them.
-        lines: number of lines before and after the nearest ones; without around_step, the number of last lines.
     """
 
     rank: int | None = None
     node: int | None = None
     generation: int | None = None
-    around_step: int | None = None
+    around_step: int | None = None  # only the lines nearest to this step, with lines before and after them
+    # number of lines before and after the nearest ones; without around_step, the number of last lines
     lines: int | None = None
 
     def matches(self, line: LogLine) -> bool:

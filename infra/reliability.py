@@ -73,15 +73,10 @@ def expected_loss(
 
 @dataclass(frozen=True)
 class GammaHazard:
-    """Estimate of the interruptions per hour: a Gamma distribution, the conjugate prior of Poisson arrivals.
+    """Estimate of the interruptions per hour: a Gamma distribution, the conjugate prior of Poisson arrivals."""
 
-    Attributes:
-        shape: number of interruptions: those observed plus those that the prior counts as observed.
-        hours: hours in which they occurred.
-    """
-
-    shape: float
-    hours: float
+    shape: float  # number of interruptions: those observed plus those that the prior counts as observed
+    hours: float  # hours in which they occurred
 
     @classmethod
     def from_prior(cls, hazard_per_hour: float, *, weight: float = 1.0) -> GammaHazard:
@@ -118,16 +113,11 @@ class PlannedHazard:
     it loses its weight, which the prior of a single Gamma cannot do. Components are weighted by the marginal likelihood
     of Poisson arrivals, Γ(a + n) / Γ(a) · b^a / (b + T)^(a + n), for n interruptions in T hours and a Gamma of shape a
     and b hours. `ebbflow bench money interval` measures the benefit.
-
-    Attributes:
-        planned_per_hour: interruptions per hour in the plan.
-        interruptions: number observed.
-        hours: hours of observation.
     """
 
-    planned_per_hour: float
-    interruptions: float = 0.0
-    hours: float = 0.0
+    planned_per_hour: float  # interruptions per hour in the plan
+    interruptions: float = 0.0  # number observed
+    hours: float = 0.0  # hours of observation
 
     def __post_init__(self) -> None:
         if self.planned_per_hour <= 0 or self.interruptions < 0 or self.hours < 0:

@@ -14,16 +14,15 @@ class Requirement:
 
     Attributes:
         least, below: the range; `below` is not part of it.
-        tested: the first numbers of the version that the whole test suite runs with; empty: any in the range counts.
-        strict: whether other versions are refused.
     """
 
     name: str
     module: str
     least: tuple[int, ...]
     below: tuple[int, ...]
+    # the first numbers of the version that the whole test suite runs with; empty: any in the range counts
     tested: tuple[int, ...] = ()
-    strict: bool = False
+    strict: bool = False  # whether other versions are refused
 
     def __str__(self) -> str:
         return f"{self.name}>={_dotted(self.least)},<{_dotted(self.below)}"

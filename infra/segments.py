@@ -43,17 +43,11 @@ _MOST_NODES = 100_000  # limit for a generation: a larger number is damage
 
 @dataclass(frozen=True)
 class Damage:
-    """A part of the event log that cannot be used.
+    """A part of the event log that cannot be used."""
 
-    Attributes:
-        segment: key of the segment.
-        what: description of the damage.
-        line: number of the line, counted from 1; 0: the whole segment.
-    """
-
-    segment: str
-    what: str
-    line: int = 0
+    segment: str  # key of the segment
+    what: str  # description of the damage
+    line: int = 0  # number of the line, counted from 1; 0: the whole segment
 
     @property
     def text(self) -> str:
@@ -62,34 +56,21 @@ class Damage:
 
 @dataclass(frozen=True)
 class Line:
-    """One event line.
+    """One event line."""
 
-    Attributes:
-        segment: key of the segment that contains it.
-        number: number of the line, counted from 1.
-        content: bytes without the line feed.
-        sealed: whether its checksum is in a seal.
-    """
-
-    segment: str
-    number: int
-    content: bytes
-    sealed: bool
+    segment: str  # key of the segment that contains it
+    number: int  # number of the line, counted from 1
+    content: bytes  # bytes without the line feed
+    sealed: bool  # whether its checksum is in a seal
 
 
 @dataclass(kw_only=True)
 class Segments:
-    """Segments read from a store.
+    """Segments read from a store."""
 
-    Attributes:
-        contents: content of each segment, by key.
-        damage: damage found so far.
-        unreadable: listed keys that could not be read.
-    """
-
-    contents: dict[str, bytes] = field(default_factory=dict)
-    damage: list[Damage] = field(default_factory=list)
-    unreadable: set[str] = field(default_factory=set)
+    contents: dict[str, bytes] = field(default_factory=dict)  # content of each segment, by key
+    damage: list[Damage] = field(default_factory=list)  # damage found so far
+    unreadable: set[str] = field(default_factory=set)  # listed keys that could not be read
 
     def lose(self, key: str, what: str) -> None:
         self.unreadable.add(key)
@@ -98,19 +79,13 @@ class Segments:
 
 @dataclass(kw_only=True)
 class Unsealed:
-    """All event lines of a log after verification, and its damage.
+    """All event lines of a log after verification, and its damage."""
 
-    Attributes:
-        lines: the event lines, without copies.
-        damage: everything that cannot be used.
-        writers: processes with segments, as (prefix of the key, random text in the key).
-        open_writers: writers with seals whose newest segment is not marked `last`, because they are still writing, were
-            killed, or their last segments are lost.
-    """
-
-    lines: list[Line]
-    damage: list[Damage]
-    writers: set[tuple[str, str]]
+    lines: list[Line]  # the event lines, without copies
+    damage: list[Damage]  # everything that cannot be used
+    writers: set[tuple[str, str]]  # processes with segments, as (prefix of the key, random text in the key)
+    # writers with seals whose newest segment is not marked `last`, because they are still writing, were killed, or
+    # their last segments are lost
     open_writers: set[tuple[str, str]]
 
 

@@ -10,29 +10,18 @@ BUDGET_THRESHOLDS = (0.5, 0.8, 1.0)
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """Budget, deadline and prices of a job. Floats, because they only drive decisions; the ledger is Decimal.
+    """Budget, deadline and prices of a job. Floats, because they only drive decisions; the ledger is Decimal."""
 
-    Attributes:
-        usd_per_rank_second: price of the planned capacity per rank.
-        budget_usd: spending limit of the job; None: no limit.
-        spent_usd: cost of earlier attempts of the job.
-        reserve_usd: part of the budget reserved for the last save and the drain.
-        deadline_utc: Unix time by which the job must be done; None: no deadline.
-        hazard_per_hour: expected interruptions of the planned pool per hour (a gang in one pool is one hazard).
-        price_kind: "live", "recorded" (on a date), "estimated" or "simulated".
-        last_notified_threshold: highest of `BUDGET_THRESHOLDS` that earlier attempts reported; 0: none.
-        step_seconds: expected duration of a step until one is measured; 0: unknown.
-    """
-
-    usd_per_rank_second: float
-    budget_usd: float | None = None
-    spent_usd: float = 0.0
-    reserve_usd: float = 0.0
-    deadline_utc: float | None = None
+    usd_per_rank_second: float  # price of the planned capacity per rank
+    budget_usd: float | None = None  # spending limit of the job; None: no limit
+    spent_usd: float = 0.0  # cost of earlier attempts of the job
+    reserve_usd: float = 0.0  # part of the budget reserved for the last save and the drain
+    deadline_utc: float | None = None  # Unix time by which the job must be done; None: no deadline
+    # expected interruptions of the planned pool per hour (a gang in one pool is one hazard)
     hazard_per_hour: float = 0.0
-    price_kind: str = "recorded"
-    last_notified_threshold: float = 0.0
-    step_seconds: float = 0.0
+    price_kind: str = "recorded"  # "live", "recorded" (on a date), "estimated" or "simulated"
+    last_notified_threshold: float = 0.0  # highest of `BUDGET_THRESHOLDS` that earlier attempts reported; 0: none
+    step_seconds: float = 0.0  # expected duration of a step until one is measured; 0: unknown
 
     @property
     def spendable_usd(self) -> float | None:

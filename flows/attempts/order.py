@@ -38,27 +38,18 @@ class AttemptName:
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptOrder:
-    """Instruction to one attempt of a training step.
+    """Instruction to one attempt of a training step."""
 
-    Attributes:
-        does: "train", or one of three ways to end without training: "gang" (the flow continues with a gang of
-            `nodes` nodes), "again" (`train_node` starts another round) or "stop" (the job ends).
-        nodes: number of nodes of the gang.
-        processes_per_node: number of ranks on each node.
-        placement: `cost.capacity.Placement` as JSON; None unless the attempt trains.
-        plan: plan made for this attempt, as JSON, with the placed pool as the chosen one; None: use the plan of the
-            run.
-        outcome: outcome of the job, for "stop".
-        message: why the job ends, for "stop".
-    """
-
+    # "train", or one of three ways to end without training: "gang" (the flow continues with a gang of `nodes` nodes),
+    # "again" (`train_node` starts another round) or "stop" (the job ends)
     does: Does = TRAIN
     nodes: int = 1
-    processes_per_node: int = 1
-    placement: dict[str, Any] | None = None
+    processes_per_node: int = 1  # number of ranks on each node
+    placement: dict[str, Any] | None = None  # `cost.capacity.Placement` as JSON; None unless the attempt trains
+    # plan made for this attempt, as JSON, with the placed pool as the chosen one; None: use the plan of the run
     plan: dict[str, Any] | None = None
-    outcome: str = ""
-    message: str = ""
+    outcome: str = ""  # outcome of the job, for "stop"
+    message: str = ""  # why the job ends, for "stop"
 
     def put(self, job_store: Store, name: AttemptName) -> None:
         """Write the order into the job's store. Raises StoreError."""

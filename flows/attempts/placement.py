@@ -42,37 +42,25 @@ _MOST_NEVER_MADE = 2  # attempts with capacity but without a container, such as 
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementRequest:
-    """An attempt that needs a placement.
+    """An attempt that needs a placement."""
 
-    Attributes:
-        flow: the artifacts that the step will find (`job`, `settings`, `capacity` and so on).
-        round: number of the round of `train_node`, from 1.
-        one_node: the step is `train_node`, which cannot run a gang of several nodes.
-        last: the attempt is the last one that Metaflow allows.
-        backend: "batch" or "kubernetes".
-        abandoned: set once the deadline has passed; a placement that is found later must not write its order.
-    """
-
-    flow: SimpleNamespace
+    flow: SimpleNamespace  # the artifacts that the step will find (`job`, `settings`, `capacity` and so on)
     name: AttemptName
-    round: int
-    one_node: bool
-    last: bool
-    backend: str = "batch"
+    round: int  # number of the round of `train_node`, from 1
+    one_node: bool  # the step is `train_node`, which cannot run a gang of several nodes
+    last: bool  # the attempt is the last one that Metaflow allows
+    backend: str = "batch"  # "batch" or "kubernetes"
+    # set once the deadline has passed; a placement that is found later must not write its order
     abandoned: threading.Event = field(default_factory=threading.Event, compare=False, repr=False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementResult:
-    """Result of placing an attempt.
+    """Result of placing an attempt."""
 
-    Attributes:
-        order: the attempt's order; None if the attempt could not be placed.
-        trouble: why the attempt could not be placed at current prices, "" if it could. An order given with it
-            follows the plan that the run made at its start.
-    """
-
-    order: AttemptOrder | None = None
+    order: AttemptOrder | None = None  # the attempt's order; None if the attempt could not be placed
+    # why the attempt could not be placed at current prices, "" if it could. An order given with it follows the plan
+    # that the run made at its start.
     trouble: str = ""
 
 

@@ -21,28 +21,17 @@ WAIT_HOURS = 24.0
 
 @dataclass(frozen=True, kw_only=True)
 class SupervisorOptions:
-    """Parsed command line of the supervisor.
+    """Parsed command line of the supervisor."""
 
-    Attributes:
-        job: name that every run gets with --job.
-        config: configuration of the job.
-        words: options of `run` for every run, including --config and --job.
-        max_failures: number of failures in a row, without a new commit, that end the job.
-        pause_seconds: pause after the first run without progress.
-        capacity_pause_seconds: pause before capacity is requested again.
-        wait_hours: longest wait for capacity, or for a store that does not answer.
-        take_over: take the job from a launcher that runs it now.
-        permits: permits to give up commits (--from-scratch, --accept-rollback). The supervisor records them once.
-    """
-
-    job: str
+    job: str  # name that every run gets with --job
     config: RunConfig
-    words: tuple[str, ...]
-    max_failures: int = MAX_FAILURES
-    pause_seconds: float = PAUSE_SECONDS
-    capacity_pause_seconds: float = CAPACITY_PAUSE_SECONDS
-    wait_hours: float = WAIT_HOURS
-    take_over: bool = False
+    words: tuple[str, ...]  # options of `run` for every run, including --config and --job
+    max_failures: int = MAX_FAILURES  # number of failures in a row, without a new commit, that end the job
+    pause_seconds: float = PAUSE_SECONDS  # pause after the first run without progress
+    capacity_pause_seconds: float = CAPACITY_PAUSE_SECONDS  # pause before capacity is requested again
+    wait_hours: float = WAIT_HOURS  # longest wait for capacity, or for a store that does not answer
+    take_over: bool = False  # take the job from a launcher that runs it now
+    # permits to give up commits (--from-scratch, --accept-rollback). The supervisor records them once.
     permits: tuple[str, ...] = ()
 
 

@@ -24,21 +24,13 @@ from ebbflow.training.errors import TrainingError
 
 @dataclass(frozen=True, kw_only=True)
 class SupervisedRun:
-    """One run of the flow, as the supervisor recorded it.
+    """One run of the flow, as the supervisor recorded it."""
 
-    Attributes:
-        verdict: value of `RunVerdict`.
-        commit: key of the job's newest commit when the run ended, None without one.
-        ended_utc: Unix time.
-        failures: the number of failures that the run counts as (`count_failures`).
-        seconds: duration of the run.
-    """
-
-    verdict: str
-    commit: str | None
-    ended_utc: float
-    failures: int = 1
-    seconds: float = 0.0
+    verdict: str  # value of `RunVerdict`
+    commit: str | None  # key of the job's newest commit when the run ended, None without one
+    ended_utc: float  # Unix time
+    failures: int = 1  # the number of failures that the run counts as (`count_failures`)
+    seconds: float = 0.0  # duration of the run
 
     @property
     def began_utc(self) -> float:
@@ -47,35 +39,21 @@ class SupervisedRun:
 
 @dataclass(frozen=True, kw_only=True)
 class JobRecord:
-    """State of a job, as its store has it.
+    """State of a job, as its store has it."""
 
-    Attributes:
-        interruptions: numbers of the generations that an interruption ended.
-        failures: numbers of the generations that the user's program ended by a failure.
-        attempts: cause of the end of each AWS Batch job (`infra.batch.Cause`), by the job's id.
-        unsettled: the end of at least one Batch job is not recorded.
-        commit: key of the newest commit, None without one.
-        runs: supervised runs, oldest first.
-        report: None if the job has not begun, or if no report can be built from its events.
-        why: why there is no report.
-        run: Metaflow run of the newest event, "" if the job has not begun.
-        finished: the job is complete, and its configuration has not changed since.
-        passed: preflight passed with the present configuration, and a gang was started.
-        deadline_utc: Unix time; None: no deadline, or no plan yet.
-    """
-
-    interruptions: frozenset[int] = frozenset()
-    failures: frozenset[int] = frozenset()
+    interruptions: frozenset[int] = frozenset()  # numbers of the generations that an interruption ended
+    failures: frozenset[int] = frozenset()  # numbers of the generations that the user's program ended by a failure
+    # cause of the end of each AWS Batch job (`infra.batch.Cause`), by the job's id
     attempts: dict[str, str] = field(default_factory=dict)
-    unsettled: bool = False
-    commit: str | None = None
-    runs: tuple[SupervisedRun, ...] = ()
-    report: RunReport | None = None
-    why: str = "nothing was recorded"
-    run: str = ""
-    finished: bool = False
-    passed: bool = False
-    deadline_utc: float | None = None
+    unsettled: bool = False  # the end of at least one Batch job is not recorded
+    commit: str | None = None  # key of the newest commit, None without one
+    runs: tuple[SupervisedRun, ...] = ()  # supervised runs, oldest first
+    report: RunReport | None = None  # None if the job has not begun, or if no report can be built from its events
+    why: str = "nothing was recorded"  # why there is no report
+    run: str = ""  # Metaflow run of the newest event, "" if the job has not begun
+    finished: bool = False  # the job is complete, and its configuration has not changed since
+    passed: bool = False  # preflight passed with the present configuration, and a gang was started
+    deadline_utc: float | None = None  # Unix time; None: no deadline, or no plan yet
 
     @property
     def begun(self) -> bool:

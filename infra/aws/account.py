@@ -38,41 +38,28 @@ _QUOTAS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Quota:
-    """A limit on the vCPUs that run at the same time in a region.
+    """A limit on the vCPUs that run at the same time in a region."""
 
-    Attributes:
-        code: identifier of the quota in AWS Service Quotas, such as "L-1216C47A".
-        name: title of the quota in AWS Service Quotas.
-    """
-
-    code: str
-    name: str
+    code: str  # identifier of the quota in AWS Service Quotas, such as "L-1216C47A"
+    name: str  # title of the quota in AWS Service Quotas
     vcpus: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoleState:
-    """An IAM role and the services that may assume it.
-
-    Attributes:
-        trusted: service principals, such as "ecs-tasks.amazonaws.com".
-    """
+    """An IAM role and the services that may assume it."""
 
     arn: str
-    trusted: tuple[str, ...]
+    trusted: tuple[str, ...]  # service principals, such as "ecs-tasks.amazonaws.com"
 
 
 @dataclass(frozen=True, kw_only=True)
 class BucketState:
-    """The properties of a bucket that a job depends on.
-
-    Attributes:
-        public_access_blocked: True if all four settings of S3's public access block are on.
-        abort_days: days after which S3 deletes the parts of an unfinished upload; None if it keeps them forever.
-    """
+    """The properties of a bucket that a job depends on."""
 
     region: str
-    public_access_blocked: bool
+    public_access_blocked: bool  # True if all four settings of S3's public access block are on
+    # days after which S3 deletes the parts of an unfinished upload; None if it keeps them forever
     abort_days: int | None
 
 

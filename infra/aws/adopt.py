@@ -57,24 +57,16 @@ class StackOutputs:
 
 @dataclass(frozen=True, kw_only=True)
 class AccountFacts:
-    """The resources of an AWS account in one region that jobs could use.
-
-    Attributes:
-        queues: all job queues, by name.
-        buckets: names of buckets that may be meant for jobs.
-        roles: ARNs of roles that containers may assume.
-        images: newest tagged image of each repository with "ebbflow" or "metaflow" in its name.
-        unread: one error message for each service that could not be read.
-    """
+    """The resources of an AWS account in one region that jobs could use."""
 
     region: str
     account: str
-    queues: Mapping[str, QueueState]
+    queues: Mapping[str, QueueState]  # all job queues, by name
     stacks: tuple[StackOutputs, ...]
-    buckets: tuple[str, ...]
-    roles: tuple[str, ...]
-    images: tuple[str, ...]
-    unread: tuple[str, ...]
+    buckets: tuple[str, ...]  # names of buckets that may be meant for jobs
+    roles: tuple[str, ...]  # ARNs of roles that containers may assume
+    images: tuple[str, ...]  # newest tagged image of each repository with "ebbflow" or "metaflow" in its name
+    unread: tuple[str, ...]  # one error message for each service that could not be read
 
 
 def read_account(region: str | None, *, seconds: float = _SECONDS) -> AccountFacts:
@@ -185,26 +177,18 @@ _FARGATE_ROLE = "METAFLOW_ECS_FARGATE_EXECUTION_ROLE"  # without it Metaflow mak
 
 @dataclass(frozen=True, kw_only=True)
 class AdoptedSetup:
-    """The resources and settings that the written configuration names.
-
-    Attributes:
-        queues: queues for training.
-        gang_queues: names of the queues for jobs of several nodes.
-        light_queue: name of the queue for the steps around training, None if there is none.
-        settings: Metaflow's settings, by name.
-        notes: one line each, for the user.
-    """
+    """The resources and settings that the written configuration names."""
 
     region: str
     account: str
     store: str | None
-    queues: tuple[QueueState, ...]
-    gang_queues: frozenset[str]
-    light_queue: str | None
+    queues: tuple[QueueState, ...]  # queues for training
+    gang_queues: frozenset[str]  # names of the queues for jobs of several nodes
+    light_queue: str | None  # name of the queue for the steps around training, None if there is none
     image: str | None
     job_role: str | None
-    settings: Mapping[str, str]
-    notes: tuple[str, ...]
+    settings: Mapping[str, str]  # Metaflow's settings, by name
+    notes: tuple[str, ...]  # one line each, for the user
 
 
 @dataclass

@@ -42,14 +42,10 @@ _AMAZONS = (".amazonaws.com", ".amazonaws.com.cn", ".api.aws")
 
 @dataclass(frozen=True)
 class RequestDeadline:
-    """The time by which a call must have ended, retries included.
+    """The time by which a call must have ended, retries included."""
 
-    Attributes:
-        until: the time, in seconds of the clock `monotonic`.
-        monotonic: the clock; tests replace it and `sleep`.
-    """
-
-    until: float
+    until: float  # the time, in seconds of the clock `monotonic`
+    # the clock; tests replace it and `sleep`
     monotonic: Callable[[], float] = field(default=time.monotonic, repr=False)
     sleep: Callable[[float], None] = field(default=time.sleep, repr=False)
 

@@ -31,21 +31,14 @@ LARGEST_TEMPLATE = 51_200
 
 @dataclass(frozen=True, kw_only=True)
 class ResourceChange:
-    """A change of one resource of the stack.
+    """A change of one resource of the stack."""
 
-    Attributes:
-        action: "Add", "Modify", "Remove" and so on.
-        name: the resource's name in the template.
-        kind: type of the resource, such as "AWS::S3::Bucket".
-        replacement: whether CloudFormation replaces the resource: "True", "False" or "Conditional"; "" if unknown.
-        because: names of the properties that change.
-    """
-
-    action: str
-    name: str
-    kind: str
+    action: str  # "Add", "Modify", "Remove" and so on
+    name: str  # the resource's name in the template
+    kind: str  # type of the resource, such as "AWS::S3::Bucket"
+    # whether CloudFormation replaces the resource: "True", "False" or "Conditional"; "" if unknown
     replacement: str = ""
-    because: tuple[str, ...] = ()
+    because: tuple[str, ...] = ()  # names of the properties that change
 
 
 def read_template(text: str) -> dict[str, Any]:
@@ -205,17 +198,11 @@ _SECONDARY = ("cancelled", "Resource creation cancelled", "Resource update cance
 
 @dataclass(frozen=True, kw_only=True)
 class StackState:
-    """The state of an existing stack.
+    """The state of an existing stack."""
 
-    Attributes:
-        status: CloudFormation's status, such as "CREATE_COMPLETE".
-        reason: CloudFormation's reason for the status, "" if it gives none.
-        parameters: the stack's current values, by name.
-    """
-
-    status: str
-    reason: str
-    parameters: Mapping[str, str]
+    status: str  # CloudFormation's status, such as "CREATE_COMPLETE"
+    reason: str  # CloudFormation's reason for the status, "" if it gives none
+    parameters: Mapping[str, str]  # the stack's current values, by name
     outputs: Mapping[str, str]
 
 

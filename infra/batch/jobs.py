@@ -93,27 +93,20 @@ _KILLED = (137, 143)  # 128 + SIGKILL, SIGTERM; the sender is unknown
 
 @dataclass(frozen=True, kw_only=True)
 class BatchAttempt:
-    """A job as AWS Batch describes it. Times are Unix seconds by Batch's clock; None means not yet, or unknown.
-
-    Attributes:
-        queue: name of the job queue.
-        status: Batch's status, such as "RUNNING" or "FAILED".
-        exit_code: exit code of the main container, None if Batch gives none.
-        reason: texts of Batch and of the containers, joined by "; "; "" if there are none.
-        node_times: (started, stopped) of each node of an ended multi-node job; () if unknown.
-    """
+    """A job as AWS Batch describes it. Times are Unix seconds by Batch's clock; None means not yet, or unknown."""
 
     job_id: str
     job_name: str
-    queue: str
+    queue: str  # name of the job queue
     nodes: int
-    status: str
+    status: str  # Batch's status, such as "RUNNING" or "FAILED"
     created_utc: float | None
     started_utc: float | None
     stopped_utc: float | None
-    exit_code: int | None
-    reason: str
+    exit_code: int | None  # exit code of the main container, None if Batch gives none
+    reason: str  # texts of Batch and of the containers, joined by "; "; "" if there are none
     cause: Cause
+    # (started, stopped) of each node of an ended multi-node job; () if unknown
     node_times: tuple[tuple[float | None, float | None], ...] = ()
 
     @property

@@ -42,23 +42,15 @@ _MARKETS: dict[str, Market] = {"SPOT": "spot", "FARGATE_SPOT": "spot", "EC2": "o
 
 @dataclass(frozen=True, kw_only=True)
 class ComputeEnvironment:
-    """A compute environment of Batch: the machines on which the jobs of a queue run.
-
-    Attributes:
-        kind: computeResources.type (SPOT, EC2, FARGATE …), "" if the environment is unmanaged.
-        usable: True if it is enabled and valid.
-        problem: why it is not usable, "" if it is.
-        instance_types: types, families or "optimal", as configured in Batch.
-        max_vcpus: the most vCPUs that run at the same time, None if there is no limit.
-    """
+    """A compute environment of Batch: the machines on which the jobs of a queue run."""
 
     name: str
-    kind: str
+    kind: str  # computeResources.type (SPOT, EC2, FARGATE …), "" if the environment is unmanaged
     managed: bool
-    usable: bool
-    problem: str
-    instance_types: tuple[str, ...] = ()
-    max_vcpus: int | None = None
+    usable: bool  # True if it is enabled and valid
+    problem: str  # why it is not usable, "" if it is
+    instance_types: tuple[str, ...] = ()  # types, families or "optimal", as configured in Batch
+    max_vcpus: int | None = None  # the most vCPUs that run at the same time, None if there is no limit
     subnets: tuple[str, ...] = ()
     placement_group: str | None = None
     launch_template: str | None = None
@@ -77,29 +69,21 @@ class ComputeEnvironment:
 
 @dataclass(frozen=True, kw_only=True)
 class QueueState:
-    """A job queue as Batch describes it.
-
-    Attributes:
-        market: None if the compute environments differ in it, or if it is unknown.
-        instance_types: types of all usable compute environments; () if Batch names none.
-        multi_node: the queue runs multi-node jobs.
-        usable: the queue accepts jobs and can run them.
-        problem: why it is not usable, "" if it is.
-        max_vcpus: the largest limit of a compute environment, None if there is no limit or it is unknown.
-        cancels_after_seconds: time after which Batch cancels a waiting job, by Batch's reason
-            (jobStateTimeLimitActions); None if there is no such rule.
-    """
+    """A job queue as Batch describes it."""
 
     name: str
     arn: str
-    market: Market | None
-    instance_types: tuple[str, ...]
-    multi_node: bool
-    usable: bool
-    problem: str
+    market: Market | None  # None if the compute environments differ in it, or if it is unknown
+    instance_types: tuple[str, ...]  # types of all usable compute environments; () if Batch names none
+    multi_node: bool  # the queue runs multi-node jobs
+    usable: bool  # the queue accepts jobs and can run them
+    problem: str  # why it is not usable, "" if it is
     fargate: bool = False
+    # the largest limit of a compute environment, None if there is no limit or it is unknown
     max_vcpus: int | None = None
     compute_environments: tuple[ComputeEnvironment, ...] = ()
+    # time after which Batch cancels a waiting job, by Batch's reason (jobStateTimeLimitActions); None if there is no
+    # such rule
     cancels_after_seconds: Mapping[str, int] | None = None
 
     @property

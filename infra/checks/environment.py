@@ -208,19 +208,12 @@ def _is_detail(value: str, context: PreflightContext) -> bool:
 
 @dataclass(frozen=True)
 class Advice:
-    """Advice about one environment variable.
-
-    Attributes:
-        variable: name of the variable.
-        why: the problem; continues the variable's name.
-        instead: the alternative.
-        applies: returns whether the advice applies to a value.
-    """
+    """Advice about one environment variable."""
 
     variable: str
-    why: str
-    instead: str
-    applies: Callable[[str, PreflightContext], bool] = _always
+    why: str  # the problem; continues the variable's name
+    instead: str  # the alternative
+    applies: Callable[[str, PreflightContext], bool] = _always  # returns whether the advice applies to a value
 
 
 def _renamed(old: str, new: str) -> Advice:

@@ -23,23 +23,14 @@ OPTION_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 
 @dataclass(frozen=True)
 class Entry:
-    """A value given for one key in the configuration file, an environment variable or --set.
+    """A value given for one key in the configuration file, an environment variable or --set."""
 
-    Attributes:
-        key: dotted key; in a free mapping it ends with the name that the user chose ("workload_options.width").
-        node: YAML node of the value.
-        place: location of the value; location of the key if the value is empty.
-        origin: kind of the source.
-        source: text that contains the value.
-        given_key: key as the user wrote it; differs from `key` if the key was renamed.
-    """
-
-    key: str
-    node: Node
-    place: SourceSpan
+    key: str  # dotted key; in a free mapping it ends with the name that the user chose ("workload_options.width")
+    node: Node  # YAML node of the value
+    place: SourceSpan  # location of the value; location of the key if the value is empty
     origin: Origin
-    source: SourceText
-    given_key: str
+    source: SourceText  # text that contains the value
+    given_key: str  # key as the user wrote it; differs from `key` if the key was renamed
 
     def place_of(self, part: Node | None) -> SourceSpan:
         """Return the location of `part`.

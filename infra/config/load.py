@@ -176,17 +176,12 @@ _PATHS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class LoadedConfig:
-    """A loaded configuration.
+    """A loaded configuration."""
 
-    Attributes:
-        config: values of all keys, with absolute paths.
-        sources: dotted key → "default", "configs/x.yaml:3", "environment EBBFLOW__MODEL__NUM_LAYERS" or "--set".
-        path: absolute path of the configuration file.
-    """
-
-    config: RunConfig
+    config: RunConfig  # values of all keys, with absolute paths
+    # dotted key → "default", "configs/x.yaml:3", "environment EBBFLOW__MODEL__NUM_LAYERS" or "--set"
     sources: dict[str, str]
-    path: Path
+    path: Path  # absolute path of the configuration file
 
 
 def load_config(

@@ -16,21 +16,13 @@ _PASSWORD = re.compile(r"(?<=://)[^/@\s]+(?=@)")  # password in a URL: terminals
 
 @dataclass(frozen=True, kw_only=True)
 class SourceSpan:
-    """A range of characters in one line of a configuration's source.
+    """A range of characters in one line of a configuration's source."""
 
-    Attributes:
-        source: name of the source, such as a file's path or "--set model.num_heads=8".
-        line: number of the line, counted from 1.
-        column: position of the first character in the line, counted from 1.
-        length: number of characters.
-        text: the whole line.
-    """
-
-    source: str
-    line: int
-    column: int
-    length: int
-    text: str
+    source: str  # name of the source, such as a file's path or "--set model.num_heads=8"
+    line: int  # number of the line, counted from 1
+    column: int  # position of the first character in the line, counted from 1
+    length: int  # number of characters
+    text: str  # the whole line
 
     def __str__(self) -> str:
         return f"{self.source}:{self.line}:{self.column}"
@@ -38,19 +30,12 @@ class SourceSpan:
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One error in a configuration.
+    """One error in a configuration."""
 
-    Attributes:
-        message: what is wrong.
-        key: dotted key ("model.hidden_size"); "" for the file as a whole.
-        place: location of the error, if there is one.
-        hint: how to fix it.
-    """
-
-    message: str
-    key: str = ""
-    place: SourceSpan | None = None
-    hint: str | None = None
+    message: str  # what is wrong
+    key: str = ""  # dotted key ("model.hidden_size"); "" for the file as a whole
+    place: SourceSpan | None = None  # location of the error, if there is one
+    hint: str | None = None  # how to fix it
 
     def __str__(self) -> str:
         return render_problems([self])

@@ -14,30 +14,19 @@ Breach = tuple[str, str | None] | None  # message and hint of a broken rule; Non
 
 @dataclass(frozen=True, kw_only=True)
 class Violation:
-    """A rule that a configuration breaks.
+    """A rule that a configuration breaks."""
 
-    Attributes:
-        keys: dotted keys that the rule is about, the most likely mistake first.
-        message: what is wrong.
-        hint: how to fix it.
-    """
-
-    keys: tuple[str, ...]
-    message: str
-    hint: str | None = None
+    keys: tuple[str, ...]  # dotted keys that the rule is about, the most likely mistake first
+    message: str  # what is wrong
+    hint: str | None = None  # how to fix it
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule about one or more keys.
+    """A rule about one or more keys."""
 
-    Attributes:
-        keys: dotted keys that `check` reads, the most likely mistake first.
-        check: returns message and hint of a broken rule, or None if the rule holds.
-    """
-
-    keys: tuple[str, ...]
-    check: Callable[[RunConfig], Breach]
+    keys: tuple[str, ...]  # dotted keys that `check` reads, the most likely mistake first
+    check: Callable[[RunConfig], Breach]  # returns message and hint of a broken rule, or None if the rule holds
 
 
 def value_of(config: RunConfig, key: str) -> Any:

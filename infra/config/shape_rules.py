@@ -103,22 +103,14 @@ class Derived:
 
     It is the product of the keys `top`, divided by the product of the keys `bottom`, and rounded down. Keys that are
     "auto" are left out.
-
-    Attributes:
-        name: name of the quantity in messages.
-        top: dotted keys of the numerator.
-        bottom: dotted keys of the denominator.
-        why: consequence if the quantity is 0.
-        spare: quantity that results from the values in the hint, such as 4 commits of a job.
-        applies: returns whether the quantity exists in a configuration.
     """
 
-    name: str
-    top: tuple[str, ...]
-    bottom: tuple[str, ...]
-    why: str
-    spare: int = 1
-    applies: Callable[[RunConfig], bool] = lambda config: True
+    name: str  # name of the quantity in messages
+    top: tuple[str, ...]  # dotted keys of the numerator
+    bottom: tuple[str, ...]  # dotted keys of the denominator
+    why: str  # consequence if the quantity is 0
+    spare: int = 1  # quantity that results from the values in the hint, such as 4 commits of a job
+    applies: Callable[[RunConfig], bool] = lambda config: True  # returns whether the quantity exists in a configuration
 
     def value(self, config: RunConfig) -> int:
         return self._product(config, self.top) // self._product(config, self.bottom)

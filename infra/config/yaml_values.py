@@ -51,19 +51,12 @@ _SYNTAX_HINTS = (
 
 @dataclass(frozen=True)
 class SourceText:
-    """A text to parse.
+    """A text to parse."""
 
-    Attributes:
-        name: name of the text in problems, such as the file's path.
-        text: the YAML text.
-        first_column: number of characters shown before the text in its first line.
-        before: these characters, such as "model.num_heads=" of an override.
-    """
-
-    name: str
-    text: str
-    first_column: int = 0
-    before: str = ""
+    name: str  # name of the text in problems, such as the file's path
+    text: str  # the YAML text
+    first_column: int = 0  # number of characters shown before the text in its first line
+    before: str = ""  # these characters, such as "model.num_heads=" of an override
 
     def span(self, start: StringMark, end: StringMark | None = None) -> SourceSpan:
         """Return the span between two marks, cut at the end of the first line."""
@@ -155,19 +148,12 @@ class MismatchError(InfraError):
 
 @dataclass(frozen=True)
 class Expected:
-    """The values that a field accepts.
+    """The values that a field accepts."""
 
-    Attributes:
-        types: accepted Python types.
-        choices: accepted words.
-        nullable: whether null is accepted.
-        section: type of a list's items if they are sections; None if they are texts.
-    """
-
-    types: frozenset[type]
-    choices: tuple[str, ...]
-    nullable: bool
-    section: type[BaseModel] | None = None
+    types: frozenset[type]  # accepted Python types
+    choices: tuple[str, ...]  # accepted words
+    nullable: bool  # whether null is accepted
+    section: type[BaseModel] | None = None  # type of a list's items if they are sections; None if they are texts
 
     @classmethod
     def of(cls, annotation: Any) -> Expected:
