@@ -20,7 +20,6 @@ _OF_AN_ACCOUNT = "aws-"  # prefix of the ids of checks of an AWS account
 
 
 def all_checks() -> list[Check]:
-    """Return the checks of every room, in the order of the output."""
     from ebbflow.cost.checks import CHECKS as cost_checks
     from ebbflow.flows.attempts.settlement import CHECKS as batch_checks
     from ebbflow.flows.metaflow_fixes import CHECKS as metaflow_checks
@@ -33,11 +32,7 @@ def all_checks() -> list[Check]:
 def check_before_launch(config: RunConfig, config_path: str, *, job: str | None, words: Sequence[str]) -> str | None:
     """Return why a `run` or `resume` must not start, as text for the user, or None. Called before Metaflow's import.
 
-    This also sets Metaflow's environment variables for the backend.
-
-    Args:
-        job: name of the job, None for a new job.
-        words: the command line.
+    This also sets Metaflow's environment variables for the backend. words: the command line.
     """
     from ebbflow.infra.preflight import failed_results, render_results
 
@@ -60,12 +55,9 @@ def run_all_checks(
 ) -> list[CheckResult]:
     """Run the checks and return their results.
 
-    Args:
-        quick_only: run only checks that take well under a second and import nothing heavy, plus a probe of a remote
-            store.
-        job: name of the job, None for a new job.
-        target: backend to which the run is sent. "batch" always checks its queues, "local" checks no AWS account,
-            and None follows the configuration.
+    quick_only: run only checks that take well under a second, plus a probe of a remote store. target: backend to which
+    the run is sent; "batch" always checks its queues, "local" checks no AWS account, and None follows the
+    configuration.
     """
     from ebbflow.infra.preflight import PreflightContext, run_checks
 

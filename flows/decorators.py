@@ -36,7 +36,6 @@ _HOOKS = ("step_init", "add_to_package", "runtime_step_cli", "task_pre_step")
 
 
 def check_hooks(decorator: type) -> None:
-    """Raise ImportError if the decorator class lacks hooks that `@capacity` uses."""
     if missing := [hook for hook in _HOOKS if not hasattr(decorator, hook)]:
         raise ImportError(
             f"metaflow {metaflow.__version__}: its step decorators have no hook {', '.join(missing)}; "
@@ -51,10 +50,9 @@ REMOTE = ("batch", "kubernetes")
 
 
 class local(StepMutator):  # noqa: N801 - the name follows --with
-    """Mutator of `--with local`: it removes @batch and @kubernetes from every step.
+    """Mutator of `--with local`: it removes @batch and @kubernetes before they demand a remote datastore.
 
-    Metaflow applies it before these decorators demand a remote datastore. It runs in the process of every task too, so
-    it prints nothing.
+    It runs in the process of every task too, so it prints nothing.
     """
 
     def mutate(self, mutable_step):
@@ -198,8 +196,8 @@ class CapacityDecorator(StepDecorator):
 
         If the user named a queue (`--with batch:queue=…`), and always on Kubernetes, the attempt runs with the settings
         of @batch or @kubernetes. Otherwise it runs on the scheduler's machine and fails there with the message
-        `trouble`, because the default queue is for the steps around training and has no machine to train on. Metaflow
-        then retries the step, and the next attempt is placed anew.
+        `trouble`, because the default queue is for the steps around training. Metaflow then retries the step, and the
+        next attempt is placed anew.
         """
         backend = cli_args.commands[0]
         if self._named or backend == "kubernetes":
@@ -257,7 +255,6 @@ def _for_the_submitter(flow: SimpleNamespace, name: AttemptName, order: AttemptO
 
 
 def _artifacts(store: Any, pathspec: str) -> SimpleNamespace:
-    """Return the artifacts that `_ARTIFACTS` lists of the task with this pathspec (RUN/STEP/TASK)."""
     parent = store.get_task_datastore(*pathspec.split("/"))
     return SimpleNamespace(**{name: parent[name] for name in _ARTIFACTS})
 

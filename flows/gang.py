@@ -42,12 +42,9 @@ _ANY_PORT = 9
 
 
 def set_network_interface(main_address: str, environment: MutableMapping[str, str] = os.environ) -> str | None:
-    """Make gloo and NCCL use the network interface that leads to node 0, by environment variables.
+    """Make gloo and NCCL use the network interface that leads to node 0, by environment variables the user has not set.
 
-    Variables that the user has set keep their values.
-
-    Returns:
-        The interface's name. None if no interface leads to node 0; then nothing is set.
+    Returns the interface's name; None if no interface leads to node 0, and nothing is set.
     """
     name = route_interface(main_address)
     if name is not None:
@@ -108,10 +105,7 @@ def gang_shape(flow: Any, order: AttemptOrder | None = None) -> GangShape:
 
 
 def ranks_of_local_gpus(config: RunConfig, nodes: int) -> int | None:
-    """Return the largest number of ranks per node that the local GPUs allow, one GPU per rank.
-
-    The batch must divide evenly among the ranks. Returns None if no number fits or the configured device is the CPU.
-    """
+    """Return the most ranks per node with a local GPU each that divide the batch evenly; None if there are none."""
     most = 0 if config.cluster.device == "cpu" else visible_gpus() // nodes
     parts = config.training.gradient_accumulation_steps * nodes
     return next((ranks for ranks in range(most, 0, -1) if config.training.batch_size % (parts * ranks) == 0), None)
@@ -120,15 +114,11 @@ def ranks_of_local_gpus(config: RunConfig, nodes: int) -> int | None:
 def end_stopped_tasks(
     launcher: int, *, limit_seconds: float = STOPPED_TASK_SECONDS, done: threading.Event | None = None
 ) -> None:
-    """Kill local tasks that have been stopped by SIGSTOP for `limit_seconds`. Return when `done` is set.
+    """Kill local tasks that have been stopped by SIGSTOP for `limit_seconds`, until `done` is set (None: for ever).
 
-    Metaflow would wait for a stopped task without end. The agent of the task's node is stopped as well, so the job
-    recovers from the kill as from a lost node. Tasks that submit to AWS Batch are spared: without them, their Batch job
-    would run on.
-
-    Args:
-        launcher: process id of Metaflow's scheduler.
-        done: ends the function; if it is None, the function never returns.
+    Metaflow, whose scheduler has the process id `launcher`, would wait for a stopped task without end. The agent of the
+    task's node is stopped as well, so the job recovers from the kill as from a lost node. Tasks that submit to AWS
+    Batch are spared: without them, their Batch job would run on.
     """
     watched, done = StoppedProcesses(limit_seconds), done or threading.Event()
     while not done.wait(min(_LOOK_SECONDS, limit_seconds / 4)):
@@ -150,9 +140,8 @@ def _is_local_task(pid: int) -> bool:
 
 
 def initial_branch(flow: Any) -> str:
-    """Return the branch after `prepare`: "node" for a single node in AWS Batch, else "gang".
-
-    "node" leads to the step `train_node`, which repeats when its machine is reclaimed; "gang" leads to `fan_out`.
+    """Return the branch after `prepare`: "node" for a single node in AWS Batch (`train_node`), else
+    "gang" (`fan_out`).
     """
     return "node" if training_backend(flow) == "batch" and flow.num_nodes == 1 else "gang"
 
@@ -160,13 +149,8 @@ def initial_branch(flow: Any) -> str:
 def train_node(flow: Any, this: Any) -> tuple[dict, str]:
     """Run one round of the step `train_node`: train on a single node until the job ends or the machine is reclaimed.
 
-    A drain after a Spot notice ends the round as planned, and the step repeats.
-
-    Returns:
-        (outcome as JSON, next branch of the flow: "again", "gang" or "done").
-
-    Raises:
-        StepFailed: the training failed in a way that a new attempt may cure.
+    A drain after a Spot notice ends the round as planned, and the step repeats. Returns the outcome as JSON, and the
+    next branch of the flow: "again", "gang" or "done". Raises StepFailed for a failure that a new attempt may cure.
     """
     flow.rounds += 1
     order = _order(flow, this)
@@ -183,11 +167,7 @@ def train_node(flow: Any, this: Any) -> tuple[dict, str]:
 
 
 def train(flow: Any, this: Any) -> dict:
-    """Run this node's part of the gang in the step `train`, and return its outcome as JSON.
-
-    Raises:
-        StepFailed: the gang failed or was drained, and a new attempt may cure it.
-    """
+    """Run this node's part of the gang, and return its outcome as JSON. Raises StepFailed if a new attempt may help."""
     return _run_node(flow, this, _order(flow, this), node=this.parallel.node_index, main_address=this.parallel.main_ip)
 
 
@@ -226,8 +206,7 @@ def _stopped(flow: Any, order: AttemptOrder, node: int) -> dict:
 def _order(flow: Any, this: Any) -> AttemptOrder | None:
     """Return the order that the scheduler wrote for this attempt, or None if there is none, as on this machine.
 
-    Raises:
-        StepFailed: the attempt could not be placed, or the store fails.
+    Raises StepFailed if the attempt could not be placed, or the store fails.
     """
     if training_backend(flow) is None:
         return None
@@ -249,7 +228,6 @@ def _placed_task(this: Any) -> str:
 
 
 def _gang_spec(flow: Any, this: Any, order: AttemptOrder | None, *, node: int, main_address: str) -> GangSpec:
-    """Build the `GangSpec` for this node's agent. Raises StoreError if the costs so far cannot be read."""
     from ebbflow.training.launch.messages import GangSpec
     from ebbflow.training.launch.transport import control_ports
 

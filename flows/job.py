@@ -57,8 +57,7 @@ class Job:
 def local_folder(job: str, store_uri: str) -> Path:
     """Return the folder runs/<job> on this machine, which is created if it is missing.
 
-    If the store is the folder runs/ itself, runs/<job> is a link to the job's data there. Otherwise it is a folder for
-    the job's reports and logs.
+    If the store is the folder runs/ itself, runs/<job> is a link to the job's data there.
     """
     folder = RUNS / job
     in_store = RUNS / job_prefix(job)
@@ -77,7 +76,6 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def mark_latest(job: str) -> None:
-    """Make the link runs/latest point to the job's folder."""
     _link(RUNS / "latest", Path(job))
 
 

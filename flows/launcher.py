@@ -77,7 +77,6 @@ class _Launch:
 
     @property
     def fenced(self) -> bool:
-        """Whether another launcher has taken over the job."""
         return self.claim is not None and self.claim.fenced_by is not None
 
     def listen(self) -> None:
@@ -86,20 +85,14 @@ class _Launch:
                 signal.signal(number, self._leave)
 
     def read_take_over(self, words: list[str]) -> list[str]:
-        """Remember whether --take-over is given, and return the words without it: Metaflow does not know it."""
         self._take_over = _TAKE_OVER in words
         return [word for word in words if word != _TAKE_OVER]
 
     def claim_job(self, job: str, config: RunConfig, command: str, permits: Sequence[str] = ()) -> None:
-        """Claim the job, then record the permits. A job without a name is claimed later, by the id of its run.
+        """Claim the job, then record the permits. A job without a name ("") is claimed later, by the id of its run.
 
         If the store does not answer, a message is printed and the run goes on without a claim. Exits with 3 if another
-        launcher runs the job, or if the permits cannot be recorded.
-
-        Args:
-            job: the job's name, "" without one.
-            command: "run" or "resume", which the claim shows to others.
-            permits: names of the permits (`options.give_permits`).
+        launcher runs the job, or if the permits (`options.give_permits`) cannot be recorded.
         """
         if not job:
             self._unnamed = config
@@ -149,9 +142,8 @@ class _Launch:
             self.claim.release()
 
     def _claim_by_run(self, run_id_file: Path) -> None:
-        """Claim a job that is named after its run, as soon as Metaflow has given the run an id.
-
-        No other launcher can have claimed it before.
+        """Claim a job that is named after its run as soon as Metaflow has given the run an id; no other launcher can
+        have it.
         """
         assert self._unnamed is not None
         while not self._ended.wait(_RUN_ID_SECONDS):
@@ -202,7 +194,7 @@ _launch = _Launch()
 
 
 def prepare(module_name: str) -> None:
-    """Prepare this process for Metaflow. Call it before Metaflow is imported.
+    """Prepare this process for Metaflow, before Metaflow is imported. module_name: `__name__` of the flow file.
 
     It sets the environment variables that Metaflow reads at import. For `run`, it replaces the user's options by one
     checked configuration; for `run` and `resume`, it claims the job. If the flow file is imported and not run, it does
@@ -210,9 +202,6 @@ def prepare(module_name: str) -> None:
 
     Exits with 2 for a bad configuration, and with 3 if a quick check fails or another launcher runs the job. By then
     nothing has been written except the claim.
-
-    Args:
-        module_name: `__name__` of the flow file.
     """
     if module_name != "__main__":
         return
@@ -290,7 +279,6 @@ def run(flow_class: type) -> None:
 
 
 def _tell_main_thread() -> None:
-    """Send SIGTERM to this process; the main thread handles it even while it waits inside Metaflow."""
     os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -309,10 +297,7 @@ def write_to_stderr(text: str) -> None:
 
 
 def _watch_tasks() -> None:
-    """Start a thread that kills each local task that something has stopped with SIGSTOP and not continued in time.
-
-    The thread runs as long as this process.
-    """
+    """Start a thread that kills local tasks which something has stopped with SIGSTOP (`gang.end_stopped_tasks`)."""
     from ebbflow.flows.gang import end_stopped_tasks
 
     threading.Thread(target=end_stopped_tasks, args=(os.getpid(),), name="stopped tasks", daemon=True).start()
@@ -347,10 +332,9 @@ def reorder_words(words: Sequence[str]) -> list[str]:
 
 
 def _tie_to_parent(by: signal.Signals) -> None:
-    """Make the kernel send a task the signal `by` when its parent dies.
+    """Make the kernel send a task the signal `by` when its parent on the launching machine dies.
 
-    The parent is the launcher or, for a task of another node, the control task. A task that runs on another machine
-    than the launcher has neither as its parent; for it, this does nothing.
+    The parent is the launcher or, for a task of another node, the control task.
     """
     parent = os.environ.get(_PARENT_VARIABLE)
     if parent:  # set on the launching machine only
@@ -359,12 +343,9 @@ def _tie_to_parent(by: signal.Signals) -> None:
 
 
 def _join_in(words: list[str]) -> None:
-    """Install this package's handlers and fixes in a process that Metaflow started.
+    """Install handlers and fixes in a process that Metaflow started to submit an attempt, or as a task in a container.
 
-    Such a process either submits an attempt or is a task in a container.
-
-    Args:
-        words: the command line from Metaflow's command on.
+    words: the command line from Metaflow's command on.
     """
     from ebbflow.flows import metaflow_fixes
 
@@ -417,10 +398,7 @@ def _refuse_without_records() -> None:
 
 
 def _command_index(argv: list[str]) -> int | None:
-    """Return the index of Metaflow's command in the command line, or None if there is none.
-
-    The value of `--with`, such as `batch`, is not the command.
-    """
+    """Return the index of Metaflow's command in the command line, or None; the value of `--with` is not the command."""
     return next((at for at, word in enumerate(argv) if at and word in _COMMANDS and argv[at - 1] != "--with"), None)
 
 
@@ -452,10 +430,7 @@ def _empty(run_id_file: Path) -> None:
 
 
 def _read_run_id(file: Path) -> str:
-    """Return the run id that Metaflow wrote to `file`, or "" if it wrote none.
-
-    The file is deleted if the launcher created it as a temporary file. A file that the user named is kept.
-    """
+    """Return the run id that Metaflow wrote to `file`, or "", and delete the file if the launcher created it."""
     run_id = file.read_text().strip() if file.is_file() else ""
     if file.name.startswith(_RUN_ID_PREFIX):
         file.unlink(missing_ok=True)
@@ -463,10 +438,9 @@ def _read_run_id(file: Path) -> str:
 
 
 def _job_of(flow_name: str, run_id: str, *, without: str = "no report") -> Job | None:
-    """Return a run's job from the artifacts of its start step. If they cannot be read, print a message and return None.
+    """Return a run's job from the artifacts of its start step. If they cannot be read, print that and return None.
 
-    Args:
-        without: the consequence that the message names, such as "no report".
+    without: the consequence that the message names, such as "no report".
     """
     from metaflow import Run, namespace
 
@@ -481,20 +455,15 @@ def _job_of(flow_name: str, run_id: str, *, without: str = "no report") -> Job |
 
 
 def _this_python() -> str:
-    """Return the path of this interpreter for a command line, relative to the project's folder if inside it."""
     path = Path(sys.executable)
     return str(path.relative_to(PROJECT_ROOT) if path.is_relative_to(PROJECT_ROOT) else path)
 
 
 def finish_job(job: Job, code: int, started: float, *, asked: bool) -> int:
-    """Print the job's report and return the exit code.
+    """Print the job's report, written from the event log if the run died before it, and return the exit code.
 
-    If the run died before it wrote the report, write one from the event log.
-
-    Args:
-        code: Metaflow's exit code.
-        started: Unix time at which the run began.
-        asked: whether a signal asked the run to exit. Then `code` is returned, unless the job completed in this run.
+    started: Unix time at which the run began. asked: a signal asked the run to exit; then Metaflow's exit code `code`
+    is returned, unless the job completed in this run.
     """
     from ebbflow.cost.errors import CostError, ReportError
     from ebbflow.cost.report.render_text import render

@@ -52,11 +52,7 @@ def parse_release(text: str) -> tuple[int, ...]:
 
 
 def is_known_release(text: str | None = None) -> bool:
-    """Return whether the fixes were tested with this release of Metaflow.
-
-    Args:
-        text: version of Metaflow; None for the installed one.
-    """
+    """Return whether the fixes were tested with this release of Metaflow; None: the installed one."""
     return parse_release(text or version("metaflow")) in KNOWN
 
 
@@ -94,13 +90,7 @@ def check_metadata(context: PreflightContext) -> CheckFinding:
 
 
 def _asked_service(follows: str) -> CheckFinding:
-    """Return the finding of whether the metadata service answers.
-
-    Metaflow itself would try for 15 s and then print a traceback.
-
-    Args:
-        follows: end of the message if the service answers.
-    """
+    """Return the finding of whether the metadata service answers. Metaflow would try for 15 s and print a traceback."""
     url = metaflow_setting("METAFLOW_SERVICE_URL")
     if not url:
         return CheckFinding.skipped("METAFLOW_SERVICE_URL is not set; see the check aws-metaflow")
@@ -272,9 +262,8 @@ def _wait_for_mappers(self: Any, flow: Any, step_name: str) -> None:
 
 
 def _is_done(datastore: Any, path: list[str], attempt: int) -> bool:
-    """Return whether a task has succeeded in this attempt.
-
-    Earlier attempts do not count: one of them may have succeeded on the other node alone.
+    """Return whether a task has succeeded in this attempt; an earlier one may have succeeded on the
+    other node alone.
     """
     from metaflow.datastore.exceptions import DataException
 

@@ -69,10 +69,7 @@ def check_run_options(options: list[str]) -> list[str]:
 
 
 def add_permits(parser: argparse.ArgumentParser) -> None:
-    """Add the options with which a user permits a job to give up commits.
-
-    Only a person may decide this, so nothing that runs unattended sets these options.
-    """
+    """Add the options with which a person (nothing that runs unattended) permits a job to give up commits."""
     parser.add_argument(
         "--from-scratch", action="store_true", help="begin anew if no commit of the job can be restored"
     )
@@ -95,10 +92,6 @@ def give_permits(permits: Sequence[str], job: str, store: str) -> None:
     """Record in the job's store that the user permits the job to give up commits. Raises InfraError.
 
     Call this only while this process has claimed the job: a launcher that is refused must not change the job.
-
-    Args:
-        permits: values of `PERMITS`.
-        store: URI of the store.
     """
     if permits:
         record_permits(Store.open(store, request_timeout_seconds=_REQUEST_SECONDS).sub(job_prefix(job)), *permits)
@@ -111,10 +104,7 @@ def parse_checked_options(words: list[str]) -> tuple[str, RunConfig]:
 
 
 def _loaded(known: argparse.Namespace, backend: str | None) -> LoadedConfig:
-    """Load the configuration. If the user gave --with, the job is planned for that backend (`cluster.plan_for`).
-
-    Raises ConfigError.
-    """
+    """Load the configuration; `--with` also sets cluster.plan_for. Raises ConfigError."""
     load = partial(load_config, known.config, project_root=PROJECT_ROOT, cwd=Path.cwd())
     loaded = load(known.overrides)
     if backend is None or loaded.config.cluster.plan_for == backend:
@@ -131,9 +121,8 @@ def _check_rehearsal(text: str, config: RunConfig) -> None:
 
 
 def _check_place(job: str, store: str) -> None:
-    """Exit with 2 if runs/<job> on this machine belongs to a job of this name in another store.
-
-    Both jobs would share that folder.
+    """Exit with 2 if runs/<job> on this machine, which both would share, belongs to a job of this name in another
+    store.
     """
     known = known_job(RUNS / job)
     if known is not None and known.store != store:
@@ -145,7 +134,6 @@ def _check_place(job: str, store: str) -> None:
 
 
 def _check_continuation(job: str, config: RunConfig) -> None:
-    """Exit if an existing job would continue with another model or other data."""
     store = Store.open(config.store, request_timeout_seconds=_REQUEST_SECONDS).sub(job_prefix(job))
     if store.head("config.json") is None:
         return
@@ -199,14 +187,9 @@ _MOST_ASKED = 8
 def check_resume(words: list[str]) -> tuple[str, RunConfig, list[str]] | None:
     """Find the job to resume, set Metaflow's environment for it, and run the quick checks of `run`.
 
-    Exits with 3 if a check forbids the run. If this machine does not know the job or its store does not answer, a
-    message is printed and nothing is checked.
-
-    Args:
-        words: the command line, from which --from-scratch and --accept-rollback are removed in place.
-
-    Returns:
-        (job name, configuration, requested permits), or None for an unknown job.
+    Returns (job name, configuration, requested permits), or None, with a message, if this machine does not know the job
+    or its store does not answer. --from-scratch and --accept-rollback are removed from `words` in place. Exits with 3
+    if a check forbids the run.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     add_permits(parser)

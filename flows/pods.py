@@ -1,9 +1,8 @@
 """Attempts as pods of a Kubernetes cluster with Karpenter (`--with kubernetes`). Never run on a cluster.
 
-A pool is chosen as for AWS Batch, and requested by node labels instead of a queue. So several nodes can be on Spot. The
-number of nodes cannot change within a run, because Metaflow creates the tasks of a JobSet before the attempt.
-
-The labels were read in https://karpenter.sh/docs/concepts/scheduling/#well-known-labels (v1) and never tried.
+A pool is chosen as for AWS Batch, and requested by node labels (https://karpenter.sh/docs/concepts/scheduling, v1)
+instead of a queue. So several nodes can be on Spot. The number of nodes cannot change within a run, because Metaflow
+creates the tasks of a JobSet before the attempt.
 """
 
 from __future__ import annotations
@@ -36,12 +35,8 @@ _KUBELET_MIB, _OWN_PODS_MIB = 255 + 11 * 30 + 100, 339
 
 
 def node_selector(placement: Mapping[str, Any]) -> dict[str, str]:
-    """Return the node labels that select the machines of a placement.
-
-    With a zone, all nodes of a gang are in that zone.
-
-    Args:
-        placement: `cost.capacity.Placement` as JSON.
+    """Return the node labels that select the machines of a placement (JSON); with a zone, all nodes are
+    in that zone.
     """
     chosen = {
         CAPACITY_TYPE: "spot" if placement["market"] == "spot" else "on-demand",
@@ -53,10 +48,7 @@ def node_selector(placement: Mapping[str, Any]) -> dict[str, str]:
 
 
 def tolerations(placement: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Return the tolerations that let a pod run on the tainted training nodes.
-
-    The keys are those of the Kubernetes client's V1Toleration, as Metaflow expects.
-    """
+    """Return the tolerations, as keys of V1Toleration, that let a pod run on the tainted training nodes."""
     keys = [TAINT, *([GPU_TAINT] if placement["gpu"] else [])]
     return [{"key": key, "operator": "Exists", "effect": "NoSchedule"} for key in keys]
 
@@ -83,15 +75,11 @@ _LABELS = {"ebbflow/training": "true"}
 
 
 def is_single_pod() -> bool:
-    """Return whether this process is a task in a pod of its own, not in a JobSet of several nodes."""
     return "METAFLOW_KUBERNETES_WORKLOAD" in os.environ and "METAFLOW_KUBERNETES_JOBSET_NAME" not in os.environ
 
 
 def pod_markets() -> dict[str, QueueState]:
-    """Return two stand-ins for queues of AWS Batch, "spot" and "on-demand".
-
-    Both accept every instance type and number of nodes, because Karpenter creates any.
-    """
+    """Return two stand-ins for queues, which accept every type and number of nodes, because Karpenter creates any."""
     markets: dict[str, Market] = {"spot": "spot", "on-demand": "on_demand"}
     return {
         name: QueueState(
@@ -102,7 +90,6 @@ def pod_markets() -> dict[str, QueueState]:
 
 
 def with_nodes(config: RunConfig, nodes: int) -> RunConfig:
-    """Return the configuration with the number of nodes fixed to the one with which the run began."""
     return config.model_copy(update={"cluster": config.cluster.model_copy(update={"nodes": nodes})})
 
 

@@ -22,10 +22,7 @@ _BACKENDS: dict[str, Target] = {"batch": "batch", "cloud": "batch", "kubernetes"
 
 
 def in_container() -> bool:
-    """Return whether this process is a task that Metaflow sent to another machine.
-
-    A launcher that itself runs in a container is not one.
-    """
+    """Return whether this process is a task that Metaflow sent to another machine, not a launcher in a container."""
     return os.environ.get("METAFLOW_RUNTIME_ENVIRONMENT", "local") != "local"
 
 
@@ -95,11 +92,7 @@ def light_queue(config: RunConfig) -> str | None:
 
 
 def refusal_reason(config: RunConfig, backend: str | None, words: Sequence[str] = ()) -> str | None:
-    """Return why the run cannot be sent to the backend, with the fix, or None if it can.
-
-    Args:
-        words: the command line.
-    """
+    """Return why the run cannot be sent to the backend, with the fix, or None if it can. words: the command line."""
     if backend is not None and "://" not in config.store:
         return (
             f"--with {backend}: store {config.store} is a folder of this machine, which containers cannot read\n"

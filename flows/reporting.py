@@ -38,8 +38,7 @@ def record_prices(job: Job) -> None:
 def _paid_types(events: Sequence[Event]) -> dict[str, dict[str, Any]]:
     """Return the instance types that the job may have paid for, each with the plan since which its prices are needed.
 
-    This is the first plan that chose the type: later plans may have chosen other types. A type that no plan chose gets
-    the first plan with real prices.
+    This is the first plan that chose the type or, for a type that no plan chose, the first plan with real prices.
     """
     plans = [event.data for event in events if event.name == PLAN and event.data.get("chosen")]
     first = {plan["chosen"]["instance_type"]: plan for plan in reversed(plans)}

@@ -41,7 +41,6 @@ def current_job(flow: Any) -> Job:
 
 
 def is_local(flow: Any) -> bool:
-    """Return whether the ranks run on this machine. Then nothing is paid for, and prices are simulated."""
     return training_backend(flow) is None
 
 
@@ -59,10 +58,9 @@ def with_queue_region(flow: Any, config: RunConfig) -> RunConfig:
 
 
 def available_queues(flow: Any, config: RunConfig) -> dict[str, QueueState] | None:
-    """Return the queues of AWS Batch for training, by name, also those that accept no jobs at the moment.
+    """Return the queues of AWS Batch for training by name, or None if no queue is known or the job runs elsewhere.
 
-    If Batch does not answer, for example from inside a container, these are the configured queues. Returns None if the
-    job does not run on AWS Batch or no queue is known.
+    If Batch does not answer, for example from inside a container, these are the configured queues.
     """
     from ebbflow.infra.batch import batch_client, declared_queues, training_queues
 
@@ -89,10 +87,7 @@ def read_job_history(job: Job) -> JobHistory:
 
 
 def read_progress(job: Job) -> JobProgress:
-    """Read the job's progress, so that only the remaining work is planned.
-
-    If the progress cannot be computed from the events, print a message and plan the whole job.
-    """
+    """Read the job's progress, so that only the remaining work is planned; without one, print why and plan it all."""
     from ebbflow.cost.errors import CostError
     from ebbflow.cost.plan.candidates import NO_PROGRESS, read_progress
 
@@ -189,8 +184,7 @@ def run_preflight(flow: Any) -> list[dict]:
 def plan_capacity(flow: Any) -> dict:
     """Plan the job and return the plan with its best pools as JSON. plan.json in the job's store has all pools.
 
-    Raises:
-        StepFailed: budget, deadline or capacity do not allow the job.
+    Raises StepFailed if budget, deadline or capacity do not allow the job.
     """
     from ebbflow.cost.plan.plan import make_plan
     from ebbflow.cost.plan.plan_text import render_plan
@@ -225,8 +219,7 @@ def plan_capacity(flow: Any) -> dict:
 def examine_workload(flow: Any) -> dict | None:
     """Prepare the data of the user's own workload, and try the workload on one sample.
 
-    Returns:
-        The workload's shape and the prepared data as JSON, None for the default workload.
+    Returns the workload's shape and the prepared data as JSON, None for the default workload.
     """
     from ebbflow.training.workloads.examine import examine
 
@@ -243,8 +236,8 @@ def examine_workload(flow: Any) -> dict | None:
 def prepare_data(flow: Any) -> dict:
     """Prepare the training data in the store, and return their fingerprint and statistics as JSON.
 
-    Equal data are prepared once for all jobs of a store. The data of a user's own workload have been prepared before
-    (`examine_workload`); they are only recorded here.
+    Equal data are prepared once for all jobs of a store. The data of a user's own workload are only recorded here
+    (`examine_workload` has prepared them).
     """
     from ebbflow.training.data import prepare_tokens
 
@@ -298,8 +291,7 @@ def say(text: str) -> None:
 def certify(flow: Any) -> dict | None:
     """Return the resume certificate as JSON, or None if the user did not ask for one.
 
-    Raises:
-        TrainingError: the job would not resume exactly.
+    Raises TrainingError if the job would not resume exactly.
     """
     from ebbflow.training.certify import certify_in_child
     from ebbflow.training.errors import TrainingError

@@ -46,11 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def preflight(options: argparse.Namespace) -> int:
-    """Run the preflight checks and print their results.
-
-    Returns:
-        Exit code 0 if no check failed, 2 for an unusable configuration, 3 for a failed check.
-    """
+    """Run the preflight checks, print their results, and return 0, 2 (unusable configuration) or 3 (a check failed)."""
     from ebbflow.flows.checks import all_checks, run_all_checks
 
     if options.list:
@@ -71,11 +67,7 @@ def preflight(options: argparse.Namespace) -> int:
 
 
 def config(options: argparse.Namespace) -> int:
-    """Print every value of the configuration with its source.
-
-    Returns:
-        Exit code 0, or 2 for an unusable configuration.
-    """
+    """Print every value of the configuration with its source, and return 0, or 2 for an unusable configuration."""
     try:
         loaded = load_config(options.config, options.set, project_root=PROJECT_ROOT)
     except ConfigError as error:

@@ -25,7 +25,7 @@ _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.05, 2.0
 
 @dataclass(frozen=True)
 class _Sealed:
-    """A segment that is ready to be put: event lines and, as its last line, a seal with their checksums."""
+    """A segment that is ready to be put."""
 
     key: str  # key of the object
     content: bytes  # bytes of the object
@@ -34,15 +34,11 @@ class _Sealed:
 
 
 class EventLog:
-    """Buffer of a process's events, which a background thread puts into the store.
+    """Buffer of a process's events, which a background thread puts into the job's part of the store.
 
-    An event is put at most `flush_seconds` after it was emitted. While the store is unavailable, events stay in memory
-    and are retried. Only `emit(..., flush=True)`, `flush` and `close` wait for the store, each within a deadline.
-
-    Args:
-        job_store: the job's part of the store.
-        origin: fields that all events of this process share.
-        flush_seconds: None for 2 s if the store is a local folder and 10 s if it is remote.
+    An event is put at most `flush_seconds` after it was emitted: by default 2 s into a local folder and 10 s into a
+    remote store. While the store is unavailable, events stay in memory and are retried. Only `emit(..., flush=True)`,
+    `flush` and `close` wait for the store, each within a deadline.
     """
 
     def __init__(self, job_store: Store, origin: Origin, *, flush_seconds: float | None = None) -> None:
@@ -72,11 +68,7 @@ class EventLog:
         at: tuple[float, float] | None = None,
         **data: Any,
     ) -> Event:
-        """Append one event.
-
-        Args:
-            at: (Unix time, monotonic time) of an event in the past; None: now.
-            flush: return when the event is durable.
+        """Append one event; with `flush`, return when it is durable. at: (Unix time, monotonic time) of a past event.
 
         Raises:
             StoreError: with `flush`, the event was not durable within 10 s; it is kept and retried.
@@ -145,7 +137,6 @@ class EventLog:
         self.close()
 
     def _put_forever(self) -> None:
-        """Put segments until the log is closed. Only this thread waits for a store that hangs."""
         backoff = Backoff(_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS)
         while (sealed := self._next_segment()) is not None:
             try:
@@ -157,7 +148,7 @@ class EventLog:
                     self._changed.wait_for(lambda: self._given_up, backoff.next_pause())
 
     def _next_segment(self) -> _Sealed | None:
-        """Wait for the next segment to put and return it; None if the log is closed and nothing is left to put."""
+        """Wait for the next segment to put and return it; None if the log is closed and all its events are put."""
         with self._changed:
             while not (self._given_up or self._complete):
                 self._changed.wait_for(lambda: self._closed or self._wanted > self._durable, self._flush_seconds)
@@ -175,10 +166,6 @@ class EventLog:
         return _Sealed(key, seal_segment(key, lines, last=last), len(lines), last)
 
     def _put(self, sealed: _Sealed) -> None:
-        """Put a segment, and count its events as durable.
-
-        A failed put may still arrive, even after its retry. That does no harm, because a retry puts the same bytes.
-        """
         self._store.put(sealed.key, sealed.content)
         with self._changed:
             self._unanswered = None

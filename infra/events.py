@@ -2,10 +2,9 @@
 
     event = {v, t_wall, t_mono, job, run, attempt, generation, node, rank, step, name, data}
 
-Object stores cannot append, so each process writes its own objects, called segments (`infra.segments`). The names of
-events that the ledger reads are constants here, with the data that the events carry; other names are free. `_DATA` has
-the types of that data. `read_log` reports an event that does not match these types, and a line that does not match its
-checksum, as damage.
+Object stores cannot append, so each process writes its own objects, called segments (`infra.segments`). Events that the
+ledger reads are constants here; other names are free. `_DATA` has the types of their data. `read_log` reports an event
+that does not match them, and a line that does not match its checksum, as damage.
 """
 
 from __future__ import annotations
@@ -27,10 +26,7 @@ from ebbflow.infra.store import Store
 
 
 class LedgerClass(StrEnum):
-    """Class of paid time by its use.
-
-    Ranks report the classes from USEFUL_STEP to HANG; the ledger derives the others from the whole event log.
-    """
+    """Class of paid time by its use. Ranks report those up to HANG; the ledger derives the others from all events."""
 
     USEFUL_STEP = "useful_step"  # forward, backward, optimizer of a completed step that is in the final weights
     DATA_WAIT = "data_wait"  # waiting for the next batch
@@ -152,7 +148,6 @@ class GuardAction(StrEnum):
 
 
 def _is_dollars(value: Any) -> bool:
-    """Return whether a value is a number, or a text with a decimal number, of at least 0."""
     try:
         usd = Decimal(str(value))
     except InvalidOperation:
@@ -297,7 +292,7 @@ class Event:
         return cls(**json.loads(line))
 
     def to_json(self) -> str:
-        """Return one line of strict JSON. Non-finite numbers become null. Raises TypeError for other objects."""
+        """Return one line of strict JSON, in which non-finite numbers are null. Raises TypeError for other objects."""
         try:
             return json.dumps(self.__dict__, separators=(",", ":"), allow_nan=False)
         except ValueError:  # rare: only these events pay for the walk
@@ -335,7 +330,7 @@ _warned: set[str] = set()
 def read_events(job_store: Store) -> list[Event]:
     """Return all events of a job, sorted by wall time. Raises StoreError.
 
-    If the log is damaged, print a warning to stderr, once per job; `read_log` returns the damage instead.
+    A damaged log gives a warning on stderr, once per job; `read_log` returns the damage instead.
     """
     content = read_log(job_store)
     if content.damage and job_store.uri not in _warned:
@@ -391,17 +386,13 @@ def _parse(line: Line) -> tuple[Event | None, str]:
 
 
 def _as_null(word: str) -> None:
-    """Return None for NaN or an infinity, which old logs contain although strict JSON does not allow them."""
     return None
 
 
 def _mismatch(value: Any, shape: Any, path: str) -> str:
-    """Describe the first part of `value` that does not match `shape`; "" if all match.
+    """Describe the first part of `value` that does not match `shape`, written as in `_DATA`; "" if all match.
 
-    Args:
-        value: the data to check.
-        shape: expected type, written as in `_DATA`.
-        path: prefix of the path in the description, with a dot at its end, such as "data.".
+    path: prefix of the path in the description, with a dot at its end, such as "data.".
     """
     here = path.removesuffix(".")
     if isinstance(shape, tuple):
@@ -452,10 +443,7 @@ def _is_wrong(path: str, value: Any) -> str:
 def _missing_writers(unsealed: Unsealed, events: Sequence[Event], newest: Mapping[str, float]) -> Iterator[Damage]:
     """Yield damage for each process that must have written events and did not, and for each log without its end.
 
-    Args:
-        unsealed: the verified segments.
-        events: all events of the job.
-        newest: Unix time of the newest event, by segment.
+    newest: Unix time of the newest event, by segment.
     """
     prefixes = {prefix for prefix, _ in unsealed.writers}
     closed_by_plan = {
@@ -483,14 +471,9 @@ def _missing_writers(unsealed: Unsealed, events: Sequence[Event], newest: Mappin
 
 
 def _expected_writers(events: Sequence[Event], closed_by_plan: set[int], heard: set[str]) -> set[str]:
-    """Return the key prefixes of the processes (agents, ranks, steps of the flow) that must have written events.
+    """Return the key prefixes of the agents, ranks and flow steps that must have written events; none for version 1.
 
-    The set is empty for a log of version 1.
-
-    Args:
-        events: all events of the job.
-        closed_by_plan: generations that ended as planned.
-        heard: prefixes that have events.
+    closed_by_plan: generations that ended as planned. heard: prefixes that have events.
     """
     if all(event.v == 1 for event in events):
         return set()
@@ -514,17 +497,10 @@ def _expected_writers(events: Sequence[Event], closed_by_plan: set[int], heard: 
 def _generations_of_ranks(events: Sequence[Event], closed_by_plan: set[int], with_ranks: set[int]) -> set[int]:
     """Return the generations in which every rank must have written at least one event.
 
-    These are of three kinds:
-
     - Completed generations.
-    - Generations with another planned end, if some rank wrote events. (A job without budget ends before its ranks
-      start.)
+    - Generations with another planned end, if some rank wrote events: a job without budget ends before its ranks start.
     - Generations in which some rank reported steps for more than 30 s. Ranks step together, so the others had events to
-      write as well. Before its first step, a rank may be killed without an event.
-
-    Args:
-        closed_by_plan: generations that ended as planned.
-        with_ranks: generations in which some rank wrote events.
+      write. Before its first step, a rank may be killed without an event.
     """
     completed = {
         event.generation
@@ -542,7 +518,6 @@ def _generations_of_ranks(events: Sequence[Event], closed_by_plan: set[int], wit
 
 
 def _finite(value: Any) -> Any:
-    """Return a copy of `value` with NaN and infinities, which JSON cannot represent, replaced by None."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

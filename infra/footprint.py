@@ -118,9 +118,7 @@ def local_gang(config: RunConfig) -> HostGang | None:
 def shard_ranks(config: RunConfig, ranks: int, ranks_per_node: int | None = None) -> int:
     """Return the number of ranks that share one copy of the model: 1 in mode ddp, all in fsdp2.
 
-    Args:
-        ranks: number of ranks in the gang.
-        ranks_per_node: shard size of hsdp without parallel.shard_size; None: all ranks.
+    In hsdp without parallel.shard_size these are `ranks_per_node`; all `ranks` if that is None.
     """
     if config.parallel.mode == "hsdp":
         return config.parallel.shard_size or ranks_per_node or ranks
@@ -128,7 +126,7 @@ def shard_ranks(config: RunConfig, ranks: int, ranks_per_node: int | None = None
 
 
 def stays_gathered(parameters: int) -> bool:
-    """Return whether this many float32 parameters are at most SMALL_MODEL_BYTES, so that FSDP2 keeps them gathered."""
+    """Return whether FSDP2 keeps this many float32 parameters gathered: at most SMALL_MODEL_BYTES."""
     return FLOAT32_BYTES * parameters <= SMALL_MODEL_BYTES
 
 
@@ -189,11 +187,8 @@ def rank_bytes(
     moments 8 per parameter.
 
     Args:
-        config: the job's configuration.
-        shape: shape of the model.
-        ranks: number of ranks in the gang.
         samples: number of samples of one rank in one micro-batch.
-        ranks_per_node: shard size of hsdp without parallel.shard_size; None: all ranks.
+        ranks_per_node: as for `shard_ranks`.
         fused_norms: whether a norm is one kernel, as on CUDA.
     """
     mode, several = config.parallel.mode, config.training.gradient_accumulation_steps > 1
@@ -238,7 +233,6 @@ def rank_bytes(
 
 
 def _compute_share(config: RunConfig) -> float:
-    """Return the size of a tensor in the compute precision as a fraction of its float32 size."""
     return BFLOAT16_BYTES / FLOAT32_BYTES if config.fsdp.use_mixed_precision else 1.0
 
 

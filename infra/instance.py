@@ -1,8 +1,5 @@
 """The machine that a process runs on: EC2 instance metadata, hardware and file systems.
 
-`MetadataService` is the only client of the instance metadata service: `identify_machine`, preflight
-(`infra.checks.machine`) and spot interruption notices (`ebbflow.infra.notices`) use it.
-
 `identify_machine` looks, in this order, at environment variables that the container's creator sets, at the metadata
 service (IMDSv2) if something indicates EC2, and at the firmware of a Nitro instance. On other machines it makes no
 request.
@@ -38,7 +35,6 @@ _SHORTEST_SECONDS = 0.05
 
 
 def metadata_endpoint(environment: Mapping[str, str]) -> str:
-    """Return the address of the metadata service, as given by the variables that every AWS tool reads."""
     ipv6 = environment.get(MODE_VARIABLE, "").lower() == "ipv6"
     return (environment.get(ENDPOINT_VARIABLE) or (_ENDPOINT_IPV6 if ipv6 else _ENDPOINT)).rstrip("/")
 
@@ -46,11 +42,8 @@ def metadata_endpoint(environment: Mapping[str, str]) -> str:
 def metadata_unavailable_reason(environment: Mapping[str, str], system: Path = Path("/")) -> str:
     """Return why the metadata service must not be queried; "" if it may be.
 
-    It is queried only if something indicates EC2, because elsewhere the request would wait until its timeout.
-
-    Args:
-        environment: environment variables.
-        system: folder that contains /sys, whose firmware files identify an EC2 instance.
+    It is queried only if something indicates EC2, because elsewhere the request would wait until its timeout. system:
+    folder that contains /sys, whose firmware files identify an EC2 instance.
     """
     if environment.get(DISABLED_VARIABLE, "").lower() == "true":
         return f"{DISABLED_VARIABLE} is true"
@@ -101,7 +94,7 @@ class MetadataService:
         return self.ask("PUT", "/latest/api/token", {_TTL_HEADER: str(ttl_seconds)}, seconds=seconds)
 
     def get(self, path: str, token: str, *, seconds: float) -> tuple[int, str]:
-        """Return status and body of /latest/PATH. With token "", this is a request of IMDSv1. Raises as `ask` does."""
+        """Return status and body of /latest/PATH; with token "", by a request of IMDSv1. Raises as `ask` does."""
         return self.ask("GET", f"/latest/{path}", {TOKEN_HEADER: token} if token else {}, seconds=seconds)
 
 
@@ -155,13 +148,7 @@ class MachineIdentity:
 def identify_machine(
     environment: Mapping[str, str] = os.environ, *, system: Path = Path("/"), deadline_seconds: float = 2.0
 ) -> MachineIdentity:
-    """Identify this machine within the deadline. Never raises.
-
-    Args:
-        environment: environment variables.
-        system: folder that contains /proc and /sys.
-        deadline_seconds: time limit for all requests together.
-    """
+    """Identify this machine within the deadline for all requests together. Never raises. system: has /proc and /sys."""
     job = environment.get("AWS_BATCH_JOB_ID", "").split("#")[0]  # of a multi-node job: "<job>#<node>"
     return replace(_identify(environment, system, deadline_seconds), batch_job_id=job or None)
 
@@ -188,10 +175,8 @@ def _identify(environment: Mapping[str, str], system: Path, deadline_seconds: fl
 
 
 def _metadata(service: MetadataService, deadline_seconds: float) -> dict[str, Any]:
-    """Return the facts that the metadata service has, read with IMDSv2 within the deadline.
-
-    Raises:
-        OSError, ValueError, KeyError, TypeError or HTTPException: a required fact cannot be read.
+    """Return the facts that the metadata service has. Raises OSError, ValueError, KeyError, TypeError or
+    HTTPException.
     """
     limit = time.monotonic() + deadline_seconds
 
@@ -242,10 +227,8 @@ def _uptime(system: Path) -> float | None:
 
 
 def describe_machine() -> dict[str, object]:
-    """Describe this machine, to be stored with a figure that was measured on it.
-
-    Returns:
-        CPU, versions and time, `cores` (those that this process may use) and `load_average` (of the last minute).
+    """Describe this machine (CPU, usable cores, load of the last minute, versions, time) for a figure
+    measured on it.
     """
     import importlib.metadata
 

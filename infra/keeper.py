@@ -109,9 +109,8 @@ class RemoteChild:
     def wait(self, timeout: float) -> int:
         """Wait for the process to end, and return its exit status.
 
-        Raises:
-            TimeoutExpired: the process still lives after `timeout` seconds; in uninterruptible sleep (state D) even
-                SIGKILL does not end it.
+        Raises subprocess.TimeoutExpired if it still lives after `timeout` seconds; in state D even SIGKILL does not end
+        it.
         """
         import subprocess
 
@@ -124,14 +123,7 @@ class RemoteChild:
 
 
 class Keeper:
-    """The agent's handle of its keeper.
-
-    Args:
-        log: file for the keeper's own errors.
-
-    Attributes:
-        lost: whether the keeper has ended, or did not answer in time and was killed.
-    """
+    """The agent's handle of its keeper. log: file for the keeper's own errors."""
 
     def __init__(self, log: Path) -> None:
         import subprocess
@@ -159,7 +151,7 @@ class Keeper:
         self._number = 0
         self._spawned: dict[int, int | OSError] = {}
         self._ended: dict[int, int] = {}
-        self.lost = False
+        self.lost = False  # the keeper has ended, or did not answer in time and was killed
 
     @property
     def pid(self) -> int:
@@ -168,13 +160,7 @@ class Keeper:
     def spawn(
         self, argv: Iterable[str], environment: Mapping[str, str], stdin: int, stdout: int, stderr: int
     ) -> RemoteChild:
-        """Start a program in its own session below the keeper. Raises OSError if it cannot be started.
-
-        Args:
-            argv: absolute path of the program, and its arguments.
-            environment: environment variables.
-            stdin, stdout, stderr: file descriptors of this process, for the program.
-        """
+        """Start a program (argv[0] is its absolute path) in its own session below the keeper. Raises OSError."""
         self._number += 1
         request = {"spawn": self._number, "argv": list(argv), "environment": dict(environment)}
         limit = time.monotonic() + _ANSWER_SECONDS
@@ -207,9 +193,8 @@ class Keeper:
         self._lose()
 
     def _ask(self, request: bytes, descriptors: list[int], limit: float) -> None:
-        """Send a request with its file descriptors. If this takes until `limit` (monotonic clock), kill the keeper.
-
-        A stopped keeper reads nothing, and the socket holds only some 200 kB.
+        """Send a request with its file descriptors. If this takes until `limit` (monotonic clock), kill the keeper: a
+        stopped keeper reads nothing, and the socket holds only some 200 kB.
         """
         unsent = memoryview(request)
         while unsent and not self.lost:
@@ -257,11 +242,8 @@ def kill_descendants(
 ) -> list[int]:
     """Kill the processes below the keeper, and return the ids of those that still live after `seconds`.
 
-    Args:
-        keeper: process id of the keeper.
-        seconds: time limit.
-        spare: ids of processes that are not killed; their descendants are.
-        spare_trees: ids of processes that are not killed, nor their descendants.
+    `spare` has ids of processes that are not killed although their descendants are; `spare_trees`, ids of processes
+    that are spared with their descendants.
     """
     spared = [stat for pid in {*spare, *spare_trees} if (stat := process_stat(pid)) is not None]
     groups = {stat.group for stat in spared}
@@ -283,13 +265,11 @@ def kill_until_none(
     everything that the keeper starts has its own session.
 
     Args:
-        find: returns the processes to kill.
-        seconds: time limit.
         spare_groups: process groups that are not killed as a whole.
-        reap: reaps ended children; returns whether no child is left.
+        reap: reaps ended children; returns whether no child remains.
 
     Returns:
-        Ids of the processes that still exist at the time limit, or earlier if all of them are in uninterruptible sleep.
+        Ids of the processes that still exist after `seconds`, or earlier if all are in uninterruptible sleep (state D).
     """
     begun, known, rounds = time.monotonic(), set(), 0
     while True:
@@ -332,9 +312,7 @@ def _cleans_up(pid: int) -> bool:
 def serve(agent: int, channel: int) -> None:
     """Run the keeper in this process until the agent ends; then kill everything below it and exit. Does not return.
 
-    Args:
-        agent: process id of the agent.
-        channel: file descriptor of the socket to the agent.
+    agent: process id of the agent. channel: file descriptor of the socket to the agent.
     """
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     woken, waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -419,11 +397,7 @@ class _Desk:
 def _become(argv: list[str], environment: dict[str, str], fds: list[int], mask: Collection[int]) -> NoReturn:
     """Replace a forked child by a program in its own session, which inherits no other descriptors of the keeper.
 
-    Args:
-        argv: absolute path of the program, and its arguments.
-        environment: environment variables.
-        fds: file descriptors for stdin, stdout and stderr.
-        mask: signals that the program starts with blocked.
+    fds: its stdin, stdout and stderr. mask: signals that the program starts with blocked.
     """
     try:
         keeper = os.getppid()
@@ -453,7 +427,7 @@ def _reap_one() -> tuple[int, int] | None:
 
 
 def _reap_all() -> bool:
-    """Reap all ended children. Return whether no child is left, ended or living, as waitpid reports it."""
+    """Reap all ended children, and return whether waitpid reports that this process has no child any more."""
     while (ended := _reap_one()) is not None:
         if not ended[0]:
             return False

@@ -89,7 +89,6 @@ class Launcher:
 
     @property
     def was_here(self) -> bool:
-        """Return whether the launcher's process belongs to the current boot and PID namespace of this machine."""
         return bool(self.boot_id) and (self.boot_id, self.pid_namespace) == (_boot_id(), _pid_namespace())
 
     @property
@@ -98,7 +97,6 @@ class Launcher:
 
     @property
     def is_stopped_here(self) -> bool:
-        """Return whether the launcher's process is on this machine and stopped, such as by Ctrl-Z."""
         return self._state_here == "T"
 
     @property
@@ -147,21 +145,14 @@ def running_launcher(job_store: Store) -> RunningLauncher | None:
 
 
 class Claim:
-    """Claim of this process on a job. A thread renews it until `release`.
+    """Claim of this process on a job, already written to the store. A thread renews it until `release`.
 
-    Args:
-        job_store: the job's part of the store.
-        launcher: content of the claim, already written.
-        on_fenced: called in the thread when another launcher has taken the job over.
-
-    Attributes:
-        launcher: content of the claim.
-        fenced_by: the launcher that has taken the job over; None while this one holds it.
+    on_fenced: called in the thread when another launcher has taken the job over.
     """
 
     def __init__(self, job_store: Store, launcher: Launcher, on_fenced: Callable[[], None]) -> None:
         self.launcher = launcher
-        self.fenced_by: Launcher | None = None
+        self.fenced_by: Launcher | None = None  # the launcher that has taken the job over
         self._store, self._on_fenced = job_store, on_fenced
         self._ended = threading.Event()
         kind = "bucket" if job_store.local_path("") is None else "folder"
@@ -246,22 +237,16 @@ def claim_job(
     on_fenced: Callable[[], None] = lambda: None,
     say: Callable[[str], None] = lambda text: print(text, flush=True),
 ) -> Claim:
-    """Claim the job for this process.
+    """Claim the job for this process, and return the claim; release it at the end.
 
     If another machine's launcher renewed its claim within the last 60 s, that launcher may still live. This function
     then waits for its next renewal, which shows that the job is running, or until the claim is stale and the job can be
     taken.
 
     Args:
-        job_store: the job's part of the store.
-        job: name of the job.
         command: the command of `ebbflow`, shown to other launchers.
         take_over: take the job from a living launcher, and wait at most 90 s until it has saved and exited.
         on_fenced: called in its own thread when another launcher takes the job over.
-        say: prints a line about the progress.
-
-    Returns:
-        The claim; release it at the end.
 
     Raises:
         JobIsRunning: another launcher runs the job.
@@ -314,11 +299,8 @@ def _living(
 ) -> Launcher | None:
     """Return the launcher that holds the job, or None if its claim is free.
 
-    Args:
-        launcher: content of the newest claim.
-        modified: time of its last write, as Unix time by the store's clock.
-        watch: whether to wait for a renewal if only that can show that the launcher lives.
-        say: prints a line about the progress.
+    modified: Unix time of the claim's last write by the store's clock. watch: wait for a renewal if only that can show
+    that the launcher lives.
     """
     if launcher.released or (launcher.was_here and not launcher.is_alive_here):
         return None

@@ -67,11 +67,7 @@ def tokens_prefix(fingerprint: str) -> str:
 
 
 def workload_prefix(workload: str) -> str:
-    """Return the prefix of a workload's prepared data; a colon is not portable in file names.
-
-    Args:
-        workload: name of the class, as ``package.module:Name``.
-    """
+    """Return the prefix of the prepared data of a workload (``package.module:Name``); file names take no colon."""
     return f"workloads/{workload.replace(':', '.')}"
 
 
@@ -90,13 +86,10 @@ def generation_key(generation: int, generation_id: str) -> str:
 
 
 def event_key(generation: int, node: int | str, rank: int | str, segment: str) -> str:
-    """Return the key of a segment of the event log.
+    """Return the key of a segment of the event log. generation: 0 before the gang's first start.
 
-    Args:
-        generation: number of the start of the gang; 0 before the first.
-        node: number of the node.
-        rank: number of the rank, or the name of another process, such as ``agent`` or a step of the flow.
-        segment: number of the segment, and a random text that is unique to the process.
+    rank: number of the rank, or the name of another process, such as ``agent`` or a step of the flow. segment: its
+    number, and a random text that is unique to the process.
     """
     return f"events/{generation:06d}/{node}-{rank}-{segment}.jsonl"
 
@@ -106,7 +99,6 @@ def log_key(generation: int, node: int, rank: int, segment: str) -> str:
 
 
 def override_key(generation: int, rank: int, what: str) -> str:
-    """Return the key of a guard's instruction to later starts of the gang. what: distinguishes those of one rank."""
     return f"overrides/{generation:06d}-{rank}-{what}.json"
 
 
@@ -115,32 +107,21 @@ def permit_prefix(what: str) -> str:
 
 
 def permit_key(what: str, generation: int) -> str:
-    """Return the key of the permission that a user gave for a start of the gang.
-
-    Args:
-        what: kind of the permission, such as ``from-scratch``.
-        generation: the newest generation for which it is valid.
-    """
+    """Return the key of a permission that a user gave (such as ``from-scratch``), valid up to this generation."""
     return f"{permit_prefix(what)}/{generation:06d}.json"
 
 
 def order_key(run: str, step: str, task: str, attempt: int) -> str:
-    """Return the key of the instructions for an attempt on another machine (`ebbflow.flows.attempts.order`)."""
     return f"orders/{run}-{step}-{task}-{attempt}.json"
 
 
 def secret_key(run: str, attempt: int) -> str:
-    """Return the key of the secret that a start's agents share (`ebbflow.training.launch.transport`)."""
     return f"secrets/{run}-{attempt}"
 
 
 def data_key(generation: str, step: int, rank: int) -> str:
-    """Return the key of a rank's data of one save.
-
-    Args:
-        generation: a `generation_name`, whose random id makes the key unique.
-        step: training step of the save.
-        rank: number of the rank.
+    """Return the key of a rank's data of one save. generation: a `generation_name`, whose random id makes the key
+    unique.
     """
     return f"{data_prefix(generation, step)}{rank:05d}.bin"
 
@@ -175,17 +156,14 @@ def parse_commit_key(key: str) -> tuple[int, int, str]:
 
 
 def quarantine_key(sha256: str) -> str:
-    """Return the key of the object that forbids restoring the commit with this manifest."""
     return f"quarantine/{sha256}.json"
 
 
 def tombstone_key(sha256: str) -> str:
-    """Return the key of the object that exists while the commit with this manifest is being deleted."""
     return f"tombstones/{sha256}.json"
 
 
 def pin_key(sha256: str) -> str:
-    """Return the key of the object that protects the commit with this manifest from deletion."""
     return f"pins/{sha256}.json"
 
 
@@ -194,7 +172,6 @@ def launcher_key(number: int) -> str:
 
 
 def clock_key(name: str) -> str:
-    """Return the key of an object that is put only to read the store's clock."""
     return f"clock/{name}"
 
 
@@ -203,7 +180,6 @@ def signature_key(sha256: str) -> str:
 
 
 def verified_key(sha256: str) -> str:
-    """Return the key of the record that every byte of a commit was read and is intact."""
     return f"verified/{sha256}.json"
 
 
@@ -243,7 +219,6 @@ class KnownJob:
         return f"{self.store.rstrip('/')}/{job_prefix(self.name)}"
 
     def note(self) -> bytes:
-        """Return the content of runs/<job>/job.json."""
         return json.dumps({"schema": 1, "job": self.name, "store": self.store}, indent=1).encode()
 
 

@@ -1,11 +1,11 @@
 """Prometheus metrics: the catalogue of names, the boards that hold the values, and how values are served or pushed.
 
-Names follow Prometheus' conventions: prefix, base unit, `_total` for counters. No label has unbounded values such as
-steps, paths or messages. docs/observability.md explains the same list; a test compares the two.
+Names follow Prometheus' conventions. No label has unbounded values such as steps, paths or messages. A test compares
+the list with docs/observability.md.
 
 A Pushgateway stores values in groups that never expire, and each push replaces a whole group. Every node therefore
-pushes to its own group, with the key {job, node}. A process of the node deletes this group when training
-ends there; the group remains if the whole machine is lost or the gateway cannot be reached.
+pushes to its own group, with the key {job, node}. A process of the node deletes this group when training ends there;
+the group remains if the whole machine is lost or the gateway cannot be reached.
 """
 
 from __future__ import annotations
@@ -170,9 +170,8 @@ class MetricBoard(Collector):
     Values are rendered as a page only on request. The client library's own counters are not used: each adds an
     undocumented `_created` series, and they are global to the process, where a user's own metrics are.
 
-    Args:
-        constant: names and values of the labels that every metric of this board has.
-        before_page: called before each rendering, to set values that are too costly to update at every step.
+    `constant` has names and values of the labels of every metric; `before_page` is called before each rendering, to set
+    values that are too costly to update at every step.
     """
 
     def __init__(
@@ -258,12 +257,7 @@ _STRENGTH = ("measured", "live", "recorded", "estimated", "simulated")
 
 
 def render_job_metrics(report: dict[str, Any], events: Sequence[Event]) -> bytes:
-    """Render metrics.prom, the figures of a job's report for Prometheus' textfile collector.
-
-    Args:
-        report: the document of report.json.
-        events: the job's events, for figures that the report lacks.
-    """
+    """Render metrics.prom, the figures of report.json and of the events for Prometheus' textfile collector."""
     board = MetricBoard(JOB_METRICS, {"job": report["job"]})
     _set_end(board, report)
     _set_money(board, report)
@@ -315,10 +309,7 @@ def _set_work(board: MetricBoard, report: dict[str, Any]) -> None:
 
 
 def _set_counts(board: MetricBoard, events: Sequence[Event]) -> None:
-    """Set the metrics that are counted from events.
-
-    Only rank 0's steps are used, because every rank records the tokens of the whole gang.
-    """
+    """Set the metrics that are counted from events. Every rank records the tokens of the whole gang: rank 0's count."""
     steps = [event for event in events if event.name == STEP and event.rank == 0]
     commits = {event.data.get("key", event.step): event.data for event in events if event.name == COMMIT}.values()
     board.set("ebbflow_job_tokens_total", sum(event.data.get("tokens") or 0 for event in steps))
@@ -331,9 +322,7 @@ def _set_counts(board: MetricBoard, events: Sequence[Event]) -> None:
 def weakest_kind(*words: str) -> str:
     """Return the least certain of several kinds of figures: "recorded" for "measured" and "recorded 2026-07-20".
 
-    Args:
-        words: texts whose first word is a kind. `_STRENGTH` lists the known kinds from the most to the least certain.
-            An unknown kind is less certain than all of them. "" counts as "estimated".
+    The first word of each text is its kind; "" counts as "estimated". An unknown kind is the least certain.
     """
     kinds = [word.split()[0] if word else "estimated" for word in words]
     return max(kinds, key=lambda kind: _STRENGTH.index(kind) if kind in _STRENGTH else len(_STRENGTH))
@@ -355,9 +344,6 @@ class Pusher:
     """A thread that pushes metrics to a Pushgateway every `interval_seconds`.
 
     One warning is printed when pushes begin to fail, and one line when they succeed again.
-
-    Args:
-        say: prints one line.
     """
 
     def __init__(
@@ -370,9 +356,8 @@ class Pusher:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop pushing, and wait up to 4 s for a push in progress. Never raises.
-
-        The values stay at the gateway until `delete_group` deletes them.
+        """Stop pushing, and wait up to 4 s for a push in progress. The values stay until `delete_group`
+        deletes them.
         """
         self._ended.set()
         self._thread.join(TIMEOUT_SECONDS + 1)
@@ -403,10 +388,7 @@ class Pusher:
 
 
 def delete_group(group: PushGroup, *, say: Callable[[str], object]) -> None:
-    """Delete a node's group from its Pushgateway. A missing group is no error.
-
-    The function ends within 4 s and never raises; `say` prints a warning if the group may remain.
-    """
+    """Delete a node's group from its Pushgateway, within 4 s. Never raises; a missing group is no error."""
     failed = [f"no answer within {TIMEOUT_SECONDS + 1:g} s"]
 
     def delete() -> None:
@@ -432,18 +414,10 @@ _LOOK_SECONDS = 0.1  # interval at which the server checks whether it was closed
 
 
 class MetricsServer:
-    """An HTTP server for /metrics, in its own thread.
+    """An HTTP server for /metrics, in its own thread, on the first free one of 16 ports from `port` on.
 
-    It listens on the first free one of `PORTS_TRIED` ports, because several nodes may run on one machine. The attribute
-    `port` is the port in use.
-
-    Args:
-        port: the first port to try.
-        page: renders the metrics.
-        address: IP address to listen on, "" for all addresses.
-
-    Raises:
-        OSError: no port is free, or the port or address is not allowed.
+    Several nodes may run on one machine; the attribute `port` is the port in use. Raises OSError if no port is free, or
+    the port or address ("" for all) is not allowed.
     """
 
     def __init__(self, port: int, page: Callable[[], bytes], *, address: str) -> None:

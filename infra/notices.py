@@ -44,11 +44,7 @@ STALE_SECONDS = 10.0  # a notice whose time passed longer ago is void, since the
 
 @dataclass(frozen=True, kw_only=True)
 class Notice:
-    """A notice from one source.
-
-    The source and the action identify a notice. If a source repeats it, it is not a new notice, even if `ends_at`
-    became earlier.
-    """
+    """A notice from one source, identified by source and action: if the source repeats it, it is not a new notice."""
 
     source: NoticeSource
     action: str  # one of `RECLAIMS`, LEAVE or REBALANCE
@@ -62,7 +58,6 @@ class Notice:
 
     @property
     def reclaims(self) -> bool:
-        """True if the provider takes the machine away, False for a recommendation or a request to end the process."""
         return self.action in RECLAIMS
 
 
@@ -88,10 +83,9 @@ _CLOSE_SECONDS = 3.0
 
 
 class NoticeWatcher:
-    """A thread that polls sources of notices until it is closed.
+    """A thread that polls sources of notices until it is closed, except those that are unavailable at the start.
 
-    A source that is unavailable at the start is not polled. A slow source delays the others by its own deadline at most
-    (about 2 s).
+    A slow source delays the others by its own deadline at most (about 2 s).
     """
 
     def __init__(self, sources: Sequence[Source]) -> None:
@@ -121,9 +115,8 @@ class NoticeWatcher:
         return _all(self._problems)
 
     def source_problems(self) -> dict[str, str] | None:
-        """Return why each source is unavailable, by the source's name; "" for an available source.
-
-        Returns None for about a second after the start, until all sources were tried.
+        """Return why each source is unavailable, by its name, "" if it is available; None until all were tried (about 1
+        s).
         """
         return dict(self._absent) if self._decided.is_set() else None
 
@@ -192,12 +185,7 @@ _UNSAID_SECONDS = 30.0  # for unreadable times: as long as the shortest notices 
 
 
 class MetadataSource:
-    """Interruptions and rebalance recommendations from EC2's metadata service.
-
-    Args:
-        environment: variables that may name another endpoint or disable the service (`ebbflow.infra.instance`).
-        system: folder that contains /sys, whose firmware files identify an EC2 instance.
-    """
+    """Interruptions and rebalance recommendations from EC2's metadata service (arguments as in `infra.instance`)."""
 
     name = NoticeSource.METADATA
 
@@ -245,8 +233,7 @@ class MetadataSource:
     def _without_token(self, seconds: float) -> str:
         """Try version 1 of the service, which needs no token. Returns "" if it works, else why it does not.
 
-        In a container, the answer with the token may be lost although other answers arrive, because of its small hop
-        limit.
+        In a container, the answer with the token may be lost, because of its small hop limit, while others arrive.
         """
         problem = f"{self._service.endpoint} gave no token in time"
         try:
@@ -308,8 +295,8 @@ class MetadataSource:
 class EffectiveTime:
     """Conversion of the time in a source's notice to time.monotonic().
 
-    While the source repeats the same text, the first result is kept. So an unreadable time does not move on with each
-    poll, and a change of the machine's clock has no effect.
+    While the source repeats the same text, the first result is kept, so that neither an unreadable time nor a change of
+    the machine's clock moves it.
     """
 
     def __init__(self) -> None:
@@ -325,7 +312,6 @@ class EffectiveTime:
 
 
 def _seconds_until(moment: object) -> float:
-    """Return the seconds until an ISO 8601 time (UTC by default), or 30 s if it cannot be read."""
     try:
         moment_utc = datetime.fromisoformat(str(moment).replace("Z", "+00:00"))
         return (moment_utc if moment_utc.tzinfo else moment_utc.replace(tzinfo=UTC)).timestamp() - time.time()
@@ -334,7 +320,7 @@ def _seconds_until(moment: object) -> float:
 
 
 def _object(text: str) -> dict:
-    """Parse a JSON object. Returns {} if the text is unreadable, because an unreadable notice is still a notice."""
+    """Parse a JSON object; {} if it is unreadable, because an unreadable notice is still a notice."""
     try:
         document = json.loads(text)
     except ValueError:
@@ -346,11 +332,11 @@ METAFLOW_FILE = "/tmp/spot_termination_notice"  # as in Metaflow 2.19's current.
 
 
 class MetaflowSource:
-    """Notices of termination from the file that Metaflow's spot monitor writes.
+    """Notices of termination from the file that Metaflow's spot monitor writes, because its signal does not reach the
+    task.
 
-    The file is polled because the monitor's signal does not reach the task. It contains the time of termination in ISO
-    8601, or nothing while it is being written. A time in the past is ignored: the file may be left over from before the
-    machine was stopped and restarted.
+    The file contains the time of termination in ISO 8601, or nothing while it is being written. A time in the past is
+    ignored: the file may be left over from before the machine was stopped and restarted.
     """
 
     name = NoticeSource.METAFLOW
@@ -401,11 +387,7 @@ class RehearsalSource:
 
 
 def rehearse_notice(path: Path, *, action: str, seconds: float) -> None:
-    """Write a file that `RehearsalSource` reads as a notice. The file appears as a whole, never in part.
-
-    Args:
-        seconds: time from now until the notice takes effect.
-    """
+    """Write atomically a file that `RehearsalSource` reads as a notice, which takes effect in this many seconds."""
     document = {"action": action, "seconds": seconds, "t_mono": time.monotonic()}
     fresh = path.with_name(f".{path.name}.{os.getpid()}")
     fresh.write_text(json.dumps(document))

@@ -1,8 +1,7 @@
 """Preflight: run checks in parallel before anything is paid for, and render their results.
 
-`infra`, `cost`, `training` and `flows` each have tables CHECKS of their own checks. A check that hangs is reported at
-its deadline, and one that raises is reported as failed; neither delays another. Results are plain data, in the order of
-the checks.
+Each room has tables CHECKS of its own checks. A check that hangs is reported at its deadline, and one that raises is
+reported as failed; neither delays another.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ class CheckFinding:
 
     @classmethod
     def skipped(cls, reason: str) -> CheckFinding:
-        """Make the finding of a check that could not run. `reason` continues "skipped, because "."""
+        """Make the finding of a check that could not run. `reason` continues "skipped, because"."""
         return cls("skipped", f"skipped, because {reason}")
 
 
@@ -74,10 +73,7 @@ class Check:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckResult:
-    """The result of a check: its properties, its finding, and its duration in seconds.
-
-    `status` is "warning" if a check of severity warning has failed.
-    """
+    """The result of a check. `status` is "warning" if a check of severity warning has failed."""
 
     id: str
     title: str
@@ -99,18 +95,10 @@ class CheckResult:
 
 
 def run_checks(checks: Sequence[Check], context: PreflightContext, *, quick_only: bool = False) -> list[CheckResult]:
-    """Run the checks in parallel and return their results in the order of the checks.
+    """Run the checks in parallel and return their results in the order of the checks. quick_only skips the full tier.
 
     The call takes no longer than the longest deadline. Checks run in daemon threads, so that a check that never returns
-    does not keep the process from exiting.
-
-    Args:
-        checks: the checks.
-        context: input of the checks.
-        quick_only: skip checks of the full tier.
-
-    Raises:
-        ValueError: two checks share an id.
+    does not keep the process from exiting. Raises ValueError if two checks share an id.
     """
     ids = [check.id for check in checks]
     if len(set(ids)) != len(ids):
@@ -125,7 +113,7 @@ def failed_results(results: Sequence[CheckResult]) -> list[CheckResult]:
 
 
 def render_results(results: Sequence[CheckResult]) -> str:
-    """Render one line per check, with a fix below it if there is one, and a line with the number of results."""
+    """Render one line per check, each failed one's fix below it, and a line with the number of results."""
     width = max((len(result.id) for result in results), default=0)
     lines = [line for result in results for line in _lines(result, width)]
     return "\n".join([*lines, _summary(results)])

@@ -26,11 +26,8 @@ _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 def die_with_parent(parent_pid: int | None = None, *, by: signal.Signals = signal.SIGKILL) -> bool:
     """Have the kernel kill this process (SIGKILL, or `by`) as soon as its parent ends for whatever reason.
 
-    The kernel watches the parent *thread*: start such a process from a thread that lives as long as its process.
-
-    Args:
-        parent_pid: process id of the expected parent. If that has died before this call, this process exits.
-        by: signal that the kernel sends.
+    The kernel watches the parent *thread*: start such a process from a thread that lives as long as its process. If the
+    expected parent has died before this call, this process exits.
 
     Returns:
         False if the system cannot do this (all but Linux); the caller must then watch a pipe for its end.
@@ -67,10 +64,8 @@ def tie_forked_children() -> None:
 
 @dataclass(frozen=True)
 class ProcessStat:
-    """Fields of /proc/PID/stat (proc(5)).
-
-    Attributes:
-        parent, group, session: ids of the parent process, the process group and the session.
+    """Fields of /proc/PID/stat (proc(5)): ids of the process, of its parent, process group and session,
+    and its state.
     """
 
     pid: int  # process id
@@ -84,9 +79,8 @@ class ProcessStat:
 
     @property
     def living(self) -> bool:
-        """Return whether the process lives.
-
-        A zombie with more than one thread counts as living: only its main thread has ended.
+        """Return whether the process lives; a zombie with several threads does, because only its main
+        thread has ended.
         """
         return self.state not in ("Z", "X") or self.threads > 1
 
@@ -117,11 +111,7 @@ def descendants(root: int, spare: Collection[int] = (), spare_trees: Collection[
     """Return the living processes below `root`, which must be a subreaper.
 
     The search follows the kernel's lists of children. If it finds none, all processes are searched by their parents.
-
-    Args:
-        root: process id.
-        spare: ids of processes to leave out, but not their descendants.
-        spare_trees: ids of processes to leave out with all their descendants.
+    `spare` has ids to leave out, but not their descendants; `spare_trees`, ids to leave out with all their descendants.
     """
     found: list[ProcessStat] = []
     ahead = [root]
@@ -197,8 +187,7 @@ class AwakeClock:
     """Clock that stops while this process is paused. It measures how long other processes have been silent.
 
     Each iteration of this process's loop counts for at most `longest_turn_seconds`. So a pause of the whole process
-    (SIGSTOP, `docker pause`, a frozen virtual machine) adds at most this time, and the clock advances even if the loop
-    is slow.
+    (SIGSTOP, `docker pause`, a frozen virtual machine) adds at most this time.
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic, *, longest_turn_seconds: float = 0.25) -> None:
@@ -225,9 +214,8 @@ class StoppedProcesses:
         self._since: dict[int, float] = {}  # awake seconds at which each was first seen stopped
 
     def look(self, pids: Iterable[int]) -> dict[int, float]:
-        """Return the seconds for which each process over the limit has been stopped, by process id.
-
-        Call it about once a second.
+        """Return the seconds for which each process over the limit has been stopped, by id. Call it about once a
+        second.
         """
         awake = self._awake.tick()
         stopped = [pid for pid in pids if process_state(pid) == "T"]
@@ -236,10 +224,9 @@ class StoppedProcesses:
 
 
 def exit_when_interrupted() -> None:
-    """Make Ctrl-C, SIGTERM and a closed terminal end this process with one line and exit code 75.
+    """Make Ctrl-C, SIGTERM and a closed terminal kill all descendants, print one line and exit with 75.
 
-    All descendants are killed. A Ctrl-C or SIGHUP that this process already ignores (background job, nohup) stays
-    ignored.
+    A Ctrl-C or SIGHUP that this process already ignores (background job, nohup) stays ignored.
     """
 
     def leave(number: int, frame: object) -> None:
@@ -254,10 +241,7 @@ def exit_when_interrupted() -> None:
 
 
 def end_with_descendants(number: int, frame: object) -> None:
-    """Signal handler: kill all descendants, then exit at once without a traceback.
-
-    The exit code is 128 + the signal's number, as in a shell.
-    """
+    """Signal handler: kill all descendants and exit with 128 + the signal's number, as in a shell."""
     _end_descendants()
     os._exit(128 + number)
 
@@ -327,8 +311,7 @@ def run_benchmarks(arguments: list[str]) -> NoReturn:
 class MessageReader:
     """Reader of JSON messages, one per line, that a child process writes to a non-blocking pipe or socket.
 
-    Args:
-        receive: returns the available bytes, or b"" at the end; raises BlockingIOError if none are available.
+    receive: returns the available bytes, or b"" at the end; raises BlockingIOError if none are available.
     """
 
     def __init__(self, receive: Callable[[], bytes]) -> None:
@@ -336,10 +319,10 @@ class MessageReader:
         self._unfinished = b""
 
     def read(self, note: Callable[[dict[str, Any]], None]) -> bool:
-        """Pass each available message to `note`. Return True if more messages may follow.
+        """Pass each available message to `note`, and return whether more messages may follow.
 
-        Return False at the end of the pipe, after a read error, and after bytes that are not a message, since these
-        come from another process.
+        None follow at the end of the pipe, after a read error, and after bytes that are not a message, since these come
+        from another process.
         """
         while True:
             try:

@@ -15,16 +15,10 @@ _MOST_BUFFERS = 1024  # limit of one preadv (POSIX IOV_MAX)
 def read_blocks(
     store: Store, key: str, start: int, buffers: Sequence[memoryview], *, block_bytes: int
 ) -> Iterator[list[memoryview]]:
-    """Read a part of an object into buffers, and yield each block of memory as soon as it is filled.
+    """Read a part of an object in a local store into buffers, and yield each block of memory as soon as it is filled.
 
-    Blocks are small, so that a checksum finds their bytes in the CPU cache.
-
-    Args:
-        store: a store in a local folder.
-        key: key of the object.
-        start: offset of the first byte to read.
-        buffers: memory to fill, in this order and completely.
-        block_bytes: largest size of a block.
+    Blocks have at most `block_bytes`, so that a checksum finds their bytes in the CPU cache. The buffers are filled
+    completely and in order, from the offset `start` of the object.
 
     Raises:
         ObjectNotFound: there is no such object.

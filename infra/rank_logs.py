@@ -55,9 +55,8 @@ class LogLine:
 
     @property
     def identity(self) -> tuple[int, int, int, int, str]:
-        """Return a key that only copies of this record share.
-
-        It contains the time, which tells the records of a job from those of a deleted job of the same name.
+        """Return a key that only copies of this record share; the time tells it from records of a deleted job of this
+        name.
         """
         return self.generation, self.node, self.rank, self.start, self.t
 
@@ -105,12 +104,8 @@ def escape_controls(text: str) -> str:
 def split_lines(data: bytes, *, at_end: bool) -> list[tuple[bytes, bool]]:
     """Split `data` into lines; a line longer than 16 KiB becomes several pieces, cut between two UTF-8 characters.
 
-    Args:
-        data: bytes of a raw log.
-        at_end: no more data will come, so that an incomplete line at the end is returned too.
-
-    Returns:
-        For each piece its bytes with the line feed, and whether the line continues in the next piece.
+    Returns for each piece its bytes with the line feed, and whether the line continues in the next piece. at_end: no
+    more data will come, so that an incomplete line at the end is returned too.
     """
     pieces: list[tuple[bytes, bool]] = []
     at = 0
@@ -129,7 +124,6 @@ def split_lines(data: bytes, *, at_end: bool) -> list[tuple[bytes, bool]]:
 
 
 def _whole_characters(piece: bytes) -> bytes:
-    """Remove an incomplete UTF-8 character at the end; other bytes stay as they are."""
     for tail in range(1, min(4, len(piece))):
         byte = piece[-tail]
         if byte & 0xC0 == 0x80:
@@ -181,13 +175,10 @@ class LogFilter:
 
 
 def read_logs(folders: Sequence[Path], stores: Sequence[Store]) -> JobLogs:
-    """Read all log lines of a job. Raises StoreError.
+    """Read all log lines of a job from its folders on this machine (with `logs/`) and its part of stores. Raises
+    StoreError.
 
     A line that is in several places is returned once. A damaged line is skipped, with a warning in the result.
-
-    Args:
-        folders: the job's folders on this machine, which contain `logs/`.
-        stores: the job's part of each store.
     """
     logs, found = JobLogs(), {}
     for folder in folders:
@@ -225,10 +216,9 @@ def render_lines(lines: Sequence[LogLine]) -> str:
 
 
 def _around(lines: list[LogLine], step: int, context: int) -> list[LogLine]:
-    """Return the lines nearest to a step, with `context` lines before and after them.
+    """Return the lines nearest to a step, with `context` lines before and after them; ranks print seldom.
 
-    Ranks print seldom, so perhaps no line has this very step. Of several generations with equally near lines, all are
-    returned.
+    Of several generations with equally near lines, all are returned.
     """
     distances = [abs(line.step - step) for line in lines if line.step is not None]
     nearest = min(distances, default=None)
@@ -242,7 +232,6 @@ def _around(lines: list[LogLine], step: int, context: int) -> list[LogLine]:
 
 
 def _read_rank(raw: Path, notices: list[str]) -> list[LogLine]:
-    """Return the records of a rank, and records for the lines of its raw log that have none."""
     records = raw.with_suffix(".jsonl")
     try:
         data = records.read_bytes() if records.exists() else b""
@@ -354,11 +343,7 @@ def add_logs_command(commands: argparse._SubParsersAction, project_root: Path) -
 
 
 def show_logs(options: argparse.Namespace, project_root: Path) -> int:
-    """Print the matching lines.
-
-    Returns:
-        Exit code 0; 1 if no line matches or the store does not answer; 2 for an unknown job or store.
-    """
+    """Print the matching lines, and return 0; 1 if none matches or the store does not answer; 2 for an unknown job."""
     wanted = LogFilter(
         rank=options.rank,
         node=options.node,
@@ -383,12 +368,8 @@ def show_logs(options: argparse.Namespace, project_root: Path) -> int:
 def _find(job: str, store_uri: str | None, project_root: Path) -> JobLogs:
     """Read the logs on this machine and in the job's store.
 
-    If the store fails and this machine has logs, they are returned with a warning about the store.
-
-    Raises:
-        LogsError: the job is unknown.
-        LayoutError: no job can have this name.
-        StoreError: the store failed and this machine has no logs.
+    If the store fails and this machine has logs, they are returned with a warning. Raises LogsError for an unknown job,
+    LayoutError for an impossible name, and StoreError if the store failed and this machine has no logs.
     """
     runs = runs_folder(project_root)
     place = runs / job
@@ -415,7 +396,6 @@ def _find(job: str, store_uri: str | None, project_root: Path) -> JobLogs:
 
 
 def _open_job(uri: str, name: str) -> Store | None:
-    """Open a job's part of a store; None if it has no logs. Creates no folder."""
     if "://" not in uri and not Path(uri).is_dir():
         return None
     store = Store.open(uri, request_timeout_seconds=_REQUEST_SECONDS).sub(job_prefix(name))

@@ -7,21 +7,12 @@ from dataclasses import dataclass
 
 
 def young_interval_seconds(save_seconds: float, hazard_per_hour: float) -> float:
-    """Return Young's optimal time between saves: √(2 · save cost · mean time between interruptions).
+    """Return Young's optimal seconds between saves: √(2 · save cost · mean time between interruptions).
 
-    It is valid while a save is short compared to the mean time between interruptions.
+    It is valid while a save is short compared to the mean time between interruptions. Both arguments are of the whole
+    gang; without a hazard the result is infinity. Raises ValueError for a negative argument.
 
     Source: J. W. Young, "A first order approximation to the optimum checkpoint interval", CACM 17(9), 1974.
-
-    Args:
-        save_seconds: time that training loses per save.
-        hazard_per_hour: interruptions per hour of the whole gang.
-
-    Returns:
-        Seconds; infinity without a hazard.
-
-    Raises:
-        ValueError: an argument is negative.
     """
     _check(save_seconds, hazard_per_hour)
     if hazard_per_hour == 0:
@@ -51,17 +42,11 @@ def daly_interval_seconds(save_seconds: float, hazard_per_hour: float) -> float:
 def expected_loss(
     interval_seconds: float, save_seconds: float, hazard_per_hour: float, *, exposed_seconds: float = 0.0
 ) -> float:
-    """Return the fraction of time lost: the cost of a save per interval, and half an interval per interruption.
+    """Return the fraction of time lost, at most 1: the cost of a save per interval, and half an interval per
+    interruption.
 
-    This is the first order in interval × hazard, which is small for intervals near the optimum. The result is at most
-    1.
-
-    Args:
-        interval_seconds: training time between two saves.
-        save_seconds: time that training loses per save.
-        hazard_per_hour: interruptions per hour of the whole gang.
-        exposed_seconds: time from the staging of a save until its commit. An interruption in this time also loses the
-            work since the save before.
+    This is the first order in interval × hazard, which is small for intervals near the optimum. exposed_seconds: time
+    from the staging of a save until its commit; an interruption in this time also loses the work since the save before.
     """
     _check(save_seconds, hazard_per_hour)
     if interval_seconds <= 0:
@@ -93,7 +78,6 @@ class GammaHazard:
 
     @property
     def per_hour(self) -> float:
-        """Return the mean of the interruptions per hour."""
         return self.shape / self.hours
 
     @property
@@ -124,12 +108,10 @@ class PlannedHazard:
             raise ValueError(f"the plan must be positive, what was seen not negative: {self}")
 
     def seen(self, interruptions: float, hours: float) -> PlannedHazard:
-        """Return the posterior after `interruptions` were observed in `hours` more."""
         return PlannedHazard(self.planned_per_hour, self.interruptions + interruptions, self.hours + hours)
 
     @property
     def per_hour(self) -> float:
-        """Return the mean of the interruptions per hour."""
         logs, means = [], []
         for share, factor, worth in _GUESSES:
             hours = worth / (factor * self.planned_per_hour)

@@ -39,7 +39,6 @@ class Requirement:
         return self.least <= _numbers(version) < self.below
 
     def is_tested(self, version: str) -> bool:
-        """Return whether the whole test suite runs with this version."""
         return self.is_supported(version) and _numbers(version)[: len(self.tested)] == self.tested
 
 

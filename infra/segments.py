@@ -90,13 +90,7 @@ class Unsealed:
 
 
 def seal_segment(key: str, lines: Sequence[str], *, last: bool) -> bytes:
-    """Return the content of a segment: event lines and their seal.
-
-    Args:
-        key: key of the segment.
-        lines: JSON of the events.
-        last: whether the writer closes its log with this segment.
-    """
+    """Return the content of a segment: the events' JSON lines and their seal. last: the writer closes its log."""
     encoded = [line.encode() for line in lines]
     seal = {
         "seal": _SEAL_VERSION,
@@ -110,7 +104,6 @@ def seal_segment(key: str, lines: Sequence[str], *, last: bool) -> bytes:
 
 
 def unseal(segments: Segments) -> Unsealed:
-    """Verify every segment with its seal, and find gaps in the numbers of each writer's segments."""
     own: list[Line] = []
     foreign: list[Line] = []
     damage = list(segments.damage)
@@ -137,14 +130,7 @@ def unseal(segments: Segments) -> Unsealed:
 
 
 def read_segments(job_store: Store) -> Segments:
-    """Read every segment of a job.
-
-    Returns:
-        The segments. One that cannot be read is an entry in `damage` and in `unreadable`, and raises nothing.
-
-    Raises:
-        StoreError: the store fails.
-    """
+    """Read every segment of a job; one that cannot be read becomes damage. Raises StoreError if the store fails."""
     found = Segments()
     with ThreadPoolExecutor(_READERS, thread_name_prefix="events") as pool:
         _read_listed(job_store, pool, found)
@@ -174,15 +160,11 @@ def _key_of(writer: tuple[str, str], number: int) -> str:
 def _unseal_one(
     key: str, content: bytes, own: list[Line], foreign: list[Line], damage: list[Damage], last: dict[str, bool]
 ) -> None:
-    """Verify one segment, and add the results to `own`, `foreign`, `damage` and `last`.
+    """Verify one segment, and add the results to the collections given.
 
-    Args:
-        key: key of the segment.
-        content: content of the segment.
-        own: gets the lines that its own seal or a damaged seal covers, or all lines if it has no seal.
-        foreign: gets the lines that the seal of another segment covers, and those after the last seal.
-        damage: gets a description of everything that does not match.
-        last: gets, by key, whether the segment's own seal marks it as the writer's final one.
+    Lines that the segment's own seal or a damaged seal covers, and all lines without any seal, go to `own`; lines that
+    the seal of another segment covers, and those after the last seal, to `foreign`. `last` maps the segment's key to
+    whether its seal marks it as the writer's final one.
     """
     numbered = list(enumerate(content.split(b"\n"), start=1))
     if numbered[-1][1] == b"":
@@ -224,9 +206,8 @@ def _unseal_one(
 
 
 def _once(lines: Sequence[Line], damage: list[Damage]) -> list[Line]:
-    """Return the lines without copies, and add the copies to the damage.
-
-    Equal lines of two segments are copies, because no two events of a process have the same times.
+    """Return the lines without copies, and add the copies to the damage. No two events of a process have the same
+    times.
     """
     first: dict[bytes, str] = {}
     copies: Counter[tuple[str, str]] = Counter()
@@ -257,9 +238,8 @@ def _read_seal(line: bytes) -> tuple[str, list[str], bool] | None:
 def _verify(
     pending: list[tuple[int, bytes]], checksums: list[str]
 ) -> tuple[list[tuple[int, bytes]], list[tuple[int, bytes]]]:
-    """Split numbered lines into those whose checksum is in the seal, and the others.
-
-    Positions are ignored, because a damaged line break would shift those of all later lines.
+    """Split numbered lines into those whose checksum is in the seal, and the others. A damaged line break shifts
+    positions, so these do not count.
     """
     left = Counter(checksums)
     good, bad = [], []
@@ -276,7 +256,6 @@ def _events(count: int) -> str:
 
 
 def _hint(line: bytes) -> str:
-    """Describe the event that a damaged line seems to contain, from the parts that can still be read."""
     name = re.search(rb'"name":"([a-z0-9_]{1,40})"', line)
     rank = re.search(rb'"rank":(-?\d{1,6})\b', line)
     step = re.search(rb'"step":(\d{1,12})\b', line)
@@ -317,9 +296,8 @@ def _get(job_store: Store, key: str) -> bytes | str:
 
 
 def _list_folder(folder: Path) -> tuple[list[str], list[Damage]]:
-    """Return the keys of the segments in a folder, and damage for each entry that is not a regular file.
-
-    Such an entry is not read, because reading a pipe would hang.
+    """Return the keys of the segments in a folder, and damage for each entry that is not a regular file: reading a pipe
+    would hang.
     """
     keys: list[str] = []
     damage: list[Damage] = []
@@ -343,7 +321,6 @@ def _list_folder(folder: Path) -> tuple[list[str], list[Damage]]:
 
 
 def _entries(folder: Path, key: str, damage: list[Damage]) -> list[tuple[str, Path]]:
-    """Return (name, path) of each entry of a folder; invalid UTF-8 in a name is escaped."""
     try:
         names = os.listdir(os.fsencode(folder))
     except FileNotFoundError:
@@ -362,8 +339,7 @@ def _kind(mode: int) -> str:
 def _read_next(job_store: Store, pool: ThreadPoolExecutor, found: Segments) -> None:
     """Read segments that the listing omits: gaps in each writer's numbers and, in a remote store, later numbers.
 
-    The listing of a folder is not atomic, so a segment that is put meanwhile may be missing from it. At most
-    `_MOST_MISSING` missing segments are requested per writer; `unseal` reports all that are missing.
+    At most `_MOST_MISSING` missing segments are requested per writer; `unseal` reports all that are missing.
     """
     numbers: dict[tuple[str, str], set[int]] = defaultdict(set)
     for key in [*found.contents, *found.unreadable]:
@@ -393,9 +369,8 @@ def _read_next(job_store: Store, pool: ThreadPoolExecutor, found: Segments) -> N
 
 
 def _silent_writers(found: dict[str, bytes]) -> dict[str, bool]:
-    """Return the key prefixes of agents and ranks without any segment, although their generation has ended.
-
-    Each prefix is mapped to whether its generation ended as planned, without a culprit.
+    """Return the key prefixes of agents and ranks without any segment in an ended generation, and whether its end was
+    planned.
     """
     heard = {match[1] for key in found if (match := _NAME.fullmatch(key))}
     ended: dict[int, bool] = {}

@@ -48,8 +48,7 @@ def strip_colours(text: str) -> str:
 def guard_terminal(*, keep_colours: bool = False) -> None:
     """Escape unsafe characters in everything that this process writes to sys.stdout and sys.stderr from now on.
 
-    Args:
-        keep_colours: pass Metaflow's own colours, for processes in which Metaflow writes to the terminal.
+    keep_colours: pass Metaflow's own colours, for processes in which Metaflow writes to the terminal.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)

@@ -1,8 +1,8 @@
 """The order of an attempt: the scheduler's instruction to one attempt of a training step.
 
-It says whether the attempt trains, and with how many nodes and ranks. The scheduler writes it into the job's store
-under the attempt's name, because a job of AWS Batch inherits nothing from the environment of its submitter. Each node
-reads the order by that name, since a listing of the store may not show a new object yet.
+The scheduler writes it into the job's store under the attempt's name, because a job of AWS Batch inherits nothing from
+the environment of its submitter. Each node reads the order by that name, since a listing of the store may not show a
+new object yet.
 """
 
 from __future__ import annotations
@@ -52,7 +52,6 @@ class AttemptOrder:
     message: str = ""  # why the job ends, for "stop"
 
     def put(self, job_store: Store, name: AttemptName) -> None:
-        """Write the order into the job's store. Raises StoreError."""
         job_store.put(name.key, json.dumps(asdict(self), allow_nan=False).encode())
 
     @classmethod

@@ -67,11 +67,7 @@ class PlacementResult:
 def place_attempt(request: PlacementRequest, *, deadline_seconds: float = DEADLINE_SECONDS) -> PlacementResult:
     """Choose a queue at current prices or, if that fails or takes too long, by the plan that the run made at its start.
 
-    Args:
-        deadline_seconds: limit for the try at current prices. The second try, by the plan, may take another 30 s.
-
-    Raises:
-        JobIsRunning: another launcher has taken over the job.
+    The second try may take another 30 s. Raises JobIsRunning if another launcher has taken over the job.
     """
     try:
         return PlacementResult(order=within(deadline_seconds, lambda: _place_afresh(request), "placing"))
@@ -130,7 +126,6 @@ def _place_by_run_plan(request: PlacementRequest) -> AttemptOrder:
 
 
 def _job(request: PlacementRequest) -> Job:
-    """Return the job with its configuration adapted to the attempt's backend."""
     from ebbflow.infra.batch import limit_to_queue_region
 
     job = replace(Job.of(request.flow, request.name.run), request_seconds=_REQUEST_SECONDS)
@@ -155,11 +150,8 @@ def _place(
 ) -> AttemptOrder:
     """Choose a pool, record plan and placement in the events, and write the order.
 
-    Args:
-        after_generation: number of the newest known generation. `give_up_reason` compares it with later commits.
-
-    Raises:
-        CostError: no queue can run the job, or its limits allow no further attempt.
+    after_generation: number of the newest known generation, which `give_up_reason` compares with later commits. Raises
+    CostError if no queue can run the job, or its limits allow no further attempt.
     """
     from ebbflow.cost.capacity import choose_placement
 
@@ -229,14 +221,9 @@ def give_up_reason(
 ) -> tuple[Outcome, str] | None:
     """Return the outcome and message with which the job must end because its attempts keep failing, else None.
 
-    The newest attempts count up to the last one that did not fail. An attempt did not fail if a commit followed it, or
-    if its machine was lost.
-
-    Args:
-        run: id of this run. Attempts of other runs do not count as failed, because a new run may have fixed the
-            cause.
-        on_demand_comes: the job has a deadline, which will move it to on-demand. Refused Spot attempts then never
-            end it.
+    The newest attempts count up to the last one that did not fail. An attempt did not fail if a commit followed it, if
+    its machine was lost, or if it belongs to another run than `run`, since a new run may have fixed the cause.
+    on_demand_comes: a deadline will move the job to on-demand, so that refused Spot attempts never end it.
     """
     committed = max((event.generation for event in events if event.name == COMMIT), default=0)
 

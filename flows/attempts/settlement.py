@@ -48,13 +48,6 @@ def settle_attempts(
     call adds a complete one. Call this only while no attempt should run: then a Batch job that still runs was left
     behind by its submitter, and would be paid for besides the next one.
 
-    Args:
-        events: all events of the job.
-        client: boto3's client of AWS Batch.
-        log: receives the new events.
-        deadline_seconds: limit of each request.
-        say: prints one line.
-
     Returns:
         The new events, in the order of their jobs.
 
@@ -104,10 +97,7 @@ def _is_complete(record: Mapping[str, Any]) -> bool:
 
 
 def unsettled_jobs(events: Sequence[Event]) -> dict[str, Event]:
-    """Return the Batch jobs without a recorded end, by id.
-
-    The values are the events that mention the jobs: the submitter's event or, without one, the agent's.
-    """
+    """Return the Batch jobs without a recorded end, by id, with the submitter's event or, without one, the agent's."""
     settled = {event.data.get("job_id") for event in events if event.name == BATCH_ATTEMPT}
     return {job_id: event for job_id, event in _submitted_jobs(events).items() if job_id not in settled}
 
@@ -174,11 +164,8 @@ CHECKS = [
 def find_placement(submitted: Event, events: Sequence[Event]) -> Placement | None:
     """Return the last placement that was recorded for a Batch job's run, attempt, step and task, or None.
 
-    Times are not compared, because the clock of an agent's machine may be minutes ahead.
-
-    Args:
-        submitted: the event that mentions the Batch job. An agent's event has no step and task to compare.
-        events: all events of the job.
+    submitted: the event that mentions the job; an agent's has no step and task to compare. Times are not compared,
+    because the clock of an agent's machine may be minutes ahead.
     """
     known = () if submitted.name == NODE_STARTED else ("step", "task")
     placed = [
@@ -213,15 +200,8 @@ _LEFTOVER_SECONDS = 90.0
 def end_leftovers(job: Job, say: Callable[[str], None]) -> None:
     """Terminate Batch jobs that a run left behind, and record their ends for the bill, within 90 s.
 
-    Call this only while no launcher of the job is alive. If Batch does not answer, print a message; the next placement
-    tries again.
-
-    Args:
-        job: new events get the id of its run.
-        say: prints one line.
-
-    Raises:
-        StoreError: the events cannot be read.
+    Call this only while no launcher of the job is alive. New events get the id of the job's run. If Batch does not
+    answer, print a message; the next placement tries again. Raises StoreError if the events cannot be read.
     """
     events = read_events(job.store)
     if not unsettled_jobs(events):

@@ -75,9 +75,8 @@ def _overrides(params: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
 
 
 def listen_for_stop() -> None:
-    """Let SIGTERM end this task's process, and give its process id to the signal-passing shell.
-
-    Outside a container with that shell, do nothing.
+    """In a container with the signal-passing shell, let SIGTERM end this task, and give its process id
+    to that shell.
     """
     path = os.environ.get(_TASK_VARIABLE)
     if path:
@@ -97,10 +96,8 @@ _LEAVE_SECONDS = 50.0  # less than the 60 s for which the launcher waits
 class _StartLimits:
     """Time limits within which a submitted job must begin to run.
 
-    Args:
-        runnable_seconds: longest wait for capacity, counted from the submit.
-        starting_seconds: longest time in the state STARTING, counted from when it was first seen.
-        start_by_utc: Unix time at which the job must run; None: no such limit.
+    They limit the wait for capacity since the submit, the time in the state STARTING since it was first seen, and the
+    Unix time at which the job must run (None: no limit).
     """
 
     def __init__(self, *, runnable_seconds: float, starting_seconds: float, start_by_utc: float | None) -> None:
@@ -116,14 +113,10 @@ class _StartLimits:
         return min(limit, self._start_by) - time.monotonic()
 
     def exhausted(self, status: str | None) -> tuple[str, str] | None:
-        """Record the job's present state, and check the limits.
+        """Record the job's present state (None: the last known one applies), and check the limits.
 
-        Args:
-            status: Batch's name of the state; None if it could not be read. Then the last known state applies.
-
-        Returns:
-            None while all limits hold. Otherwise the first words of the termination reason, by which the bill
-            recognises the cause, and an explanation for the log.
+        Returns None while all limits hold. Otherwise the first words of the termination reason, by which the bill
+        recognises the cause, and an explanation for the log.
         """
         from ebbflow.infra.batch import NEVER_STARTED, NOT_MADE
 
@@ -149,9 +142,8 @@ class _StartLimits:
 class Submission:
     """The one Batch job that this process submits.
 
-    Args:
-        asked: JSON that the scheduler wrote for this attempt; {} for a step that does not train. It may set limits:
-            runnable_seconds, starting_seconds, start_by_utc, submit_seconds, and look_seconds (polling interval).
+    asked: JSON that the scheduler wrote for this attempt; {} for a step that does not train. It may set limits:
+    runnable_seconds, starting_seconds, start_by_utc, submit_seconds, and look_seconds (polling interval).
     """
 
     def __init__(self, asked: dict[str, Any]) -> None:
@@ -205,9 +197,8 @@ class Submission:
             self._go(self._told_to_leave)
 
     def _note_refusal(self, why: str) -> None:
-        """Record the refusal of the submit as the job's outcome.
-
-        Metaflow ends the run after a refusal. The recorded outcome lets the report name the reason.
+        """Record the refusal of the submit as the job's outcome: Metaflow ends the run, and the report names the
+        reason.
         """
         from ebbflow.infra.errors import Outcome
         from ebbflow.infra.events import OUTCOME
@@ -218,20 +209,14 @@ class Submission:
                 log.emit(OUTCOME, flush=True, outcome=Outcome.FAILED.value, message=message)
 
     def _note_unwanted(self, job_name: str, job_id: str) -> None:
-        """Record a duplicate job, so that it is billed.
-
-        This waits at most 15 s for the store, because the caller may be about to exit.
-        """
+        """Record a duplicate job, so that it is billed; wait at most 15 s, because the caller may be about to exit."""
         _start_thread(self._note, job_name, job_id).join(_REQUEST_SECONDS)
 
     def _note(self, job_name: str, unwanted: str = "") -> None:
         """Record the id of a Batch job in the job's events, so that it is billed even if this process dies later.
 
-        If the store fails, this tries again without end.
-
-        Args:
-            job_name: the name that Batch shows.
-            unwanted: id of a duplicate that the same submit created; "": the job of this process.
+        If the store fails, this tries again without end. unwanted: id of a duplicate that the same submit created; "":
+        the job of this process.
         """
         from ebbflow.infra.errors import StoreError
         from ebbflow.infra.events import BATCH_SUBMITTED
@@ -269,9 +254,8 @@ class Submission:
         return float(self._asked.get(name) or usual)
 
     def _watch(self, job_name: str) -> None:
-        """Terminate the Batch job if it does not begin to run in time.
-
-        Metaflow then retries the step, and the next attempt is placed anew.
+        """Terminate the Batch job if it does not begin to run in time. Metaflow then retries the step, which is placed
+        anew.
         """
         from ebbflow.infra.batch import batch_client, cancel_job, describe_attempts
         from ebbflow.infra.errors import InfraError
@@ -346,7 +330,6 @@ def refusal_reason(answer: dict[str, Any]) -> str | None:
 
 
 def open_submission() -> Submission:
-    """Return the submission that the scheduler described in this process's environment."""
     return Submission(json.loads(os.environ.get(SUBMIT_VARIABLE) or "{}"))
 
 

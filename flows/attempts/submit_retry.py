@@ -33,13 +33,7 @@ class LookupUnavailable(Exception):
 class LostAnswers:
     """Search for the job of a submit that got no answer. One instance serves the one submit of a process.
 
-    Args:
-        region: region of Batch; None for the default of the AWS SDK.
-        say: prints one line.
-        note: called with name and id of each job that is terminated as a duplicate, since it may have cost something.
-
-    Attributes:
-        lost: whether the answer to the last request was lost, so that a job may exist.
+    note: called with name and id of each job that is terminated as a duplicate, since it may have cost something.
     """
 
     def __init__(self, region: str | None, say: Callable[[str], None], note: Callable[[str, str], None]) -> None:
@@ -47,7 +41,7 @@ class LostAnswers:
         self._mark = self._queue = self._name = ""
         self._ended: set[str] = set()
         self._denied = False
-        self.lost = False
+        self.lost = False  # the answer to the last request was lost, so that a job may exist
 
     def listen(self) -> None:
         from botocore import handlers
@@ -64,12 +58,7 @@ class LostAnswers:
         params["parameters"] = {**(params.get("parameters") or {}), MARK: self._mark}
 
     def may_have_made(self, status: int, error: BaseException | None) -> bool:
-        """Return whether a failed request may have created a job.
-
-        Args:
-            status: HTTP status, 0 without an answer.
-            error: exception of the request, None if there was an answer.
-        """
+        """Return whether a failed request may have created a job. status: of HTTP; 0 and an error without an answer."""
         from botocore.exceptions import HTTPClientError
 
         if status in _IN_TROUBLE or isinstance(error, HTTPClientError):
@@ -79,10 +68,8 @@ class LostAnswers:
     def answer(self, request: Any, **_: Any) -> Any:
         """Return the job of an earlier request as the answer to this one, or None to send this one.
 
-        The AWS SDK calls this before it sends a SubmitJob request. It searches only after a lost answer.
-
-        Raises:
-            LookupUnavailable: AWS Batch did not answer the search.
+        The AWS SDK calls this before it sends a SubmitJob request. It searches only after a lost answer. Raises
+        LookupUnavailable if AWS Batch did not answer the search.
         """
         if not self.lost or self._denied:
             return None
@@ -100,10 +87,8 @@ class LostAnswers:
         return _response(request.url, {"jobId": found[0], "jobName": self._name})
 
     def end(self, waited_for: str) -> None:
-        """Terminate the jobs that a submit with a lost answer created, except one.
-
-        Args:
-            waited_for: id of the job to keep; "": keep none.
+        """Terminate the jobs that a submit with a lost answer created, except the one with the id `waited_for` ("":
+        none).
         """
         from ebbflow.infra.batch import TERMINATED, batch_client, cancel_job
 
@@ -160,11 +145,8 @@ _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 20.0
 class SubmitRetry:
     """Retry policy of one submit: it decides after each failed request whether and when to try again.
 
-    Args:
-        seconds: limit for all requests of the submit together, counted from the first failed one.
-        say: prints one line.
-        lost: looks up the job that a submit may have created although no response arrived.
-        wanted: returns whether the submit is still wanted. If not, no further request is sent.
+    seconds: limit for all requests together, counted from the first failed one. wanted: returns whether the submit is
+    still wanted; if not, no further request is sent.
     """
 
     def __init__(
@@ -182,8 +164,8 @@ class SubmitRetry:
     def listen(self) -> None:
         """Register `pause` as the retry handler of all AWS Batch clients that this process creates later.
 
-        `pause` is registered once per operation, because the SDK asks the handlers of an operation before its own
-        handler for the whole service, and takes the first answer.
+        It is registered once per operation, because the SDK asks the handlers of an operation before its own handler
+        for the whole service, and takes the first answer.
         """
         from botocore import handlers
 
@@ -195,8 +177,7 @@ class SubmitRetry:
     ) -> float | bool | None:
         """Decide whether the AWS SDK repeats a failed request. The SDK calls this after each request.
 
-        Returns:
-            Seconds until the next try; False to stop retrying; None to let the SDK decide.
+        Returns seconds until the next try; False to stop retrying; None to let the SDK decide.
         """
         status = 0 if response is None else getattr(response[0], "status_code", 0)
         unanswered = operation.name == "SubmitJob" and self._lost.may_have_made(status, caught_exception)

@@ -52,10 +52,7 @@ class FlowProcess:
                 signal.signal(number, self._leave)
 
     def run(self, command: Sequence[str]) -> int:
-        """Run a command and return its exit code, negative for a signal.
-
-        If a signal has already asked to leave, return 75 without starting the command.
-        """
+        """Run a command and return its exit code, negative for a signal; 75 if a signal has already asked to leave."""
         if self.asked_to_leave:
             return Outcome.INTERRUPTED.exit_code
         tied = [sys.executable, __file__, str(os.getpid()), *command]
@@ -75,10 +72,7 @@ class FlowProcess:
         self._left.wait(seconds)
 
     def _end_stop(self) -> None:
-        """Continue a launcher that has been stopped (SIGSTOP) for 60 s. Kill it if it is stopped as long again.
-
-        A stopped launcher would never end.
-        """
+        """Continue a launcher that has been stopped (SIGSTOP) for 60 s. Kill it if it is stopped as long again."""
         assert self._process is not None
         for seconds in self._stopped.look([self._process.pid]).values():
             does = "killed" if self._continued else "continued"

@@ -113,5 +113,4 @@ def _check(parser: argparse.ArgumentParser, known: argparse.Namespace) -> None:
 
 
 def _job_name(path: Path) -> str:
-    """Derive the job's name from the file's name, so that a restarted supervisor finds the same job."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip("-._")[:100]

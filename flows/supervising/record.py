@@ -63,7 +63,6 @@ class JobRecord:
         return replace(self, runs=tuple(sorted((*self.runs, *runs), key=lambda past_run: past_run.ended_utc)))
 
     def cost(self) -> str:
-        """Return a phrase that states the job's cost so far."""
         if self.report is None:
             return f"its cost is unknown: {self.why}"
         simulated = " at a simulated price" if (self.report.plan or {}).get("simulated") else ""
@@ -165,13 +164,10 @@ class RunVerdict(StrEnum):
 
 
 def judge_run(exit_code: int, before: JobRecord, after: JobRecord) -> RunVerdict:
-    """Judge one run by its exit code and the job's record before and after.
+    """Judge one run by its exit code (negative for a signal) and the job's record before and after.
 
     Exit codes 1 and 75 are ambiguous: a run that died before any training has them too. Then the record decides. The
     run was interrupted if it left an interrupted generation, or a Batch job that was reclaimed or terminated.
-
-    Args:
-        exit_code: exit code of the flow, negative for a signal.
     """
     if exit_code == Outcome.COMPLETED.exit_code:
         return RunVerdict.COMPLETED
@@ -195,10 +191,7 @@ def judge_run(exit_code: int, before: JobRecord, after: JobRecord) -> RunVerdict
 
 
 def count_failures(before: JobRecord, after: JobRecord) -> int:
-    """Return the number of failures that a run counts as.
-
-    This is 1 if the run made a commit, otherwise the number of its failed Batch jobs, at least 1.
-    """
+    """Return the failures that a run counts as: 1 if it made a commit, else its failed Batch jobs, at least 1."""
     if before.commit != after.commit:
         return 1
     return max(1, sum(cause == "user_code" for job, cause in after.attempts.items() if job not in before.attempts))
@@ -232,11 +225,9 @@ def waited_seconds(
 ) -> float:
     """Return for how many seconds every run has had this verdict (no capacity, or not ready).
 
-    The time is counted from the end of the first of these runs. It is 0 if the newest run has another verdict. Runs
-    before a period without a supervisor do not count, since nothing waited during that period.
-
-    Args:
-        usual_pause_seconds: the longest pause that the supervisor makes between two runs.
+    The time is counted from the end of the first of these runs; it is 0 if the newest run has another verdict. Runs
+    before a period without a supervisor do not count. usual_pause_seconds: the longest pause that it makes between
+    runs.
     """
     since = now_utc
     for past_run in reversed(_since_alone(record.runs, usual_pause_seconds)):

@@ -49,13 +49,7 @@ _WAITS = {
 
 
 class Supervisor:
-    """Supervisor of one job.
-
-    Args:
-        options: parsed command line.
-        say: prints one line.
-        flow: path of the program whose command `run` is started.
-    """
+    """Supervisor of one job. flow: path of the program whose command `run` is started."""
 
     def __init__(self, options: SupervisorOptions, say: Callable[[str], None], *, flow: Path = _FLOW) -> None:
         self._options, self._say, self._flow = options, say, flow
@@ -66,12 +60,7 @@ class Supervisor:
         self._claim: Claim | None = None
 
     def supervise(self) -> int:
-        """Run the job until it is over and return its exit code.
-
-        Raises:
-            JobIsRunning: another launcher runs the job.
-            StoreError: the store fails.
-        """
+        """Run the job until it is over and return its exit code. Raises JobIsRunning or StoreError."""
         self._child.listen()
         try:
             return self._supervise()
@@ -237,13 +226,11 @@ class Supervisor:
         return ", ".join(_counted(count, noun) for count, noun in counts)
 
     def _job_of(self, record: JobRecord) -> Job:
-        """Return the job with the id of its last run, which new events and the report then show."""
         return Job(name=self._job.name, run=record.run, config=self._job.config, request_seconds=_REQUEST_SECONDS)
 
     def _write(self, verdict: RunVerdict, code: int, seconds: float, record: JobRecord, failures: int) -> JobRecord:
-        """Record the end of a run in the job's events, and return the record with this run added.
-
-        If the job has no events yet, the run is kept in this process only.
+        """Record the end of a run in the job's events or, if it has none yet, in this process only. Return the new
+        record.
         """
         recorded = {"verdict": verdict.value, "commit": record.commit, "failures": failures}
         past_run = SupervisedRun(**recorded, ended_utc=time.time(), seconds=seconds)
@@ -255,19 +242,10 @@ class Supervisor:
         return record.with_runs(past_run)
 
     def _read(self, *, end_leftovers_too: bool = True) -> JobRecord | None:
-        """Read the job's record, and terminate Batch jobs that a run left behind.
+        """Read the job's record, and terminate Batch jobs that a run left behind (unless another launcher has the job).
 
-        While the store does not answer, try again every 30 s. If another launcher has taken over the job, its Batch
-        jobs are not touched.
-
-        Args:
-            end_leftovers_too: False: only read.
-
-        Returns:
-            The record, or None if a signal asked the supervisor to leave while the store did not answer.
-
-        Raises:
-            StoreUnavailable: the store did not answer for longer than --wait-hours.
+        While the store does not answer, try again every 30 s. Returns None if a signal asked the supervisor to leave
+        meanwhile. Raises StoreUnavailable after --wait-hours.
         """
         limit = time.monotonic() + self._options.wait_hours * 3600
         while True:

@@ -66,9 +66,7 @@ class BucketState:
 def sibling_client(service: str, batch: Any, region: str | None = None) -> Any:
     """Make the client of another AWS service for the account that a Batch client talks to.
 
-    Raises:
-        CloudRefused: the Batch client talks to a stand-in for AWS, such as a test server, but the new client would talk
-            to Amazon.
+    Raises CloudRefused if the Batch client talks to a stand-in for AWS but the new client would talk to Amazon.
     """
     client = aws_client(service, region or batch.meta.region_name)
     if is_amazons(client) and not is_amazons(batch):
@@ -93,18 +91,14 @@ def quota_code(instance_type: str, market: str) -> str | None:
 
 
 def vcpu_quota(code: str, client: Any, deadline: RequestDeadline) -> Quota:
-    """Read one vCPU quota through a client of "service-quotas". Raises CloudError if AWS does not answer or refuses."""
+    """Read one vCPU quota through a client of "service-quotas". Raises CloudError."""
     answer = call_aws(client, "get_service_quota", deadline, ServiceCode="ec2", QuotaCode=code)
     vcpus = required_field(answer, "Quota.Value", client, "get_service_quota")
     return Quota(code=code, name=answer["Quota"].get("QuotaName", code), vcpus=float(vcpus))
 
 
 def role_state(arn: str, client: Any, deadline: RequestDeadline) -> RoleState | None:
-    """Read a role through a client of "iam", or return None if it does not exist.
-
-    Raises:
-        CloudError: AWS does not answer or refuses.
-    """
+    """Read a role through a client of "iam", or return None if it does not exist. Raises CloudError."""
     try:
         answer = call_aws(client, "get_role", deadline, RoleName=arn.rpartition("/")[2])
     except CloudRefused as error:
@@ -116,11 +110,7 @@ def role_state(arn: str, client: Any, deadline: RequestDeadline) -> RoleState | 
 
 
 def trusted_services(document: Any) -> tuple[str, ...]:
-    """Return the services that a trust policy allows to assume its role.
-
-    Args:
-        document: the policy as IAM returns it, a dict or URL-encoded JSON.
-    """
+    """Return the services that a trust policy (a dict or URL-encoded JSON) allows to assume its role."""
     policy = json.loads(unquote(document)) if isinstance(document, str) else document or {}
     statements = policy.get("Statement") or []
     found: list[str] = []
@@ -135,19 +125,11 @@ def trusted_services(document: Any) -> tuple[str, ...]:
 def denied_actions(
     arn: str, actions: Sequence[str], resources: Sequence[str], client: Any, deadline: RequestDeadline
 ) -> tuple[str, ...]:
-    """Return those of `actions` that a role may not perform on at least one of `resources`.
+    """Return those of `actions` (such as "s3:PutObject") that a role may not perform on at least one of `resources`
+    (ARNs).
 
     IAM's policy simulation decides. It ignores bucket policies and the policies of the AWS organisation, so a bucket
-    policy may still allow a returned action.
-
-    Args:
-        arn: ARN of the role.
-        actions: IAM actions, such as "s3:PutObject".
-        resources: ARNs.
-        client: client of "iam".
-
-    Raises:
-        CloudError: the simulation failed, or its answer lacks a decision on one of the actions.
+    policy may still allow a returned action. Raises CloudError.
     """
     request = {"PolicySourceArn": arn, "ActionNames": list(actions), "ResourceArns": list(resources)}
     answer = call_aws(client, "simulate_principal_policy", deadline, **request)
@@ -200,15 +182,9 @@ def ecr_region(image: str) -> str | None:
 
 
 def image_exists(image: str, client: Any, deadline: RequestDeadline) -> bool:
-    """Return whether an image exists in ECR.
+    """Return whether an image exists in ECR, through a client of "ecr" in the image's region.
 
-    Args:
-        image: full name of the image, with registry, repository, and tag or digest.
-        client: client of "ecr" in the image's region.
-
-    Raises:
-        CloudError: ECR does not answer or refuses.
-        ValueError: the image belongs to another registry.
+    Raises CloudError, or ValueError if the image belongs to another registry.
     """
     match = _ECR.fullmatch(image)
     if match is None:
@@ -229,7 +205,6 @@ def image_exists(image: str, client: Any, deadline: RequestDeadline) -> bool:
 def _call_optional(
     client: Any, operation: str, deadline: RequestDeadline, absent: str, *, iam_action: str, **request: Any
 ) -> Any:
-    """Send a request and return the answer, or None if AWS refuses with the error code `absent`."""
     try:
         return call_aws(client, operation, deadline, iam_action=iam_action, **request)
     except CloudRefused as error:
@@ -239,16 +214,11 @@ def _call_optional(
 
 
 def metaflow_settings(environment: Mapping[str, str] | None = None) -> dict[str, tuple[str, str]]:
-    """Return the METAFLOW_* settings of this machine.
+    """Return the METAFLOW_* settings of this machine as (value, source) by name; the environment (None: os.environ)
+    wins.
 
-    The environment takes precedence over ~/.metaflowconfig/config.json. METAFLOW_HOME names another folder for this
-    file, and METAFLOW_PROFILE selects config_<profile>.json in it. An unreadable file counts as empty.
-
-    Args:
-        environment: the variables to read; None reads those of this process.
-
-    Returns:
-        (value, source) by name; the source is the file's path or "the environment".
+    METAFLOW_HOME names another folder than ~/.metaflowconfig for config.json, and METAFLOW_PROFILE selects
+    config_<profile>.json in it. An unreadable file counts as empty.
     """
     variables = os.environ if environment is None else environment
     path = _file(variables)

@@ -1,7 +1,4 @@
-"""The command `ebbflow adopt`: write a job's configuration from the existing resources of an AWS account.
-
-The command changes nothing in the account.
-"""
+"""The command `ebbflow adopt`: write a job's configuration from an AWS account's resources. It changes none of them."""
 
 from __future__ import annotations
 
@@ -70,16 +67,10 @@ class AccountFacts:
 
 
 def read_account(region: str | None, *, seconds: float = _SECONDS) -> AccountFacts:
-    """Read the queues, stacks, buckets, roles and images of an account.
+    """Read the queues, stacks, buckets, roles and images of an account, each service within `seconds`.
 
-    If a service other than Batch cannot be read, its resources are left out and its error is added to `unread`.
-
-    Args:
-        region: None uses the region of the environment or the AWS profile.
-        seconds: deadline for each service.
-
-    Raises:
-        CloudError: Batch does not describe its queues.
+    If a service other than Batch cannot be read, its resources are left out and its error is added to `unread`. Raises
+    CloudError if Batch does not describe its queues.
     """
     batch = batch_client(region)
     queues = describe_queues(None, batch, deadline_seconds=seconds)
@@ -105,7 +96,6 @@ def read_account(region: str | None, *, seconds: float = _SECONDS) -> AccountFac
 
 
 def is_named_for_this(name: str) -> bool:
-    """Return whether a name of a bucket, repository or role contains "ebbflow" or "metaflow"."""
     return any(word in name.lower() for word in _OURS)
 
 
@@ -125,8 +115,7 @@ def _stacks(client: Any, deadline: RequestDeadline) -> tuple[StackOutputs, ...]:
 def _buckets(client: Any, deadline: RequestDeadline) -> tuple[str, ...]:
     """Return the buckets in the client's region with "ebbflow" or "metaflow" in their name.
 
-    If the account has no bucket with such a name, its first 20 buckets are considered instead. A bucket whose region
-    cannot be read is left out.
+    If the account has none, its first 20 buckets are considered. A bucket whose region cannot be read is left out.
     """
     names = [
         bucket["Name"]
@@ -155,7 +144,6 @@ def _roles(client: Any, deadline: RequestDeadline) -> tuple[str, ...]:
 
 
 def _images(client: Any, deadline: RequestDeadline) -> tuple[str, ...]:
-    """Return the newest tagged image of each repository with "ebbflow" or "metaflow" in its name."""
     found = []
     for repository in paginate(client, "describe_repositories", "repositories", deadline):
         name = repository["repositoryName"]
@@ -196,11 +184,8 @@ class _Notes:
     notes: list[str] = field(default_factory=list)
 
     def only(self, what: str, options: tuple[str, ...], how: str) -> str | None:
-        """Return the option if there is exactly one, else None. If there are several, add a note for the user.
-
-        Args:
-            what: start of the note.
-            how: end of the note, which explains how to choose.
+        """Return the option if there is exactly one, else None. If there are several, add the note "what: options;
+        how".
         """
         if len(options) > 1:
             self.notes.append(f"{what}: {', '.join(options)}; {how}")
@@ -212,10 +197,8 @@ def choose_setup(
 ) -> AdoptedSetup:
     """Choose the store, queues, image, role and Metaflow settings of a job.
 
-    Args:
-        given: Metaflow's settings on this machine, as (value, source) by name. They override a stack's outputs.
-        store: URI that the user chose; None derives one from the account.
-        stack: name of the CloudFormation stack that the user chose; None uses the only one, if there is exactly one.
+    given: Metaflow's settings on this machine, as (value, source) by name, which override a stack's outputs. stack:
+    name of the stack that the user chose; None uses the only one, if there is exactly one.
     """
     notes = _Notes([f"could not be read: {problem}" for problem in facts.unread])
     known = _settings(facts, given, stack, notes)
@@ -293,9 +276,7 @@ def _light_queue(
 ) -> str | None:
     """Return the name of the queue for the steps around training, or None if there is no on-demand queue.
 
-    Args:
-        light: on-demand queues without GPUs.
-        training: queues for training; an on-demand one is used if `light` is empty.
+    light: on-demand queues without GPUs; if there are none, an on-demand one for training is used.
     """
     named = known.get("METAFLOW_BATCH_JOB_QUEUE", "")
     name = named.rpartition("/")[2]
@@ -315,9 +296,8 @@ def _light_queue(
 
 
 def _gangs(queues: tuple[QueueState, ...], notes: _Notes) -> frozenset[str]:
-    """Return the names of the queues for jobs of several nodes.
-
-    If some queues place all nodes of a job in one zone, only these are returned.
+    """Return the names of the queues for jobs of several nodes: those that place all nodes in one zone, if there are
+    any.
     """
     able = [state for state in queues if state.multi_node]
     near = [state for state in able if state.places_nodes_together]
@@ -364,11 +344,6 @@ def _bucket(uri: str) -> str:
 
 
 def configuration_text(choice: AdoptedSetup, now_utc: float) -> str:
-    """Render the setup as a YAML configuration.
-
-    Args:
-        now_utc: Unix time, for the header.
-    """
     document: dict[str, Any] = {} if choice.store is None else {"store": choice.store}
     document |= {"cluster": {"plan_for": "batch", "nodes": "auto", "processes_per_node": "auto"}}
     document |= {"cost": {"regions": [choice.region]}}
@@ -386,7 +361,6 @@ def configuration_text(choice: AdoptedSetup, now_utc: float) -> str:
 
 
 def settings_text(choice: AdoptedSetup, now_utc: float) -> str:
-    """Render Metaflow's settings as a shell script without secrets. now_utc is the Unix time for the header."""
     head = f"# Metaflow's settings for account {choice.account} in {choice.region}, read on {_day(now_utc)}."
     return "\n".join([head, *_exports(choice.settings)]) + "\n"
 
@@ -437,11 +411,10 @@ def add_adopt_command(commands: argparse._SubParsersAction) -> None:
 
 
 def adopt(options: argparse.Namespace) -> int:
-    """Run `ebbflow adopt`.
+    """Run `ebbflow adopt`, and return its exit code.
 
-    Returns:
-        The exit code: 0 for success, 1 if there is no queue for training, 2 for a bad request or a file that exists, or
-            the exit code of an AWS error.
+    The code is 0, 1 if there is no queue for training, 2 for a bad request or a file that exists, or that of an AWS
+    error.
     """
     files = _files(options.out)
     there = [str(file) for file in files if file.exists()]

@@ -60,14 +60,8 @@ class RequestDeadline:
 def aws_client(service: str, region: str | None = None) -> Any:
     """Make a botocore client with short time-outs and without botocore's own retries, since `call_aws` retries.
 
-    AWS_ENDPOINT_URL and AWS_ENDPOINT_URL_<SERVICE> may name an endpoint other than Amazon's.
-
-    Args:
-        service: botocore's name of the service, such as "batch".
-        region: None uses the region of the environment or the AWS profile (`aws_settings`).
-
-    Raises:
-        CloudRefused: botocore cannot make a client from the AWS settings.
+    AWS_ENDPOINT_URL and AWS_ENDPOINT_URL_<SERVICE> may name another endpoint than Amazon's. region: None uses that of
+    the environment or the AWS profile. Raises CloudRefused if the AWS settings allow no client.
     """
     from botocore.config import Config
     from botocore.exceptions import BotoCoreError
@@ -108,7 +102,6 @@ def call_aws(
         operation: name of the client's method, such as "describe_jobs".
         deadline: limit for the request and all its retries.
         iam_action: the IAM action to name in errors, if its name differs from the operation's.
-        request: the request's parameters.
 
     Raises:
         CloudUnavailable: AWS could not be reached or did not answer in time.
@@ -136,21 +129,10 @@ def paginate(
     token: str = "nextToken",
     **request: Any,
 ) -> Iterator[Any]:
-    """Request a listing page by page, and yield the entries under `key` of each page.
+    """Yield the entries under `key` of each page of a listing, at most 2,000 pages. Raises CloudError as `call_aws`.
 
-    The next page is requested only when the caller has used up the entries of the one before. A listing ends after
-    2,000 pages at the latest.
-
-    Args:
-        operation: name of the client's method, such as "describe_job_queues".
-        key: field of each answer that holds the list of entries, such as "jobQueues".
-        deadline: limit for all pages together.
-        iam_action: the IAM action to name in errors, if its name differs from the operation's.
-        token: the field that asks for the next page; depending on the service "nextToken", "NextToken" or "Marker".
-        request: the request's other parameters.
-
-    Raises:
-        CloudError: a page could not be read, as for `call_aws`.
+    The next page is requested only when the entries of the one before are used up. token: the field that asks for the
+    next page; depending on the service "nextToken", "NextToken" or "Marker".
     """
     following: str | None = None
     for _ in range(_MOST_PAGES):
@@ -165,11 +147,8 @@ def paginate(
 def required_field(answer: Mapping[str, Any], path: str, client: Any, operation: str) -> Any:
     """Return the value at a dotted path of an answer, such as "Quota.Value".
 
-    An answer may lack a field despite status 200 if it comes from a proxy, a stand-in for AWS or another version of the
-    service.
-
-    Raises:
-        CloudRefused: the field is missing; the message names the call and the path.
+    A proxy, a stand-in for AWS or another version of the service may leave out a field despite status 200. Raises
+    CloudRefused, which names the call and the path.
     """
     found: Any = answer
     for at, name in enumerate(names := path.split("."), start=1):
@@ -205,10 +184,8 @@ class _Request:
 
 
 def _retry_reason(error: Exception, question: _Request) -> tuple[str, int | None]:
-    """Return (reason, tries): why a retry may help, and the most tries to make (None if only the deadline limits them).
-
-    Raises:
-        CloudError: a retry cannot help.
+    """Return why a retry may help, and the most tries to make (None: only the deadline limits them), or raise
+    CloudError.
     """
     if isinstance(error, CloudError):
         raise error

@@ -42,15 +42,12 @@ class ResourceChange:
 
 
 def read_template(text: str) -> dict[str, Any]:
-    """Parse the template's YAML, and expand short forms such as `!Ref X` to `{"Ref": "X"}`."""
     return yaml.load(text, _loader())
 
 
 def check_parameters(template: Mapping[str, Any], given: Mapping[str, str]) -> None:
-    """Check that the template knows each given parameter and allows its value.
-
-    Raises:
-        CloudRefused: the message has one line for each unknown parameter and each value that is not allowed.
+    """Raise CloudRefused with a line for each parameter that the template lacks and each value that it
+    does not allow.
     """
     known = template["Parameters"]
     problems = []
@@ -133,17 +130,9 @@ _ANSWER_SECONDS = 20.0
 
 
 def found_parameters(region: str, decided: Collection[str], say: Callable[[str], None]) -> dict[str, str]:
-    """Derive the values of undecided parameters from resources that the account already has.
+    """Derive the values of parameters outside `decided` from resources that the account already has.
 
     If the account cannot be read, the parameter is left out, so the template's default applies, and `say` reports it.
-
-    Args:
-        region: the stack's region.
-        decided: names of parameters that the user gave or that an existing stack has; they are not derived.
-        say: prints one line.
-
-    Returns:
-        The derived values, by name of the parameter.
     """
     found = {}
     if _LOG_PARAMETER not in decided:
@@ -165,11 +154,8 @@ def found_parameters(region: str, decided: Collection[str], say: Callable[[str],
 
 
 def _told(ask_account: Callable[[], bool], question: str, give: str, say: Callable[[str], None]) -> bool | None:
-    """Call `ask_account` and return its answer. If AWS does not answer or refuses, print a line and return None.
-
-    Args:
-        question: the fact that the printed line calls unknown.
-        give: the parameter that the user should set instead, as NAME=VALUE, for the printed line.
+    """Return the account's answer. If AWS does not answer or refuses, say that `question` is unknown,
+    and return None.
     """
     try:
         return ask_account()
@@ -207,11 +193,7 @@ class StackState:
 
 
 class Stack:
-    """A CloudFormation stack in the client's region. Each method ends within its deadline.
-
-    Args:
-        tell: prints one line of progress.
-    """
+    """A CloudFormation stack in the client's region. Each method ends within its deadline; `tell` prints progress."""
 
     def __init__(self, client: Any, name: str, tell: Callable[[str], None]) -> None:
         self._client = client
@@ -236,17 +218,10 @@ class Stack:
     def changes(
         self, body: str, given: Mapping[str, str], state: StackState, deadline: RequestDeadline
     ) -> list[ResourceChange]:
-        """Return the changes that an update of the stack would make, and change nothing.
+        """Return the changes that an update would make; its change set is deleted again. Parameters not given keep
+        their values.
 
-        CloudFormation computes them in a change set, which is deleted afterwards.
-
-        Args:
-            body: text of the template.
-            given: the parameters to set; the others keep their values.
-            state: the stack's current state.
-
-        Raises:
-            CloudError: CloudFormation refuses the update, or the deadline has passed.
+        Raises CloudError if CloudFormation refuses the update, or the deadline has passed.
         """
         name = f"dry-run-{uuid.uuid4().hex[:12]}"
         request = {"StackName": self._name, "ChangeSetName": name}
@@ -277,16 +252,13 @@ class Stack:
     def apply(
         self, body: str, given: Mapping[str, str], state: StackState | None, deadline: RequestDeadline
     ) -> StackState:
-        """Create or update the stack, wait until this is done, and return the new state.
+        """Create (state None) or update the stack from the template `body`, wait until this is done, and return the new
+        state.
 
-        Args:
-            body: text of the template.
-            given: the parameters to set; the others keep their values.
-            state: the stack's current state, or None to create the stack.
+        Parameters that are not given keep their values.
 
         Raises:
-            CloudError: the stack cannot be changed now, or resources failed; the message names each with
-                CloudFormation's reason.
+            CloudError: the stack cannot be changed now, or resources failed; the message names each with its reason.
             CloudUnavailable: the deadline has passed; CloudFormation continues on its own.
         """
         if state is not None and (refusal := _why_unchangeable(self._name, state)):
@@ -325,7 +297,6 @@ class Stack:
         raise CloudError("\n".join([f"stack {self._name}: {state.status}", *(f"  {one}" for one in causes)]))
 
     def _request(self, body: str, given: Mapping[str, str], state: StackState | None) -> dict[str, Any]:
-        """Return the fields of a create or update request. A parameter that is not in `given` keeps its value."""
         parameters = [{"ParameterKey": name, "ParameterValue": value} for name, value in given.items()]
         if state is not None:
             kept = [name for name in state.parameters if name not in given and f"\n  {name}:\n" in body]
@@ -334,7 +305,6 @@ class Stack:
         return {"TemplateBody": body, "Parameters": parameters, "Capabilities": _CAPABILITIES, "Tags": tags}
 
     def _events(self, deadline: RequestDeadline) -> Iterator[Mapping[str, Any]]:
-        """Yield the stack's events, newest first."""
         request = {"token": "NextToken", "StackName": self._name}
         return paginate(self._client, "describe_stack_events", "StackEvents", deadline, **request)
 
@@ -416,11 +386,7 @@ def add_deploy_command(commands: Any) -> None:
 
 
 def deploy(options: argparse.Namespace) -> int:
-    """Run `ebbflow deploy`.
-
-    Returns:
-        The exit code: 0 for success, 1 if AWS refuses or a resource fails, 2 for a bad request.
-    """
+    """Run `ebbflow deploy`, and return 0, 1 if AWS refuses or a resource fails, or 2 for a bad request."""
     try:
         given = _given(options.parameter)
         if not _STACK_NAME.fullmatch(options.stack):
@@ -470,7 +436,7 @@ def _dry_run(stack: Stack, client: Any, body: str, template: Mapping[str, Any], 
 
 
 def _with_found(given: Mapping[str, str], state: StackState | None, region: str) -> dict[str, str]:
-    """Add parameters derived from the account to the given ones. Parameters of an existing stack keep their values."""
+    """Add parameters derived from the account to the given ones. Those of an existing stack keep their values."""
     decided = {*given, *(state.parameters if state is not None else ())}
     return {**found_parameters(region, decided, print), **given}
 

@@ -12,11 +12,7 @@ from ebbflow.infra.errors import CloudError
 
 
 def batch_client(region: str | None = None) -> Any:
-    """Make a client for AWS Batch (see `aws_client`). Importing botocore takes part of a second.
-
-    Raises:
-        CloudRefused: botocore cannot make a client from the AWS settings.
-    """
+    """Make a client for AWS Batch (see `aws_client`). Raises CloudRefused."""
     return aws_client("batch", region)
 
 
@@ -29,14 +25,10 @@ TERMINATED = "Ebbflow: ended"
 def cancel_job(
     job_id: str, reason: str, client: Any, *, words: str = NEVER_STARTED, deadline_seconds: float = 20.0
 ) -> None:
-    """Terminate a job in any state. A job that has already ended is not changed.
+    """Terminate a job in any state; one that has ended is not changed. Raises CloudError if Batch does not accept it.
 
-    Args:
-        reason: text for people, appended to `words` in the reason that Batch records.
-        words: NEVER_STARTED, NOT_MADE or TERMINATED; `describe_attempts` derives the job's `Cause` from these words.
-
-    Raises:
-        CloudError: Batch did not accept the request.
+    words: NEVER_STARTED, NOT_MADE or TERMINATED, which begin the reason that Batch records; `describe_attempts` derives
+    the job's `Cause` from them.
     """
     text = f"{words}: {reason}"
     # TerminateJob also cancels a job before STARTING; CancelJob silently ignores later states:
@@ -127,16 +119,10 @@ class BatchAttempt:
 def describe_attempts(
     job_ids: Sequence[str], client: Any, *, deadline_seconds: float = _SECONDS
 ) -> dict[str, BatchAttempt]:
-    """Describe jobs, and classify why each of them ended.
+    """Describe jobs by id, and classify why each of them ended. Raises CloudError if Batch does not answer.
 
     Batch forgets a job some days after its end; the result leaves such jobs out. For an ended multi-node job, the nodes
     are read too, because only their descriptions show a lost machine and the time of each node.
-
-    Returns:
-        The attempts, by job id.
-
-    Raises:
-        CloudError: Batch does not answer.
     """
     deadline = RequestDeadline.after(deadline_seconds)
     jobs = _describe(list(dict.fromkeys(job_ids)), client, deadline)
@@ -159,12 +145,9 @@ def classify_cause(
     ended_by_call: bool = False,
     main_alone: bool = False,
 ) -> Cause:
-    """Return why a job ended, as far as Batch's texts show it.
+    """Return why a job ended, as far as Batch's status and the texts of job, container and nodes show it.
 
     Args:
-        status: Batch's status of the job, such as "FAILED".
-        reasons: texts of the job, its container and its nodes.
-        exit_code: exit code of the main container, None if unknown.
         started: the job reached a machine and started there.
         ended_by_call: a call of TerminateJob or CancelJob ended the job.
         main_alone: the job has several nodes and only the main node's end is known; another node may have been lost.
@@ -203,7 +186,7 @@ def _describe(job_ids: Sequence[str], client: Any, deadline: RequestDeadline) ->
 
 
 def _nodes_of(children: Sequence[str], client: Any, deadline: RequestDeadline) -> dict[str, Mapping[str, Any]]:
-    """Describe nodes by their ids. Returns {} if Batch does not answer: the job's own description is enough."""
+    """Describe nodes by their ids; {} if Batch does not answer, since the job's own description is enough."""
     try:
         return (
             _describe(children, client, RequestDeadline.after(min(_NODES_SECONDS, deadline.left()))) if children else {}

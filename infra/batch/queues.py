@@ -88,7 +88,6 @@ class QueueState:
 
     @property
     def places_nodes_together(self) -> bool:
-        """True if all nodes of a job run in one zone, in each of the usable compute environments."""
         return all(one.places_nodes_together for one in self.compute_environments if one.usable)
 
     def to_json(self) -> dict[str, Any]:
@@ -98,16 +97,9 @@ class QueueState:
 def describe_queues(
     names: Sequence[str] | None, client: Any, *, deadline_seconds: float = _SECONDS
 ) -> dict[str, QueueState]:
-    """Describe queues and their compute environments.
+    """Return queues with their compute environments, by the given names or ARNs; None describes all of the region.
 
-    Args:
-        names: names or ARNs; None describes all queues of the region.
-
-    Returns:
-        The queues, by the given names or ARNs. A queue that does not exist is included with `usable` False.
-
-    Raises:
-        CloudError: Batch does not answer or refuses.
+    A queue that does not exist is included with `usable` False. Raises CloudError if Batch does not answer or refuses.
     """
     deadline = RequestDeadline.after(deadline_seconds)
     wanted = None if names is None else list(dict.fromkeys(names))
@@ -261,10 +253,7 @@ def training_queues(batch: BatchConfig, client: Any, *, deadline_seconds: float 
     """Return the queues for training by name: the configured ones, or else all EC2 queues of the region.
 
     A queue's entry in the configuration may narrow its instance types and exclude multi-node jobs. If an entry
-    contradicts Batch, the queue is not usable and `problem` says why.
-
-    Raises:
-        CloudError: Batch does not answer or refuses.
+    contradicts Batch, the queue is not usable and `problem` says why. Raises CloudError.
     """
     if not batch.queues:
         found = describe_queues(None, client, deadline_seconds=deadline_seconds)
@@ -274,15 +263,10 @@ def training_queues(batch: BatchConfig, client: Any, *, deadline_seconds: float 
 
 
 def limit_to_queue_region(config: RunConfig, *, only_if_set: bool = True) -> RunConfig:
-    """Return the configuration with `batch.region` set and with prices limited to this region.
+    """Return the configuration with `batch.region` set and with prices limited to this region. Raises StoreError.
 
-    Args:
-        only_if_set: what to do if neither the configuration nor the AWS settings name a region. True returns the
-            configuration unchanged, because a container may not know the region. False uses the default region, as a
-            client does.
-
-    Raises:
-        StoreError: an AWS profile cannot be read.
+    If nothing names a region, `only_if_set` returns the configuration unchanged, because a container may not know the
+    region; otherwise the default region is used, as a client does.
     """
     region = config.batch.region
     if region is None:
@@ -295,7 +279,7 @@ def limit_to_queue_region(config: RunConfig, *, only_if_set: bool = True) -> Run
 
 
 def declaration_conflict(state: QueueState, declared: QueueConfig) -> str:
-    """Return a message on how a queue's entry in the configuration contradicts Batch, with a fix; "" if they agree."""
+    """Return how a queue's entry in the configuration contradicts Batch, with a fix; "" if they agree."""
     if state.market is not None and state.market != declared.market:
         kinds = ", ".join(dict.fromkeys(one.kind for one in state.compute_environments))
         conflict = f"queue {state.name} is declared {declared.market}, but its compute environments are {kinds}"
@@ -325,10 +309,9 @@ def _narrowed(state: QueueState, declared: QueueConfig) -> QueueState:
 
 
 def _common(declared: Sequence[str], offered: Sequence[str]) -> tuple[str, ...]:
-    """Return the instance types that are both declared and offered.
+    """Return the instance types that are both declared and offered; if one list is empty, the other one.
 
-    A declared family, such as g5, is replaced by its single types that Batch lists, such as g5.xlarge. If one of the
-    lists is empty, the other one is returned.
+    A declared family, such as g5, is replaced by its single types that Batch lists, such as g5.xlarge.
     """
     if not declared or not offered:
         return tuple(declared or offered)
@@ -367,12 +350,10 @@ _CPU, _FARGATE, _UNKNOWN, _GPU, _UNFIT = range(5)
 def lightest_queue(queues: Mapping[str, QueueState]) -> tuple[str, str] | None:
     """Choose the on-demand queue with the smallest sufficient machine for the steps around training.
 
-    A machine suffices if it has 5 GiB of memory or more and an x86-64 processor; both are read from the name of its
-    instance type. Queues with CPU machines are preferred, then Fargate (for which Metaflow needs one more IAM role),
-    then unknown machines, then machines with GPUs, then machines that do not suffice.
-
-    Returns:
-        (name, reason), the reason as text for the user; None if no on-demand queue accepts jobs.
+    A machine suffices if it has 5 GiB of memory or more and an x86-64 processor, by the name of its instance type.
+    Queues with CPU machines are preferred, then Fargate (for which Metaflow needs one more IAM role), unknown machines,
+    machines with GPUs, and machines that do not suffice. Returns (name, reason for the user), or None without an
+    on-demand queue.
     """
     able = [(name, queue) for name, queue in queues.items() if queue.usable and queue.market == "on_demand"]
     if not able:
@@ -394,11 +375,7 @@ def lightest_queue(queues: Mapping[str, QueueState]) -> tuple[str, str] | None:
 
 
 def has_gpus_only(queue: QueueState) -> bool:
-    """Return whether all machines of a queue have GPUs or other accelerators, so that light steps would waste them.
-
-    Machines with less than 5 GiB of memory or with an Arm processor do not count. The result is False if the queue's
-    instance types are unknown.
-    """
+    """Return whether all sufficient machines of a queue have accelerators, so that light steps would waste them."""
     return bool(queue.instance_types) and _rank(queue.instance_types)[0] == _GPU
 
 
@@ -407,10 +384,7 @@ def _rank_of(queue: QueueState) -> tuple[int, float]:
 
 
 def _rank(types: Iterable[str]) -> tuple[int, float]:
-    """Return (kind, vCPUs) of the best machine among the types. Machines without GPUs come first, then small ones.
-
-    The kind is _UNFIT if every type has less than 5 GiB or an Arm processor, and _UNKNOWN if there are no types.
-    """
+    """Return (kind, vCPUs) of the best machine among the types. Machines without GPUs come first, then small ones."""
     fit = [one for one in types if _gib(one) >= _LEAST_GIB and not is_arm(one)]
     found = [(_GPU if has_accelerator(one) else _CPU, _vcpus(one)) for one in fit]
     return min(found) if found else ((_UNFIT, 0.0) if list(types) else (_UNKNOWN, 0.0))
@@ -440,13 +414,9 @@ _JOBS_IN_A_REQUEST = 100
 
 
 def find_marked_jobs(queue: str, job_name: str, mark: str, client: Any, *, deadline_seconds: float = 20.0) -> list[str]:
-    """Return the ids of the queue's jobs that have this name and mark, in any state, oldest first.
+    """Return the ids of the queue's jobs that have this name and mark, in any state, oldest first. Raises CloudError.
 
-    Args:
-        mark: value of the job's parameter `MARK`, which is unique to one submit.
-
-    Raises:
-        CloudError: Batch does not answer or refuses.
+    mark: value of the job's parameter `MARK`, which is unique to one submit.
     """
     deadline = RequestDeadline.after(deadline_seconds)
     by_name = [{"name": "JOB_NAME", "values": [job_name]}]

@@ -140,7 +140,7 @@ def check_batch_image(context: PreflightContext) -> CheckFinding:
 
 
 def _metaflow_image() -> str:
-    """Return the image that Metaflow would use: the configured one, in the configured registry if its name has none."""
+    """Return Metaflow's configured image, in the configured registry if its name has none."""
     image, registry = (metaflow_setting(f"METAFLOW_BATCH_CONTAINER_{part}") for part in ("IMAGE", "REGISTRY"))
     host, slash, _ = image.partition("/")
     named = bool(slash) and ("." in host or ":" in host or host == "localhost")
@@ -237,7 +237,6 @@ def check_batch_metaflow(context: PreflightContext) -> CheckFinding:
 
 
 def _nodes_have_a_queue(context: PreflightContext, usable: Mapping[str, QueueState]) -> CheckFinding | None:
-    """Return a failure if the job has several nodes and no queue accepts multi-node jobs; else None."""
     cluster = context.config.cluster
     if cluster.nodes == "auto" or cluster.nodes == 1 or any(state.multi_node for state in usable.values()):
         return None
@@ -264,13 +263,9 @@ def _told(usable: Mapping[str, QueueState]) -> str:
 
 
 def _fargate(light: Mapping[str, QueueState]) -> list[str]:
-    """Return a note for each Fargate queue that cannot run steps because Fargate's execution role is not configured.
+    """Return a note for each Fargate queue that Metaflow cannot use without Fargate's execution role.
 
-    Args:
-        light: queues of the steps around training, by name.
-
-    Returns:
-        Notes. They do not fail the check, because `--with cloud` sends no step to such a queue.
+    Notes do not fail the check, because `--with cloud` sends no step to such a queue.
     """
     role = "METAFLOW_ECS_FARGATE_EXECUTION_ROLE"
     found = [name for name, state in light.items() if state.fargate and not metaflow_setting(role)]
@@ -293,13 +288,10 @@ def _kinds(state: QueueState) -> str:
 
 
 def _unanswered(said: str) -> CheckFinding:
-    """Return the finding for a failed request to describe the queues.
+    """Return the finding for a failed request to describe the queues, from the error's message.
 
-    On the launching machine the check fails: Metaflow makes the same request before each job, so the launch would fail
-    too. In a Batch container the check is skipped: a container submits no jobs, and its role may lack the permission.
-
-    Args:
-        said: message of the error, with a fix after "; fix: " if there is one.
+    On the launching machine the check fails: Metaflow makes the same request before each job. In a Batch container the
+    check is skipped: a container submits no jobs, and its role may lack the permission.
     """
     if "AWS_BATCH_JOB_ID" in os.environ:
         return CheckFinding.skipped(f"{said}; the launching machine has checked the queues")

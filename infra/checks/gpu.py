@@ -114,23 +114,17 @@ def check_gpu(context: PreflightContext) -> CheckFinding:
 def may_have_gpus(*, promised: int = 0, wanted: bool = False, by_tool: bool = True) -> bool:
     """Return whether this machine may have GPUs, by the placement, the configuration or signs on the machine itself.
 
-    Args:
-        promised: number of GPUs per node in the placement; 0 if none or unknown.
-        wanted: whether the configuration demands GPUs.
-        by_tool: whether nvidia-smi on the PATH counts as a sign. GPU images have it even on machines without a GPU.
+    promised: GPUs per node in the placement, 0 if unknown. wanted: the configuration demands GPUs. by_tool: nvidia-smi
+    on the PATH counts as a sign; GPU images have it even on machines without a GPU.
     """
     here = bool(gpu_files()) or (by_tool and shutil.which("nvidia-smi") is not None)
     return promised > 0 or wanted or (here and not gpus_hidden())
 
 
 def try_gpus(promised: int = 0) -> tuple[CheckFinding, int]:
-    """Compute an addition on each GPU with torch, in a child process.
+    """Compute an addition on each GPU with torch, in a child process. promised: as for `may_have_gpus`.
 
-    Args:
-        promised: number of GPUs per node in the placement; 0: none or unknown.
-
-    Returns:
-        The finding, passed if torch computes on every GPU, and the number of GPUs that torch found.
+    Returns the finding, passed if torch computes on every GPU, and the number of GPUs that torch found.
     """
     if gpus_hidden():
         hidden = f"CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']!r} hides all GPUs"
@@ -158,11 +152,7 @@ def has_kernels_for(capability: int, architectures: list[str]) -> bool:
 
     Machine code (sm_80) runs on GPUs with the same major and the same or a later minor version; with a suffix (sm_90a)
     it runs on exactly that version. Portable code (PTX, compute_80) runs on the same and all later versions (CUDA C++
-    Programming Guide, "Application Compatibility").
-
-    Args:
-        capability: compute capability × 10, such as 90 for 9.0.
-        architectures: result of torch.cuda.get_arch_list, such as sm_80 or compute_90.
+    Programming Guide, "Application Compatibility"). capability: compute capability × 10, such as 90 for 9.0.
     """
     for name in architectures:
         match = re.fullmatch(r"(sm|compute)_([0-9]+)([a-z]?)", name)
@@ -208,11 +198,7 @@ def _compare(driver: _Driver, answer: dict) -> CheckFinding:
 
 
 def _fix_of(said: str) -> str:
-    """Return the fix for an error message of torch.
-
-    Error 802 is cudaErrorSystemNotReady: the fabric manager is not ready.
-    """
-    if "802" in said or "system not yet initialized" in said:
+    if "802" in said or "system not yet initialized" in said:  # cudaErrorSystemNotReady
         return "start NVIDIA Fabric Manager of the driver's version: systemctl start nvidia-fabricmanager"
     if "too old" in said or "insufficient" in said:
         return f"upgrade the driver, or install torch for an older CUDA: {_WHEELS}"

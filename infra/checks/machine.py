@@ -73,7 +73,6 @@ def check_interfaces(context: PreflightContext) -> CheckFinding:
 
 
 def _ask(service: MetadataService) -> CheckFinding:
-    """Query the metadata service within one deadline for all requests, and return the finding."""
     limit = time.monotonic() + _ALL_ANSWERS_SECONDS
 
     def get(path: str, token: str) -> tuple[int, str]:
@@ -106,11 +105,6 @@ def _matches(variable: str, value: str, there: list[str]) -> bool:
 
     gloo takes names. NCCL takes prefixes, exclusions after '^', and exact names after '=' (NCCL user guide,
     "NCCL_SOCKET_IFNAME").
-
-    Args:
-        variable: GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME.
-        value: its value.
-        there: names of the interfaces of this machine.
     """
     if variable.startswith("GLOO"):
         return all(name.strip() in there for name in value.split(","))
@@ -216,7 +210,7 @@ def check_memory(context: PreflightContext) -> CheckFinding:
 
 
 def _cores() -> float:
-    """Return the number of cores that this process may use: the least of its affinity and its control group's quota."""
+    """Return the cores that this process may use: the least of its affinity and its control group's quota."""
     available = float(len(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else float(os.cpu_count() or 1)
     quota, period = (*_read("/sys/fs/cgroup/cpu.max").split(), "", "")[:2]  # version 2
     if not quota:

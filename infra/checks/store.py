@@ -188,10 +188,7 @@ def check_store_clock(context: PreflightContext) -> CheckFinding:
 def compare_clock(url: str, *, warned: float, refused: float) -> CheckFinding:
     """Compare this machine's clock with the Date header of a server's response.
 
-    Args:
-        url: address of the server.
-        warned: difference in seconds above which the check fails.
-        refused: difference in seconds above which the server rejects signed requests.
+    The check fails above a difference of `warned` seconds; above `refused` the server rejects signed requests.
     """
     before = time.time()
     try:
@@ -213,10 +210,7 @@ def compare_clock(url: str, *, warned: float, refused: float) -> CheckFinding:
 def _date_of(url: str) -> float:
     """Return the Unix time in the Date header of the response to a HEAD request; HTTP errors have one too.
 
-    Raises:
-        OSError: the server cannot be reached.
-        HTTPException: the response is not HTTP.
-        ValueError: the header is missing or not a date.
+    Raises OSError, HTTPException, or ValueError for a missing or unreadable header.
     """
     opener = urllib.request.build_opener(_NoRedirect)
     request = urllib.request.Request(url, method="HEAD")

@@ -1,8 +1,4 @@
-"""JSON schema of a configuration file, written to configs/schema.json for completion and checks in editors.
-
-The schema covers keys, types and ranges. Rules that involve several keys are checked only when a configuration is
-loaded.
-"""
+"""JSON schema of a configuration file: keys, types and ranges, for completion and checks in editors."""
 
 from __future__ import annotations
 
@@ -16,9 +12,8 @@ _DIALECT = "http://json-schema.org/draft-07/schema#"  # the newest that YAML lan
 
 
 def json_schema() -> dict[str, Any]:
-    """Return the schema with every reference ($ref) replaced by its definition.
-
-    Draft 7 of JSON schema ignores keywords beside a $ref, such as a section's default.
+    """Return the schema with every reference ($ref) replaced by its definition: draft 7 ignores keywords
+    beside a $ref.
     """
     generated = RunConfig.model_json_schema()
     tree = _inlined(generated, generated.get("$defs", {}))
@@ -32,7 +27,6 @@ def json_schema() -> dict[str, Any]:
 
 
 def schema_text() -> str:
-    """Return the content of configs/schema.json."""
     return json.dumps(json_schema(), indent=1, ensure_ascii=False) + "\n"
 
 

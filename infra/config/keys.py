@@ -33,11 +33,7 @@ class Entry:
     given_key: str  # key as the user wrote it; differs from `key` if the key was renamed
 
     def place_of(self, part: Node | None) -> SourceSpan:
-        """Return the location of `part`.
-
-        Args:
-            part: a node inside the value, such as an item of a list; None for the whole value.
-        """
+        """Return the location of a node inside the value, such as an item of a list; None: of the whole value."""
         return self.place if part is None else self.source.span_of(part)
 
 
@@ -54,9 +50,8 @@ def free_mappings() -> frozenset[str]:
 
 
 def mapping_of(key: str) -> str | None:
-    """Return the free mapping that contains a dotted key, such as workload_options for workload_options.width.
-
-    Returns None if the key is not a name in a free mapping.
+    """Return the free mapping that contains a dotted key, such as workload_options for
+    workload_options.width, or None.
     """
     parent, dot, name = key.rpartition(".")
     return parent if dot and parent in free_mappings() and OPTION_NAME.fullmatch(name) else None
@@ -85,17 +80,10 @@ def sections() -> dict[str, type[BaseModel]]:
 def collect_entries(
     node: Node | None, section: str, source: SourceText, origin: Origin, at: SourceSpan | None = None
 ) -> tuple[dict[str, Entry], list[Problem]]:
-    """Collect the values that a YAML node gives for a section of the configuration.
+    """Return the values that a YAML node gives for a section, by dotted key, and the problems of the keys.
 
-    Args:
-        node: content of the section; None or an empty node gives no values.
-        section: dotted name of the section; "" for the whole configuration.
-        source: text that contains the node.
-        origin: kind of the source.
-        at: location of the problem if the node is not a section; None: the node's own location.
-
-    Returns:
-        The entries by dotted key, and the problems of the keys: unknown, given twice, or not a name.
+    section: dotted name; "" for the whole configuration. at: location of the problem if the node is not a section;
+    None: the node's own location.
     """
     entries: dict[str, Entry] = {}
     problems: list[Problem] = []
@@ -204,15 +192,12 @@ ENVIRONMENT = f"environment {PREFIX}"  # prefix of sources and messages
 
 
 def environment_source(key: str) -> str:
-    """Return the source of a key that the environment sets, such as "environment EBBFLOW__MODEL__NUM_HEADS"."""
     return ENVIRONMENT + key.replace(".", "__").upper()
 
 
 def read_environment(environment: Mapping[str, str]) -> tuple[dict[str, Entry], list[Problem]]:
-    """Read all variables whose names begin with EBBFLOW__: EBBFLOW__MODEL__NUM_HEADS=8 sets model.num_heads.
-
-    Returns:
-        The entries by dotted key, in the order of the variables' names, and the problems.
+    """Read the variables named EBBFLOW__…: EBBFLOW__MODEL__NUM_HEADS=8 sets model.num_heads. Return entries and
+    problems.
     """
     entries: dict[str, Entry] = {}
     problems: list[Problem] = []
@@ -225,11 +210,7 @@ def read_environment(environment: Mapping[str, str]) -> tuple[dict[str, Entry], 
 
 
 def read_override(override: str) -> tuple[dict[str, Entry], list[Problem]]:
-    """Read one --set option, "key=value", or a whole section: "model={num_heads: 8}".
-
-    Returns:
-        The entries by dotted key, and the problems.
-    """
+    """Read one --set option, "key=value", or a whole section: "model={num_heads: 8}". Return entries and problems."""
     key, equals, value = override.partition("=")
     stripped = key.strip()
     if not equals or not stripped:
@@ -245,17 +226,9 @@ def override_name(override: str) -> str:
 
 
 def _read(key: str, written: str, value: str, name: str, origin: Origin) -> tuple[dict[str, Entry], list[Problem]]:
-    """Read the value of one key or section from an environment variable or a --set option.
+    """Read the value of one key or section from an environment variable or a --set option, called `name` in problems.
 
-    Args:
-        key: dotted key.
-        written: text before the equals sign, as the user wrote it.
-        value: text after the equals sign.
-        name: name of the source in problems, such as "--set model.num_heads=8".
-        origin: kind of the source.
-
-    Returns:
-        The entries by dotted key, and the problems.
+    written: text before the equals sign, as the user wrote it; value: the text after it.
     """
     source = SourceText(name, value, first_column=len(written) + 1, before=f"{written}=")
     if key in sections() or key in free_mappings():

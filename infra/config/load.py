@@ -57,10 +57,8 @@ _BLAME: dict[Origin | None, int] = {None: 0, "file": 1, "environment": 2, "set":
 
 
 def convert_entries(entries: Mapping[str, Entry]) -> tuple[dict[str, Any], list[Problem]]:
-    """Convert each value to the type that the schema expects.
-
-    Returns:
-        The converted values by dotted key, and a problem for each value that has another type.
+    """Convert each value to the type that the schema expects. Return the values by key, and a problem for each
+    mismatch.
     """
     values: dict[str, Any] = {}
     problems = []
@@ -78,13 +76,8 @@ def validate(
 ) -> tuple[RunConfig, list[Problem]]:
     """Check values against the schema's ranges and against the rules about several keys.
 
-    Args:
-        values: converted values by dotted key.
-        entries: sources of the values, which locate the problems.
-        unknown: keys whose intended value is unknown; rules about them are skipped.
-
-    Returns:
-        The configuration, with defaults in place of wrong values, and the problems.
+    Rules about a key in `unknown`, whose intended value is unknown, are skipped. Returns the configuration, with
+    defaults in place of wrong values, and the problems.
     """
     problems = []
     good = dict(values)
@@ -104,7 +97,7 @@ def validate(
 def _errors_by_key(error: ValidationError) -> dict[str, ErrorDetails]:
     """Return one pydantic error for each key with errors.
 
-    A union such as `int | Literal["auto"]` has an error per member. An exceeded limit is preferred to "not a valid
+    A union such as `int | Literal["auto"]` has an error per member; an exceeded limit is preferred to "not a valid
     choice".
     """
     found: dict[str, ErrorDetails] = {}
@@ -130,9 +123,8 @@ def _range_message(entry: Entry, details: ErrorDetails) -> tuple[str, str | None
 
 
 def _rule_problem(violation: Violation, entries: Mapping[str, Entry]) -> Problem:
-    """Return the problem of a broken rule, located at one of the rule's keys.
-
-    A key given with --set is preferred, then one from the environment, then one from the file.
+    """Return the problem of a broken rule, located at the key given with --set, else in the environment, else in the
+    file.
     """
     given = {key: _entry(key, entries) for key in violation.keys}
     blamed = max(violation.keys, key=lambda key: _rank(given[key]))  # the first one wins a tie
@@ -192,17 +184,10 @@ def load_config(
     cwd: Path | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> LoadedConfig:
-    """Load the configuration from a YAML file, the environment and overrides.
+    """Load the configuration from a YAML file, EBBFLOW__… variables and overrides; later ones win.
 
-    Args:
-        path: the YAML file, relative to `cwd`.
-        overrides: texts such as "model.num_heads=8"; later ones win, and all win over the environment and the file.
-        project_root: base of relative paths in the file.
-        cwd: base of all other relative paths; None: the current directory.
-        environment: variables, of which EBBFLOW__MODEL__NUM_HEADS=8 and the like win over the file; None: os.environ.
-
-    Raises:
-        ConfigError: the configuration has problems; the error has all of them.
+    `project_root` is the base of relative paths in the file, `cwd` (None: the current directory) of all others, that of
+    the file included. environment: None reads os.environ. Raises ConfigError with all problems of the configuration.
     """
     cwd = Path.cwd() if cwd is None else Path(cwd)
     file = Path(os.path.abspath(cwd / Path(path).expanduser()))
@@ -239,11 +224,7 @@ def _warn(line: str) -> None:
 def _read_entries(
     file: Path, given: Path | str, project_root: Path, cwd: Path
 ) -> tuple[dict[str, Entry], list[Problem], bool]:
-    """Read the configuration file.
-
-    Returns:
-        The entries by dotted key, the problems, and whether the file is a readable YAML mapping.
-    """
+    """Read the configuration file. Return entries, problems, and whether the file is a readable YAML mapping."""
     text, problems = _read(file, given, project_root, cwd)
     if text is None:
         return {}, problems, False
@@ -293,10 +274,7 @@ def _configs_there_are(file: Path, project_root: Path, cwd: Path) -> str:
 
 
 def _resolve_paths(values: dict[str, Any], entries: Mapping[str, Entry], *, project_root: Path, cwd: Path) -> None:
-    """Make the paths among `values` absolute, in place.
-
-    Empty values, special words such as "live", and addresses such as s3:// stay as they are; the rules check them.
-    """
+    """Make the paths among `values` absolute, in place; special words and addresses such as s3:// stay as they are."""
     values.setdefault("store", leaf_fields()["store"].default)
     for key, words in _PATHS.items():
         value = values.get(key)
@@ -341,9 +319,8 @@ DEFAULT = "default"
 
 
 def sources_of(entries: Mapping[str, Entry]) -> dict[str, str]:
-    """Return the source of each key's value, by dotted key in the schema's order.
-
-    A free mapping with values has one item for each name in it, such as workload_options.width.
+    """Return the source of each key's value, in the schema's order; a free mapping with values has one
+    for each name.
     """
     sources: dict[str, str] = {}
     for key in leaf_fields():
@@ -353,20 +330,13 @@ def sources_of(entries: Mapping[str, Entry]) -> dict[str, str]:
 
 
 def values_with_sources(config: Mapping[str, Any], sources: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Return a row {"key", "value", "source"} for each key in `sources`, in the same order.
-
-    Args:
-        config: the nested configuration as JSON; a key that it lacks gets the value null.
-        sources: source of each dotted key.
-    """
+    """Return a row {"key", "value", "source"} for each key in `sources`. config: the nested configuration as JSON."""
     return [{"key": key, "value": _at(config, key), "source": source} for key, source in sources.items()]
 
 
 def render_sources(rows: Sequence[Mapping[str, Any]], *, defaults: bool = True) -> str:
-    """Render one line per key: "model.num_layers  6  --set".
-
-    Args:
-        defaults: whether to show keys that have their default value.
+    """Render one line per key, "model.num_layers 6 --set"; without `defaults`, leave out keys that have
+    their default.
     """
     shown = [row for row in rows if defaults or row["source"] != DEFAULT]
     texts = [(row["key"], value_text(row["value"]), row["source"]) for row in shown]

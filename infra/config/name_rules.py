@@ -23,10 +23,9 @@ _PRICE_SOURCES = ("static", "live")
 
 
 def zone_prefix(region: str) -> str | None:
-    """Return the prefix of an AWS region's zone ids: use1 for us-east-1, apse2 for ap-southeast-2.
+    """Return the prefix of an AWS region's zone ids: use1 for us-east-1, apse2 for ap-southeast-2; None for no region.
 
-    AWS shortens each compass point and each other word to its first letter: southeast → se, central → c. Returns None
-    if `region` does not have the form of a region's name.
+    AWS shortens each compass point and each other word to its first letter: southeast → se, central → c.
     """
     match = _REGION.fullmatch(region)
     if match is None:

@@ -116,10 +116,7 @@ class Derived:
         return self._product(config, self.top) // self._product(config, self.bottom)
 
     def formula(self, config: RunConfig) -> str:
-        """Return a text such as "training.batch_size / (cluster.nodes × …) = 4 / (2 × 4) = 0.5".
-
-        Keys that are set to "auto" are omitted.
-        """
+        """Return a text such as "training.batch_size / (cluster.nodes × …) = 4 / (2 × 4) = 0.5"."""
         top, bottom = self._known(config, self.top), self._known(config, self.bottom)
         exact = self._product(config, self.top) / self._product(config, self.bottom)
         numbers = (

@@ -85,8 +85,8 @@ class SourceText:
 def parse(source: SourceText) -> tuple[Node | None, list[Problem]]:
     """Parse one YAML document into its graph of nodes.
 
-    Returns:
-        The root node (None for an empty document or after an error), and the problem that prevented parsing, if any.
+    Returns the root node (None for an empty document or after an error), and the problem that prevented parsing, if
+    any.
     """
     yaml = YAML(typ="safe", pure=True, plug_ins=[])
     yaml.composer.warn_double_anchors = False
@@ -132,10 +132,7 @@ def _syntax_problem(source: SourceText, error: MarkedYAMLError) -> Problem:
 
 
 class MismatchError(InfraError):
-    """A value that its key does not accept.
-
-    The message continues the name of the key: "must be a whole number, not …".
-    """
+    """A value that its key does not accept. The message continues the key's name: "must be a whole number, not …"."""
 
     outcome = Outcome.CONFIG
 
@@ -298,7 +295,6 @@ def _text_hint(text: str, expected: Expected, plain: bool) -> str | None:
 
 
 def _is_value_unquoted(text: str) -> bool:
-    """Return whether a quoted text would be a number, true, false or null without its quotes."""
     node, _ = parse(SourceText("", text))
     return isinstance(node, ScalarNode) and not isinstance(_interpret(node), str)
 
