@@ -19,14 +19,15 @@ from ebbflow.infra.store import Store
 from ebbflow.training.errors import GangError
 from ebbflow.training.launch import transport
 from ebbflow.training.launch.transport import (
+    FOLLOWER,
     SECRET_BYTES,
     Connection,
     Message,
     RollCallServer,
     StartSecret,
-    follower_proof,
     join_gang,
     new_nonce,
+    proof_of,
 )
 from tests.support.gangs import KNOWN, SECRET, free_port
 
@@ -82,7 +83,7 @@ def prove(door: Door, secret: bytes, nonces: tuple[str, str] | None = None) -> s
         stranger.sendall(line({"kind": "hello", "nonce": own, **HELLO}))
         challenge = answer(stranger)
         assert challenge["kind"] == "challenge" and set(challenge) == {"kind", "nonce", "proof"}
-        proof = follower_proof(secret, TOKEN, HELLO, nonces or (own, challenge["nonce"]))
+        proof = proof_of(FOLLOWER, secret, TOKEN, HELLO, nonces or (own, challenge["nonce"]))
         stranger.sendall(line({"kind": "proof", "proof": proof}))
         return answer(stranger)["kind"]
 

@@ -7,9 +7,8 @@
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, replace
 
 from ebbflow.infra.errors import Outcome
@@ -43,12 +42,8 @@ class StickyFlag:
         self._marked = self._now()
 
     @property
-    def seconds_since(self) -> float:
-        return self._now() - self._marked
-
-    @property
     def holds(self) -> bool:
-        return self.seconds_since < self._seconds
+        return self._now() - self._marked < self._seconds
 
 
 _WAIT_REPORT_SECONDS = 1.0  # between two messages that a node waits for its notice to expire
@@ -56,9 +51,7 @@ _LOOK_SECONDS = 0.02
 _WITNESS_SECONDS = 10.0  # older positions of ranks say nothing about the failure
 
 
-class Peers(ABC):
-    """Interface to the other nodes of a gang during a generation."""
-
+class _Peers:
     def __init__(self) -> None:
         self._orders: list[RankOrder] = []
         self._witnesses_wanted = False
@@ -76,53 +69,19 @@ class Peers(ABC):
 
     @property
     def store_wait_active(self) -> bool:
-        """Whether a rank of any node reported a wait for the store in the last seconds."""
+        """Whether a rank of any node reported a wait for the store in the last 3 s."""
         return self._store_wait.holds
 
-    @abstractmethod
-    def report(self, failure: WorkerFailure) -> None:
-        """Report a failure of one of this node's ranks, or a witness: the position of a rank that has not failed."""
 
-    @abstractmethod
-    def report_results(self, results: dict[int, dict]) -> None:
-        """Report the results of all ranks of this node, by rank."""
+class CoordinatorPeers(_Peers):
+    """Node 0's side: combines the reports of all nodes and decides how each generation of the attempt ended."""
 
-    @abstractmethod
-    def order(self, order: RankOrder) -> None:
-        """Ask the coordinator to give an order to all nodes, including this one."""
-
-    @abstractmethod
-    def waiting(self) -> None:
-        """Report that a rank of this node waits for the store."""
-
-    @abstractmethod
-    def poll(self) -> GenerationEnd | None:
-        """Return the end of the generation once it is decided."""
-
-    @abstractmethod
-    def keep_in_touch(self) -> None:
-        """Exchange pings while this node is busy, without acting on messages that arrive."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Close all connections."""
-
-
-class RollCall:
-    """Node 0's wait until all nodes have joined, and its connections to them for all generations of one attempt.
-
-    Attributes:
-        members: Connection to each joined node, by the node's number.
-        hellos: First message of each joined node, by the node's number.
-        order_of_lost_node: Order for the notice of a node whose machine was lost before that notice expired, else None.
-    """
-
-    def __init__(self, spec: GangSpec, secret: bytes) -> None:
-        self._spec = spec
-        self.members: dict[int, Connection] = {}
-        self.hellos: dict[int, Message] = {}
-        self.order_of_lost_node: RankOrder | None = None
-        self._server: RollCallServer | None = None
+    def __init__(self, spec: GangSpec, host: str, secret: bytes) -> None:
+        super().__init__()
+        self._spec, self._host = spec, host
+        self._members: dict[int, Connection] = {}  # nodes that have joined
+        self._hellos: dict[int, Message] = {}  # their first messages
+        self._server: RollCallServer | None = None  # until all nodes have joined
         if spec.nodes > 1:
             self._server = RollCallServer(
                 spec.main_address, spec.candidate_ports, spec.token, secret, spec.silence_seconds
@@ -130,105 +89,6 @@ class RollCall:
         self._number = 0
         self._waits: dict[int, tuple[float, RankOrder]] = {}  # node: (time.monotonic() of the wait's end, its notice)
         self._wait_announced = StickyFlag(_WAIT_REPORT_SECONDS)
-
-    def announce_generation(self, number: int) -> None:
-        """Send the number of the next generation to all nodes that have joined, and to each node that joins later."""
-        self._number = number
-        for connection in self.members.values():
-            connection.send({"kind": "generation", "generation": number})
-
-    def admit_nodes(self) -> None:
-        """Admit nodes that wish to join, without blocking."""
-        if self._server is not None:
-            self._server.admit(self._spec.nodes)
-            self._add_joined()
-
-    def roll_call(self, deadline_seconds: float, stopped: Callable[[], bool]) -> None:
-        """Wait until all nodes have joined, then until no node waits for a pending notice to expire.
-
-        Args:
-            deadline_seconds: Deadline for each of the two waits.
-            stopped: Function that returns whether this agent was asked to stop.
-
-        Raises:
-            GangError: a node is missing, was lost or is still waiting; or this agent was asked to stop.
-        """
-        if self._server is None:
-            return
-
-        def add_joined() -> bool:
-            self._add_joined()
-            return stopped()
-
-        try:
-            self._server.roll_call(self._spec.nodes, deadline_seconds, add_joined)
-        finally:  # nodes that have joined receive the end even if others are missing
-            self._add_joined()
-            self._server.close()
-            self._server = None
-        limit = time.monotonic() + deadline_seconds
-        while self._waits:
-            if stopped():
-                raise GangError("roll-call: this agent was asked to stop")
-            self._check_waits(deadline_seconds, limit)
-            now = time.monotonic()
-            self.announce_wait(max((until - now for until, _ in self._waits.values()), default=0.0))
-            for connection in self.members.values():
-                connection.keep_alive()
-            time.sleep(_LOOK_SECONDS)
-
-    def announce_wait(self, seconds: float) -> None:
-        """Send all nodes that have joined, at most once per second, the least time until the start, in seconds."""
-        if not self._wait_announced.holds:
-            self._wait_announced.mark()
-            for connection in self.members.values():
-                connection.send({"kind": "notice_wait", "seconds": max(seconds, 0.0)})
-
-    def record_wait(self, node: int, order: RankOrder) -> None:
-        """Record that a node waits `order.seconds` for its notice to expire; 0 seconds end the wait."""
-        self._waits[node] = (time.monotonic() + order.seconds, order)
-        if order.seconds <= 0:
-            del self._waits[node]
-
-    def close(self) -> None:
-        for connection in self.members.values():
-            connection.close()
-        if self._server is not None:
-            self._server.close()
-
-    def _add_joined(self) -> None:
-        for node, (connection, hello) in self._server.joined.items() if self._server is not None else ():
-            if (before := self.members.get(node)) is connection:
-                continue
-            if before is not None:  # the node's handshake timed out at its end, and it has joined again
-                before.close()
-                self._waits.pop(node, None)
-            self.members[node], self.hellos[node] = connection, hello
-            if "notice" in hello:
-                self.record_wait(node, RankOrder.from_json(hello["notice"]))
-            if self._number:
-                connection.send({"kind": "generation", "generation": self._number})
-
-    def _check_waits(self, deadline_seconds: float, limit: float) -> None:
-        for node, (_, order) in self._waits.items():
-            name = f"node {node} ({self.hellos[node]['host']})"
-            if closed := self.members[node].closed:
-                self.order_of_lost_node = order
-                raise GangError(f"roll-call: {name} was lost while it waited out its {order.cause}: {closed}")
-            if time.monotonic() > limit:
-                raise GangError(
-                    f"roll-call: {name} still waits out its {order.cause}, {deadline_seconds:g} s after all joined"
-                )
-
-
-class CoordinatorPeers(Peers):
-    """Node 0's side: combines the reports of all nodes and decides how each generation of the attempt ended."""
-
-    def __init__(self, spec: GangSpec, host: str, secret: bytes) -> None:
-        super().__init__()
-        self._spec, self._host = spec, host
-        self._roll_call = RollCall(spec, secret)
-        self._members, self._hellos = self._roll_call.members, self._roll_call.hellos
         self._failures: list[WorkerFailure] = []
         self._witnesses: dict[int, tuple[float, WorkerFailure]] = {}
         self._first_failure = float("inf")
@@ -255,46 +115,102 @@ class CoordinatorPeers(Peers):
         return self._started
 
     def keep_in_touch(self) -> None:
+        """Exchange pings while node 0 is busy, without acting on messages that arrive."""
         for connection in self._members.values():
             connection.keep_alive()
-        self._roll_call.announce_wait(0.0)
+        self._send_wait(0.0)
 
     def hosts(self, nodes: Sequence[int]) -> list[str]:
         return [self._host if node == 0 else self._hellos[node]["host"] for node in nodes]
 
     def announce_generation(self, number: int) -> None:
         """Send the number of the generation that is about to start to all followers, also to those that join later."""
-        self._roll_call.announce_generation(number)
+        self._number = number
+        self._broadcast({"kind": "generation", "generation": number})
 
     def admit_nodes(self) -> None:
         """Admit waiting followers and read their messages, without blocking."""
-        self._roll_call.admit_nodes()
+        if self._server is not None:
+            self._server.admit(self._spec.nodes)
+            self._add_joined()
         self._receive_all()
 
     def announce_wait(self, seconds: float) -> str:
         """Send the followers the time, in seconds, that node 0 will wait before the start. Return `leave_cause`."""
         self.admit_nodes()
-        self._roll_call.announce_wait(seconds)
+        self._send_wait(seconds)
         return self.leave_cause
 
     def roll_call(self, deadline_seconds: float, stopped: Callable[[], bool]) -> None:
-        """Wait until all followers have joined. Before later generations, return at once: they are still connected.
+        """Wait until all followers have joined, then until no node waits for a pending notice to expire.
+
+        Before later generations, return at once: the followers are still connected.
+
+        Args:
+            deadline_seconds: Deadline for each of the two waits.
+            stopped: Function that returns whether this agent was asked to stop.
 
         Raises:
-            GangError: a follower is missing or was lost, or a node was asked to stop.
+            GangError: a follower is missing, was lost or is still waiting; or a node was asked to stop.
         """
 
         def should_stop() -> bool:
+            self._add_joined()
             self._receive_all()
             return stopped() or bool(self.leave_cause)
 
-        if self._started is not None:
+        if self._server is None:
             return
         try:
-            self._roll_call.roll_call(deadline_seconds, should_stop)
-        finally:
-            if self._roll_call.order_of_lost_node is not None:  # its machine was reclaimed
-                self._leave_orders.append(self._roll_call.order_of_lost_node)
+            self._server.roll_call(self._spec.nodes, deadline_seconds, should_stop)
+        finally:  # nodes that have joined receive the end even if others are missing
+            self._add_joined()
+            self._server.close()
+            self._server = None
+        limit = time.monotonic() + deadline_seconds
+        while self._waits:
+            if should_stop():
+                raise GangError("roll-call: this agent was asked to stop")
+            self._check_waits(deadline_seconds, limit)
+            now = time.monotonic()
+            self._send_wait(max((until - now for until, _ in self._waits.values()), default=0.0))
+            time.sleep(_LOOK_SECONDS)
+
+    def _send_wait(self, seconds: float) -> None:
+        """Send all followers, at most once per second, the least time until the start, in seconds."""
+        if not self._wait_announced.holds:
+            self._wait_announced.mark()
+            self._broadcast({"kind": "notice_wait", "seconds": max(seconds, 0.0)})
+
+    def _record_wait(self, node: int, order: RankOrder) -> None:
+        """Record that a node waits `order.seconds` for its notice to expire; 0 ends the wait."""
+        self._waits[node] = (time.monotonic() + order.seconds, order)
+        if order.seconds <= 0:
+            del self._waits[node]
+
+    def _add_joined(self) -> None:
+        for node, (connection, hello) in self._server.joined.items() if self._server is not None else ():
+            if (before := self._members.get(node)) is connection:
+                continue
+            if before is not None:  # the node's handshake timed out at its end, and it has joined again
+                before.close()
+                self._waits.pop(node, None)
+            self._members[node], self._hellos[node] = connection, hello
+            if "notice" in hello:
+                self._record_wait(node, RankOrder.from_json(hello["notice"]))
+            if self._number:
+                connection.send({"kind": "generation", "generation": self._number})
+
+    def _check_waits(self, deadline_seconds: float, limit: float) -> None:
+        for node, (_, order) in self._waits.items():
+            name = f"node {node} ({self._hellos[node]['host']})"
+            if closed := self._members[node].closed:
+                self._leave_orders.append(order)  # its machine was reclaimed
+                raise GangError(f"roll-call: {name} was lost while it waited out its {order.cause}: {closed}")
+            if time.monotonic() > limit:
+                raise GangError(
+                    f"roll-call: {name} still waits out its {order.cause}, {deadline_seconds:g} s after all joined"
+                )
 
     def start(self, start: GenerationStart) -> None:
         self._started = start
@@ -325,14 +241,15 @@ class CoordinatorPeers(Peers):
             connection.close()
         nodes = self.nodes
         lost = [node for node in self._start.nodes if node not in nodes]
-        if lost and not self._enough_nodes_left():
+        if lost and not self._is_enough(self.nodes):
             culprit = "; ".join(self._describe_loss(node) for node in lost)
             return GenerationEnd(culprit=culprit, reason=EndReason.NODE_LOST)
         return nodes
 
     def give_up(self, end: GenerationEnd) -> GenerationEnd:
-        """Tell all followers that the gang ends, and return the end."""
-        return self._announce(end)
+        """Send the end of the generation, or of the gang, to all followers, and return it."""
+        self._broadcast({"kind": "verdict", **asdict(end)})
+        return end
 
     def report(self, failure: WorkerFailure) -> None:
         now = time.monotonic()
@@ -364,14 +281,17 @@ class CoordinatorPeers(Peers):
             self._receive(node, self._members[node])
             self._detect_loss(node)
         if self._first_failure < float("inf") and self._evidence_complete():
-            return self._announce(self._decide_end())
+            return self.give_up(self._decide_end())
         if len(self._finished) == len(self._start.nodes):
             end = end_from_results(self._finished, self._start.generation)
-            return self._announce(self._go_on_without_noticed(end))
+            return self.give_up(self._go_on_without_noticed(end))
         return None
 
     def close(self) -> None:
-        self._roll_call.close()
+        for connection in self._members.values():
+            connection.close()
+        if self._server is not None:
+            self._server.close()
 
     def _receive_all(self) -> None:
         for node, connection in self._members.items():
@@ -390,7 +310,7 @@ class CoordinatorPeers(Peers):
         if kind == "order":
             self.order(RankOrder.from_json(message))
         elif kind == "notice_wait":
-            self._roll_call.record_wait(node, RankOrder.from_json(message))
+            self._record_wait(node, RankOrder.from_json(message))
         elif self._started is None or message["generation"] != self._started.generation:
             return  # the message is about a generation that has ended
         elif kind == "failed":
@@ -403,7 +323,6 @@ class CoordinatorPeers(Peers):
             self.waiting()
 
     def _detect_loss(self, node: int) -> None:
-        """Report a failure if the node's connection has closed before its ranks have finished."""
         lost = self._members[node].closed and node not in self._finished
         if lost and not any(failure.killed_by == f"node {node}" for failure in self._failures):
             number = self._start.nodes.index(node)
@@ -412,7 +331,6 @@ class CoordinatorPeers(Peers):
             self.report(WorkerFailure(rank=first, node=number, message=text, killed_by=f"node {node}"))
 
     def _describe_loss(self, node: int) -> str:
-        """Return the message about a lost node, with its number in this generation as in its events and logs."""
         number, host = self._start.nodes.index(node), self._hellos[node]["host"]
         return f"node {number} ({host}) was lost: {self._members[node].closed}"
 
@@ -420,21 +338,19 @@ class CoordinatorPeers(Peers):
         end = self._go_on_without_noticed(end_from_failures(self._evidence()))
         if end.error == UnreliableReader.__name__ and not end.left_out:
             return self._go_on_without_reader(end)
-        if end.reason == EndReason.NODE_LOST and (self._enough_nodes_left() or self.leave_cause):
+        if end.reason == EndReason.NODE_LOST and (self._is_enough(self.nodes) or self.leave_cause):
             return replace(end, again=True)  # if all are to leave, `regroup` ends the gang
         return end
 
     def _go_on_without_noticed(self, end: GenerationEnd) -> GenerationEnd:
         """Return an end after which the nodes with a notice are left out; `end` itself if too few others remain.
 
-        All ranks have exited after the same step; if there was time for a save, the next generation repeats no step.
         SIGTERM does not count as a notice, since its sender may be about to signal all nodes.
         """
         noticed = {order.node for order in self._leave_orders if order.cause != SIGTERM}
-        least = self._spec.config["cluster"].get("min_nodes")
         if not noticed or 0 in noticed or len(noticed) < len({order.node for order in self._leave_orders}):
             return end
-        if least is None or len(set(self.nodes) - noticed) < least:
+        if not self._is_enough(set(self.nodes) - noticed):
             return end
         if end.outcome is not None and end.outcome.outcome != Outcome.INTERRUPTED:
             return end
@@ -445,14 +361,12 @@ class CoordinatorPeers(Peers):
         return replace(end, again=True, left_out=sorted(noticed))
 
     def _go_on_without_reader(self, end: GenerationEnd) -> GenerationEnd:
-        """Return an end after which the gang goes on without the node that reads commits wrongly; `end` if that is
-        impossible.
+        """Return an end after which the node that reads commits wrongly is left out, if enough others remain.
 
-        All nodes then start again with new processes. Node 0 is never left out: its agent is the coordinator.
+        Node 0 is never left out: its agent is the coordinator.
         """
         node = self._start.nodes[end.ranks[0] // self._spec.processes_per_node]
-        least = self._spec.config["cluster"].get("min_nodes")
-        if node == 0 or least is None or len(self.nodes) - 1 < least:
+        if node == 0 or not self._is_enough(set(self.nodes) - {node}):
             return end
         self._left_out.add(node)
         return replace(end, left_out=[node], fingerprint="")
@@ -463,24 +377,19 @@ class CoordinatorPeers(Peers):
         return time.monotonic() >= self._first_failure + settle_seconds(self._failures, all_heard=all_known)
 
     def _evidence(self) -> list[WorkerFailure]:
-        """Return all failures, and the witnesses of the last 10 s."""
         oldest = time.monotonic() - _WITNESS_SECONDS
         return self._failures + [witness for at, witness in self._witnesses.values() if at >= oldest]
 
-    def _enough_nodes_left(self) -> bool:
+    def _is_enough(self, nodes: Collection[int]) -> bool:
         least = self._spec.config["cluster"].get("min_nodes")
-        return least is not None and len(self.nodes) >= least
-
-    def _announce(self, end: GenerationEnd) -> GenerationEnd:
-        self._broadcast({"kind": "verdict", **asdict(end)})
-        return end
+        return least is not None and len(nodes) >= least
 
     def _broadcast(self, message: Message) -> None:
         for connection in self._members.values():
             connection.send(message)
 
 
-class FollowerPeers(Peers):
+class FollowerPeers(_Peers):
     """A follower's connection to node 0."""
 
     def __init__(
@@ -497,7 +406,7 @@ class FollowerPeers(Peers):
         """Join the gang.
 
         Args:
-            secret: Function that reads the secret of this start; it returns None if there is none yet.
+            secret: As in `join_gang`.
             pending_notice: Notice to this node that must expire before its ranks can start.
             opened: Called with the number of the generation that is about to start, as soon as node 0 sends it.
 
@@ -598,3 +507,6 @@ class FollowerPeers(Peers):
 
     def _send(self, kind: str, **content: object) -> None:
         self._connection.send({"kind": kind, "generation": self._generation, **content})
+
+
+Peers = CoordinatorPeers | FollowerPeers

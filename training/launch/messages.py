@@ -38,7 +38,6 @@ class GangSpec:
         run: Metaflow's run id. Without Metaflow, the job's name.
         attempt: Metaflow's retry count of the step, 0 at first. `ebbflow certify` counts its own restarts instead.
         node: Number of this node.
-        nodes: Number of nodes.
         main_address: Address at which node 0's agent listens.
         config: `RunConfig.model_dump(mode="json")`.
         prepared: Result of the workload's `prepare`, with its fingerprint.
@@ -81,12 +80,8 @@ class GangSpec:
 
     @property
     def silence_seconds(self) -> float:
-        """Seconds without a message after which another node counts as lost.
-
-        This is `survival.hang_floor_seconds`, limited to 4 to 20 s: a machine that is only busy must not count as lost.
-        """
-        floor_seconds = self.survival.hang_floor_seconds
-        return min(_LONGEST_SILENCE_SECONDS, max(_SHORTEST_SILENCE_SECONDS, floor_seconds))
+        """Seconds without a message after which another node counts as lost: the hang floor, but 4 to 20 s."""
+        return min(_LONGEST_SILENCE_SECONDS, max(_SHORTEST_SILENCE_SECONDS, self.survival.hang_floor_seconds))
 
     @property
     def survival(self) -> SurvivalConfig:
@@ -97,11 +92,10 @@ class GangSpec:
 class WorkerSpec:
     """Specification for one rank. Rank and world size come from torchrun's environment variables.
 
+    The attributes that are not listed here have the meaning that `GangSpec` gives them.
+
     Attributes:
-        run, attempt, promised_gpus: As in `GangSpec`.
         candidates: Keys of commits to restore from, newest first; empty for a start from scratch.
-        config: `RunConfig.model_dump(mode="json")`.
-        prepared: Result of the workload's `prepare`, with its fingerprint.
         rehearse: Fault to inject (`ebbflow.training.rehearse.Fault.to_json`) that has not happened in this job yet.
         overrides: Changes to the configuration ordered by guards (`ebbflow.training.guards.overrides`).
         colocated_ranks: Number of ranks that share this machine's cores.
@@ -148,12 +142,7 @@ class WorkerSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class GangOutcome:
-    """Result of a gang that ended without a failure.
-
-    Attributes:
-        outcome: Value of `ebbflow.infra.errors.Outcome`.
-        goes_on: Whether the other nodes continue without this one.
-    """
+    """Result of a gang that ended without a failure. `goes_on`: whether the other nodes continue without this one."""
 
     outcome: str
     step: int
@@ -178,10 +167,9 @@ _LEAVE_AT, _CAUSE, _NODE, _SAVES, _FIELDS = range(5)
 
 @dataclass(frozen=True, kw_only=True)
 class RankOrder:
-    """Order to all ranks: to save and exit, or to save and continue.
+    """Order to all ranks: to save and exit within `seconds`, or to save and continue if these are infinite.
 
     Attributes:
-        seconds: Time in which the ranks must exit; infinite if they only save.
         cause: One of CAUSES.
         node: Node whose notice or signal caused the order.
     """
@@ -206,8 +194,8 @@ class RankOrder:
 class OrderRecord:
     """Record of the orders to a node's ranks, in shared memory.
 
-    The agent creates and writes the file; each rank reads it once per step, which takes less than 1 µs. Reads need no
-    lock, because there is one writer and each field is one aligned 8-byte integer.
+    The agent writes the file; each rank reads it once per step, which takes less than 1 µs. Reads need no lock, because
+    there is one writer and each field is one aligned 8-byte integer.
     """
 
     def __init__(self, path: Path) -> None:
@@ -289,7 +277,6 @@ class GenerationEnd:
     """End of a generation: an `outcome` that all ranks agreed on, or a failure.
 
     Attributes:
-        outcome: Outcome without a failure; None after a failure.
         culprit: Message that names the rank or node that caused the failure.
         reason: `EndReason`, or the value of the outcome.
         ranks: Ranks that caused the failure or are stopped; they are killed first.
@@ -385,36 +372,32 @@ def end_from_failures(evidence: Sequence[WorkerFailure]) -> GenerationEnd:
 
 
 def end_from_results(finished: Mapping[int, dict[int, dict]], generation: int) -> GenerationEnd:
-    """Return the end of a generation whose ranks have all finished.
-
-    It is the outcome that all ranks report, or a failure if their reports differ.
+    """Return the end of a generation whose ranks have all finished: the outcome that all report, or a failure if they
+    differ.
 
     Args:
         finished: Result of each rank, by node and rank.
     """
     results = {rank: result for node in finished.values() for rank, result in node.items()}
-    first = results[0]
-    strays = [rank for rank, result in sorted(results.items()) if _ending(result) != _ending(first)]
-    if strays:
-        culprit = f"ranks did not end alike: rank 0 {_ending(first)}, rank {strays[0]} {_ending(results[strays[0]])}"
-        return GenerationEnd(
-            culprit=culprit, reason=EndReason.RANK_FAILED, fingerprint="ranks did not end alike", again=True
-        )
-    outcome = GangOutcome(
-        outcome=Outcome(first["outcome"]).value,
-        step=int(first["step"]),
-        generation=generation,
-        weights_sha256=first.get("weights_sha256"),
-        message=first.get("message", ""),
-    )
-    return GenerationEnd(outcome=outcome, reason=outcome.outcome)
+    endings = {
+        rank: (result["outcome"], int(result["step"]), result.get("weights_sha256"))
+        for rank, result in sorted(results.items())
+    }
+    for rank, ending in endings.items():
+        if ending != endings[0]:
+            unlike = "ranks did not end alike"
+            culprit = f"{unlike}: rank 0 {endings[0]}, rank {rank} {ending}"
+            return GenerationEnd(culprit=culprit, reason=EndReason.RANK_FAILED, fingerprint=unlike, again=True)
+    outcome, step, sha256 = endings[0]
+    message = results[0].get("message", "")
+    ended = GangOutcome(outcome=outcome, step=step, generation=generation, weights_sha256=sha256, message=message)
+    return GenerationEnd(outcome=ended, reason=outcome)
 
 
 def end_if_unaffordable(start: GenerationStart, step: int) -> GangOutcome | None:
     """Return the outcome BUDGET if the rest of the budget only covers a last save; None if ranks may start.
 
-    Args:
-        step: Step of the newest commit.
+    `step` is the step of the newest commit.
     """
     message = "" if start.terms is None else Terms.from_json(start.terms).out_of_money()
     if not message:
@@ -426,7 +409,3 @@ def _fingerprint(culprit: Culprit) -> str:
     failure = culprit.failure
     external = failure.stopped or (failure.killed_by in _EXTERNAL_SIGNALS and not failure.memory_kill)
     return f"{culprit.fingerprint} in step {culprit.step}" if external else culprit.fingerprint
-
-
-def _ending(result: dict) -> tuple[str, int, str | None]:
-    return result["outcome"], int(result["step"]), result.get("weights_sha256")

@@ -13,10 +13,9 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
 from ebbflow.infra.config.schema import CheckpointConfig, SurvivalConfig
 from ebbflow.infra.events import NOTICE, NOTICE_SOURCES
@@ -33,6 +32,7 @@ from ebbflow.infra.notices import (
 )
 from ebbflow.training.launch.evidence import SLOW, WorkerFailure
 from ebbflow.training.launch.logs import print_line
+from ebbflow.training.launch.membership import Peers
 from ebbflow.training.launch.messages import GangSpec, OrderRecord, RankOrder
 from ebbflow.training.launch.workers import WorkerGroup
 
@@ -47,38 +47,6 @@ def seconds_until_expired(notice: Notice) -> float:
     return max(notice.ends_at + STALE_SECONDS - time.monotonic(), 0.0)
 
 
-class PendingNotices:
-    """Notices that this node received before its ranks start. The ranks start only after these notices have expired.
-
-    Attributes:
-        open: Whether the node is still waiting, so that new notices are added to these.
-    """
-
-    def __init__(self) -> None:
-        self.open = False
-        self._waiting: list[Notice] = []
-        self._unrecorded: list[Notice] = []
-
-    def take(self, notices: Sequence[Notice]) -> list[Notice]:
-        """Add the notices that an earlier attempt may have received already, and return all others."""
-        pending = [notice for notice in notices if may_be_repeated(notice)]
-        self._waiting += pending
-        self._unrecorded += pending
-        return [notice for notice in notices if notice not in pending]
-
-    @property
-    def soonest(self) -> Notice | None:
-        """The pending notice that takes effect first; None if all have expired."""
-        expired = time.monotonic() - STALE_SECONDS
-        self._waiting = [notice for notice in self._waiting if notice.ends_at >= expired]
-        return min(self._waiting, key=lambda notice: notice.ends_at, default=None)
-
-    def take_unrecorded(self) -> list[Notice]:
-        """Return the pending notices that no earlier call has returned; they are to be recorded as events."""
-        unrecorded, self._unrecorded = self._unrecorded, []
-        return unrecorded
-
-
 _CAUSES = {
     NoticeSource.SIGNAL: "SIGTERM",
     NoticeSource.METADATA: "spot interruption notice",
@@ -89,13 +57,6 @@ _GRACE_SECONDS = 30.0  # after the deadline of an order to exit; ranks that are 
 _FIRST_LOOK_SECONDS = 2.0
 _LOOK_SECONDS = 0.1
 _COORDINATOR_SECONDS = 1.0  # for the coordinator's order after a report; afterwards this node acts alone
-
-
-class OrderChannel(Protocol):
-    """Sender and receiver of orders between nodes; `ebbflow.training.launch.membership.Peers` implements it."""
-
-    def order(self, order: RankOrder) -> None: ...
-    def orders(self) -> list[RankOrder]: ...
 
 
 class Drain:
@@ -118,7 +79,10 @@ class Drain:
         self._signalled_at: float | None = None
         self._sources_reported = False
         self._unsent: list[Notice] = []  # neither recorded as an event nor sent yet
-        self._pending = PendingNotices()
+        # Notices that this node received before its ranks start. The ranks start only after these have expired.
+        self._pending: list[Notice] = []
+        self._waits = False  # new such notices are pending too
+        self._unrecorded: list[Notice] = []  # pending and not recorded as an event yet
         self._ordered: list[tuple[float, RankOrder]] = []  # (time.monotonic() of arrival, order of the coordinator)
         self._own: RankOrder | None = None  # order for the first notice to this node
         self._gone: set[int] = set()  # nodes that were left out, whose notices no longer matter
@@ -140,22 +104,29 @@ class Drain:
         """Look for a notice that must expire before this node starts its ranks.
 
         Args:
-            longest_seconds: Longest wait. A notice that expires later leaves enough time for training, so the ranks
-                start at once.
+            longest_seconds: Longest wait. If a notice expires later, the ranks start at once, since they have time to
+                train.
 
         Returns:
             Order with the seconds to wait and the notice's cause; None if the ranks may start.
         """
         self._watcher.wait_for_first_poll(_FIRST_LOOK_SECONDS)
-        self._pending.open = True
+        self._waits = True
         self._receive()
         waits = [seconds_until_expired(one) for one in self._unsent if may_be_repeated(one)]
-        if min(waits, default=float("inf")) <= longest_seconds:
-            self._unsent = self._pending.take(self._unsent)
-            if (soonest := self._pending.soonest) is not None:
-                return RankOrder(seconds=seconds_until_expired(soonest), cause=_CAUSES[soonest.source], node=self._node)
-        self._act_on_pending()
+        if min(waits, default=float("inf")) <= longest_seconds and (soonest := self._take_pending()) is not None:
+            return RankOrder(seconds=seconds_until_expired(soonest), cause=_CAUSES[soonest.source], node=self._node)
+        self._act_on_unsent()
         return None
+
+    def _take_pending(self) -> Notice | None:
+        """Add new notices to the pending ones. Return the one that takes effect first; None if all have expired."""
+        taken = [notice for notice in self._unsent if may_be_repeated(notice)]
+        self._unsent = [notice for notice in self._unsent if notice not in taken]
+        self._unrecorded += taken
+        expired = time.monotonic() - STALE_SECONDS
+        self._pending = [notice for notice in self._pending + taken if notice.ends_at >= expired]
+        return min(self._pending, key=lambda notice: notice.ends_at, default=None)
 
     def wait_out_notices(self, meanwhile: Callable[[float], str]) -> str:
         """Wait until all pending notices have expired, including those that arrive during the wait.
@@ -168,7 +139,7 @@ class Drain:
             "" if this node's ranks may start, else the reason why not.
         """
         announced, why = False, ""
-        while not why and (soonest := self._pending.soonest) is not None:
+        while not why and (soonest := self._take_pending()) is not None:
             going = f"this machine is going away in {soonest.seconds_left:.0f} s"
             if not announced:
                 announced = True
@@ -179,24 +150,19 @@ class Drain:
                 why += f", and {going}"
             time.sleep(_LOOK_SECONDS)
             self._receive()
-            self._unsent = self._pending.take(self._unsent)
         if announced and not why:
             print_line(f"node {self._node}: the notice has expired and this machine is still there: starting")
-        self._act_on_pending()
+        self._take_pending()
+        self._act_on_unsent()
         return why
 
-    def _act_on_pending(self) -> None:
-        """Act on the notices that were received during the wait; from now on act on new notices at once."""
-        self._pending.open = False
+    def _act_on_unsent(self) -> None:
+        self._waits = False
         for notice in self._unsent:
             self._act_on_notice(notice)
 
     def forget_nodes(self, nodes: Collection[int]) -> None:
-        """Drop the orders that nodes outside of the next generation caused.
-
-        Args:
-            nodes: Nodes that were left out, by their numbers in `GangSpec.node`.
-        """
+        """Drop the orders that these nodes caused, since they take no part in the next generation."""
         self._gone |= set(nodes)
         self._ordered = [(came_at, order) for came_at, order in self._ordered if order.node not in self._gone]
         leave_at = [came_at + order.seconds for came_at, order in self._ordered if order.leave]
@@ -207,12 +173,9 @@ class Drain:
         if time.monotonic() <= self._leave_at + _GRACE_SECONDS:
             return []
         text = f"asked to leave ({self.cause}) and still running {_GRACE_SECONDS:g} s after its deadline"
-        return [
-            WorkerFailure(rank=worker.rank, message=text, hung=True, certainty=SLOW, node=self._node,
-                          step=worker.beat.step, phase=worker.beat.phase, timestamp=time.time())
-            for worker in group.workers
-            if worker.process.poll() is None
-        ]  # fmt: skip
+        late = {"message": text, "hung": True, "certainty": SLOW, "node": self._node, "timestamp": time.time()}
+        alive = [worker for worker in group.workers if worker.process.poll() is None]
+        return [WorkerFailure(rank=one.rank, step=one.beat.step, phase=one.beat.phase, **late) for one in alive]
 
     @property
     def cause(self) -> str:
@@ -231,13 +194,13 @@ class Drain:
                 self._record.write(replace(order, seconds=came_at + order.seconds - time.monotonic()))
         return path
 
-    def forward_orders(self, channel: OrderChannel, emit: Callable[..., object]) -> None:
+    def forward_orders(self, peers: Peers, emit: Callable[..., object]) -> None:
         """Report new notices to the coordinator, and pass the coordinator's orders on to the ranks."""
         self._receive()
         self._report_sources(emit)
         for order in self.record_notices(emit):
-            channel.order(order)
-        for order in channel.orders():
+            peers.order(order)
+        for order in peers.orders():
             if order.node in self._gone:  # sent before its node was left out
                 continue
             now = time.monotonic()
@@ -246,25 +209,26 @@ class Drain:
                 self._leave_at = min(self._leave_at, now + order.seconds)
             if self._record is not None:
                 self._record.write(order)
-        self._order_without_coordinator()
-        if time.monotonic() >= self._machine_ends_at:  # a rehearsed notice ends the machine at its time
+        now = time.monotonic()
+        # The coordinator's order may be late: without an order, the ranks of this node could not save in time.
+        if self._own is not None and self._record is not None and now >= self._act_alone_at:
+            self._record.write(replace(self._own, seconds=self._leave_at - now))
+        if now >= self._machine_ends_at:  # a rehearsed notice ends the machine at its time
             os.kill(os.getpid(), signal.SIGKILL)
 
     def record_pending(self, emit: Callable[..., object]) -> None:
         """Record new pending notices as events, without delay, since the machine may soon be lost."""
-        for notice in self._pending.take_unrecorded():
-            self._emit_notice(notice, None, emit, waits=True)
+        while self._unrecorded:
+            self._emit_notice(self._unrecorded.pop(0), None, emit, waits=True)
 
     def record_notices(self, emit: Callable[..., object]) -> list[RankOrder]:
         """Record new notices as events, and return the orders for them."""
-        orders = []
         self.record_pending(emit)
-        for notice in self._unsent:
-            order = self._order_for(notice)
+        orders = [(notice, self._order_for(notice)) for notice in self._unsent]
+        for notice, order in orders:
             self._emit_notice(notice, order, emit)
-            orders += [] if order is None else [order]
         self._unsent.clear()
-        return orders
+        return [order for _, order in orders if order is not None]
 
     def close(self) -> None:
         self._watcher.close()
@@ -276,7 +240,7 @@ class Drain:
             news.append(Notice(source=NoticeSource.SIGNAL, action=LEAVE, heard_at=at, ends_at=at + self._stop_seconds))
         for notice in news:
             self._unsent.append(notice)
-            if not (self._pending.open and may_be_repeated(notice)):
+            if not (self._waits and may_be_repeated(notice)):
                 self._act_on_notice(notice)
             if notice.source is NoticeSource.REHEARSAL:
                 self._machine_ends_at = min(self._machine_ends_at, notice.ends_at)
@@ -288,12 +252,6 @@ class Drain:
             self._own_leave_at = min(self._own_leave_at, now + order.seconds)
             self._leave_at = min(self._leave_at, self._own_leave_at)
             self._own, self._act_alone_at = self._own or order, min(self._act_alone_at, now + _COORDINATOR_SECONDS)
-
-    def _order_without_coordinator(self) -> None:
-        """Order this node's ranks to exit if the coordinator has not done so in time, so that they can still save."""
-        now = time.monotonic()
-        if self._own is not None and self._record is not None and now >= self._act_alone_at:
-            self._record.write(replace(self._own, seconds=self._leave_at - now))
 
     def _order_for(self, notice: Notice) -> RankOrder | None:
         """Return the order for a notice; None if the configuration ignores rebalance recommendations."""
@@ -310,10 +268,9 @@ class Drain:
     ) -> None:
         left = None if notice.ends_at == float("inf") else round(notice.seconds_left, 3)
         does = "wait" if waits else "nothing" if order is None else "leave" if order.leave else "save"
-        now = time.monotonic()
         emit(
             NOTICE,
-            at=(time.time() - (now - notice.heard_at), notice.heard_at),
+            at=(time.time() - (time.monotonic() - notice.heard_at), notice.heard_at),
             source=notice.source.value,
             action=notice.action,
             seconds_left=left,
@@ -321,12 +278,9 @@ class Drain:
             does=does,
             detail=notice.detail,
         )
-        if waits:
-            return
-        time_left = "" if left is None else f", {left:.0f} s left"
-        print_line(
-            f"node {self._node}: notice by {notice.source.value}: {notice.action}{time_left}; the gang is to {does}"
-        )
+        if not waits:
+            what = notice.action if left is None else f"{notice.action}, {left:.0f} s left"
+            print_line(f"node {self._node}: notice by {notice.source.value}: {what}; the gang is to {does}")
 
     def _report_sources(self, emit: Callable[..., object]) -> None:
         for problem in self._watcher.problems():
@@ -334,8 +288,7 @@ class Drain:
             print_line(f"node {self._node}: notices may be missed: {problem}")
         if not self._sources_reported and (decided := self._watcher.source_problems()) is not None:
             self._sources_reported = True
-            emit(NOTICE_SOURCES, watched=[name for name, absent in decided.items() if not absent], absent={
-                name: absent for name, absent in decided.items() if absent
-            })  # fmt: skip
-            if "hop limit" in (absent := decided.get(NoticeSource.METADATA, "")):
-                print_line(f"node {self._node}: spot interruption notices cannot be received: {absent}")
+            absent = {name: why for name, why in decided.items() if why}
+            emit(NOTICE_SOURCES, watched=[name for name in decided if name not in absent], absent=absent)
+            if "hop limit" in (why := decided.get(NoticeSource.METADATA, "")):
+                print_line(f"node {self._node}: spot interruption notices cannot be received: {why}")

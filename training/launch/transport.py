@@ -37,7 +37,7 @@ from ebbflow.training.errors import GangError, TrainingError
 SECRET_BYTES = 32
 LARGEST_GREETING_BYTES = 4096  # per message before the handshake has ended
 HANDSHAKE_SECONDS = 5.0  # from the connection to the welcome
-_COORDINATOR, _FOLLOWER = "node 0", "follower"
+COORDINATOR, FOLLOWER = "node 0", "follower"
 _NONCE_BYTES = 32
 _LONGEST_REFUSAL = 4096
 
@@ -46,14 +46,15 @@ def new_nonce() -> str:
     return secrets.token_hex(_NONCE_BYTES)
 
 
-def coordinator_proof(secret: bytes, token: str, hello: Mapping[str, Any], nonces: tuple[str, str]) -> str:
-    """Return node 0's answer to a follower's hello. `nonces` are the follower's nonce and node 0's."""
-    return _proof(_COORDINATOR, secret, token, hello, nonces)
+def proof_of(role: str, secret: bytes, token: str, hello: Mapping[str, Any], nonces: tuple[str, str]) -> str:
+    """Return the HMAC with which one side proves that it knows the secret.
 
-
-def follower_proof(secret: bytes, token: str, hello: Mapping[str, Any], nonces: tuple[str, str]) -> str:
-    """Return a follower's answer to node 0's nonce."""
-    return _proof(_FOLLOWER, secret, token, hello, nonces)
+    Args:
+        role: COORDINATOR for node 0's answer to a follower's hello, FOLLOWER for a follower's answer to node 0's nonce.
+        nonces: the follower's nonce and node 0's.
+    """
+    covered = json.dumps([role, token, *nonces, dict(hello)], sort_keys=True, separators=(",", ":"))
+    return hmac.new(secret, covered.encode(), hashlib.sha256).hexdigest()
 
 
 def is_proof(given: object, expected: str) -> bool:
@@ -72,15 +73,11 @@ class StartSecret:
         self._store, self._key = job_store, secret_key(run, attempt)
 
     def publish(self, secret: bytes) -> None:
-        """Write the secret to the store; if the store is a folder, only this user can read it. Raises StoreError."""
+        """Write the secret to the store; if the store is a folder, only this user can read it."""
         self._store.put(self._key, secret.hex().encode(), private=True)
 
     def refuse(self, error: TrainingError) -> None:
-        """Replace the secret by node 0's error, so that followers do not wait for a start that will not happen.
-
-        The refusal is not deleted: another start uses another key. If the store fails, followers wait until their
-        deadline.
-        """
+        """Replace the secret by node 0's error, so that followers do not wait for a start that will not happen."""
         refusal = {"refused": str(error)[:_LONGEST_REFUSAL], "outcome": error.outcome.value}
         with contextlib.suppress(InfraError):
             self._store.put(self._key, json.dumps(refusal).encode(), private=True)
@@ -120,17 +117,12 @@ def _refusal(content: str) -> GangError:
         return GangError("node 0 refused the start", curable=False)
 
 
-def _proof(role: str, secret: bytes, token: str, hello: Mapping[str, Any], nonces: tuple[str, str]) -> str:
-    covered = json.dumps([role, token, *nonces, dict(hello)], sort_keys=True, separators=(",", ":"))
-    return hmac.new(secret, covered.encode(), hashlib.sha256).hexdigest()
-
-
 # Ports below Linux's default ephemeral range (32768-60999), so that no outgoing connection uses one of them.
 _FIRST, _COUNT = 20_000, 12_000
 
 
 def control_ports(run: str, attempt: int, *, tries: int = 8) -> list[int]:
-    """Return the ports to try, in order. The list depends only on run and attempt, so all nodes have the same one."""
+    """Return the ports to try, in order. They depend only on run and attempt, so all nodes get the same ones."""
     digest = hashlib.sha256(f"{run}/{attempt}".encode()).digest()
     return [_FIRST + int.from_bytes(digest[2 * i : 2 * i + 2], "big") % _COUNT for i in range(tries)]
 
@@ -191,8 +183,8 @@ class Connection:
         self._buffer = bytearray()
         self._searched = 0  # bytes of the buffer known to contain no line end
         self.largest_bytes = largest_bytes
-        self._put_back: list[Message] = []
-        self._unsent = bytearray()
+        self.put_back: list[Message] = []
+        self.unsent = bytearray()
         self._awake = AwakeClock(now)
         self._received_at = 0.0  # awake seconds
         self._pinged = float("-inf")
@@ -201,26 +193,21 @@ class Connection:
     def send(self, message: Message) -> None:
         """Queue a message, and send as much of the queue as the kernel accepts without blocking.
 
-        Later calls of this object send the rest. If more than 16 MiB are unsent, the peer counts as lost, and the queue
-        is dropped.
+        Later calls send the rest. If more than 16 MiB are unsent, the peer counts as lost, and the queue is dropped.
         """
         if not self.closed:
-            self._unsent += json.dumps(message).encode() + b"\n"
+            self.unsent += json.dumps(message).encode() + b"\n"
             self._write()
-        if self.unsent_bytes > LARGEST_MESSAGE_BYTES:
-            self.closed = self.closed or "it does not read its messages"
+        if len(self.unsent) > LARGEST_MESSAGE_BYTES:
+            self.refuse("it does not read its messages")
         if self.closed:
-            self._unsent.clear()
-
-    @property
-    def unsent_bytes(self) -> int:
-        return len(self._unsent)
+            self.unsent.clear()
 
     def receive(self) -> list[Message]:
-        """Return the complete messages that have arrived, without pings: at most 1,000 per call."""
+        """Return the complete messages that have arrived, at most 1,000, without pings."""
         self._read()
         self._write()
-        messages, self._put_back = self._put_back, []
+        messages, self.put_back = self.put_back, []
         for _ in range(_MESSAGES_PER_LOOK):
             end = self._buffer.find(b"\n", self._searched)
             if end < 0:
@@ -233,12 +220,8 @@ class Connection:
                 messages.append(self._parse(line))
         return [message for message in messages if message.get("kind") != "ping"]
 
-    def push_back(self, messages: list[Message]) -> None:
-        """Put messages back, to be returned first by the next `receive`."""
-        self._put_back = messages
-
     def refuse(self, reason: str) -> None:
-        """Mark the connection as closed for this reason, unless it is closed already."""
+        """Close the connection for this reason, unless it is closed already."""
         self.closed = self.closed or reason
 
     def keep_alive(self) -> None:
@@ -254,13 +237,13 @@ class Connection:
     def close(self) -> None:
         """Close the connection, after at most 1 s in which queued messages are sent."""
         limit = time.monotonic() + _CLOSE_SECONDS
-        while self._unsent and not self.closed and time.monotonic() < limit:
+        while self.unsent and not self.closed and time.monotonic() < limit:
             select.select([], [self._socket], [], _CLOSE_SECONDS)
             self._write()
         self._socket.close()
 
     def _parse(self, line: bytes) -> Message:
-        """Parse a line. If it is no valid message, refuse the peer and return a ping, which `receive` ignores."""
+        """Parse a line. If it is no valid message, refuse the peer and return a ping."""
         message = None
         if not _is_deep(line):
             with contextlib.suppress(ValueError, RecursionError):
@@ -271,16 +254,16 @@ class Connection:
         return {"kind": "ping"}
 
     def _write(self) -> None:
-        while self._unsent and not self.closed:
+        while self.unsent and not self.closed:
             try:
-                sent = self._socket.send(self._unsent)
+                sent = self._socket.send(self.unsent)
             except BlockingIOError:
                 return
             except OSError as error:
                 self._read(LARGEST_MESSAGE_BYTES)  # messages that the peer sent before it closed are still valid
                 self.refuse(f"connection lost: {error.strerror or error}")
                 return
-            del self._unsent[:sent]
+            del self.unsent[:sent]
 
     def _read(self, most_bytes: int = _BYTES_PER_LOOK) -> None:
         """Read up to about `most_bytes` without blocking; the rest stays in the buffers of kernel and peer."""
@@ -307,7 +290,6 @@ class Connection:
 
 
 def _is_deep(line: bytes) -> bool:
-    """Return whether the JSON in a line is nested deeper than DEEPEST_MESSAGE, without parsing it."""
     if line.count(b"[") + line.count(b"{") <= DEEPEST_MESSAGE:
         return False
     depth = 0
@@ -320,14 +302,6 @@ def _is_deep(line: bytes) -> bool:
 
 @dataclass
 class _Caller:
-    """Connection during its handshake.
-
-    Attributes:
-        source: IP address of the peer.
-        until: time.monotonic() by which the handshake must have ended.
-        nonces: The follower's nonce and node 0's; "" before they are known.
-    """
-
     connection: Connection
     source: str
     until: float
@@ -360,53 +334,39 @@ class RollCallServer:
         self._callers: list[_Caller] = []
 
     def admit(self, nodes: int) -> None:
-        """Accept connections and advance all handshakes without blocking, and keep joined connections alive.
-
-        Args:
-            nodes: Number of nodes of the gang.
-        """
+        """Accept connections and advance all handshakes without blocking, and keep joined connections alive."""
         for connection, _ in self.joined.values():
             connection.keep_alive()
         self._accept()
-        now, waiting = time.monotonic(), []
-        for caller in self._callers:
-            if now > caller.until:
+        for caller in list(self._callers):
+            if time.monotonic() > caller.until:
                 caller.connection.refuse("its handshake timed out")
             if caller.connection.closed:
                 caller.connection.close()
-            elif not self._admit(caller, nodes):
-                waiting.append(caller)
-        self._callers = waiting
+            if caller.connection.closed or self._admit(caller, nodes):
+                self._callers.remove(caller)
 
     def roll_call(
         self, nodes: int, deadline_seconds: float, stopped: Callable[[], bool] = lambda: False
     ) -> dict[int, tuple[Connection, Message]]:
-        """Wait until all followers have joined.
-
-        Args:
-            nodes: Number of nodes of the gang.
-            stopped: Function that returns whether this agent was asked to stop.
-
-        Returns:
-            Connection and hello of each follower, by its number.
+        """Wait until all followers have joined, and return `joined`.
 
         Raises:
-            GangError: a follower is missing (the message names it), or this agent was asked to stop.
+            GangError: a follower is missing (the message names it), or `stopped` returned True.
         """
-        joined = self.joined
         limit = time.monotonic() + deadline_seconds
-        while len(joined) < nodes - 1:
+        while len(self.joined) < nodes - 1:
             if stopped():
                 raise GangError("roll-call: this agent was asked to stop")
             if time.monotonic() > limit:
-                missing = sorted(set(range(1, nodes)) - set(joined))
+                missing = ", ".join(f"node {node}" for node in range(1, nodes) if node not in self.joined)
                 raise GangError(
-                    f"roll-call: {len(joined) + 1} of {nodes} nodes joined within {deadline_seconds:g} s on port "
-                    f"{self.port}; missing: {', '.join(f'node {node}' for node in missing)}"
+                    f"roll-call: {len(self.joined) + 1} of {nodes} nodes joined within {deadline_seconds:g} s on port "
+                    f"{self.port}; missing: {missing}"
                 )
             self.admit(nodes)
             time.sleep(_LOOK_SECONDS)
-        return joined
+        return self.joined
 
     def close(self) -> None:
         """Accept no further followers; joined connections stay open."""
@@ -443,10 +403,10 @@ class RollCallServer:
             if kind == "hello" and not caller.hello and _is_hello(message, nodes):
                 caller.nonces = (message.pop("nonce"), new_nonce())
                 caller.hello = message
-                proof = coordinator_proof(self._secret, self._token, caller.hello, caller.nonces)
+                proof = proof_of(COORDINATOR, self._secret, self._token, caller.hello, caller.nonces)
                 peer.send({"kind": "challenge", "nonce": caller.nonces[1], "proof": proof})
                 continue
-            expected = follower_proof(self._secret, self._token, caller.hello, caller.nonces)
+            expected = proof_of(FOLLOWER, self._secret, self._token, caller.hello, caller.nonces)
             if kind == "proof" and caller.hello and is_proof(message.get("proof"), expected):
                 peer.largest_bytes = LARGEST_MESSAGE_BYTES
                 peer.send({"kind": "welcome"})
@@ -483,7 +443,6 @@ def join_gang(
     """Connect to node 0 as a follower, and return the connection after a successful handshake.
 
     Args:
-        address: Address of node 0.
         ports: Ports to try, in order.
         token: `GangSpec.token`.
         hello: First message to node 0, with number and host name of this node.
@@ -537,12 +496,12 @@ def _shake_hands(connection: Connection, token: str, hello: Message, secret: byt
         for at, message in enumerate(messages):
             if message["kind"] == "challenge" and not nonces[1] and is_nonce(message.get("nonce")):
                 nonces = (nonces[0], message["nonce"])
-                if not is_proof(message.get("proof"), coordinator_proof(secret, token, hello, nonces)):
+                if not is_proof(message.get("proof"), proof_of(COORDINATOR, secret, token, hello, nonces)):
                     return False
-                connection.send({"kind": "proof", "proof": follower_proof(secret, token, hello, nonces)})
+                connection.send({"kind": "proof", "proof": proof_of(FOLLOWER, secret, token, hello, nonces)})
             elif message["kind"] == "welcome" and nonces[1]:
                 # The number of the generation may have arrived with the welcome.
-                connection.push_back(messages[at + 1 :])
+                connection.put_back = messages[at + 1 :]
                 connection.largest_bytes = LARGEST_MESSAGE_BYTES
                 return True
             else:
@@ -552,7 +511,6 @@ def _shake_hands(connection: Connection, token: str, hello: Message, secret: byt
 
 
 def _bind_first(address: str, ports: Sequence[int], purpose: str) -> socket.socket:
-    """Return a socket bound to the first free port. Raises GangError if none is free."""
     for port in ports:
         bound = socket.socket()
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
