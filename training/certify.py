@@ -176,25 +176,15 @@ def _parts(value: Any) -> Iterator[bytes]:
 
 @dataclass(frozen=True, kw_only=True)
 class CertifiedRun:
-    """The record of one run, for the comparison with others.
+    """The record of one run, for the comparison with others."""
 
-    Attributes:
-        interruption: key of INTERRUPTIONS, or UNINTERRUPTED.
-        steps: number and figures (loss, gradient norm, tokens, learning rate) of each step; a repeated step occurs
-            again.
-        samples: (rank, first sample, SHA-256 of the batch) of each batch.
-        starts: number of times that the gang was started.
-        generations: number of generations that took steps.
-        resumed: the step from which each restore continued.
-    """
-
-    interruption: str
+    interruption: str  # key of INTERRUPTIONS, or UNINTERRUPTED
     outcome: GangOutcome
-    steps: list[tuple[int, dict[str, Any]]]
-    samples: list[tuple[int, int, str]]
-    starts: int
-    generations: int
-    resumed: list[int]
+    steps: list[tuple[int, dict[str, Any]]]  # number and figures of each step; a repeated step occurs again
+    samples: list[tuple[int, int, str]]  # (rank, first sample, SHA-256 of the batch) of each batch
+    starts: int  # number of times that the gang was started
+    generations: int  # number of generations that took steps
+    resumed: list[int]  # the step from which each restore continued
 
 
 def certified_run(config: RunConfig, prepared: dict, folder: Path, interruption: str) -> CertifiedRun:

@@ -13,17 +13,11 @@ LONGEST_TRACEBACK = 256 * 1024
 
 
 class TrainingError(Exception):
-    """A failure of training.
+    """A failure of training."""
 
-    Attributes:
-        outcome: the outcome of a job that ends with this error.
-        curable: whether a new attempt may succeed. If False, the next start would fail in the same way.
-        end_reason: the reason recorded for the end of the gang.
-    """
-
-    outcome: Outcome = Outcome.FAILED
-    curable: bool = True
-    end_reason: EndReason = EndReason.RANK_FAILED
+    outcome: Outcome = Outcome.FAILED  # the outcome of a job that ends with this error
+    curable: bool = True  # whether a new attempt may succeed. If False, the next start would fail in the same way
+    end_reason: EndReason = EndReason.RANK_FAILED  # the reason recorded for the end of the gang
 
 
 class CheckpointError(TrainingError):
@@ -39,7 +33,7 @@ class NoRoom(CheckpointError):
 class CorruptCommit(CheckpointError):
     """A commit whose stored bytes differ from the bytes that were saved: flipped, truncated, swapped or missing.
 
-    Attributes:
+    Args:
         object_key: the key of the damaged data object; "" if the manifest or another record is damaged.
         chunk: the index of the damaged chunk in that object; None if the whole object is missing or has a wrong size.
     """
@@ -50,29 +44,20 @@ class CorruptCommit(CheckpointError):
 
 
 class CorruptOverride(CorruptCommit):
-    """An unreadable override: a guard's instruction to later starts, such as to skip samples.
-
-    Without it, the next start would train on samples that the guard excluded.
-    """
+    """An unreadable override: without this instruction of a guard, the next start would train on excluded samples."""
 
     curable = False
     end_reason = EndReason.STORE
 
 
 class UnreliableReader(CheckpointError):
-    """A process that read damaged bytes from a commit that another process or node read correctly.
-
-    The message names the node and the rank.
-    """
+    """A process that read damaged bytes from a commit that another process or node read correctly."""
 
     end_reason = EndReason.STORE
 
 
 class NothingToRestore(CheckpointError):
-    """A job whose commits all fail to restore.
-
-    Starting from scratch would lose them, so the user has to ask for it.
-    """
+    """A job whose commits all fail to restore. Starting from scratch would lose them, so the user has to ask for it."""
 
     outcome = Outcome.NO_RESTORE
     curable = False
@@ -84,27 +69,18 @@ class RefusedCommit(CheckpointError):
 
 
 class NoSigningKey(CheckpointError):
-    """A signing key whose environment variable is missing, empty or too short.
-
-    The message names the variable, never its value.
-    """
+    """A signing key whose environment variable, which the message names, is missing, empty or too short."""
 
     outcome = Outcome.CONFIG
     curable = False
 
 
 class MisplacedCommit(CorruptCommit):
-    """A sound manifest that is stored under the key of another step or generation.
-
-    The same manifest may also be stored under its own key and be in use there.
-    """
+    """A sound manifest that is stored under the key of another step or generation."""
 
 
 class RolledBack(CheckpointError):
-    """A store whose newest commit is older than the newest commit in the job's events.
-
-    Continuing would lose the steps between the two, so the user has to accept that.
-    """
+    """A store whose newest commit is older than the newest commit in the job's events."""
 
     outcome = Outcome.ROLLED_BACK
     curable = False
@@ -131,10 +107,7 @@ class TwoLaunchers(DamagedLineage):
 
 
 class GenerationSuperseded(CheckpointError):
-    """A gang that still runs although the job has started a newer generation.
-
-    Commits that it makes from then on would never be used.
-    """
+    """A gang that still runs although the job has started a newer generation. Its later commits would never be used."""
 
     curable = False
 
@@ -154,10 +127,7 @@ class WorkloadError(TrainingError):
 
 
 class ParallelError(TrainingError):
-    """A parallel mode that this gang or machine does not support.
-
-    The message names the configuration key, the arithmetic and the fix.
-    """
+    """A parallel mode that this gang or machine does not support. The message has the key, the reason and the fix."""
 
     outcome = Outcome.CONFIG
     curable = False
@@ -172,10 +142,7 @@ class DivergenceError(TrainingError):
 
 
 class RankNotStarted(TrainingError):
-    """A node that could not start its ranks because disk space or processes ran out.
-
-    The message names the node and the cause.
-    """
+    """A node that could not start its ranks because disk space or processes ran out."""
 
     end_reason = EndReason.ROLL_CALL
 
@@ -183,8 +150,7 @@ class RankNotStarted(TrainingError):
 class DeviceUnavailable(TrainingError):
     """GPUs that should be available on this machine but that the ranks cannot use.
 
-    The message names the reason and the fix. A new attempt on the same image would fail in the same way. Training on
-    the CPU instead would still be billed as a machine with GPUs.
+    Training on the CPU instead would still be billed as a machine with GPUs.
     """
 
     outcome = Outcome.CONFIG
@@ -193,53 +159,35 @@ class DeviceUnavailable(TrainingError):
 
 
 class AgentFailure(TrainingError):
-    """An exception in a node's agent while it watched its ranks.
-
-    The message names the node, the exception and its location.
-    """
+    """An exception in a node's agent while it watched its ranks."""
 
     end_reason = EndReason.AGENT_FAILED
 
 
 class StartAnew(TrainingError):
-    """The deliberate end of a gang, to start the ranks again with an instruction from a guard.
-
-    The instruction is an override in the job's store; see `training/guards/overrides.py`.
-    """
+    """The deliberate end of a gang, to start the ranks again with an override (see `training/guards/overrides.py`)."""
 
 
 class Rewind(StartAnew):
-    """The end of a gang because the last steps went wrong.
-
-    The next start restores an older commit and skips the samples that were read after it.
-    """
+    """The end of a gang because steps went wrong: the next start restores an older commit and skips samples."""
 
     end_reason = EndReason.REWIND
 
 
 class MicroBatchTooLarge(StartAnew):
-    """The end of a gang because a micro-batch does not fit into memory.
-
-    The next start uses more micro-batches per step. The message names the rank and the new number.
-    """
+    """The end of a gang because a micro-batch does not fit into memory: the next start splits a step further."""
 
     end_reason = EndReason.SPLIT
 
 
 class MemoryGrowth(StartAnew):
-    """The end of a gang because a rank's memory would soon have run out.
-
-    The state was saved before. The next start continues from it in new processes.
-    """
+    """The end of a gang, after a save, because a rank's memory would soon have run out: new processes continue."""
 
     end_reason = EndReason.RENEWAL
 
 
 class BatchCannotBeSplit(TrainingError):
-    """A batch that runs out of memory and cannot be split further, for example because each micro-batch is one sample.
-
-    The message has the arithmetic and other settings that save memory.
-    """
+    """A batch that runs out of memory and cannot be split further, as when each micro-batch is one sample."""
 
     outcome = Outcome.CONFIG
     curable = False
@@ -254,10 +202,9 @@ class TooManyRewinds(TrainingError):
 class GangError(TrainingError):
     """A gang that ended before its work was done. The message names the culprit.
 
-    Attributes:
-        user_code: True if an exception in the user's code ended the gang; False if a process or machine was lost.
-        curable: `curable` of the exception that ended the gang; True if there was none.
-        outcome: `outcome` of the exception that ended the gang; FAILED if there was none.
+    Args:
+        user_code: whether an exception in the user's code ended the gang, not the loss of a process or machine.
+        curable, outcome: those of the exception that ended the gang.
     """
 
     def __init__(
@@ -276,20 +223,14 @@ def error_class(name: str) -> type[TrainingError]:
 
 
 def describe_exception(error: BaseException) -> str:
-    """Return `error` as "Type: text", shortened to about `LONGEST_MESSAGE` characters.
-
-    Works even if its `__str__` raises.
-    """
+    """Return `error` as "Type: text", shortened; works even if its `__str__` raises."""
     if isinstance(error, SystemExit):
         return f"SystemExit: the program called sys.exit({_text_of(error)}) before the training was done"
     return bounded_text(f"{type(error).__name__}: {_text_of(error)}")
 
 
 def describe_traceback(error: BaseException) -> str:
-    """Return the traceback of `error`, shortened to about `LONGEST_TRACEBACK` characters.
-
-    Works even if its `__str__` raises.
-    """
+    """Return the traceback of `error`, shortened; works even if its `__str__` raises."""
     try:
         lines = traceback.format_exception(error)
     except Exception:
@@ -299,10 +240,7 @@ def describe_traceback(error: BaseException) -> str:
 
 
 def bounded_text(text: str, limit: int = LONGEST_MESSAGE) -> str:
-    """Return `text` as valid UTF-8, shortened in the middle if it has more than `limit` characters.
-
-    A shortened text has its first 3/4 × `limit` characters, a note, and its last 1/4 × `limit` characters.
-    """
+    """Return `text` as valid UTF-8. If it has more than `limit` characters, a note replaces its middle."""
     if len(text) > limit:
         first, last = limit * 3 // 4, limit // 4
         text = f"{text[:first]}\n[{len(text) - first - last} characters left out]\n{text[-last:]}"

@@ -25,25 +25,15 @@ from ebbflow.training.peer_sockets import LARGEST_ROW_BYTES, MOST_RANKS, PeerSoc
 
 @dataclass(frozen=True, kw_only=True)
 class Gang:
-    """One rank's identity in its gang, and its means to exchange data with the other ranks.
+    """One rank's identity in its gang, and its means to exchange data with the other ranks."""
 
-    Attributes:
-        rank: the number of this rank, from 0 to `world_size` - 1.
-        world_size: the number of ranks.
-        ranks_per_node: the number of ranks on each node. Consecutive ranks share a node, as with torchrun.
-        device: the device of this rank's model.
-        store: the gang's key-value store, for messages outside collectives; None without torchrun's environment.
-        peers: direct connections to the other ranks, for small rows; None if the process group is used for them.
-        device_note: a message if GPUs of this machine remain unused, else "".
-    """
-
-    rank: int = 0
-    world_size: int = 1
-    ranks_per_node: int = 1
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    store: Store | None = None
-    peers: PeerSockets | None = None
-    device_note: str = ""
+    rank: int = 0  # the number of this rank, from 0 to `world_size` - 1
+    world_size: int = 1  # the number of ranks
+    ranks_per_node: int = 1  # the number of ranks on each node. Consecutive ranks share a node, as with torchrun
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))  # the device of this rank's model
+    store: Store | None = None  # for messages outside collectives; None without torchrun's environment
+    peers: PeerSockets | None = None  # for small rows; None if the process group is used for them
+    device_note: str = ""  # a message if GPUs of this machine remain unused, else ""
 
     @property
     def alone(self) -> bool:

@@ -17,15 +17,10 @@ from ebbflow.training.launch.messages import OrderRecord
 
 @dataclass(frozen=True)
 class Position:
-    """A point between two steps of a job.
+    """A point between two steps of a job."""
 
-    Attributes:
-        step: the number of steps taken.
-        cursor: the index of the next sample to read, counted over all ranks and epochs.
-    """
-
-    step: int = 0
-    cursor: int = 0
+    step: int = 0  # the number of steps taken
+    cursor: int = 0  # the index of the next sample to read, counted over all ranks and epochs
 
     def next(self, samples: int) -> Position:
         return Position(self.step + 1, self.cursor + samples)
@@ -33,18 +28,12 @@ class Position:
 
 @dataclass(frozen=True)
 class LoopResult:
-    """The result of the training loop, the same on all ranks.
-
-    Attributes:
-        step: the last step that was taken.
-        message: the reason if the loop stopped early, else "".
-        weights_sha256: the hash of the final weights; None if it was not computed.
-    """
+    """The result of the training loop, the same on all ranks."""
 
     outcome: Outcome
-    step: int
-    message: str = ""
-    weights_sha256: str | None = None
+    step: int  # the last step that was taken
+    message: str = ""  # the reason if the loop stopped early, else ""
+    weights_sha256: str | None = None  # the hash of the final weights; None if it was not computed
 
 
 _LEAVING_SECONDS = 2.0  # reserved between the last save and the exit of the process

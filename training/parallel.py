@@ -267,23 +267,14 @@ def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Checkpoi
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """A model distributed over the ranks.
+    """A model distributed over the ranks."""
 
-    Attributes:
-        model: the module to call; its hooks reduce gradients over the ranks.
-        module: the module without wrappers, for saving and hashing.
-        copies: the number of copies of the model over all ranks.
-        reduce_once: whether sharded gradients are reduced only after the last micro-batch of a step.
-        compiled: whether the units are compiled.
-        compression: the gradient compression of DDP; None in other modes.
-    """
-
-    model: nn.Module
-    module: nn.Module
-    copies: int
-    reduce_once: bool = True
-    compiled: bool = False
-    compression: Compression | None = None
+    model: nn.Module  # the module to call; its hooks reduce gradients over the ranks
+    module: nn.Module  # the module without wrappers, for saving and hashing
+    copies: int  # the number of copies of the model over all ranks
+    reduce_once: bool = True  # whether sharded gradients are reduced only after the last micro-batch of a step
+    compiled: bool = False  # whether the units are compiled
+    compression: Compression | None = None  # the gradient compression of DDP; None in other modes
 
     @contextmanager
     def gradients(self, *, last: bool) -> Iterator[None]:

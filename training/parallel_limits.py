@@ -22,32 +22,20 @@ _COMPILERS = {"CXX": ("g++", "clang++"), "CC": ("gcc", "cc", "clang")}
 
 @dataclass(frozen=True, kw_only=True)
 class RankLayout:
-    """The ranks over which a model will be distributed.
+    """The ranks over which a model will be distributed."""
 
-    Attributes:
-        ranks: the number of ranks.
-        ranks_per_node: the number of ranks on each node.
-        gpu: True for NCCL on GPUs, False for gloo on CPUs.
-        parameters: the number of the model's parameters; None if unknown.
-    """
-
-    ranks: int
-    ranks_per_node: int
-    gpu: bool
-    parameters: int | None = None
+    ranks: int  # the number of ranks
+    ranks_per_node: int  # the number of ranks on each node
+    gpu: bool  # True for NCCL on GPUs, False for gloo on CPUs
+    parameters: int | None = None  # the number of the model's parameters; None if unknown
 
 
 @dataclass(frozen=True)
 class UnsupportedOption:
-    """An option that is not supported here.
+    """An option that is not supported here."""
 
-    Attributes:
-        message: the option's key, and the reason with its arithmetic.
-        fix: an option to use instead.
-    """
-
-    message: str
-    fix: str
+    message: str  # the option's key, and the reason with its arithmetic
+    fix: str  # an option to use instead
 
     def __str__(self) -> str:
         return f"{self.message}; fix: {self.fix}"

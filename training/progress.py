@@ -83,25 +83,16 @@ _INTERVAL_SECONDS = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class Status:
-    """The figures of one progress line.
-
-    Attributes:
-        tokens: the weight of this step's batch over all ranks, in the unit of the workload.
-        flops: the floating point operations of this step over all ranks.
-        spent_usd: US dollars that the job has cost so far.
-        last_commit_step: the step of the newest commit; None if there is none.
-        at_risk_usd: US dollars spent since the last commit; None if unknown.
-        drag: a description of the current slowdown, or "".
-    """
+    """The figures of one progress line."""
 
     step: int
     loss: float
-    tokens: float
-    flops: float
-    spent_usd: float
-    last_commit_step: int | None
-    at_risk_usd: float | None = None
-    drag: str = ""
+    tokens: float  # the weight of this step's batch over all ranks, in the unit of the workload
+    flops: float  # the floating point operations of this step over all ranks
+    spent_usd: float  # US dollars that the job has cost so far
+    last_commit_step: int | None  # the step of the newest commit; None if there is none
+    at_risk_usd: float | None = None  # US dollars spent since the last commit; None if unknown
+    drag: str = ""  # a description of the current slowdown, or ""
 
 
 class Progress:

@@ -182,23 +182,14 @@ class RehearsalError(InfraError):
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """A fault to inject.
+    """A fault to inject."""
 
-    Attributes:
-        kind: a key of `KINDS`.
-        fraction: the share of `max_steps` (0 to 1) after which it fires; None if `step` is given.
-        step: the step after which it fires; None if `fraction` is given.
-        node: the number of the target node; None for the last node, or if `rank` is given.
-        rank: the number of the target rank; None for the last rank, or if `node` is given.
-        seconds: for a notice, the time until the node is killed; for a slow step, the delay.
-    """
-
-    kind: str
-    fraction: float | None = None
-    step: int | None = None
-    node: int | None = None
-    rank: int | None = None
-    seconds: float | None = None
+    kind: str  # a key of `KINDS`
+    fraction: float | None = None  # the share of `max_steps` (0 to 1) after which it fires; None if `step` is given
+    step: int | None = None  # the step after which it fires; None if `fraction` is given
+    node: int | None = None  # the number of the target node; None for the last node, or if `rank` is given
+    rank: int | None = None  # the number of the target rank; None for the last rank, or if `node` is given
+    seconds: float | None = None  # for a notice, the time until the node is killed; for a slow step, the delay
 
     @classmethod
     def parse(cls, text: str) -> Fault:

@@ -116,17 +116,11 @@ _OWN_PHASES = frozenset({"data", "forward"})
 
 @dataclass(frozen=True)
 class Reporter:
-    """Reporter of one rank's phases to its agent, of its time to the ledger, and of its events.
+    """Reporter of one rank's phases to its agent, of its time to the ledger, and of its events."""
 
-    Attributes:
-        clock: assigns time to ledger classes.
-        emit: takes (name, step=, flush=, **data).
-        beat: takes (step, phase) and writes the rank's heartbeat; does nothing without an agent.
-    """
-
-    clock: Clock
-    emit: Callable[..., object]
-    beat: Callable[[int, str], None] = lambda step, phase: None
+    clock: Clock  # assigns time to ledger classes
+    emit: Callable[..., object]  # takes (name, step=, flush=, **data)
+    beat: Callable[[int, str], None] = lambda step, phase: None  # writes a heartbeat
     _at: list[tuple[str, int]] = field(default_factory=lambda: [("init", 0)])
     _on_close: list[Callable[[], object]] = field(default_factory=list)
 

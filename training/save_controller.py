@@ -14,14 +14,14 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import nn
 
 from ebbflow.infra.config.schema import CheckpointConfig
 from ebbflow.infra.events import COMMIT_SKIPPED, INTERVAL, LedgerClass
 from ebbflow.infra.reliability import GammaHazard, PlannedHazard, daly_interval_seconds, expected_loss
+from ebbflow.training.checkpoint import Checkpointer
 from ebbflow.training.limits import Limits, Position, Stop
 from ebbflow.training.parallel import Spread
 from ebbflow.training.reporter import Reporter
@@ -38,23 +38,14 @@ _STEPS_TO_COMPARE = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """The optimal save interval and the figures it was computed from.
+    """The optimal save interval and the figures it was computed from."""
 
-    Attributes:
-        seconds: the interval.
-        stall_seconds: the time that training stops for one save.
-        slow_down_seconds: the time that one upload costs by slowing down steps.
-        upload_seconds: the longest recent time until a save was durable.
-        hazard_per_hour: expected interruptions per hour.
-        predicted_loss: the share of the time that is lost to saves and repeated steps, from 0 to 1.
-    """
-
-    seconds: float
-    stall_seconds: float
-    slow_down_seconds: float
-    upload_seconds: float
-    hazard_per_hour: float
-    predicted_loss: float
+    seconds: float  # the interval
+    stall_seconds: float  # the time that training stops for one save
+    slow_down_seconds: float  # the time that one upload costs by slowing down steps
+    upload_seconds: float  # the longest recent time until a save was durable
+    hazard_per_hour: float  # expected interruptions per hour
+    predicted_loss: float  # the share of the time that is lost to saves and repeated steps, from 0 to 1
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -197,115 +188,6 @@ def prior_hazard(planned_per_hour: float | None, *, interruptions: int) -> Plann
     return plan.seen(interruptions, 0.0)
 
 
-class Saver(Protocol):
-    """The interface through which the training loop saves; `ebbflow.training.checkpoint.Checkpointer` implements it.
-
-    Every rank must call `save` and `wait` at the same steps.
-    """
-
-    @property
-    def last_commit(self) -> Any:
-        """The newest commit that this rank knows, an object with a `step`; None if there is none."""
-        ...
-
-    @property
-    def busy(self) -> bool:
-        """Whether a save of this rank is in flight."""
-        ...
-
-    @property
-    def expected_seconds(self) -> float | None:
-        """Estimated seconds until a save that begins now is durable; None if unknown."""
-        ...
-
-    @property
-    def last_durable(self) -> tuple[int, float] | None:
-        """The step of this rank's last durable save, and the seconds it took; None if there is none."""
-        ...
-
-    @property
-    def failed_step(self) -> int | None:
-        """The step of this rank's last save if that save failed, else None."""
-        ...
-
-    def abandon(self, step: int) -> None:
-        """Stop waiting for the commit of `step`, because another rank failed to save that step."""
-        ...
-
-    def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Allocate the staging buffers for the first save."""
-        ...
-
-    def before_step(self) -> None:
-        """Wait until the optimizer may change the state."""
-        ...
-
-    def save(
-        self,
-        step: int,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        extra: dict,
-        *,
-        deadline_seconds: float | None = None,
-    ) -> float:
-        """Begin a save, and return the seconds for which it stopped training.
-
-        Args:
-            extra: additional fields of the commit.
-            deadline_seconds: the time for the save to become durable; None for the configured deadline.
-        """
-        ...
-
-    def hurry(self) -> None:
-        """Upload without the configured bandwidth limit from now on."""
-        ...
-
-    def wait(self) -> Any:
-        """Wait until the newest save is a commit."""
-        ...
-
-
-class NoSaver:
-    """A saver that saves nothing but records the steps at which `save` was called. For benchmarks and tests."""
-
-    last_commit = last_durable = expected_seconds = failed_step = None
-    busy = False
-
-    def __init__(self) -> None:
-        self.steps: list[int] = []
-
-    def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        return None
-
-    def abandon(self, step: int) -> None:
-        return None
-
-    def restore(self, candidates: list[str], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        return None
-
-    def before_step(self) -> None:
-        return None
-
-    def save(
-        self,
-        step: int,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        extra: dict,
-        *,
-        deadline_seconds: float | None = None,
-    ) -> float:
-        self.steps.append(step)
-        return 0.0
-
-    def hurry(self) -> None:
-        return None
-
-    def wait(self) -> None:
-        return None
-
-
 # The ledger classes of a step, without its save.
 _STEP_CLASSES = (str(LedgerClass.USEFUL_STEP), str(LedgerClass.DATA_WAIT))
 
@@ -314,24 +196,18 @@ _LOOK_SECONDS = 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class SaveController:
-    """The saves of one rank. All ranks make, skip or hurry a save at the same step.
-
-    Attributes:
-        extra: fields that every commit has, besides step, cursor and spent dollars.
-        carried: returns further fields of the commit of a step.
-        save_schedule: the rule for when to save, on rank 0; None on other ranks.
-    """
+    """The saves of one rank. All ranks make, skip or hurry a save at the same step."""
 
     config: CheckpointConfig
     rank: int
     spread: Spread
     optimizer: torch.optim.Optimizer
-    saver: Saver
+    saver: Checkpointer
     limits: Limits
     reporter: Reporter
-    extra: dict[str, Any]
-    carried: Callable[[int], dict[str, Any]] = lambda step: {}
-    save_schedule: SaveSchedule | None = None
+    extra: dict[str, Any]  # fields that every commit has, besides step, cursor and spent dollars
+    carried: Callable[[int], dict[str, Any]] = lambda step: {}  # returns further fields of the commit of a step
+    save_schedule: SaveSchedule | None = None  # the rule for when to save, on rank 0; None on other ranks
 
     def due(self, step: int) -> bool:
         """Return this rank's vote for a save after `step`; only the vote of rank 0 counts.

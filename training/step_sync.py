@@ -32,19 +32,12 @@ DATA_SHARE = 0.15
 
 @dataclass(frozen=True, kw_only=True)
 class Slowdown:
-    """A straggler, or a rank that waits for its data.
+    """A straggler, or a rank that waits for its data."""
 
-    Attributes:
-        action: SLOW_RANK for a straggler, DATA_BOUND for a rank that waits for data.
-        rank: the straggler, or the rank that waits longest for its data.
-        share: the share of the step's time that is lost, as the mean over consecutive steps, from 0 to 1.
-        ratio: the straggler's own time over the median of the other ranks'; 0 for DATA_BOUND.
-    """
-
-    action: GuardAction
-    rank: int
-    share: float
-    ratio: float = 0.0
+    action: GuardAction  # SLOW_RANK for a straggler, DATA_BOUND for a rank that waits for data
+    rank: int  # the straggler, or the rank that waits longest for its data
+    share: float  # the share of the step's time that is lost, as the mean over consecutive steps, from 0 to 1
+    ratio: float = 0.0  # the straggler's own time over the median of the other ranks'; 0 for DATA_BOUND
 
     @property
     def reason(self) -> str:
@@ -139,45 +132,25 @@ class _Streak:
 
 
 class Row(NamedTuple):
-    """One rank's data in the step sync, as float64 numbers.
+    """One rank's data in the step sync, as float64 numbers."""
 
-    Attributes:
-        step: the number of this step.
-        cursor: the index of the step's first sample over all ranks.
-        loss_sum: the sum of the loss over the rank's micro-batches.
-        weight: the sum of their weights.
-        square_sum: the rank's share of the squared norm of the reduced gradients.
-        flops: the floating point operations of its micro-batches.
-        compute_seconds: the time in forward and backward.
-        data_seconds: the time waiting for data.
-        stop: the rank's `Stop` value.
-        save_due: whether to save after this step; only rank 0's value counts.
-        saving: whether a save of this rank is in flight.
-        save_seconds: the expected duration of another save; 0 if unknown.
-        stop_seconds: the time left for a last save; infinite if no drain was requested.
-        own_seconds: the time for data and forward, in which a rank hardly waits for others.
-        weights_checksum: the checksum of the weights before this step; 0 if they are not compared now.
-        renew: whether the rank's memory is about to run out.
-        failed_save: the step of the rank's last save if it failed, else 0.
-    """
-
-    step: float
-    cursor: float
-    loss_sum: float
-    weight: float
-    square_sum: float
-    flops: float
-    compute_seconds: float
-    data_seconds: float
-    stop: float
-    save_due: float = 0.0
-    saving: float = 0.0
-    save_seconds: float = 0.0
-    stop_seconds: float = math.inf
-    own_seconds: float = 0.0
-    weights_checksum: float = 0.0
-    renew: float = 0.0
-    failed_save: float = 0.0
+    step: float  # the number of this step
+    cursor: float  # the index of the step's first sample over all ranks
+    loss_sum: float  # the sum of the loss over the rank's micro-batches
+    weight: float  # the sum of their weights
+    square_sum: float  # the rank's share of the squared norm of the reduced gradients
+    flops: float  # the floating point operations of its micro-batches
+    compute_seconds: float  # the time in forward and backward
+    data_seconds: float  # the time waiting for data
+    stop: float  # the rank's `Stop` value
+    save_due: float = 0.0  # whether to save after this step; only rank 0's value counts
+    saving: float = 0.0  # whether a save of this rank is in flight
+    save_seconds: float = 0.0  # the expected duration of another save; 0 if unknown
+    stop_seconds: float = math.inf  # the time left for a last save; infinite if no drain was requested
+    own_seconds: float = 0.0  # the time for data and forward, in which a rank hardly waits for others
+    weights_checksum: float = 0.0  # the checksum of the weights before this step; 0 if they are not compared now
+    renew: float = 0.0  # whether the rank's memory is about to run out
+    failed_save: float = 0.0  # the step of the rank's last save if it failed, else 0
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.errors import Outcome, StoreError
 from ebbflow.infra.events import BUDGET, EVALUATION, FAULT_INJECTED, NOTICE, OUTCOME, STEP, LedgerClass
+from ebbflow.training.checkpoint import Checkpointer
 from ebbflow.training.compat import PrefixStore, Store
 from ebbflow.training.errors import CheckpointError, GenerationSuperseded
 from ebbflow.training.gang import Gang
@@ -34,7 +35,7 @@ from ebbflow.training.progress import Progress, Status
 from ebbflow.training.rehearse import NON_FINITE, Fault
 from ebbflow.training.rehearse import NOTICE as NOTICE_KIND
 from ebbflow.training.reporter import Reporter
-from ebbflow.training.save_controller import SaveController, Saver, SaveSchedule
+from ebbflow.training.save_controller import SaveController, SaveSchedule
 from ebbflow.training.step_sync import Row, StepSync, exchange
 from ebbflow.training.weights.load import weights_sha256
 from ebbflow.training.workload import Batch, Cursor, Loss, Workload, as_numbers
@@ -129,51 +130,34 @@ _WORD_SECONDS = 2.0  # less than any hang threshold
 
 @dataclass(kw_only=True)
 class Rehearsal:
-    """A fault to inject into this run, and the facts about this rank that it needs.
+    """A fault to inject into this run, and the facts about this rank that it needs."""
 
-    Attributes:
-        fault: the fault.
-        node: the number of this rank's node.
-        nodes: the number of nodes.
-        agent_pid: the process id of this node's agent; None without an agent.
-        notice_path: the file in which the agent looks for a notice; None without an agent.
-        spoils_loss: whether this rank reports a non-finite loss in the next step.
-    """
-
-    fault: Fault
-    node: int
-    nodes: int
-    agent_pid: int | None
-    notice_path: str | None = None
-    spoils_loss: bool = False
+    fault: Fault  # the fault
+    node: int  # the number of this rank's node
+    nodes: int  # the number of nodes
+    agent_pid: int | None  # the process id of this node's agent; None without an agent
+    notice_path: str | None = None  # the file in which the agent looks for a notice; None without an agent
+    spoils_loss: bool = False  # whether this rank reports a non-finite loss in the next step
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trainer:
-    """The parts of one rank's training, which the training loop calls.
-
-    Attributes:
-        extra: fields that every commit has, besides step, cursor and spent dollars.
-        start: the position at which the loop begins.
-        progress: the printer of progress lines, on rank 0; None on other ranks.
-        save_schedule: the rule for when to save, on rank 0; None on other ranks.
-        rehearsal: a fault to inject; None if there is none.
-    """
+    """The parts of one rank's training, which the training loop calls."""
 
     config: RunConfig
     gang: Gang
     workload: Workload
     spread: Spread
     optimizer: torch.optim.Optimizer
-    saver: Saver
+    saver: Checkpointer
     limits: Limits
     reporter: Reporter
     guards: Guards
-    extra: dict[str, Any]
-    start: Position = field(default_factory=Position)
-    progress: Progress | None = None
-    save_schedule: SaveSchedule | None = None
-    rehearsal: Rehearsal | None = None
+    extra: dict[str, Any]  # fields that every commit has, besides step, cursor and spent dollars
+    start: Position = field(default_factory=Position)  # the position at which the loop begins
+    progress: Progress | None = None  # the printer of progress lines, on rank 0; None on other ranks
+    save_schedule: SaveSchedule | None = None  # the rule for when to save, on rank 0; None on other ranks
+    rehearsal: Rehearsal | None = None  # a fault to inject; None if there is none
 
     @cached_property
     def save_controller(self) -> SaveController:

@@ -66,24 +66,14 @@ _claim: Claim | None = None  # rank 0's claim on the job
 
 @dataclass(frozen=True)
 class Request:
-    """The command line of `torchrun -m ebbflow.training`.
+    """The command line of `torchrun -m ebbflow.training`."""
 
-    Attributes:
-        config: the configuration.
-        job: the name of the job; "" to derive one.
-        sources: where each value of the configuration comes from, by key.
-        path: the configuration file.
-        permits: the losses that the user accepts, such as starting from scratch; see `PERMITS` in
-            `ebbflow.training.checkpoint.rollback`.
-        take_over: whether to end another launcher that runs the job.
-    """
-
-    config: RunConfig
-    job: str
-    sources: dict[str, str]
-    path: str
-    permits: tuple[str, ...] = ()
-    take_over: bool = False
+    config: RunConfig  # the configuration
+    job: str  # the name of the job; "" to derive one
+    sources: dict[str, str]  # where each value of the configuration comes from, by key
+    path: str  # the configuration file
+    permits: tuple[str, ...] = ()  # losses that the user accepts (`checkpoint.rollback.PERMITS`)
+    take_over: bool = False  # whether to end another launcher that runs the job
 
 
 def parse_arguments(arguments: list[str]) -> Request:

@@ -11,6 +11,7 @@ import torch
 
 from benchmarks.training.bare import BareLoop
 from benchmarks.training.laps import Contestant, Lap, run_laps
+from benchmarks.training.no_saver import NoSaver
 from benchmarks.training.parts import measure_parts
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.event_log import EventLog
@@ -26,7 +27,6 @@ from ebbflow.training.launch.heartbeat import Heartbeat
 from ebbflow.training.launch.messages import WorkerSpec
 from ebbflow.training.limits import Position
 from ebbflow.training.reporter import Clock
-from ebbflow.training.save_controller import NoSaver
 from ebbflow.training.trainer_setup import build_trainer, make_reporter
 
 _UNLIMITED = Terms(usd_per_rank_second=1e-6, budget_usd=1e6, deadline_utc=4e9)

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from benchmarks.training.no_saver import NoSaver
 from ebbflow.training.engine import train
 from ebbflow.training.gang import Gang, connect, disconnect, leave
 from ebbflow.training.launch.messages import WorkerSpec
 from ebbflow.training.reporter import Clock, Reporter
-from ebbflow.training.save_controller import NoSaver
 from ebbflow.training.trainer import Trainer
 from ebbflow.training.trainer_setup import build_trainer, open_saver, restore
 from ebbflow.training.workload import Cursor

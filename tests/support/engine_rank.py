@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch._dynamo.utils import counters
 
+from benchmarks.training.no_saver import NoSaver
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.errors import StoreError
 from ebbflow.infra.footprint import SMALL_MODEL_BYTES
@@ -28,7 +29,7 @@ from ebbflow.training.optimizer import make_optimizer
 from ebbflow.training.parallel import spread_model
 from ebbflow.training.rehearse import Fault
 from ebbflow.training.reporter import Clock, Reporter
-from ebbflow.training.save_controller import NoSaver, SaveSchedule, prior_hazard
+from ebbflow.training.save_controller import SaveSchedule, prior_hazard
 from ebbflow.training.trainer import Rehearsal, Trainer
 from ebbflow.training.workload import Cursor, Loss
 from ebbflow.training.workloads.language_model import TextBatch, TextWorkload

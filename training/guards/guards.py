@@ -23,6 +23,7 @@ from ebbflow.infra.config.schema import GuardsConfig, RunConfig
 from ebbflow.infra.events import GUARD, GuardAction
 from ebbflow.infra.layout import job_prefix
 from ebbflow.infra.store import Store
+from ebbflow.training.checkpoint import Checkpointer
 from ebbflow.training.errors import (
     BatchCannotBeSplit,
     CheckpointError,
@@ -47,7 +48,6 @@ from ebbflow.training.guards.overrides import Overrides, record_rewind, record_s
 from ebbflow.training.launch.messages import WorkerSpec
 from ebbflow.training.limits import Position
 from ebbflow.training.parallel import Spread
-from ebbflow.training.save_controller import Saver
 from ebbflow.training.step_sync import PaceMonitor, StepSync
 from ebbflow.training.workload import Cursor, Workload
 
@@ -97,44 +97,28 @@ class RobustWindow:
 
 
 class Action(Enum):
-    """The decision of a guard about a step.
+    """The decision of a guard about a step."""
 
-    Attributes:
-        STEP: take the optimizer step.
-        SKIP: discard the gradients of this step.
-        REWIND: go back to an older commit.
-        STOP: end the job.
-    """
-
-    STEP = "step"
-    SKIP = "skip"
-    REWIND = "rewind"
-    STOP = "stop"
+    STEP = "step"  # take the optimizer step
+    SKIP = "skip"  # discard the gradients of this step
+    REWIND = "rewind"  # go back to an older commit
+    STOP = "stop"  # end the job
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """The decision about one step, and its reason.
-
-    Attributes:
-        reason: why the step is not taken; "" if it is.
-        finite: False if the reason is a non-finite loss or gradient.
-    """
+    """The decision about one step, and its reason."""
 
     action: Action
-    reason: str = ""
-    finite: bool = True
+    reason: str = ""  # why the step is not taken; "" if it is
+    finite: bool = True  # False if the reason is a non-finite loss or gradient
 
 
 _GOOD = Judgement(Action.STEP)
 
 
 class LossGuard:
-    """Guard of losses and gradient norms: it finds spikes and non-finite values.
-
-    Attributes:
-        skipped_in_a_row: the number of steps skipped since the last good one.
-    """
+    """Guard of losses and gradient norms: it finds spikes and non-finite values."""
 
     def __init__(self, config: GuardsConfig) -> None:
         self._config = config
@@ -256,31 +240,19 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(kw_only=True)
 class Guards:
-    """All guards of one rank.
-
-    Attributes:
-        copies: the number of copies of the model over all ranks.
-        emit: takes (name, step=, flush=, **data).
-        store: the job's store, for overrides (instructions to later starts); None to write no overrides.
-        generation: the number of this generation.
-        overrides: the instructions of earlier guards that this start applies.
-        growth: monitors of memory growth; empty if they are off.
-        pace: the detector of slowdowns.
-        agreed_step: the last step after which replicas had equal weights; None before this start's first comparison.
-        saved_step: the last step that this start saved; None before the first save.
-    """
+    """All guards of one rank."""
 
     config: RunConfig
     gang: Gang
-    copies: int
-    emit: Callable[..., object]
-    store: Store | None = None
-    generation: int = 0
-    overrides: Overrides = field(default_factory=Overrides)
-    growth: tuple[MemoryGrowthMonitor, ...] = ()
-    pace: PaceMonitor = field(default_factory=PaceMonitor)
-    agreed_step: int | None = None
-    saved_step: int | None = None
+    copies: int  # the number of copies of the model over all ranks
+    emit: Callable[..., object]  # takes (name, step=, flush=, **data)
+    store: Store | None = None  # for overrides; None to write none
+    generation: int = 0  # the number of this generation
+    overrides: Overrides = field(default_factory=Overrides)  # of earlier guards, which this start applies
+    growth: tuple[MemoryGrowthMonitor, ...] = ()  # monitors of memory growth; empty if they are off
+    pace: PaceMonitor = field(default_factory=PaceMonitor)  # the detector of slowdowns
+    agreed_step: int | None = None  # the last step after which replicas had equal weights; None before a comparison
+    saved_step: int | None = None  # the last step that this start saved; None before the first save
 
     def __post_init__(self) -> None:
         self.numbers = LossGuard(self.config.guards)
@@ -378,7 +350,7 @@ class Guards:
                 return True
         return False
 
-    def renew(self, at: Position, sync: StepSync, saver: Saver) -> None:
+    def renew(self, at: Position, sync: StepSync, saver: Checkpointer) -> None:
         """Wait for the save, and raise MemoryGrowth, so that the ranks are started again in new processes.
 
         Call this after the save of a step in which a rank's memory was about to run out (`StepSync.renew`).

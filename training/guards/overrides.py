@@ -28,17 +28,11 @@ _EVERY_RECORD = {"action", "generation"}
 
 @dataclass(frozen=True, kw_only=True)
 class Overrides:
-    """The settings in which a start differs from its configuration, because guards of earlier starts required it.
+    """The settings in which a start differs from its configuration, because guards of earlier starts required it."""
 
-    Attributes:
-        gradient_accumulation_steps: the number of micro-batches per step; None for the configured number.
-        first_sample: the first sample that may still be read. A start that restores an earlier position skips to it.
-        rewinds: the number of the job's rewinds because of bad losses or gradients.
-    """
-
-    gradient_accumulation_steps: int | None = None
-    first_sample: int = 0
-    rewinds: int = 0
+    gradient_accumulation_steps: int | None = None  # micro-batches per step; None for the configured number
+    first_sample: int = 0  # the first sample that may still be read; a start from an earlier position skips to it
+    rewinds: int = 0  # the number of the job's rewinds because of bad losses or gradients
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -44,29 +44,23 @@ _KILL_SECONDS = 1.0  # an exception counts as the cause of a kill only if it is 
 class Culprit:
     """The rank that caused the failure. If the network did, it is the first rank that reported the failure.
 
-    Attributes:
-        kind: Kind of failure in one or two words, such as "hang".
-        because: Text for the rule that named this rank, such as "it ended first".
-        cascades: Other ranks that have not finished; they failed or waited because of this one.
-        next_action: Advice on what to do next, or the step that the agents take.
-        failure: The evidence from this rank. The attributes that are not listed here have the meaning that
-            `WorkerFailure` gives them.
+    Attributes without a comment have the meaning that `WorkerFailure` gives them.
     """
 
     rank: int
     node: int
-    kind: str
-    because: str
+    kind: str  # kind of failure in one or two words, such as "hang"
+    because: str  # text for the rule that named this rank, such as "it ended first"
     message: str
     where: str
     step: int
     phase: str
     certainty: str
     fingerprint: str
-    cascades: Sequence[int]
-    next_action: str
+    cascades: Sequence[int]  # other ranks that have not finished; they failed or waited because of this one
+    next_action: str  # advice on what to do next, or the step that the agents take
     dump: str
-    failure: WorkerFailure
+    failure: WorkerFailure  # the evidence from this rank
 
     def details(self) -> dict:
         """Return the fields for the event FAULT_DETECTED: all that are not empty, without `message` and `failure`."""

@@ -274,12 +274,7 @@ class Coordinator:
 class GenerationPlanner:
     """Planner for the generations of one attempt: opens them, plans their starts and detects crash loops.
 
-    Args:
-        born: Reading of the clock `now` at which the gang's paid time began.
-
-    Attributes:
-        rolled_back: Commits that the store lacks, without which a user permitted the job to continue. None if there are
-            none, and once an event has recorded them.
+    `born` is the reading of the clock `now` at which the gang's paid time began.
     """
 
     def __init__(
@@ -290,7 +285,7 @@ class GenerationPlanner:
         self._world_size = spec.world_size
         self._failed: list[FailedGeneration] = []
         self._number = 0
-        self.rolled_back: MissingCommits | None = None
+        self.rolled_back: MissingCommits | None = None  # lost commits that a user accepted, until recorded
         self._opening = GenerationOpening()
 
     def open(self) -> Generation:

@@ -25,17 +25,11 @@ _RANKS_NAMED = 4
 
 @dataclass(frozen=True, kw_only=True)
 class VisibleGpus:
-    """The GPUs that one rank sees.
+    """The GPUs that one rank sees."""
 
-    Attributes:
-        gpus: Identities of the GPUs, in the order of torch's indices.
-        trouble: Reason why CUDA does not work although this machine has GPUs or should have them; "" otherwise.
-        promised: GPUs per node that the chosen machines have; 0 if unknown.
-    """
-
-    gpus: tuple[str, ...] = ()
-    trouble: str = ""
-    promised: int = 0
+    gpus: tuple[str, ...] = ()  # identities of the GPUs, in the order of torch's indices
+    trouble: str = ""  # reason why CUDA does not work although this machine has GPUs or should have them; "" otherwise
+    promised: int = 0  # GPUs per node that the chosen machines have; 0 if unknown
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -48,15 +42,10 @@ class VisibleGpus:
 
 @dataclass(frozen=True, kw_only=True)
 class Assignment:
-    """The device of each rank.
+    """The device of each rank."""
 
-    Attributes:
-        indices: For each rank, torch's index of its GPU in that rank; None if all ranks train on the CPU.
-        note: Message for the user if GPUs remain unused; "" otherwise.
-    """
-
-    indices: tuple[int, ...] | None = None
-    note: str = ""
+    indices: tuple[int, ...] | None = None  # torch's index of each rank's GPU in that rank; None: the CPU
+    note: str = ""  # message for the user if GPUs remain unused; "" otherwise
 
 
 def detect_gpus(choice: DeviceChoice, *, promised: int = 0) -> VisibleGpus:

@@ -94,17 +94,11 @@ class Frame:
 
 @dataclass(frozen=True)
 class StackTrace:
-    """Stacks of one process at one moment.
+    """Stacks of one process at one moment."""
 
-    Attributes:
-        frames: Frames of the main thread, innermost first.
-        text: Stacks of all threads, as text.
-        idle: Whether the main thread used no CPU.
-    """
-
-    frames: Sequence[Frame]
-    text: str
-    idle: bool = False
+    frames: Sequence[Frame]  # frames of the main thread, innermost first
+    text: str  # stacks of all threads, as text
+    idle: bool = False  # whether the main thread used no CPU
 
     @property
     def where(self) -> str:
@@ -264,21 +258,14 @@ Calls = Sequence[Sequence]
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Collective that differs between ranks.
+    """Collective that differs between ranks."""
 
-    Attributes:
-        ranks: Ranks that are at fault, which called `operation`.
-        group: Name of the process group.
-        sequence: Number of the collective in the group.
-        others: Ranks that called `expected`.
-    """
-
-    ranks: Sequence[int]
-    group: str
-    sequence: int
+    ranks: Sequence[int]  # ranks that are at fault, which called `operation`
+    group: str  # name of the process group
+    sequence: int  # number of the collective in the group
     operation: str
     expected: str
-    others: Sequence[int]
+    others: Sequence[int]  # ranks that called `expected`
 
     def __str__(self) -> str:
         ranks, others = (", ".join(map(str, ranks)) for ranks in (self.ranks, self.others))
@@ -443,45 +430,27 @@ SLOW = "slow"
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerFailure:
-    """Failure of one rank. If `witness` is True, it is the position of a rank that has not failed while another has.
-
-    Attributes:
-        message: Description of the failure.
-        killed_by: Name of the signal that killed the rank, or "node N" if its node was lost.
-        memory_kill: Whether the kernel killed the rank because memory ran out.
-        cascade: Whether the rank failed only because it lost a peer or waited for one until a deadline.
-        hung: Whether the rank is alive without progress.
-        stopped: Whether the rank is hung because it is stopped (SIGSTOP).
-        left: Whether the rank has finished with a result.
-        error: Class name of the rank's exception.
-        timestamp: Unix time of the rank's death or, if it is alive, of its last progress.
-        certainty: PROVEN (dead, stopped) or SLOW (without progress for longer than its hang threshold).
-        step, phase: Step and phase in the rank's last heartbeat.
-        where: Code location, as in `StackTrace.where`.
-        waiting: Whether that location is in a collective.
-        dump: Path of the file with the rank's stacks.
-        calls: The rank's last collectives, oldest first, as [group, sequence, operation].
-    """
+    """Failure of one rank. If `witness` is True, it is the position of a rank that has not failed while another has."""
 
     rank: int
-    message: str
+    message: str  # description of the failure
     node: int = 0
-    killed_by: str | None = None
-    memory_kill: bool = False
-    cascade: bool = False
-    hung: bool = False
-    stopped: bool = False
+    killed_by: str | None = None  # name of the signal that killed the rank, or "node N" if its node was lost
+    memory_kill: bool = False  # whether the kernel killed the rank because memory ran out
+    cascade: bool = False  # whether the rank failed only because it lost a peer or waited for one until a deadline
+    hung: bool = False  # whether the rank is alive without progress
+    stopped: bool = False  # whether the rank is hung because it is stopped (SIGSTOP)
     witness: bool = False
-    left: bool = False
-    error: str = ""
-    timestamp: float = 0.0
-    certainty: str = PROVEN
-    step: int = 0
+    left: bool = False  # whether the rank has finished with a result
+    error: str = ""  # class name of the rank's exception
+    timestamp: float = 0.0  # Unix time of the rank's death or, if it is alive, of its last progress
+    certainty: str = PROVEN  # PROVEN (dead, stopped) or SLOW (without progress for longer than its hang threshold)
+    step: int = 0  # step and phase of the rank's last heartbeat
     phase: str = ""
-    where: str = ""
-    waiting: bool = False
-    dump: str = ""
-    calls: Sequence[Sequence] = ()
+    where: str = ""  # code location, as in `StackTrace.where`
+    waiting: bool = False  # whether that location is in a collective
+    dump: str = ""  # path of the file with the rank's stacks
+    calls: Sequence[Sequence] = ()  # the rank's last collectives, oldest first, as [group, sequence, operation]
 
     @property
     def headline(self) -> str:

@@ -252,9 +252,6 @@ class NodeLog:
 
     In this log a generation ends only when the node's next one begins. Every second from the agent's start to its end
     therefore belongs to exactly one generation.
-
-    Attributes:
-        turns: Number of turns that the agent's loop has made.
     """
 
     def __init__(self, job_store: Store, host: str) -> None:
@@ -263,7 +260,7 @@ class NodeLog:
         self._log: EventLog | None = None
         self._machine: dict | None = None
         self._last_beat = 0.0
-        self.turns = 0
+        self.turns = 0  # that the agent's loop has made
         self._closing: list[threading.Thread] = []
 
     @property

@@ -42,19 +42,13 @@ _FIELDS = _ENTERED + len(PHASES)
 
 @dataclass(frozen=True)
 class HeartbeatReading:
-    """The last heartbeat of a rank.
-
-    Attributes:
-        t_mono: time.monotonic() of the heartbeat.
-        entered: Number of times that this phase has begun. A phase that continues after a compilation or a wait for the
-            store does not begin again.
-    """
+    """The last heartbeat of a rank."""
 
     pid: int
     step: int
     phase: str
-    t_mono: float
-    entered: int = 0
+    t_mono: float  # time.monotonic() of the heartbeat
+    entered: int = 0  # how often this phase has begun, not counting continuations after an interlude
 
 
 class Heartbeat:
@@ -208,19 +202,12 @@ class DurationHistogram:
 
 @dataclass(frozen=True, kw_only=True)
 class HangLimits:
-    """Configured limits for the time that a rank may spend in a phase without progress.
+    """Configured limits for the time that a rank may spend in a phase without progress."""
 
-    Attributes:
-        floor_seconds: Lower bound of every learned hang threshold.
-        start_seconds: Hang threshold of the phases init and restore.
-        store_seconds: Hang threshold of the phase store, a wait until a save is durable.
-        longest_seconds: Upper bound of every learned threshold, and the threshold of a phase that has not ended once.
-    """
-
-    floor_seconds: float
-    start_seconds: float
-    store_seconds: float
-    longest_seconds: float
+    floor_seconds: float  # lower bound of every learned hang threshold
+    start_seconds: float  # hang threshold of the phases init and restore
+    store_seconds: float  # hang threshold of the phase store, a wait until a save is durable
+    longest_seconds: float  # upper bound of a learned threshold; threshold of a phase that has not ended once
 
     @classmethod
     def from_config(cls, config: RunConfig) -> HangLimits:

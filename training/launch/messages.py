@@ -32,37 +32,23 @@ _SHORTEST_SILENCE_SECONDS = 4.0  # agents ping each other once per second
 
 @dataclass(frozen=True, kw_only=True)
 class GangSpec:
-    """Specification of a gang, for the agent of one node.
-
-    Attributes:
-        run: Metaflow's run id. Without Metaflow, the job's name.
-        attempt: Metaflow's retry count of the step, 0 at first. `ebbflow certify` counts its own restarts instead.
-        node: Number of this node.
-        main_address: Address at which node 0's agent listens.
-        config: `RunConfig.model_dump(mode="json")`.
-        prepared: Result of the workload's `prepare`, with its fingerprint.
-        log_folder: Folder for the ranks' logs and the files that agent and ranks share.
-        terms: Budget and price (`ebbflow.infra.terms.Terms`); only node 0's value is used.
-        rehearse: Fault to inject; only node 0's value is used.
-        candidate_ports: Ports to try for the agents' connections, in order (see `control_ports`).
-        promised_gpus: GPUs per node that the chosen machines have; 0 if unknown.
-    """
+    """Specification of a gang, for the agent of one node."""
 
     job: str
-    run: str
-    attempt: int
-    node: int
+    run: str  # Metaflow's run id. Without Metaflow, the job's name
+    attempt: int  # Metaflow's retry count of the step, 0 at first. `ebbflow certify` counts its own restarts instead
+    node: int  # number of this node
     nodes: int
     processes_per_node: int
-    main_address: str
-    config: dict
+    main_address: str  # address at which node 0's agent listens
+    config: dict  # `RunConfig.model_dump(mode="json")`
     store_uri: str
-    prepared: dict
-    log_folder: str
-    terms: dict | None = None
-    rehearse: str | None = None
-    candidate_ports: list[int] = field(default_factory=list)
-    promised_gpus: int = 0
+    prepared: dict  # result of the workload's `prepare`, with its fingerprint
+    log_folder: str  # folder for the ranks' logs and the files that agent and ranks share
+    terms: dict | None = None  # budget and price (`ebbflow.infra.terms.Terms`); only node 0's value is used
+    rehearse: str | None = None  # fault to inject; only node 0's value is used
+    candidate_ports: list[int] = field(default_factory=list)  # for the agents' connections, in order
+    promised_gpus: int = 0  # GPUs per node that the chosen machines have; 0 if unknown
 
     @property
     def world_size(self) -> int:
@@ -92,16 +78,7 @@ class GangSpec:
 class WorkerSpec:
     """Specification for one rank. Rank and world size come from torchrun's environment variables.
 
-    The attributes that are not listed here have the meaning that `GangSpec` gives them.
-
-    Attributes:
-        candidates: Keys of commits to restore from, newest first; empty for a start from scratch.
-        rehearse: Fault to inject (`ebbflow.training.rehearse.Fault.to_json`) that has not happened in this job yet.
-        overrides: Changes to the configuration ordered by guards (`ebbflow.training.guards.overrides`).
-        colocated_ranks: Number of ranks that share this machine's cores.
-        control_path: File that holds the `OrderRecord`.
-        kept_path: Folder for measurements that later generations reuse.
-        notice_path: File into which a rank writes a rehearsed spot interruption notice.
+    Attributes without a comment have the meaning that `GangSpec` gives them.
     """
 
     job: str
@@ -110,18 +87,18 @@ class WorkerSpec:
     node: int
     generation: int
     generation_id: str
-    candidates: list[str]
+    candidates: list[str]  # keys of commits to restore from, newest first; empty for a start from scratch
     config: dict
     store_uri: str
     prepared: dict
     terms: dict | None = None
     rehearse: dict | None = None
-    overrides: dict = field(default_factory=dict)
-    colocated_ranks: int = 1
+    overrides: dict = field(default_factory=dict)  # changes ordered by guards (`guards.overrides.Overrides`)
+    colocated_ranks: int = 1  # number of ranks that share this machine's cores
     promised_gpus: int = 0
-    control_path: str | None = None
-    kept_path: str | None = None
-    notice_path: str | None = None
+    control_path: str | None = None  # file that holds the `OrderRecord`
+    kept_path: str | None = None  # folder for measurements that later generations reuse
+    notice_path: str | None = None  # file into which a rank writes a rehearsed spot interruption notice
     heartbeat_path: str | None = None
     result_path: str | None = None
     agent_pid: int | None = None
@@ -167,16 +144,11 @@ _LEAVE_AT, _CAUSE, _NODE, _SAVES, _FIELDS = range(5)
 
 @dataclass(frozen=True, kw_only=True)
 class RankOrder:
-    """Order to all ranks: to save and exit within `seconds`, or to save and continue if these are infinite.
-
-    Attributes:
-        cause: One of CAUSES.
-        node: Node whose notice or signal caused the order.
-    """
+    """Order to all ranks: to save and exit within `seconds`, or to save and continue if these are infinite."""
 
     seconds: float
-    cause: str
-    node: int
+    cause: str  # one of CAUSES
+    node: int  # node whose notice or signal caused the order
 
     @property
     def leave(self) -> bool:
@@ -246,27 +218,17 @@ _EXTERNAL_SIGNALS = {number.name for number in (signal.SIGKILL, signal.SIGTERM, 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationStart:
-    """Node 0's message that starts a generation.
-
-    Attributes:
-        candidates: Keys of commits to restore from, newest first.
-        rendezvous_port: Port of torch's store on node 0.
-        terms: Budget and price (`ebbflow.infra.terms.Terms`), with the spending so far.
-        rehearse: Fault to inject.
-        nodes: Nodes that take part, by their numbers in `GangSpec.node`, in the order of their ranks.
-        hosts: Host names of these nodes.
-        overrides: Changes to the section `training` of the configuration.
-    """
+    """Node 0's message that starts a generation."""
 
     generation: int
     generation_id: str
-    candidates: list[str]
-    rendezvous_port: int
-    terms: dict | None
-    rehearse: dict | None
-    hosts: list[str]
-    nodes: list[int]
-    overrides: dict = field(default_factory=dict)
+    candidates: list[str]  # keys of commits to restore from, newest first
+    rendezvous_port: int  # port of torch's store on node 0
+    terms: dict | None  # budget and price (`ebbflow.infra.terms.Terms`), with the spending so far
+    rehearse: dict | None  # fault to inject
+    hosts: list[str]  # host names of these nodes
+    nodes: list[int]  # nodes that take part, by their numbers in `GangSpec.node`, in the order of their ranks
+    overrides: dict = field(default_factory=dict)  # changes to the section `training` of the configuration
 
     def colocated_nodes(self, node: int) -> int:
         return self.hosts.count(self.hosts[node])
@@ -274,38 +236,22 @@ class GenerationStart:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationEnd:
-    """End of a generation: an `outcome` that all ranks agreed on, or a failure.
-
-    Attributes:
-        culprit: Message that names the rank or node that caused the failure.
-        reason: `EndReason`, or the value of the outcome.
-        ranks: Ranks that caused the failure or are stopped; they are killed first.
-        error: Class name of the culprit's exception.
-        fingerprint: Text that is equal for equal failures of the program; "" for others, such as a lost node.
-        details: Further fields of the event FAULT_DETECTED (`ebbflow.training.launch.blame.Culprit.details`).
-        at: (Unix time, monotonic time) at which the end was decided.
-        user_code: Whether the user's code caused the failure.
-        again: Whether the gang continues with another generation once all ranks have ended.
-        left_out: Nodes that take no part in that generation, by their numbers in `GangSpec.node`.
-        curable: Whether a new attempt may succeed.
-        failed_as: Outcome of the job if no new attempt follows.
-        generation: Number of the generation that nodes are billed for although it started no ranks; 0 otherwise.
-    """
+    """End of a generation: an `outcome` that all ranks agreed on, or a failure."""
 
     outcome: GangOutcome | None = None
-    culprit: str = ""
-    reason: str = ""
-    ranks: Sequence[int] = ()
-    error: str = ""
-    fingerprint: str = ""
-    details: dict = field(default_factory=dict)
-    at: Sequence[float] = ()
-    user_code: bool = False
-    again: bool = False
-    left_out: Sequence[int] = ()
-    curable: bool = True
-    failed_as: str = Outcome.FAILED.value
-    generation: int = 0
+    culprit: str = ""  # message that names the rank or node that caused the failure
+    reason: str = ""  # `EndReason`, or the value of the outcome
+    ranks: Sequence[int] = ()  # ranks that caused the failure or are stopped; they are killed first
+    error: str = ""  # class name of the culprit's exception
+    fingerprint: str = ""  # text that is equal for equal failures of the program; "" for others, such as a lost node
+    details: dict = field(default_factory=dict)  # further fields of the event FAULT_DETECTED
+    at: Sequence[float] = ()  # (Unix time, monotonic time) at which the end was decided
+    user_code: bool = False  # whether the user's code caused the failure
+    again: bool = False  # whether the gang continues with another generation once all ranks have ended
+    left_out: Sequence[int] = ()  # nodes that take no part in that generation, by their numbers in `GangSpec.node`
+    curable: bool = True  # whether a new attempt may succeed
+    failed_as: str = Outcome.FAILED.value  # outcome of the job if no new attempt follows
+    generation: int = 0  # number of the generation that nodes are billed for although it started no ranks; 0 otherwise
 
     @classmethod
     def from_message(cls, message: dict[str, Any]) -> GenerationEnd:

@@ -1,0 +1,48 @@
+"""A saver for training loops whose saves do not matter."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ebbflow.training.checkpoint import Checkpointer
+
+
+class NoSaver(Checkpointer):
+    """A saver that saves nothing but records the steps at which `save` was called."""
+
+    last_commit = last_durable = expected_seconds = failed_step = None
+    busy = False
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        return None
+
+    def abandon(self, step: int) -> None:
+        return None
+
+    def restore(self, candidates: list[str], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        return None
+
+    def before_step(self) -> None:
+        return None
+
+    def save(
+        self,
+        step: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        extra: dict,
+        *,
+        deadline_seconds: float | None = None,
+    ) -> float:
+        self.steps.append(step)
+        return 0.0
+
+    def hurry(self) -> None:
+        return None
+
+    def wait(self) -> None:
+        return None
