@@ -16,6 +16,10 @@ from tests.support.swift import swift  # noqa: F401 - one server for all tests t
 # The suite behaves the same on a workstation with GPUs: neither the tests nor the processes that they start see one.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
+# Two tests share the cores at a time. Threads that spin while they wait for a core of another test made single-rank
+# jobs use four times the CPU seconds. Read when torch loads; the number of threads stays that of a job.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 # A loaded machine is no failure: what has a time limit has pytest's. One commit gives one result, so examples are not
 # drawn anew in each run; `pytest --hypothesis-profile=explore` looks for new ones.
 settings.register_profile("ebbflow", deadline=None, derandomize=True)

@@ -226,7 +226,8 @@ def end_pods():
     pathlib.Path(sys.argv[1]).write_text("ended")
 atexit.register(end_pods)
 print("submitted", flush=True)
-time.sleep(600)
+while True:
+    time.sleep(0.1)  # one long sleep would not end if the signal came just before it
 """
     command = [sys.executable, "-c", program, str(tmp_path / "pods")]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.support.batch.jobs import Job, Node
 from tests.support.batch.settings import Settings
 
-_OF_THE_MACHINE = ("LANG", "LC_ALL", "LD_LIBRARY_PATH", "OMP_NUM_THREADS")
+_OF_THE_MACHINE = ("LANG", "LC_ALL", "LD_LIBRARY_PATH", "OMP_NUM_THREADS", "OMP_WAIT_POLICY")
 
 
 def container_environment(settings: Settings, job: Job, node: Node) -> dict[str, str]:
