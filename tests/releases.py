@@ -17,8 +17,8 @@ from pathlib import Path
 
 # The newest, and two before it. 2.19.39 alone has @package_sources; the others take the way of flows/decorators.py.
 RELEASES = ("2.19.0", "2.19.20", "2.19.39")
-# A run on this machine that loses a node; in a local AWS Batch one node on Spot, then two on demand.
-TESTS = ("tests/flow/test_flow_survival.py::test_rehearsed_fault[node-loss@60%]", "tests/soak/soak_batch_gang.py")
+# A run on this machine that loses a node and a rank; in a local AWS Batch one node on Spot, then two on demand.
+TESTS = ("tests/flow/test_flow_survival.py::test_a_node_and_then_a_rank_are_lost[1]", "tests/soak/soak_batch_gang.py")
 _ROOT = Path(__file__).resolve().parents[1]
 _SECONDS = 1800
 

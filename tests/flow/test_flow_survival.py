@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from ebbflow.training.launch.heartbeat import Heartbeat
 from tests.support.flow import (
     FlowRun,
     FlowRunner,
@@ -43,17 +42,19 @@ def test_quiet_run_has_nothing_to_tell_of(quiet: FlowRun) -> None:
     assert_ledger_adds_up(quiet.report)
 
 
-@pytest.mark.parametrize("fault", ["node-loss@60%", "rank-kill@60%", "node-loss@60%:node=0"])
-def test_rehearsed_fault(fault: str, quiet: FlowRun, tmp_path: Path) -> None:
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_node_and_then_a_rank_are_lost(node: int, quiet: FlowRun, tmp_path: Path) -> None:
+    """A lost node takes a new attempt; a lost rank is replaced by the agents that are there."""
     runner = FlowRunner(tmp_path)
-    run = runner.run("run", *runner.options(), "--rehearse", fault)
+    process = runner.start("run", *runner.options(), "--rehearse", f"node-loss@step:20:node={node}")
+    os.kill(runner.await_step(20, generation=2, rank=1), signal.SIGKILL)
+    run = runner.finish(process)
     assert run.exit_code == 0, run.output
     assert_same_result(run, quiet)
-    assert run.report["interruptions"] == 1
-    assert run.report["failures"] == 0
+    assert (run.report["interruptions"], run.report["failures"]) == (2, 0)
     assert run.report["redone_steps"] >= 1
-    # A lost rank is replaced by the agents that are there; a lost node takes a new attempt.
-    assert max(event["attempt"] for event in runner.events()) == int(fault.startswith("node-loss"))
+    attempts = {event["generation"]: event["attempt"] for event in runner.events() if event["name"] == "step"}
+    assert attempts == {1: 0, 2: 1, 3: 1}
     assert run.report["events"]["counts"]["fault_injected"] == 1
     assert_ledger_adds_up(run.report)
 
@@ -71,23 +72,16 @@ def test_a_rehearsed_notice_loses_nothing(quiet: FlowRun, tmp_path: Path) -> Non
     assert_ledger_adds_up(run.report)
 
 
-def test_rank_killed_from_outside(quiet: FlowRun, tmp_path: Path) -> None:
+def test_a_launcher_killed_alone_takes_everything_along_and_the_job_is_resumed(quiet: FlowRun, tmp_path: Path) -> None:
+    """Also a frozen rank. Until then no other launcher gets the job."""
     runner = FlowRunner(tmp_path)
     process = runner.start("run", *runner.options())
-    wait_until("a commit", lambda: any(event["name"] == "commit" for event in runner.events()))
-    os.kill(wait_until("rank 1", lambda: rank_pid(runner, rank=1)), signal.SIGKILL)
-    run = runner.finish(process)
-    assert run.exit_code == 0, run.output
-    assert_same_result(run, quiet)
-    assert run.report["interruptions"] == 1
-    assert_ledger_adds_up(run.report)
-
-
-def test_everything_killed_then_resumed(quiet: FlowRun, tmp_path: Path) -> None:
-    runner = FlowRunner(tmp_path)
-    process = runner.start("run", *runner.options())
-    wait_until("a commit", lambda: any(event["name"] == "commit" for event in runner.events()))
-    os.killpg(process.pid, signal.SIGKILL)
+    os.kill(runner.await_step(20, generation=1, rank=1), signal.SIGSTOP)  # the job waits, shorter than a hang takes
+    second = runner.run("resume")
+    assert second.exit_code == 3, second.output
+    assert re.search(rf"job \d+ is running: `run` of .* \(pid {process.pid}\), since .* --take-over", second.output)
+    assert process.poll() is None
+    os.kill(process.pid, signal.SIGKILL)
     process.wait()
     killed_at = time.monotonic()
     wait_until("the end of all its processes", lambda: not processes_with(str(tmp_path)), timeout=10)
@@ -103,26 +97,28 @@ def test_everything_killed_then_resumed(quiet: FlowRun, tmp_path: Path) -> None:
     assert run.report["paid_rank_seconds"] > second  # the killed run's time is in the bill
 
 
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
-def test_asked_to_leave_then_resumed_by_the_printed_line(number: int, quiet: FlowRun, tmp_path: Path) -> None:
-    """Asked again and again until it is gone, also while the report is written."""
+def test_asked_to_leave_then_resumed_by_the_printed_line(quiet: FlowRun, tmp_path: Path) -> None:
+    """Asked again and again until it is gone, also while the report is written; and that twice."""
     runner = FlowRunner(tmp_path)
-    process = runner.start("run", *runner.options())
-    wait_until("a commit", lambda: any(event["name"] == "commit" for event in runner.events()))
-    process.send_signal(number)
-    limit = time.monotonic() + 60
-    while process.poll() is None and time.monotonic() < limit:
-        process.send_signal(signal.SIGTERM)
-        time.sleep(0.1)
-    left = runner.finish(process, timeout=60)
-    assert left.exit_code == 75, left.output
-    assert "Traceback" not in left.output and "avoid pressing" not in left.output
-    assert left.report["outcome"] == "interrupted" and left.report["redone_steps"] == 0
-    assert not processes_with(str(tmp_path))
+    words = ["run", *runner.options()]
+    for generation, number in ((1, signal.SIGHUP), (2, signal.SIGINT)):
+        process = runner.start(*words)
+        runner.await_step(20 * generation, generation=generation)
+        process.send_signal(number)
+        limit = time.monotonic() + 60
+        while process.poll() is None and time.monotonic() < limit:
+            process.send_signal(signal.SIGTERM)
+            time.sleep(0.1)
+        left = runner.finish(process, timeout=60)
+        assert left.exit_code == 75, left.output
+        assert "Traceback" not in left.output and "avoid pressing" not in left.output
+        assert left.report["outcome"] == "interrupted" and left.report["redone_steps"] == 0
+        assert not processes_with(str(tmp_path))
+        line = re.search(r"flows/train_flow.py (resume train --origin-run-id \d+)", left.output)
+        assert line, left.output
+        words = line[1].split()
 
-    line = re.search(r"flows/train_flow.py (resume train --origin-run-id \d+)", left.output)
-    assert line, left.output
-    run = runner.run(*line[1].split())
+    run = runner.run(*words)
     assert run.exit_code == 0, run.output
     assert_same_result(run, quiet)
     assert run.report["redone_steps"] == 0
@@ -141,25 +137,3 @@ def test_interrupted_before_training(number: int, step: str, tmp_path: Path) -> 
     assert "Traceback" not in run.output and "avoid pressing" not in run.output
     assert "interrupted" in run.output
     assert not processes_with(str(tmp_path))
-
-
-def test_a_launcher_killed_alone_takes_everything_along(tmp_path: Path) -> None:
-    """Even when it dies while a task has only just been started. Until then no other launcher gets the job."""
-    runner = FlowRunner(tmp_path)
-    process = runner.start("run", *runner.options())
-    wait_until("the train task", lambda: re.search(r"train/\d+ \(pid", runner.log.read_text()))
-    second = runner.run("resume")
-    assert second.exit_code == 3, second.output
-    assert re.search(rf"job \d+ is running: `run` of .* \(pid {process.pid}\), since .* --take-over", second.output)
-    assert process.poll() is None
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    killed_at = time.monotonic()
-    wait_until("the end of all its processes", lambda: not processes_with(str(tmp_path)), timeout=10)
-    assert time.monotonic() - killed_at <= 3
-
-
-def rank_pid(runner: FlowRunner, rank: int) -> int:
-    """Of the newest generation; 0 while it has not said."""
-    heartbeats = sorted((runner.runs / "latest" / "logs").glob(f"0*/rank-{rank}.heartbeat"))
-    return Heartbeat(heartbeats[-1]).read().pid if heartbeats else 0

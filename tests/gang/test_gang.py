@@ -65,47 +65,20 @@ def await_commit(spec: GangSpec) -> None:
     wait_until("a commit", lambda: job_store(spec).list("commits"), timeout=60)
 
 
-@pytest.mark.parametrize(("number", "reason"), [(signal.SIGSTOP, "hang"), (signal.SIGKILL, "rank_killed")])
-def test_a_frozen_or_killed_rank_is_named_ended_and_replaced_within_the_attempt(
-    number: int, reason: str, spec: GangSpec, tmp_path: Path
+def test_a_gang_bears_a_pause_a_frozen_and_a_killed_rank_and_saves_when_a_node_is_told_to_leave(
+    spec: GangSpec, tmp_path: Path
 ) -> None:
+    """The pause is as of a frozen virtual machine: longer than a node may be silent, and than a rank may make no
+    progress. It is nobody's fault. A frozen or killed rank is named, ended and replaced within the attempt.
+    """
+    survival = {**spec.config["survival"], "hang_floor_seconds": 6.0}
+    spec = replace(spec, config={**spec.config, "survival": survival})
     gang = start(spec, tmp_path / "gang")
     await_commit(spec)
     listening = listening_addresses(with_descendants(gang))
     assert listening == {"0100007F"}, "control channel, torch's store, gloo, wire, metrics: 127.0.0.1 alone"
     wait_until("the secret's end", lambda: not job_store(spec).list("secrets"), timeout=60)
-    victim = beat(spec, rank=1)
-    os.kill(victim.pid, number)
-    wait_until("another commit", lambda: newest_commit(spec).generation == 2, timeout=60)
-    assert process_state(victim.pid) in ("", "Z")
-    assert beat(spec, rank=1).pid != victim.pid and all(agent.poll() is None for agent in gang.agents)
-    for agent in gang.agents:
-        agent.send_signal(signal.SIGTERM)
-    outcome = gang.wait(60)
-    assert (outcome.outcome, outcome.generation) == ("interrupted", 2)
 
-    events = read_events(job_store(spec))
-    first, _ = [event for event in events if event.name == GENERATION_ENDED]
-    assert first.data["reason"] == reason and not first.data["user_code"]
-    assert first.data["culprit"].startswith("rank 1: ")
-    [detected] = [event for event in events if event.name == FAULT_DETECTED]
-    told = detected.data
-    assert (told["rank"], told["node"], told["reason"], told["certainty"]) == (1, 1, reason, "proven")
-    assert detected.t_mono < first.t_mono and told["lost_rank_seconds"] > 0 and told["next_action"]
-    if number == signal.SIGSTOP:
-        assert ".py:" in told["where"] and told["where"].partition(" in ")[2] in Path(told["dump"]).read_text()
-    for node in (0, 1):  # all of an agent's life is paid for once: one generation begins where the other ends
-        ended, _ = [event for event in events if event.name == NODE_ENDED and event.node == node]
-        before, after = [event for event in events if event.name == NODE_STARTED and event.node == node]
-        assert before.t_mono + ended.data["seconds"] == pytest.approx(after.t_mono, abs=1e-6)
-        assert ended.t_mono == after.t_mono
-
-
-def test_a_pause_of_the_whole_gang_is_nobodys_fault(spec: GangSpec, tmp_path: Path) -> None:
-    """As of a frozen virtual machine: longer than a node may be silent, and than a rank may make no progress."""
-    survival = {**spec.config["survival"], "hang_floor_seconds": 6.0}
-    gang = start(replace(spec, config={**spec.config, "survival": survival}), tmp_path / "gang")
-    await_commit(spec)
     frozen = with_descendants(gang)
     assert len(frozen) >= 6  # two agents, two ranks and their uploaders
     for number in (signal.SIGSTOP, signal.SIGCONT):
@@ -115,31 +88,53 @@ def test_a_pause_of_the_whole_gang_is_nobodys_fault(spec: GangSpec, tmp_path: Pa
         time.sleep(10 if number == signal.SIGSTOP else 0)
     before = newest_commit(spec).step
     wait_until("two commits more", lambda: newest_commit(spec).step >= before + 40, timeout=120)
-    gang.kill()
+    assert newest_commit(spec).generation == 1
+
+    for generation, number in ((2, signal.SIGSTOP), (3, signal.SIGKILL)):
+        victim = beat(spec, rank=1)
+        os.kill(victim.pid, number)
+        wait_until("another commit", lambda wanted=generation: newest_commit(spec).generation == wanted, timeout=60)
+        assert process_state(victim.pid) in ("", "Z")
+        assert beat(spec, rank=1).pid != victim.pid and all(agent.poll() is None for agent in gang.agents)
+
+    gang.agents[1].send_signal(signal.SIGTERM)
+    outcome = gang.wait(60)
+    assert (outcome.outcome, outcome.generation) == ("interrupted", 3)
+    assert outcome.message == "asked to leave (SIGTERM); saved, to be resumed"
+    assert newest_commit(spec).step == outcome.step
+
     events = read_events(job_store(spec))
-    assert not [event for event in events if event.name in (FAULT_DETECTED, GENERATION_ENDED)]
+    assert not [event for event in events if event.name == COMMIT_SKIPPED]
+    *faults, _ = [event for event in events if event.name == GENERATION_ENDED]
+    detections = [event for event in events if event.name == FAULT_DETECTED]
+    for ended, detected, reason in zip(faults, detections, ("hang", "rank_killed"), strict=True):
+        assert ended.data["reason"] == reason and not ended.data["user_code"]
+        assert ended.data["culprit"].startswith("rank 1: ")
+        told = detected.data
+        assert (told["rank"], told["node"], told["reason"], told["certainty"]) == (1, 1, reason, "proven")
+        assert detected.t_mono < ended.t_mono and told["lost_rank_seconds"] > 0 and told["next_action"]
+    told = detections[0].data
+    assert ".py:" in told["where"] and told["where"].partition(" in ")[2] in Path(told["dump"]).read_text()
+    for node in (0, 1):  # all of an agent's life is paid for once: one generation begins where the other ends
+        *ends, _ = [event for event in events if event.name == NODE_ENDED and event.node == node]
+        starts = [event for event in events if event.name == NODE_STARTED and event.node == node]
+        for before, ended, after in zip(starts[:-1], ends, starts[1:], strict=True):
+            assert before.t_mono + ended.data["seconds"] == pytest.approx(after.t_mono, abs=1e-6)
+            assert ended.t_mono == after.t_mono
 
 
-@pytest.mark.parametrize(("stop_seconds", "fits"), [(30.0, True), (2.0, False)])
-def test_one_node_told_to_leave_makes_all_save_if_there_is_time(
-    stop_seconds: float, fits: bool, spec: GangSpec, tmp_path: Path
-) -> None:
+def test_a_node_told_to_leave_without_time_to_save_says_so(spec: GangSpec, tmp_path: Path) -> None:
     """Of 2 s nothing is left for a save: that long a process takes to end."""
-    checkpoint = {**spec.config["checkpoint"], "stop_seconds": stop_seconds}
-    spec = replace(spec, config={**spec.config, "checkpoint": checkpoint})
+    spec = replace(spec, config={**spec.config, "checkpoint": {**spec.config["checkpoint"], "stop_seconds": 2.0}})
     gang = start(spec, tmp_path / "gang")
     await_commit(spec)
     gang.agents[1].send_signal(signal.SIGTERM)
     outcome = gang.wait(60)
     assert outcome.outcome == "interrupted"
-    newest = reachable_commits(job_store(spec), limit=1)[0]
-    skipped = [event for event in read_events(job_store(spec)) if event.name == COMMIT_SKIPPED]
-    if fits:
-        assert newest.step == outcome.step and not skipped
-        assert outcome.message == "asked to leave (SIGTERM); saved, to be resumed"
-        return
+    newest = newest_commit(spec)
     assert 0 < newest.step < outcome.step and newest.step % 20 == 0
     assert outcome.message.endswith(f"step {outcome.step} is not saved, to be resumed from step {newest.step}")
+    skipped = [event for event in read_events(job_store(spec)) if event.name == COMMIT_SKIPPED]
     [reason] = [event.data["reason"] for event in skipped if event.step == outcome.step]
     assert reason.endswith("and 0.0 s are left; the last commit counts")
 
@@ -169,7 +164,10 @@ def test_what_is_frozen_does_not_outlive_its_agent(spec: GangSpec, tmp_path: Pat
     wait_until("the end of all", lambda: {process_state(pid) for pid in pids} <= {"", "Z"}, timeout=30)
 
 
-def test_another_model_than_the_commits_is_refused_and_not_tried_again(spec: GangSpec, tmp_path: Path) -> None:
+def test_what_cannot_go_on_is_refused_by_all_nodes_and_not_tried_again(spec: GangSpec, tmp_path: Path) -> None:
+    """Another model than the commits'; and a damaged record, at which the other nodes have not joined yet: node 0 reads
+    the store before anything else.
+    """
     first = start(spec, tmp_path / "first")
     await_commit(spec)
     first.kill()
@@ -179,20 +177,14 @@ def test_another_model_than_the_commits_is_refused_and_not_tried_again(spec: Gan
         second.wait(60)
     assert not error.value.curable and error.value.outcome == "config"
 
-
-def test_a_start_that_node_0_refuses_ends_the_other_nodes_as_well(spec: GangSpec, tmp_path: Path) -> None:
-    """They have not joined yet: node 0 reads the store before anything else."""
-    first = start(spec, tmp_path / "first")
-    await_commit(spec)
-    first.kill()
     record = Path(spec.store_uri) / job_prefix(spec.job) / job_store(spec).list("generations")[0].key
     record.write_text('{"x":')
     cluster = {**spec.config["cluster"], "start_deadline_seconds": 600.0}
-    second = start(replace(spec, config={**spec.config, "cluster": cluster}, attempt=1), tmp_path / "second")
+    third = start(replace(spec, config={**spec.config, "cluster": cluster}, attempt=2), tmp_path / "third")
     with pytest.raises(GangError, match="generations/000001") as error:
-        second.wait(120)
+        third.wait(120)
     assert not error.value.curable
-    other = json.loads((tmp_path / "second" / "node-1.result.json").read_text())
+    other = json.loads((tmp_path / "third" / "node-1.result.json").read_text())
     assert other["error"].startswith("node 0 refused the start: ") and not other["curable"]
 
 

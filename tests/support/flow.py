@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from ebbflow.training.launch.heartbeat import Heartbeat
+
 ROOT = Path(__file__).resolve().parents[2]
 FLOW = ROOT / "flows" / "train_flow.py"
 
@@ -98,6 +100,17 @@ class FlowRunner:
     def run(self, *words: str, timeout: float = 200, cwd: Path | None = None) -> FlowRun:
         return self.finish(self.start(*words, cwd=cwd), timeout)
 
+    def await_step(self, step: int, *, generation: int, rank: int = 0, timeout: float = 120) -> int:
+        """Wait until a rank of the generation has begun a step; returns its pid. Its heartbeat is on this machine."""
+
+        def begun() -> int:
+            for path in (self.runs / "latest" / "logs").glob(f"{generation:06d}*/rank-{rank}.heartbeat"):
+                seen = Heartbeat(path).read()
+                return seen.pid if seen.step >= step else 0
+            return 0
+
+        return wait_until(f"step {step} of generation {generation}", begun, timeout)
+
     def events(self) -> list[dict[str, Any]]:
         """All events of the latest job that are in the store now."""
         events = []
@@ -107,13 +120,29 @@ class FlowRunner:
         return sorted(events, key=lambda event: event["t_wall"])
 
 
-def wait_until(what: str, happened: Callable[[], Any], timeout: float = 90) -> Any:
-    """The first true answer of `happened`; fails by naming what was waited for."""
+def train_alone(runner: FlowRunner, **settings: object) -> dict[str, Any]:
+    """The report of the tiny job, trained by one rank on this machine without Metaflow: a third of a run's work."""
+    environment = {**os.environ, "EBBFLOW_RUNS": str(runner.runs), **runner.environment}
+    job = ["configs/laptop.yaml", "--job", "alone", *runner.options(cluster__nodes=1, **settings)]
+    output = ""
+    for words in (["training", *job], ["cost", "report", "alone", "--json"]):
+        command = [sys.executable, "-m", *words]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0, done.stdout + done.stderr
+        output = done.stdout
+    return json.loads(output)
+
+
+def wait_until(what: str, happened: Callable[[], Any], timeout: float = 90, *, pause: float = 0.1) -> Any:
+    """The first true answer of `happened`; fails by naming what was waited for.
+
+    pause: seconds between two looks; more of them where a look is a request, which takes CPU time of what is awaited.
+    """
     limit = time.monotonic() + timeout
     while time.monotonic() < limit:
         if answer := happened():
             return answer
-        time.sleep(0.1)
+        time.sleep(pause)
     raise AssertionError(f"waited {timeout} s for {what}")
 
 
