@@ -33,6 +33,8 @@ _HERE = Path(__file__).parent
 INSTANCES, GPUS = _HERE / "instances.csv", _HERE / "gpus.csv"
 ADVISOR, ON_DEMAND = _HERE / "spot_advisor.csv", _HERE / "on_demand.csv"
 INSTANCE_COLUMNS = ("name", "gpu", "gpu_count", "gpu_memory_mib", "vcpu", "ram_gib", "network_gbps", "efa")
+_GPU_FIGURES = ("compute_capability", "nvlink", "bf16_tflops", "fp32_tflops", "bf16_mfu")
+GPU_COLUMNS = ("gpu", *_GPU_FIGURES, "source", "mfu_source", "note")
 ADVISOR_COLUMNS = ("region", "name", "savings_percent", "interruption_band")
 ON_DEMAND_COLUMNS = ("region", "name", "usd_per_hour", "recorded")
 _RECORDED = re.compile(r"\brecorded (\d{4}-\d{2}(?:-\d{2})?)")
@@ -45,7 +47,8 @@ class Gpu:
     Attributes:
         nvlink: Whether the GPUs of a node are connected by NVLink.
         bf16_tflops, fp32_tflops: Dense peak in TFLOP/s; None if the vendor publishes none, for the reason in `note`.
-        source: Origin of the figures.
+        bf16_mfu: Published share of the bfloat16 peak that training reaches on one node; None if no table was found.
+        source, mfu_source: Origins of the peaks and of `bf16_mfu`.
     """
 
     name: str
@@ -53,7 +56,9 @@ class Gpu:
     nvlink: bool
     bf16_tflops: float | None
     fp32_tflops: float | None
+    bf16_mfu: float | None
     source: str
+    mfu_source: str
     note: str
 
     def peak_flops(self, mixed_precision: bool) -> float | None:
@@ -206,15 +211,16 @@ def _rows(path: Path, columns: list[str]) -> Iterator[_Row]:
 
 
 def _read_gpus(path: Path) -> Iterator[Gpu]:
-    columns = ["gpu", "compute_capability", "nvlink", "bf16_tflops", "fp32_tflops", "source", "note"]
-    for row in _rows(path, columns):
+    for row in _rows(path, list(GPU_COLUMNS)):
         yield Gpu(
             name=row.parse("gpu", _text, "a name"),
             compute_capability=row.parse("compute_capability", _number(1, 100), "a compute capability"),
             nvlink=row.parse("nvlink", _YES_NO.__getitem__, "yes or no"),
             bf16_tflops=row.parse("bf16_tflops", _number(1, 1e5), "TFLOP/s in 1 … 100000", optional=True),
             fp32_tflops=row.parse("fp32_tflops", _number(1, 1e4), "TFLOP/s in 1 … 10000", optional=True),
+            bf16_mfu=row.parse("bf16_mfu", _number(0.01, 1), "a share in 0.01 … 1", optional=True),
             source=row.parse("source", _text, "a source"),
+            mfu_source=row.parse("mfu_source", str, "text"),
             note=row.parse("note", str, "text"),
         )
 

@@ -276,6 +276,8 @@ def replay(
         ReplayError: The pool is unknown or ambiguous, or there is nothing to replay.
         LedgerError: The events contradict each other.
     """
+    if usd_per_hour is not None and not (usd_per_hour.is_finite() and usd_per_hour >= 0):
+        raise ReplayError(f"--usd-per-hour {usd_per_hour}: must be a number of dollars, 0 or more")
     if interval_steps is not None and interval_steps < 1:
         raise ReplayError(f"--interval {interval_steps}: must be at least 1 step")
     ordered = sorted(events, key=lambda event: (event.t_wall, event.t_mono))

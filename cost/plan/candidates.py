@@ -92,7 +92,7 @@ class Candidate(Pool):
         price_kind: How the price is known, in words that begin with "live", "recorded" or "estimated".
         price_age_hours: Hours since the price was last known to be valid.
         price_stale: Whether a quoted spot price is older than `cost.max_price_age_hours`.
-        bound: The resource that limits the speed: compute, network, host or launch.
+        bound: The resource that limits the speed: compute, network, host, pcie or launch.
         speed_kind: How the speed is known: "measured", "scaled from …", or "prior" (estimated).
         save_seconds: Time for which one checkpoint stops training.
         hazard_per_hour: Expected interruptions of the job per hour.

@@ -88,7 +88,9 @@ def _chosen(plan: Plan, best: Candidate) -> list[str]:
         *_limits(plan, best),
     ]
     width = max(len(name) for name, _ in items)
-    lines = _wrapped(one_line(f"+ {best}: the cheapest pool that can run this job"))
+    cheapest = all(best.expected_usd <= one.expected_usd for one in plan.ranked)
+    likely = "the cheapest pool that can run this job" if cheapest else "cheaper pools would probably miss the deadline"
+    lines = _wrapped(one_line(f"+ {best}: {likely}"))
     for name, value in items:
         lines += _wrapped(f"+ {name:<{width}}  {value}", indent=width + 4)
     return lines
@@ -156,7 +158,7 @@ def _ranked(plan: Plan) -> list[str]:
     more = plan.counts.get(RANKED, len(plan.ranked)) - sum(map(len, groups[:_LISTED]))
     folded = "; +n: as many other zones at the same price" if any(len(group) > 1 for group in groups[:_LISTED]) else ""
     legend = f"age: since the price was last known to hold; {speed}, hours and dollars are estimated{folded}"
-    return [*_table(rows), *([f"… and {more} dearer pools"] if more > 0 else []), *_wrapped(legend)]
+    return [*_table(rows), *([f"… and {more} more pools"] if more > 0 else []), *_wrapped(legend)]
 
 
 def _same_but_for_the_zone(ranked: Sequence[Candidate]) -> list[list[Candidate]]:

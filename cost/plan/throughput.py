@@ -14,11 +14,12 @@ computes the parts at the peak of a step:
 - activations, logits: per sample, from `infra.footprint`. Attention is fused and stores no matrix of length × length.
   `parallel.recompute` stores only a share of the activations. Loss and log-probabilities stay float32.
 
-The duration of a step is the longest of four lower bounds:
+The duration of a step is the longest of five lower bounds:
 
 - compute: FLOPs of the step / (GPUs × dense peak × MFU prior).
 - network: bytes that each node exchanges per step / its sustained bandwidth, perfectly overlapped with compute.
 - host: with offloading, bytes that each rank moves between host and GPU per step / the bandwidth of PCIe.
+- pcie: for several GPUs per node without NVLink, bytes that each rank receives from others / the bandwidth of PCIe.
 - launch: host time to launch all kernels, which limits a narrow model on a fast GPU.
 
 Real steps are slower than their longest bound; the MFU prior usually accounts for this. A speed that the job history
@@ -30,6 +31,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from dataclasses import asdict, dataclass, replace
 
 from ebbflow.cost.catalogue import Catalogue, InstanceType
@@ -153,14 +155,17 @@ def explain_batch(config: RunConfig, world_size: int) -> str:
     )
 
 
-# Published for tuned runs: 46 % (PaLM 540B, Chowdhery et al. 2022, table 3), 38–43 % (Llama 3 405B, Grattafiori et
-# al. 2024, table 4). An untuned run is below the lowest of them.
+# MFU of an untuned run where gpus.csv has no published figure. Published for tuned runs: 46 % (PaLM 540B, Chowdhery et
+# al. 2022, table 3), 38–43 % (Llama 3 405B, Grattafiori et al. 2024, table 4).
 MFU_PRIOR = 0.35
+# MFU of an untuned run, relative to the published figure of its GPU (`Gpu.bf16_mfu`): an assumption.
+UNTUNED_SHARE = 0.87
+# Speed per GPU after each doubling of the nodes: geometric mean from 8 to 64 GPUs of eight models on A100 and H100 with
+# 1,600 Gbit/s per node (0.972 to 1.001; mosaicml/llm-foundry, scripts/train/benchmarking/README.md, 2024-04-22).
+DOUBLING_EFFICIENCY = 0.99
 # Log standard deviation of MFU between published runs: GPT-3 21.3 %, Gopher 32.5 %, Megatron-Turing NLG 30.2 %, PaLM
 # 46.2 % (Chowdhery et al. 2022, table 3). The uncertainty of a speed that was not measured.
 UNMEASURED_LOG_DEVIATION = 0.32
-# GPUs of one node that talk over PCIe instead of NVLink gather their shards more slowly than they compute.
-PCIE_FACTOR = 0.7
 # Gathering over TCP costs CPU time and latency; EFA bypasses the kernel.
 NO_EFA_FACTOR = 0.6
 # Share of the listed bandwidth that collectives reach.
@@ -170,7 +175,8 @@ LAUNCH_SECONDS_PER_BLOCK = 1e-3
 # Passes over the model, relative to three (forward, and backward for inputs and weights). Full recomputation adds one;
 # selective recomputation has hardly any flops.
 RECOMPUTE_FACTOR = {"none": 1.0, "selective": 1.0, "full": 4 / 3}
-# PCIe 3.0 × 16 moves 15.75 GB/s on paper, copies from pinned memory reach about three quarters of that.
+# PCIe 3.0 × 16 moves 15.75 GB/s on paper, copies from pinned memory reach about three quarters of that. It serves for
+# copies between GPUs without NVLink too, which pass through host memory: PCIe 4.0 may be faster, which is unmeasured.
 PCIE_BYTES_PER_SECOND = 12e9
 
 
@@ -181,7 +187,7 @@ class Throughput:
     Attributes:
         tokens_per_second: Tokens per second of all ranks together, or other units of the model (`weight_unit`).
         step_seconds: Duration of one optimizer step.
-        bound: The resource that limits the speed: compute, network, host or launch.
+        bound: The resource that limits the speed: compute, network, host, pcie or launch.
         mfu: Model FLOPs utilisation at this speed.
         kind: How the speed is known: "measured", "scaled from …", or "prior" (estimated).
         log_deviation: Standard deviation of the log of the speed, as its uncertainty.
@@ -198,7 +204,7 @@ class Throughput:
 def estimate_throughput(
     config: RunConfig, shape: ModelShape, kind: InstanceType, nodes: int, processes_per_node: int
 ) -> Throughput | None:
-    """Estimate the speed of a gang from the bounds of compute, network, host and launch.
+    """Estimate the speed of a gang from the bounds in this module's docstring.
 
     Returns:
         None if the GPU's peak at the configured precision is unknown.
@@ -210,10 +216,11 @@ def estimate_throughput(
     flops = shape.flops_per_sample * config.training.batch_size
     again = RECOMPUTE_FACTOR[config.parallel.recompute]
     seconds = {
-        "compute": again * flops / (ranks * peak * _mfu_prior(kind, nodes, processes_per_node)),
+        "compute": again * flops / (ranks * peak * _mfu_prior(config, kind, nodes)),
         "network": _network_bytes(config, shape, nodes, processes_per_node)
         / (kind.network_gbps * 1e9 / 8 * NETWORK_EFFICIENCY),
         "host": _host_bytes(config, shape, ranks, processes_per_node) / PCIE_BYTES_PER_SECOND,
+        "pcie": _pcie_bytes(config, shape, kind, ranks, processes_per_node) / PCIE_BYTES_PER_SECOND,
         "launch": again * LAUNCH_SECONDS_PER_BLOCK * shape.units * _micro_steps(config),
     }
     bound = max(seconds, key=seconds.__getitem__)
@@ -294,13 +301,12 @@ def _faster(estimate: Throughput, ratio: float, kind: str, log_deviation: float)
     )
 
 
-def _mfu_prior(kind: InstanceType, nodes: int, processes_per_node: int) -> float:
-    prior = MFU_PRIOR
-    if processes_per_node > 1 and not kind.gpu.nvlink:
-        prior *= PCIE_FACTOR
+def _mfu_prior(config: RunConfig, kind: InstanceType, nodes: int) -> float:
+    published = kind.gpu.bf16_mfu if config.fsdp.use_mixed_precision else None
+    prior = MFU_PRIOR if published is None else UNTUNED_SHARE * published
     if nodes > 1 and not kind.efa:
         prior *= NO_EFA_FACTOR
-    return prior
+    return prior * DOUBLING_EFFICIENCY ** math.log2(nodes)
 
 
 def _micro_steps(config: RunConfig) -> int:
@@ -317,25 +323,41 @@ def _reductions(config: RunConfig, shape: ModelShape) -> int:
     return 1 if stays_gathered(shape.parameters) else _micro_steps(config)
 
 
-def _network_bytes(config: RunConfig, shape: ModelShape, nodes: int, ranks_per_node: int) -> float:
-    """Return the bytes that one node receives from the others per optimizer step.
+def _pcie_bytes(config: RunConfig, shape: ModelShape, kind: InstanceType, ranks: int, ranks_per_node: int) -> float:
+    """Return the bytes that one rank receives from all others per step; 0 if the GPUs of a node have NVLink.
 
-    DDP's ring all-reduce moves the gradients over the network twice, after each step or, with a static graph, after
-    every micro-batch. FSDP2 gathers parameters and reduces gradients; how often depends on the model's size
-    (`infra.footprint`). HSDP gathers and reduces among the nodes of one model copy, and all-reduces each node's share
-    of the gradients between copies.
+    A ring passes the same bytes to each of its members, so this is the traffic of nodes with one rank each.
+    """
+    if kind.gpu.nvlink or ranks_per_node == 1:
+        return 0.0
+    return _exchanged_bytes(config, shape, ranks, 1, shard_ranks(config, ranks, ranks_per_node))
+
+
+def _network_bytes(config: RunConfig, shape: ModelShape, nodes: int, ranks_per_node: int) -> float:
+    """Return the bytes that one node receives from the others per optimizer step."""
+    return _exchanged_bytes(
+        config, shape, nodes, ranks_per_node, shard_ranks(config, nodes * ranks_per_node, ranks_per_node)
+    )
+
+
+def _exchanged_bytes(config: RunConfig, shape: ModelShape, members: int, ranks_each: int, shard: int) -> float:
+    """Return the bytes that one of `members` equal groups of ranks receives from the others per optimizer step.
+
+    DDP's ring all-reduce moves the gradients twice, after each step or, with a static graph, after every micro-batch.
+    FSDP2 gathers parameters and reduces gradients; how often depends on the model's size (`infra.footprint`). HSDP
+    gathers and reduces within one model copy (`shard` ranks), and all-reduces shares of the gradients between copies.
     """
     if config.parallel.mode == "ddp":
         moved = BFLOAT16_BYTES if config.ddp.gradient_compression == "bfloat16" else FLOAT32_BYTES
         all_reductions = _micro_steps(config) if config.ddp.static_graph else 1
-        return 2 * all_reductions * moved * (nodes - 1) / nodes * shape.parameters
+        return 2 * all_reductions * moved * (members - 1) / members * shape.parameters
     gathered = BFLOAT16_BYTES if config.fsdp.use_mixed_precision else FLOAT32_BYTES
     reduced = reduced_bytes_per_parameter(config)
-    nodes_per_copy = max(1, shard_ranks(config, nodes * ranks_per_node, ranks_per_node) // ranks_per_node)
+    per_copy = max(1, shard // ranks_each)
     within = _gatherings(config, shape) * gathered + _reductions(config, shape) * reduced
-    within *= (nodes_per_copy - 1) / nodes_per_copy
-    copies_apart = nodes / nodes_per_copy
-    between = 2 * reduced / nodes_per_copy * (copies_apart - 1) / copies_apart
+    within *= (per_copy - 1) / per_copy
+    copies_apart = members / per_copy
+    between = 2 * reduced / per_copy * (copies_apart - 1) / copies_apart
     return (within + between) * shape.parameters
 
 

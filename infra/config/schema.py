@@ -254,6 +254,12 @@ class CostConfig(Section):
     owner: str | None = Field(default=None, description="owner of the cost, shown in the ledger and the reports")
     project: str | None = Field(default=None, description="project of the cost, shown in the ledger and the reports")
     deadline_hours: float | None = Field(default=None, gt=0, description="time limit from start to finish")
+    confidence: float = Field(
+        default=0.9,
+        gt=0,
+        lt=1,
+        description="least probability to meet the deadline at which the plan ranks a pool by its dollars alone",
+    )
     prices: str = Field(
         default="static",
         description="static (shipped, dated), live (DescribeSpotPriceHistory), or a file of recorded prices",

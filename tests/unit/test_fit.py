@@ -11,9 +11,11 @@ from ebbflow.cost.catalogue import load_catalogue
 from ebbflow.cost.plan.plan import make_plan
 from ebbflow.cost.plan.throughput import (
     CONTEXT_BYTES,
+    DOUBLING_EFFICIENCY,
     MFU_PRIOR,
     NETWORK_EFFICIENCY,
     PCIE_BYTES_PER_SECOND,
+    UNTUNED_SHARE,
     Throughput,
     estimate_throughput,
     memory_fit,
@@ -274,16 +276,20 @@ def test_throughput_is_the_tightest_of_its_bounds():
     )
     shape = causal_lm_shape(large.model)
     one = estimate_throughput(large, shape, types["p5.48xlarge"], 1, 8)
-    assert one.bound == "compute" and one.mfu == pytest.approx(MFU_PRIOR)
+    prior = UNTUNED_SHARE * types["p5.48xlarge"].gpu.bf16_mfu
+    assert one.bound == "compute" and one.mfu == pytest.approx(prior)
     assert one.tokens_per_second == pytest.approx(64 * 4096 / one.step_seconds)
-    assert one.step_seconds == pytest.approx(shape.flops_per_sample * 64 / (8 * 989.5e12 * MFU_PRIOR))
+    assert one.step_seconds == pytest.approx(shape.flops_per_sample * 64 / (8 * 989.5e12 * prior))
 
-    pcie = estimate_throughput(large, shape, types["g6e.48xlarge"], 1, 8)
+    less = large.model_copy(update={"training": TrainingConfig(batch_size=16)})
+    pcie = estimate_throughput(less, shape, types["g6e.48xlarge"], 1, 8)
+    received = (2 * 2 + 4) * 7 / 8 * shape.parameters
+    assert pcie.bound == "pcie" and pcie.step_seconds == pytest.approx(received / PCIE_BYTES_PER_SECOND)
     alone = estimate_throughput(large, shape, types["g6e.48xlarge"], 1, 1)
     assert pcie.mfu < alone.mfu == pytest.approx(MFU_PRIOR), "PCIe between GPUs costs"
     apart = [estimate_throughput(large, shape, types[name], 2, 1) for name in ("g6e.4xlarge", "g6e.8xlarge")]
     assert [one.bound for one in apart] == ["compute", "compute"]
-    assert apart[0].mfu < apart[1].mfu == pytest.approx(MFU_PRIOR), "only the larger one has EFA"
+    assert apart[0].mfu < apart[1].mfu == pytest.approx(MFU_PRIOR * DOUBLING_EFFICIENCY), "only the larger one has EFA"
 
     few = large.model_copy(update={"training": TrainingConfig(batch_size=2)})
     slow = estimate_throughput(few, shape, types["g5.xlarge"], 2, 1)  # 2.5 Gbit/s and no EFA
@@ -295,6 +301,18 @@ def test_throughput_is_the_tightest_of_its_bounds():
     tiny = estimate_throughput(small, causal_lm_shape(small.model), types["p5.4xlarge"], 1, 1)
     assert tiny.bound == "launch" and tiny.mfu < 0.05
     assert estimate_throughput(small, SHAPE, types["g4dn.xlarge"], 1, 1) is None  # no bfloat16 peak
+
+
+def test_a_gpu_generation_has_its_own_published_mfu_and_more_nodes_lose_some_of_it() -> None:
+    types = load_catalogue()
+    large = published("13b", 2048, 8, 32, 2, False)
+    shape = causal_lm_shape(large.model)
+    nodes = [estimate_throughput(large, shape, types["p5.48xlarge"], count, 8) for count in (1, 2, 8)]
+    assert [one.bound for one in nodes] == ["compute"] * 3
+    assert [one.mfu / nodes[0].mfu for one in nodes] == pytest.approx([1, 0.99, 0.99**3])
+    a100 = estimate_throughput(large, shape, types["p4de.24xlarge"], 1, 8)
+    assert 1.3 < a100.mfu / nodes[0].mfu < 1.5, "llm-foundry: 0.56 on A100, 0.40 on H100"
+    assert all(kind.gpu.mfu_source for kind in types.types if kind.gpu.bf16_mfu is not None)
 
 
 def test_what_the_modes_move_and_compute_again():

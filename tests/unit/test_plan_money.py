@@ -114,6 +114,25 @@ def test_the_probability_to_be_in_time_rises_with_the_deadline():
     assert "P(in time, staying in this pool)" in render_plan(plan(cost={"deadline_hours": hours * 2}))
 
 
+def test_a_pool_that_probably_misses_the_deadline_is_not_ranked_by_its_dollars_alone() -> None:
+    cluster = {"nodes": 1, "plan_for": "kubernetes", "instance_types": ["g6e.xlarge", "p5.4xlarge"]}
+    model = {"hidden_size": 2048, "num_layers": 12, "num_heads": 16}
+    given = {"cluster": cluster, "model": model, "fsdp": {"use_mixed_precision": True}}
+    free = plan(**given).ranked
+    hours = 1.01 * free[0].expected_hours
+    bold, careful = (plan(**given, cost={"deadline_hours": hours, "confidence": p}) for p in (0.3, 0.9))
+    assert str(bold.chosen) == str(free[0]) and bold.chosen.outlook.deadline_probability < 0.9
+    assert careful.chosen.expected_usd > bold.chosen.expected_usd
+    assert careful.chosen.outlook.deadline_probability >= 0.9
+    assert any("cost.confidence, 90%" in note for note in careful.notes)
+    assert "cheaper pools would probably miss the deadline" in render_plan(careful)
+    chances = [one.outlook.deadline_probability for one in careful.ranked]
+    kept = [one.expected_usd for one in careful.ranked if one.outlook.deadline_probability >= 0.9]
+    assert kept == sorted(kept) and all(chance >= 0.9 for chance in chances[: len(kept)])
+    late = [one.expected_usd / one.outlook.deadline_probability for one in careful.ranked[len(kept) :]]
+    assert late == sorted(late) and late
+
+
 def job(one: Plan, *, steps: int, speed: float, reclaimed: bool, start: float = 10.0) -> list[Event]:
     """Events of one generation on the plan's pool. speed: seconds per step; 1,000 tokens each."""
     gang = GangLog(1, start, [[0]])

@@ -123,5 +123,8 @@ def test_what_cannot_be_replayed_is_said() -> None:
         replay(events, pool="p5")
     with pytest.raises(ReplayError, match="--interval 0"):
         replay(events, interval_steps=0)
+    for price in ("-1", "NaN", "Infinity"):
+        with pytest.raises(ReplayError, match=f"--usd-per-hour {price}: must be"):
+            replay(events, usd_per_hour=Decimal(price))
     with pytest.raises(ReplayError, match="took no step"):
         replay([one for one in events if one.name != "step"])

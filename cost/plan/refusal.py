@@ -1,0 +1,300 @@
+"""Compare ranked pools with budget and deadline. Refuse what exceeds them, with the changes that would help."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ebbflow.cost.catalogue import ON_DEMAND_REGION, on_demand_recorded
+from ebbflow.cost.plan.candidates import (
+    AUTO_NODES,
+    ELSEWHERE,
+    HAZARD_UNKNOWN,
+    MISSES_DEADLINE,
+    NO_ON_DEMAND_PRICE,
+    NO_QUEUE,
+    NO_SPOT_PRICE,
+    Candidate,
+    PlanInputs,
+    Pool,
+    Rejection,
+    feasible_pools,
+)
+from ebbflow.cost.prices.quote import refresh_command
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.errors import Outcome
+
+OVER_BUDGET = "over the budget"
+
+
+def reserve_usd(config: RunConfig, pool: Candidate) -> float:
+    """Return the dollars kept for the last checkpoint: the price of all nodes for `checkpoint.deadline_seconds`."""
+    return pool.gang_usd_per_hour * config.checkpoint.deadline_seconds / 3600
+
+
+def needed_usd(config: RunConfig, sources: PlanInputs, pool: Candidate) -> float:
+    """Return the budget that the whole job needs, in dollars, if it continues in this pool."""
+    return sources.progress.spent_usd + pool.expected_usd + reserve_usd(config, pool)
+
+
+def split_by_budget(
+    config: RunConfig, sources: PlanInputs, ranked: Sequence[Candidate]
+) -> tuple[list[Candidate], list[Rejection]]:
+    """Split ranked pools into those within the budget, in their order, and rejections of all others.
+
+    If no pool is within the budget, return all pools and no rejections. The pool that needs the smallest budget then
+    comes first, so that the refusal can name it.
+
+    The pool with the lowest expected cost can exceed the budget while another one does not: the more expensive the
+    gang, the more is reserved for the last checkpoint.
+    """
+    budget = config.cost.budget_usd
+    if budget is None:
+        return list(ranked), []
+    borne = [pool for pool in ranked if needed_usd(config, sources, pool) <= budget]
+    if not borne:
+        return sorted(ranked, key=lambda pool: needed_usd(config, sources, pool)), []
+    kept = set(map(id, borne))
+    return borne, [_rejection(config, sources, pool) for pool in ranked if id(pool) not in kept]
+
+
+def _rejection(config: RunConfig, sources: PlanInputs, pool: Candidate) -> Rejection:
+    budget, spent = config.cost.budget_usd or 0.0, sources.progress.spent_usd
+    needed = needed_usd(config, sources, pool)
+    reason = (
+        f"needs ${needed:.4f} = ${pool.expected_usd:.4f} + ${reserve_usd(config, pool):.4f} reserve for the last save"
+        + (f" + ${spent:.4f} spent so far" if spent else "")
+        + f", cost.budget_usd is ${budget:.4f}"
+    )
+    where = {name: getattr(pool, name) for name in Pool.__dataclass_fields__}
+    return Rejection(**where, kind=OVER_BUDGET, reason=reason, excess=needed / budget if budget else needed)
+
+
+def budget_hint(config: RunConfig, sources: PlanInputs, cheapest: Candidate, needed_usd: float) -> str:
+    """Suggest a sufficient budget (`needed_usd`), or a number of steps that the configured budget pays for."""
+    enough = math.ceil(needed_usd * 100) / 100
+    hint = f"set cost.budget_usd to {enough:.2f} or more"
+    left = sources.steps_left(config)
+    by_step = cheapest.expected_usd / left if left else 0.0
+    over = needed_usd - (config.cost.budget_usd or 0.0)
+    for steps in (left - math.ceil(share * over / by_step) for share in _SHARES) if by_step else ():
+        if steps <= 0:
+            return hint
+        fewer = _changed(config, "training", max_steps=sources.progress.done_steps + steps)
+        if _usd_on(cheapest, fewer, sources) <= (config.cost.budget_usd or 0.0):
+            return f"{hint}, or training.max_steps to {fewer.training.max_steps} or fewer"
+    return hint
+
+
+# Steps to cut, relative to the excess in prices of steps. Starts and checkpoints do not shrink with the steps.
+_SHARES = (1.0, 1.01, 1.05, 1.25, 1.5, 2.0)
+
+
+def _usd_on(pool: Candidate, config: RunConfig, sources: PlanInputs) -> float:
+    """Return the budget that the job needs on the pool's instance type and region; infinite if it cannot run there."""
+    config = _changed(config, "cluster", instance_types=[pool.instance_type])
+    config = _changed(config, "cost", regions=[pool.region])
+    return min((needed_usd(config, sources, one) for one in feasible_pools(config, sources)), default=math.inf)
+
+
+def cheapest_without_deadline(config: RunConfig, sources: PlanInputs) -> Candidate | None:
+    """Return the pool that needs the smallest budget if the deadline is ignored; None if no pool can run the job."""
+    unlimited = feasible_pools(_changed(config, "cost", deadline_hours=None), sources)
+    return min(unlimited, key=lambda one: needed_usd(config, sources, one), default=None)
+
+
+def fastest_without_deadline(config: RunConfig, sources: PlanInputs) -> tuple[Candidate, float]:
+    """Find the fastest pools if the deadline is ignored.
+
+    Returns:
+        The fastest pool within the budget, and the expected hours of the fastest pool at any price. If no pool is
+        within the budget, the pool that needs the smallest budget, and the same hours.
+
+    Raises:
+        ValueError: No pool can run the job.
+    """
+    every = sorted(
+        feasible_pools(_changed(config, "cost", deadline_hours=None), sources), key=lambda one: one.expected_usd
+    )
+    borne, first_hours = split_by_budget(config, sources, every)[0], min(one.expected_hours for one in every)
+    if config.cost.budget_usd is not None and needed_usd(config, sources, borne[0]) > config.cost.budget_usd:
+        return borne[0], first_hours
+    return min(borne, key=lambda one: one.expected_hours), first_hours
+
+
+def sufficient_hours(sources: PlanInputs, pool: Candidate) -> float:
+    """Return a value for `cost.deadline_hours`, counted from the job's start, that the pool is expected to meet."""
+    started = sources.progress.started_utc
+    return pool.expected_hours + (0.0 if started is None else (sources.now_utc - started) / 3600)
+
+
+def later_deadline_hint(hours: float) -> str:
+    return f"set cost.deadline_hours to {math.ceil(hours * 100) / 100:g} or more"
+
+
+def deadline_hint(config: RunConfig, sources: PlanInputs, hours: float) -> str:
+    """Suggest a deadline of `hours`, or a larger number of nodes that meets the configured deadline."""
+    hint = later_deadline_hint(hours)
+    better = next((text for text, changed in _larger(config) if any(feasible_pools(changed, sources))), None)
+    return f"{hint}, or {better}" if better else hint
+
+
+def capacity_hint(config: RunConfig, sources: PlanInputs, rejected: tuple[Rejection, ...]) -> str:
+    """Suggest the first small change of the configuration that allows at least one pool to run the job."""
+    if not rejected:
+        families = sorted({kind.name.split(".")[0] for kind in sources.catalogue.types})
+        return f"cluster.instance_types may name any of {', '.join(families)}, or stay empty for all"
+    unpriced = config.cost.prices == "static" and any(rejection.kind == NO_SPOT_PRICE for rejection in rejected)
+    lacking = [region for region in config.cost.regions if region not in on_demand_recorded()]
+    ways = [f"run {refresh_command(lacking)}"] if lacking else []
+    ways += ["set cost.prices to live"] if unpriced else []
+    for text, changed in _places(config):
+        if any(feasible_pools(changed, sources)):
+            return ", or ".join([", ".join(ways), text] if ways else [text])
+    if ways and any(feasible_pools(_changed(config, "cost", regions=[ON_DEMAND_REGION], zones=[]), sources)):
+        return ", or ".join(ways)  # the queues are in another region, which only lacks a price
+    for text, changed in _changes(config):
+        if any(feasible_pools(changed, sources)):
+            return text
+    if any(rejection.kind == NO_QUEUE for rejection in rejected):
+        return "add a queue with such machines to batch.queues (`ebbflow deploy` creates queues)"
+    return "no single change makes it fit: use a smaller model, or more nodes and gradient accumulation together"
+
+
+def _places(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
+    cost = config.cost
+    if cost.zones:
+        yield "leave cost.zones empty", _changed(config, "cost", zones=[])
+    where_queues_are = config.cluster.plan_for == "batch" and config.batch.region is not None
+    if ON_DEMAND_REGION not in cost.regions and not where_queues_are:
+        regions = [*cost.regions, ON_DEMAND_REGION]
+        yield f"add {ON_DEMAND_REGION} to cost.regions", _changed(config, "cost", regions=regions, zones=[])
+
+
+def _changes(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
+    cluster, accumulation = config.cluster, config.training.gradient_accumulation_steps
+    if config.parallel.mode == "ddp":
+        yield "set parallel.mode to fsdp2", _changed(config, "parallel", mode="fsdp2")
+    for factor in (2, 4, 8, 16):
+        steps = accumulation * factor
+        text = f"set training.gradient_accumulation_steps to {steps}"
+        yield text, _changed(config, "training", gradient_accumulation_steps=steps)
+    if not config.fsdp.use_mixed_precision:
+        yield "set fsdp.use_mixed_precision to true", _changed(config, "fsdp", use_mixed_precision=True)
+    if config.parallel.recompute != "full":
+        yield "set parallel.recompute to full", _changed(config, "parallel", recompute="full")
+    if cluster.processes_per_node != "auto":
+        text = "set cluster.processes_per_node to auto: one rank per GPU"
+        yield text, _changed(config, "cluster", processes_per_node="auto")
+    yield from _larger(config)
+    if cluster.market != "auto":
+        yield "set cluster.market to auto", _changed(config, "cluster", market="auto")
+    if cluster.instance_types:
+        yield "leave cluster.instance_types empty", _changed(config, "cluster", instance_types=[])
+    ranks = 1 if cluster.processes_per_node == "auto" else cluster.processes_per_node
+    for nodes in AUTO_NODES:
+        size = nodes * ranks * accumulation
+        if size >= config.training.batch_size or config.training.batch_size % size:
+            batch = math.ceil(config.training.batch_size / size) * size
+            changed = _changed(_changed(config, "training", batch_size=batch), "cluster", nodes=nodes)
+            yield f"set training.batch_size to {batch} and cluster.nodes to {nodes}", changed
+
+
+def _larger(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
+    nodes = config.cluster.nodes
+    if nodes == "auto":
+        return
+    for more in AUTO_NODES:
+        if more > nodes:
+            yield f"set cluster.nodes to {more}", _changed(config, "cluster", nodes=more)
+    if config.cluster.processes_per_node != "auto":
+        for more in AUTO_NODES:
+            text = f"set cluster.nodes to {more} and cluster.processes_per_node to auto: one rank per GPU"
+            yield text, _changed(config, "cluster", nodes=more, processes_per_node="auto")
+
+
+def _changed(config: RunConfig, section: str, **values: object) -> RunConfig:
+    changed = getattr(config, section).model_copy(update=values)
+    return config.model_copy(update={section: changed})
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRefusal:
+    """The reason why a job must not start.
+
+    Attributes:
+        outcome: Deadline exceeded, budget exceeded, or no capacity.
+        message: The numbers that led to the refusal.
+        hint: A change of the configuration that would allow the job.
+        enough: Smallest sufficient deadline in hours or budget in dollars, whichever is exceeded; None if there is no
+            capacity.
+    """
+
+    outcome: Outcome
+    message: str
+    hint: str
+    enough: float | None = None
+
+
+def find_refusal(
+    config: RunConfig,
+    sources: PlanInputs,
+    ranked: list[Candidate],
+    rejected: tuple[Rejection, ...],
+) -> PlanRefusal | None:
+    """Return the reason why the job must not start in the cheapest pool, `ranked[0]`; None if it may start."""
+    if ranked:
+        return _over_budget(config, sources, ranked[0])
+    late = [rejection for rejection in rejected if rejection.kind == MISSES_DEADLINE]
+    if late:
+        fastest = min(late, key=lambda rejection: rejection.excess)
+        message = f"no pool meets the deadline; the fastest, {fastest}, {fastest.reason}"
+        pool, first_hours = fastest_without_deadline(config, sources)
+        hours = sufficient_hours(sources, pool)
+        needed, budget = needed_usd(config, sources, pool), config.cost.budget_usd
+        hint = deadline_hint(config, sources, hours)
+        if budget is not None and needed > budget:
+            message += f". The budget is exceeded as well: {pool} would need ${needed:.4f} of ${budget:.4f}"
+            hint = f"{later_deadline_hint(hours)}, and cost.budget_usd to {math.ceil(needed * 100) / 100:.2f} or more"
+        elif pool.expected_hours > first_hours:
+            message += f". The fastest within the budget, {pool}, would need {pool.expected_hours:.4g} h"
+        return PlanRefusal(outcome=Outcome.DEADLINE, message=message, hint=hint, enough=hours)
+    hint = capacity_hint(config, sources, rejected)
+    return PlanRefusal(outcome=Outcome.NO_CAPACITY, message=_nothing_fits(config, rejected), hint=hint)
+
+
+def _over_budget(config: RunConfig, sources: PlanInputs, cheapest: Candidate) -> PlanRefusal | None:
+    budget, spent = config.cost.budget_usd, sources.progress.spent_usd
+    needed = needed_usd(config, sources, cheapest)
+    if budget is None or needed <= budget:
+        return None
+    other = cheapest.storage_usd + cheapest.transfer_usd
+    message = (
+        f"cost.budget_usd is ${budget:.4f}; the cheapest pool that can do it, {cheapest}, needs ${needed:.4f} = "
+        f"{cheapest.paid_hours:.4g} h × {cheapest.nodes} × ${cheapest.usd_per_hour:.4f}/h "
+        f"+ ${other:.4f} storage and transfer + ${reserve_usd(config, cheapest):.4f} reserve for the last save"
+        + (f" + ${spent:.4f} spent so far" if spent else "")
+    )
+    hint = budget_hint(config, sources, cheapest, needed)
+    if config.cost.deadline_hours is not None and (slow := cheapest_without_deadline(config, sources)) is not None:
+        total = needed_usd(config, sources, slow)
+        if total <= budget:
+            message += f". The deadline matters as well: {slow} would need ${total:.4f} and {slow.expected_hours:.4g} h"
+    return PlanRefusal(outcome=Outcome.BUDGET, message=message, hint=hint, enough=needed)
+
+
+def _nothing_fits(config: RunConfig, rejected: tuple[Rejection, ...]) -> str:
+    if not rejected:
+        return f"no instance type of the catalogue begins with {', '.join(config.cluster.instance_types)}"
+    nearest = min(rejected, key=_distance)
+    return f"none of {len(rejected)} pools can run the job; the nearest, {nearest}: {nearest.reason}"
+
+
+def _distance(rejection: Rejection) -> tuple[int, float]:
+    """Return the key that sorts rejections, those closest to running the job first.
+
+    Pools without a queue or a price come first, then pools with too little memory, then all others.
+    """
+    wanting = (NO_QUEUE, HAZARD_UNKNOWN, NO_SPOT_PRICE, NO_ON_DEMAND_PRICE, ELSEWHERE, "does not fit")
+    return wanting.index(rejection.kind) if rejection.kind in wanting else len(wanting), rejection.excess
