@@ -4,4 +4,20 @@ The folders `flows`, `training`, `cost` and `infra` at the top of the repository
 everything is imported as `ebbflow.…` in the repository, in an installation and in Metaflow's code package alike.
 """
 
+from typing import TYPE_CHECKING, Any
+
 __version__ = "0.2.0"
+
+if TYPE_CHECKING:
+    from ebbflow.training.attach import AttachedJob, attach
+
+__all__ = ["AttachedJob", "attach"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import `attach` on first use, so that `import ebbflow` stays light."""
+    if name in __all__:
+        from ebbflow.training import attach as module
+
+        return getattr(module, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

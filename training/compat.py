@@ -20,14 +20,14 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _HAS_RECOMPILE_LIMIT = "recompile_limit" in inspect.signature(torch.compile).parameters
 
 
-def all_gather_flat(gathered: Tensor, own: Tensor) -> None:
+def all_gather_flat(gathered: Tensor, own: Tensor, group: dist.ProcessGroup | None = None) -> None:
     """Write every rank's tensor into `gathered`, in the order of the ranks. Collective.
 
     Args:
         gathered: receives the result; shape `[world_size * k]`.
         own: this rank's tensor; shape `[k]`.
     """
-    _all_gather(gathered, own)
+    _all_gather(gathered, own, group=group)
 
 
 def open_tcp_store(host: str, port: int, world_size: int, **options: Any) -> TCPStore:

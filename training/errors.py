@@ -24,6 +24,13 @@ class CheckpointError(TrainingError):
     """A failed save, commit or restore. The message names the rank, the key and the cause."""
 
 
+class AttachError(TrainingError):
+    """A script that `ebbflow.attach` cannot serve as it is. The message has the fix."""
+
+    outcome = Outcome.CONFIG
+    curable = False
+
+
 class NoRoom(CheckpointError):
     """A store that is full or over its quota, and from which no commit may be deleted."""
 

@@ -33,6 +33,7 @@ class Gang:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))  # the device of this rank's model
     store: Store | None = None  # for messages outside collectives; None without torchrun's environment
     peers: PeerSockets | None = None  # for small rows; None if the process group is used for them
+    group: dist.ProcessGroup | None = None  # for the exchanges; None for the default one
     device_note: str = ""  # a message if GPUs of this machine remain unused, else ""
 
     @property
@@ -48,7 +49,7 @@ class Gang:
             rows = torch.frombuffer(bytearray(self.peers.gather(own)), dtype=row.dtype)
         else:
             rows = row.new_empty(self.world_size * row.numel())
-            all_gather_flat(rows, row)
+            all_gather_flat(rows, row, self.group)
         return rows.view(self.world_size, -1)
 
     def gather_numbers(self, numbers: Sequence[float]) -> list[tuple[float, ...]]:

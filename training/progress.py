@@ -267,9 +267,9 @@ class NodeMetrics:
         board, seconds = self.board, data["seconds"]
         busy = seconds.get(LedgerClass.USEFUL_STEP, 0.0) + seconds.get(LedgerClass.DATA_WAIT, 0.0)
         board.set("ebbflow_step", step)
-        board.set("ebbflow_loss", data["loss"])
-        board.set("ebbflow_gradient_norm", data["gradient_norm"])
-        board.set("ebbflow_learning_rate", data["learning_rate"])
+        board.set("ebbflow_loss", data.get("loss"))
+        board.set("ebbflow_gradient_norm", data.get("gradient_norm"))
+        board.set("ebbflow_learning_rate", data.get("learning_rate"))
         board.set("ebbflow_tokens_per_second", data["tokens"] / busy if busy > 0 else None)
         board.add("ebbflow_steps_total", 1)
         board.add("ebbflow_tokens_total", data["tokens"])

@@ -201,7 +201,7 @@ class SaveController:
     config: CheckpointConfig
     rank: int
     spread: Spread
-    optimizer: torch.optim.Optimizer
+    optimizer: torch.optim.Optimizer | None
     saver: Checkpointer
     limits: Limits
     reporter: Reporter

@@ -151,6 +151,7 @@ class Row(NamedTuple):
     weights_checksum: float = 0.0  # the checksum of the weights before this step; 0 if they are not compared now
     renew: float = 0.0  # whether the rank's memory is about to run out
     failed_save: float = 0.0  # the step of the rank's last save if it failed, else 0
+    unsettled: float = 0.0  # whether the rank has gradients that no optimizer step has used, so that it cannot save
 
 
 @dataclass(frozen=True)
@@ -203,6 +204,10 @@ class StepSync:
     def failed_save(self) -> int:
         """The newest step that a rank failed to save, or 0."""
         return int(max(row.failed_save for row in self.rows))
+
+    @property
+    def settled(self) -> bool:
+        return not any(row.unsettled for row in self.rows)
 
     @property
     def last_save(self) -> tuple[float, float]:

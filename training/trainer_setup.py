@@ -179,19 +179,18 @@ def restore(trainer: Trainer, saver: Checkpointer, candidates: list[str]) -> Pos
     if trainer.save_schedule is not None:
         trainer.save_schedule.remember(restored.extra.get("exposed_seconds", 0.0))
     if trainer.gang.rank == 0:
-        rejected = [_rejected(one, restored) for one in restored.rejected]
-        for one in rejected[:1]:  # the newest; the others are older
-            print(f"restored step {restored.step} instead of a damaged commit; lost: {one['lost']}", flush=True)
-        trainer.reporter.emit(
-            RESTORE,
-            step=restored.step,
-            key=restored.key,
-            seconds=time.monotonic() - begun,
-            split=asdict(restored.split),
-            rejected=rejected,
-        )
+        report_restore(trainer.reporter, restored, time.monotonic() - begun)
     trainer.reporter.clock.emit_phases()
     return trainer.guards.resume(Position(restored.step, restored.extra["cursor"]), restored.extra)
+
+
+def report_restore(reporter: Reporter, restored: RestoreResult, seconds: float) -> None:
+    """Emit the event of a restore, and print what a damaged commit has lost. Rank 0 calls this."""
+    rejected = [_rejected(one, restored) for one in restored.rejected]
+    for one in rejected[:1]:  # the newest; the others are older
+        print(f"restored step {restored.step} instead of a damaged commit; lost: {one['lost']}", flush=True)
+    split = asdict(restored.split)
+    reporter.emit(RESTORE, step=restored.step, key=restored.key, seconds=seconds, split=split, rejected=rejected)
 
 
 def begin(trainer: Trainer) -> Position:

@@ -8,14 +8,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import faulthandler
-import hashlib
 import json
 import os
-import re
 import signal
 import sys
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -24,23 +21,19 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from ebbflow.infra.config.load import load_config, values_with_sources
+from ebbflow.infra.config.load import load_config
 from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.errors import InfraError, JobIsRunning, Outcome, StoreError
+from ebbflow.infra.errors import InfraError, JobIsRunning, Outcome
 from ebbflow.infra.event_log import EventLog
-from ebbflow.infra.events import CONFIGURED, NOTICE, PREPARED, ROLLBACK, Origin, read_events
-from ebbflow.infra.launchers import Claim, claim_job
+from ebbflow.infra.events import NOTICE, Origin
 from ebbflow.infra.layout import check_job_name, generation_name, job_prefix
 from ebbflow.infra.process import tie_forked_children
 from ebbflow.infra.program import PROJECT_ROOT
 from ebbflow.infra.store import Store
-from ebbflow.training.checkpoint.lineage import CANDIDATES, GenerationOpening, open_generation, reachable_commits
-from ebbflow.training.checkpoint.rollback import PERMITS, check_rollback, newest_generation_in_events, record_permits
+from ebbflow.training.checkpoint.rollback import PERMITS
 from ebbflow.training.checkpoint.signing import signer, use_signing_key
-from ebbflow.training.compat import TCPStore
 from ebbflow.training.engine import train
 from ebbflow.training.errors import (
-    RendezvousError,
     TrainingError,
     WorkloadError,
     describe_exception,
@@ -53,15 +46,18 @@ from ebbflow.training.launch.messages import WorkerSpec
 from ebbflow.training.limits import LoopResult
 from ebbflow.training.progress import live_metrics
 from ebbflow.training.reporter import Clock
+from ebbflow.training.standalone import (
+    claim_for_ranks,
+    default_job_name,
+    open_job,
+    release_job,
+    write_result,
+    write_whole,
+)
 from ebbflow.training.trainer_setup import build_trainer, make_reporter, open_saver, restore
 from ebbflow.training.workloads.examine import PREPARE_SECONDS
 from ebbflow.training.workloads.loader import prepare_data, workload_context
 from ebbflow.training.workloads.trial import try_workload
-
-_LONGEST_RUN_ID = 80
-_NAME_KEY = "ebbflow/job"
-
-_claim: Claim | None = None  # rank 0's claim on the job
 
 
 @dataclass(frozen=True)
@@ -126,12 +122,6 @@ def share_spec(request: Request, gang: Gang) -> WorkerSpec:
     return replace(spec, node=gang.rank // spec.colocated_ranks)
 
 
-def release_job() -> None:
-    """Release the claim on the job, so that another launcher need not wait. Does nothing without a claim."""
-    if _claim is not None:
-        _claim.release()
-
-
 def _make_spec_or_exit_code(request: Request) -> WorkerSpec | int:
     try:
         return _make_spec(request)
@@ -151,100 +141,19 @@ def _is_user_failure(error: BaseException) -> bool:
     return isinstance(error, WorkloadError) and not isinstance(cause, (TrainingError, InfraError, type(None)))
 
 
-def _claim_job(job_store: Store, job: str, *, take_over: bool) -> None:
-    """Claim the job. If another launcher takes it over later, this process drains as after SIGTERM."""
-    global _claim
-
-    def leave_to_successor() -> None:
-        by = _claim.fenced_by if _claim is not None else None
-        print(f"job taken over by {by.describe() if by else 'another launcher'}: saving and leaving", flush=True)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    try:
-        _claim = claim_job(job_store, job, "torchrun", take_over=take_over, on_fenced=leave_to_successor)
-    except StoreError as error:
-        print(f"job {job} is not protected from a second launcher: {error}", file=sys.stderr)
-
-
 def _make_spec(request: Request) -> WorkerSpec:
     config = request.config
     job = request.job or default_job_name(os.environ, config.cluster.start_deadline_seconds)
-    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     store = Store.open(config.store)
     job_store = store.sub(job_prefix(job))
-    # A restart by torchrun repeats the arguments, and must not take back a job that was taken over meanwhile.
-    _claim_job(job_store, job, take_over=request.take_over and attempt == 0)
+    claim_for_ranks(job_store, job, take_over=request.take_over)
     context = workload_context(config, Gang(), store=store)
     prepared = prepare_data(config, context)
     if config.workload is not None:  # try it on the CPU first: a mistake in it should not cost the time of a gang
         print(try_workload(config, replace(context, prepared=prepared)).text, flush=True)
     settings = {"path": request.path, "config": config.model_dump(mode="json"), "sources": request.sources}
-    job_store.put("config.json", json.dumps(settings, indent=1, sort_keys=True).encode())
-    if attempt == 0:  # a restart by torchrun repeats the arguments, but the user has not accepted later losses
-        record_permits(job_store, *request.permits)
-    known = read_events(job_store)
-    rolled_back = check_rollback(job_store, known)
-    opening = GenerationOpening(number=newest_generation_in_events(known))
-    parent = rewind_parent(job_store)
-    generation = open_generation(job_store, run=job, attempt=attempt, parent=parent, opening=opening)
-    print(f"job {job} in {config.store}, generation {generation.name}", flush=True)
-    origin = Origin(job=job, run=job, attempt=attempt, generation=generation.number, process="prepare")
-    with EventLog(job_store, origin) as events:
-        events.emit(CONFIGURED, settings=values_with_sources(settings["config"], request.sources))
-        events.emit(PREPARED, **prepared)
-        if rolled_back is not None:
-            events.emit(ROLLBACK, step=rolled_back.known.step, **rolled_back.to_json())
-    return WorkerSpec(
-        job=job,
-        run=job,
-        attempt=attempt,
-        node=0,
-        generation=generation.number,
-        generation_id=generation.id,
-        candidates=[commit.key for commit in reachable_commits(job_store, limit=CANDIDATES)],
-        config=config.model_dump(mode="json"),
-        store_uri=store.uri,
-        prepared=prepared,
-        overrides=read_overrides(job_store).to_json(),
-        colocated_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
-    )
-
-
-def default_job_name(environment: Mapping[str, str], seconds: float) -> str:
-    """Return a job name that is the same after each restart of the workers, so that a restart continues the job.
-
-    The name contains torchrun's run id if it has one (--rdzv-id, --standalone). Otherwise it contains the time of the
-    first start, which is kept in the key-value store of torchrun's agent.
-
-    Args:
-        environment: torchrun's environment variables.
-        seconds: deadline for an answer of that store.
-
-    Raises:
-        RendezvousError: if the store does not answer.
-    """
-    run_id = environment.get("TORCHELASTIC_RUN_ID", "none")
-    if run_id != "none":
-        return f"torchrun-{_plain(run_id)}"
-    name = time.strftime("torchrun-%Y%m%d-%H%M%S")
-    if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return name  # these workers are not restarted
-    host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
-    try:
-        # This key has no prefix of a generation, because all generations share it.
-        agent = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=seconds))
-        return agent.compare_set(_NAME_KEY, "", name).decode()
-    except (dist.DistError, RuntimeError) as error:
-        raise RendezvousError(
-            f"rank 0: torchrun's agent did not answer at {host}:{port} within {seconds:g} s, so the job's name is not "
-            f"known ({' '.join(str(error).split())[:200]}); fix: give it one with --job"
-        ) from error
-
-
-def _plain(run_id: str) -> str:
-    """Return a valid job name for a run id. If characters are replaced, a hash is added to keep names unique."""
-    plain = re.sub(r"[^A-Za-z0-9._-]", "-", run_id)[:_LONGEST_RUN_ID]
-    return plain if plain == run_id else f"{plain}-{hashlib.sha256(run_id.encode()).hexdigest()[:8]}"
+    spec = open_job(store.uri, job, settings, prepared, permits=request.permits, parent=rewind_parent(job_store))
+    return replace(spec, overrides=read_overrides(job_store).to_json())
 
 
 def main(arguments: list[str]) -> NoReturn:
@@ -306,7 +215,7 @@ def _record_exception(error: BaseException, *, one_line: bool = False) -> None:
         }
         record = {"message": {"message": describe_exception(error), "extraInfo": known}}
         with contextlib.suppress(OSError):  # such as a full disk; the exit code and the log remain
-            _write_whole(Path(path), json.dumps(record))
+            write_whole(Path(path), json.dumps(record))
     with contextlib.suppress(OSError, ValueError):  # the user's code may have closed stderr
         shown = f"{error}\n" if one_line else text
         print(shown, end="", file=sys.stderr, flush=True)  # stderr escapes characters that its encoding lacks
@@ -380,7 +289,7 @@ def run_rank(spec: WorkerSpec, gang: Gang) -> LoopResult:
             reporter.close()
             clock.emit_phases()
     if spec.result_path:
-        _write_result(Path(spec.result_path), ending)
+        write_result(Path(spec.result_path), ending)
     return ending
 
 
@@ -407,20 +316,3 @@ def _torchrun_generation() -> str:
     It differs after each restart, so that restarted workers do not read the keys of dead ones.
     """
     return f"{os.environ.get('TORCHELASTIC_RUN_ID', 'none')}-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-
-
-def _write_result(path: Path, ending: LoopResult) -> None:
-    result = {
-        "outcome": str(ending.outcome),
-        "step": ending.step,
-        "weights_sha256": ending.weights_sha256,
-        "message": ending.message,
-    }
-    _write_whole(path, json.dumps(result))
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """Write a file atomically, because the agent may read it at any time."""
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(text)
-    os.replace(temporary, path)

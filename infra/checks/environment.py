@@ -175,7 +175,7 @@ def _same_environment(python: str) -> bool:
 
 # All variables that Ebbflow reads, set by a user or by another part of it; a test finds them in the code.
 _OWN_VARIABLES = (
-    *("EBBFLOW_RUNS", "EBBFLOW_PARENT_PID", "EBBFLOW_SPEC", "EBBFLOW_STANDBY_OF", "EBBFLOW_EXECUTION"),
+    *("EBBFLOW_RUNS", "EBBFLOW_PARENT_PID", "EBBFLOW_SPEC", "EBBFLOW_JOB", "EBBFLOW_STANDBY_OF", "EBBFLOW_EXECUTION"),
     *("EBBFLOW_SUBMIT", "EBBFLOW_UNPLACED", "EBBFLOW_RUNNABLE_SECONDS", "EBBFLOW_GRACE_SECONDS", "EBBFLOW_TASK_FILE"),
     *(
         "EBBFLOW_LAUNCHER",

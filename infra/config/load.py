@@ -173,11 +173,11 @@ class LoadedConfig:
     config: RunConfig  # values of all keys, with absolute paths
     # dotted key → "default", "configs/x.yaml:3", "environment EBBFLOW__MODEL__NUM_LAYERS" or "--set"
     sources: dict[str, str]
-    path: Path  # absolute path of the configuration file
+    path: Path  # absolute path of the configuration file; the current directory without one
 
 
 def load_config(
-    path: Path | str,
+    path: Path | str | None,
     overrides: Sequence[str] = (),
     *,
     project_root: Path,
@@ -186,12 +186,13 @@ def load_config(
 ) -> LoadedConfig:
     """Load the configuration from a YAML file, EBBFLOW__… variables and overrides; later ones win.
 
-    `project_root` is the base of relative paths in the file, `cwd` (None: the current directory) of all others, that of
-    the file included. environment: None reads os.environ. Raises ConfigError with all problems of the configuration.
+    A `path` of None means no file. `project_root` is the base of relative paths in the file, `cwd` (None: the current
+    directory) of all others, that of the file included. environment: None reads os.environ. Raises ConfigError with all
+    problems of the configuration.
     """
     cwd = Path.cwd() if cwd is None else Path(cwd)
-    file = Path(os.path.abspath(cwd / Path(path).expanduser()))
-    entries, problems, readable = _read_entries(file, path, project_root, cwd)
+    file = cwd if path is None else Path(os.path.abspath(cwd / Path(path).expanduser()))
+    entries, problems, readable = ({}, [], True) if path is None else _read_entries(file, path, project_root, cwd)
     given, found = read_environment(os.environ if environment is None else environment)
     entries |= given
     problems += found

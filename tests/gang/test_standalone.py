@@ -17,7 +17,7 @@ from ebbflow.infra.layout import check_job_name
 from ebbflow.infra.program import PROJECT_ROOT
 from ebbflow.infra.store import Store
 from ebbflow.training.errors import DataError
-from ebbflow.training.worker import default_job_name
+from ebbflow.training.standalone import default_job_name
 from tests.support.gangs import free_port, run_ranks
 from tests.support.tied_rank import STEP_DEADLINE_SECONDS
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.training.gang import Gang
 from ebbflow.training.limits import LoopResult
-from ebbflow.training.worker import parse_arguments, release_job, run_rank, share_spec
+from ebbflow.training.standalone import release_job
+from ebbflow.training.worker import parse_arguments, run_rank, share_spec
 
 
 def run_alone(config: RunConfig, job: str) -> LoopResult:

@@ -20,7 +20,7 @@ from ebbflow.training.checkpoint.restore import RestoreResult, restore_newest
 from ebbflow.training.checkpoint.retention import RetentionPolicy
 from ebbflow.training.checkpoint.save_plan import SavePlanner
 from ebbflow.training.checkpoint.staging import StagedState, StagingArea
-from ebbflow.training.checkpoint.state import capture_rng, optimizer_settings
+from ebbflow.training.checkpoint.state import FurtherState, capture_rng, optimizer_settings, rng_name
 from ebbflow.training.checkpoint.verified_io import CHUNK_BYTES, Deadline, canonical_json, retry_until
 from ebbflow.training.errors import CheckpointError
 
@@ -52,6 +52,9 @@ class Checkpointer:
         request_seconds: timeout of each store request of a restore.
         emit: records an event; usually `EventLog.emit`. Rank 0 emits `commit`; every rank `staged` and `commit_failed`.
         waiting: called when a wait for the uploader begins; returns a function that is called when the wait ends.
+
+    Attributes:
+        further: tensors to save besides model, optimizer and random states.
     """
 
     def __init__(
@@ -82,6 +85,7 @@ class Checkpointer:
         self._planner = SavePlanner(rank, world_size)
         uploader = UploaderClient(self._store.uri, rank, self._stage.descriptors)
         self._saves = SaveTracker(uploader, rank, self._emit, waiting or (lambda: lambda: None))
+        self.further = FurtherState()
         self._queued: _Queued | None = None
         self._last_step: int | None = None
         self._layout_of: tuple[int | None, int] = (None, 0)  # pid of the uploader, layout number that it has
@@ -168,7 +172,10 @@ class Checkpointer:
             raise CheckpointError(f"step {step} after {self._last_step}: a rewind needs a new generation")
         self.before_step()
         common = self._common(model, optimizer, extra) if self._rank == 0 else None
-        sources = self._planner.plan(model, optimizer, capture_rng(self._rank))
+        own = capture_rng(self._rank) | {
+            rng_name(self._rank, name): tensor for name, tensor in self.further.own.items()
+        }
+        sources = self._planner.plan(model, optimizer, own, self.further.shared)
         staged = self._stage.stage(sources, self._planner.layout)
         self._emit(STAGED, step=step, bytes=staged.layout.length)
         self._saves.settle()
@@ -239,7 +246,14 @@ class Checkpointer:
                 "hint: to rewind, open the generation with that commit as its parent"
             )
         restored = restore_newest(
-            self._store, candidates, model, optimizer, self._rank, self._world_size, node=self._node
+            self._store,
+            candidates,
+            model,
+            optimizer,
+            self._rank,
+            self._world_size,
+            node=self._node,
+            shared=self.further.shared,
         )
         self._planner.forget()
         if restored is not None:

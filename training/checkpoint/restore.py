@@ -12,7 +12,7 @@ import json
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +29,15 @@ from ebbflow.training.checkpoint.dcp_reader import CommitReader
 from ebbflow.training.checkpoint.lineage import CommitRef, nothing_to_restore_error, reachable_commits
 from ebbflow.training.checkpoint.manifest import VERSION
 from ebbflow.training.checkpoint.reader import find_problem_in_new_process, read_manifest
-from ebbflow.training.checkpoint.state import apply_settings, prepare_for_loading, reseed_rng, restore_rng, rng_name
+from ebbflow.training.checkpoint.state import (
+    SHARED_PREFIX,
+    FurtherState,
+    apply_settings,
+    prepare_for_loading,
+    reseed_rng,
+    restore_rng,
+    rng_name,
+)
 from ebbflow.training.checkpoint.verified_io import seal
 from ebbflow.training.errors import (
     CheckpointError,
@@ -106,6 +114,7 @@ class RestoreResult:
         seconds: duration of the restore.
         split: the same seconds by activity.
         rejected: skipped commits, newest first.
+        further: tensors besides model, optimizer and random states.
     """
 
     step: int
@@ -117,6 +126,7 @@ class RestoreResult:
     seconds: float
     split: RestoreSeconds
     rejected: list[RejectedCommit] = field(default_factory=list)
+    further: FurtherState = field(default_factory=FurtherState)
 
 
 def restore_newest(
@@ -128,6 +138,7 @@ def restore_newest(
     world_size: int,
     *,
     node: int = 0,
+    shared: Mapping[str, Tensor] | None = None,
     read_again: ReadAgain | None = None,
 ) -> RestoreResult | None:
     """Try the candidates in order until all ranks have verified one; return None if there are no candidates.
@@ -137,6 +148,7 @@ def restore_newest(
     Args:
         candidates: commit keys, newest first.
         node: number of this rank's node.
+        shared: tensors of `FurtherState.shared` to fill in place; others of the commit are allocated on the CPU.
         read_again: makes another process read a doubtful part again; default: a new process on this machine.
 
     Raises:
@@ -148,7 +160,8 @@ def restore_newest(
     """
     began = time.monotonic()
     rejected: list[RejectedCommit] = []
-    reader = _Reader(rank, world_size, node, read_again or functools.partial(find_problem_in_new_process, store.uri))
+    again = read_again or functools.partial(find_problem_in_new_process, store.uri)
+    reader = _Reader(rank, world_size, node, again, shared or {})
     for key in candidates:
         attempted, loaded, verdict, agree = _attempt_with_retries(store, key, model, optimizer, reader)
         kind, reason = verdict.kind, verdict.reason
@@ -179,6 +192,9 @@ def restore_newest(
             seconds=total,
             split=_divide_seconds(loaded, before=attempted - began, agree=agree, total=total),
             rejected=rejected,
+            further=FurtherState(
+                {name.removeprefix(rng_name(rank)): tensor for name, tensor in loaded.rng.items()}, loaded.shared
+            ),
         )
     if rejected:
         reasons = "; ".join(f"{bad.key}: {bad.reason}" for bad in rejected)
@@ -193,6 +209,7 @@ def restore_newest(
 class _Loaded:
     reader: CommitReader
     rng: dict[str, Tensor]
+    shared: dict[str, Tensor]
     manifest_seconds: float
     read_seconds: float
 
@@ -203,6 +220,7 @@ class _Reader:
     world_size: int
     node: int
     read_again: ReadAgain
+    shared: Mapping[str, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,13 +299,19 @@ def _load(store: Store, key: str, model: nn.Module, optimizer: Optimizer | None,
     if reader.manifest.save.world_size == world_size:
         for name, entry in reader.manifest.tensors.items():
             if name.startswith(rng_name(rank)):
-                rng[name] = torch.empty(entry.shape, dtype=torch.uint8)
+                rng[name] = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+    shared = {}
+    for name, entry in reader.manifest.tensors.items():
+        if name.startswith(SHARED_PREFIX):
+            there = own.shared.get(name)
+            new = there is None or tuple(there.shape) != entry.shape
+            shared[name] = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype)) if new else there
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner({**targets, **rng}, reader.read_metadata(), True)
+    planner.set_up_planner({**targets, **rng, **shared}, reader.read_metadata(), True)
     plan = planner.finish_plan(planner.create_local_plan())
     began = time.monotonic()
     reader.read_data(plan, planner).wait()
-    return _Loaded(reader, rng, manifest_seconds, time.monotonic() - began)
+    return _Loaded(reader, rng, shared, manifest_seconds, time.monotonic() - began)
 
 
 def _agree_on_verdict(own: _Verdict, key: str, reader: _Reader) -> _Verdict:

@@ -140,11 +140,14 @@ class SavePlanner:
         self._shapes: list[tuple[Any, ...]] = []
         self.layout = BufferLayout(0, (), 0)
 
-    def plan(self, model: nn.Module, optimizer: Optimizer | None, own: dict[str, Tensor]) -> list[Tensor]:
+    def plan(
+        self, model: nn.Module, optimizer: Optimizer | None, own: dict[str, Tensor], shared: dict[str, Tensor]
+    ) -> list[Tensor]:
         """Return the tensors to copy, in the order of `self.layout`, which this call updates.
 
         Args:
             own: further tensors of this rank, such as random states, which are new at each save.
+            shared: further tensors of all ranks, which are new at each save too.
         """
         if not self._is_known(model, optimizer):
             state = named_state(model, optimizer)
@@ -155,7 +158,8 @@ class SavePlanner:
             self._memory = [_address(tensor) for tensor in self._known]
             self._owner = (model, optimizer)
         sources = [whole.to_local() if isinstance(whole, DTensor) else whole for whole in self._wholes]
-        shards = self._shards + assign_shards(own, 0, 1)
+        further = assign_shards(shared, self._rank, self._world_size) if shared else []
+        shards = self._shards + assign_shards(own, 0, 1) + further
         sources += [shard.local for shard in shards[len(self._shards) :]]
         shapes = [(shard.name, shard.offsets, shard.sizes, shard.local.dtype) for shard in shards]
         if shapes != self._shapes:

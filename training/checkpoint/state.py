@@ -2,7 +2,8 @@
 
     model.<fqn>                parameters and persistent buffers (a DTensor where FSDP2 made it one)
     optimizer.<fqn>.<state>    optimizer states that are tensors, such as exp_avg, exp_avg_sq and step
-    rng.<rank>.<source>        random states of a rank: torch, python, numpy, cuda
+    rng.<rank>.<source>        random states of a rank: torch, python, numpy, cuda; and other tensors of one rank
+    state.<name>               other tensors of all ranks (`FurtherState`)
 
 Param groups and optimizer states that are not tensors are stored as JSON (`optimizer_settings`).
 
@@ -17,6 +18,7 @@ import json
 import random
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,8 +30,22 @@ from torch.optim import Optimizer
 from ebbflow.training.checkpoint.manifest import Manifest, TensorEntry
 from ebbflow.training.errors import CheckpointError, CommitMismatch
 
+SHARED_PREFIX = "state."
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 _PREFIX = "rng"
+
+
+@dataclass(frozen=True)
+class FurtherState:
+    """Tensors of a commit besides those of model and optimizer and the random states.
+
+    Attributes:
+        own: tensors of one rank, by name. A restore at another world size lacks them.
+        shared: tensors that all ranks hold, plain or as DTensors, by names that begin with `SHARED_PREFIX`.
+    """
+
+    own: dict[str, Tensor] = field(default_factory=dict)
+    shared: dict[str, Tensor] = field(default_factory=dict)
 
 
 def named_state(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Tensor]:

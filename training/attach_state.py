@@ -1,0 +1,268 @@
+"""State of a user's script beside model and optimizer, as JSON and named tensors; and the order of its data.
+
+A state dict becomes a form, which is JSON without tensors, and its tensors by path. `split_state` and `join_state` are
+each other's inverse.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import json
+import math
+import random
+import sys
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from ebbflow.training.errors import AttachError
+
+_LARGEST_BUFFER_BYTES = 16 * 2**20
+_MAPPINGS = {"dict": dict, "ordered": OrderedDict, "counter": Counter}
+
+
+def split_state(state: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+    """Return the form of `state`, and add its tensors to `tensors`.
+
+    Raises:
+        AttachError: a value is neither a tensor nor plain data.
+    """
+    if isinstance(state, Tensor):
+        tensors[path] = state.detach()
+        return {"tensor": path}
+    if state is None or isinstance(state, bool | int | str):
+        return state
+    if isinstance(state, float):
+        return state if math.isfinite(state) else {"float": str(state)}
+    if isinstance(state, bytes):
+        tensors[path] = torch.frombuffer(bytearray(state), dtype=torch.uint8) if state else torch.empty(0)
+        return {"bytes": path}
+    if isinstance(state, list | tuple | set):
+        kind = next(kind for kind in (list, tuple, set) if isinstance(state, kind)).__name__
+        return {kind: [split_state(value, f"{path}.{number}", tensors) for number, value in enumerate(state)]}
+    if isinstance(state, Mapping):
+        kind = next((name for name, own in _MAPPINGS.items() if type(state) is own), "dict")
+        items = enumerate(state.items())
+        return {kind: [[_key(key, path), split_state(value, f"{path}.{n}", tensors)] for n, (key, value) in items]}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(state, numpy.generic | numpy.ndarray) and state.dtype.kind in "biuf":
+        tensors[path] = torch.from_numpy(numpy.array(state))
+        return {"number" if isinstance(state, numpy.generic) else "array": path}
+    kind = f"{type(state).__module__}.{type(state).__qualname__}"
+    raise AttachError(
+        f"{path}: a {kind} in state_dict() cannot be saved; fix: let its state_dict return tensors, numbers, texts, "
+        "lists and dicts"
+    )
+
+
+def _key(key: Any, path: str) -> Any:
+    if isinstance(key, str | int | bool | None):
+        return key
+    if isinstance(key, tuple):
+        return {"tuple": [_key(part, path) for part in key]}
+    raise AttachError(f"{path}: the key {key!r} of a dict is a {type(key).__name__}; fix: use texts or integers")
+
+
+def join_state(form: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Return the state whose form and tensors `split_state` has made."""
+    if not isinstance(form, dict):
+        return form
+    (kind, value), *_ = form.items()
+    if kind == "tensor":
+        return tensors[value]
+    if kind == "float":
+        return float(value)
+    if kind == "bytes":
+        return tensors[value].numpy().tobytes()
+    if kind in ("number", "array"):
+        array = tensors[value].numpy()
+        return array if kind == "array" else array[()]
+    if kind in _MAPPINGS:
+        return _MAPPINGS[kind]({join_state(key, {}): join_state(inner, tensors) for key, inner in value})
+    return {"list": list, "tuple": tuple, "set": set}[kind](join_state(inner, tensors) for inner in value)
+
+
+def to_bytes(document: Any) -> Tensor:
+    return torch.frombuffer(bytearray(json.dumps(document).encode()), dtype=torch.uint8)
+
+
+def from_bytes(tensor: Tensor) -> Any:
+    return json.loads(tensor.numpy().tobytes())
+
+
+def own_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that can differ between ranks, such as the statistics of BatchNorm, by name."""
+    known = model.state_dict(keep_vars=True)
+    found = {}
+    for name, buffer in model.named_buffers():
+        if name in known and buffer.numel() * buffer.element_size() <= _LARGEST_BUFFER_BYTES:
+            found[f"buffer.{name}"] = buffer.detach()
+    return found
+
+
+def derive_seed(*parts: object) -> int:
+    text = "\n".join(map(str, parts))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
+
+
+def _seed_all(seed: int) -> None:
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(seed % 2**32)
+
+
+@contextlib.contextmanager
+def _random_numbers_of(seed: int) -> Iterator[None]:
+    """Draw the random numbers of the context from `seed`; the generators go on from their state before it."""
+    numpy = sys.modules.get("numpy")
+    kept = torch.get_rng_state(), random.getstate(), numpy and numpy.random.get_state()
+    _seed_all(seed)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(kept[0])
+        random.setstate(kept[1])
+        if numpy:
+            numpy.random.set_state(kept[2])
+
+
+class _SeededBatch(list):
+    """The indices of a batch, with the seed from which a worker process draws the random numbers for it."""
+
+    seed = 0
+
+
+class _SeededDataset:
+    """A map-style dataset whose random numbers depend on the batch alone, and not on the batches before it."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._dataset[index]
+
+    def __getitems__(self, batch: list[Any]) -> list[Any]:
+        if isinstance(batch, _SeededBatch):
+            _seed_all(batch.seed)
+        whole = getattr(self._dataset, "__getitems__", None)
+        return whole(list(batch)) if whole else [self._dataset[index] for index in batch]
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_dataset":  # not set yet, while a worker process unpickles this object
+            raise AttributeError(name)
+        return getattr(self._dataset, name)
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+
+class _EpochOrder:
+    """The batch sampler of a loader for one epoch, from the first batch that is not skipped."""
+
+    def __init__(self, sampler: Any, seed: int, skip: int, *, for_workers: bool) -> None:
+        self._sampler, self._seed, self._skip, self._for_workers = sampler, seed, skip, for_workers
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        with _random_numbers_of(self._seed):
+            order = iter(self._sampler)
+            first = list(itertools.islice(order, self._skip, self._skip + 1))  # a sampler shuffles when it is asked
+        batches = itertools.chain(first, order)
+        return self._seeded(batches) if self._for_workers else batches
+
+    def _seeded(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for number, indices in enumerate(batches, start=self._skip):
+            batch = _SeededBatch(indices)
+            batch.seed = derive_seed(self._seed, number)
+            yield batch
+
+
+class BatchSource:
+    """A user's loader, read from any batch of any epoch.
+
+    The order of an epoch is a function of the seed and the epoch, and batches are skipped in the sampler. A loader or
+    dataset with state_dict and load_state_dict goes on through its own state instead.
+
+    Args:
+        seed: this rank's seed.
+        say: prints a warning.
+    """
+
+    def __init__(self, loader: Any, seed: int, say: Callable[[str], None]) -> None:
+        self.loader, self._seed, self._say = loader, seed, say
+        dataset = getattr(loader, "dataset", None)
+        stock = type(loader) is DataLoader
+        workers = getattr(loader, "num_workers", 0) > 0
+        self._stateful: Any = None
+        for one in (None if stock else loader, None if workers else dataset):
+            if hasattr(one, "state_dict") and hasattr(one, "load_state_dict"):
+                self._stateful = self._stateful or one
+        self._in_sampler = isinstance(loader, DataLoader) and not isinstance(dataset, IterableDataset)
+        generator = getattr(loader, "generator", None)
+        self._generator_seed = None if generator is None else generator.initial_seed()
+        self._pending_state: Any = None
+        self._wrapped = False
+        if not hasattr(loader, "__iter__"):
+            raise AttachError(f"job.batches: a {type(loader).__name__} cannot be iterated; fix: pass a DataLoader")
+
+    @property
+    def same_data(self) -> str:
+        """How the order of the data is kept; "" if a resumed run may read other data."""
+        if self._stateful is not None:
+            return f"state_dict of {type(self._stateful).__name__}"
+        return "sampler" if self._in_sampler else ""
+
+    def state(self) -> Any:
+        return None if self._stateful is None else self._stateful.state_dict()
+
+    def load(self, state: Any) -> None:
+        self._pending_state = state
+
+    def epoch(self, epoch: int, skip: int) -> Iterator[Any]:
+        """Return the batches of `epoch` from number `skip` on."""
+        own = (getattr(self.loader, name, None) for name in ("sampler", "batch_sampler", "dataset"))
+        for one in (self.loader, *own):
+            if callable(set_epoch := getattr(one, "set_epoch", None)):
+                set_epoch(epoch)
+                break
+        if self._stateful is not None:
+            if self._pending_state is not None:
+                self._stateful.load_state_dict(self._pending_state)
+                self._pending_state, skip = None, 0
+            if skip == 0:
+                return iter(self.loader)
+        seed = derive_seed(self._seed, epoch)
+        if (generator := getattr(self.loader, "generator", None)) is not None:
+            generator.manual_seed(derive_seed(self._generator_seed, epoch))
+        if not self._in_sampler or self._stateful is not None:
+            if skip:
+                self._say(f"reading {skip} batches of epoch {epoch} again to skip them: the loader has no state_dict")
+            return itertools.islice(iter(self.loader), skip, None)
+        return self._from_sampler(seed, skip)
+
+    def _from_sampler(self, seed: int, skip: int) -> Iterator[Any]:
+        loader = self.loader
+        name = "sampler" if loader.batch_sampler is None else "batch_sampler"  # a loader without automatic batches
+        for_workers = loader.num_workers > 0 and name == "batch_sampler"
+        if for_workers and not self._wrapped:
+            object.__setattr__(loader, "dataset", _SeededDataset(loader.dataset))
+            self._wrapped = True
+        sampler = getattr(loader, name)
+        order = _EpochOrder(sampler, seed, skip, for_workers=for_workers)
+        object.__setattr__(loader, name, order)  # DataLoader refuses to change it in the usual way
+        if (workers := getattr(loader, "_iterator", None)) is not None:  # persistent ones keep the sampler
+            workers._index_sampler = order
+        try:
+            with _random_numbers_of(seed):  # the seed of the workers
+                return iter(loader)
+        finally:
+            object.__setattr__(loader, name, sampler)

@@ -1,0 +1,170 @@
+"""The start of a job by its own ranks, without an agent: rank 0 claims the job and opens a generation for all ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from ebbflow.infra.config.load import values_with_sources
+from ebbflow.infra.errors import StoreError
+from ebbflow.infra.event_log import EventLog
+from ebbflow.infra.events import CONFIGURED, PREPARED, ROLLBACK, Origin, read_events
+from ebbflow.infra.launchers import Claim, claim_job
+from ebbflow.infra.layout import job_prefix
+from ebbflow.infra.store import Store
+from ebbflow.training.checkpoint.lineage import CANDIDATES, GenerationOpening, open_generation, reachable_commits
+from ebbflow.training.checkpoint.rollback import check_rollback, newest_generation_in_events, record_permits
+from ebbflow.training.compat import TCPStore
+from ebbflow.training.errors import RendezvousError
+from ebbflow.training.launch.messages import WorkerSpec
+from ebbflow.training.limits import LoopResult
+
+_LONGEST_NAME = 80
+_NAME_KEY = "ebbflow/job"
+
+_claim: Claim | None = None  # rank 0's claim on the job
+
+
+def release_job() -> None:
+    """Release the claim on the job, so that another launcher need not wait. Does nothing without a claim."""
+    if _claim is not None:
+        _claim.release()
+
+
+def claim_for_ranks(job_store: Store, job: str, *, take_over: bool) -> None:
+    """Claim the job. If another launcher takes it over later, this process drains as after SIGTERM.
+
+    A restart by torchrun repeats the arguments, and does not take back a job that was taken over meanwhile.
+    """
+    global _claim
+
+    def leave_to_successor() -> None:
+        by = _claim.fenced_by if _claim is not None else None
+        print(f"job taken over by {by.describe() if by else 'another launcher'}: saving and leaving", flush=True)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    try:
+        _claim = claim_job(
+            job_store, job, "torchrun", take_over=take_over and restarts() == 0, on_fenced=leave_to_successor
+        )
+    except StoreError as error:
+        print(f"job {job} is not protected from a second launcher: {error}", file=sys.stderr)
+
+
+def restarts() -> int:
+    """Return how often torchrun has restarted the workers."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def open_job(
+    store_uri: str,
+    job: str,
+    settings: dict[str, Any],
+    prepared: dict[str, Any],
+    *,
+    permits: Sequence[str] = (),
+    parent: str | None = None,
+) -> WorkerSpec:
+    """Open a generation of the job, and return the spec of its ranks. Rank 0 calls this, after it has claimed the job.
+
+    Args:
+        settings: path, config and sources of the configuration.
+        prepared: result of the workload's `prepare`.
+        permits: losses that the user accepts.
+        parent: commit to go back to; None for the newest.
+    """
+    job_store = Store.open(store_uri).sub(job_prefix(job))
+    attempt = restarts()
+    job_store.put("config.json", json.dumps(settings, indent=1, sort_keys=True).encode())
+    if attempt == 0:  # a restart by torchrun repeats the arguments, but the user has not accepted later losses
+        record_permits(job_store, *permits)
+    known = read_events(job_store)
+    rolled_back = check_rollback(job_store, known)
+    opening = GenerationOpening(number=newest_generation_in_events(known))
+    generation = open_generation(job_store, run=job, attempt=attempt, parent=parent, opening=opening)
+    print(f"job {job} in {store_uri}, generation {generation.name}", flush=True)
+    origin = Origin(job=job, run=job, attempt=attempt, generation=generation.number, process="prepare")
+    with EventLog(job_store, origin) as events:
+        events.emit(CONFIGURED, settings=values_with_sources(settings["config"], settings["sources"]))
+        events.emit(PREPARED, **prepared)
+        if rolled_back is not None:
+            events.emit(ROLLBACK, step=rolled_back.known.step, **rolled_back.to_json())
+    return WorkerSpec(
+        job=job,
+        run=job,
+        attempt=attempt,
+        node=0,
+        generation=generation.number,
+        generation_id=generation.id,
+        candidates=[commit.key for commit in reachable_commits(job_store, limit=CANDIDATES)],
+        config=settings["config"],
+        store_uri=store_uri,
+        prepared=prepared,
+        colocated_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+    )
+
+
+def default_job_name(environment: Mapping[str, str], seconds: float) -> str:
+    """Return a job name that is the same after each restart of the workers, so that a restart continues the job.
+
+    The name contains torchrun's run id if it has one (--rdzv-id, --standalone). Otherwise it contains the time of the
+    first start, which is kept in the key-value store of torchrun's agent.
+
+    Args:
+        environment: torchrun's environment variables.
+        seconds: deadline for an answer of that store.
+
+    Raises:
+        RendezvousError: if the store does not answer.
+    """
+    run_id = environment.get("TORCHELASTIC_RUN_ID", "none")
+    if run_id != "none":
+        return f"torchrun-{plain_name(run_id)}"
+    name = time.strftime("torchrun-%Y%m%d-%H%M%S")
+    if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return name  # these workers are not restarted
+    host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+    try:
+        # This key has no prefix of a generation, because all generations share it.
+        agent = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=seconds))
+        return agent.compare_set(_NAME_KEY, "", name).decode()
+    except (dist.DistError, RuntimeError) as error:
+        raise RendezvousError(
+            f"rank 0: torchrun's agent did not answer at {host}:{port} within {seconds:g} s, so the job's name is not "
+            f"known ({' '.join(str(error).split())[:200]}); fix: give it one with --job"
+        ) from error
+
+
+def plain_name(run_id: str) -> str:
+    """Return a valid job name for any text. If characters are replaced, a hash is added to keep names unique."""
+    plain = re.sub(r"[^A-Za-z0-9._-]", "-", run_id)[:_LONGEST_NAME]
+    return plain if plain == run_id else f"{plain}-{hashlib.sha256(run_id.encode()).hexdigest()[:8]}"
+
+
+def write_result(path: Path, ending: LoopResult) -> None:
+    """Write the file from which the agent learns the result of a rank."""
+    result = {
+        "outcome": str(ending.outcome),
+        "step": ending.step,
+        "weights_sha256": ending.weights_sha256,
+        "message": ending.message,
+    }
+    write_whole(path, json.dumps(result))
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file atomically, because the agent may read it at any time."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(text)
+    os.replace(temporary, path)
