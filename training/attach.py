@@ -3,77 +3,38 @@
     job = ebbflow.attach(model, optimizer, scheduler=scheduler)
     for batch in job.batches(loader, epochs=4):
         ...
-
-The job saves between two steps: when the loop asks for the next batch. All ranks agree at some of these points, the
-syncs, whether to save and whether to leave. A sync is an all-gather over gloo, about twice a second.
 """
 
 from __future__ import annotations
 
-import atexit
-import contextlib
-import math
 import os
 import re
-import signal
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from ebbflow.infra.config.load import load_config
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.errors import InfraError, Outcome
-from ebbflow.infra.event_log import EventLog
-from ebbflow.infra.events import EVALUATION, NOTICE, OUTCOME, STEP, Origin
+from ebbflow.infra.errors import InfraError
 from ebbflow.infra.layout import check_job_name, job_prefix
 from ebbflow.infra.store import Store
-from ebbflow.infra.terms import Terms
-from ebbflow.training.attach_state import (
-    BatchSource,
-    from_bytes,
-    join_state,
-    own_buffers,
-    split_state,
-    to_bytes,
-)
-from ebbflow.training.checkpoint.signing import signer, use_signing_key
-from ebbflow.training.checkpoint.state import SHARED_PREFIX, FurtherState, named_state, restore_rng, rng_name
-from ebbflow.training.errors import AttachError, TrainingError, describe_exception
-from ebbflow.training.gang import Gang, leave
-from ebbflow.training.launch.messages import OrderRecord, WorkerSpec
-from ebbflow.training.limits import Limits, LoopResult, Position, Stop
-from ebbflow.training.parallel import Spread
-from ebbflow.training.progress import live_metrics
-from ebbflow.training.reporter import Clock
-from ebbflow.training.save_controller import SaveController, SaveSchedule, prior_hazard
-from ebbflow.training.standalone import claim_for_ranks, open_job, plain_name, release_job, write_result
-from ebbflow.training.step_sync import Row, StepSync, exchange
-from ebbflow.training.trainer_setup import make_reporter, open_saver, report_restore
-from ebbflow.training.weights.load import weights_sha256
+from ebbflow.training import attached_job
+from ebbflow.training.attached_job import AttachedJob, Stateful, refuse
+from ebbflow.training.checkpoint.signing import use_signing_key
+from ebbflow.training.checkpoint.state import named_state
+from ebbflow.training.errors import AttachError, TrainingError
+from ebbflow.training.gang import Gang
+from ebbflow.training.launch.messages import WorkerSpec
+from ebbflow.training.standalone import claim_for_ranks, open_job, plain_name
 
 JOB_VARIABLE = "EBBFLOW_JOB"
-_SYNC_SECONDS = 0.5
-_MOST_STEPS = 100  # between two syncs
-_LAST_SECONDS = 2.0  # before SIGKILL, leave without a save if the gradients of a step are still accumulating
 _INTERVALS = ("checkpoint.interval", "checkpoint.interval_steps", "checkpoint.interval_seconds")
-
-_current: AttachedJob | None = None
-
-
-class Stateful(Protocol):
-    """An object whose state is saved with the job, such as a scheduler, a gradient scaler or an average of weights."""
-
-    def state_dict(self) -> Any: ...
-    def load_state_dict(self, state_dict: Any, /) -> Any: ...
 
 
 def attach(
@@ -101,21 +62,15 @@ def attach(
     if scheduler is not None:
         states["scheduler"] = scheduler
     try:
-        if _current is not None:
+        if (current := attached_job.current) is not None:
             raise AttachError(
-                f"attach: this process already runs job {_current.name}; fix: call attach once, and pass other models "
+                f"attach: this process already runs job {current.name}; fix: call attach once, and pass other models "
                 "and optimizers as keywords: attach(model, optimizer, critic=critic)"
             )
         _check_arguments(model, optimizer, states)
         return _attach(model, optimizer, states, store=store, name=name, config=config)
     except (TrainingError, InfraError) as error:
-        _refuse(error)
-
-
-def _refuse(error: TrainingError | InfraError) -> NoReturn:
-    release_job()
-    print(f"ebbflow: {error}", file=sys.stderr, flush=True)
-    sys.exit(error.outcome.exit_code)
+        refuse(error)
 
 
 def _check_arguments(model: nn.Module, optimizer: Optimizer | None, states: dict[str, Stateful]) -> None:
@@ -142,13 +97,12 @@ def _check_arguments(model: nn.Module, optimizer: Optimizer | None, states: dict
 def _attach(
     model: nn.Module, optimizer: Optimizer | None, states: dict[str, Stateful], **wanted: str | Path | None
 ) -> AttachedJob:
-    global _current
     spec = WorkerSpec.from_environment()
     gang = _join_gang()
     if spec is None:
         spec = _share(gang, lambda: _open(**wanted))
-    _current = AttachedJob(spec, gang, model, optimizer, states)
-    return _current
+    attached_job.current = AttachedJob(spec, gang, model, optimizer, states)
+    return attached_job.current
 
 
 def _join_gang() -> Gang:
@@ -201,416 +155,3 @@ def _open(store: str | Path | None, name: str | Path | None, config: str | Path 
     path = "" if config is None else str(config)
     prepared = {"fingerprint": "", "weight_unit": "samples"}
     return open_job(uri, job, {"path": path, "config": settings, "sources": sources}, prepared)
-
-
-class AttachedJob:
-    """A job to which `attach` has attached this process.
-
-    Attributes:
-        name: name of the job.
-        step: number of completed steps; one step is one batch of `batches`, or one number of `steps`.
-        epoch: number of the epoch, from 0.
-        resumed: whether a commit was restored.
-    """
-
-    def __init__(
-        self,
-        spec: WorkerSpec,
-        gang: Gang,
-        model: nn.Module,
-        optimizer: Optimizer | None,
-        states: dict[str, Stateful],
-    ) -> None:
-        self.name, self.step, self.epoch, self.resumed = spec.job, 0, 0, False
-        self._spec, self._gang, self._model, self._optimizer, self._states = spec, gang, model, optimizer, states
-        self._config = config = RunConfig.model_validate(spec.config)
-        use_signing_key(config.checkpoint.signing_key_env)
-        signer()  # raises at once if this node lacks the key
-        terms = Terms.from_json(spec.terms) if spec.terms else None
-        origin = Origin(
-            job=spec.job,
-            run=spec.run,
-            attempt=spec.attempt,
-            generation=spec.generation,
-            node=spec.node,
-            rank=gang.rank,
-        )
-        self._ends = contextlib.ExitStack()
-        job_store = Store.open(spec.store_uri).sub(job_prefix(spec.job))
-        log = self._ends.enter_context(EventLog(job_store, origin))
-        emit = self._ends.enter_context(live_metrics(spec, rank=gang.rank, world_size=gang.world_size, emit=log.emit))
-        clock = Clock(emit)
-        self._ends.callback(clock.emit_phases)
-        self._reporter = reporter = make_reporter(spec, clock, emit)
-        self._limits = Limits(
-            terms,
-            world_size=gang.world_size,
-            elapsed_seconds=lambda: clock.elapsed_seconds,
-            stop_seconds=config.checkpoint.stop_seconds,
-            control=OrderRecord(Path(spec.control_path)) if spec.control_path else None,
-        )
-        self._former_handler = signal.getsignal(signal.SIGTERM)
-        self._limits.watch_signals()
-        reporter.enter("init", 0)
-        self._saver = open_saver(spec, gang, emit, lambda: reporter.enter_temporarily("store"))
-        schedule = None
-        if gang.rank == 0:
-            planned = terms.hazard_per_hour if terms is not None else None
-            schedule = SaveSchedule(config.checkpoint, prior_hazard(planned, interruptions=max(0, spec.generation - 1)))
-        self._saves = SaveController(
-            config=config.checkpoint,
-            rank=gang.rank,
-            spread=Spread(model=model, module=model, copies=1),
-            optimizer=optimizer,
-            saver=self._saver,
-            limits=self._limits,
-            reporter=reporter,
-            extra={},
-            carried=self._capture,
-            save_schedule=schedule,
-        )
-        self._seed = torch.initial_seed()
-        self._batch = self._samples = 0  # batches of this epoch, samples of the job
-        self._source: BatchSource | None = None
-        self._source_state: Any = None
-        self._rng: dict[str, Tensor] = {}
-        self._begun = self._in_block = self._looping = self._left_loop = self._closed = self._updated = False
-        self._exit_code: int | None = None
-        self._saved_step = -1
-        self._next_sync, self._synced_at, self._synced_step = 0, 0.0, 0
-        self._logged: dict[str, Any] = {}
-        self._steps: list[tuple[int, tuple[float, float], dict[str, Any], Any]] = []  # not emitted yet
-        self._restore()
-        self._watch_model()
-        self._saver.prepare(model, optimizer)
-        clock.emit_phases()
-        atexit.register(self._on_exit)
-
-    def __enter__(self) -> AttachedJob:
-        self._in_block = True
-        return self
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if error is None:
-            self._complete()
-        elif not self._closed:
-            self._fail(error)
-
-    def log(self, **values: Any) -> None:
-        """Record figures of this step: `loss` and `tokens` for the report and live metrics, others as metrics.
-
-        A loss that is a tensor is read later, so that the device need not be waited for.
-        """
-        self._logged |= {name: value.detach() if isinstance(value, Tensor) else value for name, value in values.items()}
-
-    def epochs(self, count: int) -> Iterator[int]:
-        """Yield the numbers of the epochs that are left. Use it around `batches(loader)`."""
-        with self._outermost_loop():
-            while self.epoch < count:
-                yield self.epoch
-                self.epoch, self._batch, self._source_state = self.epoch + 1, 0, None
-
-    def batches(self, loader: Any, *, epochs: int | None = None) -> Iterator[Any]:
-        """Yield the batches that are left of `epochs` epochs; without `epochs`, those of the epoch of `job.epochs`."""
-        if epochs is None:
-            if not self._looping:
-                _refuse(AttachError("job.batches(loader) without epochs; fix: give it epochs, or loop over job.epochs"))
-            yield from self._epoch(loader)
-            return
-        for _ in self.epochs(epochs):
-            yield from self._epoch(loader)
-
-    def steps(self, max_steps: int) -> Iterator[int]:
-        """Yield the numbers of the steps that are left, from 0 to `max_steps` - 1."""
-        with self._outermost_loop():
-            while self.step < max_steps:
-                self._begin_step()
-                with self._counting():
-                    yield self.step
-                self._end_step(samples=1)
-
-    @contextlib.contextmanager
-    def _outermost_loop(self) -> Iterator[None]:
-        if self._looping or self._closed:
-            state = "has ended" if self._closed else "already runs a loop"
-            _refuse(
-                AttachError(f"job {self.name} {state}; fix: use one of job.batches, job.epochs and job.steps, once")
-            )
-        self._looping = True
-        if self._rng:  # the user's code may have drawn numbers since the restore
-            restore_rng(self._gang.rank, {rng_name(self._gang.rank, name): own for name, own in self._rng.items()})
-        self._synced_at = time.monotonic()
-        try:
-            yield
-        except GeneratorExit:
-            self._left_loop = True  # by break, or by an exception: known when the script ends
-            raise
-        finally:
-            self._looping = False
-        if not self._in_block:
-            self._complete()
-
-    def _epoch(self, loader: Any) -> Iterator[Any]:
-        if self._source is None or self._source.loader is not loader:
-            try:
-                self._source = BatchSource(loader, self._seed, self._say)
-            except AttachError as error:
-                _refuse(error)
-            if self._source_state is not None:
-                self._source.load(self._source_state)
-        self._reporter.enter("data", self.step + 1)
-        for batch in self._source.epoch(self.epoch, self._batch):
-            self._begin_step()
-            with self._counting():
-                yield batch
-            self._batch += 1
-            self._end_step(samples=_count_samples(batch) * self._gang.world_size)
-        self._reporter.enter("evaluation", self.step)
-
-    @contextlib.contextmanager
-    def _counting(self) -> Iterator[None]:
-        """Count the step in which the user's code leaves the loop, if its optimizer took a step."""
-        try:
-            yield
-        except GeneratorExit:
-            if self._updated:
-                self._batch += 1
-                self.step += 1
-            raise
-
-    def _begin_step(self) -> None:
-        if not self._begun:
-            self._begun = True
-            self._reporter.clock.emit_phases()
-        self._reporter.enter("forward", self.step + 1)
-
-    def _end_step(self, samples: int) -> None:
-        self.step += 1
-        self._samples += samples
-        unsettled = self._optimizer is not None and not self._updated
-        self._updated = False
-        self._record(samples)
-        if self.step >= self._next_sync or (self._gang.alone and self._limits.drain_requested):
-            self._sync(unsettled)
-        self._reporter.enter("data", self.step + 1)
-
-    def _record(self, samples: int) -> None:
-        data: dict[str, Any] = {"tokens": self._logged.pop("tokens", samples)}
-        data["seconds"] = seconds = self._reporter.clock.take()
-        if self._optimizer is not None and isinstance(rate := self._optimizer.param_groups[0]["lr"], float):
-            data["learning_rate"] = rate
-        data |= self._saves.record_step_time(seconds, saving=self._saver.busy)
-        self._steps.append((self.step, (time.time(), time.monotonic()), data, self._logged.pop("loss", None)))
-        if self._logged:
-            metrics, self._logged = {name: float(value) for name, value in self._logged.items()}, {}
-            if self._gang.rank == 0:
-                self._reporter.emit(EVALUATION, step=self.step, metrics=metrics)
-            self._saves.extra["metrics"] = {**metrics, "step": self.step}
-
-    def _flush_steps(self) -> float:
-        """Emit the events of the steps since the last call, and return the last loss; 0 without one."""
-        last = 0.0
-        for step, at, data, loss in self._steps:
-            if loss is not None:
-                last = float(loss)
-                if math.isfinite(last):
-                    data["loss"] = last
-            self._reporter.emit(STEP, step=step, at=at, **data)
-        self._steps.clear()
-        return last
-
-    def _sync(self, unsettled: bool) -> None:
-        """Agree with the other ranks on saves and stops, and act on them. Collective."""
-        now, saves = time.monotonic(), self._saves
-        row = Row(
-            step=self.step,
-            cursor=self._samples,
-            loss_sum=self._flush_steps(),
-            weight=1.0,
-            square_sum=0.0,
-            flops=0.0,
-            compute_seconds=0.0,
-            data_seconds=0.0,
-            stop=self._limits.stop(),
-            save_due=saves.due(self.step),
-            saving=self._saver.busy,
-            save_seconds=saves.last_save_seconds,
-            stop_seconds=self._limits.stop_seconds,
-            own_seconds=now - self._synced_at,
-            failed_save=self._saver.failed_step or 0,
-            unsettled=unsettled,
-        )
-        sync = exchange(self._gang, row)
-        if sync.failed_save:
-            self._saver.abandon(sync.failed_save)
-        stopping, wanted = sync.stop is not Stop.NONE, sync.stop is not Stop.NONE or sync.save_due
-        if wanted and not sync.settled and sync.last_save[1] > _LAST_SECONDS:
-            self._next_sync = self.step + 1
-            return
-        at = Position(self.step, self._samples)
-        if sync.settled:
-            saves.save_if_due(at, sync, last=stopping and sync.stop is not Stop.INTERRUPTED)
-            if self._optimizer is None:
-                self._saver.before_step()
-        if stopping:
-            self._leave(sync.stop)
-        self._plan_next_sync(sync)
-
-    def _plan_next_sync(self, sync: StepSync) -> None:
-        """Choose the step of the next sync, equally on all ranks: from rank 0's duration of a step."""
-        seconds = sync.own_seconds[0] / max(1, self.step - self._synced_step)
-        self._next_sync = self.step + max(1, min(_MOST_STEPS, int(_SYNC_SECONDS / max(seconds, 1e-6))))
-        if self._config.checkpoint.interval == "steps":
-            interval = self._config.checkpoint.interval_steps
-            self._next_sync = min(self._next_sync, (self.step // interval + 1) * interval)
-        self._synced_at, self._synced_step = time.monotonic(), self.step
-
-    def _capture(self, step: int) -> dict[str, Any]:
-        """Return the fields of a commit, and give the saver the tensors that belong to them."""
-        shared: dict[str, Tensor] = {}
-        forms = {
-            name: split_state(one.state_dict(), f"{SHARED_PREFIX}{name}", shared) for name, one in self._states.items()
-        }
-        own = own_buffers(self._model) if not self._gang.alone else {}
-        source = self._source.state() if self._source is not None else None
-        own["attach"] = to_bytes({"seed": self._seed, "source": split_state(source, "source", own)})
-        self._saver.further = FurtherState(own, shared)
-        self._saved_step = step
-        return {"attach": {"epoch": self.epoch, "batch": self._batch, "states": forms}}
-
-    def _restore(self) -> None:
-        """Restore the newest commit. Collective."""
-        shared: dict[str, Tensor] = {}
-        for name, one in self._states.items():
-            split_state(one.state_dict(), f"{SHARED_PREFIX}{name}", shared)
-        if self._spec.candidates:
-            self._reporter.enter("restore", 0)
-        self._saver.further = FurtherState({}, shared)
-        begun = time.monotonic()
-        restored = self._saver.restore(self._spec.candidates, self._model, self._optimizer)
-        if restored is None:
-            return
-        if (at := restored.extra.get("attach")) is None:
-            raise AttachError(f"{restored.key} was not made by attach; fix: give this job another name")
-        if lost := sorted(at["states"].keys() - self._states.keys()):
-            raise AttachError(
-                f"{restored.key} has the state of {', '.join(lost)}, which attach was not given; fix: pass "
-                f"{', '.join(f'{name}=…' for name in lost)}, or give this job another name"
-            )
-        for name, one in self._states.items():
-            if name in at["states"]:
-                one.load_state_dict(join_state(at["states"][name], restored.further.shared))
-            else:
-                self._say(f"{restored.key} has no state of {name}, which begins anew")
-        self.step, self.epoch, self._batch = restored.step, at["epoch"], at["batch"]
-        self._samples, self._saved_step, self.resumed = restored.extra["cursor"], restored.step, True
-        self._next_sync = self._synced_step = self.step
-        own = restored.further.own
-        if restored.rng == "restored":
-            self._rng = own
-        if "attach" in own:
-            kept = from_bytes(own["attach"])
-            self._seed, self._source_state = kept["seed"], join_state(kept["source"], own)
-        for name, buffer in own_buffers(self._model).items():
-            if (stored := own.get(name)) is not None and stored.shape == buffer.shape:
-                buffer.copy_(stored)
-        if self._saves.save_schedule is not None:
-            self._saves.save_schedule.remember(restored.extra.get("exposed_seconds", 0.0))
-            report_restore(self._reporter, restored, time.monotonic() - begun)
-        self._say(f"job {self.name} goes on from step {self.step}")
-
-    def _watch_model(self) -> None:
-        """Follow the optimizer's steps, and the evaluations of the model."""
-        if self._optimizer is not None:
-            self._optimizer.register_step_pre_hook(lambda *_: self._saver.before_step())
-            self._optimizer.register_step_post_hook(self._on_optimizer_step)
-        if not hasattr(self._model, "_orig_mod") and self._model._compiled_call_impl is None:
-            self._model.register_forward_pre_hook(self._on_forward)
-
-    def _on_optimizer_step(self, *_: Any) -> None:
-        self._updated = True
-
-    def _on_forward(self, module: nn.Module, _: Any) -> None:
-        """Tell an evaluation from a step, which is usually much shorter: the agent has a hang threshold for each."""
-        if not module.training:
-            self._reporter.enter("evaluation", self.step)
-        elif self._looping:
-            self._reporter.enter("forward", self.step + 1)
-
-    def _leave(self, stop: Stop) -> NoReturn:
-        at = Position(self.step, self._samples)
-        message = self._limits.describe(stop)
-        try:
-            self._saves.finish()
-        except TrainingError as error:
-            message = f"{message}; the last save did not become a commit: {error}"
-        message = f"{message}; {self._saves.describe_resume_point(at)}"
-        self._end(stop.outcome, message)
-        self._say(f"job {self.name}, step {self.step}: {message}")
-        self._exit_code = stop.outcome.exit_code
-        raise SystemExit(self._exit_code)
-
-    def _complete(self) -> None:
-        """Make the final commit, and end the job. Collective."""
-        if self._closed:
-            return
-        self._flush_steps()
-        if self._saved_step != self.step and self.step > 0:
-            self._saves.save(Position(self.step, self._samples))
-        try:
-            self._saves.finish()
-        except TrainingError as error:
-            _refuse(error)
-        self._reporter.enter("done", self.step)
-        module = getattr(self._model, "module", self._model)
-        self._end(Outcome.COMPLETED, "", weights_sha256(module))
-
-    def _fail(self, error: BaseException) -> None:
-        if self._spec.agent_pid is None and self._gang.rank == 0:
-            self._reporter.emit(OUTCOME, step=self.step, outcome=str(Outcome.FAILED), message=describe_exception(error))
-        self._close()
-
-    def _end(self, outcome: Outcome, message: str, sha256: str | None = None) -> None:
-        if self._gang.rank == 0:
-            self._reporter.emit(
-                OUTCOME, step=self.step, flush=True, outcome=str(outcome), weights_sha256=sha256, message=message
-            )
-        if self._spec.result_path:
-            write_result(Path(self._spec.result_path), LoopResult(outcome, self.step, message, sha256))
-        self._close()
-
-    def _on_exit(self) -> None:
-        if self._left_loop and not self._closed and not hasattr(sys, "last_value"):
-            self._complete()
-        self._close()
-        if self._exit_code is not None:
-            leave(self._exit_code)  # torch aborts in some exits after a gloo group
-
-    def _close(self) -> None:
-        global _current
-        if self._closed:
-            return
-        self._closed = True
-        self._flush_steps()
-        self._saver.close()
-        self._ends.close()
-        signal.signal(signal.SIGTERM, self._former_handler)
-        release_job()
-        _current = None
-
-    def _say(self, text: str) -> None:
-        if self._gang.rank == 0:
-            print(f"ebbflow: {text}", flush=True)
-            if text.startswith("reading"):
-                self._reporter.emit(NOTICE, step=self.step, message=text)
-
-
-def _count_samples(batch: Any) -> int:
-    """Return the first dimension of the first tensor in a batch; 1 if there is none."""
-    if isinstance(batch, Tensor):
-        return batch.shape[0] if batch.ndim else 1
-    if isinstance(batch, dict):
-        batch = list(batch.values())
-    if isinstance(batch, list | tuple) and batch:
-        return _count_samples(batch[0])
-    return 1
