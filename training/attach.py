@@ -1,9 +1,4 @@
-"""`ebbflow.attach`: commits, notices, watching and the ledger for a training loop that the user keeps.
-
-    job = ebbflow.attach(model, optimizer, scheduler=scheduler)
-    for batch in job.batches(loader, epochs=4):
-        ...
-"""
+"""`ebbflow.attach`: commits, notices, watching and the ledger for a training loop that the user keeps."""
 
 from __future__ import annotations
 
