@@ -9,6 +9,7 @@ ARGS ?=
 TORCH_INDEX ?=
 PIP_TORCH := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 # Tests run side by side, each file in one process. More need more cores: a flow test is several processes itself.
+# Folders in their order: unit tests, whose files are short, are what is left when the last long file ends.
 JOBS ?= 2
 
 .DEFAULT_GOAL := help
@@ -24,7 +25,7 @@ check: lint types  ## what to run before each commit: style, types and unit test
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile tests/unit $(ARGS)
 
 test: $(VENV)/dev.stamp  ## run all tests (ARGS="-k config", JOBS=0: one after another)
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(VENV)/dev.stamp  ## check style and format of the code
 	$(BIN)/ruff check .
@@ -36,7 +37,7 @@ types: $(VENV)/dev.stamp  ## check types with pyright
 coverage: export COVERAGE_FILE = $(CURDIR)/.coverage/data
 coverage: $(VENV)/dev.stamp  ## run all tests and say which share of the product's lines they run, in every process
 	rm -rf .coverage && mkdir .coverage
-	$(BIN)/python -m coverage run -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+	$(BIN)/python -m coverage run -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 	$(BIN)/python -m coverage combine -q
 	$(BIN)/python -m coverage report
 

@@ -18,7 +18,8 @@ import pytest
 
 from tests.support.batch.fixture import LocalBatch
 from tests.support.batch.flow import LIGHT, ON_DEMAND, SPOT, BatchRunner, account
-from tests.support.flow import FlowRun, FlowRunner
+from tests.support.batch.prepared import paced_settings, with_paced
+from tests.support.flow import FlowRun, FlowRunner, train_alone
 from tests.support.swift import Swift
 from tests.support.swift_server import SECRET_KEY
 
@@ -47,18 +48,17 @@ class Reclaimed:
 
 
 @pytest.fixture(scope="module")
-def quiet(tmp_path_factory: pytest.TempPathFactory) -> FlowRun:
-    """The same job on this machine, undisturbed."""
-    runner = FlowRunner(tmp_path_factory.mktemp("quiet"))
-    run = runner.run("run", *runner.options(cluster__nodes=1))
-    assert run.exit_code == 0, run.output
-    return run
+def quiet(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The report of the same job on this machine, undisturbed."""
+    folder = tmp_path_factory.mktemp("quiet")
+    return train_alone(FlowRunner(folder, environment=with_paced(folder)), **paced_settings(0.0))
 
 
 @pytest.fixture(scope="module")
 def cloud(tmp_path_factory: pytest.TempPathFactory, swift: Swift) -> Iterator[LocalBatch]:
     full = {FULL: {"market": "spot", "instance_types": ["g4dn.xlarge"], "capacity": [[0, 0]]}}
-    with account(tmp_path_factory.mktemp("batch"), swift, time_scale=3.0) as batch:
+    folder = tmp_path_factory.mktemp("batch")
+    with account(folder, swift, time_scale=3.0, image=with_paced(folder)) as batch:
         batch.change(queues=full)
         yield batch
 
@@ -67,9 +67,10 @@ def cloud(tmp_path_factory: pytest.TempPathFactory, swift: Swift) -> Iterator[Lo
 def reclaimed(tmp_path_factory: pytest.TempPathFactory, swift: Swift, cloud: LocalBatch) -> Reclaimed:
     """Every step in Batch. The first submit of training is throttled three times."""
     runner = BatchRunner(tmp_path_factory.mktemp("reclaimed"), swift, cloud)
-    runner.environment |= _PLANTED
+    runner.environment |= _PLANTED | with_paced(cloud.folder)
     types = json.dumps(["g4dn.xlarge", "g5.xlarge"])
     settings = {"cluster__instance_types": types, "batch__queues": json.dumps(_QUEUES), "batch__runnable_minutes": 0.05}
+    settings |= paced_settings(0.1)  # it still trains when the notice comes
     process = runner.start("run", "--with", "batch", *runner.options(**settings))
     runner.await_so("the preparation", lambda: [job for job in cloud.jobs() if "-prepare-" in job["jobName"]])
     cloud.change(rules=[{"operation": "SubmitJob", "kind": "throttle", "times": 3}])
@@ -79,12 +80,12 @@ def reclaimed(tmp_path_factory: pytest.TempPathFactory, swift: Swift, cloud: Loc
     return Reclaimed(runner, runner.finish(process, 400), runner.training_jobs())
 
 
-def test_it_finishes_with_the_weights_of_a_quiet_run(reclaimed: Reclaimed, quiet: FlowRun) -> None:
+def test_it_finishes_with_the_weights_of_a_quiet_run(reclaimed: Reclaimed, quiet: dict[str, Any]) -> None:
     run = reclaimed.run
     assert run.exit_code == 0, run.output
     assert run.report["outcome"] == "completed"
-    assert run.report["weights_sha256"] == quiet.report["weights_sha256"]
-    assert run.report["loss_curve"] == quiet.report["loss_curve"]
+    assert run.report["weights_sha256"] == quiet["weights_sha256"]
+    assert run.report["loss_curve"] == quiet["loss_curve"]
     assert run.report["redone_steps"] == 0  # the notice was heard in time
 
 

@@ -7,6 +7,8 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.store import Store
 from ebbflow.training.data import prepare_tokens
 from ebbflow.training.launch.messages import GangSpec
+from tests.support.warm import WarmProcess, start_warm
 
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
 _DEADLINE_SECONDS = 120
@@ -28,7 +31,10 @@ def free_port() -> int:
 
 
 def run_ranks(world_size: int, command: list[str], *, deadline_seconds: float = _DEADLINE_SECONDS) -> list[str]:
-    """Run `command` once per rank, with torchrun's environment. Returns the outputs; fails with them if any failed."""
+    """Run `command` once per rank, with torchrun's environment. Returns the outputs; fails with them if any failed.
+
+    Of a module (`-m`), the ranks are forked from a process that has imported torch; else each is a new interpreter.
+    """
     environment = dict(
         os.environ,
         WORLD_SIZE=str(world_size),
@@ -39,25 +45,30 @@ def run_ranks(world_size: int, command: list[str], *, deadline_seconds: float = 
         OMP_NUM_THREADS="1",
         PYTHONPATH=str(PROJECT_ROOT),
     )
-    processes = [
-        subprocess.Popen(
-            [sys.executable, *command],
-            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            cwd=PROJECT_ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(world_size)
-    ]
-    try:
-        outputs = [process.communicate(timeout=deadline_seconds)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    codes = [process.returncode for process in processes]
-    assert codes == [0] * world_size, f"exit codes {codes}\n" + "\n".join(outputs)
+    with tempfile.TemporaryDirectory() as folder:
+        logs = [Path(folder, f"rank-{rank}.log") for rank in range(world_size)]
+        processes = [
+            _start_rank(command, environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, log)
+            for rank, log in enumerate(logs)
+        ]
+        limit, codes = time.monotonic() + deadline_seconds, []
+        try:
+            codes = [process.wait(max(0.0, limit - time.monotonic())) for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+            outputs = [log.read_text(errors="replace") for log in logs]
+            assert codes == [0] * world_size, f"exit codes {codes}\n" + "\n".join(outputs)
     return outputs
+
+
+def _start_rank(command: list[str], environment: dict[str, str], log: Path) -> WarmProcess | subprocess.Popen[bytes]:
+    if command[0] == "-m":
+        return start_warm(command[1], command[2:], environment=environment, output=log)
+    with open(log, "wb") as output:
+        return subprocess.Popen(
+            [sys.executable, *command], env=environment, cwd=PROJECT_ROOT, stdout=output, stderr=subprocess.STDOUT
+        )
 
 
 def train_gang(folder: Path, scenarios: dict[str, dict[str, Any]], *, world_size: int) -> dict[str, list[dict]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import os
@@ -44,8 +45,9 @@ class Swift:
             "AWS_EC2_METADATA_DISABLED": "true",
         }
 
+    @functools.cache  # noqa: B019 - one server for all tests
     def client(self) -> Any:
-        """boto3's client: what it sees is not seen through our own code."""
+        """boto3's client: what it sees is not seen through our own code. To make one takes a tenth of a second."""
         import boto3
 
         return boto3.client(

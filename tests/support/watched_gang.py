@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +16,7 @@ from ebbflow.training.launch.messages import WorkerSpec
 from ebbflow.training.launch.watch import RankWatch
 from ebbflow.training.launch.workers import Worker
 from tests.support.gangs import free_port
+from tests.support.warm import WarmProcess, start_warm
 
 WORLD_SIZE = 2
 _POLL_SECONDS = 0.05
@@ -41,16 +40,10 @@ class WatchedGang:
         spec = WorkerSpec(**_SPEC, candidates=[], config={}, store_uri=str(folder), prepared={}, agent_pid=os.getpid())
 
         def starter(rank: int):
-            def start(name: str, log: Path, environment: Mapping[str, str]) -> subprocess.Popen:
+            def start(name: str, log: Path, environment: Mapping[str, str]) -> WarmProcess:
                 paths = [str(folder / f"rank-{rank}.heartbeat"), str(folder / f"rank-{rank}.result.json")]
-                command = [sys.executable, "-m", "tests.support.watched_rank", *paths]
-                return subprocess.Popen(
-                    [*command, trouble if rank == guilty else "none"],
-                    env=dict(environment),
-                    cwd=PROJECT_ROOT,
-                    stdout=open(log, "wb"),
-                    stderr=subprocess.STDOUT,
-                )
+                words = [*paths, trouble if rank == guilty else "none"]
+                return start_warm("tests.support.watched_rank", words, environment=environment, output=log)
 
             return start
 
