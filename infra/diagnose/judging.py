@@ -1,0 +1,182 @@
+"""Judgement over all matches: which failure is the root, which only followed, and when the evidence is too thin."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ebbflow.infra.diagnose.matching import Matcher, Seen
+from ebbflow.infra.diagnose.reading import FileScan, LogText, candidates
+from ebbflow.infra.diagnose.rules import Rule, load_rules
+from ebbflow.infra.diagnose.series import Series, judge_series
+from ebbflow.infra.untrusted_text import one_line
+
+THIN = 0.5  # a root below this confidence is not named
+_MOST_FINDINGS = 3
+_LEVELS = {"cause": 3, "effect": 2, "echo": 1, "summary": 0, "advice": -1}
+_TEXT_LENGTH = 300
+# A cause this long after an effect is not what led to it.
+_AFTERMATH_SECONDS = 120.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One symptom that was found, with its part in the story."""
+
+    rule: Rule
+    role: str
+    confidence: float
+    evidence: tuple[LogText, ...]
+    ranks: tuple[int, ...]
+    count: int
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "symptom": self.rule.id,
+            "family": self.rule.family,
+            "role": self.role,
+            "confidence": round(self.confidence, 2),
+            "evidence": [
+                {"file": line.file, "line": line.number, "text": shorten(line.text), "rank": line.rank, "time": line.time}
+                for line in self.evidence
+            ],
+            "fix": "; ".join(self.rule.fix),
+            "title": self.rule.title,
+            "causes": self.rule.causes,
+            "ranks": list(self.ranks),
+            "matches": self.count,
+        }
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The findings, whether no root was named, and what was read."""
+
+    findings: tuple[Finding, ...]
+    abstained: bool
+    scans: tuple[FileScan, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "schema": 1,
+            "findings": [finding.to_json() for finding in self.findings],
+            "abstained": self.abstained,
+            "files": [{"file": scan.file, "lines": scan.lines, "refused": scan.refused} for scan in self.scans],
+        }
+
+
+def shorten(text: str) -> str:
+    """Return a line of evidence: printable, at most 300 characters."""
+    shown = one_line(text)
+    return shown if len(shown) <= _TEXT_LENGTH else f"{shown[: _TEXT_LENGTH - 1]}…"
+
+
+def diagnose_files(files: Sequence[Path | None]) -> Diagnosis:
+    """Diagnose log files. None reads standard input."""
+    matcher = Matcher(load_rules().rules)
+    triggers = (*matcher.triggers, *Series.triggers)
+    seen: dict[str, Seen] = {}
+    series = Series()
+    scans, order = [], 0
+    for path in files:
+        scan = FileScan("-" if path is None else str(path))
+        order = matcher.collect(series.watch(candidates(path, triggers, scan)), seen, order)
+        scans.append(scan)
+    return judge(seen, series, scans)
+
+
+def diagnose_lines(lines: Iterable[LogText]) -> Diagnosis:
+    """Diagnose lines that are read already, such as those of an own job."""
+    matcher = Matcher(load_rules().rules)
+    seen: dict[str, Seen] = {}
+    series = Series()
+    matcher.collect(series.watch(lines), seen)
+    return judge(seen, series, [])
+
+
+def judge(seen: dict[str, Seen], series: Series, scans: Sequence[FileScan]) -> Diagnosis:
+    """Name the root, then what followed, then advice. `seen` is by rule id."""
+    for identifier, lines in judge_series(series).items():
+        rule = load_rules().find(identifier)
+        if rule and identifier not in seen:
+            found = seen.setdefault(identifier, Seen(rule, strong=True, needed=True))
+            for order, line in lines:
+                found.add(line, order)
+    known = {key: found for key, found in seen.items() if found.first and _confidence(found) > 0}
+    suspects = [found for found in known.values() if found.rule.kind != "advice"]
+    root = _root(suspects, series)
+    findings = []
+    if root is not None:
+        findings.append(_finding(root, "root", suspects))
+        rest = sorted(suspects, key=lambda found: (-_LEVELS[found.rule.kind], found.order))
+        after = [found for found in rest if found is not root and _confidence(found) >= 0.3]
+        findings += [_finding(found, "cascade", suspects) for found in after[: _MOST_FINDINGS - 1]]
+    advice = [found for found in known.values() if found.rule.kind == "advice" and _confidence(found) >= THIN]
+    if root is not None or not series.sound:
+        advice.sort(key=lambda found: (-_confidence(found), found.order))
+        findings += [_finding(found, "advice", advice) for found in advice[: _MOST_FINDINGS - len(findings)]]
+    return Diagnosis(tuple(findings), root is None, tuple(scans))
+
+
+def _confidence(found: Seen) -> float:
+    """The confidence in one symptom by itself; 0 if what it needs was not seen."""
+    rule = found.rule
+    if rule.need and not found.needed:
+        return 0.0
+    if found.strong:
+        return rule.weight
+    return min(0.65, 1 - 0.65 ** len(found.hints)) if len(found.hints) > 1 else 0.35
+
+
+def _root(suspects: list[Seen], series: Series) -> Seen | None:
+    able = [found for found in suspects if _confidence(found) >= THIN]
+    if not able:
+        return None
+    level = max(_LEVELS[found.rule.kind] for found in able)
+    first = _earliest(able)
+    top = [found for found in able if _LEVELS[found.rule.kind] == level]
+    # Failures that the run survived count only if no other failure follows.
+    final = [found for found in top if not series.survived(found.last)]
+    chosen = _earliest(final or top)
+    effects = [found for found in able if _LEVELS[found.rule.kind] < level and found.rule.kind == "effect"]
+    if effects and chosen.rule.rank <= 2 and _gap(_earliest(effects), chosen) > _AFTERMATH_SECONDS:
+        return _earliest(effects)  # a generic exception long after the timeout is only clean-up
+    return chosen if chosen.rule.rank > 1 or chosen is first else _prefer_exact(final or top, chosen)
+
+
+def _prefer_exact(found: list[Seen], generic: Seen) -> Seen:
+    """A generic rule gives way to an exact one nearby: both usually describe the same exception."""
+    exact = [each for each in found if each.rule.rank > generic.rule.rank and abs(each.order - generic.order) <= 40]
+    return _earliest(exact) if exact else generic
+
+
+def _earliest(found: list[Seen]) -> Seen:
+    timed = all(each.first is not None and each.first.time is not None for each in found)
+    return min(found, key=lambda each: (each.first.time if timed and each.first else 0, each.order, -each.rule.rank))
+
+
+def _gap(earlier: Seen, later: Seen) -> float:
+    first, second = earlier.first, later.first
+    return (second.time - first.time) if first and second and first.time and second.time else 0.0
+
+
+def _finding(found: Seen, role: str, others: list[Seen]) -> Finding:
+    confidence = _confidence(found)
+    if role == "root":
+        rivals = [
+            each
+            for each in others
+            if each.rule.family != found.rule.family
+            and _LEVELS[each.rule.kind] == _LEVELS[found.rule.kind]
+            and _confidence(each) >= THIN
+        ]
+        confidence *= 0.9 ** min(len(rivals), 3)
+    first = found.first.rank if found.first else None
+    ranks = tuple(sorted(found.ranks))
+    if role == "root" and first is not None:
+        ranks = (first, *(rank for rank in ranks if rank != first))
+    return Finding(found.rule, role, max(confidence, 0.05), tuple(found.lines), ranks, found.count)
+
+

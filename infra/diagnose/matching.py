@@ -1,0 +1,190 @@
+"""Matching of log lines with the rules' patterns, fast enough for a million lines.
+
+Each pattern has literals of which one must be in a line that it matches. `Matcher.triggers` are short texts that every
+such literal contains; the reader looks for them in whole blocks. Lines that differ in digits only are matched once, if
+no pattern in question depends on digits.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ebbflow.infra.diagnose.reading import LogText
+from ebbflow.infra.diagnose.rules import Rule
+
+_MOST_CACHED = 200_000
+_TRIGGER_LENGTHS = (7, 6, 5, 4)
+# Too common in logs of sound runs to be triggers.
+_COMMON = ("step", "rank", "info", "train", "torch", "tensor", "model", "data", "time", "loss", " the", "with", "epoch")
+_NO_DIGITS = {ord(digit): None for digit in "0123456789"}
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A compiled expression of a rule. role: look, hint or need."""
+
+    regex: re.Pattern[str]
+    rule: int
+    role: str
+    literals: tuple[str, ...]
+
+
+@dataclass
+class Seen:
+    """Where one rule matched: the first lines, how often, the ranks, and the first line of each."""
+
+    rule: Rule
+    lines: list[LogText] = field(default_factory=list)
+    count: int = 0
+    ranks: dict[int, LogText] = field(default_factory=dict)
+    hints: set[str] = field(default_factory=set)
+    strong: bool = False
+    first: LogText | None = None
+    last: LogText | None = None
+    needed: bool = False
+    order: int = 0  # position among all candidate lines
+
+    def add(self, line: LogText, order: int) -> None:
+        self.count += 1
+        if self.first is None:
+            self.first, self.order = line, order
+        self.last = line
+        if len(self.lines) < 3:
+            self.lines.append(line)
+        if line.rank is not None and len(self.ranks) < 4096:
+            self.ranks.setdefault(line.rank, line)
+
+
+class Matcher:
+    """Finds which rules match a line."""
+
+    def __init__(self, rules: Sequence[Rule]) -> None:
+        self.rules = rules
+        self._patterns = [
+            Pattern(compiled, number, role, required_literals(compiled.pattern))
+            for number, rule in enumerate(rules)
+            for role, texts in (("look", rule.look), ("hint", rule.hint), ("need", rule.need))
+            for compiled in (re.compile(text, re.IGNORECASE) for text in texts)
+        ]
+        self._unless = [[re.compile(text, re.IGNORECASE) for text in rule.unless] for rule in rules]
+        self._by_literal: dict[str, list[Pattern]] = defaultdict(list)
+        for pattern in self._patterns:
+            for literal in pattern.literals:
+                self._by_literal[literal].append(pattern)
+        words = choose_triggers(self._by_literal)
+        self.triggers = tuple(word.encode() for word in words)
+        self._literals_of = {word: [each for each in self._by_literal if word in each] for word in words}
+        self._counts_digits = {
+            id(pattern): bool(re.search(r"\\d|[0-9]", re.sub(r"\{[\d,]+\}", "", pattern.regex.pattern)))
+            for pattern in self._patterns
+        }
+        self._cache: dict[str, tuple[tuple[int, str, str], ...] | None] = {}
+
+    def match(self, text: str) -> tuple[tuple[int, str, str], ...]:
+        """Return (number of the rule, role, expression) of each match; of "look" only the highest rank."""
+        skeleton = text.translate(_NO_DIGITS)
+        cached = self._cache.get(skeleton, False)
+        if cached is not None and cached is not False:
+            return cached  # type: ignore[return-value]
+        low = text.lower()
+        tried = {
+            id(pattern): pattern
+            for word, literals in self._literals_of.items()
+            if word in low
+            for literal in literals
+            if literal in low
+            for pattern in self._by_literal[literal]
+        }
+        digits = any(self._counts_digits[key] for key in tried)
+        found = [pattern for pattern in tried.values() if pattern.regex.search(text)]
+        found = [each for each in found if not any(no.search(text) for no in self._unless[each.rule])]
+        highest = max((self.rules[each.rule].rank for each in found if each.role == "look"), default=0)
+        result = tuple(
+            (each.rule, each.role, each.regex.pattern)
+            for each in found
+            if each.role != "look" or self.rules[each.rule].rank == highest
+        )
+        if len(self._cache) < _MOST_CACHED and cached is False:
+            self._cache[skeleton] = None if digits else result
+        return result
+
+    def collect(self, lines: Iterable[LogText], seen: dict[str, Seen], order: int = 0) -> int:
+        """Add the matches of the lines to `seen` (by rule id) and return the new order."""
+        for line in lines:
+            order += 1
+            for number, role, expression in self.match(line.text):
+                rule = self.rules[number]
+                mine = seen.get(rule.id) or seen.setdefault(rule.id, Seen(rule))
+                if role == "need":
+                    mine.needed = True
+                    continue
+                mine.strong = mine.strong or role == "look"
+                if role == "hint":
+                    mine.hints.add(expression)
+                mine.add(line, order)
+        return order
+
+
+def required_literals(expression: str) -> tuple[str, ...]:
+    """Return lower-case texts of which one is in every line that the expression matches.
+
+    Raises ValueError if there is none of at least 3 characters.
+    """
+    from re import _parser  # type: ignore[attr-defined]
+
+    best = _best(_parser.parse(expression, re.IGNORECASE))
+    if not best:
+        raise ValueError(f"{expression!r} has no fixed text of 3 characters")
+    return tuple(sorted(best))
+
+
+def _best(sequence: Any) -> set[str]:
+    """The set of literals of a parsed sequence, one of which is required: the longest run, or that of all branches."""
+    found: list[set[str]] = []
+    run = ""
+    for name, value in [*sequence, ("END", None)]:
+        kind = str(name)
+        if kind == "LITERAL":
+            run += chr(value)
+            continue
+        if len(run) >= 3:
+            found.append({run.lower()})
+        run = ""
+        if kind == "SUBPATTERN":
+            found.append(_best(value[3]))
+        elif kind in ("MAX_REPEAT", "MIN_REPEAT") and value[0] >= 1:
+            found.append(_best(value[2]))
+        elif kind == "BRANCH":
+            parts = [_best(branch) for branch in value[1]]
+            found.append(set().union(*parts) if all(parts) else set())
+    found = [each for each in found if each]
+    return max(found, key=lambda each: (min(map(len, each)), -len(each)), default=set())
+
+
+def choose_triggers(literals: Iterable[str]) -> list[str]:
+    """Return few texts such that each literal contains one, by a greedy cover."""
+    uncovered = {literal for literal in literals}
+    holders: dict[str, set[str]] = defaultdict(set)
+    for literal in uncovered:
+        for length in _TRIGGER_LENGTHS:
+            for at in range(len(literal) - length + 1):
+                part = literal[at : at + length]
+                if part.isascii() and not any(word in part or part in word for word in _COMMON):
+                    holders[part].add(literal)
+    chosen: list[str] = []
+    while uncovered and holders:
+        part = max(holders, key=lambda each: (len(holders[each]), len(each), each))
+        covered = holders.pop(part)
+        if len(covered) < 2:
+            break
+        chosen.append(part)
+        uncovered -= covered
+        for other in list(holders):
+            holders[other] -= covered
+            if not holders[other]:
+                del holders[other]
+    return chosen + sorted(uncovered)

@@ -1,0 +1,239 @@
+"""Streaming reader of foreign logs: finds candidate lines fast, in any encoding, and parses ranks and times.
+
+A log of 100 MB has about a million lines. `candidates` therefore looks in blocks of bytes for trigger words, which the
+rules' patterns need, and yields only the lines that contain one.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import BinaryIO
+
+from ebbflow.infra.errors import InfraError, Outcome
+
+BLOCK_BYTES = 1 << 20
+LONGEST_LINE_BYTES = 64 * 1024  # a longer line is read in pieces of this size
+_LONGEST_READ_BYTES = 8 << 20  # the rest of a longer line is skipped
+_MOST_FILES = 2000
+
+
+class DiagnoseError(InfraError):
+    """Logs that cannot be diagnosed."""
+
+    outcome = Outcome.CONFIG
+
+
+@dataclass(frozen=True, slots=True)
+class LogText:
+    """One line of a log.
+
+    Attributes:
+        file: the path as given; "-" is standard input.
+        number: line number from 1.
+        text: the line without escape sequences and envelope.
+        rank: rank that wrote the line; None: unknown.
+        time: Unix seconds; None: unknown. A stamp without year is dated into the current one.
+    """
+
+    file: str
+    number: int
+    text: str
+    rank: int | None = None
+    time: float | None = None
+
+
+@dataclass
+class FileScan:
+    """What was seen of one file: its size in lines, and why it was not read."""
+
+    file: str
+    lines: int = 0
+    refused: str | None = None
+
+
+def log_files(paths: Sequence[str]) -> list[Path]:
+    """Return the files to read: those named, and all text files below folders. Raises DiagnoseError."""
+    files: list[Path] = []
+    for name in paths:
+        path = Path(name)
+        if path.is_dir():
+            found = sorted(each for each in path.rglob("*") if each.is_file() and not each.name.startswith("."))
+            # A rank's records repeat its raw log.
+            found = [each for each in found if each.suffix != ".jsonl" or not each.with_suffix(".log").exists()]
+            if len(found) > _MOST_FILES:
+                raise DiagnoseError(f"{name} has {len(found)} files, more than {_MOST_FILES}; name a folder of one run")
+            files += found
+        elif path.is_file() or path.is_fifo():
+            files.append(path)
+        else:
+            raise DiagnoseError(f"{name}: no such file or folder, and no job of this name")
+    return files
+
+
+def candidates(path: Path | None, triggers: Sequence[bytes], scan: FileScan) -> Iterator[LogText]:
+    """Yield the lines of a file that contain a trigger, in order. path: None reads standard input."""
+    try:
+        stream: BinaryIO = sys.stdin.buffer if path is None else open(path, "rb")  # noqa: SIM115
+        with stream:
+            head = stream.read(4096) if path is None else stream.read(64 * 1024)
+            if head[:2] == b"\x1f\x8b" and path is not None:
+                stream.seek(0)
+                stream = gzip.open(stream)  # type: ignore[assignment]  # noqa: SIM115
+                head = stream.read(64 * 1024)
+            encoding = _encoding(head)
+            if encoding is None:
+                scan.refused = "binary file, not a log"
+                return
+            rank = _rank_of_path(path) if path else None
+            for number, raw in _find_lines(_blocks(head, stream, encoding), triggers, scan):
+                yield from _parse(scan.file, number, raw, rank)
+    except (OSError, EOFError) as error:
+        scan.refused = getattr(error, "strerror", None) or str(error)
+
+
+def _encoding(head: bytes) -> str | None:
+    """Return the encoding of a file from its first bytes; None if it is binary."""
+    if head[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        return "utf-16"
+    nulls = head.count(0)
+    if nulls > len(head) // 4:  # UTF-16 without a mark has a zero byte in most characters
+        even, odd = head[::2].count(0), head[1::2].count(0)
+        if min(even, odd) * 20 < max(even, odd):
+            return "utf-16-le" if odd > even else "utf-16-be"
+    controls = sum(head.count(byte) for byte in (*range(1, 7), *range(14, 27), 0))
+    return None if controls > len(head) // 100 + 2 else "utf-8"
+
+
+def _blocks(head: bytes, stream: BinaryIO, encoding: str) -> Iterator[bytes]:
+    """Yield UTF-8 blocks that end at a line's end, or within a line that is too long."""
+    import codecs
+
+    decoder = None if encoding == "utf-8" else codecs.getincrementaldecoder(encoding)("replace")
+    rest = head.removeprefix(b"\xef\xbb\xbf") if decoder is None else decoder.decode(head).encode()
+    long = 0
+    while data := stream.read(BLOCK_BYTES):
+        block = rest + (data if decoder is None else decoder.decode(data).encode())
+        end = block.rfind(b"\n") + 1
+        if not end:
+            if len(block) < BLOCK_BYTES:
+                rest = block
+                continue
+            long += len(block)
+            if long <= _LONGEST_READ_BYTES:
+                yield block
+            rest = b""
+            continue
+        long = 0
+        yield block[:end]
+        rest = block[end:]
+    if rest:
+        yield rest
+
+
+def _find_lines(blocks: Iterable[bytes], triggers: Sequence[bytes], scan: FileScan) -> Iterator[tuple[int, bytes]]:
+    """Yield (line number, line) for each line that contains a trigger."""
+    for block in blocks:
+        low = block.lower()
+        starts: set[int] = set()
+        for trigger in triggers:
+            at = low.find(trigger)
+            while at >= 0:
+                starts.add(low.rfind(b"\n", 0, at) + 1)
+                end = low.find(b"\n", at)
+                at = low.find(trigger, end) if end >= 0 else -1
+        counted, number = 0, scan.lines
+        for start in sorted(starts):
+            number += block.count(b"\n", counted, start)
+            counted = start
+            end = block.find(b"\n", start)
+            line = block[start : end if end >= 0 else len(block)]
+            for piece in range(0, max(len(line), 1), LONGEST_LINE_BYTES):
+                yield number + 1, line[piece : piece + LONGEST_LINE_BYTES]
+        scan.lines += block.count(b"\n")
+
+
+_ESCAPES = re.compile(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[()][0-9A-B]|[=>78cDEHM])|[\x00-\x08\x0e-\x1f]")
+_ENVELOPE_KEYS = ("log", "message", "msg", "text", "textPayload", "MESSAGE", "event")
+
+
+def _parse(file: str, number: int, raw: bytes, rank: int | None) -> Iterator[LogText]:
+    text = _ESCAPES.sub("", raw.decode("utf-8", "replace"))
+    stamp = None
+    if text.lstrip().startswith("{") and text.rstrip().endswith("}"):
+        try:
+            record = json.loads(text)
+        except ValueError:
+            record = None
+        if isinstance(record, dict):
+            body = next((record[key] for key in _ENVELOPE_KEYS if isinstance(record.get(key), str)), None)
+            if body is not None:
+                stamp = next((str(record[key]) for key in ("t", "time", "timestamp", "@timestamp", "ts") if key in record), None)
+                found = record.get("rank", record.get("global_rank"))
+                rank, text = (found if isinstance(found, int) else rank), body
+    for part in re.split(r"[\r\n]+", text):
+        if part.strip():
+            own = rank_of(part)
+            yield LogText(file, number, part.rstrip(), rank if own is None else own, time_of(part) or (time_of(stamp) if stamp else None))
+
+
+_RANK = re.compile(
+    r"\[rank[: ]?\s?(\d{1,5})\]|\bglobal_rank[=:\s]+(\d{1,5})|\[default(\d{1,3})\]|\(?\brank[ =:#]+(\d{1,5})\b"
+    r"|^\s{0,3}(\d{1,4}): |\[(?:pod/)?[\w.-]*?(?:worker|node|master)-(\d{1,4})[\]/]",
+    re.IGNORECASE,
+)  # fmt: skip
+_RANK_OF_PATH = re.compile(r"(?:rank|worker|proc(?:ess)?|task)[-_.]?(\d{1,5})\b|/attempt_\d+/(\d{1,5})/std(?:err|out)", re.IGNORECASE)
+
+
+def rank_of(text: str) -> int | None:
+    """Return the rank that a line names in one of the usual prefixes of torch, Slurm, Lightning, Ray or kubectl."""
+    match = _RANK.search(text[:200])
+    return int(next(group for group in match.groups() if group)) if match else None
+
+
+def _rank_of_path(path: Path) -> int | None:
+    match = _RANK_OF_PATH.search("/".join(path.parts[-3:]))
+    return int(match[1] or match[2]) if match else None
+
+
+_ISO = re.compile(r"(20\d\d)[-/](\d\d)[-/](\d\d)[T _](\d\d):(\d\d)(?::(\d\d)(?:[.,](\d{1,9}))?)?\s?(Z|[+-]\d\d:?\d\d)?")
+_US = re.compile(r"\b(\d\d)/(\d\d)/(20\d\d) (\d\d):(\d\d):(\d\d)")
+_GLOG = re.compile(r"\[?[EWIF](\d{1,2})(\d\d) (\d\d):(\d\d):(\d\d)(?:\.(\d{1,9}))?")
+_SYSLOG = re.compile(r"\b(Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)\s+(\d{1,2}) (\d\d):(\d\d):(\d\d)")
+_EPOCH = re.compile(r"(?:^|[\s\"\[:])(1[5-9]\d{8})(?:\.(\d+)|(\d{3}))?(?=$|[\s\",\]])")
+_MONTHS = "Jan Feb Mar Apr May Jun Jul Aug Sep Oct Nov Dec".split()
+
+
+def time_of(text: str) -> float | None:
+    """Return the Unix time in the first 120 characters of a line, or None."""
+    head = text[:120]
+    try:
+        if match := _ISO.search(head):
+            year, month, day, hour, minute, second, fraction, zone = match.groups()
+            moment = datetime(int(year), int(month), int(day), int(hour), int(minute), int(second or 0), tzinfo=UTC)
+            offset = 0
+            if zone and zone != "Z":
+                digits = zone[1:].replace(":", "")
+                offset = (int(digits[:2]) * 3600 + int(digits[2:]) * 60) * (-1 if zone[0] == "-" else 1)
+            return moment.timestamp() - offset + float(f"0.{fraction or 0}")
+        this_year = datetime.now(UTC).year
+        if match := _GLOG.search(head):
+            month, day, hour, minute, second = (int(part) for part in match.groups()[:5])
+            return datetime(this_year, month, day, hour, minute, second, tzinfo=UTC).timestamp() + float(f"0.{match[6] or 0}")
+        if match := _SYSLOG.search(head):
+            month = _MONTHS.index(match[1]) + 1
+            return datetime(this_year, month, *(int(part) for part in match.groups()[1:]), tzinfo=UTC).timestamp()
+        if match := _US.search(head):
+            month, day, year, hour, minute, second = (int(part) for part in match.groups())
+            return datetime(year, month, day, hour, minute, second, tzinfo=UTC).timestamp()
+        if match := _EPOCH.search(head):
+            return float(f"{match[1]}.{match[2] or match[3] or 0}")
+    except ValueError:
+        pass
+    return None

@@ -1,0 +1,149 @@
+"""Rules of the diagnosis: one per symptom, read from `rules/*.yaml`, and rendered as a list, an entry or a page.
+
+A file holds one family: `family` (name), `letter`, `title`, `defaults` (of fields), `rules`. Fields of a rule:
+
+    id, title       A to J with two digits are the symptoms of the guides; other letters are further families.
+    kind            cause: explains everything below it. effect: a failure that often follows a cause elsewhere.
+                    echo: a failure that nearly always follows another one. summary: repeats other failures.
+                    advice: never ends a run by itself.
+    look            regular expressions, case ignored; one match in a line is enough evidence.
+    hint            weaker expressions; alone they are too thin, two different ones suffice.
+    need            expressions of which one must match somewhere in the same logs.
+    unless          expressions that, in the same line, rule the symptom out.
+    rank            1 (generic) to 9 (exact); of several rules that match one line only the highest count. Default 5.
+    weight          confidence of a `look`, default by kind.
+    causes          cause: likelihood. collect: evidence to collect. fix: changes and `commands`. cost: what it costs.
+    guides, source  where the symptom is described. examples, others: lines that must and must not match.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+RULES_FOLDER = Path(__file__).resolve().parent / "rules"
+KINDS = {"cause": 0.9, "effect": 0.75, "echo": 0.55, "summary": 0.4, "advice": 0.6}  # with the default weight
+_NAMES = {
+    "id", "title", "kind", "look", "hint", "need", "unless", "rank", "weight", "causes", "collect", "fix", "cost",
+    "guides", "source", "examples", "others",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """One symptom. Fields are those of the YAML file, described above."""
+
+    id: str
+    family: str
+    title: str
+    kind: str
+    look: tuple[str, ...]
+    hint: tuple[str, ...] = ()
+    need: tuple[str, ...] = ()
+    unless: tuple[str, ...] = ()
+    rank: int = 5
+    weight: float = 0.9
+    causes: dict[str, float] = field(default_factory=dict)
+    collect: tuple[str, ...] = ()
+    fix: tuple[str, ...] = ()
+    cost: str = ""
+    guides: tuple[str, ...] = ()
+    source: str = ""
+    examples: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        names = ("id", "family", "title", "kind", "causes", "collect", "fix", "cost", "guides", "source")
+        return {name: getattr(self, name) for name in names}
+
+    def render(self) -> str:
+        """Return the text of `ebbflow explain`."""
+        parts = [f"{self.id}  {self.title}  (family {self.family}, {self.kind})"]
+        if self.causes:
+            parts.append("causes")
+            parts += [f"  {share:4.0%}  {cause}" for cause, share in self.causes.items()]
+        for name, entries in (("collect", self.collect), ("fix", self.fix), ("looks like", self.examples)):
+            if entries:
+                parts += [name, *(f"  {entry}" for entry in entries)]
+        parts += [f"costs: {self.cost}"] if self.cost else []
+        parts += [f"guides: {', '.join(self.guides)}"] if self.guides else []
+        parts += [f"source: {self.source}"] if self.source else []
+        return "\n".join(parts)
+
+
+@dataclass(frozen=True)
+class Family:
+    """A group of symptoms: its name, the letter of its ids, and what it contains."""
+
+    name: str
+    letter: str
+    title: str
+
+
+@dataclass(frozen=True)
+class RuleBook:
+    """All families and rules."""
+
+    families: tuple[Family, ...]
+    rules: tuple[Rule, ...]
+
+    def find(self, identifier: str) -> Rule | None:
+        return next((rule for rule in self.rules if rule.id == identifier.upper()), None)
+
+    def to_json(self) -> dict[str, Any]:
+        families = [{"name": each.name, "letter": each.letter, "title": each.title} for each in self.families]
+        return {"schema": 1, "families": families, "symptoms": [rule.to_json() for rule in self.rules]}
+
+    def render(self) -> str:
+        lines = []
+        for family in self.families:
+            lines.append(f"{family.name}: {family.title}")
+            lines += [f"  {rule.id}  {rule.title}" for rule in self.rules if rule.family == family.name]
+        return "\n".join(lines)
+
+
+@functools.cache
+def load_rules(folder: Path = RULES_FOLDER) -> RuleBook:
+    """Read all rules. Raises ValueError that names the file and the rule."""
+    families, rules = [], []
+    for path in sorted(folder.glob("*.yaml")):
+        document = yaml.load(path.read_bytes(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        families.append(Family(document["family"], document["letter"], document["title"]))
+        for entry in document["rules"]:
+            try:
+                rules.append(_rule({**document.get("defaults", {}), **entry}, document["family"]))
+            except (TypeError, ValueError, KeyError, re.error) as error:
+                raise ValueError(f"{path.name}: {entry.get('id', entry)}: {error}") from error
+    doubled = {rule.id for rule in rules if sum(other.id == rule.id for other in rules) > 1}
+    if doubled:
+        raise ValueError(f"two rules have the id {', '.join(sorted(doubled))}")
+    families.sort(key=lambda family: family.letter)
+    rules.sort(key=lambda rule: rule.id)
+    return RuleBook(tuple(families), tuple(rules))
+
+
+def _rule(entry: dict[str, Any], family: str) -> Rule:
+    if unknown := entry.keys() - _NAMES:
+        raise ValueError(f"unknown field {', '.join(sorted(unknown))}")
+    kind = entry.get("kind", "cause")
+    if kind not in KINDS:
+        raise ValueError(f"kind {kind!r} is none of {', '.join(KINDS)}")
+    values = {**entry, "kind": kind, "family": family, "weight": entry.get("weight", KINDS[kind])}
+    for name in ("look", "hint", "need", "unless", "collect", "fix", "guides", "examples", "others"):
+        values[name] = _texts(values.get(name, ()))
+    for pattern in (*values["look"], *values["hint"], *values["need"], *values["unless"]):
+        re.compile(pattern, re.IGNORECASE)
+    return Rule(**values)
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    entries: Iterable[Any] = (value,) if isinstance(value, str) else value
+    if not all(isinstance(each, str) for each in entries):
+        raise ValueError(f"{value!r} is not text or a list of texts")
+    return tuple(entries)
