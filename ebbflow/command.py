@@ -21,6 +21,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "plan": ("ebbflow.cost.__main__", "rank the capacity pools that could run a configuration"),
     "report": ("ebbflow.cost.__main__", "show what a job trained, what it cost and what was lost"),
     "logs": ("ebbflow.infra.__main__", "show the output of a job's ranks"),
+    "diagnose": ("ebbflow.infra.__main__", "name the failure in anybody's logs, with its cause and fix"),
+    "explain": ("ebbflow.infra.__main__", "print causes and fixes of a symptom, such as D07"),
     "checkpoints": ("ebbflow.training.__main__", "list, verify, pin, export and prune the commits of a job"),
     "config": ("ebbflow.infra.__main__", "show every value of a configuration and where it comes from"),
     "schema": ("ebbflow.infra.__main__", "print the JSON schema of configurations, for editors"),

@@ -23,6 +23,7 @@ from ebbflow.infra.aws.deploy import add_deploy_command
 from ebbflow.infra.config import ConfigError, load_config
 from ebbflow.infra.config.json_schema import schema_text
 from ebbflow.infra.config.load import render_sources, values_with_sources
+from ebbflow.infra.diagnose.command import add_diagnose_commands
 from ebbflow.infra.errors import Outcome
 from ebbflow.infra.preflight import CheckResult, failed_results, render_checks, render_results
 from ebbflow.infra.process import silence_stdout
@@ -121,6 +122,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--write", action="store_true", help=f"write it to {SCHEMA_FILE.relative_to(PACKAGE_ROOT)}")
     command.set_defaults(command=schema)
     add_logs_command(commands, PROJECT_ROOT)
+    add_diagnose_commands(commands, PROJECT_ROOT)
     add_deploy_command(commands)
     add_adopt_command(commands)
     return parser

@@ -352,7 +352,7 @@ def show_logs(options: argparse.Namespace, project_root: Path) -> int:
         lines=options.lines,
     )
     try:
-        logs = _find(options.job, options.store, project_root)
+        logs = find_logs(options.job, options.store, project_root)
     except InfraError as error:
         print(f"logs: {error}", file=sys.stderr)
         return error.outcome.exit_code
@@ -365,7 +365,7 @@ def show_logs(options: argparse.Namespace, project_root: Path) -> int:
     return _print([line.to_json() if options.json else line.render() for line in chosen])
 
 
-def _find(job: str, store_uri: str | None, project_root: Path) -> JobLogs:
+def find_logs(job: str, store_uri: str | None, project_root: Path) -> JobLogs:
     """Read the logs on this machine and in the job's store.
 
     If the store fails and this machine has logs, they are returned with a warning. Raises LogsError for an unknown job,

@@ -39,7 +39,13 @@ class Finding:
             "role": self.role,
             "confidence": round(self.confidence, 2),
             "evidence": [
-                {"file": line.file, "line": line.number, "text": shorten(line.text), "rank": line.rank, "time": line.time}
+                {
+                    "file": line.file,
+                    "line": line.number,
+                    "text": shorten(line.text),
+                    "rank": line.rank,
+                    "time": line.time,
+                }
                 for line in self.evidence
             ],
             "fix": "; ".join(self.rule.fix),
@@ -178,5 +184,3 @@ def _finding(found: Seen, role: str, others: list[Seen]) -> Finding:
     if role == "root" and first is not None:
         ranks = (first, *(rank for rank in ranks if rank != first))
     return Finding(found.rule, role, max(confidence, 0.05), tuple(found.lines), ranks, found.count)
-
-

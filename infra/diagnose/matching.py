@@ -49,6 +49,9 @@ class Seen:
     order: int = 0  # position among all candidate lines
 
     def add(self, line: LogText, order: int) -> None:
+        """Count a line once, even if several expressions match it."""
+        if self.last is line:
+            return
         self.count += 1
         if self.first is None:
             self.first, self.order = line, order
@@ -167,7 +170,7 @@ def _best(sequence: Any) -> set[str]:
 
 def choose_triggers(literals: Iterable[str]) -> list[str]:
     """Return few texts such that each literal contains one, by a greedy cover."""
-    uncovered = {literal for literal in literals}
+    uncovered = set(literals)
     holders: dict[str, set[str]] = defaultdict(set)
     for literal in uncovered:
         for length in _TRIGGER_LENGTHS:

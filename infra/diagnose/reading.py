@@ -159,7 +159,9 @@ def _find_lines(blocks: Iterable[bytes], triggers: Sequence[bytes], scan: FileSc
         scan.lines += block.count(b"\n")
 
 
-_ESCAPES = re.compile(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[()][0-9A-B]|[=>78cDEHM])|[\x00-\x08\x0e-\x1f]")
+_ESCAPES = re.compile(
+    r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[()][0-9A-B]|[=>78cDEHM])|[\x00-\x08\x0e-\x1f]"
+)
 _ENVELOPE_KEYS = ("log", "message", "msg", "text", "textPayload", "MESSAGE", "event")
 
 
@@ -174,13 +176,21 @@ def _parse(file: str, number: int, raw: bytes, rank: int | None) -> Iterator[Log
         if isinstance(record, dict):
             body = next((record[key] for key in _ENVELOPE_KEYS if isinstance(record.get(key), str)), None)
             if body is not None:
-                stamp = next((str(record[key]) for key in ("t", "time", "timestamp", "@timestamp", "ts") if key in record), None)
+                stamp = next(
+                    (str(record[key]) for key in ("t", "time", "timestamp", "@timestamp", "ts") if key in record), None
+                )
                 found = record.get("rank", record.get("global_rank"))
                 rank, text = (found if isinstance(found, int) else rank), body
     for part in re.split(r"[\r\n]+", text):
         if part.strip():
             own = rank_of(part)
-            yield LogText(file, number, part.rstrip(), rank if own is None else own, time_of(part) or (time_of(stamp) if stamp else None))
+            yield LogText(
+                file,
+                number,
+                part.rstrip(),
+                rank if own is None else own,
+                time_of(part) or (time_of(stamp) if stamp else None),
+            )
 
 
 _RANK = re.compile(
@@ -188,7 +198,9 @@ _RANK = re.compile(
     r"|^\s{0,3}(\d{1,4}): |\[(?:pod/)?[\w.-]*?(?:worker|node|master)-(\d{1,4})[\]/]",
     re.IGNORECASE,
 )  # fmt: skip
-_RANK_OF_PATH = re.compile(r"(?:rank|worker|proc(?:ess)?|task)[-_.]?(\d{1,5})\b|/attempt_\d+/(\d{1,5})/std(?:err|out)", re.IGNORECASE)
+_RANK_OF_PATH = re.compile(
+    r"(?:rank|worker|proc(?:ess)?|task)[-_.]?(\d{1,5})\b|/attempt_\d+/(\d{1,5})/std(?:err|out)", re.IGNORECASE
+)
 
 
 def rank_of(text: str) -> int | None:
@@ -207,7 +219,7 @@ _US = re.compile(r"\b(\d\d)/(\d\d)/(20\d\d) (\d\d):(\d\d):(\d\d)")
 _GLOG = re.compile(r"\[?[EWIF](\d{1,2})(\d\d) (\d\d):(\d\d):(\d\d)(?:\.(\d{1,9}))?")
 _SYSLOG = re.compile(r"\b(Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)\s+(\d{1,2}) (\d\d):(\d\d):(\d\d)")
 _EPOCH = re.compile(r"(?:^|[\s\"\[:])(1[5-9]\d{8})(?:\.(\d+)|(\d{3}))?(?=$|[\s\",\]])")
-_MONTHS = "Jan Feb Mar Apr May Jun Jul Aug Sep Oct Nov Dec".split()
+_MONTHS = "JanFebMarAprMayJunJulAugSepOctNovDec"
 
 
 def time_of(text: str) -> float | None:
@@ -225,9 +237,11 @@ def time_of(text: str) -> float | None:
         this_year = datetime.now(UTC).year
         if match := _GLOG.search(head):
             month, day, hour, minute, second = (int(part) for part in match.groups()[:5])
-            return datetime(this_year, month, day, hour, minute, second, tzinfo=UTC).timestamp() + float(f"0.{match[6] or 0}")
+            return datetime(this_year, month, day, hour, minute, second, tzinfo=UTC).timestamp() + float(
+                f"0.{match[6] or 0}"
+            )
         if match := _SYSLOG.search(head):
-            month = _MONTHS.index(match[1]) + 1
+            month = _MONTHS.index(match[1]) // 3 + 1
             return datetime(this_year, month, *(int(part) for part in match.groups()[1:]), tzinfo=UTC).timestamp()
         if match := _US.search(head):
             month, day, year, hour, minute, second = (int(part) for part in match.groups())

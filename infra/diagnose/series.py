@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from ebbflow.infra.diagnose.reading import LogText
 
 _LOSS = re.compile(
-    r"(?<![a-z])(?:(?:train|lm|total|avg|mean|batch|running|tr|training)[ _/.-]?)?loss(?:es)?['\"]?\s*(?:[:=|]|is|of)?\s*"
-    r"(?:tensor\()?([-+]?(?:\d+\.?\d*(?:e[-+]?\d+)?|nan|inf(?:inity)?))(?![\w%])",
+    r"(?<![a-z])(?:(?:train|lm|total|avg|mean|batch|running|tr|training)[ _/.-]?)?loss(?:es)?['\"]?"
+    r"\s*(?:[:=|]|is|of)?\s*(?:tensor\()?([-+]?(?:\d+\.?\d*(?:e[-+]?\d+)?|nan|inf(?:inity)?))(?![\w%])",
     re.IGNORECASE,
 )
 _FINISHED = re.compile(
@@ -42,8 +42,10 @@ class Track:
 class Series:
     """Series per rank, the last sign of progress, and whether the logs look like those of a sound run."""
 
-    triggers = (b"loss", b"train_runtime", b"finished training", b"training complet", b"training finish", b"succeeded",
-                b"training done", b"reached", b"exiting", b"step time", b"step_time", b"per iteration", b"iter_time")  # fmt: skip
+    triggers = (
+        b"loss", b"train_runtime", b"finished training", b"training complet", b"training finish", b"succeeded",
+        b"training done", b"reached", b"exiting", b"step time", b"step_time", b"per iteration", b"iter_time",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.losses: dict[tuple[str, int | None], Track] = {}
@@ -104,9 +106,8 @@ def judge_series(series: Series) -> dict[str, list[tuple[int, LogText]]]:
         noise = statistics.pstdev(values[len(values) // 2 :]) + 1e-12
         start, end, low = statistics.median(head), statistics.median(tail), min(values)
         ends = [(track.points[0][0], track.points[0][1]), (track.points[-1][0], track.points[-1][1])]
-        if end > 2 * abs(low) + 1e-9 and end > start * 1.2 and end - start > noise:
-            found.setdefault("F02", ends)
-        elif len(set(values)) == 1 and values[0] != 0:
+        rises = end > 2 * abs(low) + 1e-9 and end > start * 1.2 and end - start > noise
+        if rises or (len(set(values)) == 1 and values[0] != 0):
             found.setdefault("F02", ends)
     for track in series.seconds.values():
         values = [point[2] for point in track.points]

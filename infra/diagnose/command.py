@@ -1,0 +1,114 @@
+"""Commands `ebbflow diagnose` and `ebbflow explain`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from ebbflow.infra.diagnose.judging import Diagnosis, Finding, diagnose_files, diagnose_lines, shorten
+from ebbflow.infra.diagnose.reading import LogText, log_files, time_of
+from ebbflow.infra.diagnose.rules import load_rules
+from ebbflow.infra.errors import InfraError, Outcome
+from ebbflow.infra.rank_logs import LogLine, find_logs
+
+
+def add_diagnose_commands(commands: argparse._SubParsersAction, project_root: Path) -> None:
+    """Add `diagnose` and `explain`. project_root: folder of runs/, unless EBBFLOW_RUNS names another."""
+    command = commands.add_parser("diagnose", help="name the failure in anybody's logs, with its cause and fix")
+    command.add_argument("targets", nargs="*", metavar="RUN|FILE|FOLDER|-", help="a job's name, log files, or a folder")
+    command.add_argument("--json", action="store_true", help="print the findings for a program")
+    command.add_argument("--list", action="store_true", help="list all symptoms, by family")
+    command.add_argument("--store", metavar="URI", help="the job's store, if this machine has no note of it")
+    command.set_defaults(command=lambda options: diagnose(options, project_root))
+    command = commands.add_parser("explain", help="print causes and fixes of a symptom, such as D07")
+    command.add_argument("symptom", metavar="ID", help="an id from `ebbflow diagnose --list`")
+    command.set_defaults(command=explain)
+
+
+def diagnose(options: argparse.Namespace, project_root: Path) -> int:
+    """Print what failed in the named logs.
+
+    Returns:
+        Exit code 0, also if nothing was found; 1 if no log could be read; 2 for an unknown target.
+    """
+    if options.list:
+        book = load_rules()
+        print(json.dumps(book.to_json(), indent=1, ensure_ascii=False) if options.json else book.render())
+        return 0
+    if not options.targets:
+        print("diagnose: name a job, log files or a folder, or - for standard input", file=sys.stderr)
+        return Outcome.CONFIG.exit_code
+    try:
+        diagnosis = _diagnose(options.targets, options.store, project_root)
+    except InfraError as error:
+        print(f"diagnose: {error}", file=sys.stderr)
+        return error.outcome.exit_code
+    refused = [scan for scan in diagnosis.scans if scan.refused]
+    for scan in refused:
+        print(f"diagnose: {scan.file}: not read: {scan.refused}", file=sys.stderr)
+    print(json.dumps(diagnosis.to_json(), indent=1, ensure_ascii=False) if options.json else render(diagnosis))
+    return Outcome.FAILED.exit_code if refused and len(refused) == len(diagnosis.scans) else 0
+
+
+def explain(options: argparse.Namespace) -> int:
+    """Print the entry of one symptom. Returns 0, or 2 if there is none."""
+    rule = load_rules().find(options.symptom)
+    if rule is None:
+        print(f"explain: no symptom {options.symptom!r}; ebbflow diagnose --list shows all", file=sys.stderr)
+        return Outcome.CONFIG.exit_code
+    print(rule.render())
+    return 0
+
+
+def _diagnose(targets: list[str], store_uri: str | None, project_root: Path) -> Diagnosis:
+    """Diagnose files and folders, or one job. Raises InfraError."""
+    if len(targets) == 1 and targets[0] != "-" and not Path(targets[0]).exists() and "/" not in targets[0]:
+        logs = find_logs(targets[0], store_uri, project_root)
+        for notice in logs.notices:
+            print(f"diagnose: {notice}", file=sys.stderr)
+        return diagnose_lines(_log_texts(logs.lines))
+    files: list[Path | None] = []
+    for target in targets:
+        files += [None] if target == "-" else log_files([target])
+    return diagnose_files(files)
+
+
+def _log_texts(lines: Iterable[LogLine]) -> Iterator[LogText]:
+    numbers: Counter[str] = Counter()
+    for line in lines:
+        file = f"generation {line.generation} node {line.node} rank {line.rank}"
+        numbers[file] += 1
+        yield LogText(file, numbers[file], line.text, line.rank, time_of(line.t))
+
+
+def render(diagnosis: Diagnosis) -> str:
+    """Return the text for a terminal."""
+    parts = [text for finding in diagnosis.findings for text in (*_render(finding), "")]
+    if diagnosis.abstained:
+        lines = sum(scan.lines for scan in diagnosis.scans)
+        read = f" in {len(diagnosis.scans)} files, {lines} lines" if diagnosis.scans else ""
+        thin = "the evidence is too thin to name a root cause" if diagnosis.findings else "nothing found"
+        parts.append(f"{thin}{read}")
+    return "\n".join(parts).rstrip()
+
+
+def _render(finding: Finding) -> Iterator[str]:
+    rule = finding.rule
+    yield f"{finding.role}: {rule.title}  [{rule.id}, {rule.family}, confidence {finding.confidence:.0%}]"
+    for line in finding.evidence:
+        place = f"{line.file}:{line.number}"
+        rank = "" if line.rank is None else f" rank {line.rank}"
+        stamp = "" if line.time is None else time.strftime(" %Y-%m-%dT%H:%M:%SZ", time.gmtime(line.time))
+        yield f"  {place}{rank}{stamp} | {shorten(line.text)}"
+    if finding.count > len(finding.evidence):
+        yield f"  … {finding.count} such lines" + (f" on {len(finding.ranks)} ranks" if len(finding.ranks) > 1 else "")
+    if finding.role != "cascade":
+        causes = "; ".join(f"{cause} ({share:.0%})" for cause, share in rule.causes.items())
+        yield from ([f"  cause: {causes}"] if causes else [])
+        yield from (f"  fix: {fix}" for fix in rule.fix)
+        yield f"  more: ebbflow explain {rule.id}"

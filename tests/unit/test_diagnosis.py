@@ -1,0 +1,47 @@
+"""Diagnosis of foreign logs: rules, reader, judgement and the commands."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ebbflow.infra.__main__ import main
+from ebbflow.infra.diagnose.matching import Matcher
+from ebbflow.infra.diagnose.rules import Rule, load_rules
+
+RULES = load_rules().rules
+MATCHER = Matcher(RULES)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.id)
+def test_a_rule_matches_its_examples_only_and_says_what_to_do(rule: Rule) -> None:
+    assert rule.examples and rule.fix and rule.title and rule.causes
+    for example in rule.examples:
+        assert rule.id in {RULES[number].id for number, _, _ in MATCHER.match(example)}, example
+        assert any(trigger in example.lower().encode() for trigger in MATCHER.triggers), example
+    for other in rule.others:
+        assert rule.id not in {RULES[number].id for number, _, _ in MATCHER.match(other)}, other
+
+
+def test_the_commands_answer_in_text_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "train.log"
+    log.write_text(
+        "[rank0]: torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB\n"
+        "[rank1]: Watchdog caught collective operation timeout: WorkNCCL(SeqNum=8, OpType=ALLREDUCE) timing out\n"
+    )
+    assert main(["diagnose", str(log)]) == 0
+    assert "root: a GPU is out of memory  [C01, memory" in capsys.readouterr().out
+    assert main(["diagnose", "--json", str(log)]) == 0
+    document = json.loads(capsys.readouterr().out)
+    root, cascade = document["findings"]
+    assert document["schema"] == 1 and document["abstained"] is False
+    assert (root["symptom"], root["family"], root["role"]) == ("C01", "memory", "root")
+    assert (root["evidence"][0]["file"], root["evidence"][0]["line"]) == (str(log), 1) and root["fix"]
+    assert (cascade["symptom"], cascade["role"]) == ("D01", "cascade")
+    assert main(["diagnose", "--list", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert {rule.id for rule in RULES} == {symptom["id"] for symptom in listed["symptoms"]}
+    assert main(["explain", "d07"]) == 0 and "find_unused_parameters" in capsys.readouterr().out
+    assert main(["explain", "Z99"]) == 2 and main(["diagnose"]) == 2 and main(["diagnose", str(tmp_path / "no")]) == 2
