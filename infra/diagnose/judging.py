@@ -9,7 +9,7 @@ from typing import Any
 
 from ebbflow.infra.diagnose.matching import Matcher, Seen
 from ebbflow.infra.diagnose.reading import FileScan, LogText, candidates
-from ebbflow.infra.diagnose.rules import Rule, load_rules
+from ebbflow.infra.diagnose.rules import SymptomRule, load_rules
 from ebbflow.infra.diagnose.series import Series, judge_series
 from ebbflow.infra.untrusted_text import one_line
 
@@ -25,7 +25,7 @@ _AFTERMATH_SECONDS = 120.0
 class Finding:
     """One symptom that was found, with its part in the story."""
 
-    rule: Rule
+    rule: SymptomRule
     role: str
     confidence: float
     evidence: tuple[LogText, ...]

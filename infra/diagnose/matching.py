@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ebbflow.infra.diagnose.reading import LogText
-from ebbflow.infra.diagnose.rules import Rule
+from ebbflow.infra.diagnose.rules import SymptomRule
 
 _MOST_CACHED = 200_000
 _TRIGGER_LENGTHS = (7, 6, 5, 4)
@@ -37,7 +37,7 @@ class Pattern:
 class Seen:
     """Where one rule matched: the first lines, how often, the ranks, and the first line of each."""
 
-    rule: Rule
+    rule: SymptomRule
     lines: list[LogText] = field(default_factory=list)
     count: int = 0
     ranks: dict[int, LogText] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class Seen:
 class Matcher:
     """Finds which rules match a line."""
 
-    def __init__(self, rules: Sequence[Rule]) -> None:
+    def __init__(self, rules: Sequence[SymptomRule]) -> None:
         self.rules = rules
         self._patterns = [
             Pattern(compiled, number, role, required_literals(compiled.pattern))

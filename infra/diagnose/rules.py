@@ -36,7 +36,7 @@ _NAMES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rule:
+class SymptomRule:
     """One symptom. Fields are those of the YAML file, described above."""
 
     id: str
@@ -91,9 +91,9 @@ class RuleBook:
     """All families and rules."""
 
     families: tuple[Family, ...]
-    rules: tuple[Rule, ...]
+    rules: tuple[SymptomRule, ...]
 
-    def find(self, identifier: str) -> Rule | None:
+    def find(self, identifier: str) -> SymptomRule | None:
         return next((rule for rule in self.rules if rule.id == identifier.upper()), None)
 
     def to_json(self) -> dict[str, Any]:
@@ -128,7 +128,7 @@ def load_rules(folder: Path = RULES_FOLDER) -> RuleBook:
     return RuleBook(tuple(families), tuple(rules))
 
 
-def _rule(entry: dict[str, Any], family: str) -> Rule:
+def _rule(entry: dict[str, Any], family: str) -> SymptomRule:
     if unknown := entry.keys() - _NAMES:
         raise ValueError(f"unknown field {', '.join(sorted(unknown))}")
     kind = entry.get("kind", "cause")
@@ -139,7 +139,7 @@ def _rule(entry: dict[str, Any], family: str) -> Rule:
         values[name] = _texts(values.get(name, ()))
     for pattern in (*values["look"], *values["hint"], *values["need"], *values["unless"]):
         re.compile(pattern, re.IGNORECASE)
-    return Rule(**values)
+    return SymptomRule(**values)
 
 
 def _texts(value: Any) -> tuple[str, ...]:

@@ -9,14 +9,14 @@ import pytest
 
 from ebbflow.infra.__main__ import main
 from ebbflow.infra.diagnose.matching import Matcher
-from ebbflow.infra.diagnose.rules import Rule, load_rules
+from ebbflow.infra.diagnose.rules import SymptomRule, load_rules
 
 RULES = load_rules().rules
 MATCHER = Matcher(RULES)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.id)
-def test_a_rule_matches_its_examples_only_and_says_what_to_do(rule: Rule) -> None:
+def test_a_rule_matches_its_examples_only_and_says_what_to_do(rule: SymptomRule) -> None:
     assert rule.examples and rule.fix and rule.title and rule.causes
     for example in rule.examples:
         assert rule.id in {RULES[number].id for number, _, _ in MATCHER.match(example)}, example
