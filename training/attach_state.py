@@ -199,6 +199,7 @@ class BatchSource:
 
     def __init__(self, loader: Any, seed: int, say: Callable[[str], None]) -> None:
         self.loader, self._seed, self._say = loader, seed, say
+        self._iterate: Callable[[Any], Iterator[Any]] = getattr(type(loader), "__iter__", iter)
         dataset = getattr(loader, "dataset", None)
         stock = type(loader) is DataLoader
         workers = getattr(loader, "num_workers", 0) > 0
@@ -221,6 +222,14 @@ class BatchSource:
             return f"state_dict of {type(self._stateful).__name__}"
         return "sampler" if self._in_sampler else ""
 
+    @property
+    def length(self) -> int | None:
+        """Number of batches of an epoch; None if it is unknown."""
+        try:
+            return len(self.loader)
+        except (TypeError, NotImplementedError):
+            return None
+
     def state(self) -> Any:
         return None if self._stateful is None else self._stateful.state_dict()
 
@@ -239,14 +248,14 @@ class BatchSource:
                 self._stateful.load_state_dict(self._pending_state)
                 self._pending_state, skip = None, 0
             if skip == 0:
-                return iter(self.loader)
+                return self._iterate(self.loader)
         seed = derive_seed(self._seed, epoch)
         if (generator := getattr(self.loader, "generator", None)) is not None:
             generator.manual_seed(derive_seed(self._generator_seed, epoch))
         if not self._in_sampler or self._stateful is not None:
             if skip:
                 self._say(f"reading {skip} batches of epoch {epoch} again to skip them: the loader has no state_dict")
-            return itertools.islice(iter(self.loader), skip, None)
+            return itertools.islice(self._iterate(self.loader), skip, None)
         return self._from_sampler(seed, skip)
 
     def _from_sampler(self, seed: int, skip: int) -> Iterator[Any]:
@@ -263,6 +272,6 @@ class BatchSource:
             workers._index_sampler = order
         try:
             with _random_numbers_of(seed):  # the seed of the workers
-                return iter(loader)
+                return self._iterate(loader)
         finally:
             object.__setattr__(loader, name, sampler)

@@ -142,8 +142,11 @@ class AttachedJob:
         self._source: BatchSource | None = None
         self._source_state: Any = None
         self._rng: dict[str, Tensor] = {}
-        self._begun = self._in_block = self._looping = self._left_loop = self._closed = self._updated = False
+        self._reads = self._begun = self._in_block = self._looping = self._left_loop = self._closed = self._updated = (
+            False
+        )
         self._exit_code: int | None = None
+        self._held: bool | None = None  # a sync that waits for the end of the epoch: whether gradients are unused
         self._saved_step = -1
         self._next_sync, self._synced_at, self._synced_step = 0, 0.0, 0
         self._logged: dict[str, Any] = {}
@@ -171,12 +174,25 @@ class AttachedJob:
         """
         self._logged |= {name: value.detach() if isinstance(value, Tensor) else value for name, value in values.items()}
 
-    def epochs(self, count: int) -> Iterator[int]:
-        """Yield the numbers of the epochs that are left. Use it around `batches(loader)`."""
+    def epochs(self, count: int, loader: Any = None) -> Iterator[int]:
+        """Yield the numbers of the epochs that are left.
+
+        With `loader`, the user's own loop over it within an epoch goes on where the last commit was made. Without it,
+        use `batches(loader)` for that loop.
+        """
+        if loader is not None:
+            self._open_source(loader)
+            iterate = type(loader).__iter__
+            own = {"__iter__": lambda loader: self._epoch(loader) if self._reads else iterate(loader)}
+            loader.__class__ = type(type(loader).__name__, (type(loader),), own)
         with self._outermost_loop():
             while self.epoch < count:
+                self._reads = True
                 yield self.epoch
                 self.epoch, self._batch, self._source_state = self.epoch + 1, 0, None
+                if self._held is not None:
+                    held, self._held = self._held, None
+                    self._sync(held)
 
     def batches(self, loader: Any, *, epochs: int | None = None) -> Iterator[Any]:
         """Yield the batches that are left of `epochs` epochs; without `epochs`, those of the epoch of `job.epochs`."""
@@ -195,7 +211,7 @@ class AttachedJob:
                 self._begin_step()
                 with self._counting():
                     yield self.step
-                self._end_step(samples=1)
+                self._end_step(1)
 
     @contextlib.contextmanager
     def _outermost_loop(self) -> Iterator[None]:
@@ -216,7 +232,7 @@ class AttachedJob:
         if not self._in_block:
             self._complete()
 
-    def _epoch(self, loader: Any) -> Iterator[Any]:
+    def _open_source(self, loader: Any) -> BatchSource:
         if self._source is None or self._source.loader is not loader:
             try:
                 self._source = BatchSource(loader, self._seed, self._say)
@@ -224,13 +240,18 @@ class AttachedJob:
                 refuse(error)
             if self._source_state is not None:
                 self._source.load(self._source_state)
+        return self._source
+
+    def _epoch(self, loader: Any) -> Iterator[Any]:
+        source, self._reads = self._open_source(loader), False
         self._reporter.enter("data", self.step + 1)
-        for batch in self._source.epoch(self.epoch, self._batch):
+        for batch in source.epoch(self.epoch, self._batch):
             self._begin_step()
             with self._counting():
                 yield batch
             self._batch += 1
-            self._end_step(samples=_count_samples(batch) * self._gang.world_size)
+            samples = _count_samples(batch) * self._gang.world_size
+            self._end_step(samples, last=source.length is not None and self._batch >= source.length)
         self._reporter.enter("evaluation", self.step)
 
     @contextlib.contextmanager
@@ -250,14 +271,22 @@ class AttachedJob:
             self._reporter.clock.emit_phases()
         self._reporter.enter("forward", self.step + 1)
 
-    def _end_step(self, samples: int) -> None:
+    def _end_step(self, samples: int, *, last: bool = False) -> None:
+        """Count the step, and sync if it is due.
+
+        After the last step of an epoch the sync waits until the user's code of the epoch's end has run. A script that
+        resumed before that code would lack the variables of the epoch, such as its last loss.
+        """
         self.step += 1
         self._samples += samples
         unsettled = self._optimizer is not None and not self._updated
         self._updated = False
         self._record(samples)
         if self.step >= self._next_sync or (self._gang.alone and self._limits.drain_requested):
-            self._sync(unsettled)
+            if last:
+                self._held = unsettled
+            else:
+                self._sync(unsettled)
         self._reporter.enter("data", self.step + 1)
 
     def _record(self, samples: int) -> None:
