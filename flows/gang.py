@@ -26,7 +26,6 @@ from ebbflow.flows.decorators import training_backend
 from ebbflow.flows.job import Job
 from ebbflow.flows.remote import in_container
 from ebbflow.flows.steps import StepFailed, current_job, record_outcome, say
-from ebbflow.infra.checks.gpu import visible_gpus
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.errors import InfraError, Outcome
 from ebbflow.infra.events import read_events
@@ -106,6 +105,8 @@ def gang_shape(flow: Any, order: AttemptOrder | None = None) -> GangShape:
 
 def ranks_of_local_gpus(config: RunConfig, nodes: int) -> int | None:
     """Return the most ranks per node with a local GPU each that divide the batch evenly; None if there are none."""
+    from ebbflow.infra.checks.gpu import visible_gpus  # with the preflight checks, which each task would import
+
     most = 0 if config.cluster.device == "cpu" else visible_gpus() // nodes
     parts = config.training.gradient_accumulation_steps * nodes
     return next((ranks for ranks in range(most, 0, -1) if config.training.batch_size % (parts * ranks) == 0), None)

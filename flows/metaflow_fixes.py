@@ -33,7 +33,6 @@ from importlib.metadata import version
 from typing import Any
 
 from ebbflow.infra.aws.account import metaflow_setting
-from ebbflow.infra.checks.batch import skip_reason
 from ebbflow.infra.preflight import Check, CheckFinding, PreflightContext
 
 # Releases on which the fixed flow ran in a local Batch: `make metaflow-releases`.
@@ -67,6 +66,8 @@ def check_metadata(context: PreflightContext) -> CheckFinding:
 
     Without a metadata service, Metaflow fails there in known ways. Fixes are applied, or the run is refused.
     """
+    from ebbflow.infra.checks.batch import skip_reason  # which each task would import
+
     if reason := skip_reason(context):
         return CheckFinding.skipped(reason)
     found, metadata = version("metaflow"), metaflow_setting("METAFLOW_DEFAULT_METADATA") or "local"

@@ -36,7 +36,7 @@ launcher.prepare(__name__)
 
 from metaflow import FlowSpec, JSONType, Parameter, card, catch, current, parallel, retry, step
 
-from ebbflow.flows import cards, gang, reporting, steps
+from ebbflow.flows import gang, steps
 from ebbflow.flows.decorators import capacity, cloud, local, package_sources  # noqa: F401 - makes `--with cloud` and `--with local` known
 
 
@@ -134,6 +134,8 @@ class TrainFlow(FlowSpec):
     @step
     def report(self):
         """Build one report from the events of all attempts: the training, its cost, and the losses."""
+        from ebbflow.flows import cards, reporting  # a fifth of the time in which each other task starts
+
         self.run_report = steps.write_report(self)
         self.loss_frame, self.ledger_frame = steps.report_frames(self.run_report)
         cards.show_report(current.card["report"], self.run_report, reporting.earlier_reports(self.job))

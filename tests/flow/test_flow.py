@@ -129,7 +129,8 @@ def test_with_local_and_a_job_that_goes_on(tmp_path: Path) -> None:
     """
     runner = FlowRunner(tmp_path, environment={"PYTHONIOENCODING": "ascii"})
     name = ["--job", "mine"]
-    options = runner.options(training__max_steps=8, checkpoint__interval_steps=4)
+    few = {"cluster__nodes": 1, "checkpoint__interval_steps": 4}
+    options = runner.options(training__max_steps=8, **few)
     recorded = ["--set", f"cost.prices={ROOT}/tests/prices/synthetic.json"]
     recorded += ["--set", "cost.regions=[us-east-1, us-east-2]"]
     run = runner.run("run", *options, *recorded, "--with", "batch", "--with", "local", *name)
@@ -149,7 +150,7 @@ def test_with_local_and_a_job_that_goes_on(tmp_path: Path) -> None:
     settings = json.loads((run.folder / "config.json").read_text())
     del settings["config"]["workload_options"], settings["config"]["data"]["tokenizer"]
     (run.folder / "config.json").write_text(json.dumps(settings))  # as a version that did not know these keys left it
-    longer = runner.run("run", *runner.options(training__max_steps=12, checkpoint__interval_steps=4), *name)
+    longer = runner.run("run", *runner.options(training__max_steps=12, **few), *name)
     assert longer.exit_code == 0, longer.output
     assert [step for step, _ in longer.report["loss_curve"]] == list(range(1, 13))
     assert longer.report["interruptions"] == 0
@@ -157,7 +158,7 @@ def test_with_local_and_a_job_that_goes_on(tmp_path: Path) -> None:
 
 def test_a_number_that_is_not_finite_ends_the_job_with_its_own_exit_code(tmp_path: Path) -> None:
     runner = FlowRunner(tmp_path)
-    options = runner.options(training__learning_rate=1e30, training__gradient_clip_norm="null")
+    options = runner.options(training__learning_rate=1e30, training__gradient_clip_norm="null", cluster__nodes=1)
     run = runner.run("run", *options)
     assert run.exit_code == 7, run.output
     assert run.report["outcome"] == "non_finite"
@@ -179,8 +180,9 @@ def test_a_store_that_fails_between_the_checks_and_the_training(tmp_path: Path) 
 
 
 def test_importing_the_flow_file_is_light_and_without_side_effects(tmp_path: Path) -> None:
-    """Every card refresh does it."""
-    heavy = "sorted(m for m in ('torch', 'pandas', 'boto3') if m in sys.modules)"
+    """Every task and every card refresh does it."""
+    names = ("torch", "pandas", "boto3", "ebbflow.cost", "ebbflow.infra.checks")
+    heavy = f"sorted(m for m in {names} if m in sys.modules)"
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import ebbflow.flows.train_flow; print({heavy})"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "[]", done.stderr
