@@ -12,7 +12,7 @@ from typing import Any
 from ebbflow.infra.errors import StoreError
 from ebbflow.infra.events import STAGED, Event, Origin
 from ebbflow.infra.layout import event_key
-from ebbflow.infra.retry import Backoff
+from ebbflow.infra.retry import backoff_pauses
 from ebbflow.infra.segments import seal_segment
 from ebbflow.infra.store import Store
 
@@ -137,15 +137,15 @@ class EventLog:
         self.close()
 
     def _put_forever(self) -> None:
-        backoff = Backoff(_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS)
+        pauses = backoff_pauses(first_seconds=_FIRST_PAUSE_SECONDS, longest_seconds=_LONGEST_PAUSE_SECONDS)
         while (sealed := self._next_segment()) is not None:
             try:
                 self._put(sealed)
-                backoff.reset()
+                pauses = backoff_pauses(first_seconds=_FIRST_PAUSE_SECONDS, longest_seconds=_LONGEST_PAUSE_SECONDS)
             except BaseException as error:  # the lines are kept, and a retry may succeed
                 with self._changed:
                     self._error = error
-                    self._changed.wait_for(lambda: self._given_up, backoff.next_pause())
+                    self._changed.wait_for(lambda: self._given_up, next(pauses))
 
     def _next_segment(self) -> _Sealed | None:
         """Wait for the next segment to put and return it; None if the log is closed and all its events are put."""

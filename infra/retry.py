@@ -6,90 +6,70 @@ itself.
 
 from __future__ import annotations
 
-import itertools
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 T = TypeVar("T")
 
 
-class Backoff:
-    """Pauses between tries: each is twice as long as the one before, up to a longest one."""
-
-    def __init__(self, first_seconds: float, longest_seconds: float) -> None:
-        self._first, self._longest = first_seconds, longest_seconds
-        self._next = first_seconds
-
-    def next_pause(self) -> float:
-        pause, self._next = self._next, min(2 * self._next, self._longest)
-        return pause
-
-    def reset(self) -> None:
-        self._next = self._first
-
-
 def backoff_pauses(*, first_seconds: float = 0.02, longest_seconds: float = 2.0) -> Iterator[float]:
-    """Yield random pauses in seconds, without end. Their upper limit doubles from `first_seconds` to `longest_seconds`.
+    """Yield random pauses in seconds, without end. Their upper limit doubles until it reaches `longest_seconds`.
 
-    They are random so that ranks that failed together do not retry together.
+    They are random so that processes that failed together do not retry together.
     """
-    pause = first_seconds
+    limit = first_seconds
     while True:
-        yield random.uniform(first_seconds, pause)
-        pause = min(pause * 2, longest_seconds)
+        yield random.uniform(first_seconds / 2, limit)
+        limit = min(limit * 2, longest_seconds)
 
 
 def retry(
     call: Callable[[], T],
-    backoff: Backoff,
     *,
     left: Callable[[], float],
-    sleep: Callable[[float], None],
-    judge: Callable[[Exception], tuple[str, int | None]],
-    give_up: Callable[[str], Exception],
+    curable: Callable[[Exception, int], bool],
+    give_up: Callable[[Exception, int], Exception] = lambda error, _: error,
+    pauses: Iterator[float] | None = None,
+    sleep: Callable[[float], object] = time.sleep,
 ) -> T:
     """Call a function until it succeeds, fails for good, or the time is over, and return its result.
 
-    Pauses are shortened at random to 50–100 %, so that many jobs do not retry at the same moment.
-
     Args:
-        call: the function.
-        backoff: pauses between tries.
         left: returns the seconds until the deadline. There is a further try only if the next pause ends before it.
+        curable: takes an exception and the number of tries so far, and returns whether another try may help.
+        give_up: takes the last exception and the number of tries, and returns the exception to raise.
+        pauses: seconds between tries; default: `backoff_pauses()`.
         sleep: waits for a number of seconds.
-        judge: takes the exception of a try, and returns a reason in words and the largest number of tries (None: no
-            limit); raises if no retry can help.
-        give_up: creates the exception that is raised in the end, from the reason of the last failure.
     """
-    for tries in itertools.count(1):
-        if left() <= 0:
-            raise give_up("timed out")
+    for tries, pause in enumerate(pauses or backoff_pauses(), start=1):
         try:
             return call()
         except Exception as error:
-            reason, most = judge(error)
-            cause = error
-        pause = backoff.next_pause() * random.uniform(0.5, 1.0)
-        if (most is not None and tries >= most) or pause >= left():
-            raise give_up(f"{reason} ({tries} tries)" if tries > 1 else reason) from cause
+            if not curable(error, tries) or pause >= left():
+                if (final := give_up(error, tries)) is error:
+                    raise
+                raise final from error
         sleep(pause)
-    raise AssertionError("the last try returns or raises")
+    raise AssertionError("pauses never end")
 
 
 def call_within(seconds: float, call: Callable[[], T], name: str, late: Callable[[], Exception]) -> T:
     """Call a function with a time limit. Return its result, or raise its exception.
 
     The call runs in a daemon thread. A call that never returns is abandoned, and does not keep the process from
-    exiting: name servers, sources of credentials and foreign libraries can hang and cannot be interrupted.
+    exiting: name servers, sources of credentials, file systems and foreign libraries can hang and cannot be
+    interrupted.
 
     Args:
-        seconds: time limit.
-        call: the function.
+        seconds: time limit. At 0 or less the function is not called.
         name: name of the thread.
         late: creates the exception that is raised at the time limit.
     """
+    if seconds <= 0:
+        raise late()
     results: list[T] = []
     errors: list[BaseException] = []
 
@@ -101,7 +81,7 @@ def call_within(seconds: float, call: Callable[[], T], name: str, late: Callable
 
     thread = threading.Thread(target=run, name=name, daemon=True)
     thread.start()
-    thread.join(max(0.0, seconds))
+    thread.join(seconds)
     if errors:
         raise errors[0]
     if not results:

@@ -137,7 +137,7 @@ def _read_generation(job_store: Store, spec: WorkerSpec) -> Generation:
     return retry_until_deadline(
         lambda: read_generation(job_store, spec.generation, spec.generation_id),
         _RECORD_SECONDS,
-        passing=lambda error: isinstance(error, StoreUnavailable),
+        curable=lambda error: isinstance(error, StoreUnavailable),
     )
 
 

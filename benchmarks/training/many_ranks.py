@@ -19,7 +19,8 @@ from typing import Any
 from obstore.store import MemoryStore
 
 from ebbflow.infra.layout import commit_key, data_key, generation_key, index_key
-from ebbflow.infra.multipart import Throttle, UploadedPart
+from ebbflow.infra.multipart.requests import Throttle
+from ebbflow.infra.multipart.sinks import UploadedPart
 from ebbflow.infra.store import ObjectMeta, Store
 from ebbflow.training.checkpoint.commit import await_commit, commit_as_backup
 from ebbflow.training.checkpoint.lineage import Generation, newest_commits, open_generation

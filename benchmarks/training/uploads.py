@@ -160,7 +160,8 @@ def _multipart_upload(uri: str, path: Path, part_bytes: int) -> Callable[[], obj
 
     from awscrt import checksums
 
-    from ebbflow.infra.multipart import Throttle, open_sink
+    from ebbflow.infra.multipart.requests import Throttle
+    from ebbflow.infra.multipart.sinks import open_sink
 
     with path.open("rb") as file:
         data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))

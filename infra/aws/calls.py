@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from ebbflow.infra.errors import CloudError, CloudForbidden, CloudRefused, CloudUnavailable
-from ebbflow.infra.retry import Backoff, call_within, retry
+from ebbflow.infra.retry import backoff_pauses, call_within, retry
 from ebbflow.infra.store.s3 import aws_settings
 
 T = TypeVar("T")
@@ -109,13 +109,22 @@ def call_aws(
         CloudRefused: AWS rejects the request for another reason; `code` is AWS's error code.
     """
     question = _Request(client, operation, iam_action)
+
+    def curable(error: Exception, tries: int) -> bool:
+        _, most = _retry_reason(error, question)
+        return most is None or tries < most
+
+    def give_up(error: Exception, tries: int) -> Exception:
+        reason, _ = _retry_reason(error, question)
+        return CloudUnavailable(f"{question}: {reason}" + (f" ({tries} tries)" if tries > 1 else ""))
+
     return retry(
         lambda: within(deadline.left(), lambda: getattr(client, operation)(**request), str(question)),
-        Backoff(_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS),
         left=deadline.left,
+        curable=curable,
+        give_up=give_up,
+        pauses=backoff_pauses(first_seconds=_FIRST_PAUSE_SECONDS, longest_seconds=_LONGEST_PAUSE_SECONDS),
         sleep=deadline.sleep,
-        judge=lambda error: _retry_reason(error, question),
-        give_up=lambda reason: CloudUnavailable(f"{question}: {reason}"),
     )
 
 

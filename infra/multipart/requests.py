@@ -7,10 +7,8 @@ They do not include the payload: CRC64NVME checksums protect it, and take a quar
 from __future__ import annotations
 
 import hashlib
-import heapq
 import hmac
 import http.client
-import itertools
 import os
 import re
 import socket
@@ -19,10 +17,8 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from urllib.parse import quote, urlsplit
 
 from ebbflow.infra.errors import (
@@ -56,32 +52,27 @@ class S3Account:
 
 
 def find_account() -> Callable[[], S3Account]:
-    """Return a function that gives the account for a request. The function renews keys that expire.
+    """Return a function that gives the account for a request, and renews keys that expire.
 
     Raises:
         StoreForbidden: there are no credentials.
         StoreUnavailable: the source of the credentials does not answer.
     """
-    settings = aws_settings()
+    settings, keys = aws_settings(), os.environ
     provider = credential_provider(_CREDENTIALS_SECONDS)
-    if provider is not None:
-        return lambda: _of(settings.region, settings.endpoint, provider())
-    environment = os.environ
-    if environment.get("AWS_ACCESS_KEY_ID") and environment.get("AWS_SECRET_ACCESS_KEY"):
-        known = S3Account(
-            settings.region,
-            settings.endpoint,
-            environment["AWS_ACCESS_KEY_ID"],
-            environment["AWS_SECRET_ACCESS_KEY"],
-            environment.get("AWS_SESSION_TOKEN"),
-        )
-    else:  # a public bucket
-        known = S3Account(settings.region, settings.endpoint)
-    return lambda: known
+    signed = keys.get("AWS_ACCESS_KEY_ID") and keys.get("AWS_SECRET_ACCESS_KEY")
+    known = {
+        "access_key_id": keys["AWS_ACCESS_KEY_ID"] if signed else "",
+        "secret_access_key": keys["AWS_SECRET_ACCESS_KEY"] if signed else "",
+        "token": keys.get("AWS_SESSION_TOKEN") if signed else None,
+    }
 
+    def account() -> S3Account:
+        now = known if provider is None else provider()
+        own = now["access_key_id"], now["secret_access_key"], now["token"]
+        return S3Account(settings.region, settings.endpoint, *own)
 
-def _of(region: str, endpoint: str | None, keys: dict) -> S3Account:
-    return S3Account(region, endpoint, keys["access_key_id"], keys["secret_access_key"], keys["token"])
+    return account
 
 
 _PAYLOAD = "UNSIGNED-PAYLOAD"
@@ -90,13 +81,9 @@ _PAYLOAD = "UNSIGNED-PAYLOAD"
 def signed_headers(
     account: S3Account, method: str, path: str, query: str, headers: Mapping[str, str], *, now: float
 ) -> dict[str, str]:
-    """Return `headers` and those of the signature, with all names in lower case.
+    """Return `headers`, which must contain "host", and those of the signature, with all names in lower case.
 
-    Args:
-        path: percent-encoded, as in the request.
-        query: percent-encoded, as in the request.
-        headers: must contain "host".
-        now: Unix time.
+    Path and query are percent-encoded, as in the request; `now` is Unix time.
     """
     stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(now))
     known = {name.lower(): " ".join(value.split()) for name, value in headers.items()}
@@ -133,10 +120,9 @@ _BURST_SECONDS = 0.05  # short, so that threads share the network evenly
 
 
 class Throttle:
-    """A cap on the bytes per second that all threads of a process send together. Thread-safe.
+    """A cap on the bytes per second that all threads of a process send together. None means no cap. Thread-safe.
 
-    Attributes:
-        bytes_per_second: the cap, which may be changed at any time; None means no cap.
+    `bytes_per_second` may be changed at any time.
     """
 
     def __init__(self, bytes_per_second: float | None = None) -> None:
@@ -165,54 +151,6 @@ class Throttle:
             time.sleep(start - now)
 
 
-class DeadlineWatch:
-    """A timer that runs actions at their deadlines. Thread-safe.
-
-    Its thread exists only while there is a deadline to watch.
-    """
-
-    def __init__(self) -> None:
-        self._due: list[tuple[float, int]] = []  # time.monotonic() and number
-        self._actions: dict[int, Callable[[], None]] = {}
-        self._numbers = itertools.count()
-        self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
-
-    @contextmanager
-    def limit(self, seconds: float, action: Callable[[], None]) -> Iterator[None]:
-        """Call `action` if the `with` block does not end within `seconds`. It must be short and must not raise."""
-        number = next(self._numbers)
-        due = (time.monotonic() + seconds, number)
-        with self._changed:
-            self._actions[number] = action
-            heapq.heappush(self._due, due)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
-                self._thread.start()
-            elif self._due[0] is due:
-                self._changed.notify()
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._actions.pop(number, None)
-
-    def _run(self) -> None:
-        with self._changed:
-            while True:
-                while self._due and self._due[0][1] not in self._actions:
-                    heapq.heappop(self._due)
-                if not self._due:
-                    self._thread = None
-                    return
-                due, number = self._due[0]
-                left = due - time.monotonic()
-                if left > 0:
-                    self._changed.wait(left)
-                else:
-                    self._actions.pop(number)()
-
-
 Buffer = bytes | bytearray | memoryview
 
 _FULL_CODES = frozenset({"EntityTooLarge", "QuotaExceeded", "InsufficientStorage", "XMinioStorageFull"})
@@ -233,15 +171,13 @@ class S3Response:
 class S3Client:
     """Client for one bucket. Thread-safe: each thread keeps its own connection.
 
-    Args:
-        account: called before each request, for its region, endpoint and keys.
+    `account` is called before each request.
     """
 
     def __init__(self, bucket: str, account: Callable[[], S3Account]) -> None:
         self._bucket = bucket
         self._account = account
         self._kept = threading.local()
-        self._watch = DeadlineWatch()
 
     def send(
         self,
@@ -311,9 +247,12 @@ class S3Client:
     ) -> S3Response:
         end = time.monotonic() + seconds
         connection = self._connection(scheme, host, max(seconds, 0.05))
+        # A peer that sends single bytes resets a socket's time-out again and again, but not this one.
+        watch = threading.Timer(max(seconds, 0.05), _break, [connection])
+        watch.daemon = True
         try:
-            # A peer that sends single bytes resets a socket's time-out again and again, but not this one.
-            with self._watch.limit(max(seconds, 0.05), partial(_break, connection)):
+            watch.start()
+            try:
                 connection.putrequest(method, target, skip_host=True, skip_accept_encoding=True)
                 for name, value in headers.items():
                     connection.putheader(name, value)
@@ -324,6 +263,8 @@ class S3Client:
                     data = response.read()
                 except (OSError, http.client.HTTPException) as error:
                     raise broken or error from error
+            finally:
+                watch.cancel()
             if broken or response.will_close:
                 self._drop()
             return S3Response(response.status, {name.lower(): value for name, value in response.getheaders()}, data)
@@ -355,7 +296,7 @@ class S3Client:
 def _send(
     connection: http.client.HTTPConnection, body: memoryview, end: float, throttle: Throttle | None
 ) -> OSError | None:
-    """Send the body. Returns the error that stopped it, or None.
+    """Send the body. Return the error that stopped it, or None.
 
     The error is not raised, because a store that refuses a request may answer and close the connection before it has
     read the body. The caller then still reads this answer.

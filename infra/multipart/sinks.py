@@ -23,26 +23,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from ebbflow.infra.errors import ObjectNotFound, StoreError, StoreForbidden, StoreFull, StoreTimeout, StoreUnavailable
+from ebbflow.infra.errors import ObjectNotFound, StoreError, StoreTimeout, StoreUnavailable
 from ebbflow.infra.multipart.requests import Buffer, S3Account, S3Client, S3Response, Throttle, find_account
+from ebbflow.infra.store.errors import as_store_errors
 from ebbflow.infra.store.folder import HANG_GUARD, UNFINISHED, sync_folders
+from ebbflow.infra.store.s3 import split_uri
 
 _CHECKSUM = "x-amz-checksum-crc64nvme"
 LARGEST_COUNT = 10_000  # S3's limit on the parts of one object
-
-
-@dataclass(frozen=True)
-class MultipartUpload:
-    """A multipart upload in progress.
-
-    Attributes:
-        id: the store's upload id, "" if the object is put in one request instead.
-        age_seconds: age by the store's clock; 0 unless `Bucket.uploads` listed the upload.
-    """
-
-    key: str
-    id: str
-    age_seconds: float = 0.0
+_SMALLEST_PART = 5 * 2**20  # S3's limit for every part but the last
+_BLOCK = 4096
+_SMALLEST_DIRECT = 2**20
+_SHORTEST_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
@@ -59,107 +51,138 @@ class UploadedPart:
     crc64nvme: int | None
 
 
-class Bucket:
-    """A bucket that receives multipart uploads. Thread-safe.
+class UploadSink(Protocol):
+    """An upload target for objects in parts. Keys are relative to its root. Checksums are CRC64NVME.
 
-    Every method takes `seconds`, the deadline of the whole request, and raises as `S3Client.send` does.
+    `begin` starts an upload, and its result is passed to `put_part`, `finish` and `abort`. `put_part` may run in
+    several threads at once. `finish` takes the checksums of the parts and of the whole object and returns the store's
+    checksum; `size` returns (bytes, checksum); the checksum is None if the store gives none. `sweep` aborts the
+    unfinished uploads below a prefix that are older than a limit, and returns their keys. Every request ends within
+    `seconds`.
     """
 
-    def __init__(self, name: str, account: Callable[[], S3Account], throttle: Throttle | None = None) -> None:
-        self._requests = S3Client(name, account)
-        self._throttle = throttle
-
-    def put(self, key: str, body: Buffer, crc64nvme: int, *, seconds: float) -> int | None:
-        """Put the whole object in one request. Returns the store's checksum, None if it gives none."""
-        answer = self._requests.send(
-            "PUT", key, headers=_checksum(crc64nvme), body=body, seconds=seconds, throttle=self._throttle
-        )
-        return _stated(answer)
-
-    def create(self, key: str, *, seconds: float) -> MultipartUpload:
-        headers = {"x-amz-checksum-algorithm": "CRC64NVME", "x-amz-checksum-type": "FULL_OBJECT"}
-        answer = self._requests.send("POST", key, query={"uploads": ""}, headers=headers, seconds=seconds)
-        found = _parse(answer).findtext("UploadId")
-        if not found:
-            raise StoreUnavailable(f"create upload of {key}: the answer has no UploadId: {answer.body[:200]!r}")
-        return MultipartUpload(key, found)
+    def begin(self, key: str, size: int, *, parts: int, seconds: float) -> Any: ...
 
     def put_part(
-        self, upload: MultipartUpload, number: int, body: Buffer, crc64nvme: int, *, seconds: float
+        self, begun: Any, number: int, start: int, body: Buffer, crc: int, *, seconds: float
+    ) -> UploadedPart: ...
+
+    def finish(
+        self, begun: Any, parts: Sequence[UploadedPart], crcs: Sequence[int], whole: int, *, seconds: float
+    ) -> int | None: ...
+
+    def abort(self, begun: Any, *, seconds: float) -> None: ...
+
+    def size(self, key: str, *, seconds: float) -> tuple[int, int | None]: ...
+
+    def sweep(self, prefix: str, *, older_than_seconds: float, seconds: float) -> list[str]: ...
+
+
+def open_sink(uri: str, throttle: Throttle) -> UploadSink:
+    """Open the upload target for ``s3://bucket/prefix`` or a folder, as in `Store.uri`."""
+    if uri.startswith("s3://"):
+        bucket, prefix = split_uri(uri)
+        return BucketSink(bucket, find_account(), throttle, prefix)
+    return FolderSink(Path(uri), throttle)
+
+
+@dataclass(frozen=True)
+class MultipartUpload:
+    """A multipart upload in progress. Its id is "" if the object is put in one request instead."""
+
+    key: str
+    id: str
+
+
+class BucketSink:
+    """An upload target in a bucket. A single part is sent as a plain put, several parts as a multipart upload."""
+
+    def __init__(self, bucket: str, account: Callable[[], S3Account], throttle: Throttle, prefix: str = "") -> None:
+        self._client = S3Client(bucket, account)
+        self._throttle = throttle
+        self._prefix = prefix.strip("/")
+
+    def begin(self, key: str, size: int, *, parts: int, seconds: float) -> MultipartUpload:
+        if parts > LARGEST_COUNT or (parts > 1 and size < (parts - 1) * _SMALLEST_PART):
+            raise StoreError(f"{key}: {size} bytes cannot be put in {parts} parts: 5 MiB each, at most {LARGEST_COUNT}")
+        full = self._full(key)
+        if parts == 1:
+            return MultipartUpload(full, "")
+        headers = {"x-amz-checksum-algorithm": "CRC64NVME", "x-amz-checksum-type": "FULL_OBJECT"}
+        answer = self._client.send("POST", full, query={"uploads": ""}, headers=headers, seconds=seconds)
+        if not (found := _parse(answer).findtext("UploadId")):
+            raise StoreUnavailable(f"create upload of {full}: the answer has no UploadId: {answer.body[:200]!r}")
+        return MultipartUpload(full, found)
+
+    def put_part(
+        self, begun: MultipartUpload, number: int, start: int, body: Buffer, crc: int, *, seconds: float
     ) -> UploadedPart:
-        """Upload one part. Part numbers start at 1."""
-        answer = self._requests.send(
-            "PUT",
-            upload.key,
-            query={"partNumber": str(number), "uploadId": upload.id},
-            headers=_checksum(crc64nvme),
-            body=body,
-            seconds=seconds,
-            throttle=self._throttle,
-        )
-        if not (etag := answer.headers.get("etag")):
-            raise StoreUnavailable(f"part {number} of {upload.key}: the answer has no ETag")
+        query = {"partNumber": str(number), "uploadId": begun.id} if begun.id else {}
+        headers = {_CHECKSUM: _encoded(crc)}
+        limits: dict[str, Any] = {"seconds": seconds, "throttle": self._throttle}
+        answer = self._client.send("PUT", begun.key, query=query, headers=headers, body=body, **limits)
+        etag = answer.headers.get("etag", "")
+        if begun.id and not etag:
+            raise StoreUnavailable(f"part {number} of {begun.key}: the answer has no ETag")
         return UploadedPart(number, etag, _stated(answer))
 
-    def complete(
-        self, upload: MultipartUpload, parts: Sequence[UploadedPart], crcs: Sequence[int], whole: int, *, seconds: float
+    def finish(
+        self, begun: MultipartUpload, parts: Sequence[UploadedPart], crcs: Sequence[int], whole: int, *, seconds: float
     ) -> int | None:
-        """Join the parts into the object. Returns the store's checksum of the whole object, None if it gives none.
-
-        Args:
-            crcs: checksums of the parts, in the same order.
-            whole: checksum of the whole object.
-        """
+        if not begun.id:
+            return parts[0].crc64nvme
         root = ElementTree.Element("CompleteMultipartUpload", xmlns="http://s3.amazonaws.com/doc/2006-03-01/")
         for part, crc in zip(parts, crcs, strict=True):
             node = ElementTree.SubElement(root, "Part")
-            ElementTree.SubElement(node, "PartNumber").text = str(part.number)
-            ElementTree.SubElement(node, "ETag").text = part.etag
-            ElementTree.SubElement(node, "ChecksumCRC64NVME").text = _encoded(crc)
-        answer = self._requests.send(
-            "POST",
-            upload.key,
-            query={"uploadId": upload.id},
-            headers={**_checksum(whole), "x-amz-checksum-type": "FULL_OBJECT", "content-type": "application/xml"},
-            body=ElementTree.tostring(root),
-            seconds=seconds,
-        )
+            about = {"PartNumber": str(part.number), "ETag": part.etag, "ChecksumCRC64NVME": _encoded(crc)}
+            for name, text in about.items():
+                ElementTree.SubElement(node, name).text = text
+        about = {_CHECKSUM: _encoded(whole), "x-amz-checksum-type": "FULL_OBJECT", "content-type": "application/xml"}
+        query, body = {"uploadId": begun.id}, ElementTree.tostring(root)
+        answer = self._client.send("POST", begun.key, query=query, headers=about, body=body, seconds=seconds)
         document = _parse(answer)
         if document.tag == "Error":  # S3 answers 200 at once, and any error follows in the body
-            raise StoreUnavailable(
-                f"complete {upload.key}: {document.findtext('Code')}: {document.findtext('Message')}"
-            )
+            cause = f"{document.findtext('Code')}: {document.findtext('Message')}"
+            raise StoreUnavailable(f"complete {begun.key}: {cause}")
         stated = document.findtext("ChecksumCRC64NVME")
         return _decoded(stated) if stated else _stated(answer)
 
-    def abort(self, upload: MultipartUpload, *, seconds: float) -> None:
-        self._requests.send("DELETE", upload.key, query={"uploadId": upload.id}, seconds=seconds)
+    def abort(self, begun: MultipartUpload, *, seconds: float) -> None:
+        if begun.id:
+            self._client.send("DELETE", begun.key, query={"uploadId": begun.id}, seconds=seconds)
 
     def size(self, key: str, *, seconds: float) -> tuple[int, int | None]:
-        """Return (size in bytes, checksum or None) of an object. Raises ObjectNotFound."""
-        answer = self._requests.send("HEAD", key, headers={"x-amz-checksum-mode": "ENABLED"}, seconds=seconds)
+        headers = {"x-amz-checksum-mode": "ENABLED"}
+        answer = self._client.send("HEAD", self._full(key), headers=headers, seconds=seconds)
         return int(answer.headers["content-length"]), _stated(answer)
 
-    def uploads(self, prefix: str, *, seconds: float) -> Iterator[MultipartUpload]:
-        marker: dict[str, str] = {}
-        while True:
-            query = {"uploads": "", "prefix": prefix, **marker}
-            answer = self._requests.send("GET", "", query=query, seconds=seconds)
+    def sweep(self, prefix: str, *, older_than_seconds: float, seconds: float) -> list[str]:
+        end = time.monotonic() + seconds
+        swept = []
+        for upload, age_seconds in self._unfinished(self._full(prefix), seconds):
+            left = end - time.monotonic()
+            if age_seconds > older_than_seconds and left > 0:
+                with contextlib.suppress(ObjectNotFound):  # another process swept it
+                    self.abort(upload, seconds=left)
+                    swept.append(upload.key)
+        return swept
+
+    def _unfinished(self, prefix: str, seconds: float) -> Iterator[tuple[MultipartUpload, float]]:
+        """Yield each unfinished upload with its age in seconds by the store's clock."""
+        query: dict[str, str] | None = {"uploads": "", "prefix": prefix}
+        while query is not None:
+            answer = self._client.send("GET", "", query=query, seconds=seconds)
             document = _parse(answer)
             now = parsedate_to_datetime(answer.headers["date"]).timestamp()
             for node in document.findall("Upload"):
-                begun = _timestamp(node.findtext("Initiated") or "")
-                yield MultipartUpload(node.findtext("Key") or "", node.findtext("UploadId") or "", now - begun)
-            if document.findtext("IsTruncated") != "true":
-                return
-            marker = {
-                "key-marker": document.findtext("NextKeyMarker") or "",
-                "upload-id-marker": document.findtext("NextUploadIdMarker") or "",
-            }
+                begun = datetime.fromisoformat(node.findtext("Initiated") or "").timestamp()
+                yield MultipartUpload(node.findtext("Key") or "", node.findtext("UploadId") or ""), now - begun
+            key, upload = document.findtext("NextKeyMarker") or "", document.findtext("NextUploadIdMarker") or ""
+            more = document.findtext("IsTruncated") == "true"
+            query = query | {"key-marker": key, "upload-id-marker": upload} if more else None
 
-
-def _checksum(crc64nvme: int) -> dict[str, str]:
-    return {_CHECKSUM: _encoded(crc64nvme)}
+    def _full(self, key: str) -> str:
+        return f"{self._prefix}/{key}" if self._prefix else key
 
 
 def _encoded(crc64nvme: int) -> str:
@@ -167,17 +190,13 @@ def _encoded(crc64nvme: int) -> str:
 
 
 def _decoded(text: str) -> int | None:
-    """Decode a checksum. Returns None for a checksum of the parts' checksums, such as "…-3", which some stores send."""
+    """Decode a checksum. Return None for a checksum of the parts' checksums, such as "…-3", which some stores send."""
     return None if "-" in text else int.from_bytes(base64.b64decode(text), "big")
 
 
 def _stated(answer: S3Response) -> int | None:
     text = answer.headers.get(_CHECKSUM)
     return _decoded(text) if text else None
-
-
-def _timestamp(text: str) -> float:
-    return datetime.fromisoformat(text).timestamp()
 
 
 def _parse(answer: S3Response) -> ElementTree.Element:
@@ -189,13 +208,6 @@ def _parse(answer: S3Response) -> ElementTree.Element:
     for node in document.iter():
         node.tag = node.tag.rpartition("}")[2]
     return document
-
-
-_BLOCK = 4096
-_SMALLEST_DIRECT = 2**20
-_SHORTEST_SECONDS = 0.05
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-_FORBIDDEN = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 
 
 @dataclass
@@ -225,6 +237,19 @@ class _File:
             self.hung = True
             raise
 
+    def write(self, data: memoryview, start: int) -> None:
+        whole = len(data) // _BLOCK * _BLOCK
+        if self.direct is not None and whole >= _SMALLEST_DIRECT and start % _BLOCK == 0:
+            try:
+                written = os.pwrite(self.direct, data[:whole], start)
+                data, start = data[written:], start + written
+            except OSError as error:
+                if error.errno != errno.EINVAL:  # memory or disk with another alignment: use the page cache
+                    raise
+        while data and not self.hung:
+            written = os.pwrite(self.cached, data, start)
+            data, start = data[written:], start + written
+
     def close(self) -> None:
         os.close(self.cached)
         if self.direct is not None:
@@ -251,7 +276,7 @@ class FolderSink:
                     direct = os.open(unfinished, os.O_WRONLY | os.O_DIRECT)
             return _File(path, unfinished, cached, direct)
 
-        with os_errors_as_store_errors(f"put {path}"):
+        with as_store_errors("put", str(path), StoreUnavailable):
             return HANG_GUARD.run(opened, seconds, f"put {path}")
 
     def put_part(
@@ -260,11 +285,11 @@ class FolderSink:
         view, end = memoryview(body).cast("B"), time.monotonic() + seconds
         step = self._throttle.slice_bytes or max(len(view), 1)
         step = -(-step // _BLOCK) * _BLOCK
-        with os_errors_as_store_errors(f"put {begun.path}"):
+        with as_store_errors("put", str(begun.path), StoreUnavailable):
             for at in range(0, len(view), step):
                 piece = view[at : at + step]
                 self._throttle.take(len(piece))
-                begun.run(partial(_write, begun, piece, start + at), max(end - time.monotonic(), _SHORTEST_SECONDS))
+                begun.run(partial(begun.write, piece, start + at), max(end - time.monotonic(), _SHORTEST_SECONDS))
         return UploadedPart(number, "", None)
 
     def finish(
@@ -275,158 +300,31 @@ class FolderSink:
             os.replace(begun.unfinished, begun.path)
             sync_folders(begun.path.parent, self._root)
 
-        with os_errors_as_store_errors(
-            f"put {begun.path}", otherwise=StoreError
-        ):  # a second sync would not report the failure again
+        with as_store_errors("put", str(begun.path)):  # not curable: a second sync would not report the failure again
             begun.run(finished, seconds)
             begun.close()
         return None
 
     def abort(self, begun: _File, *, seconds: float) -> None:
-        with os_errors_as_store_errors(f"abort {begun.path}"):
+        with as_store_errors("abort", str(begun.path), StoreUnavailable):
             HANG_GUARD.run(lambda: begun.unfinished.unlink(missing_ok=True), seconds, f"abort {begun.path}")
             if not begun.hung:
                 begun.close()
 
     def size(self, key: str, *, seconds: float) -> tuple[int, int | None]:
         path = self._root / key
-        with os_errors_as_store_errors(f"head {path}"):
+        with as_store_errors("head", str(path), StoreUnavailable):
             return HANG_GUARD.run(lambda: path.stat().st_size, seconds, f"head {path}"), None
 
     def sweep(self, prefix: str, *, older_than_seconds: float, seconds: float) -> list[str]:
-        now, swept = time.time(), []
+        folder, now, swept = self._root / prefix, time.time(), []
 
         def sweep_all() -> None:
-            for path in (self._root / prefix).rglob("*#*"):
+            for path in folder.rglob("*#*"):
                 if UNFINISHED.fullmatch(path.name) and now - path.stat().st_mtime > older_than_seconds:
                     path.unlink(missing_ok=True)
                     swept.append(str(path.relative_to(self._root)))
 
-        with os_errors_as_store_errors(f"sweep {self._root / prefix}"):
-            HANG_GUARD.run(sweep_all, seconds, f"sweep {self._root / prefix}")
+        with as_store_errors("sweep", str(folder), StoreUnavailable):
+            HANG_GUARD.run(sweep_all, seconds, f"sweep {folder}")
         return swept
-
-
-def _write(file: _File, data: memoryview, start: int) -> None:
-    whole = len(data) // _BLOCK * _BLOCK
-    if file.direct is not None and whole >= _SMALLEST_DIRECT and start % _BLOCK == 0:
-        try:
-            written = os.pwrite(file.direct, data[:whole], start)
-            data, start = data[written:], start + written
-        except OSError as error:
-            if error.errno != errno.EINVAL:  # memory or disk with another alignment: use the page cache
-                raise
-    while data and not file.hung:
-        written = os.pwrite(file.cached, data, start)
-        data, start = data[written:], start + written
-
-
-class os_errors_as_store_errors:  # noqa: N801 - reads as a phrase
-    def __init__(self, what: str, otherwise: type[StoreError] = StoreUnavailable) -> None:
-        self._what = what
-        self._otherwise = otherwise
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
-        if not isinstance(error, OSError):
-            return
-        words = f"{self._what}: {error.strerror or error}"
-        if isinstance(error, FileNotFoundError):
-            raise ObjectNotFound(words) from error
-        if error.errno in _FULL:
-            raise StoreFull(f"{words}; no space; fix: free space, or a store on another disk") from error
-        if error.errno in _FORBIDDEN:
-            raise StoreForbidden(f"{words}; fix: the folder's owner and permissions") from error
-        raise self._otherwise(words) from error
-
-
-_SMALLEST_PART = 5 * 2**20  # S3's limit for every part but the last
-
-
-class UploadSink(Protocol):
-    """An upload target for objects in parts. Keys are relative to its root. Checksums are CRC64NVME.
-
-    `begin` starts an upload, and its result is passed to `put_part`, `finish` and `abort`. `put_part` may run in
-    several threads at once. `finish` returns the store's checksum, and `size` returns (bytes, checksum); the checksum
-    is None if the store gives none.
-    """
-
-    def begin(self, key: str, size: int, *, parts: int, seconds: float) -> Any: ...
-
-    def put_part(
-        self, begun: Any, number: int, start: int, body: Buffer, crc: int, *, seconds: float
-    ) -> UploadedPart: ...
-
-    def finish(
-        self, begun: Any, parts: Sequence[UploadedPart], crcs: Sequence[int], whole: int, *, seconds: float
-    ) -> int | None: ...
-
-    def abort(self, begun: Any, *, seconds: float) -> None: ...
-
-    def size(self, key: str, *, seconds: float) -> tuple[int, int | None]: ...
-
-    def sweep(self, prefix: str, *, older_than_seconds: float, seconds: float) -> list[str]:
-        """Abort the unfinished uploads below `prefix` that are older than `older_than_seconds`. Returns their keys."""
-        ...
-
-
-def open_sink(uri: str, throttle: Throttle) -> UploadSink:
-    """Open the upload target for ``s3://bucket/prefix`` or a folder, as in `Store.uri`."""
-    if uri.startswith("s3://"):
-        bucket, _, prefix = uri.removeprefix("s3://").partition("/")
-        return BucketSink(Bucket(bucket, find_account(), throttle), prefix)
-    return FolderSink(Path(uri), throttle)
-
-
-class BucketSink:
-    """An upload target in a bucket. A single part is sent as a plain put, several parts as a multipart upload."""
-
-    def __init__(self, bucket: Bucket, prefix: str) -> None:
-        self._bucket = bucket
-        self._prefix = prefix.strip("/")
-
-    def begin(self, key: str, size: int, *, parts: int, seconds: float) -> MultipartUpload:
-        if parts > LARGEST_COUNT or (parts > 1 and size < (parts - 1) * _SMALLEST_PART):
-            raise StoreError(f"{key}: {size} bytes cannot be put in {parts} parts: 5 MiB each, at most {LARGEST_COUNT}")
-        if parts == 1:
-            return MultipartUpload(self._full(key), "")
-        return self._bucket.create(self._full(key), seconds=seconds)
-
-    def put_part(
-        self, begun: MultipartUpload, number: int, start: int, body: Buffer, crc: int, *, seconds: float
-    ) -> UploadedPart:
-        if not begun.id:
-            return UploadedPart(number, "", self._bucket.put(begun.key, body, crc, seconds=seconds))
-        return self._bucket.put_part(begun, number, body, crc, seconds=seconds)
-
-    def finish(
-        self, begun: MultipartUpload, parts: Sequence[UploadedPart], crcs: Sequence[int], whole: int, *, seconds: float
-    ) -> int | None:
-        if not begun.id:
-            return parts[0].crc64nvme
-        return self._bucket.complete(begun, parts, crcs, whole, seconds=seconds)
-
-    def abort(self, begun: MultipartUpload, *, seconds: float) -> None:
-        if begun.id:
-            self._bucket.abort(begun, seconds=seconds)
-
-    def size(self, key: str, *, seconds: float) -> tuple[int, int | None]:
-        return self._bucket.size(self._full(key), seconds=seconds)
-
-    def sweep(self, prefix: str, *, older_than_seconds: float, seconds: float) -> list[str]:
-        end = time.monotonic() + seconds
-        swept = []
-        for upload in self._bucket.uploads(self._full(prefix), seconds=seconds):
-            left = end - time.monotonic()
-            if upload.age_seconds > older_than_seconds and left > 0:
-                try:
-                    self._bucket.abort(upload, seconds=left)
-                except ObjectNotFound:  # another process swept it
-                    continue
-                swept.append(upload.key)
-        return swept
-
-    def _full(self, key: str) -> str:
-        return f"{self._prefix}/{key}" if self._prefix else key

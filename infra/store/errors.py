@@ -9,7 +9,8 @@ from __future__ import annotations
 import errno
 import os
 import re
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from obstore.exceptions import BaseError, NotFoundError
 
@@ -48,42 +49,36 @@ _FULL_NUMBERS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _FORBIDDEN_NUMBERS = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 
 
-class as_store_errors:  # noqa: N801 - reads as a phrase: with as_store_errors("put", uri)
-    """Context manager that turns exceptions of obstore and of the operating system into a StoreError."""
+@contextmanager
+def as_store_errors(operation: str, uri: str, otherwise: type[StoreError] = StoreError) -> Iterator[None]:
+    """Turn exceptions of obstore and of the operating system into a StoreError.
 
-    def __init__(self, operation: str, uri: str) -> None:
-        self._operation = operation
-        self._uri = uri
+    Args:
+        otherwise: the class for errors of a folder that have no class of their own.
+    """
+    try:
+        yield
+    except (BaseError, OSError) as error:
+        missing = isinstance(error, NotFoundError | FileNotFoundError | NotADirectoryError)
+        if uri.startswith("s3://"):
+            kind, words = _remote(operation, uri, str(error), missing)
+        else:
+            kind, words = _local(error, missing, otherwise)
+        raise kind(f"{operation} {uri}: {words}") from error
 
-    def __enter__(self) -> None:
-        return None
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, BaseError | OSError):
-            raise _store_error(self._operation, self._uri, error) from error
-
-
-def _store_error(operation: str, uri: str, error: BaseException) -> StoreError:
+def _local(error: BaseException, missing: bool, otherwise: type[StoreError]) -> tuple[type[StoreError], str]:
     text = str(error)
-    what = f"{operation} {uri}: "
-    if uri.startswith("s3://"):
-        kind, words = _remote(
-            operation, uri, text, isinstance(error, NotFoundError | FileNotFoundError | NotADirectoryError)
-        )
-        return kind(what + words)
-    number = error.errno if isinstance(error, OSError) and error.errno else _system_number(text)
-    kind, words = _local(number, text, isinstance(error, NotFoundError | FileNotFoundError | NotADirectoryError))
-    return kind(what + words)
-
-
-def _local(number: int | None, text: str, missing: bool) -> tuple[type[StoreError], str]:
+    number = getattr(error, "errno", None)
+    if not number and (found := _found(r"os error (\d+)", text) or _found(r"code: (\d+)", text)):
+        number = int(found)
     if number in _FULL_NUMBERS:
         return StoreFull, f"no space: {os.strerror(number)}; fix: free space, or a store on another disk"
     if number in _FORBIDDEN_NUMBERS:
         return StoreForbidden, f"not allowed: {os.strerror(number)}; fix: the folder's owner and permissions"
     if missing:
         return ObjectNotFound, "no such object"
-    return StoreError, _first_sentence(text)
+    return otherwise, _first_sentence(text)
 
 
 def _remote(operation: str, uri: str, text: str, missing: bool) -> tuple[type[StoreError], str]:
@@ -92,14 +87,13 @@ def _remote(operation: str, uri: str, text: str, missing: bool) -> tuple[type[St
     code = _found(r"<Code>\s*(\w+)\s*</Code>", text) or _found(r"\(code: (\w+)\)", text)
     status = int(_found(r"status code: (\d{3})", text) or 0)
     if code == "NoSuchBucket":
-        fix = f"create it, or correct the name or the endpoint ({_host(text)})"
+        host = _found(r"(https?://[^/\s\"?]+)", text) or "the store"
+        fix = f"create it, or correct the name or the endpoint ({host})"
         return StoreMisconfigured, f"there is no bucket {bucket!r}; fix: {fix}"
     if missing:
         return ObjectNotFound, "no such object"
     if source := _found(r"External AWS credential provider: ([^\n]+)", text):
-        if source.startswith(
-            f"{StoreUnavailable.__name__}: "
-        ):  # raised by `ebbflow.infra.store.s3` for a hanging source
+        if source.startswith(f"{StoreUnavailable.__name__}: "):  # from `ebbflow.infra.store.s3`, for a hanging source
             return StoreUnavailable, source.partition(": ")[2]
         return StoreForbidden, f"forbidden: the credentials could not be renewed: {source[:200]}; fix: {_RENEW}"
     if code in _REGION_CODES or "BareRedirect" in text:
@@ -118,52 +112,34 @@ def _refusal(operation: str, bucket: str, code: str) -> str:
     if code in _REFUSALS:
         words, fix = _REFUSALS[code]
         return f"forbidden: {words} ({code}); fix: {fix}"
-    action = ACTIONS[operation]
     target = f"arn:aws:s3:::{bucket}" + ("" if operation == "list" else "/*")
-    return f"forbidden ({code or 'no reason given'}); fix: allow {action} on {target}, or check {_KEYS}"
+    return f"forbidden ({code or 'no reason given'}); fix: allow {ACTIONS[operation]} on {target}, or check {_KEYS}"
 
 
 def _away(text: str, status: int, code: str) -> tuple[type[StoreError], str]:
-    host = _host(text)
+    host = _found(r"(https?://[^/\s\"?]+)", text) or "the store"
     if status == 429 or status >= 500:
         answer = " ".join(filter(None, [f"HTTP {status}", code]))
         tries = _found(r"after (\d+) retries", text)
         after = f" after {tries} retries" if tries else ""
-        return (
-            StoreUnavailable,
-            f"{host} has an internal error{after} ({answer}); fix: try again later, or ask the store's operator",
-        )
-    if "dns error" in text:
-        return StoreUnavailable, f"the name of {host} does not resolve; fix: the endpoint (AWS_ENDPOINT_URL), or DNS"
-    if "ConnectionRefused" in text:
-        return StoreUnavailable, f"connection refused by {host}; fix: start it, or correct AWS_ENDPOINT_URL"
-    if "Timeout" in text or "TimedOut" in text:
-        seconds = _seconds(text)
-        within = f" within {seconds:.1f} s" if seconds is not None else " in time"
+        words = f"{host} has an internal error{after} ({answer}); fix: try again later, or ask the store's operator"
+    elif "dns error" in text:
+        words = f"the name of {host} does not resolve; fix: the endpoint (AWS_ENDPOINT_URL), or DNS"
+    elif "ConnectionRefused" in text:
+        words = f"connection refused by {host}; fix: start it, or correct AWS_ENDPOINT_URL"
+    elif "Timeout" in text or "TimedOut" in text:
+        tried = re.search(r" in ([\d.]+)(ms|s)\b", text)  # "in 2.801919468s" or "in 928.5ms"
+        within = f" within {float(tried[1]) / (1000 if tried[2] == 'ms' else 1):.1f} s" if tried else " in time"
+        words = f"no answer from {host}{within}; fix: the network to it, or the store itself"
         if "Connect," in text:
             fix = "a firewall or security group that drops packets, the route, or AWS_ENDPOINT_URL"
-            return StoreUnavailable, f"no connection to {host}{within}; fix: {fix}"
-        return StoreUnavailable, f"no answer from {host}{within}; fix: the network to it, or the store itself"
-    if "kind: Connect" in text or "kind: Request" in text:
+            words = f"no connection to {host}{within}; fix: {fix}"
+    elif "kind: Connect" in text or "kind: Request" in text:
         cause = _found(r'message: "([^"]+)"', text) or _first_sentence(text)
-        return StoreUnavailable, f"the connection to {host} broke: {cause}; fix: the network to it, or AWS_ENDPOINT_URL"
-    return StoreError, _first_sentence(text)
-
-
-def _host(text: str) -> str:
-    """Return the endpoint's URL without its path, or "the store" if the text contains none."""
-    return _found(r"(https?://[^/\s\"?]+)", text) or "the store"
-
-
-def _seconds(text: str) -> float | None:
-    """Return the seconds that obstore tried, parsed from "in 2.801919468s" or "in 928.5ms"; else None."""
-    match = re.search(r" in ([\d.]+)(ms|s)\b", text)
-    return None if match is None else float(match[1]) / (1000 if match[2] == "ms" else 1)
-
-
-def _system_number(text: str) -> int | None:
-    number = _found(r"os error (\d+)", text) or _found(r"code: (\d+)", text)
-    return int(number) if number else None
+        words = f"the connection to {host} broke: {cause}; fix: the network to it, or AWS_ENDPOINT_URL"
+    else:
+        return StoreError, _first_sentence(text)
+    return StoreUnavailable, words
 
 
 def _first_sentence(text: str) -> str:

@@ -10,148 +10,67 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import queue
 import re
 import stat
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Generic, TypeVar, cast
+from typing import TypeVar
 
 from ebbflow.infra.errors import StoreError, StoreTimeout
+from ebbflow.infra.retry import call_within
 
 T = TypeVar("T")
 # Unfinished files of this module, of `ebbflow.infra.multipart.sinks`, and of obstore in older stores.
 UNFINISHED = re.compile(r".+#\d+")
 _MOST_ABANDONED = 64
-_IDLE_SECONDS = 10.0
 _LONGEST_PATH = 4096
 
 
 class HangGuard:
-    """A pool of daemon threads for calls that may hang. A call that hangs keeps its thread; later calls use others."""
+    """A guard for calls that may hang: it runs each in a thread of its own, and counts those that hang."""
 
     def __init__(self) -> None:
-        self._idle: list[_Thread] = []
         self._lock = threading.Lock()
         self._abandoned = 0
-        self._pid = os.getpid()
 
     def run(self, call: Callable[[], T], seconds: float, what: str) -> T:
         """Run `call` in a thread, and return its result or raise its exception.
 
         Args:
-            seconds: deadline of the call.
             what: operation and object, for the error.
 
         Raises:
             StoreTimeout: the call takes longer than `seconds`, or 64 earlier calls still hang.
         """
-        if self._pid != os.getpid():  # after a fork there are no threads here
-            self.__init__()
-        with self._lock:
-            if self._abandoned >= _MOST_ABANDONED:
-                raise StoreTimeout(f"{what}: not tried: {self._abandoned} operations on folders hang already")
-            thread = self._idle.pop() if self._idle else None
-        task = _Task(call)
-        if thread is None or not thread.take(task):
-            thread = _Thread()
-            thread.take(task)
-        if not task.done.wait(max(seconds, 0.0)) and self._abandon(task):
-            raise StoreTimeout(
+        if self._abandoned >= _MOST_ABANDONED:
+            raise StoreTimeout(f"{what}: not tried: {self._abandoned} operations on folders hang already")
+        ended = abandoned = False
+
+        def work() -> T:
+            nonlocal ended
+            _RUNNING.is_abandoned = lambda: abandoned
+            try:
+                return call()
+            finally:
+                with self._lock:
+                    ended = True
+                    self._abandoned -= abandoned
+
+        def late() -> StoreTimeout:
+            nonlocal abandoned
+            with self._lock:
+                abandoned = not ended
+                self._abandoned += abandoned
+            return StoreTimeout(
                 f"{what}: no answer from the file system within {seconds:.3g} s; "
                 "fix: check the mount (NFS, FUSE) or the disk, or use another store"
             )
-        with self._lock:
-            self._idle.append(thread)
-        if task.error is not None:
-            raise task.error
-        return cast(T, task.result)
 
-    def _abandon(self, task: _Task) -> bool:
-        """Mark a task as abandoned and return True, or return False if it has just finished."""
-        with self._lock:
-            if not task.call_back(self._came_back):
-                return False
-            self._abandoned += 1
-        return True
-
-    def _came_back(self) -> None:
-        with self._lock:
-            self._abandoned -= 1
+        return call_within(seconds, work, "folder", late)
 
 
-class _Task(Generic[T]):
-    def __init__(self, call: Callable[[], T]) -> None:
-        self.call = call
-        self.done = threading.Event()
-        self.result: T | None = None
-        self.error: BaseException | None = None
-        self._came_back: Callable[[], None] | None = None
-        self._lock = threading.Lock()
-
-    def call_back(self, came_back: Callable[[], None]) -> bool:
-        """Register the function to call if the task ends after it was abandoned. Return False if it has ended."""
-        with self._lock:
-            if self.done.is_set():
-                return False
-            self._came_back = came_back
-        return True
-
-    @property
-    def abandoned(self) -> bool:
-        return self._came_back is not None
-
-    def finish(self) -> Callable[[], None] | None:
-        """Mark the task as done.
-
-        Returns:
-            The function registered with `call_back`, which the caller must call because the task was abandoned; None if
-            the task was not abandoned.
-        """
-        with self._lock:
-            self.done.set()
-            return self._came_back
-
-
-class _Thread:
-    """A worker thread. It ends after 10 s without a task, or when an abandoned call returns."""
-
-    def __init__(self) -> None:
-        self._tasks: queue.SimpleQueue[_Task] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._ended = False
-        threading.Thread(target=self._work, name="folder", daemon=True).start()
-
-    def take(self, task: _Task) -> bool:
-        with self._lock:
-            if not self._ended:
-                self._tasks.put(task)
-            return not self._ended
-
-    def _work(self) -> None:
-        while True:
-            try:
-                task = self._tasks.get(timeout=_IDLE_SECONDS)
-            except queue.Empty:
-                with self._lock:
-                    self._ended = self._tasks.empty()
-                if self._ended:
-                    return
-                continue
-            _RUNNING.task = task
-            try:
-                task.result = task.call()
-            except BaseException as error:
-                task.error = error
-            if (came_back := task.finish()) is not None:
-                came_back()
-                return
-            _RUNNING.task = None
-            del task
-
-
-_RUNNING = threading.local()  # task: the one that this thread runs
+_RUNNING = threading.local()  # is_abandoned: whether the call that this thread runs was abandoned
 
 
 def refuse_if_abandoned(what: str) -> None:
@@ -160,20 +79,16 @@ def refuse_if_abandoned(what: str) -> None:
     An operation checks this just before it changes something, because its caller has continued and may have written
     newer data.
     """
-    task = getattr(_RUNNING, "task", None)
-    if task is not None and task.abandoned:
+    if hasattr(_RUNNING, "is_abandoned") and _RUNNING.is_abandoned():
         raise StoreTimeout(f"{what}: the file system answered after the deadline; nothing was changed")
 
 
 HANG_GUARD = HangGuard()  # one for the process: hanging calls are counted over all stores
+os.register_at_fork(after_in_child=HANG_GUARD.__init__)  # a forked child has none of the threads
 
 
 def open_regular(path: Path | str) -> int:
-    """Open a regular file for reading and return the descriptor. Never waits for the writer of a FIFO.
-
-    Raises:
-        StoreError: the path is not a regular file.
-    """
+    """Open a regular file for reading and return the descriptor. Raise StoreError for other files, such as a FIFO."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -244,10 +159,7 @@ class FolderBackend:
         """Return (key, size in bytes, Unix time of modification) of each file below the folder `prefix`, in no order.
 
         Only keys greater than `after` are returned. Unfinished files, names that are not UTF-8, and links that are
-        broken or circular are skipped.
-
-        Raises:
-            OSError: a folder cannot be read; a partial listing is never returned.
+        broken or circular are skipped. Raises OSError if a folder cannot be read, instead of a partial listing.
         """
         try:
             return [found for found in self._walk(prefix) if found[0] > after]

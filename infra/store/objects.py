@@ -41,7 +41,7 @@ class ObjectMeta:
     Attributes:
         key: relative to the store.
         size: in bytes.
-        modified: Unix time of modification by the store's clock.
+        modified: Unix time by the store's clock.
     """
 
     key: str
@@ -68,12 +68,9 @@ class Store:
     def open(cls, uri: str, *, request_timeout_seconds: float = 60.0) -> Store:
         """Open a folder (created if missing) or ``s3://bucket/prefix``. No request is sent to a bucket yet.
 
-        Credentials, region and endpoint are found as other AWS tools find them (`ebbflow.infra.store.s3`).
-
-        Args:
-            request_timeout_seconds: limit for each request with its retries. A large put or a long listing to a bucket
-                is several requests. In a folder, each operation is one request, and the limit grows by 1 s for each 10
-                MB.
+        `request_timeout_seconds` limits each request with its retries. A large put or a long listing to a bucket is
+        several
+        requests. In a folder, each operation is one request, and the limit grows by 1 s for each 10 MB.
         """
         if uri.startswith("s3://"):
             bucket, prefix = split_uri(uri)
@@ -116,7 +113,7 @@ class Store:
                 obstore.put(self._backend, full, view, tags=dict(tags) if tags else None)
 
     def create(self, key: str, data: Buffer) -> bool:
-        """Write an object durably unless the key exists. Returns False if it exists with other content.
+        """Write an object durably unless the key exists. Return False if it exists with other content.
 
         If two processes create the same key at the same time, only one succeeds: a bucket's service decides
         (If-None-Match). Some services do not know this condition, or check it before the write (OpenStack Swift). With
@@ -185,13 +182,10 @@ class Store:
         return sorted(found, key=_key)[:limit]
 
     def pages(self, prefix: str = "", *, after: str = "") -> Iterator[list[ObjectMeta]]:
-        """Yield pages of up to 1,000 objects below the folder `prefix`, sorted by key.
+        """Yield pages of up to 1,000 objects below the folder `prefix` with keys greater than `after`, sorted by key.
 
         Each page is one request, which is sent when the caller asks for the page. A local folder is listed completely
         before the first page, and so is a bucket whose first page is unsorted.
-
-        Args:
-            after: yield only objects with keys greater than this.
         """
         given = self._given(prefix, after)
         first = next(given, [])
@@ -273,11 +267,7 @@ class StoreClock:
         self._at = 0.0
 
     def now(self, store: Store, newest: float) -> float:
-        """Return the store's Unix time.
-
-        Args:
-            newest: date of the newest known object, returned if no probe can be written.
-        """
+        """Return the store's Unix time; `newest`, the date of the newest known object, if no probe can be written."""
         elapsed = time.monotonic() - self._at
         if self._dated is None or elapsed > _ASK_AGAIN_SECONDS:
             self._dated, self._at, elapsed = _probed(store), time.monotonic(), 0.0

@@ -35,8 +35,8 @@ class AwsSettings:
     """Region and endpoint of S3.
 
     Attributes:
-        endpoint: URL of a store that is not Amazon's, None for Amazon S3.
-        region_is_set: True if the region was configured, False if it is the default.
+        endpoint: URL; None for Amazon S3.
+        region_is_set: False if the region is the default.
     """
 
     region: str
@@ -45,10 +45,9 @@ class AwsSettings:
 
 
 def aws_settings() -> AwsSettings:
-    """Return the region and the endpoint of S3.
+    """Return the region and the endpoint of S3. Environment variables take precedence over the AWS profile.
 
-    Environment variables take precedence over the AWS profile. The default region is us-east-1. If
-    AWS_IGNORE_CONFIGURED_ENDPOINT_URLS is true, the profile's endpoint is ignored.
+    If AWS_IGNORE_CONFIGURED_ENDPOINT_URLS is true, the profile's endpoint is ignored.
 
     Raises:
         StoreError: the profile cannot be read.
@@ -172,8 +171,7 @@ def open_bucket(bucket: str, seconds: float) -> S3Store:
     """Open a client for a bucket. Each of its requests ends within `seconds`, retries included.
 
     Raises:
-        StoreForbidden: there are no credentials.
-        StoreUnavailable: the source of the credentials does not answer in time.
+        StoreForbidden, StoreUnavailable: as `credential_provider`.
         StoreMisconfigured: obstore cannot make a client from the settings.
     """
     settings = aws_settings()

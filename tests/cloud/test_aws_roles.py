@@ -25,9 +25,9 @@ BUCKET = {
     "s3:PutObject": ("infra/multipart/sinks.py", 'query={"uploads": ""}'),
     "s3:PutObjectTagging": ("training/checkpoint/retention.py", "tags=TOMBSTONE_TAGS"),
     "s3:DeleteObject": ("infra/store/objects.py", "obstore.delete("),
-    "s3:AbortMultipartUpload": ("infra/multipart/sinks.py", '"DELETE", upload.key'),
+    "s3:AbortMultipartUpload": ("infra/multipart/sinks.py", '"DELETE", begun.key'),
     "s3:ListBucket": ("infra/store/objects.py", "obstore.list("),
-    "s3:ListBucketMultipartUploads": ("infra/multipart/sinks.py", 'query = {"uploads": "", "prefix": prefix'),
+    "s3:ListBucketMultipartUploads": ("infra/multipart/sinks.py", '{"uploads": "", "prefix": prefix'),
 }
 STEP = BUCKET | {
     "ec2:DescribeSpotPriceHistory": ("cost/prices/ec2_prices.py", '"describe_spot_price_history"'),

@@ -14,7 +14,8 @@ from torch import nn
 
 from benchmarks.training.many_ranks import bench_many_ranks
 from ebbflow.infra.layout import data_key, index_key
-from ebbflow.infra.multipart import Throttle, open_sink
+from ebbflow.infra.multipart.requests import Throttle
+from ebbflow.infra.multipart.sinks import open_sink
 from ebbflow.infra.store import Store
 from ebbflow.training.checkpoint import Checkpointer, open_generation, reachable_commits
 from ebbflow.training.checkpoint.commands import main as checkpoints

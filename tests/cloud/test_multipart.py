@@ -17,8 +17,8 @@ import pytest
 from awscrt.checksums import crc64nvme
 
 from ebbflow.infra.errors import ObjectNotFound, StoreForbidden, StoreFull, StoreUnavailable
-from ebbflow.infra.multipart import Bucket, FolderSink, Throttle, open_sink
-from ebbflow.infra.multipart.requests import DeadlineWatch, S3Account, encoded_query, signed_headers
+from ebbflow.infra.multipart.requests import S3Account, Throttle, encoded_query, signed_headers
+from ebbflow.infra.multipart.sinks import BucketSink, FolderSink, open_sink
 from ebbflow.training.checkpoint.part_uploader import PartSettings, PartUploader
 from ebbflow.training.checkpoint.verified_io import CHUNK_BYTES, Deadline, crc_digits
 from ebbflow.training.errors import CheckpointError
@@ -121,6 +121,11 @@ def uploader_to(account: Callable[[], S3Account], monkeypatch: pytest.MonkeyPatc
     return PartUploader(open_sink("s3://bucket/job", throttle), PartSettings(part_bytes=CHUNK_BYTES), throttle)
 
 
+def put(account: Callable[[], S3Account], key: str, body: bytes, *, seconds: float) -> None:
+    sink = BucketSink("bucket", account, Throttle())
+    sink.put_part(sink.begin(key, len(body), parts=1, seconds=seconds), 1, 0, body, 0, seconds=seconds)
+
+
 def test_the_signature_is_the_one_of_the_documentation() -> None:
     """AWS, "Signature Calculations": the listing of objects, with an unsigned payload in place of the empty one."""
     account = S3Account("us-east-1", None, "AKIAIOSFODNN7EXAMPLE", "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY")
@@ -218,7 +223,7 @@ def test_a_store_that_trickles_does_not_outlive_the_deadline(monkeypatch: pytest
     account = S3Account("us-east-1", f"http://127.0.0.1:{listener.getsockname()[1]}", "key", "secret")
     began = time.monotonic()
     with pytest.raises(StoreUnavailable, match=r"no whole answer within 0\.5 s"):
-        Bucket("bucket", lambda: account).put("key", b"data", 0, seconds=0.5)
+        put(lambda: account, "key", b"data", seconds=0.5)
     assert time.monotonic() - began < 3
     listener.close()
 
@@ -229,21 +234,8 @@ def test_a_store_that_stops_reading_does_not_outlive_the_deadline() -> None:
         account = S3Account("us-east-1", f"http://127.0.0.1:{listener.getsockname()[1]}", "key", "secret")
         began = time.monotonic()
         with pytest.raises(StoreUnavailable, match=r"no whole answer within 0\.5 s"):
-            Bucket("bucket", lambda: account).put("key", body, 0, seconds=0.5)
+            put(lambda: account, "key", body, seconds=0.5)
         assert time.monotonic() - began < 3
-
-
-def test_a_short_limit_overtakes_a_longer_one_and_none_outlives_its_block() -> None:
-    watch, never = DeadlineWatch(), []
-    for _ in range(2):  # its thread ends in between
-        broken, later = threading.Event(), threading.Event()
-        with watch.limit(60, lambda: never.append("longer")), watch.limit(0.05, broken.set):
-            assert broken.wait(10)
-        with watch.limit(0.05, lambda: never.append("ended")):
-            pass
-        with watch.limit(0.2, later.set):
-            assert later.wait(10)
-    assert not never
 
 
 def test_refusals_are_told_apart() -> None:
@@ -256,7 +248,7 @@ def test_refusals_are_told_apart() -> None:
     with serving(lambda request: (replies[request.target][0], {}, replies[request.target][1])) as (_, account):
         for path, (_, _, kind) in replies.items():
             with pytest.raises(kind):
-                Bucket("bucket", account).put(path.rpartition("/")[2], b"", 0, seconds=5)
+                put(account, path.rpartition("/")[2], b"", seconds=5)
 
 
 def test_a_file_appears_whole_or_not_at_all_and_leftovers_are_swept(tmp_path: Path) -> None:

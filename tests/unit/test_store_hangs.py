@@ -15,8 +15,9 @@ from torch import nn
 
 from ebbflow.infra.errors import StoreError, StoreTimeout, StoreUnavailable
 from ebbflow.infra.events import read_events
-from ebbflow.infra.multipart import Throttle, open_sink
-from ebbflow.infra.store import Store, folder
+from ebbflow.infra.multipart.requests import Throttle
+from ebbflow.infra.multipart.sinks import open_sink
+from ebbflow.infra.store import Store
 from ebbflow.infra.store.folder import FolderBackend, HangGuard
 from ebbflow.training.checkpoint import Checkpointer, open_generation, reachable_commits, verify_commit
 from ebbflow.training.checkpoint.commit import await_commit
@@ -73,30 +74,17 @@ def test_a_start_does_not_wait_for_an_event_log_that_hangs(
         over.set()
 
 
-def test_a_call_that_ends_while_it_is_abandoned_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    over = threading.Event()
-
-    class EndsNow(threading.Event):
-        def is_set(self) -> bool:
-            """Answer, and give the call's thread the time to finish before the answer is used."""
-            answer = super().is_set()
-            over.set()
-            self.wait(0.2)
-            return answer
-
-    class Task(folder._Task):
-        def __init__(self, call: Any) -> None:
-            super().__init__(call)
-            self.done = EndsNow()
-
-    monkeypatch.setattr(folder, "_Task", Task)
-    pool = HangGuard()
-    with pytest.raises(StoreTimeout):
-        pool.run(lambda: over.wait(120), 0.0, "put x")
+def test_calls_that_end_just_as_they_are_abandoned_are_counted_once() -> None:
+    pool, late = HangGuard(), 0
+    for _ in range(300):
+        try:
+            pool.run(lambda: time.sleep(0.0005), 0.0006, "put x")
+        except StoreTimeout:
+            late += 1
     limit = time.monotonic() + 20
     while pool._abandoned and time.monotonic() < limit:
         time.sleep(0.01)
-    assert pool._abandoned == 0
+    assert pool._abandoned == 0 and late
 
 
 @pytest.mark.parametrize("create", [False, True])
@@ -124,12 +112,11 @@ def test_a_put_that_was_abandoned_changes_nothing_when_the_mount_recovers(
     assert create or store.get("key") == b"newer"
 
 
-def test_threads_are_used_again_and_those_that_hang_are_counted() -> None:
+def test_calls_that_hang_are_counted() -> None:
     pool, over = HangGuard(), threading.Event()
-    assert {pool.run(threading.get_ident, 60, "x") for _ in range(5)} and len(pool._idle) == 1
     for _ in range(64):
         with pytest.raises(StoreTimeout):
-            pool.run(lambda: over.wait(120), 0.0, "put x")
+            pool.run(lambda: over.wait(120), 0.001, "put x")
     with pytest.raises(StoreTimeout, match="not tried: 64 operations"):
         pool.run(lambda: None, 60, "put x")
     over.set()

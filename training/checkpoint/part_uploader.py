@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ebbflow.infra.errors import ObjectNotFound, StoreError, StoreUnavailable
-from ebbflow.infra.multipart import Throttle, UploadedPart, UploadSink
+from ebbflow.infra.multipart.requests import Throttle
+from ebbflow.infra.multipart.sinks import UploadedPart, UploadSink
 from ebbflow.training.checkpoint.manifest import DataObject
 from ebbflow.training.checkpoint.signing import sha256_of_chunks
 from ebbflow.training.checkpoint.verified_io import (

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ebbflow.infra.layout import data_key, index_key
-from ebbflow.infra.multipart import Throttle, open_sink
+from ebbflow.infra.multipart.requests import Throttle
+from ebbflow.infra.multipart.sinks import open_sink
 from ebbflow.infra.store import Store
 from ebbflow.training.checkpoint.commit import await_commit
 from ebbflow.training.checkpoint.dcp_reader import CommitReader

@@ -35,7 +35,8 @@ from typing import Any
 
 from ebbflow.infra.errors import InfraError, StoreFull
 from ebbflow.infra.layout import index_key
-from ebbflow.infra.multipart import Throttle, open_sink
+from ebbflow.infra.multipart.requests import Throttle
+from ebbflow.infra.multipart.sinks import open_sink
 from ebbflow.infra.process import die_with_parent
 from ebbflow.infra.store import Store
 from ebbflow.training.checkpoint.commit import CommitAttempt, await_commit, commit_as_backup

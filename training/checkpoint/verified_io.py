@@ -16,7 +16,7 @@ from awscrt.checksums import combine_crc64nvme
 from awscrt.checksums import crc64nvme as _crc64nvme
 
 from ebbflow.infra.errors import ObjectNotFound, StoreError, StoreForbidden, StoreFull, StoreMisconfigured
-from ebbflow.infra.retry import backoff_pauses
+from ebbflow.infra.retry import backoff_pauses, retry
 from ebbflow.infra.store import Store
 from ebbflow.training.errors import CheckpointError, CorruptCommit
 
@@ -103,8 +103,8 @@ class Deadline:
         return self._end - time.monotonic()
 
 
-def is_curable(error: StoreError) -> bool:
-    return not isinstance(error, StoreForbidden | StoreFull | StoreMisconfigured)
+def is_curable(error: Exception) -> bool:
+    return isinstance(error, StoreError) and not isinstance(error, StoreForbidden | StoreFull | StoreMisconfigured)
 
 
 def retry_until(
@@ -112,7 +112,7 @@ def retry_until(
     what: str,
     operation: Callable[[], T],
     *,
-    curable: Callable[[StoreError], bool] = is_curable,
+    curable: Callable[[Exception], bool] = is_curable,
     longest_seconds: float = 2.0,
     where: str = "",
     sleep: Callable[[float], object] = time.sleep,
@@ -124,21 +124,25 @@ def retry_until(
         curable: returns whether waiting may cure an error.
         longest_seconds: longest pause between tries.
         where: the part of the operation that failed, for the error.
-        sleep: pauses for the given seconds.
 
     Raises:
         CheckpointError: names `what`, the number of tries and the cause.
     """
-    for tries, pause in enumerate(backoff_pauses(longest_seconds=longest_seconds), start=1):
-        try:
-            return operation()
-        except StoreError as error:
-            if not curable(error) or deadline.remaining_seconds <= pause:
-                tried = f"{tries} {'try' if tries == 1 else 'tries'} within {deadline.seconds:g} s"
-                cause = f"{where}: {error}" if where else error
-                raise CheckpointError(f"{what}: gave up after {tried}: {cause}") from error
-        sleep(pause)
-    raise AssertionError("pauses never end")
+
+    def give_up(error: Exception, tries: int) -> Exception:
+        if not isinstance(error, StoreError):
+            return error
+        tried = f"{tries} {'try' if tries == 1 else 'tries'} within {deadline.seconds:g} s"
+        return CheckpointError(f"{what}: gave up after {tried}: {f'{where}: ' if where else ''}{error}")
+
+    return retry(
+        operation,
+        left=lambda: deadline.remaining_seconds,
+        curable=lambda error, _: curable(error),
+        give_up=give_up,
+        pauses=backoff_pauses(longest_seconds=longest_seconds),
+        sleep=sleep,
+    )
 
 
 def fetch_verified(store: Store, key: str, parse: Callable[[bytes, str], T], what: str | None = None) -> T:

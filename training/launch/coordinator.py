@@ -53,7 +53,7 @@ from ebbflow.training.launch.messages import (
 from ebbflow.training.launch.node_runtime import NodeRuntime, end_from_agent_error
 from ebbflow.training.launch.transport import SECRET_BYTES, rendezvous_port
 from ebbflow.training.rehearse import Fault
-from ebbflow.training.retry import retry_until_deadline, run_while
+from ebbflow.training.retry import is_transient, retry_until_deadline, run_while
 
 T = TypeVar("T")
 # Outcomes that the coordinator records, because no rank can.
@@ -149,7 +149,10 @@ class Coordinator:
         """
 
         def retry() -> T:
-            return retry_until_deadline(work, self._own.start_seconds, given_up=lambda: self._drain.leaving)
+            seconds = self._own.start_seconds
+            return retry_until_deadline(
+                work, seconds, curable=lambda error: is_transient(error) and not self._drain.leaving
+            )
 
         def wait() -> None:
             meanwhile()

@@ -29,7 +29,7 @@ from typing import Any
 from ebbflow.infra.layout import log_key
 from ebbflow.infra.program import REPLACE_UNPRINTABLE, own_command
 from ebbflow.infra.rank_logs import LogLine, escape_controls, split_lines, utc_text
-from ebbflow.infra.retry import Backoff
+from ebbflow.infra.retry import backoff_pauses
 from ebbflow.infra.store import Store
 from ebbflow.training.launch.evidence import WorkerFailure
 from ebbflow.training.launch.heartbeat import HeartbeatReading
@@ -459,19 +459,19 @@ class LogUploader:
             self._say(f"logs: WARNING: {rest} lines did not reach {self._store.uri}/logs; this machine's disk has them")
 
     def _put_forever(self) -> None:
-        backoff = Backoff(_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS)
+        pauses = backoff_pauses(first_seconds=_FIRST_PAUSE_SECONDS, longest_seconds=_LONGEST_PAUSE_SECONDS)
         while (batch := self._next_batch()) is not None:
             try:
                 for rank, records in batch.items():
                     self._put(rank, records)
                 self._away = False
-                backoff.reset()
+                pauses = backoff_pauses(first_seconds=_FIRST_PAUSE_SECONDS, longest_seconds=_LONGEST_PAUSE_SECONDS)
             except Exception as error:  # the records are kept, and the next try may succeed
                 if not self._away:
                     self._say(f"logs: WARNING: {self._store.uri} accepts no logs for now, retrying: {error}")
                 self._away = True
                 with self._changed:
-                    self._changed.wait_for(lambda: self._given_up, backoff.next_pause())
+                    self._changed.wait_for(lambda: self._given_up, next(pauses))
 
     def _next_batch(self) -> dict[int, list[bytes]] | None:
         with self._changed:

@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from benchmarks.soak.schedules.state import build, differing, fill
 from ebbflow.infra.errors import InfraError, StoreError
-from ebbflow.infra.multipart import Throttle, open_sink
+from ebbflow.infra.multipart.requests import Throttle
+from ebbflow.infra.multipart.sinks import open_sink
 from ebbflow.infra.store import Store
 from ebbflow.training.checkpoint import (
     FROM_SCRATCH,
