@@ -36,27 +36,20 @@ _CREDENTIALS_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class S3Account:
-    """The region, endpoint and access keys for requests to S3.
-
-    Attributes:
-        endpoint: URL of a store that is not Amazon's, None for Amazon S3.
-        access_key: "" if requests are not signed, as for a public bucket.
-        token: session token of temporary keys, else None.
-    """
+    """The region, endpoint and access keys for requests to S3."""
 
     region: str
-    endpoint: str | None
-    access_key: str = ""
+    endpoint: str | None  # URL of a store that is not Amazon's, None for Amazon S3
+    access_key: str = ""  # "" if requests are not signed, as for a public bucket
     secret_key: str = ""
-    token: str | None = None
+    token: str | None = None  # session token of temporary keys, else None
 
 
 def find_account() -> Callable[[], S3Account]:
     """Return a function that gives the account for a request, and renews keys that expire.
 
-    Raises:
-        StoreForbidden: there are no credentials.
-        StoreUnavailable: the source of the credentials does not answer.
+    Raises StoreForbidden (there are no credentials), StoreUnavailable (the source of the credentials does not
+    answer).
     """
     settings, keys = aws_settings(), os.environ
     provider = credential_provider(_CREDENTIALS_SECONDS)
@@ -197,13 +190,9 @@ class S3Client:
             seconds: deadline for the whole request.
             throttle: caps the speed at which the body is sent.
 
-        Raises:
-            StoreUnavailable: a retry may help (no or late answer, 5xx, 408, 409, 429, corrupted bytes).
-            ObjectNotFound: 404.
-            StoreForbidden: 401 or 403.
-            StoreFull: the store accepts no more bytes.
-            StoreMisconfigured: no such bucket, or another region.
-            StoreError: any other answer.
+        Raises StoreUnavailable (a retry may help (no or late answer, 5xx, 408, 409, 429, corrupted bytes)),
+        ObjectNotFound (404), StoreForbidden (401 or 403), StoreFull (the store accepts no more bytes),
+        StoreMisconfigured (no such bucket, or another region), StoreError (any other answer).
         """
         account = self._account()
         scheme, host, path = self._place(account, key)

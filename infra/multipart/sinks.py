@@ -39,16 +39,11 @@ _SHORTEST_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class UploadedPart:
-    """A part in the store.
+    """A part in the store."""
 
-    Attributes:
-        number: counted from 1.
-        crc64nvme: the checksum that the store computed, None if it gives none.
-    """
-
-    number: int
+    number: int  # counted from 1
     etag: str
-    crc64nvme: int | None
+    crc64nvme: int | None  # the checksum that the store computed, None if it gives none
 
 
 class UploadSink(Protocol):
@@ -212,20 +207,13 @@ def _parse(answer: S3Response) -> ElementTree.Element:
 
 @dataclass
 class _File:
-    """An unfinished file.
-
-    Attributes:
-        unfinished: path of the file until it is finished and renamed to `path`.
-        cached: descriptor that writes through the page cache.
-        direct: second descriptor, which bypasses the page cache; None if unavailable.
-        hung: an abandoned call may still use the descriptors, so they are never closed.
-    """
+    """An unfinished file."""
 
     path: Path
-    unfinished: Path
-    cached: int
-    direct: int | None
-    hung: bool = False
+    unfinished: Path  # path of the file until it is finished and renamed to `path`
+    cached: int  # descriptor that writes through the page cache
+    direct: int | None  # second descriptor, which bypasses the page cache; None if unavailable
+    hung: bool = False  # an abandoned call may still use the descriptors, so they are never closed
 
     def run(self, call: Callable[[], None], seconds: float) -> None:
         """Run `call`, an operation on the file. Raises StoreTimeout at the deadline; later operations are refused."""

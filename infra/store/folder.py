@@ -40,8 +40,7 @@ class HangGuard:
         Args:
             what: operation and object, for the error.
 
-        Raises:
-            StoreTimeout: the call takes longer than `seconds`, or 64 earlier calls still hang.
+        Raises StoreTimeout (the call takes longer than `seconds`, or 64 earlier calls still hang).
         """
         if self._abandoned >= _MOST_ABANDONED:
             raise StoreTimeout(f"{what}: not tried: {self._abandoned} operations on folders hang already")

@@ -36,17 +36,11 @@ _SLOWEST_BYTES_PER_SECOND = 10e6  # of a folder's disk: a large object gets more
 
 @dataclass(frozen=True)
 class ObjectMeta:
-    """An object in a listing.
+    """An object in a listing."""
 
-    Attributes:
-        key: relative to the store.
-        size: in bytes.
-        modified: Unix time by the store's clock.
-    """
-
-    key: str
-    size: int
-    modified: float
+    key: str  # relative to the store
+    size: int  # in bytes
+    modified: float  # Unix time by the store's clock
 
 
 class Store:
@@ -102,8 +96,7 @@ class Store:
             tags: object tags for a bucket's lifecycle rules; ignored in folders and in stores that are not Amazon's.
             private: in a folder, only the current user may read the file.
 
-        Raises:
-            StoreError: the object could not be written.
+        Raises StoreError (the object could not be written).
         """
         view, full = memoryview(data).cast("B"), self._full(key)
         with self._translated("put", key):

@@ -32,27 +32,19 @@ _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "METAFLOW_S3_ENDPOINT_U
 
 @dataclass(frozen=True)
 class AwsSettings:
-    """Region and endpoint of S3.
-
-    Attributes:
-        endpoint: URL; None for Amazon S3.
-        region_is_set: False if the region is the default.
-    """
+    """Region and endpoint of S3."""
 
     region: str
-    endpoint: str | None
-    region_is_set: bool = True
+    endpoint: str | None  # URL; None for Amazon S3
+    region_is_set: bool = True  # False if the region is the default
 
 
 def aws_settings() -> AwsSettings:
     """Return the region and the endpoint of S3. Environment variables take precedence over the AWS profile.
 
-    If AWS_IGNORE_CONFIGURED_ENDPOINT_URLS is true, the profile's endpoint is ignored.
-
-    Raises:
-        StoreError: the profile cannot be read.
-        StoreMisconfigured: AWS_IGNORE_CONFIGURED_ENDPOINT_URLS is true but a variable sets an endpoint, which obstore
-            would not ignore.
+    If AWS_IGNORE_CONFIGURED_ENDPOINT_URLS is true, the profile's endpoint is ignored. Raises StoreError (the profile
+    cannot be read), StoreMisconfigured (AWS_IGNORE_CONFIGURED_ENDPOINT_URLS is true but a variable sets an endpoint,
+    which obstore would not ignore).
     """
     environment, profile = os.environ, _Profile()
     region = environment.get("AWS_REGION") or environment.get("AWS_DEFAULT_REGION") or profile.get("region")
@@ -74,9 +66,8 @@ def credential_provider(seconds: float) -> Callable[[], dict] | None:
     Args:
         seconds: deadline for the source of the credentials, at each call.
 
-    Raises:
-        StoreForbidden: there are no credentials.
-        StoreUnavailable: the source of the credentials does not answer in time.
+    Raises StoreForbidden (there are no credentials), StoreUnavailable (the source of the credentials does not
+    answer in time).
     """
     environment = os.environ
     if environment.get("AWS_ACCESS_KEY_ID") and environment.get("AWS_SECRET_ACCESS_KEY"):
@@ -170,9 +161,8 @@ def split_uri(uri: str) -> tuple[str, str]:
 def open_bucket(bucket: str, seconds: float) -> S3Store:
     """Open a client for a bucket. Each of its requests ends within `seconds`, retries included.
 
-    Raises:
-        StoreForbidden, StoreUnavailable: as `credential_provider`.
-        StoreMisconfigured: obstore cannot make a client from the settings.
+    Raises StoreForbidden, StoreUnavailable as `credential_provider`, StoreMisconfigured (obstore cannot make a
+    client from the settings).
     """
     settings = aws_settings()
     endpoint = settings.endpoint

@@ -1,7 +1,6 @@
-"""The public names of the checkpoint package, which saves and restores sharded training state asynchronously.
+"""The public names of the checkpoint package (docs/checkpoints.md), each imported on first use.
 
-`docs/checkpoints.md` describes the protocol. Each name is imported on first use, so that the package and its torch-free
-modules, such as lineage, uploader and commands, can be imported without loading torch.
+So the package and its torch-free modules, such as lineage, uploader and commands, are imported without torch.
 """
 
 from __future__ import annotations

@@ -46,7 +46,6 @@ class Checkpointer:
         job_store_uri: the job's folder in the store (`<store>/jobs/<job>`).
         generation: the current start of the gang, as `open_generation` returned it.
         deadline_seconds: time for a save to become a commit, counted from the call of `save`.
-        retention: policy that decides which commits are kept.
         upload_bytes_per_second: bandwidth cap for this rank's uploads; None means no cap.
         chunk_bytes: bytes per checksum. An upload part has two chunks; Amazon S3 accepts parts from 5 MiB.
         request_seconds: timeout of each store request of a restore.
@@ -132,10 +131,7 @@ class Checkpointer:
         return self._saves.cost
 
     def prepare(self, model: nn.Module, optimizer: Optimizer | None) -> None:
-        """Allocate staging buffers in the background, so that the first save is as fast as the others.
-
-        Before the optimizer's first step the size of its state is estimated.
-        """
+        """Allocate staging buffers in the background, so that the first save is as fast as the others."""
         self._stage.prepare(self._planner.expected_bytes(model, optimizer))
 
     def hurry(self) -> None:
@@ -161,9 +157,8 @@ class Checkpointer:
             extra: further data to store with the checkpoint, as JSON without NaN. Only rank 0's is stored.
             deadline_seconds: deadline of this save; default: that of the checkpointer.
 
-        Raises:
-            GenerationSuperseded: a newer generation of the job is running.
-            CheckpointError: two saves in a row have failed.
+        Raises GenerationSuperseded (a newer generation of the job is running), CheckpointError (two saves in
+        a row have failed).
         """
         began = time.monotonic()
         if self._last_step is not None and step <= self._last_step:
@@ -202,14 +197,11 @@ class Checkpointer:
             self._send()
 
     def wait(self) -> CommitRef | None:
-        """Wait until the newest save is committed.
+        """Wait until the newest save is committed. Return the newest commit; None if nothing was ever saved or
+        restored.
 
-        Returns:
-            The newest commit; None if nothing was ever saved or restored.
-
-        Raises:
-            CheckpointError: the save failed, or its deadline passed.
-            GenerationSuperseded: a newer generation of the job is running.
+        Raises CheckpointError (the save failed, or its deadline passed), GenerationSuperseded (a newer
+        generation of the job is running).
         """
         self.before_step()
         flights = self._saves
@@ -226,19 +218,10 @@ class Checkpointer:
         return flights.last_commit
 
     def restore(self, candidates: list[str], model: nn.Module, optimizer: Optimizer | None) -> RestoreResult | None:
-        """Fill model and optimizer from the first candidate that all ranks can verify.
+        """Fill model and optimizer from the first candidate that all ranks can verify; return None without candidates.
 
-        Damaged candidates are quarantined and reported.
-
-        Args:
-            candidates: commit keys, newest first.
-
-        Returns:
-            What was restored; None if there are no candidates.
-
-        Raises:
-            CommitMismatch: the commit belongs to another model.
-            CheckpointError: no candidate can be restored.
+        Damaged candidates are quarantined and reported. `candidates` are commit keys, newest first. Raises
+        CommitMismatch (the commit belongs to another model), CheckpointError (no candidate can be restored).
         """
         if self._generation.parent is not None and self._generation.parent not in candidates:
             raise CheckpointError(
@@ -297,7 +280,6 @@ class Checkpointer:
         return common
 
     def _send(self) -> None:
-        """Hand the queued save to the uploader process, with the buffer layout if that process does not have it yet."""
         assert self._queued is not None
         queued, self._queued = self._queued, None
         layout = queued.staged.layout

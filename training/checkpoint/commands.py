@@ -130,8 +130,7 @@ def find(store: Store, wanted: str | None) -> TracedCommit:
     Args:
         wanted: a step, a key or the start of a hash (6 digits or more); None means the newest commit that counts.
 
-    Raises:
-        CheckpointError: no commit or several commits match; the message lists the candidates.
+    Raises CheckpointError (no commit or several commits match; the message lists the candidates).
     """
     traced = trace_lineage(store)
     if wanted is None:

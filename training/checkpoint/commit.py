@@ -60,14 +60,10 @@ class CommitWatch:
         return not self._missing()
 
     def look(self) -> CommitAttempt:
-        """Commit the save if all its indexes exist and are sound.
+        """Commit the save if all its indexes exist and are sound. Return the commit, or the ranks whose index is
+        missing.
 
-        Returns:
-            The commit, or the ranks whose index is missing.
-
-        Raises:
-            StoreError: the store failed.
-            CheckpointError: the indexes contradict each other.
+        Raises StoreError (the store failed), CheckpointError (the indexes contradict each other).
         """
         missing = self._missing()
         cause = self._read([rank for rank in range(self._save.world_size) if rank not in missing])
@@ -93,10 +89,7 @@ class CommitWatch:
         return set(missing)
 
     def _read(self, ranks: list[int]) -> str:
-        """Read the indexes that have not been read yet, and return why some are unusable; "" if none is.
-
-        The next call reads unusable indexes again.
-        """
+        """Read the indexes that have not been read yet, and return why some are unusable; "" if none is."""
         new = [rank for rank in ranks if rank not in self._indexes]
         if not new:
             return ""
@@ -151,9 +144,8 @@ def await_commit(
         foreign_first: look for a commit by another rank before trying to commit.
         given_up: returns True when waiting has become pointless.
 
-    Raises:
-        CheckpointError: the save was not committed by the deadline, or was given up. The message names the ranks
-            without an index and the store's last error.
+    Raises CheckpointError (the save was not committed by the deadline, or was given up. The message names the
+    ranks without an index and the store's last error).
     """
     watch = CommitWatch(store, save)
     attempt, cause = CommitAttempt(None, 0, []), ""

@@ -30,8 +30,7 @@ _Finish = Callable[[], object]
 class CommitReader(StorageReader):
     """Reader that verifies the commit `key` of a job's store; also usable with `dcp.load`.
 
-    Args:
-        parallel: chunks read at once; default: 2 from a local store, 8 from a remote one.
+    `parallel` chunks are read at once; default: 2 from a local store, 8 from a remote one.
     """
 
     def __init__(self, job_store: Store, key: str, *, parallel: int | None = None) -> None:

@@ -75,11 +75,7 @@ _DTYPES = {
 def read_file(path: Path, *, weights_only: bool = False) -> PortableState:
     """Read a checkpoint from a DCP folder, a safetensors file or folder, or a torch file. The path shows the format.
 
-    Args:
-        weights_only: leave out the optimizer's state.
-
-    Raises:
-        CheckpointError: the path does not exist or cannot be read in its format.
+    Raises CheckpointError if the path does not exist or cannot be read in its format.
     """
     _refuse_special_files(path)
     kind = _kind_of(path)
@@ -102,9 +98,7 @@ def _refuse_special_files(path: Path) -> None:
 def write_file(content: PortableState, path: Path, kind: str) -> None:
     """Write `content` in the format `kind`, one of KINDS. After an error the incomplete output is removed.
 
-    Raises:
-        CheckpointError: the path exists.
-        NoRoom: the disk is full.
+    Raises CheckpointError (the path exists), NoRoom (the disk is full).
     """
     if os.path.lexists(path) and not _is_device(path):
         raise CheckpointError(f"{path}: exists already; hint: choose another name")
@@ -232,9 +226,7 @@ def _restore_lists(document: Any) -> Any:
 
 
 def save_hollow(document: Any, names: Mapping[int, str], path: Path) -> list[str]:
-    """Write a torch file that has every tensor's shape and dtype but no values. `fill` writes the values later.
-
-    This lets a large file be written one tensor at a time.
+    """Write a torch file that has every tensor's shape and dtype but no values, so that `fill` writes one at a time.
 
     Args:
         document: nested dictionaries and lists with tensors, as for `torch.save`.
@@ -254,12 +246,7 @@ def save_hollow(document: Any, names: Mapping[int, str], path: Path) -> list[str
 
 
 def fill(path: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
-    """Write the values of tensors into a file that `save_hollow` wrote.
-
-    Args:
-        path: the file.
-        tensors: name and values of each tensor, in the order that `save_hollow` returned.
-    """
+    """Write the names and values of tensors, in the order that `save_hollow` returned, into the file that it wrote."""
     with path.open("r+b") as file:
         with zipfile.ZipFile(file) as archive:
             entries = [info for info in archive.infolist() if info.filename.split("/")[1:-1] == ["data"]]
@@ -315,7 +302,6 @@ def _fill_directory(file: BinaryIO, start: int, sums: Mapping[str, int]) -> None
 
 
 def read_torch(path: Path, weights_only: bool) -> PortableState:
-    """Read a torch file without executing code from it."""
     return parse_document(torch.load(path, map_location="cpu", mmap=True, weights_only=True), str(path), weights_only)
 
 

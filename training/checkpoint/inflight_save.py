@@ -36,8 +36,7 @@ _NO_ROOM_HINT = "free space or raise the quota, or use another store; then start
 class UploaderClient:
     """Client of an uploader process: it starts the process, sends commands, reads answers, and replaces a dead process.
 
-    Args:
-        buffers: file descriptors of the staging buffers, which the process inherits.
+    The process inherits the file descriptors `buffers` of the staging buffers.
     """
 
     def __init__(self, store_uri: str, rank: int, buffers: list[int]) -> None:
@@ -92,14 +91,7 @@ class UploaderClient:
         self._write(command)
 
     def answer(self, timeout_seconds: float) -> dict[str, Any] | None:
-        """Wait for the uploader's next answer and return it.
-
-        Args:
-            timeout_seconds: Longest wait; 0 returns at once.
-
-        Returns:
-            The answer; None if none arrived in time.
-        """
+        """Wait for the uploader's next answer and return it; None if none arrives in time."""
         try:
             return self._answers.get(timeout=timeout_seconds) if timeout_seconds > 0 else self._answers.get_nowait()
         except queue.Empty:
@@ -147,12 +139,7 @@ def _read_answers(process: subprocess.Popen[str], answers: queue.SimpleQueue[dic
 
 
 class UploadCost(NamedTuple):
-    """Totals of a rank's uploads.
-
-    Attributes:
-        cpu_seconds: CPU time of the uploader process.
-        seconds: wall-clock time from each command until the rank's index was durable.
-    """
+    """Totals of a rank's uploads: bytes, CPU time of the uploader, and wall-clock time until each index was durable."""
 
     bytes: int
     cpu_seconds: float
@@ -161,27 +148,17 @@ class UploadCost(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class InflightSave:
-    """A save that was handed to the uploader.
-
-    Attributes:
-        began: `time.monotonic()` when the save was requested.
-        size: bytes of this rank's part.
-        stall_seconds: time for which the save held up training.
-    """
+    """A save that was handed to the uploader."""
 
     save: CheckpointId
-    began: float
+    began: float  # `time.monotonic()` when the save was requested
     deadline: Deadline
-    size: int
-    stall_seconds: float
+    size: int  # bytes of this rank's part
+    stall_seconds: float  # time for which the save held up training
 
 
 class SaveTracker:
-    """Tracker of a rank's saves: it hands them to the uploader, at most one at a time, and records their outcome.
-
-    Args:
-        waiting: called when a wait for the uploader begins; returns a function that is called when the wait ends.
-    """
+    """Tracker of a rank's saves: it hands them to the uploader, at most one at a time, and records their outcome."""
 
     def __init__(
         self,
@@ -344,7 +321,7 @@ class SaveTracker:
             self._current = None
 
     def _failed(self, message: str, step: int | None = None) -> None:
-        """Record that the save of `step` failed. If `step` is None, it is the save in flight."""
+        """Record that the save of `step`, by default the one in flight, failed."""
         under_way = self._current.save.step if self._current is not None else None
         step = under_way if step is None else step
         if step == under_way:  # not for the late failure of an earlier save

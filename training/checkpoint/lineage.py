@@ -56,18 +56,12 @@ NO_PARENT = ""  # instead of a parent: start from scratch although there are com
 
 @dataclass(frozen=True)
 class Generation:
-    """One start of the gang.
-
-    Attributes:
-        id: random text that distinguishes two launchers which open the same number.
-        parent: key of the commit from which it starts; None if it starts from scratch.
-        parent_step: step of that commit; 0 without one.
-    """
+    """One start of the gang."""
 
     number: int
-    id: str
-    parent: str | None = None
-    parent_step: int = 0
+    id: str  # random text that distinguishes two launchers which open the same number
+    parent: str | None = None  # key of the commit from which it starts; None if it starts from scratch
+    parent_step: int = 0  # step of that commit; 0 without one
 
     @property
     def name(self) -> str:
@@ -77,9 +71,8 @@ class Generation:
 def read_generation(job_store: Store, number: int, generation_id: str) -> Generation:
     """Read a generation's record.
 
-    Raises:
-        ObjectNotFound: there is no record.
-        DamagedLineage: the record is damaged, or belongs to another generation.
+    Raises ObjectNotFound (there is no record), DamagedLineage (the record is damaged, or belongs to another
+    generation).
     """
     key = generation_key(number, generation_id)
     try:
@@ -113,10 +106,7 @@ def await_listed_ids(job_store: Store, generation: Generation) -> list[str]:
 
     More than one id means that several launchers opened this number. Listings may lag behind puts. A launcher that
     waits until its own record is listed also sees the records that were listed before, and the next launcher sees this
-    number and takes a higher one.
-
-    Raises:
-        StoreUnavailable: the record is not listed within 10 s.
+    number and takes a higher one. Raises StoreUnavailable (the record is not listed within 10 s).
     """
     limit = time.monotonic() + LISTING_SECONDS
     for pause in backoff_pauses(longest_seconds=0.5):
@@ -174,9 +164,7 @@ class LineageChain:
     Args:
         near: as in `GenerationRecords`.
 
-    Raises:
-        DamagedLineage: a record is missing or wrong.
-        TwoLaunchers: a number has two records.
+    Raises DamagedLineage (a record is missing or wrong), TwoLaunchers (a number has two records).
     """
 
     def __init__(self, job_store: Store, *, near: int = 0) -> None:
@@ -250,17 +238,12 @@ class CommitRef:
 
 @dataclass(frozen=True)
 class TracedCommit:
-    """A commit, and whether it counts.
-
-    Attributes:
-        unreachable_because: why it does not count; None if it counts.
-        modified: Unix time at which its manifest was written.
-        refused: only its signature is missing or wrong. The commit may be sound, so retention does not delete it.
-    """
+    """A commit, and whether it counts."""
 
     ref: CommitRef
-    unreachable_because: str | None
-    modified: float
+    unreachable_because: str | None  # why it does not count; None if it counts
+    modified: float  # Unix time at which its manifest was written
+    # only its signature is missing or wrong. The commit may be sound, so retention does not delete it
     refused: bool = False
 
 
@@ -271,14 +254,10 @@ class GenerationOpening:
     A put that timed out may still arrive. If a later try used the same number and id, the late record could overwrite
     the newer one. With a number of its own, the late record is a generation without descendants; it conflicts only with
     another launcher's record of that number.
-
-    Attributes:
-        id: the same for all tries.
-        number: the highest number that a try has used; 0 before the first.
     """
 
-    id: str = field(default_factory=lambda: secrets.token_hex(4))
-    number: int = 0
+    id: str = field(default_factory=lambda: secrets.token_hex(4))  # the same for all tries
+    number: int = 0  # the highest number that a try has used; 0 before the first
 
 
 def open_generation(
@@ -297,12 +276,10 @@ def open_generation(
         parent: key of a commit to start from instead (a rewind: later commits no longer count), or `NO_PARENT`.
         opening: the same object for each try at one start.
 
-    Raises:
-        NothingToRestore: the job has commits, none can be restored, and no permit (a person's consent, see
-            `checkpoint.rollback`) allows a start from scratch.
-        UnreliableReader: this process reads a manifest wrongly that another process finds sound.
-        TwoLaunchers: another launcher opened the same number; this record has been withdrawn.
-        CheckpointError: the parent is being deleted.
+    Raises NothingToRestore (the job has commits, none can be restored, and no permit (a person's consent, see
+    `checkpoint.rollback`) allows a start from scratch), UnreliableReader (this process reads a manifest wrongly
+    that another process finds sound), TwoLaunchers (another launcher opened the same number; this record has been
+    withdrawn), CheckpointError (the parent is being deleted).
     """
     opening = opening or GenerationOpening()
     seen = _newest_seen_number(job_store)
@@ -478,10 +455,8 @@ def _names_below(job_store: Store, prefix: str) -> set[str]:
 def is_readable_commit(job_store: Store, ref: CommitRef) -> bool:
     """Return whether a commit's manifest is readable, so that a generation can start from it; print a warning if not.
 
-    A new process reads a damaged manifest again.
-
-    Raises:
-        UnreliableReader: the new process finds the manifest sound, so this machine reads wrongly.
+    A new process reads a damaged manifest again. Raises UnreliableReader (the new process finds the manifest sound, so
+    this machine reads wrongly).
     """
     try:
         fetch_verified(job_store, ref.key, Manifest.from_bytes)

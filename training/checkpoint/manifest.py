@@ -26,14 +26,10 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointId:
-    """The identity of a checkpoint, which all its objects contain.
-
-    Attributes:
-        generation: name of the generation, that is its number and its random id.
-    """
+    """The identity of a checkpoint, which all its objects contain."""
 
     job: str
-    generation: str
+    generation: str  # name of the generation, that is its number and its random id
     step: int
     world_size: int
 
@@ -44,23 +40,15 @@ class CheckpointId:
 
 @dataclass(frozen=True, kw_only=True)
 class IndexEntry:
-    """A rectangular piece of a tensor, and its position in a rank's data object.
-
-    Attributes:
-        shape: shape of the whole tensor.
-        offsets: position of the piece's first element in the whole tensor, by dimension.
-        sizes: shape of the piece.
-        start: offset of the piece in the data object, in bytes.
-        length: length of the piece in bytes.
-    """
+    """A rectangular piece of a tensor, and its position in a rank's data object."""
 
     name: str
     dtype: str  # as torch names it, without "torch."
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    start: int
-    length: int
+    shape: tuple[int, ...]  # shape of the whole tensor
+    offsets: tuple[int, ...]  # position of the piece's first element in the whole tensor, by dimension
+    sizes: tuple[int, ...]  # shape of the piece
+    start: int  # offset of the piece in the data object, in bytes
+    length: int  # length of the piece in bytes
 
     def to_json(self) -> list[Any]:
         return [self.name, self.dtype, self.shape, self.offsets, self.sizes, self.start, self.length]
@@ -74,19 +62,14 @@ class IndexEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class DataObject:
-    """The bytes that one rank uploaded, described by a CRC64NVME of the whole object and one of each chunk.
-
-    Attributes:
-        size: size of the object in bytes.
-        chunks: checksum of each chunk of `chunk_bytes` bytes; the last chunk may be shorter.
-        sha256: SHA-256 of each chunk if commits are signed, since a CRC can be forged; otherwise empty and not stored.
-    """
+    """The bytes that one rank uploaded, described by a CRC64NVME of the whole object and one of each chunk."""
 
     key: str
-    size: int
+    size: int  # size of the object in bytes
     crc64nvme: str
     chunk_bytes: int
-    chunks: tuple[str, ...]
+    chunks: tuple[str, ...]  # checksum of each chunk of `chunk_bytes` bytes; the last chunk may be shorter
+    # SHA-256 of each chunk if commits are signed, since a CRC can be forged; otherwise empty and not stored
     sha256: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
@@ -100,18 +83,15 @@ class DataObject:
 
 @dataclass(frozen=True, kw_only=True)
 class RankIndex:
-    """The description of one rank's part of a checkpoint.
-
-    Attributes:
-        common: extra, optimizer settings and key of the parent commit; only rank 0 stores them.
-        hmac: signature of the other fields and the index's key (`signing.Signer`); empty and not stored if unsigned.
-    """
+    """The description of one rank's part of a checkpoint."""
 
     save: CheckpointId
     rank: int
     data: DataObject
     items: tuple[IndexEntry, ...]
+    # extra, optimizer settings and key of the parent commit; only rank 0 stores them
     common: dict[str, Any] | None = None
+    # signature of the other fields and the index's key (`signing.Signer`); empty and not stored if unsigned
     hmac: str = ""
 
     def to_bytes(self) -> bytes:
@@ -164,20 +144,13 @@ class TensorEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """The manifest of a commit: the indexes of all ranks, merged.
-
-    Attributes:
-        data: data objects, in the order of ranks.
-        indexes: SHA-256 of each rank's index.
-        tensors: tensors by name.
-        common: extra, optimizer settings and key of the parent commit.
-    """
+    """The manifest of a commit: the indexes of all ranks, merged."""
 
     save: CheckpointId
-    data: tuple[DataObject, ...]
-    indexes: tuple[str, ...]
-    tensors: dict[str, TensorEntry]
-    common: dict[str, Any] = field(default_factory=dict)
+    data: tuple[DataObject, ...]  # data objects, in the order of ranks
+    indexes: tuple[str, ...]  # SHA-256 of each rank's index
+    tensors: dict[str, TensorEntry]  # tensors by name
+    common: dict[str, Any] = field(default_factory=dict)  # extra, optimizer settings and key of the parent commit
 
     @property
     def size(self) -> int:
@@ -203,9 +176,8 @@ class Manifest:
     def from_bytes(cls, data: bytes, key: str) -> Manifest:
         """Parse the manifest with the commit key `key`.
 
-        Raises:
-            CorruptCommit: the bytes do not have the SHA-256 in the key, or are no manifest of this format.
-            MisplacedCommit: the manifest belongs to the key of another commit.
+        Raises CorruptCommit (the bytes do not have the SHA-256 in the key, or are no manifest of this
+        format), MisplacedCommit (the manifest belongs to the key of another commit).
         """
         step, generation, stated = parse_commit_key(key)
         if (actual := sha256_text(data)) != stated:
@@ -266,9 +238,8 @@ def merge_indexes(save: CheckpointId, indexes: Sequence[tuple[RankIndex, bytes]]
     Args:
         indexes: each rank's index with its serialised bytes, in the order of ranks.
 
-    Raises:
-        CheckpointError: an index belongs to another save or names another rank's data object, or the pieces do not
-            cover a tensor exactly once.
+    Raises CheckpointError (an index belongs to another save or names another rank's data object, or the pieces do
+    not cover a tensor exactly once).
     """
     for rank, (index, _) in enumerate(indexes):
         if index.save != save or index.rank != rank:

@@ -35,19 +35,12 @@ _LONGEST_PAUSE_SECONDS = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class PartSettings:
-    """The sizes into which an object is divided for its upload.
+    """The sizes into which an object is divided for its upload."""
 
-    Attributes:
-        part_bytes: bytes per part, a multiple of `chunk_bytes`.
-        chunk_bytes: bytes per checksum in the index.
-        parallel: parts uploaded at once.
-        sha256: also compute the SHA-256 of each chunk.
-    """
-
-    part_bytes: int = 2 * CHUNK_BYTES
-    chunk_bytes: int = CHUNK_BYTES
-    parallel: int = 4
-    sha256: bool = False
+    part_bytes: int = 2 * CHUNK_BYTES  # bytes per part, a multiple of `chunk_bytes`
+    chunk_bytes: int = CHUNK_BYTES  # bytes per checksum in the index
+    parallel: int = 4  # parts uploaded at once
+    sha256: bool = False  # also compute the SHA-256 of each chunk
 
 
 @dataclass(frozen=True)
@@ -76,8 +69,7 @@ class PartUploader:
     def upload(self, key: str, view: memoryview, deadline: Deadline) -> DataObject:
         """Upload an object, verify its size and checksum in the store, and return its description.
 
-        Raises:
-            CheckpointError: names the part, the tries and the cause.
+        Raises CheckpointError (names the part, the tries and the cause).
         """
         pieces = self._pieces(view)
         what = f"put {key}"

@@ -36,21 +36,16 @@ _OBJECT_BYTES = 2 * 2**30  # per data object: memory that an import needs in add
 
 @dataclass(kw_only=True)
 class PortableState:
-    """The state in a commit, independent of ranks.
+    """The state in a commit, independent of ranks."""
 
-    Attributes:
-        weights: tensors by name.
-        moments: optimizer tensors by parameter name and then state name, such as exp_avg.
-        settings: the rest of the optimizer, as `optimizer_settings` returns it; None without an optimizer.
-        extra: JSON that Ebbflow stores with its own commits.
-        source: reads the values of the tensors, which are on device "meta"; None if the tensors have their values.
-    """
-
-    weights: dict[str, Tensor]
+    weights: dict[str, Tensor]  # tensors by name
+    # optimizer tensors by parameter name and then state name, such as exp_avg
     moments: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    # the rest of the optimizer, as `optimizer_settings` returns it; None without an optimizer
     settings: dict[str, Any] | None = None
     step: int = 0
-    extra: dict[str, Any] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)  # JSON that Ebbflow stores with its own commits
+    # reads the values of the tensors, which are on device "meta"; None if the tensors have their values
     source: Source | None = None
 
     def stream(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
@@ -78,8 +73,7 @@ def unwrap_weights(state: Mapping[str, Any], what: str) -> dict[str, Tensor]:
     Args:
         what: name of the file, for errors.
 
-    Raises:
-        CheckpointError: a value is not a tensor, two names become equal, or there are no weights.
+    Raises CheckpointError (a value is not a tensor, two names become equal, or there are no weights).
     """
     weights: dict[str, Tensor] = {}
     seen: set[tuple[Any, ...]] = set()
@@ -117,8 +111,8 @@ def add_optimizer(content: PortableState, document: Mapping[str, Any], what: str
         document: the state dict.
         what: name of the file, for errors.
 
-    Raises:
-        CheckpointError: it is unclear which number is which parameter, or a state does not have its parameter's shape.
+    Raises CheckpointError (it is unclear which number is which parameter, or a state does not have its
+    parameter's shape).
     """
     groups, states = document["param_groups"], document["state"]
     names = _parameter_names(content, groups, states, what)
@@ -265,8 +259,7 @@ def commit_portable_state(store: Store, content: PortableState, *, source: str, 
         source: name of the imported file, to be recorded in the commit.
         seconds: time limit of the whole import.
 
-    Raises:
-        CheckpointError: the job has been started before, or the import failed.
+    Raises CheckpointError (the job has been started before, or the import failed).
     """
     if newest_generation_number(store):
         raise CheckpointError(f"{store.uri}: the job has been started already; hint: import into a new job's name")

@@ -73,21 +73,13 @@ class _Part:
 
 @dataclass(frozen=True)
 class ChunkRead:
-    """One chunk to read, and the destinations of its bytes.
+    """One chunk to read, and the destinations of its bytes."""
 
-    Attributes:
-        object: number of the data object.
-        number: number of the chunk in the object.
-        start: first byte of the chunk in the object.
-        length: bytes of the chunk.
-        parts: ranges to copy, sorted by position.
-    """
-
-    object: int
-    number: int
-    start: int
-    length: int
-    parts: tuple[_Part, ...]
+    object: int  # number of the data object
+    number: int  # number of the chunk in the object
+    start: int  # first byte of the chunk in the object
+    length: int  # bytes of the chunk
+    parts: tuple[_Part, ...]  # ranges to copy, sorted by position
 
     @property
     def disjoint(self) -> bool:
@@ -124,8 +116,7 @@ class ChunkRead:
 def plan_chunks(wanted: Iterable[WantedRange], objects: Sequence[DataObject]) -> list[ChunkRead]:
     """List the chunks that hold the wanted ranges, each chunk once, in the order of objects and bytes.
 
-    Raises:
-        CorruptCommit: a range is beyond the end of its object.
+    Raises CorruptCommit (a range is beyond the end of its object).
     """
     parts: dict[tuple[int, int], list[_Part]] = defaultdict(list)
     for want in wanted:
@@ -149,9 +140,8 @@ def plan_chunks(wanted: Iterable[WantedRange], objects: Sequence[DataObject]) ->
 def read_manifest(store: Store, key: str) -> Manifest:
     """Read the manifest with the commit key `key`.
 
-    Raises:
-        CorruptCommit: it is missing or damaged.
-        RefusedCommit: this process checks signatures, and the commit has no valid one.
+    Raises CorruptCommit (it is missing or damaged), RefusedCommit (this process checks signatures, and the commit
+    has no valid one).
     """
     signs = signer()
     try:
@@ -199,9 +189,8 @@ class VerifiedReader:
     def read(self, wanted: Iterable[WantedRange]) -> None:
         """Fill the wanted ranges with verified bytes. After an error the content of the ranges is undefined.
 
-        Raises:
-            CorruptCommit: the commit is damaged.
-            StoreError: the store cannot be read; the commit may be sound.
+        Raises CorruptCommit (the commit is damaged), StoreError (the store cannot be read; the commit may be
+        sound).
         """
         for outcome in self._run(plan_chunks(wanted, self._data), stop_at_first=True):
             if outcome is not None:
@@ -226,9 +215,8 @@ class VerifiedReader:
         Args:
             number: number of the chunk; None checks only that the object exists and has the right size.
 
-        Raises:
-            CorruptCommit: the object or chunk is damaged or not part of this commit.
-            StoreError: the store cannot be read.
+        Raises CorruptCommit (the object or chunk is damaged or not part of this commit), StoreError (the
+        store cannot be read).
         """
         place = next((place for place, data in enumerate(self._data) if data.key == key), None)
         if place is None:
@@ -265,8 +253,7 @@ class VerifiedReader:
     def _read_chunk(self, chunk: ChunkRead) -> None:
         """Read and verify a chunk. A damaged one is read once more, since the damage may have happened in transit.
 
-        Raises:
-            CorruptCommit: both readings are damaged.
+        Raises CorruptCommit (both readings are damaged).
         """
         data = self._data[chunk.object]
         stated = " ".join([data.chunks[chunk.number], *data.sha256[chunk.number : chunk.number + 1]])
@@ -373,9 +360,7 @@ def find_problem(store: Store, key: str, object_key: str = "", chunk: int | None
         object_key: key of the data object.
         chunk: number of the object's chunk to verify; None checks only the object's presence and size.
 
-    Raises:
-        StoreError: the store cannot be read.
-        CheckpointError: the manifest has another version.
+    Raises StoreError (the store cannot be read), CheckpointError (the manifest has another version).
     """
     try:
         manifest = read_manifest(store, key)
@@ -391,8 +376,7 @@ def find_problem(store: Store, key: str, object_key: str = "", chunk: int | None
 def find_problem_in_new_process(store_uri: str, key: str, object_key: str = "", chunk: int | None = None) -> str:
     """Run `find_problem` in a new process, which shares no memory with this one, and return its result.
 
-    Raises:
-        StoreUnavailable: the process gave no result.
+    Raises StoreUnavailable (the process gave no result).
     """
     path = python_path()
     arguments = [str(os.getpid()), store_uri, key]

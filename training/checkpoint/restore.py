@@ -67,15 +67,11 @@ _AGAIN_SECONDS = (0.5, 1.0, 2.0, 4.0)
 
 @dataclass(frozen=True, kw_only=True)
 class RejectedCommit:
-    """A commit that was skipped because it is damaged or its signature was refused.
-
-    Attributes:
-        extra: the `extra` that is stored in it; None if unreadable.
-    """
+    """A commit that was skipped because it is damaged or its signature was refused."""
 
     key: str
     reason: str
-    extra: dict[str, Any] | None = None
+    extra: dict[str, Any] | None = None  # the `extra` that is stored in it; None if unreadable
 
     @property
     def step(self) -> int:
@@ -84,49 +80,33 @@ class RejectedCommit:
 
 @dataclass(frozen=True, kw_only=True)
 class RestoreSeconds:
-    """Seconds of one rank's restore by activity; they add up to `RestoreResult.seconds`.
+    """Seconds of one rank's restore by activity; they add up to `RestoreResult.seconds`."""
 
-    Attributes:
-        list: reading manifests, and failed attempts.
-        download: reading bytes from the store. Threads download, verify and load at the same time; wall-clock time is
-            divided in proportion to the seconds that all threads spent on each.
-        verify: comparing checksums.
-        load: copying into model and optimizer.
-        agree: waiting for the other ranks' verdicts.
-    """
-
-    list: float
+    list: float  # reading manifests, and failed attempts
+    # reading bytes from the store. Threads download, verify and load at the same time; wall-clock time is divided
+    # in proportion to the seconds that all threads spent on each
     download: float
-    verify: float
-    load: float
-    agree: float
+    verify: float  # comparing checksums
+    load: float  # copying into model and optimizer
+    agree: float  # waiting for the other ranks' verdicts
 
 
 @dataclass(frozen=True, kw_only=True)
 class RestoreResult:
-    """The outcome of a restore. All ranks have equal values, except for bytes_read, seconds and split.
-
-    Attributes:
-        extra: what was stored in the commit beside the tensors.
-        rng: "restored" if the random states were restored bit for bit; "reseeded from the commit" if the commit has
-            none for this world size.
-        world_size: number of ranks that saved the commit.
-        seconds: duration of the restore.
-        split: the same seconds by activity.
-        rejected: skipped commits, newest first.
-        further: tensors besides model, optimizer and random states.
-    """
+    """The outcome of a restore. All ranks have equal values, except for bytes_read, seconds and split."""
 
     step: int
-    extra: dict[str, Any]
+    extra: dict[str, Any]  # what was stored in the commit beside the tensors
     key: str
+    # "restored" if the random states were restored bit for bit; "reseeded from the commit" if the commit has none
+    # for this world size
     rng: str
-    world_size: int
+    world_size: int  # number of ranks that saved the commit
     bytes_read: int
-    seconds: float
-    split: RestoreSeconds
-    rejected: list[RejectedCommit] = field(default_factory=list)
-    further: FurtherState = field(default_factory=FurtherState)
+    seconds: float  # duration of the restore
+    split: RestoreSeconds  # the same seconds by activity
+    rejected: list[RejectedCommit] = field(default_factory=list)  # skipped commits, newest first
+    further: FurtherState = field(default_factory=FurtherState)  # tensors besides model, optimizer and random states
 
 
 def restore_newest(
@@ -151,12 +131,10 @@ def restore_newest(
         shared: tensors of `FurtherState.shared` to fill in place; others of the commit are allocated on the CPU.
         read_again: makes another process read a doubtful part again; default: a new process on this machine.
 
-    Raises:
-        UnreliableReader: some ranks read wrongly what a second reader finds sound. Those ranks raise it 20 s before the
-            others, so that they are blamed.
-        CommitMismatch: the commit belongs to another model.
-        NothingToRestore: no commit of the job is left.
-        CheckpointError: a candidate could not be read, or all candidates are damaged and the job has older commits.
+    Raises UnreliableReader (some ranks read wrongly what a second reader finds sound. Those ranks raise it 20 s
+    before the others, so that they are blamed), CommitMismatch (the commit belongs to another model),
+    NothingToRestore (no commit of the job is left), CheckpointError (a candidate could not be read, or all
+    candidates are damaged and the job has older commits).
     """
     began = time.monotonic()
     rejected: list[RejectedCommit] = []
@@ -225,21 +203,15 @@ class _Reader:
 
 @dataclass(frozen=True, kw_only=True)
 class _Verdict:
-    """The verdict on a commit of one rank, or of all ranks together.
-
-    Attributes:
-        object_key: the damaged data object, as in CorruptCommit.
-        chunk: number of the damaged chunk, as in CorruptCommit.
-        suspects: ranks whose readings disagree with a second reader's.
-    """
+    """The verdict on a commit of one rank, or of all ranks together."""
 
     kind: str
     reason: str = ""
     node: int = 0
     host: str = ""
-    object_key: str = ""
-    chunk: int | None = None
-    suspects: tuple[int, ...] = ()
+    object_key: str = ""  # the damaged data object, as in CorruptCommit
+    chunk: int | None = None  # number of the damaged chunk, as in CorruptCommit
+    suspects: tuple[int, ...] = ()  # ranks whose readings disagree with a second reader's
 
     @property
     def doubts(self) -> bool:

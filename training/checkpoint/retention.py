@@ -50,23 +50,16 @@ _RECORD_MISSING_SECONDS = 60.0  # a listing may lag by seconds, hardly by a minu
 
 @dataclass(frozen=True, kw_only=True)
 class RetentionPolicy:
-    """The rules of retention. A commit is kept if any rule keeps it; only whole commits count.
+    """The rules of retention. A commit is kept if any rule keeps it; only whole commits count."""
 
-    Attributes:
-        keep_last: number of newest commits to keep.
-        keep_every_steps: also keep the first commit at or after each multiple of this step count.
-        keep_best: also keep this many commits with the lowest `best_metric`, as recorded in the commit.
-        max_total_bytes: cap on the data of all kept commits. Above it commits are dropped in this order: those kept by
-            step (oldest first), the best (worst first), the last (oldest first). The newest and pinned commits stay.
-        orphan_seconds: age in seconds at which objects that no reachable commit names are deleted.
-    """
-
-    keep_last: int = 3
-    keep_every_steps: int | None = None
-    keep_best: int = 0
+    keep_last: int = 3  # number of newest commits to keep
+    keep_every_steps: int | None = None  # also keep the first commit at or after each multiple of this step count
+    keep_best: int = 0  # also keep this many commits with the lowest `best_metric`, as recorded in the commit
     best_metric: str = "held_out_loss"
+    # cap on the data of all kept commits. Above it commits are dropped in this order: those kept by step (oldest
+    # first), the best (worst first), the last (oldest first). The newest and pinned commits stay
     max_total_bytes: int | None = None
-    orphan_seconds: float = 24 * 3600.0
+    orphan_seconds: float = 24 * 3600.0  # age in seconds at which objects that no reachable commit names are deleted
 
     def __post_init__(self) -> None:
         if self.keep_last < 1:
@@ -75,18 +68,12 @@ class RetentionPolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class WholeCommit:
-    """A commit whose data objects are all present.
+    """A commit whose data objects are all present."""
 
-    Attributes:
-        sha256: SHA-256 of its manifest.
-        size: bytes of its data.
-        metric: value of the policy's `best_metric`; None if absent or non-finite.
-    """
-
-    sha256: str
+    sha256: str  # SHA-256 of its manifest
     step: int
-    size: int
-    metric: float | None = None
+    size: int  # bytes of its data
+    metric: float | None = None  # value of the policy's `best_metric`; None if absent or non-finite
     pinned: bool = False
 
 
@@ -178,8 +165,8 @@ def delete_commit(store: Store, ref: CommitRef, generation: str | None, *, newes
     Returns:
         True; False if the commit was pinned meanwhile.
 
-    Raises:
-        GenerationSuperseded: a newer generation is on record, so another gang owns the job. Nothing is deleted.
+    Raises GenerationSuperseded (a newer generation is on record, so another gang owns the job. Nothing is
+    deleted).
     """
     tombstone = {"version": VERSION, "key": ref.key, "generation": generation, "step": ref.step}
     if signer() is not None:
@@ -302,15 +289,11 @@ def _sweep_orphans(
 
 @dataclass(frozen=True)
 class RetentionChoice:
-    """The commits that a policy keeps and deletes.
+    """The commits that a policy keeps and deletes."""
 
-    Attributes:
-        keep: the commits to keep, each with the reason.
-        delete: the commits to delete, each with the name of the generation that saved it; None if its manifest is
-            unreadable.
-    """
-
-    keep: dict[CommitRef, str]
+    keep: dict[CommitRef, str]  # the commits to keep, each with the reason
+    # the commits to delete, each with the name of the generation that saved it; None if its manifest is
+    # unreadable
     delete: dict[CommitRef, str | None]
 
 
@@ -335,8 +318,7 @@ class Retention:
         Args:
             interrupted: returns True if other work is waiting; then one commit is deleted and the rest by the next run.
 
-        Raises:
-            GenerationSuperseded: a newer generation than `save`'s is on record. Nothing is deleted.
+        Raises GenerationSuperseded (a newer generation than `save`'s is on record. Nothing is deleted).
         """
         end = time.monotonic() + _RUN_SECONDS
         return self._run(store, save, lambda: interrupted() or time.monotonic() >= end)
@@ -378,8 +360,7 @@ class Retention:
     def _record_is_listed(self, store: Store, save: CheckpointId, newest: int) -> bool:
         """Return whether the store lists this generation's record; put it back if it has been missing for a minute.
 
-        Raises:
-            DamagedLineage: the record is missing and its content is unknown.
+        Raises DamagedLineage (the record is missing and its content is unknown).
         """
         key = generation_key(save.generation_number, save.generation.partition("-")[2])
         if newest == save.generation_number:

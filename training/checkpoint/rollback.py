@@ -33,17 +33,11 @@ PERMITS = {"from_scratch": FROM_SCRATCH, "accept_rollback": ROLLBACK}
 
 @dataclass(frozen=True)
 class MissingCommits:
-    """Commits that the events mention and the store lacks.
+    """Commits that the events mention and the store lacks."""
 
-    Attributes:
-        known: the newest of them.
-        found: the newest commit in the store that counts; None if there is none.
-        permitted: whether a permit allows a start without the missing commits.
-    """
-
-    known: CommitRef
-    found: CommitRef | None
-    permitted: bool
+    known: CommitRef  # the newest of them
+    found: CommitRef | None  # the newest commit in the store that counts; None if there is none
+    permitted: bool  # whether a permit allows a start without the missing commits
 
     def describe(self) -> str:
         has = "has no commit" if self.found is None else f"has none newer than step {self.found.step}"
@@ -64,8 +58,7 @@ def record_permits(job_store: Store, *whats: str) -> None:
     Args:
         whats: kinds of permit: FROM_SCRATCH, ROLLBACK or both.
 
-    Raises:
-        StoreError: the store cannot be read or written.
+    Raises StoreError (the store cannot be read or written).
     """
     if not whats:
         return
@@ -98,9 +91,8 @@ def check_rollback(job_store: Store, events: Sequence[Event]) -> MissingCommits 
     Returns:
         The missing commits that a permit covers, so that the caller can report them; None if nothing is missing.
 
-    Raises:
-        RolledBack: commits are missing and no permit covers them.
-        DamagedLineage, TwoLaunchers: as in `newest_commits`.
+    Raises RolledBack (commits are missing and no permit covers them), DamagedLineage, TwoLaunchers as in
+    `newest_commits`.
     """
     missing = find_missing_commits(job_store, events)
     if missing is None or missing.permitted:

@@ -32,20 +32,13 @@ _MOMENTS_AT_MOST = 2  # for optimizers with betas; one for those with momentum o
 
 @dataclass(frozen=True)
 class TensorShard:
-    """The local piece of a tensor, and its position in the whole tensor.
-
-    Attributes:
-        local: the piece, of shape `sizes`.
-        shape: shape of the whole tensor.
-        offsets: position of the piece's first element in the whole tensor, by dimension.
-        sizes: shape of the piece.
-    """
+    """The local piece of a tensor, and its position in the whole tensor."""
 
     name: str
-    local: Tensor
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    local: Tensor  # the piece, of shape `sizes`
+    shape: tuple[int, ...]  # shape of the whole tensor
+    offsets: tuple[int, ...]  # position of the piece's first element in the whole tensor, by dimension
+    sizes: tuple[int, ...]  # shape of the piece
 
 
 def assign_shards(state: dict[str, Tensor], rank: int, world_size: int) -> list[TensorShard]:
@@ -115,16 +108,11 @@ def _spread(sizes: dict[str, int], writers: int) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class BufferLayout:
-    """Positions of all pieces in a staging buffer.
+    """Positions of all pieces in a staging buffer."""
 
-    Attributes:
-        number: increases each time the layout changes, so it identifies a layout.
-        length: bytes that the pieces need in all.
-    """
-
-    number: int
+    number: int  # increases each time the layout changes, so it identifies a layout
     items: tuple[IndexEntry, ...]
-    length: int
+    length: int  # bytes that the pieces need in all
 
 
 class SavePlanner:

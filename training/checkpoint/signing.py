@@ -37,8 +37,7 @@ class Signer:
     Args:
         name: environment variable that holds the key.
 
-    Raises:
-        NoSigningKey: the variable is not set, or its value is unsuitable.
+    Raises NoSigningKey (the variable is not set, or its value is unsuitable).
     """
 
     def __init__(self, name: str) -> None:
@@ -64,9 +63,7 @@ class Signer:
         Returns:
             SHA-256 of each chunk by data object, as the signature states them; empty if the manifest contains them.
 
-        Raises:
-            RefusedCommit: the signature is missing or wrong.
-            StoreError: the store cannot be read.
+        Raises RefusedCommit (the signature is missing or wrong), StoreError (the store cannot be read).
         """
         try:
             return fetch_verified(store, _signature_key(key), lambda raw, _: self._checked(store, key, raw))

@@ -113,15 +113,11 @@ def _anonymous_file(name: str) -> int:
 
 @dataclass(frozen=True)
 class StagedState:
-    """A state that is copied, or being copied, into a staging buffer.
+    """A state that is copied, or being copied, into a staging buffer."""
 
-    Attributes:
-        buffer: number of the buffer.
-        copied: event at which the copy from a CUDA device is complete; None if it is complete already.
-    """
-
-    buffer: int
+    buffer: int  # number of the buffer
     layout: BufferLayout
+    # event at which the copy from a CUDA device is complete; None if it is complete already
     copied: torch.cuda.Event | None = None
 
 

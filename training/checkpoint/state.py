@@ -51,8 +51,7 @@ class FurtherState:
 def named_state(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Tensor]:
     """Return the tensors to save, by name. They share memory with the model and the optimizer.
 
-    Raises:
-        CheckpointError: a part of the state cannot be saved as a named tensor.
+    Raises CheckpointError (a part of the state cannot be saved as a named tensor).
     """
     state = {f"model.{name}": tensor.detach() for name, tensor in _model_tensors(model).items()}
     if optimizer is None:
@@ -84,9 +83,8 @@ def optimizer_settings(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]
 def prepare_for_loading(manifest: Manifest, model: nn.Module, optimizer: Optimizer | None) -> dict[str, Tensor]:
     """Return the tensors to fill from a commit, by name. Missing optimizer state is allocated, surplus state dropped.
 
-    Raises:
-        CommitMismatch: names or global shapes differ, equally on all ranks. The model is compared first, because a
-            different model also has different optimizer state.
+    Raises CommitMismatch (names or global shapes differ, equally on all ranks. The model is compared first,
+    because a different model also has different optimizer state).
     """
     targets = {f"model.{name}": tensor.detach() for name, tensor in _model_tensors(model).items()}
     stored = {name for name in manifest.tensors if name.startswith("model.")}
@@ -103,8 +101,7 @@ def prepare_for_loading(manifest: Manifest, model: nn.Module, optimizer: Optimiz
 def apply_settings(settings: Mapping[str, Any], model: nn.Module, optimizer: Optimizer) -> None:
     """Set the optimizer to the settings that `optimizer_settings` returned. Param groups are matched by position.
 
-    Raises:
-        CommitMismatch: the number of param groups differs.
+    Raises CommitMismatch (the number of param groups differs).
     """
     groups = settings["param_groups"]
     if len(groups) != len(optimizer.param_groups):

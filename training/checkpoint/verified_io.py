@@ -125,8 +125,7 @@ def retry_until(
         longest_seconds: longest pause between tries.
         where: the part of the operation that failed, for the error.
 
-    Raises:
-        CheckpointError: names `what`, the number of tries and the cause.
+    Raises CheckpointError (names `what`, the number of tries and the cause).
     """
 
     def give_up(error: Exception, tries: int) -> Exception:
@@ -172,8 +171,7 @@ def fetch_verified(store: Store, key: str, parse: Callable[[bytes, str], T], wha
 def put_verified(store: Store, key: str, data: bytes) -> None:
     """Put an object and read it back. If the put fails but the object then holds the right bytes, the error is ignored.
 
-    Raises:
-        StoreError: the put failed, or other bytes were read back.
+    Raises StoreError (the put failed, or other bytes were read back).
     """
     try:
         store.put(key, data)

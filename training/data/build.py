@@ -74,18 +74,12 @@ _LINE_SEARCH_BYTES = 2**20
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file to read, or a part of one.
+    """A file to read, or a part of one."""
 
-    Attributes:
-        name: path below the data's root, with "/" on every system.
-        start: offset of the part's first byte.
-        end: offset at which the part ends; None means the end of the file.
-    """
-
-    name: str
+    name: str  # path below the data's root, with "/" on every system
     path: Path
-    start: int = 0
-    end: int | None = None
+    start: int = 0  # offset of the part's first byte
+    end: int | None = None  # offset at which the part ends; None means the end of the file
 
     @property
     def size(self) -> int:
@@ -98,8 +92,7 @@ def find_files(data: DataConfig, *, project_root: Path) -> list[SourceFile]:
     Args:
         project_root: base of relative paths.
 
-    Raises:
-        DataError: there is no such file.
+    Raises DataError (there is no such file).
     """
     if data.path is None:
         root = Path(sysconfig.get_path("stdlib"))
@@ -136,8 +129,7 @@ def split_files(files: list[SourceFile], fraction: float) -> tuple[list[SourceFi
     Args:
         fraction: share to hold out, from 0 to 1: of the files, or of a single file's bytes.
 
-    Raises:
-        DataError: the text is too short.
+    Raises DataError (the text is too short).
     """
     if len(files) == 1:
         return _split_inside(files[0], fraction)
@@ -304,11 +296,8 @@ def prepare_tokens(data: DataConfig, store: Store, *, project_root: Path) -> Tok
     """Build the token shards of `data` in `store` unless they exist, and return their description.
 
     The shards' fingerprint covers format, tokenizer, split rule, and each file's name and content, and nothing about
-    this machine: the same text has the same fingerprint everywhere.
-
-    Raises:
-        DataError: files or tokenizer are missing or unusable.
-        StoreError: the store failed.
+    this machine: the same text has the same fingerprint everywhere. Raises DataError (files or tokenizer are missing or
+    unusable), StoreError (the store failed).
     """
     tokenizer = open_tokenizer(data, project_root=project_root)
     files = find_files(data, project_root=project_root)

@@ -96,29 +96,19 @@ def _mix(values: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
-    """The description of a set of token shards.
+    """The description of a set of token shards."""
 
-    Attributes:
-        fingerprint: hash of everything that determines the tokens.
-        unigram_entropy_nats: entropy per token of the train text, in nats. It is the loss of a model that knows only
-            token frequencies.
-        files: number of source files, train and held out.
-        bytes: bytes of the source files.
-        held_out_bytes: bytes of the held-out files, which make a loss per token comparable between tokenizers.
-        shard_sha256: SHA-256 by shard, "train" and "held_out".
-        weight_unit: the unit of a batch's weight, for reports.
-    """
-
-    fingerprint: str
+    fingerprint: str  # hash of everything that determines the tokens
     vocab_size: int
     train_tokens: int
     held_out_tokens: int
+    # entropy per token of the train text, in nats. It is the loss of a model that knows only token frequencies
     unigram_entropy_nats: float
-    files: int
-    bytes: int
-    held_out_bytes: int
-    shard_sha256: dict[str, str]
-    weight_unit: str = "tokens"
+    files: int  # number of source files, train and held out
+    bytes: int  # bytes of the source files
+    held_out_bytes: int  # bytes of the held-out files, which make a loss per token comparable between tokenizers
+    shard_sha256: dict[str, str]  # SHA-256 by shard, "train" and "held_out"
+    weight_unit: str = "tokens"  # the unit of a batch's weight, for reports
 
     def to_json(self) -> dict:
         return asdict(self)
@@ -141,8 +131,7 @@ def open_tokens(store: Store, fingerprint: str, *, cache: Path | None = None) ->
     Args:
         cache: folder for downloads; default: a folder of this user below the temporary folder.
 
-    Raises:
-        DataError: the shards are missing, incomplete or changed.
+    Raises DataError (the shards are missing, incomplete or changed).
     """
     shards = store.sub(tokens_prefix(fingerprint))
     about = read_description(shards)

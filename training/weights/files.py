@@ -24,17 +24,12 @@ Translate = Callable[[str], str | None]
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a safetensors file.
+    """A tensor in a safetensors file."""
 
-    Attributes:
-        name: its name in the file.
-        dtype: as safetensors names it, such as BF16.
-    """
-
-    name: str
+    name: str  # its name in the file
     file: Path
     shape: tuple[int, ...]
-    dtype: str
+    dtype: str  # as safetensors names it, such as BF16
 
 
 def find_weights(path: str, translate: Translate | None = None) -> dict[str, StoredTensor]:
@@ -44,8 +39,7 @@ def find_weights(path: str, translate: Translate | None = None) -> dict[str, Sto
         path: a safetensors file, or a folder with one or with an index.
         translate: returns the model's name of a stored tensor, or None to leave it out.
 
-    Raises:
-        WorkloadError: files are missing or damaged, or two tensors get the same name.
+    Raises WorkloadError (files are missing or damaged, or two tensors get the same name).
     """
     found: dict[str, StoredTensor] = {}
     for file in list_weight_files(path):
@@ -65,10 +59,8 @@ def find_weights(path: str, translate: Translate | None = None) -> dict[str, Sto
 def list_weight_files(path: str) -> list[Path]:
     """List the safetensors files of a checkpoint.
 
-    These are `path` itself if it is a file, or the files in the folder's index, or the only one in the folder.
-
-    Raises:
-        WorkloadError: there is no such file, or it is unclear which files to read.
+    These are `path` itself if it is a file, or the files in the folder's index, or the only one in the folder. Raises
+    WorkloadError (there is no such file, or it is unclear which files to read).
     """
     root = Path(path)
     if root.is_file():
@@ -111,8 +103,7 @@ def open_weights(file: Path, *, framework: str) -> Any:
     Args:
         framework: "np" to read names and shapes, "pt" to read torch tensors.
 
-    Raises:
-        WorkloadError: the file cannot be read.
+    Raises WorkloadError (the file cannot be read).
     """
     try:
         return safe_open(file, framework=framework, device="cpu")

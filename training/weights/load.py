@@ -35,8 +35,7 @@ def initialise(module: nn.Module, blank: nn.Module, *, seed: int) -> None:
     Args:
         blank: a copy of the whole model on the meta device.
 
-    Raises:
-        WorkloadError: a module has no `reset_parameters`.
+    Raises WorkloadError (a module has no `reset_parameters`).
     """
     tied = tied_names(blank)
     targets = dict(module.named_parameters()) | dict(module.named_buffers())
@@ -96,8 +95,8 @@ def _copy_own_part(target: Tensor, value: Tensor) -> None:
 def check_weights_fit(found: Mapping[str, StoredTensor], model: nn.Module, path: str) -> None:
     """Check that the stored tensors fit the model. A tied weight is required once, under any of its names.
 
-    Raises:
-        WorkloadError: tensors are missing, unexpected, of another shape, or integers in place of floats or vice versa.
+    Raises WorkloadError (tensors are missing, unexpected, of another shape, or integers in place of floats or
+    vice versa).
     """
     targets, names = _targets(model)
     missing = [alike[0] for alike in names if not set(alike) & set(found)]
@@ -125,10 +124,8 @@ def check_weights_fit(found: Mapping[str, StoredTensor], model: nn.Module, path:
 def load_weights(path: str, model: nn.Module, translate: Translate | None = None) -> int:
     """Fill the model, sharded or not, from safetensors files, and return the number of tensors.
 
-    Values are converted to the model's dtype: half-precision files fill float32 weights.
-
-    Raises:
-        WorkloadError: the files do not fit the model. No weight has been changed.
+    Values are converted to the model's dtype: half-precision files fill float32 weights. Raises WorkloadError (the
+    files do not fit the model. No weight has been changed).
     """
     found = find_weights(path, translate)
     check_weights_fit(found, model, path)

@@ -32,16 +32,11 @@ _LAST_LINES = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Examination:
-    """The result of an examination.
+    """The result of an examination."""
 
-    Attributes:
-        text: the checks that were made, and their figures.
-        shape: the measured shape of the model; None if it was not measured.
-        prepared: the description of the data that `prepare` returned; None if `prepare` did not run.
-    """
-
-    text: str
-    shape: ModelShape | None
+    text: str  # the checks that were made, and their figures
+    shape: ModelShape | None  # the measured shape of the model; None if it was not measured
+    # the description of the data that `prepare` returned; None if `prepare` did not run
     prepared: dict[str, Any] | None
 
 
@@ -53,8 +48,7 @@ def examine(config: RunConfig, *, prepare: bool, seconds: float = EXAMINE_SECOND
             imported, because it cannot be tried without data.
         seconds: deadline for all of it; with `prepare`, at least PREPARE_SECONDS.
 
-    Raises:
-        WorkloadError: if the workload cannot be trained as it is; the message has the problem.
+    Raises WorkloadError (if the workload cannot be trained as it is; the message has the problem).
     """
     seconds = max(seconds, PREPARE_SECONDS) if prepare else seconds
     with tempfile.TemporaryDirectory(prefix="ebbflow-examine-") as folder:
@@ -143,8 +137,7 @@ def _run(command: list[str], seconds: float, what: str, *, shown: bool) -> str:
         what: the name of the workload, for the message about the deadline.
         shown: whether the output goes to the terminal instead; then return "".
 
-    Raises:
-        WorkloadError: if the deadline has passed.
+    Raises WorkloadError (if the deadline has passed).
     """
     path = python_path()
     with subprocess.Popen(

@@ -136,15 +136,10 @@ def _residual_std(model: ModelConfig) -> float:
 
 @dataclass(frozen=True)
 class TextBatch:
-    """A batch of text.
+    """A batch of text."""
 
-    Attributes:
-        inputs: token numbers, int64 `[samples, sequence_length]`.
-        targets: the token after each input, of the same shape.
-    """
-
-    inputs: Tensor
-    targets: Tensor
+    inputs: Tensor  # token numbers, int64 `[samples, sequence_length]`
+    targets: Tensor  # the token after each input, of the same shape
 
     @property
     def weight(self) -> float:
@@ -160,8 +155,7 @@ class TextBatch:
 class TextWorkload:
     """The workload of next-token prediction on the token shards that `prepare` made.
 
-    Raises:
-        DataError: if the token shards have too little text.
+    Raises DataError (if the token shards have too little text).
     """
 
     weight_unit = "tokens"

@@ -94,9 +94,8 @@ def workload_context(
 def find_workload(config: RunConfig) -> WorkloadFactory:
     """Return the class or function that `workload` names in the configuration.
 
-    Raises:
-        WorkloadError: if it cannot be imported, does not exist or cannot be called. If the module is missing, the
-            message lists the searched folders.
+    Raises WorkloadError (if it cannot be imported, does not exist or cannot be called. If the module is missing,
+    the message lists the searched folders).
     """
     if config.workload is None:
         return TextWorkload
@@ -118,10 +117,8 @@ def find_workload(config: RunConfig) -> WorkloadFactory:
 def prepare_data(config: RunConfig, context: WorkloadContext) -> dict[str, Any]:
     """Run the workload's `prepare`, if it has one, and return its description of the data.
 
-    The description always has "fingerprint" and "weight_unit".
-
-    Raises:
-        WorkloadError: if `prepare` raises an exception or returns something other than a JSON object.
+    The description always has "fingerprint" and "weight_unit". Raises WorkloadError (if `prepare` raises an exception
+    or returns something other than a JSON object).
     """
     door = find_workload(config)
     described: dict[str, Any] = {}
@@ -138,8 +135,7 @@ def prepare_data(config: RunConfig, context: WorkloadContext) -> dict[str, Any]:
 def has_prepare(door: WorkloadFactory) -> bool:
     """Return whether a workload class or function has a `prepare`.
 
-    Raises:
-        WorkloadError: if `prepare` is an instance method, which cannot be called on the class.
+    Raises WorkloadError (if `prepare` is an instance method, which cannot be called on the class).
     """
     prepare = getattr(door, "prepare", None)
     if prepare is None:
@@ -156,8 +152,7 @@ def has_prepare(door: WorkloadFactory) -> bool:
 def make_workload(config: RunConfig, context: WorkloadContext) -> Workload:
     """Build this rank's workload, and check that it has all required methods.
 
-    Raises:
-        WorkloadError: if building fails or a method is missing.
+    Raises WorkloadError (if building fails or a method is missing).
     """
     door = find_workload(config)
     with user_code(f"{config.workload or 'text'}(context)"):

@@ -34,15 +34,10 @@ _FLOAT32_BYTES = 4
 
 @dataclass
 class SavedBytes:
-    """A count of the bytes that autograd saves for the backward pass. Each storage counts once.
+    """A count of the bytes that autograd saves for the backward pass. Each storage counts once."""
 
-    Attributes:
-        model: the storages of the model's own tensors, which are not counted.
-        seen: bytes by storage.
-    """
-
-    model: frozenset[int]
-    seen: dict[int, int] = field(default_factory=dict)
+    model: frozenset[int]  # the storages of the model's own tensors, which are not counted
+    seen: dict[int, int] = field(default_factory=dict)  # bytes by storage
 
     @property
     def total(self) -> int:
@@ -132,8 +127,7 @@ def try_evaluate(name: str, workload: Workload, model: nn.Module, *, seconds: fl
         model: the model in evaluation mode.
         seconds: time limit. After it, the description says that `evaluate` was not tried to its end.
 
-    Raises:
-        WorkloadError: if `evaluate` raises an exception, or a metric is not a finite number.
+    Raises WorkloadError (if `evaluate` raises an exception, or a metric is not a finite number).
     """
     if distributed.is_initialized():  # a collective in `evaluate` would wait for the other ranks
         return "evaluate not tried, because the ranks of the gang are not all here"
@@ -185,19 +179,12 @@ _NAMED = 3
 
 @dataclass
 class Trial:
-    """The result of a trial.
+    """The result of a trial."""
 
-    Attributes:
-        name: the name of the workload.
-        shape: the measured shape; None if it was not measured.
-        done: the checks that were made, and their figures.
-        notes: remarks about the workload that do not prevent training.
-    """
-
-    name: str
-    shape: ModelShape | None = None
-    done: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    name: str  # the name of the workload
+    shape: ModelShape | None = None  # the measured shape; None if it was not measured
+    done: list[str] = field(default_factory=list)  # the checks that were made, and their figures
+    notes: list[str] = field(default_factory=list)  # remarks about the workload that do not prevent training
 
     @property
     def text(self) -> str:
@@ -210,8 +197,7 @@ class Trial:
 def try_workload(config: RunConfig, context: WorkloadContext) -> Trial:
     """Try a workload, and return the checks that it passed.
 
-    Raises:
-        WorkloadError: for the first problem that would prevent the job from training exactly.
+    Raises WorkloadError (for the first problem that would prevent the job from training exactly).
     """
     trial = Trial(config.workload or "text")
     workload = make_workload(config, context)
