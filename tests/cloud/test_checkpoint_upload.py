@@ -124,7 +124,7 @@ def test_any_rank_that_stands_by_commits_when_those_before_it_are_gone(tmp_path:
     began = time.monotonic()
     never.set()  # something better to do
     commit_as_backup(store, save, 49, Deadline(60.0), never.wait)
-    assert time.monotonic() - began < 1.0
+    assert time.monotonic() - began < 10.0, "of 60 s"
 
 
 def test_requests_of_a_save_grow_with_the_ranks_and_not_with_their_square() -> None:

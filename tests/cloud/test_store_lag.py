@@ -86,7 +86,7 @@ def test_ranks_that_were_never_started_are_not_awaited(tmp_path: Path, capsys: p
     write_agents(tmp_path, nodes=2, reason="budget", ranks_started=False)
     began = time.monotonic()
     assert steps_of(LaggingStore(tmp_path, ()), 0) == []
-    assert time.monotonic() - began < 1.0 and "nothing is listed" not in capsys.readouterr().err
+    assert time.monotonic() - began < 3.0 and "nothing is listed" not in capsys.readouterr().err
 
 
 def test_a_generation_goes_on_once_it_is_listed(tmp_path: Path) -> None:

@@ -59,19 +59,6 @@ def test_a_node_and_then_a_rank_are_lost(node: int, quiet: FlowRun, tmp_path: Pa
     assert_ledger_adds_up(run.report)
 
 
-def test_a_rehearsed_notice_loses_nothing(quiet: FlowRun, tmp_path: Path) -> None:
-    runner = FlowRunner(tmp_path)
-    run = runner.run("run", *runner.options(), "--rehearse", "notice@60%:node=1:seconds=60")
-    assert run.exit_code == 0, run.output
-    assert_same_result(run, quiet)
-    assert (run.report["interruptions"], run.report["failures"], run.report["redone_steps"]) == (1, 0, 0)
-    [notice] = [event for event in runner.events() if event["name"] == "notice"]
-    assert (notice["node"], notice["data"]["source"], notice["data"]["does"]) == (1, "rehearsal", "leave")
-    [told] = run.report["events"]["failures"]
-    assert told["culprit"] == "node 1 had a notice by rehearsal: terminate"
-    assert_ledger_adds_up(run.report)
-
-
 def test_a_launcher_killed_alone_takes_everything_along_and_the_job_is_resumed(quiet: FlowRun, tmp_path: Path) -> None:
     """Also a frozen rank. Until then no other launcher gets the job."""
     runner = FlowRunner(tmp_path)
@@ -97,13 +84,15 @@ def test_a_launcher_killed_alone_takes_everything_along_and_the_job_is_resumed(q
     assert run.report["paid_rank_seconds"] > second  # the killed run's time is in the bill
 
 
-def test_asked_to_leave_then_resumed_by_the_printed_line(quiet: FlowRun, tmp_path: Path) -> None:
-    """Asked again and again until it is gone, also while the report is written; and that twice."""
+def test_a_notice_and_requests_to_leave_lose_nothing(quiet: FlowRun, tmp_path: Path) -> None:
+    """After the notice Metaflow tries again. The two others end the run, which is resumed by the line that it prints:
+    it is asked again and again until it is gone, also while the report is written.
+    """
     runner = FlowRunner(tmp_path)
-    words = ["run", *runner.options()]
-    for generation, number in ((1, signal.SIGHUP), (2, signal.SIGINT)):
+    words = ["run", *runner.options(), "--rehearse", "notice@step:12:node=1:seconds=60"]
+    for step, generation, number in ((20, 2, signal.SIGHUP), (28, 3, signal.SIGINT)):
         process = runner.start(*words)
-        runner.await_step(20 * generation, generation=generation)
+        runner.await_step(step, generation=generation)
         process.send_signal(number)
         limit = time.monotonic() + 60
         while process.poll() is None and time.monotonic() < limit:
@@ -121,8 +110,12 @@ def test_asked_to_leave_then_resumed_by_the_printed_line(quiet: FlowRun, tmp_pat
     run = runner.run(*words)
     assert run.exit_code == 0, run.output
     assert_same_result(run, quiet)
-    assert run.report["redone_steps"] == 0
+    assert (run.report["interruptions"], run.report["failures"], run.report["redone_steps"]) == (3, 0, 0)
     assert_ledger_adds_up(run.report)
+    notices = [event for event in runner.events() if event["name"] == "notice"]
+    rehearsed = [(event["node"], event["data"]["does"]) for event in notices if event["data"]["source"] == "rehearsal"]
+    assert rehearsed == [(1, "leave")]
+    assert "node 1 had a notice by rehearsal: terminate" in [one["culprit"] for one in run.report["events"]["failures"]]
 
 
 @pytest.mark.parametrize(("number", "step"), [(signal.SIGINT, "preflight"), (signal.SIGHUP, "prepare")])

@@ -38,7 +38,7 @@ def test_roll_call_names_the_missing_nodes_within_its_deadline() -> None:
     began = time.monotonic()
     with pytest.raises(GangError, match=r"2 of 4 nodes joined within 1 s .* missing: node 1, node 3"):
         lobby.roll_call(4, deadline_seconds=1)
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 4.5
     present.join()
     lobby.close()
 
