@@ -27,7 +27,6 @@ from ebbflow.cost.reconcile import add_command as add_reconcile
 from ebbflow.cost.replay import add_command as add_replay
 from ebbflow.cost.report.render_text import JOB_COLUMNS, build_job_row, render_table
 from ebbflow.cost.report.report import RunReport, build_report
-from ebbflow.cost.simulate.command import add_simulate
 from ebbflow.infra.errors import InfraError, Outcome
 from ebbflow.infra.process import run_benchmarks, silence_stdout
 from ebbflow.infra.program import DEFAULT_CONFIG, PROJECT_ROOT
@@ -46,6 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["bench"]:
         run_benchmarks(["money", *words[1:]])
+    if words[:1] == ["simulate"]:
+        run_benchmarks(["money", *words])
     arguments = _parser().parse_args(words)
     try:
         code = arguments.run(arguments)
@@ -73,7 +74,6 @@ def _parser() -> argparse.ArgumentParser:
     add_commands(commands, PROJECT_ROOT)
     commands.add_parser("bench", help="measure plans and policies, simulate intervals", add_help=False)
     add_catalogue_commands(commands)
-    add_simulate(commands)
     return parser
 
 

@@ -217,7 +217,7 @@ def _plan(context: PreflightContext) -> Plan | CheckFinding:
     try:
         config = limit_to_queue_region(context.config) if context.target == "batch" else context.config
         prices = open_prices(config, now, project_root=context.project_root, network=False)
-        return make_plan(config, now_utc=now, prices=prices)
+        return make_plan(config, now_utc=now, prices=prices, simulated=context.target == "local")
     except StoreError as error:
         return CheckFinding.skipped(f"the region of the queues is unknown: {error}")
     except PriceError:

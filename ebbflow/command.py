@@ -31,7 +31,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "prices": ("ebbflow.cost.__main__", "record live spot prices, or show those that a plan would use"),
     "replay": ("ebbflow.cost.__main__", "price a job again under other capacity or another checkpoint interval"),
     "reconcile": ("ebbflow.cost.__main__", "compare a job's ledger with the cloud's bill"),
-    "simulate": ("ebbflow.cost.__main__", "compare placement policies on recorded capacity (simulated)"),
+    "simulate": ("ebbflow.cost.__main__", "compare placement policies on recorded capacity (source checkout only)"),
     "catalogue": ("ebbflow.cost.__main__", "renew the tables of instances, prices and interruptions from AWS"),
     "deploy": ("ebbflow.infra.__main__", "make the AWS resources of a stack, or show what would change"),
     "adopt": ("ebbflow.infra.__main__", "write a configuration for queues that an AWS account already has"),

@@ -272,6 +272,6 @@ def _terms(flow: Any, job: Job, order: AttemptOrder | None) -> dict:
         # A ledger error must not stop the training.
         say(f"costs so far are unknown and count as $0 of the budget: {error}")
         spent = 0.0
-    return plan.terms(
-        spent_usd=spent, last_notified_threshold=last_notified_threshold(events, plan.budget_usd)
-    ).to_json()
+    terms = plan.terms(spent_usd=spent, last_notified_threshold=last_notified_threshold(events, plan.budget_usd))
+    reserve = ((None if order is None else order.placement) or {}).get("fallback")
+    return {**terms.to_json(), "fallback": reserve}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +15,7 @@ from ebbflow.infra.events import Origin
 from ebbflow.infra.layout import NOTE, KnownJob, job_prefix, runs_folder
 from ebbflow.infra.program import PROJECT_ROOT
 from ebbflow.infra.store import Store
+from ebbflow.infra.store.objects import StoreClock
 
 RUNS = runs_folder(PROJECT_ROOT)
 
@@ -89,3 +91,26 @@ def _link(link: Path, target: Path) -> None:
     fresh.unlink(missing_ok=True)
     fresh.symlink_to(target)
     fresh.replace(link)
+
+
+CLOCK_TOLERANCE_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class ClockReading:
+    """The time by the store's clock and by this machine's. A clock that jumps must not move a job's deadline."""
+
+    utc: float  # of the store, if the two differ by more than `CLOCK_TOLERANCE_SECONDS`; else of this machine
+    own_utc: float
+
+    @classmethod
+    def of(cls, store: Store, own_utc: float | None = None) -> ClockReading:
+        """Ask the store for its time. If it does not answer, this machine's time is used."""
+        own = time.time() if own_utc is None else own_utc
+        there = StoreClock().now(store, own)
+        return cls(there if abs(there - own) > CLOCK_TOLERANCE_SECONDS else own, own)
+
+    @property
+    def ahead_seconds(self) -> float:
+        """Seconds by which the store's clock is ahead of this machine's; 0 if they agree."""
+        return self.utc - self.own_utc

@@ -20,7 +20,7 @@ from metaflow.exception import MetaflowException
 
 from ebbflow.flows.checks import run_all_checks
 from ebbflow.flows.decorators import training_backend
-from ebbflow.flows.job import Job, mark_latest
+from ebbflow.flows.job import ClockReading, Job, mark_latest
 from ebbflow.flows.remote import in_container
 from ebbflow.infra.config.load import values_with_sources
 from ebbflow.infra.errors import InfraError, Outcome
@@ -191,7 +191,7 @@ def plan_capacity(flow: Any) -> dict:
     from ebbflow.cost.prices.source import open_prices
 
     job = current_job(flow)
-    now = time.time()
+    now = time.time() if is_local(flow) else ClockReading.of(job.store).utc
     config = with_queue_region(flow, job.config)
     plan = make_plan(
         config,

@@ -9,6 +9,26 @@ BUDGET_THRESHOLDS = (0.5, 0.8, 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
+class Fallback:
+    """Time and dollars that an attempt on Spot keeps in reserve, with which the job can finish on demand.
+
+    Attributes:
+        seconds: wait for on-demand machines, their start, the work that a loss now would undo, and a last save.
+        restart_seconds, restart_usd: start of the ranks after a failure on the same machines.
+        step_seconds: duration of a step on demand, with its share of the checkpoints.
+        usd: dollars of `seconds` without the unpaid wait.
+        step_usd: dollars of a step on demand.
+    """
+
+    seconds: float
+    restart_seconds: float
+    restart_usd: float
+    step_seconds: float
+    usd: float
+    step_usd: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Terms:
     """Budget, deadline and prices of a job. Floats, because they only drive decisions; the ledger is Decimal."""
 
@@ -22,6 +42,7 @@ class Terms:
     price_kind: str = "recorded"  # "live", "recorded" (on a date), "estimated" or "simulated"
     last_notified_threshold: float = 0.0  # highest of `BUDGET_THRESHOLDS` that earlier attempts reported; 0: none
     step_seconds: float = 0.0  # expected duration of a step until one is measured; 0: unknown
+    fallback: Fallback | None = None  # reserve for finishing on demand; None if the attempt is not on Spot
 
     @property
     def spendable_usd(self) -> float | None:
@@ -45,9 +66,34 @@ class Terms:
             "the last save, so that nothing is left to train with; fix: run the job again with a larger cost.budget_usd"
         )
 
+    def why_leave_spot(
+        self, steps_left: int, *, spent_usd: float, now_utc: float, slowness: float = 1.0, restart: bool = False
+    ) -> str:
+        """Return why the attempt must leave Spot now so that the job can finish on demand; "" if it may stay.
+
+        Args:
+            spent_usd: dollars spent so far, this attempt included.
+            slowness: measured duration of a step divided by the planned one, at least 1.
+            restart: the ranks would have to start again first.
+        """
+        if self.fallback is None:
+            return ""
+        reserve, work = self.fallback, steps_left * slowness
+        again = reserve.restart_seconds if restart else 0.0
+        seconds = reserve.seconds + work * reserve.step_seconds + again
+        if self.deadline_utc is not None and now_utc + seconds > self.deadline_utc:
+            left = max(0.0, self.deadline_utc - now_utc)
+            return f"{left / 3600:.2f} h are left, and finishing on demand may take {seconds / 3600:.2f} h"
+        usd = reserve.usd + work * reserve.step_usd
+        usd += reserve.restart_usd if restart else 0.0
+        if self.budget_usd is not None and spent_usd + usd > self.budget_usd:
+            return f"${spent_usd:.4f} of ${self.budget_usd:.4f} is spent, and finishing on demand may take ${usd:.4f}"
+        return ""
+
     def to_json(self) -> dict:
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: dict) -> Terms:
-        return cls(**data)
+        fallback = data.get("fallback")
+        return cls(**{**data, "fallback": fallback and Fallback(**fallback)})

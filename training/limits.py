@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
+from statistics import median
 
 from ebbflow.infra.errors import Outcome
 from ebbflow.infra.terms import BUDGET_THRESHOLDS, Terms
@@ -84,6 +85,7 @@ class Limits:
         self.usd_per_second = terms.usd_per_rank_second * world_size if terms else 0.0
         self._elapsed_seconds = elapsed_seconds
         self._asked = False
+        self._left_spot = ""
         self._steps: deque[float] = deque(maxlen=_STEPS_REMEMBERED)  # seconds between calls of `stop`
         self._looked_at: float | None = None
         self._told = {share for share in BUDGET_THRESHOLDS if terms and share <= terms.last_notified_threshold}
@@ -133,10 +135,13 @@ class Limits:
             return 0.0
         return self.terms.spent_usd + self.usd_per_second * self._elapsed_seconds()
 
-    def stop(self) -> Stop:
+    def stop(self, steps_left: int = 0) -> Stop:
         """Return the reason to stop now, or `Stop.NONE`.
 
         Call this once per step: the time between two calls is used to estimate the cost of the next step.
+
+        Args:
+            steps_left: the steps that remain after this one.
         """
         self._look()
         if self.drain_requested:
@@ -144,6 +149,9 @@ class Limits:
         terms = self.terms
         if terms is None:
             return Stop.NONE
+        if steps_left > 0 and (why := self._why_leave_spot(terms, steps_left)):
+            self._left_spot = why
+            return Stop.INTERRUPTED
         if terms.spendable_usd is not None and self.spent_usd + self.next_step_usd >= terms.spendable_usd:
             return Stop.BUDGET
         # The reserve pays for the last save; the same seconds are kept back from the deadline.
@@ -151,6 +159,11 @@ class Limits:
         if terms.deadline_utc is not None and time.time() >= terms.deadline_utc - reserve_seconds:
             return Stop.DEADLINE
         return Stop.NONE
+
+    def _why_leave_spot(self, terms: Terms, steps_left: int) -> str:
+        enough = len(self._steps) == self._steps.maxlen and terms.step_seconds > 0
+        slowness = max(1.0, median(self._steps) / terms.step_seconds) if enough else 1.0
+        return terms.why_leave_spot(steps_left, spent_usd=self.spent_usd, now_utc=time.time(), slowness=slowness)
 
     def _look(self) -> None:
         now = self._elapsed_seconds()
@@ -201,5 +214,7 @@ class Limits:
             return f"deadline: now is {over:+.0f} s from it; fix: run the job again with a later cost.deadline_hours"
         if stop is not Stop.INTERRUPTED:
             return ""
+        if self._left_spot and not self._asked:
+            return f"leaves Spot for on-demand: {self._left_spot}"
         cause = self._control.cause if self._control is not None else ""
         return f"asked to leave ({cause or 'SIGTERM'})"

@@ -211,7 +211,7 @@ class Trainer:
             flops=self.workload.flops(batch),
             compute_seconds=clock.booked_seconds(LedgerClass.USEFUL_STEP),
             data_seconds=clock.booked_seconds(LedgerClass.DATA_WAIT),
-            stop=self.limits.stop(),
+            stop=self.limits.stop(self.config.training.max_steps - at.step - 1),
             save_due=self.save_controller.due(at.step + 1),
             saving=self.saver.busy,
             save_seconds=self.save_controller.last_save_seconds,

@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 
 from benchmarks.money.cases import world_at, zones_of
+from benchmarks.money.interface import Greedy
+from benchmarks.money.simulator import PUBLISHED, SimulatedJob, simulate
+from benchmarks.money.world import World, cut_world
 from ebbflow.cost.errors import SimulationError
 from ebbflow.cost.job_history import JobHistory, JobMeasurements, PoolStay
 from ebbflow.cost.plan.forecast import ForecastInputs as Course
 from ebbflow.cost.plan.forecast import forecast_quantiles, reclaim_prior
-from ebbflow.cost.policy.interface import Greedy
-from ebbflow.cost.simulate.simulator import PUBLISHED, SimulatedJob, simulate
-from ebbflow.cost.simulate.world import World
 
 _SEED = 20230216
 _WEEK_HOURS = 168.0
@@ -74,12 +74,12 @@ def _forecast(world: World, chance: random.Random, zone: str) -> tuple[float, bo
     deadline, changeover = work * chance.uniform(1.05, 3.0), chance.uniform(0.02, 0.5)
     for _ in range(_DRAWS):
         start = chance.uniform(_WEEK_HOURS, world.hours - deadline - 1.0)
-        window = world.window(start, deadline)
+        window = cut_world(world, start, deadline)
         if window.available[0, 0]:
             break
     else:
         raise SimulationError(f"zone {zone}: no capacity at any of {_DRAWS} moments, nothing to forecast")
-    before = world.window(start - _WEEK_HOURS, _WEEK_HOURS)
+    before = cut_world(world, start - _WEEK_HOURS, _WEEK_HOURS)
     history = JobHistory.of([JobMeasurements(job="week", stays=tuple(_stays(before, zone)))])
     belief, _ = history.reclaim_hazard(reclaim_prior(_BAND), "", zone[:-1], zone, _WEEK_HOURS * 3600)
     course = Course(

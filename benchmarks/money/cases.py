@@ -14,10 +14,11 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 
+from benchmarks.money.policies import POLICIES
+from benchmarks.money.simulator import RULES, Deviations, SimulatedJob, optimum_of, run_job
+from benchmarks.money.world import cut_world, read_prices, read_traces, select_zones, world_of
 from ebbflow.cost.errors import SimulationError
-from ebbflow.cost.policy import policies
-from ebbflow.cost.simulate.simulator import RULES, Deviations, SimulatedJob, optimum_usd, run_job
-from ebbflow.cost.simulate.world import Distances, World, read_prices, read_traces, world_of
+from ebbflow.cost.report.optimum import Distances, World
 
 OPTIMUM = "optimum"
 GANG_NODES = 4
@@ -72,15 +73,15 @@ def run_case(data: Path, case: Case) -> Figure:
     world, job = world_at(data, case.traces, case.zones), case.job
     room = world.hours - case.start_hours
     # A late job continues beyond its deadline for at most the same time again.
-    window = world.window(case.start_hours, min(room, 2 * job.deadline_hours + 4))
+    window = cut_world(world, case.start_hours, min(room, 2 * job.deadline_hours + 4))
     if case.policy == OPTIMUM:
         began = time.process_time()
-        usd = optimum_usd(window, job)
+        usd = optimum_of(window, job)
         return Figure(usd, optimum_seconds=time.process_time() - began)
     rules = RULES[case.rules]
     if case.delay_hours is not None:
         rules = replace(rules, on_demand_delay_hours=case.delay_hours)
-    result = run_job(window, job, rules, policies()[case.policy], reality=case.reality)
+    result = run_job(window, job, rules, POLICIES[case.policy], reality=case.reality)
     if result.outcome is None:
         assert result.refusal is not None
         return Figure(0.0, refused=result.refusal.binding)
@@ -101,7 +102,7 @@ def zones_of(data: Path, traces: str) -> tuple[str, ...]:
 @lru_cache(maxsize=32)
 def world_at(data: Path, traces: str, zones: tuple[str, ...]) -> World:
     world = _everything(data, traces) if traces != "gang" else _everything(data, traces, zones)
-    return world.only(zones)
+    return select_zones(world, zones)
 
 
 @lru_cache(maxsize=8)
@@ -134,7 +135,7 @@ RECORDED = "availability at recorded prices"
 ZONE_WORK_HOURS = 48.0
 ZONE_DEADLINES = (52.0, 60.0, 70.0, 92.0)
 ZONE_CHANGEOVERS = (0.02, 0.2, 0.5)
-POLICIES = (
+COMPARED = (
     "adaptive",
     "uniform_progress",
     "uniform_progress_leaving",
@@ -146,13 +147,13 @@ POLICIES = (
 
 def published_cells(_data: Path, _starts: int) -> list[Case]:
     """Return the published cells: three zones, five windows, recorded prices, SkyNomad's information."""
-    names = (OPTIMUM, *POLICIES)
+    names = (OPTIMUM, *COMPARED)
     return [Case(RECORDED, CELL_ZONES, start, CELL_JOB, "published", name) for name in names for start in CELL_STARTS]
 
 
 def single_zones(data: Path, starts: int) -> list[Case]:
     """Return cases of one zone each: constant price, deadlines and changeovers of Can't Be Late."""
-    names = (OPTIMUM, *(name for name in POLICIES if name != "uniform_progress_regions"))
+    names = (OPTIMUM, *(name for name in COMPARED if name != "uniform_progress_regions"))
     cases = []
     for name in names:
         for zone in zones_of(data, "availability"):
@@ -169,7 +170,7 @@ def gangs(data: Path, starts: int) -> list[Case]:
     """Return gangs of four nodes: three zones together (the cells' job), then each zone alone; constant price."""
     zones = zones_of(data, "gang")
     cases = []
-    for name in (OPTIMUM, *POLICIES):
+    for name in (OPTIMUM, *COMPARED):
         for group in (zones, *((zone,) for zone in zones)):
             hours = hours_of(data, "gang", group)
             for start in spread(hours - CELL_JOB.deadline_hours, starts):

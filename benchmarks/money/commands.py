@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from benchmarks.money import capacity, interval, placements, policy, safety, speed
+from benchmarks.money import capacity, interval, placements, policy, safety, simulate, speed
 from ebbflow.cost.errors import CostError
 from ebbflow.infra.errors import InfraError
 
@@ -14,7 +14,7 @@ def main(arguments: list[str]) -> int:
     """Run one benchmark and return its exit code."""
     parser = argparse.ArgumentParser(prog="ebbflow bench money", description="Measure plans and policies.")
     benches = parser.add_subparsers(required=True, metavar="BENCH")
-    for bench in (interval, capacity, policy, placements, safety, speed):
+    for bench in (interval, capacity, policy, placements, safety, speed, simulate):
         bench.add_command(benches)
     parsed = parser.parse_args(arguments)
     try:

@@ -22,7 +22,7 @@ from benchmarks.money.cases import spread
 from ebbflow.cost.errors import SimulationError
 
 if TYPE_CHECKING:
-    from ebbflow.cost.simulate.world import Trace
+    from benchmarks.money.world import Trace
     from ebbflow.infra.config.schema import RunConfig
 
 _PROJECT_ROOT = Path(__file__).resolve().parents[2]
@@ -124,17 +124,17 @@ def placed(config: RunConfig, trace: Trace, start_hours: float, *, seed: int) ->
         planned_usd=first.chosen.compute_usd,
         planned_hours=first.chosen.expected_hours,
         on_demand_usd=alone,
-        optimum_usd=_optimum_usd(config, trace, up),
+        optimum_usd=_optimum_of(config, trace, up),
     )
 
 
-def _optimum_usd(config: RunConfig, trace: Trace, up: Sequence[bool]) -> float:
+def _optimum_of(config: RunConfig, trace: Trace, up: Sequence[bool]) -> float:
     """Return a lower bound: work and changeover rounded down to ticks, no redone work, immediate on-demand starts."""
     import numpy as np
 
+    from benchmarks.money.simulator import SimulatedJob, optimum_of
     from benchmarks.money.virtual_batch import BEGAN_UTC, planned
-    from ebbflow.cost.simulate.simulator import SimulatedJob, optimum_usd
-    from ebbflow.cost.simulate.world import World
+    from ebbflow.cost.report.optimum import World
 
     ranked = planned(config, BEGAN_UTC).ranked
     cheapest = {market: min(one.usd_per_hour for one in ranked if one.market == market) for market in _MARKETS}
@@ -155,7 +155,7 @@ def _optimum_usd(config: RunConfig, trace: Trace, up: Sequence[bool]) -> float:
         deadline_hours=deadline,
         changeover_hours=tick * math.floor(case.fixed_lost_hours / tick),
     )
-    return optimum_usd(world, job)
+    return optimum_of(world, job)
 
 
 def _config(deadline_hours: float, overrides: Sequence[str]) -> RunConfig:
@@ -182,7 +182,7 @@ def _deadlines(text: str) -> list[float]:
 
 def _traces(data: Path, hours: float) -> list[Trace]:
     """Read all zones. In `data` the values count available machines (see its SOURCE.md)."""
-    from ebbflow.cost.simulate.world import read_traces
+    from benchmarks.money.world import read_traces
 
     folder = data / "availability"
     if not folder.is_dir():

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.money.cases import Case, Figure
+from benchmarks.money.simulator import Deviations, SimulatedJob
 from ebbflow.cost.errors import SimulationError
-from ebbflow.cost.simulate.simulator import Deviations, SimulatedJob
 
 _SEED = 20230803
 _STATED_DELAY_HOURS = 0.5
@@ -44,11 +44,11 @@ def add_command(benches: Any) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     from benchmarks.money.calibration import calibrate
     from benchmarks.money.cases import run_cases
-    from ebbflow.cost.policy import policies
+    from benchmarks.money.policies import POLICIES
 
-    names = tuple(policies()) if arguments.policies is None else tuple(arguments.policies.split(","))
-    if missing := [name for name in names if name not in policies()]:
-        raise SimulationError(f"no policy {', '.join(missing)}; there are {', '.join(policies())}")
+    names = tuple(POLICIES) if arguments.policies is None else tuple(arguments.policies.split(","))
+    if missing := [name for name in names if name not in POLICIES]:
+        raise SimulationError(f"no policy {', '.join(missing)}; there are {', '.join(POLICIES)}")
     document: dict[str, Any] = {"kind": "simulated", "on": "V100, 2023"}
     began = time.perf_counter()
     cases = list(random_cases(arguments.data, names, arguments.jobs))
@@ -70,7 +70,7 @@ def random_cases(data: Path, names: tuple[str, ...], count: int) -> Iterator[Cas
     commit. Each set of rules gets a third. About a fifth is infeasible on demand and must be refused.
     """
     from benchmarks.money.cases import CELL_ZONES, RECORDED, hours_of, zones_of
-    from ebbflow.cost.simulate.world import V100_ON_DEMAND_USD_PER_HOUR as PRICE
+    from benchmarks.money.world import V100_ON_DEMAND_USD_PER_HOUR as PRICE
 
     chance = random.Random(_SEED)
     zones, gang = zones_of(data, RECORDED), zones_of(data, "gang")

@@ -33,11 +33,11 @@ def add_command(benches: Any) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from ebbflow.cost.policy import policies
+    from benchmarks.money.policies import POLICIES
 
     names = arguments.policies.split(",")
-    if missing := [name for name in names if name not in policies()]:
-        raise SimulationError(f"no policy {', '.join(missing)}; there are {', '.join(policies())}")
+    if missing := [name for name in names if name not in POLICIES]:
+        raise SimulationError(f"no policy {', '.join(missing)}; there are {', '.join(POLICIES)}")
     rows = []
     for name in names:
         rows += [measure(name, pools, 195.0) for pools in _POOLS]
@@ -56,20 +56,20 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def measure(name: str, pools: int, tick_seconds: float) -> dict[str, Any]:
     """Time a 48 h job with a deadline of 72 h under the published rules."""
-    from ebbflow.cost.policy import policies
-    from ebbflow.cost.policy.safety_net import SafetyNet
-    from ebbflow.cost.simulate.simulator import PUBLISHED, SimulatedJob, optimum_usd, simulate
+    from benchmarks.money.policies import POLICIES
+    from benchmarks.money.safety_net import SafetyNet
+    from benchmarks.money.simulator import PUBLISHED, SimulatedJob, optimum_of, simulate
 
     world, job = synthetic_world(pools, tick_seconds), SimulatedJob(_WORK_HOURS, _DEADLINE_HOURS, 0.2)
     runs = []
     for _ in ("cold", "warm"):
-        timed, began = _Timed(SafetyNet(policies()[name]())), time.process_time()
+        timed, began = _Timed(SafetyNet(POLICIES[name]())), time.process_time()
         simulate(world, job, PUBLISHED, timed)
         runs.append((timed.seconds, time.process_time() - began))
     (cold, cold_job), (warm, warm_job) = runs
     measured, began = name == "greedy" and pools <= _OPTIMUM_POOLS, time.process_time()
     if measured:
-        optimum_usd(world, job)
+        optimum_of(world, job)
     return {
         "policy": name,
         "pools": pools,
@@ -99,7 +99,7 @@ def synthetic_world(pools: int, tick_seconds: float) -> Any:
     """Make zones that have capacity for 4 h and none for 3 h on average, at prices of $0.9–1.8/h."""
     import numpy as np
 
-    from ebbflow.cost.simulate.world import Distances, World
+    from ebbflow.cost.report.optimum import Distances, World
 
     chance, tick = np.random.default_rng(_SEED), tick_seconds / 3600
     ticks = int(_DEADLINE_HOURS / tick) + 2

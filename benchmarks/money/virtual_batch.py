@@ -6,17 +6,19 @@ There is no service behind it. Decisions read what came before from events, as s
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ebbflow.cost.capacity import Placement, batch_attempt_data, choose_placement, read_attempts
+from ebbflow.cost.capacity import Placement, batch_attempt_data, choose_placement, read_attempts, with_placement
 from ebbflow.cost.plan.candidates import JobProgress
+from ebbflow.cost.plan.forecast import ForecastInputs
 from ebbflow.cost.plan.plan import Plan, make_plan
 from ebbflow.infra.batch.jobs import BatchAttempt, Cause
 from ebbflow.infra.batch.queues import Market, QueueState
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.events import BATCH_ATTEMPT, PLACED, Event
+from ebbflow.infra.terms import Fallback, Terms
 
 HOUR = 3600.0
 BEGAN_UTC = 1_800_000_000.0  # of every job
@@ -111,19 +113,44 @@ class Course:
         return [placement.market for _, placement, _ in self.decisions]
 
 
+@dataclass(frozen=True)
+class Run:
+    """What an adversary sees of a running attempt on Spot. Times in seconds, work in hours."""
+
+    placement: Placement
+    started: float
+    now: float
+    kept_hours: float
+    uncommitted_hours: float
+    restarts: int
+
+
+Adversary = Callable[[Run], str]
+"""Called at each step of an attempt on Spot. It answers "", "fail" (ranks start again) or "reclaim"."""
+
+
 @dataclass
 class VirtualBatch:
     """A Spot queue and an on-demand queue.
 
-    On-demand starts wait for a random time within the stated limit; a loss redoes half a commit interval.
+    On-demand starts wait for a random time within the stated limit, or for all of it. An attempt on Spot asks at each
+    step whether it must leave, as training does (`ebbflow.infra.terms.Terms.why_leave_spot`).
 
     Attributes:
         up: Whether the Spot queue has capacity, per `gap_seconds`; the last value holds for ever.
+        step_seconds: Time between two questions within an attempt.
+        adversary: None reclaims an attempt only when capacity ends.
+        slowest: On-demand starts take the whole stated limit.
+        clock: Returns the launcher's clock, given the true second.
     """
 
     up: Sequence[bool]
     gap_seconds: float = 195.0
     seed: int = 0
+    step_seconds: float = 60.0
+    adversary: Adversary | None = None
+    slowest: bool = False
+    clock: Callable[[float], float] = float
 
     def has(self, second: float) -> bool:
         return self.up[min(len(self.up) - 1, int(second // self.gap_seconds))]
@@ -142,40 +169,88 @@ class VirtualBatch:
         course, draw, now, done = Course(), random.Random(self.seed), 0.0, 0.0
         whole = planned(config, BEGAN_UTC).ranked[0].case.work_hours
         limit = 10 * (config.cost.deadline_hours or 1000.0) * HOUR
-        while now < limit:
+        while now < limit and course.finished is None:
             # Each decision is made by a new process, which knows only what is in the store.
             course.log.events = [Event.from_json(one.to_json()) for one in course.log.events]
-            placement = placed_now(config, course.log, now, share_done=done / whole, spent_usd=course.usd)
+            share = min(1.0, done / whole)
+            history = read_attempts(course.log.events)
+            believed = history.latest_utc(BEGAN_UTC + self.clock(now))
+            plan = planned(config, believed, share_done=share, spent_usd=course.usd)
+            placement = choose_placement(config, plan=plan, history=history, queues=BOTH, now_utc=believed)
+            course.log.placed(placement, now + 0.01)
             course.spent_before.append(course.usd)
             course.decisions.append((now, placement, whole - done))
-            now, done, finished = self._attempt(placement, course, draw, now, done, whole)
-            if finished:
-                course.finished = now
-                return course
+            terms = replace(
+                with_placement(plan, placement).terms(spent_usd=course.usd),
+                fallback=placement.fallback and Fallback(**placement.fallback),
+            )
+            case = with_placement(plan, placement).ranked[0].case
+            now, done = self._attempt(placement, course, draw, now, done, whole, case, terms, plan.steps)
         return course
 
     def _attempt(
-        self, placement: Placement, course: Course, draw: random.Random, now: float, done: float, whole: float
-    ) -> tuple[float, float, bool]:
-        waits = placement.runnable_seconds
-        spot = placement.market == "spot"
-        start = self.next_change(now, True) if spot else now + draw.uniform(0, waits)
+        self,
+        placement: Placement,
+        course: Course,
+        draw: random.Random,
+        now: float,
+        done: float,
+        whole: float,
+        case: ForecastInputs,
+        terms: Terms,
+        steps: int,
+    ) -> tuple[float, float]:
+        waits, spot = placement.runnable_seconds, placement.market == "spot"
+        delay = waits if self.slowest else draw.uniform(0, waits)
+        start = self.next_change(now, True) if spot else now + delay
+        job = f"job-{now}"
         if start > now + waits:
-            course.log.told("never_started", placement, now + waits, started=None, job_id=f"job-{now}")
-            return now + waits, done, False
-        case = case_of(placement)
-        end = start + (case["changeover_hours"] + whole - done) * HOUR
+            course.log.told("never_started", placement, now + waits, started=None, job_id=job)
+            return now + waits, done
+        price, startup = placement.gang_usd_per_hour, max(case.fixed_lost_hours, case.start_hours)
         lost = self.next_change(start, False) if spot else float("inf")
-        course.usd += (min(end, lost) - start) / HOUR * placement.gang_usd_per_hour
-        if end <= lost:
-            course.log.told("ended", placement, end, started=start, job_id=f"job-{now}")
-            return end, whole, True
-        trained = (lost - start) / HOUR - case["changeover_hours"] - case["commit_interval_hours"] / 2
-        course.log.told("reclaimed", placement, lost, started=start, job_id=f"job-{now}")
-        return lost, done + max(0.0, trained), False
+        if not spot:
+            end = start + (startup + whole - done) * HOUR
+            course.usd += (end - start) / HOUR * price
+            course.log.told("ended", placement, end, started=start, job_id=job)
+            course.finished = end
+            return end, whole
+        at, trained, commit, restarts = start + startup * HOUR, 0.0, 0.0, 0
+        spent, left = course.usd, whole - done
 
+        def ended(cause: Cause, end: float, kept: float) -> tuple[float, float]:
+            course.usd = spent + (end - start) / HOUR * price
+            course.log.told(cause, placement, end, started=start, job_id=job)
+            return end, done + kept
 
-def case_of(placement: Placement) -> dict[str, Any]:
-    """Return the state of the decision, with its changeover and commit interval."""
-    assert placement.state is not None
-    return placement.state
+        while True:
+            if lost <= at:
+                # Half a commit interval is redone in the mean; with an adversary, all since the last commit.
+                kept = commit if self.adversary else max(0.0, trained - case.interval_hours / 2)
+                return ended("reclaimed", lost, kept)
+            if trained >= left:
+                course.finished = at
+                return ended("ended", at, left)
+            remaining = round((left - trained) / left * steps)
+            paid, utc = spent + (at - start) / HOUR * price, BEGAN_UTC + at
+            if terms.why_leave_spot(remaining, spent_usd=paid, now_utc=utc):
+                return ended("unknown", at, trained)
+            seen = Run(placement, start, at, commit, trained - commit, restarts)
+            answer = self.adversary(seen) if self.adversary else ""
+            if answer == "reclaim":
+                return ended("reclaimed", at, commit)
+            if answer == "fail":
+                remaining = round((left - commit) / left * steps)
+                if terms.why_leave_spot(remaining, spent_usd=paid, now_utc=utc, restart=True):
+                    return ended("unknown", at, commit)
+                trained, restarts = commit, restarts + 1
+                at += startup * HOUR
+                continue
+            step = min(self.step_seconds / HOUR, left - trained)
+            if lost < at + step * HOUR:
+                trained += (lost - at) / HOUR
+                at = lost
+                continue
+            at, trained = at + step * HOUR, trained + step
+            if trained - commit >= case.interval_hours - 1e-9:
+                commit = trained

@@ -39,10 +39,11 @@ class Placement:
         quoted_usd_per_hour: The same price as quoted, for the bill.
         expected_hours, expected_usd: The plan's forecast for the rest of the job in this pool.
         reason: Reason for this choice, on one line.
-        policy: Name of the policy that chose the pool.
+        policy: Name of the rule that chose the pool; "" after a failure of the user's code.
         start_by_utc: Unix time by which the attempt must have started so that on-demand could still finish in time
             after it. None means no limit.
-        state: State that the policy saw, replayed before the next decision.
+        fallback: Reserve that the attempt keeps for finishing on demand (`ebbflow.infra.terms.Fallback` as JSON); None
+            on demand, or without an on-demand pool.
     """
 
     queue: str
@@ -65,11 +66,11 @@ class Placement:
     reason: str
     policy: str = ""
     start_by_utc: float | None = None
-    state: dict[str, Any] | None = field(default=None, repr=False)
+    fallback: dict[str, Any] | None = field(default=None, repr=False)
 
     @property
     def pool(self) -> str:
-        """Id of the pool, under which policies remember it."""
+        """Id of the pool in the history of attempts."""
         return pool_id(self.queue, self.instance_type, self.nodes)
 
     @property
@@ -255,6 +256,11 @@ class AttemptHistory:
     @property
     def last(self) -> PastAttempt | None:
         return self.attempts[-1] if self.attempts else None
+
+    def latest_utc(self, now_utc: float) -> float:
+        """Return `now_utc`, or the latest Unix time that AWS Batch reported for an attempt if that is later."""
+        times = [one.stopped_utc or one.started_utc or one.created_utc for one in self.attempts]
+        return max([now_utc, *(moment for moment in times if moment is not None)])
 
 
 def batch_attempt_data(attempt: BatchAttempt, placement: Placement | None) -> dict[str, Any]:

@@ -248,8 +248,7 @@ class JobProgress:
     Attributes:
         done_steps: Steps contained in the newest commit, from which the job resumes.
         spent_usd: Cost of the job so far.
-        started_utc: Unix time of the plan with which the job first started; the deadline counts from it. None if the
-            job has not started.
+        started_utc: Unix time from which the deadline counts (`read_progress`); None if the job has not started.
     """
 
     done_steps: int = 0
@@ -260,21 +259,25 @@ class JobProgress:
 NO_PROGRESS = JobProgress()
 
 
-def read_progress(events: Sequence[Event]) -> JobProgress:
-    """Compute a job's progress from its events, in any order. Raises LedgerError if they contradict each other."""
+def read_progress(events: Sequence[Event], *, run: str = "") -> JobProgress:
+    """Compute a job's progress from its events, in any order. Raises LedgerError if they contradict each other.
+
+    The deadline counts from the first plan of the run that first started, or of `run` if none has started.
+    """
     ordered = sorted(events, key=lambda event: (event.t_wall, event.t_mono))
     generations = read_generations(ordered)
+    planned = [event for event in ordered if event.name == PLAN and event.data.get("chosen")]
+    made = {event.run: float(event.data.get("made_utc") or event.t_wall) for event in reversed(planned)}
     if not generations:
-        return NO_PROGRESS
+        return JobProgress(started_utc=made.get(run))
     kept = generations[max(generations)].kept[1]
     taken = max((event.step for event in ordered if event.name == STEP and event.step is not None), default=0)
-    started = min(generation.started_wall for generation in generations.values())
-    plans = [event.t_wall for event in ordered if event.name == PLAN and event.data.get("chosen")]
-    before = [at for at in plans if at <= started]
+    first = min(generations.values(), key=lambda generation: generation.started_wall)
+    runs = [event.run for event in planned if event.t_wall <= first.started_wall]
     return JobProgress(
         done_steps=int(min(kept, taken)),
         spent_usd=compute_spent_usd(ordered),
-        started_utc=max(before) if before else started,
+        started_utc=made[runs[-1]] if runs else first.started_wall,
     )
 
 
@@ -295,6 +298,7 @@ HAZARD_UNKNOWN = "hazard unknown"
 MISSES_DEADLINE = "misses the deadline"
 NEVER_ENDS = "interrupted too often"
 NO_QUEUE = "no queue"
+OVER_BUDGET = "over the budget"
 
 
 # Computes the expected run from a hazard; None if interruptions undo the work faster than it is done.
@@ -306,8 +310,7 @@ class PlanInputs:
     """Everything that a plan depends on, except the configuration.
 
     Attributes:
-        now_utc: Unix time of the plan; prices are those in force at this time.
-        history: Interruptions and speeds that earlier jobs of the same store measured.
+        now_utc: Unix time of the plan and of its prices.
         queues: AWS Batch queues by name; a pool that none of them can run is rejected. None if the job uses no queues,
             or if they are unknown.
     """
@@ -320,6 +323,7 @@ class PlanInputs:
     progress: JobProgress = NO_PROGRESS
     rates: Rates = field(default_factory=load_rates)
     queues: Mapping[str, QueueState] | None = None
+    simulated: bool = False  # the job runs on this machine
 
     def steps_left(self, config: RunConfig) -> int:
         return max(0, config.training.max_steps - self.progress.done_steps)

@@ -244,6 +244,7 @@ def make_plan(
         history=JobHistory() if history is None else history,
         progress=progress,
         queues=queues,
+        simulated=simulated or config.cluster.plan_for == "local",
     )
     ranked, rejected = _divided(config, sources)
     cost, steps = config.cost, sources.steps_left(config)
@@ -251,7 +252,7 @@ def make_plan(
         made_utc=now_utc,
         started_utc=progress.started_utc or now_utc,
         backend=config.cluster.plan_for,
-        simulated=simulated or config.cluster.plan_for == "local",
+        simulated=sources.simulated,
         steps=steps,
         done_steps=progress.done_steps,
         spent_usd=progress.spent_usd,

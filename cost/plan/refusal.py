@@ -15,17 +15,17 @@ from ebbflow.cost.plan.candidates import (
     NO_ON_DEMAND_PRICE,
     NO_QUEUE,
     NO_SPOT_PRICE,
+    OVER_BUDGET,
     Candidate,
     PlanInputs,
     Pool,
     Rejection,
     feasible_pools,
 )
+from ebbflow.cost.plan.guarantee import guaranteed_hours, refuse_unguaranteed
 from ebbflow.cost.prices.quote import refresh_command
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.errors import Outcome
-
-OVER_BUDGET = "over the budget"
 
 
 def reserve_usd(config: RunConfig, pool: Candidate) -> float:
@@ -123,10 +123,16 @@ def fastest_without_deadline(config: RunConfig, sources: PlanInputs) -> tuple[Ca
     return min(borne, key=lambda one: one.expected_hours), first_hours
 
 
-def sufficient_hours(sources: PlanInputs, pool: Candidate) -> float:
-    """Return a value for `cost.deadline_hours`, counted from the job's start, that the pool is expected to meet."""
+def sufficient_hours(config: RunConfig, sources: PlanInputs, pool: Candidate) -> float:
+    """Return a value for `cost.deadline_hours`, counted from the job's start, that the pool is expected to meet.
+
+    For a new job, on-demand can guarantee it.
+    """
     started = sources.progress.started_utc
-    return pool.expected_hours + (0.0 if started is None else (sources.now_utc - started) / 3600)
+    if started is not None:
+        return pool.expected_hours + (sources.now_utc - started) / 3600
+    every = [] if sources.simulated else feasible_pools(_changed(config, "cost", deadline_hours=None), sources)
+    return max(pool.expected_hours, guaranteed_hours(config, list(every), pool))
 
 
 def later_deadline_hint(hours: float) -> str:
@@ -136,8 +142,13 @@ def later_deadline_hint(hours: float) -> str:
 def deadline_hint(config: RunConfig, sources: PlanInputs, hours: float) -> str:
     """Suggest a deadline of `hours`, or a larger number of nodes that meets the configured deadline."""
     hint = later_deadline_hint(hours)
-    better = next((text for text, changed in _larger(config) if any(feasible_pools(changed, sources))), None)
+    better = next((text for text, changed in _larger(config) if _can_meet_deadline(changed, sources)), None)
     return f"{hint}, or {better}" if better else hint
+
+
+def _can_meet_deadline(config: RunConfig, sources: PlanInputs) -> bool:
+    pools = list(feasible_pools(config, sources))
+    return bool(pools) and _unguaranteed(config, sources, pools, ()) is None
 
 
 def capacity_hint(config: RunConfig, sources: PlanInputs, rejected: tuple[Rejection, ...]) -> str:
@@ -245,13 +256,13 @@ def find_refusal(
 ) -> PlanRefusal | None:
     """Return the reason why the job must not start in the cheapest pool, `ranked[0]`; None if it may start."""
     if ranked:
-        return _over_budget(config, sources, ranked[0])
+        return _over_budget(config, sources, ranked[0]) or _unguaranteed(config, sources, ranked, rejected)
     late = [rejection for rejection in rejected if rejection.kind == MISSES_DEADLINE]
     if late:
         fastest = min(late, key=lambda rejection: rejection.excess)
         message = f"no pool meets the deadline; the fastest, {fastest}, {fastest.reason}"
         pool, first_hours = fastest_without_deadline(config, sources)
-        hours = sufficient_hours(sources, pool)
+        hours = sufficient_hours(config, sources, pool)
         needed, budget = needed_usd(config, sources, pool), config.cost.budget_usd
         hint = deadline_hint(config, sources, hours)
         if budget is not None and needed > budget:
@@ -262,6 +273,18 @@ def find_refusal(
         return PlanRefusal(outcome=Outcome.DEADLINE, message=message, hint=hint, enough=hours)
     hint = capacity_hint(config, sources, rejected)
     return PlanRefusal(outcome=Outcome.NO_CAPACITY, message=_nothing_fits(config, rejected), hint=hint)
+
+
+def _unguaranteed(
+    config: RunConfig, sources: PlanInputs, ranked: list[Candidate], rejected: tuple[Rejection, ...]
+) -> PlanRefusal | None:
+    """Return why a new job with a deadline is not admitted; None for a job that has started or runs here."""
+    left, budget, started = sources.hours_left(config), config.cost.budget_usd, sources.progress.started_utc
+    if left is None or started is not None or sources.simulated:
+        return None
+    usd_left = math.inf if budget is None else budget - sources.progress.spent_usd
+    found = refuse_unguaranteed(config, ranked, rejected, hours_left=left, usd_left=usd_left)
+    return None if found is None else PlanRefusal(**found)
 
 
 def _over_budget(config: RunConfig, sources: PlanInputs, cheapest: Candidate) -> PlanRefusal | None:

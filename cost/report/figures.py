@@ -305,8 +305,8 @@ def compute_hindsight(
     with recorded prices: every recorded zone, and on-demand. Capacity is assumed to be always available, because its
     absence is not recorded. The optimum is thus a lower bound and the regret an upper bound, both estimated. The work
     is the time in kept steps, with their data, evaluations and saves; each start costs as much as the job's first
-    start. If prices never changed, the cheapest pool is the optimum; otherwise the simulator's dynamic programme
-    (`cost.simulate.simulator`) finds it.
+    start. If prices never changed, the cheapest pool is the optimum; otherwise a dynamic programme
+    (`cost.report.optimum`) finds it.
 
     Args:
         events: Events of the job, ordered by time.
@@ -419,8 +419,7 @@ def _find_optimum(
     """
     import numpy as np
 
-    from ebbflow.cost.simulate.simulator import SimulatedJob, optimum_usd
-    from ebbflow.cost.simulate.world import World
+    from ebbflow.cost.report.optimum import World, optimum_usd
 
     # The programme rounds times up to whole ticks. The result is scaled back to the exact time.
     hours = (end - begin) / 3600 * (1 + 4 / _TICKS)
@@ -439,5 +438,5 @@ def _find_optimum(
         on_demand_usd_per_hour=math.inf,
         tick_hours=np.full(_TICKS, tick),
     )
-    usd = optimum_usd(world, SimulatedJob(work_hours=work, deadline_hours=hours, changeover_hours=start))
+    usd = optimum_usd(world, work_hours=work, deadline_hours=hours, changeover_hours=start)
     return usd * (work + start) / (tick * (math.ceil(work / tick) + math.ceil(start / tick)))

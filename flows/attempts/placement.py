@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ebbflow.flows import pods
 from ebbflow.flows.attempts.order import AttemptName, AttemptOrder
 from ebbflow.flows.attempts.settlement import settle_attempts
-from ebbflow.flows.job import Job
+from ebbflow.flows.job import CLOCK_TOLERANCE_SECONDS, ClockReading, Job
 from ebbflow.flows.steps import read_job_history
 from ebbflow.infra.aws.calls import within
 from ebbflow.infra.errors import JobIsRunning, Outcome
@@ -101,11 +100,12 @@ def _place_afresh(request: PlacementRequest) -> AttemptOrder:
         comes = config.cost.deadline_hours is not None
         if ending := give_up_reason(history, events, run=job.run, on_demand_comes=comes):
             return _put_order(job, request, AttemptOrder(does="stop", outcome=ending[0].value, message=ending[1]))
-        plan = make_fresh_plan(job, events, request.flow.examined)
+        clock = ClockReading.of(job.store)
+        plan = make_fresh_plan(job, events, request.flow.examined, history.latest_utc(clock.utc))
         queues = training_queues(config.batch, client) if on_batch else pods.pod_markets()
         try:
             newest = max((event.generation for event in events), default=0)
-            return _place(request, job, log, plan, history, queues, after_generation=newest)
+            return _place(request, job, log, plan, history, queues, clock, after_generation=newest)
         except CostError as error:
             return _put_order(job, request, AttemptOrder(does="stop", outcome=error.outcome.value, message=str(error)))
 
@@ -122,7 +122,8 @@ def _place_by_run_plan(request: PlacementRequest) -> AttemptOrder:
     job = _job(request)
     queues = declared_queues(job.config.batch) if request.backend == "batch" else pods.pod_markets()
     with job.events(_process(request)) as log:
-        return _place(request, job, log, Plan.from_json(request.flow.capacity), AttemptHistory(), queues)
+        clock = ClockReading.of(job.store)
+        return _place(request, job, log, Plan.from_json(request.flow.capacity), AttemptHistory(), queues, clock)
 
 
 def _job(request: PlacementRequest) -> Job:
@@ -145,6 +146,7 @@ def _place(
     plan: Plan,
     history: AttemptHistory,
     queues: Mapping[str, QueueState],
+    clock: ClockReading,
     *,
     after_generation: int = 0,
 ) -> AttemptOrder:
@@ -155,7 +157,13 @@ def _place(
     """
     from ebbflow.cost.capacity import choose_placement
 
-    placed = choose_placement(job.config, plan=plan, history=history, queues=queues, now_utc=time.time())
+    placed = choose_placement(job.config, plan=plan, history=history, queues=queues, now_utc=clock.utc)
+    ahead = max(history.latest_utc(clock.utc) - clock.own_utc, clock.ahead_seconds, key=abs)
+    if abs(ahead) > CLOCK_TOLERANCE_SECONDS:
+        note = f"the launcher's clock is {abs(ahead) / 60:.1f} min {'behind' if ahead > 0 else 'ahead of'} the store's"
+        placed = replace(placed, reason=f"{note} or AWS Batch's, and times are corrected; {placed.reason}")
+        if placed.start_by_utc is not None:  # the submitting process uses the launcher's clock
+            placed = replace(placed, start_by_utc=placed.start_by_utc - ahead)
     order = make_order(request, plan, placed)
     _refuse_if_abandoned(request)
     if order.does == "train":
@@ -200,19 +208,18 @@ def make_order(request: PlacementRequest, plan: Plan, placed: Placement) -> Atte
     return replace(order, placement=placed.to_json(), plan=with_placement(plan, placed).brief().to_json())
 
 
-def make_fresh_plan(job: Job, events: Sequence[Event], examined: dict[str, Any] | None) -> Plan:
+def make_fresh_plan(job: Job, events: Sequence[Event], examined: dict[str, Any] | None, now: float) -> Plan:
     from ebbflow.cost.plan.candidates import read_progress
     from ebbflow.cost.plan.plan import make_plan
     from ebbflow.cost.prices.source import open_prices
 
-    now = time.time()
     return make_plan(
         job.config,
         now_utc=now,
         shape=None if examined is None else ModelShape.from_json(examined["shape"]),
         prices=open_prices(job.config, now, project_root=PROJECT_ROOT),
         history=read_job_history(job),
-        progress=read_progress(events),
+        progress=read_progress(events, run=job.run),
     )
 
 

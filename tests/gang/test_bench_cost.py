@@ -12,12 +12,12 @@ import pytest
 
 from benchmarks.money.calibration import calibrate
 from benchmarks.money.commands import main
+from benchmarks.money.interface import Action, State, UsePool
+from benchmarks.money.policies import POLICIES
 from benchmarks.money.safety import random_cases
+from benchmarks.money.simulator import ENACTABLE, RULES, SimulatedJob, simulate
 from ebbflow.cost.errors import SimulationError
-from ebbflow.cost.policy import policies
-from ebbflow.cost.policy.interface import Action, State, UsePool
-from ebbflow.cost.simulate.simulator import ENACTABLE, RULES, SimulatedJob, simulate
-from ebbflow.cost.simulate.world import Distances, World
+from ebbflow.cost.report.optimum import Distances, World
 
 GAP_SECONDS = 900
 ZONES = ("us-east-1a", "us-east-1c", "us-east-2b", "us-west-2a")
@@ -46,7 +46,7 @@ def write(path: Path, counts: list[int]) -> None:
 
 @pytest.mark.parametrize("count", [1, 3, 6, 8])
 def test_every_policy_meets_every_set_of_rules(data: Path, count: int) -> None:
-    names = tuple(policies())[:count]
+    names = tuple(POLICIES)[:count]
     met = {(case.policy, case.rules) for case in random_cases(data, names, 3 * count)}
     assert met == set(product(names, RULES))
 

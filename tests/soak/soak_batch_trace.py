@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from ebbflow.cost.simulate.world import read_trace
+from benchmarks.money.world import read_trace
 from ebbflow.infra.events import PLACED
 from tests.support.batch.fixture import LocalBatch
 from tests.support.batch.flow import ON_DEMAND, SPOT, BatchRunner, account

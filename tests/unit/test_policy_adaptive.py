@@ -7,10 +7,12 @@ from functools import cache
 import numpy as np
 import pytest
 
-from ebbflow.cost.policy.adaptive import Adaptive
-from ebbflow.cost.policy.interface import Action, Greedy, Policy, State, UniformProgress
-from ebbflow.cost.policy.safety_net import SafetyNet
-from ebbflow.cost.policy.slack_value import (
+from benchmarks.money.adaptive import Adaptive
+from benchmarks.money.interface import Action, Greedy, Policy, State
+from benchmarks.money.policies import UniformProgress
+from benchmarks.money.safety_net import SafetyNet
+from benchmarks.money.simulator import ENACTABLE, PUBLISHED, SimulatedJob, simulate
+from benchmarks.money.slack_value import (
     FRESH_END_PER_HOUR,
     FRESH_SETTLE_PER_HOUR,
     PRIOR,
@@ -21,8 +23,7 @@ from ebbflow.cost.policy.slack_value import (
     SpellTracker,
     solve,
 )
-from ebbflow.cost.simulate.simulator import ENACTABLE, PUBLISHED, SimulatedJob, simulate
-from ebbflow.cost.simulate.world import Distances, World
+from ebbflow.cost.report.optimum import Distances, World
 
 TICK = 0.1
 

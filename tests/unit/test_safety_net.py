@@ -10,11 +10,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ebbflow.cost.policy import policies
-from ebbflow.cost.policy.interface import Action, State, UsePool, Wait
-from ebbflow.cost.policy.safety_net import SafetyNet
-from ebbflow.cost.simulate.simulator import RULES, Deviations, SimulatedJob, first_state, run_job, simulate
-from ebbflow.cost.simulate.world import Distances, World
+from benchmarks.money.interface import Action, State, UsePool, Wait
+from benchmarks.money.policies import POLICIES
+from benchmarks.money.safety_net import SafetyNet
+from benchmarks.money.simulator import RULES, Deviations, SimulatedJob, first_state, run_job, simulate
+from ebbflow.cost.report.optimum import Distances, World
 
 RUNS = st.lists(st.tuples(st.booleans(), st.integers(1, 25)), min_size=3, max_size=12)
 
@@ -51,7 +51,7 @@ JOBS = st.builds(
 )
 
 
-@pytest.mark.parametrize("name", sorted(policies()))
+@pytest.mark.parametrize("name", sorted(POLICIES))
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 @given(
     world=worlds(), job=JOBS, named=st.sampled_from(sorted(RULES)), delay=st.none() | st.sampled_from([0.0, 0.1, 0.5])
@@ -64,7 +64,7 @@ def test_what_is_feasible_is_accepted_and_finished_in_time_and_budget(
     busy = job.work_hours + job.changeover_hours + tick
     late = busy + rules.on_demand_delay_hours > job.deadline_hours + 1e-9
     dear = busy * 3.0 > job.budget_usd + 1e-9
-    result = run_job(world, job, rules, policies()[name])
+    result = run_job(world, job, rules, POLICIES[name])
     if late or dear:
         assert result.refusal is not None
         assert result.refusal.binding == ("deadline" if late else "budget")

@@ -10,10 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ebbflow.cost.__main__ import main
-from ebbflow.cost.errors import SimulationError, TraceError
-from ebbflow.cost.policy.interface import Action, State, UsePool, Wait
-from ebbflow.cost.simulate.simulator import (
+from benchmarks.money.interface import Action, State, UsePool, Wait
+from benchmarks.money.simulator import (
     ENACTABLE,
     PUBLISHED,
     SEES_ALL,
@@ -23,10 +21,13 @@ from ebbflow.cost.simulate.simulator import (
     SimulatedJob,
     SimulationOutcome,
     Visibility,
-    optimum_usd,
+    optimum_of,
     simulate,
 )
-from ebbflow.cost.simulate.world import Distances, Trace, World, read_trace, world_of, world_of_events
+from benchmarks.money.world import Trace, cut_world, read_trace, world_of, world_of_events
+from ebbflow.cost.__main__ import main
+from ebbflow.cost.errors import SimulationError, TraceError
+from ebbflow.cost.report.optimum import Distances, World
 
 # Read here: tests run without variables of ours.
 PER_SECOND = Rules("per second, sees all", Visibility.ALL, Billing.PER_SECOND, 0, None)
@@ -179,7 +180,7 @@ def test_the_optimum_is_the_least_of_all_courses() -> None:
         prices = np.array([[chance.choice([0.5, 1.0, 2.0]) for _ in row] for row in rows])
         here = World(**{**vars(here), "usd_per_hour": prices})
         job = SimulatedJob(float(chance.choice([1, 2, 3])), 5.0, float(chance.choice([0, 1])))
-        assert optimum_usd(here, job) == pytest.approx(least_of_all(here, job))
+        assert optimum_of(here, job) == pytest.approx(least_of_all(here, job))
 
 
 def least_of_all(here: World, job: SimulatedJob) -> float:
@@ -245,4 +246,4 @@ def test_a_gang_needs_traces_that_count() -> None:
 
 def test_a_world_that_ends_too_soon_is_refused() -> None:
     with pytest.raises(SimulationError, match="after the trace"):
-        world("1111").window(2.0, 3.0)
+        cut_world(world("1111"), 2.0, 3.0)

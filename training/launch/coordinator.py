@@ -179,7 +179,8 @@ class Coordinator:
             peers.roll_call(self._own.start_seconds, self._own.is_leaving)
             self._update_secret(self._own.secret.withdraw)
             start = self._retry_store(lambda: planner.plan(generation, nodes, peers.hosts(nodes)), peers.keep_in_touch)
-            if refusal := end_if_unaffordable(start, generation.parent_step):
+            steps, again = spec.config["training"]["max_steps"], self._ranks_started
+            if refusal := end_if_unaffordable(start, generation.parent_step, max_steps=steps, restart=again):
                 print_line(refusal.message)
                 self._log.emit(OUTCOME, **asdict(refusal))
                 return peers.give_up(

@@ -340,15 +340,25 @@ def end_from_results(finished: Mapping[int, dict[int, dict]], generation: int) -
     return GenerationEnd(outcome=ended, reason=outcome)
 
 
-def end_if_unaffordable(start: GenerationStart, step: int) -> GangOutcome | None:
+def end_if_unaffordable(start: GenerationStart, step: int, *, max_steps: int, restart: bool) -> GangOutcome | None:
     """Return the outcome BUDGET if the rest of the budget only covers a last save; None if ranks may start.
 
-    `step` is the step of the newest commit.
+    The outcome is INTERRUPTED if the job must leave Spot now to finish on demand in time and within budget.
+
+    Args:
+        step: Step of the newest commit.
+        restart: Whether the ranks ran on these machines before.
     """
-    message = "" if start.terms is None else Terms.from_json(start.terms).out_of_money()
+    if start.terms is None:
+        return None
+    terms, outcome = Terms.from_json(start.terms), Outcome.BUDGET
+    message = terms.out_of_money()
+    if not message and restart:
+        why = terms.why_leave_spot(max_steps - step, spent_usd=terms.spent_usd, now_utc=time.time(), restart=True)
+        outcome, message = Outcome.INTERRUPTED, why and f"leaves Spot for on-demand: {why}"
     if not message:
         return None
-    return GangOutcome(outcome=Outcome.BUDGET.value, step=step, generation=start.generation, message=message)
+    return GangOutcome(outcome=outcome.value, step=step, generation=start.generation, message=message)
 
 
 def _fingerprint(culprit: Culprit) -> str:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from ebbflow.cost.errors import SimulationError
 
 if TYPE_CHECKING:
-    from ebbflow.cost.simulate.world import Trace, World
+    from benchmarks.money.world import Trace
+    from ebbflow.cost.report.optimum import World
 
 
 _NOT_BELOW_0 = (
@@ -22,8 +23,8 @@ _NOT_BELOW_0 = (
 )
 
 
-def add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("simulate", help="run a policy over recorded availability, beside the optimum")
+def add_command(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = benches.add_parser("simulate", help="run a policy over recorded availability, beside the optimum")
     parser.add_argument("--traces", type=Path, required=True, metavar="DIR", help="one JSON file per zone")
     parser.add_argument(
         "--values", default=None, metavar="POLARITY", help="available_count or preempted, where unnamed"
@@ -51,10 +52,10 @@ def add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def _simulate(arguments: argparse.Namespace) -> int:
-    from ebbflow.cost.policy import policies
-    from ebbflow.cost.simulate.simulator import RULES
+    from benchmarks.money.policies import POLICIES
+    from benchmarks.money.simulator import RULES
 
-    known = policies()
+    known = POLICIES
     if arguments.policy not in known:
         raise SimulationError(f"no policy {arguments.policy!r}; there are {', '.join(known)}")
     if arguments.rules not in RULES:
@@ -75,8 +76,9 @@ def _simulate(arguments: argparse.Namespace) -> int:
 
 
 def _world(arguments: argparse.Namespace) -> tuple[list[Trace], World]:
-    from ebbflow.cost.simulate import world as worlds
-    from ebbflow.cost.simulate.world import read_prices, read_traces
+    from benchmarks.money import world as worlds
+    from benchmarks.money.world import read_prices, read_traces, select_zones
+    from ebbflow.cost.report.optimum import Distances
 
     traces = read_traces(arguments.traces, values=arguments.values)
     world = worlds.world_of(
@@ -85,9 +87,9 @@ def _world(arguments: argparse.Namespace) -> tuple[list[Trace], World]:
         nodes=arguments.nodes,
         spot_usd_per_hour=_stated(arguments.spot_usd_per_hour, worlds.V100_SPOT_USD_PER_HOUR),
         on_demand_usd_per_hour=_stated(arguments.on_demand_usd_per_hour, worlds.V100_ON_DEMAND_USD_PER_HOUR),
-        distances=worlds.Distances(arguments.checkpoint_gb),
+        distances=Distances(arguments.checkpoint_gb),
     )
-    return traces, world if arguments.zones is None else world.only(arguments.zones.split(","))
+    return traces, world if arguments.zones is None else select_zones(world, arguments.zones.split(","))
 
 
 def _stated(usd_per_hour: float | None, otherwise: float) -> float:
@@ -103,7 +105,8 @@ def _prices(arguments: argparse.Namespace) -> str:
 
 
 def _rows(arguments: argparse.Namespace, world: World, rules: Any, factory: Any) -> list[dict[str, Any]]:
-    from ebbflow.cost.simulate.simulator import SimulatedJob, optimum_usd, run_job
+    from benchmarks.money.simulator import SimulatedJob, optimum_of, run_job
+    from benchmarks.money.world import cut_world
 
     room = world.hours - arguments.deadline_hours
     if room < 0:
@@ -121,13 +124,13 @@ def _rows(arguments: argparse.Namespace, world: World, rules: Any, factory: Any)
             math.inf if arguments.budget_usd is None else arguments.budget_usd,
             seed=arguments.seed + number,
         )
-        window = world.window(start, arguments.deadline_hours)
+        window = cut_world(world, start, arguments.deadline_hours)
         result = run_job(window, job, rules, factory)
         if result.outcome is None:
             assert result.refusal is not None
             rows.append({"start_hours": start, "refused": result.refusal.binding, "why": result.refusal.message})
             continue
-        best, outcome = optimum_usd(window, job), result.outcome
+        best, outcome = optimum_of(window, job), result.outcome
         rows.append(
             {
                 "start_hours": start,

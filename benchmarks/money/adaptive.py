@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ebbflow.cost.policy.interface import Action, Market, PoolView, State, UsePool, Wait
-from ebbflow.cost.policy.slack_value import (
+from benchmarks.money.interface import Action, Market, PoolView, State, UsePool, Wait
+from benchmarks.money.slack_value import (
     AGE_AT_FIRST_SIGHT_HOURS,
     AWAY_OR_IDLE,
     AWAY_OR_STAY,

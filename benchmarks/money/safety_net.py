@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ebbflow.cost.policy.interface import MINIMUM_HOURS, Action, Market, Policy, PoolView, State, UsePool, Wait
+from benchmarks.money.interface import MINIMUM_HOURS, Action, Market, Policy, PoolView, State, UsePool, Wait
 
 _TOLERANCE = 1e-9
 

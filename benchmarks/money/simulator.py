@@ -1,19 +1,8 @@
-"""Simulate one job under one policy, tick by tick, and compute the optimum: the lowest cost with the future known.
+"""Simulate one job under one policy, tick by tick.
 
 A tick begins with the loss of a spot machine whose pool has no capacity. Then pools are observed as far as the rules
 allow, the policy answers, its starts are tried in order, and the tick is billed and its useful part counted as work.
 `Rules` define the observations and the billing; the published definition is one of them.
-
-The optimum is exact on the grid of ticks, which is the published definition (SkyNomad, NSDI'27): work, changeover and
-transfer are rounded up to whole ticks, whole ticks are billed, one machine is held at a time, and the first start is in
-any zone without a transfer. Dynamic programming computes the lowest remaining cost backwards in time. t is the tick, r
-the place of the machine, l that of the checkpoint, h the remaining ticks of start-up (H at a start), and w those of
-work; `start` is `hold` without the choice to leave:
-
-    hold(t, r, h, w) = min(leave, price(t, r) + hold(t+1, r, h−1, w))            h > 0
-                       min(leave, price(t, r) + hold(t+1, r, 0, w−1))            h = 0, spot only if available at t
-    idle(t, l, w)    = min(idle(t+1, l, w), min over r of egress(l, r) + start(t, r, H(l, r), w))
-    leave            = idle(t, r, w)
 """
 
 from __future__ import annotations
@@ -25,10 +14,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ebbflow.cost.errors import SimulationError
-from ebbflow.cost.policy.interface import (
+from benchmarks.money.interface import (
     MINIMUM_HOURS,
     Greedy,
     Market,
@@ -38,8 +25,9 @@ from ebbflow.cost.policy.interface import (
     State,
     UsePool,
 )
-from ebbflow.cost.policy.safety_net import AdmissionRefusal, SafetyNet, admission
-from ebbflow.cost.simulate.world import World
+from benchmarks.money.safety_net import AdmissionRefusal, SafetyNet, admission
+from ebbflow.cost.errors import SimulationError
+from ebbflow.cost.report.optimum import World, optimum_usd
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +169,7 @@ def simulate(
 ) -> SimulationOutcome:
     """Run the job from the first tick of `world` until it is done or the world ends.
 
-    A bare policy may miss the deadline; wrap it in `ebbflow.cost.policy.safety_net.SafetyNet` to prevent that.
+    A bare policy may miss the deadline; wrap it in `benchmarks.money.safety_net.SafetyNet` to prevent that.
 
     Args:
         reality: None means no deviation from the job's assumptions.
@@ -470,58 +458,10 @@ def run_job(
     return SimulationResult(outcome, None)
 
 
-Values = NDArray[np.float64]
-
-
-def optimum_usd(world: World, job: SimulatedJob) -> float:
-    """Return the lowest cost of finishing by the deadline if the future is known; infinite if the job cannot finish.
-
-    Ticks must have equal length. Budget, commits and on-demand delays are ignored: with the future known, no work is
-    redone, and on-demand machines are taken to start at once.
-    """
-    return _Optimum(world, job).solve()
-
-
-class _Optimum:
-    def __init__(self, world: World, job: SimulatedJob) -> None:
-        tick = float(world.tick_hours[0])
-        self.ticks = min(world.ticks, math.floor(job.deadline_hours / tick + 1e-9))
-        self.work = math.ceil(job.work_hours / tick - 1e-9)
-        regions = list(dict.fromkeys(world.regions))
-        self.region_of = np.array([regions.index(region) for region in world.regions])
-        count = len(regions)
-        self.delay = np.zeros((count + 1, count), dtype=int)
-        self.egress = np.zeros((count + 1, count))
-        for target, to in enumerate(regions):
-            for source, name in enumerate([*regions, to]):
-                hours = job.changeover_hours + world.distances.transfer_hours(name, to)
-                self.delay[source, target] = math.ceil(hours / tick - 1e-9)
-                self.egress[source, target] = world.distances.egress_usd(name, to)
-        up = world.available[:, : self.ticks]
-        # A tick without capacity has infinite cost. One on-demand pool per region follows the spot pools.
-        spot = np.where(up, world.usd_per_hour[:, : self.ticks] * tick, math.inf)
-        on_demand = np.full((count, self.ticks), world.on_demand_usd_per_hour * tick)
-        self.price = np.concatenate([spot, on_demand])
-        self.place = np.concatenate([self.region_of, np.arange(count)])
-
-    def solve(self) -> float:
-        pools, places, deepest = len(self.place), self.egress.shape[0], int(self.delay.max(initial=0))
-        shape = self.work + 1
-        hold = np.full((pools, deepest + 1, shape), math.inf)
-        idle = np.full((places, shape), math.inf)
-        hold[:, :, 0] = idle[:, 0] = 0.0
-        going = np.empty_like(hold)
-        rows = np.arange(pools)
-        for t in range(self.ticks - 1, -1, -1):
-            price = self.price[:, t]
-            # going[p, h]: hold the machine for the tick, with h ticks of start-up left at its beginning.
-            going[:, 1:] = hold[:, :-1]
-            going[:, 0, 1:] = hold[:, 0, :-1]
-            going += price[:, None, None]
-            going[:, :, 0] = 0.0
-            for source in range(places):
-                started = going[rows, self.delay[source, self.place]] + self.egress[source, self.place][:, None]
-                np.minimum(idle[source], started.min(axis=0), out=idle[source])
-            idle[:, 0] = 0.0
-            np.minimum(going, idle[self.place][:, None, :], out=hold)
-        return float(idle[-1, self.work])
+def optimum_of(world: World, job: SimulatedJob) -> float:
+    return optimum_usd(
+        world,
+        work_hours=job.work_hours,
+        deadline_hours=job.deadline_hours,
+        changeover_hours=job.changeover_hours,
+    )

@@ -17,7 +17,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ebbflow.cost.errors import SimulationError, TraceError
+from ebbflow.cost.report.optimum import Distances, World
 
 POLARITIES = ("available_count", "preempted")
 _ZONE = re.compile(r"^(?P<region>[a-z]+(?:-[a-z]+)+-?\d+)-?(?P<letter>[a-z])(?:_|$)")
@@ -162,94 +163,38 @@ V100_ON_DEMAND_USD_PER_HOUR = 3.06
 V100_SPOT_USD_PER_HOUR = 0.9731
 
 
-@dataclass(frozen=True)
-class Distances:
-    """Costs and times of moving the checkpoint from one region to another.
+def cut_world(world: World, start_hours: float, hours: float) -> World:
+    """Return the part of `world` that begins at `start_hours` and lasts `hours`, as a world of its own.
 
-    The speeds are those measured for SkyNomad: 9.72 Gbit/s within a region, 8.20 between regions of a continent, 3.59
-    between continents; as there, a gigabyte is 1024 × 8 Mbit. The changeover includes the time of a move within a
-    region, so only the additional time counts. The fees are Amazon's list prices of transfer between regions: $0.02 per
-    GB from most regions of North America, $0.01 between us-east-1 and us-east-2.
+    Raises SimulationError if `world` ends earlier.
     """
-
-    checkpoint_gb: float = 0.0
-    usd_per_gb: Mapping[tuple[str, str], float] = field(default_factory=dict)
-    default_usd_per_gb: float = 0.02
-
-    def egress_usd(self, source: str, target: str) -> float:
-        if source == target:
-            return 0.0
-        near = {source, target} == {"us-east-1", "us-east-2"}
-        price = self.usd_per_gb.get((source, target), 0.01 if near else self.default_usd_per_gb)
-        return price * self.checkpoint_gb
-
-    def transfer_hours(self, source: str, target: str) -> float:
-        if source == target:
-            return 0.0
-        gbit_per_s = 8.20 if source.split("-")[0] == target.split("-")[0] else 3.59
-        megabits = self.checkpoint_gb * 8 * 1024
-        return max(0.0, megabits / (gbit_per_s * 1000) - megabits / 9720) / 3600
+    ends = np.cumsum(world.tick_hours)
+    first = int(np.searchsorted(ends, start_hours + 1e-9, side="right"))
+    last = int(np.searchsorted(ends, start_hours + hours - 1e-9)) + 1
+    if last > world.ticks:
+        raise SimulationError(f"{hours:.1f} h from hour {start_hours:.1f} end after the trace's {world.hours:.1f} h")
+    return replace(
+        world,
+        available=world.available[:, first:last],
+        usd_per_hour=world.usd_per_hour[:, first:last],
+        tick_hours=world.tick_hours[first:last],
+    )
 
 
-@dataclass(frozen=True)
-class World:
-    """Pools with their capacity and prices over time. Spot pool i is in zone `zones[i]` and region `regions[i]`.
-
-    Each region also has one on-demand pool, in its first zone.
-
-    Attributes:
-        available: Whether all nodes of the job could run, [pools, ticks].
-        usd_per_hour: Spot price of all nodes, [pools, ticks].
-        tick_hours: Duration of each tick, [ticks]; equal in a recorded trace.
-    """
-
-    zones: tuple[str, ...]
-    regions: tuple[str, ...]
-    available: NDArray[np.bool_]
-    usd_per_hour: NDArray[np.float64]
-    on_demand_usd_per_hour: float
-    tick_hours: NDArray[np.float64]
-    distances: Distances = field(default_factory=Distances)
-
-    @property
-    def ticks(self) -> int:
-        return self.available.shape[1]
-
-    @property
-    def hours(self) -> float:
-        return float(self.tick_hours.sum())
-
-    def window(self, start_hours: float, hours: float) -> World:
-        """Return the part of this world that begins at `start_hours` and lasts `hours`, as a world of its own.
-
-        Raises SimulationError if this world ends earlier.
-        """
-        ends = np.cumsum(self.tick_hours)
-        first = int(np.searchsorted(ends, start_hours + 1e-9, side="right"))
-        last = int(np.searchsorted(ends, start_hours + hours - 1e-9)) + 1
-        if last > self.ticks:
-            raise SimulationError(f"{hours:.1f} h from hour {start_hours:.1f} end after the trace's {self.hours:.1f} h")
-        return replace(
-            self,
-            available=self.available[:, first:last],
-            usd_per_hour=self.usd_per_hour[:, first:last],
-            tick_hours=self.tick_hours[first:last],
-        )
-
-    def only(self, zones: Sequence[str]) -> World:
-        """Return the world with these zones only, in this order. Raises SimulationError for an unknown zone."""
-        _distinct(zones)
-        missing = [zone for zone in zones if zone not in self.zones]
-        if missing:
-            raise SimulationError(f"no trace of zone {', '.join(missing)}; there are {', '.join(self.zones)}")
-        rows = [self.zones.index(zone) for zone in zones]
-        return replace(
-            self,
-            zones=tuple(zones),
-            regions=tuple(self.regions[row] for row in rows),
-            available=self.available[rows],
-            usd_per_hour=self.usd_per_hour[rows],
-        )
+def select_zones(world: World, zones: Sequence[str]) -> World:
+    """Return the world with these zones only, in this order. Raises SimulationError for an unknown zone."""
+    _distinct(zones)
+    missing = [zone for zone in zones if zone not in world.zones]
+    if missing:
+        raise SimulationError(f"no trace of zone {', '.join(missing)}; there are {', '.join(world.zones)}")
+    rows = [world.zones.index(zone) for zone in zones]
+    return replace(
+        world,
+        zones=tuple(zones),
+        regions=tuple(world.regions[row] for row in rows),
+        available=world.available[rows],
+        usd_per_hour=world.usd_per_hour[rows],
+    )
 
 
 def world_of(

@@ -1,0 +1,161 @@
+"""The guarantee that a job with a deadline ends in time and within budget: admission, and the reserve of a Spot start.
+
+On-demand capacity is the last resort. It is assumed to start within D = `batch.runnable_minutes` of its submit, not to
+be taken away, and to run at the planned speed and price. With w for the remaining hours of work, d for the hours of a
+start, I for the hours between two commits, and P for the price of all nodes per hour:
+
+    finish on demand      D + d + w hours                   (d + w) · P_on_demand dollars
+    keep on Spot          D + d + I + w hours               (d + I + w) · P_on_demand dollars
+    start on Spot         keep + wait + d hours             keep + (2 d + I) · P_spot dollars
+
+Admission requires that the job can finish on demand, with `DECIDE_HOURS` to spare. An attempt on Spot starts only if
+the hours and dollars that are left suffice for "start", and it leaves for on-demand when they no longer exceed "keep"
+(`ebbflow.infra.terms.Fallback`). I covers the work that a loss would undo at that moment. The second d of a start
+covers one restart of the ranks on the same machine. All dollars include the price of a last save.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from ebbflow.cost.plan.candidates import MISSES_DEADLINE, OVER_BUDGET, Candidate, Rejection
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.errors import Outcome
+from ebbflow.infra.terms import Fallback
+
+DECIDE_HOURS = 5 / 60
+"""Longest time between two placements, and the shortest useful wait for capacity: an instance must boot (assumed)."""
+
+
+def start_hours(one: Candidate) -> float:
+    """Return d, the paid hours from a start in the pool to the first useful step."""
+    return max(one.case.fixed_lost_hours, one.case.start_hours)
+
+
+def undone_hours(config: RunConfig, one: Candidate) -> float:
+    """Return the most work that one loss undoes: an interval between commits, and the time to detect a hang."""
+    return one.case.interval_hours + config.survival.hang_floor_seconds / 3600
+
+
+def delay_hours(config: RunConfig) -> float:
+    """Return D, the longest assumed wait for on-demand machines."""
+    return config.batch.runnable_minutes / 60
+
+
+def finish_hours(config: RunConfig, one: Candidate) -> float:
+    """Return the hours for finishing on demand from now on, with those of a last save and of expected failures."""
+    return delay_hours(config) + _busy_hours(one) + _save_hours(config)
+
+
+def finish_usd(config: RunConfig, one: Candidate) -> float:
+    """Return the dollars for finishing on demand, with those of a last save and of storage and transfer."""
+    return (_busy_hours(one) + _save_hours(config)) * one.gang_usd_per_hour + one.storage_usd + one.transfer_usd
+
+
+def _busy_hours(one: Candidate) -> float:
+    return max(one.paid_hours, start_hours(one) + one.case.work_hours)
+
+
+def _save_hours(config: RunConfig) -> float:
+    return config.checkpoint.deadline_seconds / 3600
+
+
+def spare_hours(config: RunConfig, spot: Candidate, last_resort: Candidate, hours_left: float) -> float:
+    """Return the longest safe wait for capacity of a start on Spot; negative if no start is safe."""
+    slower = max(0.0, spot.case.work_hours - last_resort.case.work_hours)
+    start = 2 * start_hours(spot) + undone_hours(config, spot) + slower
+    return hours_left - finish_hours(config, last_resort) - start
+
+
+def spare_usd(config: RunConfig, spot: Candidate, last_resort: Candidate, usd_left: float) -> float:
+    """Return the dollars that a start on Spot leaves beyond its reserve; negative if no start is safe."""
+    undone = undone_hours(config, spot)
+    lost = (2 * start_hours(spot) + undone + _save_hours(config)) * spot.gang_usd_per_hour
+    return usd_left - finish_usd(config, last_resort) - undone * last_resort.gang_usd_per_hour - lost
+
+
+def make_fallback(config: RunConfig, spot: Candidate, last_resort: Candidate, *, steps: int) -> Fallback:
+    """Return the reserve that an attempt on Spot keeps at each step.
+
+    Args:
+        steps: Remaining steps, each of which takes an equal share of the remaining work.
+    """
+    save, price = _save_hours(config), last_resort.gang_usd_per_hour
+    fixed = start_hours(last_resort) + undone_hours(config, spot) + save
+    step_hours = (_busy_hours(last_resort) - start_hours(last_resort)) / max(1, steps)
+    return Fallback(
+        seconds=3600 * (delay_hours(config) + fixed),
+        restart_seconds=3600 * start_hours(spot),
+        restart_usd=start_hours(spot) * spot.gang_usd_per_hour,
+        step_seconds=3600 * step_hours,
+        usd=fixed * price + save * spot.gang_usd_per_hour + last_resort.storage_usd + last_resort.transfer_usd,
+        step_usd=step_hours * price,
+    )
+
+
+def guaranteed_hours(config: RunConfig, pools: Sequence[Candidate], chosen: Candidate) -> float:
+    """Return the shortest deadline, in hours from now, that on-demand can guarantee within the budget.
+
+    If no pool is within the budget, return that of the chosen pool if it is on-demand, else 0.
+    """
+    budget = math.inf if config.cost.budget_usd is None else config.cost.budget_usd
+    on_demand = [one for one in pools if one.market == "on_demand"]
+    able = [one for one in on_demand if finish_usd(config, one) <= budget]
+    able = able or [one for one in [chosen] if one.market == "on_demand"]
+    return min((finish_hours(config, one) + DECIDE_HOURS for one in able), default=0.0)
+
+
+def refuse_unguaranteed(
+    config: RunConfig,
+    ranked: Sequence[Candidate],
+    rejected: Sequence[Rejection],
+    *,
+    hours_left: float,
+    usd_left: float,
+) -> dict[str, Any] | None:
+    """Return why a new job must not start, as the fields of a `PlanRefusal`; None if it may.
+
+    A job without on-demand pools is not refused: `cluster.market: spot`, or queues of Spot alone, give no guarantee.
+
+    Args:
+        hours_left: Hours until the deadline.
+        usd_left: Dollars left of the budget; infinite without one.
+    """
+    pools = [one for one in ranked if one.market == "on_demand"]
+    without = "; without this guarantee: cluster.market=spot"
+    if not pools:
+        late = [one for one in rejected if one.market == "on_demand" and one.kind in (MISSES_DEADLINE, OVER_BUDGET)]
+        if config.cluster.market != "auto" or not late:
+            return None
+        nearest = min(late, key=lambda one: one.excess)
+        outcome = Outcome.DEADLINE if nearest.kind == MISSES_DEADLINE else Outcome.BUDGET
+        limit = "cost.deadline_hours" if outcome is Outcome.DEADLINE else "cost.budget_usd"
+        message = f"no on-demand pool can take over if Spot has no capacity; the nearest, {nearest}, {nearest.reason}"
+        return {"outcome": outcome, "message": message, "hint": f"raise {limit}{without}"}
+    hours, usd = (lambda one: finish_hours(config, one) + DECIDE_HOURS), (lambda one: finish_usd(config, one))
+    in_time = [one for one in pools if hours(one) <= hours_left]
+    if not in_time:
+        best = min(pools, key=hours)
+        needed, deadline = hours(best), config.cost.deadline_hours or 0.0
+        enough = deadline - hours_left + needed
+        parts = (
+            f"{_busy_hours(best) - start_hours(best):.2f} h of work + {start_hours(best):.2f} h to start + "
+            f"{delay_hours(config):.2f} h for on-demand capacity (batch.runnable_minutes) + "
+            f"{_save_hours(config):.2f} h for a last save + {DECIDE_HOURS:.2f} h to place it"
+        )
+        message = f"the deadline cannot be guaranteed: {best} takes {parts} = {needed:.2f} h, of {hours_left:.2f} h"
+        hint = f"set cost.deadline_hours to {math.ceil(enough * 100) / 100:g} or more, or batch.runnable_minutes lower"
+        return {"outcome": Outcome.DEADLINE, "message": message, "hint": hint + without, "enough": enough}
+    cheapest = min(in_time, key=usd)
+    if usd(cheapest) <= usd_left:
+        return None
+    needed, budget = usd(cheapest), config.cost.budget_usd or 0.0
+    enough = budget - usd_left + needed
+    message = (
+        f"deadline and budget cannot be guaranteed together: finishing on {cheapest} takes ${needed:.4f}, of "
+        f"${usd_left:.4f}"
+    )
+    hint = f"set cost.budget_usd to {math.ceil(enough * 100) / 100:.2f} or more{without}"
+    return {"outcome": Outcome.BUDGET, "message": message, "hint": hint, "enough": enough}

@@ -1,0 +1,166 @@
+"""The guarantee of deadline and budget: admission, the reserve of attempts on Spot, and clocks that jump."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.money.virtual_batch import BEGAN_UTC, HOUR, Run, VirtualBatch
+from ebbflow.cost.capacity import choose_placement, read_attempts
+from ebbflow.cost.plan.candidates import JobProgress, read_progress
+from ebbflow.cost.plan.plan import make_plan
+from ebbflow.flows.job import CLOCK_TOLERANCE_SECONDS, ClockReading
+from ebbflow.infra.errors import Outcome
+from ebbflow.infra.events import GENERATION_STARTED, PLAN
+from ebbflow.infra.store import Store
+from ebbflow.infra.terms import Fallback, Terms
+from tests.support.capacity import JobLog, batch_config, placed_now, planned, queue, queues
+from tests.support.timelines import WALL, event
+
+WORK_HOURS = planned(batch_config(), WALL).ranked[0].case.work_hours
+
+
+def first_plan(*overrides: str):
+    return make_plan(batch_config(*overrides), now_utc=WALL)
+
+
+def test_a_deadline_that_on_demand_cannot_keep_is_refused_with_the_arithmetic() -> None:
+    tight = (f"cost.deadline_hours={WORK_HOURS + 0.44:.3f}", "batch.runnable_minutes=60")
+    refused = first_plan(*tight).refusal
+    assert refused is not None and refused.outcome is Outcome.DEADLINE
+    assert "1.00 h for on-demand capacity (batch.runnable_minutes)" in refused.message
+    hours = refused.hint.split("deadline_hours to ")[1].split()[0]
+    assert first_plan(f"cost.deadline_hours={hours}", tight[1]).refusal is None, "the hint suffices"
+    assert first_plan(tight[0], "batch.runnable_minutes=5").refusal is None
+    assert first_plan(*tight, "cluster.market=spot").refusal is None, "no guarantee is asked for"
+    started = make_plan(batch_config(*tight), now_utc=WALL, progress=JobProgress(started_utc=WALL))
+    assert started.refusal is None, "a job that has started goes on"
+    assert make_plan(batch_config(*tight), now_utc=WALL, simulated=True).refusal is None
+
+
+def test_a_budget_that_on_demand_exceeds_is_refused_if_there_is_a_deadline() -> None:
+    on_demand = next(one for one in first_plan().ranked if one.market == "on_demand")
+    low = f"cost.budget_usd={on_demand.expected_usd * 0.7:.4f}"
+    refused = first_plan(low).refusal
+    assert refused is not None and refused.outcome is Outcome.BUDGET
+    assert first_plan(low, "cost.deadline_hours=null").refusal is None
+
+
+class Watcher:
+    """An adversary that sees the job: it strikes just before a commit, or at the first steps of a start."""
+
+    def __init__(self, seed: int) -> None:
+        self.draw = random.Random(seed)
+        self.patience = self.draw.choice([0.0, 0.0, 0.3, 1.5])
+        self.kind = self.draw.choice(["fail", "reclaim", "both"])
+        self.before_commit = self.draw.random() < 0.7
+
+    def __call__(self, run: Run) -> str:
+        interval = 0.9 * INTERVAL
+        if (run.now - run.started) / HOUR < self.patience or run.restarts > 40:
+            return ""
+        if self.before_commit and run.uncommitted_hours < interval:
+            return ""
+        return self.draw.choice(["fail", "reclaim"]) if self.kind == "both" else self.kind
+
+
+SLOW_COMMITS = ("checkpoint.interval=seconds", "checkpoint.interval_seconds=900", "batch.runnable_minutes=20")
+INTERVAL = planned(batch_config(*SLOW_COMMITS), WALL).ranked[0].case.interval_hours
+
+
+def adversarial_job(seed: int) -> tuple[bool, float]:
+    """Run one admitted job under an adversary. Return whether it was late, and the dollars over its budget."""
+    draw = random.Random(seed)
+    usual = next(one for one in planned(batch_config(*SLOW_COMMITS), WALL).ranked if one.market == "on_demand")
+    budget = usual.expected_usd * draw.uniform(1.05, 1.35)
+    deadline = WORK_HOURS * draw.uniform(1.2, 2.5)
+    config = batch_config(*SLOW_COMMITS, f"cost.budget_usd={budget:.4f}", f"cost.deadline_hours={deadline:.4f}")
+    if planned(config, WALL).refusal is not None or make_plan(config, now_utc=WALL).refusal is not None:
+        return False, 0.0
+    up = [bool(draw.getrandbits(1)) for _ in range(400) for _ in range(draw.randrange(1, 4))]
+    skew = draw.choice([0.0, 0.0, -1800.0])
+    course = VirtualBatch(
+        up if draw.random() < 0.5 else [True],
+        seed=seed,
+        adversary=Watcher(seed),
+        slowest=True,
+        clock=lambda second: second + (skew if second > HOUR else 0.0),
+    ).run(config)
+    assert course.finished is not None
+    return course.finished > deadline * HOUR + 1, max(0.0, course.usd - budget)
+
+
+@pytest.mark.parametrize("first", range(0, 40, 20))
+def test_no_adversary_makes_an_admitted_job_late_or_exceed_its_budget(first: int) -> None:
+    for seed in range(first, first + 20):
+        late, over = adversarial_job(seed)
+        assert not late and over == 0.0, f"seed {seed}: late {late}, ${over:.4f} over the budget"
+
+
+def test_a_clock_set_back_neither_delays_on_demand_nor_makes_the_job_late() -> None:
+    config = batch_config("cost.deadline_hours=6", "batch.runnable_minutes=20")
+    for seed in range(4):
+        course = VirtualBatch(
+            [True, False, False], seed=seed, slowest=True, clock=lambda at: at - (1800 if at > 600 else 0)
+        ).run(config)
+        assert course.finished is not None and course.finished <= 6 * HOUR
+
+
+def test_the_stores_clock_corrects_the_launchers(tmp_path: Path) -> None:
+    store, now = Store.open(str(tmp_path)), time.time()
+    assert ClockReading.of(store).ahead_seconds == 0.0
+    back = ClockReading.of(store, now - 1800)
+    assert back.ahead_seconds == pytest.approx(1800, abs=CLOCK_TOLERANCE_SECONDS)
+    assert back.utc == pytest.approx(now, abs=CLOCK_TOLERANCE_SECONDS)
+
+
+def test_waits_before_the_first_start_count_towards_the_deadline() -> None:
+    chosen = {"instance_type": "g5.xlarge"}
+    plans = [event(PLAN, WALL + at, made_utc=WALL + at, chosen=chosen) for at in (0.0, 3600.0, 7200.0)]
+    run = plans[0].run
+    assert read_progress(plans, run=run).started_utc == WALL
+    assert read_progress(plans, run="another").started_utc is None
+    start = replace(event(GENERATION_STARTED, WALL + 7300, nodes=1, processes_per_node=1), generation=1)
+    assert read_progress([*plans, start]).started_utc == WALL
+
+
+def test_refused_zones_leave_untried_pools_unknown() -> None:
+    """One pool without capacity says nothing of the others: each is tried before any is tried again."""
+    config, log = batch_config("cluster.instance_types=[g5]", "batch.runnable_minutes=20"), JobLog()
+    where = queues(queue("od", "on_demand", ["g5"]), *(queue(f"spot-{name}", "spot", ["g5.xlarge"]) for name in "abc"))
+    tried = []
+    for number in range(4):
+        found = placed_now(config, log, number * 1200.0, where=where)
+        assert found.market == "spot"
+        tried.append(found.queue)
+        log.told("never_started", found, (number + 1) * 1200.0 - 1, started=None, job_id=f"job-{number}")
+    assert sorted(tried[:3]) == ["spot-a", "spot-b", "spot-c"] and tried[3] == tried[0], tried
+
+
+def test_an_attempt_leaves_spot_while_on_demand_still_keeps_both_limits() -> None:
+    reserve = Fallback(seconds=1800, restart_seconds=300, restart_usd=0.1, step_seconds=10, usd=1.0, step_usd=0.01)
+    terms = Terms(usd_per_rank_second=1e-4, budget_usd=10.0, deadline_utc=WALL + 10 * 3600, fallback=reserve)
+    last = WALL + 10 * 3600 - 1800 - 100 * 10
+    assert terms.why_leave_spot(100, spent_usd=5.0, now_utc=last) == ""
+    assert "finishing on demand may take 0.78 h" in terms.why_leave_spot(100, spent_usd=5.0, now_utc=last + 1)
+    assert terms.why_leave_spot(100, spent_usd=5.0, now_utc=last - 299, restart=True)
+    assert terms.why_leave_spot(100, spent_usd=5.0, now_utc=last - 400, slowness=1.5)
+    assert "$8.0100 of $10.0000" in terms.why_leave_spot(100, spent_usd=8.01, now_utc=WALL)
+    assert Terms.from_json(terms.to_json()) == terms
+
+
+def test_a_decision_never_uses_a_time_before_the_last_one_that_batch_reported() -> None:
+    config, log = batch_config("cost.deadline_hours=6", "batch.runnable_minutes=20"), JobLog()
+    first = placed_now(config, log, 0.0)
+    at = (6 - WORK_HOURS - 0.5) * HOUR
+    log.told("reclaimed", first, at, started=60.0)
+    plan, history = planned(config, BEGAN_UTC + at), read_attempts(log.events)
+    back = choose_placement(config, plan=plan, history=history, queues=queues(*BOTH_STATES), now_utc=WALL + at - 1800)
+    assert back.market == "on_demand"
+
+
+BOTH_STATES = (queue("spot-g5", "spot", ["g5"]), queue("on-demand-g5", "on_demand", ["g5"]))
