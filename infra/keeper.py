@@ -25,14 +25,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
-from ebbflow.infra.process import (
-    MessageReader,
-    ProcessStat,
-    descendants,
-    die_with_parent,
-    process_stat,
-    zombie_status,
-)
+from ebbflow.infra.process import MessageReader, ProcessStat, descendants, die_with_parent, process_stat, zombie_status
 from ebbflow.infra.program import IMPORT_ROOT
 
 _PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>

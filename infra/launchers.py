@@ -289,13 +289,7 @@ def claim_of_parent() -> str | None:
 
 
 def _living(
-    job_store: Store,
-    job: str,
-    launcher: Launcher,
-    modified: float,
-    *,
-    watch: bool,
-    say: Callable[[str], None],
+    job_store: Store, job: str, launcher: Launcher, modified: float, *, watch: bool, say: Callable[[str], None]
 ) -> Launcher | None:
     """Return the launcher that holds the job, or None if its claim is free.
 

@@ -175,10 +175,7 @@ class MetricBoard(Collector):
     """
 
     def __init__(
-        self,
-        metrics: Iterable[Metric],
-        constant: Mapping[str, str],
-        before_page: Callable[[], None] = lambda: None,
+        self, metrics: Iterable[Metric], constant: Mapping[str, str], before_page: Callable[[], None] = lambda: None
     ) -> None:
         self._metrics = {metric.name: metric for metric in metrics}
         self._constant = dict(constant)

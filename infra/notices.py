@@ -190,11 +190,7 @@ class MetadataSource:
     name = NoticeSource.METADATA
 
     def __init__(
-        self,
-        environment: Mapping[str, str] = os.environ,
-        *,
-        system: Path = Path("/"),
-        poll_seconds: float = 2.0,
+        self, environment: Mapping[str, str] = os.environ, *, system: Path = Path("/"), poll_seconds: float = 2.0
     ) -> None:
         self.poll_seconds = poll_seconds
         self._absent = metadata_unavailable_reason(environment, system)
@@ -279,10 +275,7 @@ class MetadataSource:
             return None
         action = str(document.get("action") or "terminate")
         return Notice(
-            source=self.name,
-            action=action if action in RECLAIMS else "terminate",
-            ends_at=ends_at,
-            detail=text[:200],
+            source=self.name, action=action if action in RECLAIMS else "terminate", ends_at=ends_at, detail=text[:200]
         )
 
     def _recommendation(self) -> Notice | None:

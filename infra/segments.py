@@ -92,12 +92,7 @@ class Unsealed:
 def seal_segment(key: str, lines: Sequence[str], *, last: bool) -> bytes:
     """Return the content of a segment: the events' JSON lines and their seal. last: the writer closes its log."""
     encoded = [line.encode() for line in lines]
-    seal = {
-        "seal": _SEAL_VERSION,
-        "segment": key,
-        "checksums": [_checksum(line) for line in encoded],
-        "last": last,
-    }
+    seal = {"seal": _SEAL_VERSION, "segment": key, "checksums": [_checksum(line) for line in encoded], "last": last}
     body = json.dumps(seal, separators=(",", ":")).encode()
     sealed = body[:-1] + f',"checksum":"{_checksum(body)}"}}'.encode()
     return b"\n".join([*encoded, sealed]) + b"\n"

@@ -15,7 +15,7 @@ from typing import Any
 from ebbflow.cost.capacity import Placement, batch_attempt_data
 from ebbflow.flows.job import Job
 from ebbflow.infra.batch import NEVER_STARTED, TERMINATED, BatchAttempt, batch_client, cancel_job, describe_attempts
-from ebbflow.infra.checks.batch import ANSWER_SECONDS, skip_reason
+from ebbflow.infra.checks.batch import ANSWER_SECONDS, for_batch
 from ebbflow.infra.errors import CloudRefused, InfraError
 from ebbflow.infra.event_log import EventLog
 from ebbflow.infra.events import BATCH_ATTEMPT, BATCH_SUBMITTED, NODE_STARTED, PLACED, Event, read_events
@@ -123,27 +123,20 @@ def _describe_left_behind(attempt: BatchAttempt, submitted: Event) -> str:
     return f"job {attempt.job_id} of run {submitted.run} ({attempt.status} in {attempt.queue})"
 
 
+@for_batch
 def check_left_behind(context: PreflightContext) -> CheckFinding:
     """Check that a killed launcher left no running Batch job behind. Such a job costs money."""
-    if reason := skip_reason(context):
-        return CheckFinding.skipped(reason)
     if context.job is None:
         return CheckFinding.passed("a new job has no Batch jobs")
     job = Job(name=context.job, run="", config=context.config, request_seconds=ANSWER_SECONDS)
-    try:
-        submitted = unsettled_jobs(read_events(job.store))
-        client = batch_client(context.config.batch.region) if submitted else None
-        found = describe_attempts(list(submitted), client, deadline_seconds=ANSWER_SECONDS) if submitted else {}
-    except InfraError as error:
-        return CheckFinding.skipped(str(error))
-    left = [one for one in found.values() if not one.finished]
+    submitted = unsettled_jobs(read_events(job.store))
+    client = batch_client(context.config.batch.region) if submitted else None
+    found = describe_attempts(list(submitted), client, deadline_seconds=ANSWER_SECONDS) if submitted else {}
+    left = [_describe_left_behind(one, submitted[one.job_id]) for one in found.values() if not one.finished]
     if not left:
         return CheckFinding.passed(f"AWS Batch runs nothing of job {context.job}")
     return CheckFinding.failed(
-        "\n".join(
-            f"{_describe_left_behind(one, submitted[one.job_id])} is running, but no process of this run waits for it"
-            for one in left
-        ),
+        "\n".join(f"{one} is running, but no process of this run waits for it" for one in left),
         "nothing to do: it is terminated before the next attempt. If another launcher runs this job, stop one",
     )
 

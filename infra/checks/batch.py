@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ebbflow.infra.aws.account import (
@@ -21,7 +22,7 @@ from ebbflow.infra.aws.calls import RequestDeadline, aws_client, is_amazons
 from ebbflow.infra.batch import batch_client, describe_queues, has_gpus_only, training_queues
 from ebbflow.infra.batch.queues import QueueState
 from ebbflow.infra.checks.store import compare_clock
-from ebbflow.infra.errors import CloudError, StoreError
+from ebbflow.infra.errors import CloudError, InfraError, StoreError
 from ebbflow.infra.preflight import CheckFinding, PreflightContext
 from ebbflow.infra.store.s3 import split_uri
 
@@ -32,23 +33,37 @@ _AWS_REFUSES_SECONDS = 300.0
 _OBJECT_ACTIONS = ("s3:GetObject", "s3:PutObject", "s3:DeleteObject", "s3:AbortMultipartUpload")
 _BUCKET_ACTIONS = ("s3:ListBucket", "s3:ListBucketMultipartUploads")
 _ROLE = re.compile(r"arn:aws[a-z-]*:iam::[0-9]{12}:role/.+")
+# For all requests of one check; the check's own deadline is a little longer.
+ANSWER_SECONDS = 12.0
+_ADOPT = "ebbflow adopt shows what there is"
 
 
+class _Skip(Exception):
+    """Why a check has nothing to do."""
+
+
+def for_batch(check: Callable[[PreflightContext], CheckFinding]) -> Callable[[PreflightContext], CheckFinding]:
+    """Decorate a check that is skipped if the job does not go to AWS Batch, or if AWS or the store cannot be asked."""
+
+    @functools.wraps(check)
+    def run(context: PreflightContext) -> CheckFinding:
+        if reason := skip_reason(context):
+            return CheckFinding.skipped(reason)
+        try:
+            return check(context)
+        except (_Skip, InfraError) as error:
+            return CheckFinding.skipped(str(error))
+
+    return run
+
+
+@for_batch
 def check_batch_role(context: PreflightContext) -> CheckFinding:
     """Check that the containers' IAM role exists, and that its trust policy lets containers assume it."""
-    if reason := skip_reason(context):
-        return CheckFinding.skipped(reason)
-    arn = _role(context)
-    if not _ROLE.fullmatch(arn):
-        return CheckFinding.skipped(_no_role(arn))
-    try:
-        client = _client("iam", context)
-        role = role_state(arn, client, _patience())
-    except (CloudError, StoreError) as error:
-        return CheckFinding.skipped(str(error))
-    if role is None and not is_amazons(client):
-        return CheckFinding.skipped(f"{client.meta.endpoint_url} has no role {arn}, and is not Amazon's")
+    arn, client = _role(context), _client("iam", context)
+    role = role_state(arn, client, _patience())
     if role is None:
+        _skip_if_stand_in(client, f"role {arn}")
         return CheckFinding.failed(
             f"there is no role {arn}", "correct batch.job_role or METAFLOW_ECS_S3_ACCESS_IAM_ROLE"
         )
@@ -60,43 +75,27 @@ def check_batch_role(context: PreflightContext) -> CheckFinding:
     return CheckFinding.passed(f"{arn} can be assumed by containers")
 
 
+@for_batch
 def check_batch_rights(context: PreflightContext) -> CheckFinding:
     """Check, with IAM's policy simulator, that the role's own policies allow what a node does in the store."""
-    if reason := skip_reason(context):
-        return CheckFinding.skipped(reason)
-    arn = _role(context)
-    if not _ROLE.fullmatch(arn):
-        return CheckFinding.skipped(_no_role(arn))
-    if not context.config.store.startswith("s3://"):
-        return CheckFinding.skipped("the store is a folder")
-    bucket, prefix = split_uri(context.config.store)
+    arn, store = _role(context), context.config.store
+    bucket, prefix = _bucket(context)
     objects = f"arn:aws:s3:::{bucket}/{prefix + '/' if prefix else ''}*"
-    try:
-        client, deadline = _client("iam", context), _patience()
-        denied = denied_actions(arn, _OBJECT_ACTIONS, [objects], client, deadline)
-        denied += denied_actions(arn, _BUCKET_ACTIONS, [f"arn:aws:s3:::{bucket}"], client, deadline)
-    except (CloudError, StoreError) as error:
-        return CheckFinding.skipped(str(error))
+    client, deadline = _client("iam", context), _patience()
+    denied = denied_actions(arn, _OBJECT_ACTIONS, [objects], client, deadline)
+    denied += denied_actions(arn, _BUCKET_ACTIONS, [f"arn:aws:s3:::{bucket}"], client, deadline)
     if denied:
-        detail = (
-            f"{arn} is denied {', '.join(denied)} on {context.config.store}, unless the bucket's own policy allows it"
-        )
+        detail = f"{arn} is denied {', '.join(denied)} on {store}, unless the bucket's own policy allows it"
         return CheckFinding.failed(detail, f"allow {', '.join(denied)} on {objects} and its bucket")
-    return CheckFinding.passed(f"{arn} may read, write, list and delete in {context.config.store}")
+    return CheckFinding.passed(f"{arn} may read, write, list and delete in {store}")
 
 
+@for_batch
 def check_batch_bucket(context: PreflightContext) -> CheckFinding:
     """Check that the bucket is in the queues' region, blocks public access, and deletes parts of unfinished uploads."""
-    if reason := skip_reason(context):
-        return CheckFinding.skipped(reason)
-    if not context.config.store.startswith("s3://"):
-        return CheckFinding.skipped("the store is a folder")
-    bucket, _ = split_uri(context.config.store)
-    try:
-        client = _client("s3", context)
-        state = bucket_state(bucket, client, _patience())
-    except (CloudError, StoreError) as error:
-        return CheckFinding.skipped(str(error))
+    bucket, _ = _bucket(context)
+    client = _client("s3", context)
+    state = bucket_state(bucket, client, _patience())
     region, wrong, fixes = client.meta.region_name, [], []
     if state.region != region:
         wrong.append(f"it is in {state.region}, the queues in {region}: transfer between them is billed")
@@ -117,26 +116,20 @@ def check_batch_bucket(context: PreflightContext) -> CheckFinding:
     )
 
 
+@for_batch
 def check_batch_image(context: PreflightContext) -> CheckFinding:
     """Check that the container image exists, if it is in ECR."""
-    if reason := skip_reason(context):
-        return CheckFinding.skipped(reason)
     image = context.config.batch.image or _metaflow_image()
     if not image:
         return CheckFinding.skipped("no image is named: Metaflow's default has no torch; set batch.image")
     region = ecr_region(image)
     if region is None:
         return CheckFinding.skipped(f"{image} is not in ECR: its registry is not checked")
-    try:
-        client = _client("ecr", context, region)
-        there = image_exists(image, client, _patience())
-    except (CloudError, StoreError) as error:
-        return CheckFinding.skipped(str(error))
-    if not there and not is_amazons(client):
-        return CheckFinding.skipped(f"{client.meta.endpoint_url} has no image {image}, and is not Amazon's")
-    if not there:
-        return CheckFinding.failed(f"there is no image {image}", "push it (docs/aws.md), or correct batch.image")
-    return CheckFinding.passed(f"{image} is there")
+    client = _client("ecr", context, region)
+    if image_exists(image, client, _patience()):
+        return CheckFinding.passed(f"{image} is there")
+    _skip_if_stand_in(client, f"image {image}")
+    return CheckFinding.failed(f"there is no image {image}", "push it (docs/aws.md), or correct batch.image")
 
 
 def _metaflow_image() -> str:
@@ -147,12 +140,22 @@ def _metaflow_image() -> str:
     return image if named or not registry or not image else f"{registry.rstrip('/')}/{image}"
 
 
-def _no_role(arn: str) -> str:
-    return f"{arn} is no role's ARN" if arn else "no role is named; the check aws-metaflow says more"
+def _skip_if_stand_in(client: Any, what: str) -> None:
+    if not is_amazons(client):
+        raise _Skip(f"{client.meta.endpoint_url} has no {what}, and is not Amazon's")
+
+
+def _bucket(context: PreflightContext) -> tuple[str, str]:
+    if not context.config.store.startswith("s3://"):
+        raise _Skip("the store is a folder")
+    return split_uri(context.config.store)
 
 
 def _role(context: PreflightContext) -> str:
-    return context.config.batch.job_role or metaflow_setting("METAFLOW_ECS_S3_ACCESS_IAM_ROLE")
+    arn = context.config.batch.job_role or metaflow_setting("METAFLOW_ECS_S3_ACCESS_IAM_ROLE")
+    if not _ROLE.fullmatch(arn):
+        raise _Skip(f"{arn} is no role's ARN" if arn else "no role is named; the check aws-metaflow says more")
+    return arn
 
 
 def _client(service: str, context: PreflightContext, region: str | None = None) -> Any:
@@ -161,11 +164,6 @@ def _client(service: str, context: PreflightContext, region: str | None = None) 
 
 def _patience() -> RequestDeadline:
     return RequestDeadline.after(ANSWER_SECONDS)
-
-
-# For all requests of one check; the check's own deadline is a little longer.
-ANSWER_SECONDS = 12.0
-_ADOPT = "ebbflow adopt shows what there is"
 
 
 def skip_reason(context: PreflightContext) -> str:
@@ -180,10 +178,9 @@ def skip_reason(context: PreflightContext) -> str:
     return ""
 
 
+@for_batch
 def check_batch_queues(context: PreflightContext) -> CheckFinding:
     """Check that the queues exist, take jobs and have the configured market; one must accept the number of nodes."""
-    if reason := skip_reason(context):
-        return CheckFinding.skipped(reason)
     batch = context.config.batch
     try:
         client = batch_client(batch.region)
@@ -203,15 +200,18 @@ def check_batch_queues(context: PreflightContext) -> CheckFinding:
     if refused:
         fix = "set batch.light_queue (or METAFLOW_BATCH_JOB_QUEUE) to a queue that takes jobs"
         return CheckFinding.failed(f"for the steps around training: {refused[0]}", fix)
-    return _nodes_have_a_queue(context, usable) or CheckFinding.passed(
-        "\n".join([_told(usable), *_fargate(others), *_gpus_unused(others)])
-    )
+    nodes = context.config.cluster.nodes
+    if nodes not in ("auto", 1) and not any(state.multi_node for state in usable.values()):
+        kinds = "; ".join(f"{name}: {_kinds(state)}" for name, state in usable.items())
+        detail = f"cluster.nodes is {nodes}, and no queue takes several nodes ({kinds})"
+        fix = "add an on-demand queue of a managed EC2 environment with multi_node: true, or set cluster.nodes to 1 or"
+        return CheckFinding.failed(detail, f"{fix} auto")
+    return CheckFinding.passed("\n".join([*_describe_training(usable), *_describe_light(others)]))
 
 
+@for_batch
 def check_batch_metaflow(context: PreflightContext) -> CheckFinding:
     """Check that Metaflow keeps its data in S3, where containers can read it, and that the containers have a role."""
-    if reason := skip_reason(context):
-        return CheckFinding.skipped(reason)
     lacks, fixes = [], []
     datastore = metaflow_setting("METAFLOW_DEFAULT_DATASTORE") or "local"
     root = metaflow_setting("METAFLOW_DATASTORE_SYSROOT_S3")
@@ -236,51 +236,36 @@ def check_batch_metaflow(context: PreflightContext) -> CheckFinding:
     return CheckFinding.passed(f"datastore {root}; {metadata}")
 
 
-def _nodes_have_a_queue(context: PreflightContext, usable: Mapping[str, QueueState]) -> CheckFinding | None:
-    cluster = context.config.cluster
-    if cluster.nodes == "auto" or cluster.nodes == 1 or any(state.multi_node for state in usable.values()):
-        return None
-    kinds = "; ".join(f"{name}: {_kinds(state)}" for name, state in usable.items())
-    detail = f"cluster.nodes is {cluster.nodes}, and no queue takes several nodes ({kinds})"
-    fix = "add an on-demand queue of a managed EC2 environment with multi_node: true, or set cluster.nodes to 1 or auto"
-    return CheckFinding.failed(detail, fix)
-
-
-def _told(usable: Mapping[str, QueueState]) -> str:
+def _describe_training(usable: Mapping[str, QueueState]) -> list[str]:
     lines = []
     for name, state in usable.items():
         nodes = ", several nodes" if state.multi_node else ""
         lines.append(f"{name}: {_kinds(state)} ({', '.join(state.instance_types) or 'any type'}){nodes}")
-    waiting = [name for name, state in usable.items() if not state.cancels_after_seconds]
+    waiting = ", ".join(name for name, state in usable.items() if not state.cancels_after_seconds)
     if waiting:
-        lines.append(
-            f"no jobStateTimeLimitActions on {', '.join(waiting)}: a job that waits there is ended by Ebbflow only"
-        )
+        lines.append(f"no jobStateTimeLimitActions on {waiting}: a job that waits there is ended by Ebbflow only")
     wide = [name for name, state in usable.items() if state.multi_node and not state.places_nodes_together]
     if wide:
         lines.append(f"no placement group and several subnets on {', '.join(wide)}: nodes may lie in different zones")
-    return "\n".join(lines)
+    return lines
 
 
-def _fargate(light: Mapping[str, QueueState]) -> list[str]:
-    """Return a note for each Fargate queue that Metaflow cannot use without Fargate's execution role.
+def _describe_light(light: Mapping[str, QueueState]) -> list[str]:
+    """Return notes on queues of the steps around training that Metaflow cannot use or that waste accelerators.
 
-    Notes do not fail the check, because `--with cloud` sends no step to such a queue.
+    They do not fail the check, because `--with cloud` sends no step to such a queue.
     """
-    role = "METAFLOW_ECS_FARGATE_EXECUTION_ROLE"
-    found = [name for name, state in light.items() if state.fargate and not metaflow_setting(role)]
-    return [
-        f"{name}, for the steps around training, is Fargate: Metaflow runs none there without {role}" for name in found
-    ]
-
-
-def _gpus_unused(light: Mapping[str, QueueState]) -> list[str]:
-    return [
-        f"{name}, for the steps around training: all of its machines that hold one have GPUs or other accelerators, "
-        f"paid for and not used ({', '.join(state.instance_types)}); set batch.light_queue to a queue of small machines"
-        for name, state in light.items()
-        if has_gpus_only(state)
-    ]
+    role, notes = "METAFLOW_ECS_FARGATE_EXECUTION_ROLE", []
+    for name, state in light.items():
+        if state.fargate and not metaflow_setting(role):
+            notes.append(f"{name}, for the steps around training, is Fargate: Metaflow runs none there without {role}")
+        if has_gpus_only(state):
+            notes.append(
+                f"{name}, for the steps around training: all of its machines that hold one have GPUs or other "
+                f"accelerators, paid for and not used ({', '.join(state.instance_types)}); set batch.light_queue to a "
+                "queue of small machines"
+            )
+    return notes
 
 
 def _kinds(state: QueueState) -> str:
@@ -299,12 +284,8 @@ def _unanswered(said: str) -> CheckFinding:
     return CheckFinding.failed(detail, fix or "check batch.region, and that AWS Batch can be reached from here")
 
 
+@for_batch
 def check_batch_clock(context: PreflightContext) -> CheckFinding:
     """Check that this machine's clock agrees with AWS Batch's: AWS rejects requests signed 5 minutes off."""
-    if reason := skip_reason(context):
-        return CheckFinding.skipped(reason)
-    try:
-        url = aws_client("batch", context.config.batch.region).meta.endpoint_url
-    except (CloudError, StoreError) as error:
-        return CheckFinding.skipped(str(error))
+    url = aws_client("batch", context.config.batch.region).meta.endpoint_url
     return compare_clock(url, warned=_AWS_REFUSES_SECONDS, refused=_AWS_REFUSES_SECONDS)

@@ -87,8 +87,7 @@ def _ask(service: MetadataService) -> CheckFinding:
     status, instance = get(_PATH, token)
     if status != 200:
         return CheckFinding.failed(
-            f"{_PATH} answers {status} to a fresh token",
-            "check proxies and firewalls between here and the service",
+            f"{_PATH} answers {status} to a fresh token", "check proxies and firewalls between here and the service"
         )
     status, notice = get(_NOTICE, token)
     if status == 200:

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 from ruamel.yaml.nodes import ScalarNode
 
+from ebbflow.infra.config import name_rules, shape_rules
 from ebbflow.infra.config.keys import (
     ENVIRONMENT,
     Entry,
@@ -30,14 +31,12 @@ from ebbflow.infra.config.keys import (
     read_environment,
     read_override,
 )
-from ebbflow.infra.config.name_rules import ADDRESS, BATCH_RULES, NAMES_RULES
 from ebbflow.infra.config.problems import ConfigError, Problem
 from ebbflow.infra.config.rule_base import Violation
 from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.config.shape_rules import DERIVED_RULES, MODEL_RULES, PARALLEL_RULES, SURVIVAL_RULES
 from ebbflow.infra.config.yaml_values import Expected, MismatchError, SourceText, convert, parse
 
-_RULES = (*MODEL_RULES, *DERIVED_RULES, *PARALLEL_RULES, *NAMES_RULES, *SURVIVAL_RULES, *BATCH_RULES)
+_RULES = (*shape_rules.RULES, *name_rules.RULES)
 
 
 def violations(config: RunConfig, *, without: Collection[str] = ()) -> list[Violation]:
@@ -281,7 +280,7 @@ def _resolve_paths(values: dict[str, Any], entries: Mapping[str, Entry], *, proj
         value = values.get(key)
         if not isinstance(value, str) or not value.strip() or value in words:
             continue
-        if ADDRESS.match(value) and not (key == "store" and value.startswith("file://")):
+        if name_rules.ADDRESS.match(value) and not (key == "store" and value.startswith("file://")):
             continue
         if key == "cost.prices" and not Path(value).suffix:  # an unknown word is not a file
             continue

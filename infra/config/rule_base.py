@@ -10,6 +10,7 @@ from typing import Any
 from ebbflow.infra.config.schema import RunConfig
 
 Breach = tuple[str, str | None] | None  # message and hint of a broken rule; None: the rule holds
+Check = Callable[[RunConfig], Breach]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +27,20 @@ class Rule:
     """A rule about one or more keys."""
 
     keys: tuple[str, ...]  # dotted keys that `check` reads, the most likely mistake first
-    check: Callable[[RunConfig], Breach]  # returns message and hint of a broken rule, or None if the rule holds
+    check: Check
+
+
+class Rules(list[Rule]):
+    """Rules in the order in which they are checked."""
+
+    def about(self, *keys: str) -> Callable[[Check], Check]:
+        """Return the decorator that adds a check of these keys, the most likely mistake first."""
+
+        def add(check: Check) -> Check:
+            self.append(Rule(keys, check))
+            return check
+
+        return add
 
 
 def value_of(config: RunConfig, key: str) -> Any:

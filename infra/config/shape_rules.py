@@ -8,7 +8,7 @@ from math import prod
 
 from ebbflow.infra.config.rule_base import (
     Breach,
-    Rule,
+    Rules,
     count_ranks,
     division,
     nearest_divisors,
@@ -19,7 +19,10 @@ from ebbflow.infra.config.rule_base import (
 )
 from ebbflow.infra.config.schema import DdpConfig, FsdpConfig, RunConfig
 
+RULES = Rules()
 
+
+@RULES.about("model.hidden_size", "model.num_heads")
 def _heads_divide_width(config: RunConfig) -> Breach:
     width, heads = config.model.hidden_size, config.model.num_heads
     if width % heads == 0 or width < heads:  # less than 1: reported as a derived quantity
@@ -30,6 +33,9 @@ def _heads_divide_width(config: RunConfig) -> Breach:
     )
 
 
+@RULES.about(
+    "training.batch_size", "training.gradient_accumulation_steps", "cluster.nodes", "cluster.processes_per_node"
+)
 def _batch_divides_evenly(config: RunConfig) -> Breach:
     world_size = count_ranks(config)
     if world_size is None:
@@ -45,11 +51,11 @@ def _batch_divides_evenly(config: RunConfig) -> Breach:
     )
     fitting_parts = nearest_divisors(batch // world_size, parts) if batch % world_size == 0 else []
     return message, suggest_values(
-        ("training.batch_size", nearest_multiples(unit, batch)),
-        ("training.gradient_accumulation_steps", fitting_parts),
+        ("training.batch_size", nearest_multiples(unit, batch)), ("training.gradient_accumulation_steps", fitting_parts)
     )
 
 
+@RULES.about("training.scheduler.warmup_steps", "training.max_steps")
 def _warm_up_fits(config: RunConfig) -> Breach:
     warmup, steps = config.training.scheduler.warmup_steps, config.training.max_steps
     if warmup <= steps:
@@ -60,6 +66,7 @@ def _warm_up_fits(config: RunConfig) -> Breach:
     )
 
 
+@RULES.about("model.vocab_size", "data.tokenizer")
 def _bytes_have_tokens(config: RunConfig) -> Breach:
     size = config.model.vocab_size
     if config.data.tokenizer != "bytes" or size >= 256:
@@ -69,6 +76,7 @@ def _bytes_have_tokens(config: RunConfig) -> Breach:
     )
 
 
+@RULES.about("data.suffixes")
 def _suffixes_are_endings(config: RunConfig) -> Breach:
     suffixes = config.data.suffixes
     if not suffixes:
@@ -78,23 +86,6 @@ def _suffixes_are_endings(config: RunConfig) -> Breach:
         return None
     mended = ", ".join(f".{suffix.lstrip('*').strip('.')}" for suffix in bare)
     return f"data.suffixes must be file endings with their dot, not {', '.join(map(repr, bare))}", f"write {mended}"
-
-
-MODEL_RULES = (
-    Rule(("model.hidden_size", "model.num_heads"), _heads_divide_width),
-    Rule(
-        (
-            "training.batch_size",
-            "training.gradient_accumulation_steps",
-            "cluster.nodes",
-            "cluster.processes_per_node",
-        ),
-        _batch_divides_evenly,
-    ),
-    Rule(("training.scheduler.warmup_steps", "training.max_steps"), _warm_up_fits),
-    Rule(("model.vocab_size", "data.tokenizer"), _bytes_have_tokens),
-    Rule(("data.suffixes",), _suffixes_are_endings),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,11 +109,9 @@ class Derived:
     def formula(self, config: RunConfig) -> str:
         """Return a text such as "training.batch_size / (cluster.nodes × …) = 4 / (2 × 4) = 0.5"."""
         top, bottom = self._known(config, self.top), self._known(config, self.bottom)
+        values = [product([value_of(config, key) for key in keys]) for keys in (top, bottom)]
         exact = self._product(config, self.top) / self._product(config, self.bottom)
-        numbers = (
-            f"{product([value_of(config, key) for key in top])} / {product([value_of(config, key) for key in bottom])}"
-        )
-        return f"{product(top)} / {product(bottom)} = {numbers} = {exact:.4g}"
+        return f"{product(top)} / {product(bottom)} = {' / '.join(values)} = {exact:.4g}"
 
     def check(self, config: RunConfig) -> Breach:
         if not self.applies(config) or self.value(config) >= 1:
@@ -184,12 +173,14 @@ DERIVED = (
     ),
 )
 
-DERIVED_RULES = tuple(Rule((*one.top, *one.bottom), one.check) for one in DERIVED)
+for _one in DERIVED:
+    RULES.about(*_one.top, *_one.bottom)(_one.check)
 
 
 _SHARDED = ("fsdp2", "hsdp")
 
 
+@RULES.about("parallel.shard_size", "parallel.mode", "cluster.nodes", "cluster.processes_per_node")
 def _shards_divide_ranks(config: RunConfig) -> Breach:
     shard, world_size = config.parallel.shard_size, count_ranks(config)
     if config.parallel.mode != "hsdp" or shard is None or world_size is None:
@@ -204,6 +195,7 @@ def _shards_divide_ranks(config: RunConfig) -> Breach:
     return message, suggest_values(("parallel.shard_size", nearest_divisors(world_size, shard)))
 
 
+@RULES.about("parallel.shard_size", "parallel.mode")
 def _shard_size_is_of_hsdp(config: RunConfig) -> Breach:
     if config.parallel.shard_size is None or config.parallel.mode == "hsdp":
         return None
@@ -211,6 +203,7 @@ def _shard_size_is_of_hsdp(config: RunConfig) -> Breach:
     return message, suggest_values(("parallel.mode", ["hsdp"]), ("parallel.shard_size", ["null"]))
 
 
+@RULES.about("fsdp.param_dtype")
 def _no_float16(config: RunConfig) -> Breach:
     if config.fsdp.param_dtype != "float16":
         return None
@@ -221,6 +214,7 @@ def _no_float16(config: RunConfig) -> Breach:
     return message, suggest_values(("fsdp.param_dtype", ["bfloat16"]))
 
 
+@RULES.about("fsdp.reduce_dtype", "fsdp.use_mixed_precision", "parallel.mode")
 def _dtypes_need_mixed_precision(config: RunConfig) -> Breach:
     sharded = config.parallel.mode in _SHARDED
     if not sharded or config.fsdp.use_mixed_precision or config.fsdp.reduce_dtype == "float32":
@@ -232,6 +226,7 @@ def _dtypes_need_mixed_precision(config: RunConfig) -> Breach:
     return message, suggest_values(("fsdp.use_mixed_precision", ["true"]), ("fsdp.reduce_dtype", ["float32"]))
 
 
+@RULES.about("ddp.find_unused_parameters", "ddp.static_graph", "parallel.mode")
 def _static_graph_finds_unused(config: RunConfig) -> Breach:
     if not (config.parallel.mode == "ddp" and config.ddp.static_graph and config.ddp.find_unused_parameters):
         return None
@@ -242,6 +237,7 @@ def _static_graph_finds_unused(config: RunConfig) -> Breach:
     return message, suggest_values(("ddp.find_unused_parameters", ["false"]), ("ddp.static_graph", ["false"]))
 
 
+@RULES.about("ddp.static_graph", "ddp.gradient_compression", "training.gradient_accumulation_steps", "parallel.mode")
 def _compressed_once(config: RunConfig) -> Breach:
     ddp, parts = config.ddp, config.training.gradient_accumulation_steps
     if config.parallel.mode != "ddp" or ddp.gradient_compression == "none" or not ddp.static_graph or parts == 1:
@@ -253,9 +249,10 @@ def _compressed_once(config: RunConfig) -> Breach:
     return message, suggest_values(("ddp.static_graph", ["false"]), ("training.gradient_accumulation_steps", [1]))
 
 
-def _only_with_modes(key: str, default: object, modes: tuple[str, ...]) -> Rule:
-    """Return the rule that an option keeps its default in every parallel mode except `modes`; others ignore it."""
+def _only_with_modes(key: str, default: object, modes: tuple[str, ...]) -> None:
+    """Add the rule that an option keeps its default in every parallel mode except `modes`; others ignore it."""
 
+    @RULES.about(key, "parallel.mode")
     def check(config: RunConfig) -> Breach:
         mode, value = config.parallel.mode, value_of(config, key)
         if mode in modes or value == default:
@@ -265,32 +262,14 @@ def _only_with_modes(key: str, default: object, modes: tuple[str, ...]) -> Rule:
         message = f"{key} has no effect with parallel.mode {mode}: it is an option of {allowed}"
         return message, suggest_values(("parallel.mode", modes), (key, [f"{shown}, the default"]))
 
-    return Rule((key, "parallel.mode"), check)
+
+for _name, _field in DdpConfig.model_fields.items():
+    _only_with_modes(f"ddp.{_name}", _field.default, ("ddp",))
+for _name in ("reduce_dtype", "cpu_offload"):
+    _only_with_modes(f"fsdp.{_name}", FsdpConfig.model_fields[_name].default, _SHARDED)
 
 
-PARALLEL_RULES = (
-    Rule(("parallel.shard_size", "parallel.mode", "cluster.nodes", "cluster.processes_per_node"), _shards_divide_ranks),
-    Rule(("parallel.shard_size", "parallel.mode"), _shard_size_is_of_hsdp),
-    Rule(("fsdp.param_dtype",), _no_float16),
-    Rule(("fsdp.reduce_dtype", "fsdp.use_mixed_precision", "parallel.mode"), _dtypes_need_mixed_precision),
-    Rule(
-        (
-            "ddp.static_graph",
-            "ddp.gradient_compression",
-            "training.gradient_accumulation_steps",
-            "parallel.mode",
-        ),
-        _compressed_once,
-    ),
-    Rule(("ddp.find_unused_parameters", "ddp.static_graph", "parallel.mode"), _static_graph_finds_unused),
-    *(_only_with_modes(f"ddp.{name}", field.default, ("ddp",)) for name, field in DdpConfig.model_fields.items()),
-    *(
-        _only_with_modes(f"fsdp.{name}", FsdpConfig.model_fields[name].default, _SHARDED)
-        for name in ("reduce_dtype", "cpu_offload")
-    ),
-)
-
-
+@RULES.about("cluster.min_nodes", "cluster.nodes")
 def _no_more_than_there_are(config: RunConfig) -> Breach:
     least, nodes = config.cluster.min_nodes, config.cluster.nodes
     if least is None or nodes == "auto" or least <= nodes:
@@ -299,6 +278,7 @@ def _no_more_than_there_are(config: RunConfig) -> Breach:
     return message, suggest_values(("cluster.min_nodes", [nodes]), ("cluster.nodes", [least]))
 
 
+@RULES.about("cluster.max_nodes", "cluster.nodes", "cluster.min_nodes")
 def _no_more_than_allowed(config: RunConfig) -> Breach:
     cluster = config.cluster
     if cluster.max_nodes is None:
@@ -314,6 +294,7 @@ def _no_more_than_allowed(config: RunConfig) -> Breach:
     return None
 
 
+@RULES.about("parallel.shard_size", "parallel.mode", "cluster.processes_per_node", "cluster.min_nodes", "cluster.nodes")
 def _shards_stay_on_a_node(config: RunConfig) -> Breach:
     """Check that an hsdp shard group is on one node, if the job may continue with fewer nodes."""
     shard, processes = config.parallel.shard_size, config.cluster.processes_per_node
@@ -328,13 +309,3 @@ def _shards_stay_on_a_node(config: RunConfig) -> Breach:
     return message, suggest_values(
         ("parallel.shard_size", nearest_divisors(processes, shard)), ("cluster.min_nodes", ["null"])
     )
-
-
-SURVIVAL_RULES = (
-    Rule(("cluster.min_nodes", "cluster.nodes"), _no_more_than_there_are),
-    Rule(("cluster.max_nodes", "cluster.nodes", "cluster.min_nodes"), _no_more_than_allowed),
-    Rule(
-        ("parallel.shard_size", "parallel.mode", "cluster.processes_per_node", "cluster.min_nodes", "cluster.nodes"),
-        _shards_stay_on_a_node,
-    ),
-)

@@ -71,7 +71,7 @@ def test_a_bad_item_is_pointed_at_where_it_stands(tmp_path: Path) -> None:
     ("section", "says"),
     [
         ("{queues: [{name: a, market: spot}, {name: a, market: spot}]}", "batch.queues names a 2 times"),
-        ("{light_queue: 'x y'}", "batch.light_queue: 'x y' is no name"),
+        ("{light_queue: 'x y'}", "batch.light_queue must be the name of a job queue"),
         ("{region: us-east}", "batch.region must be the name of an AWS region"),
         ("{image: 'a b'}", "batch.image must be the address of an image"),
         ("{job_role: admin}", "batch.job_role must be the ARN of a role"),
