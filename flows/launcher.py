@@ -226,13 +226,12 @@ def prepare(module_name: str) -> None:
     if sys.argv[at] == "run":
         from ebbflow.flows.options import check_run_options, parse_checked_options, parse_permits
 
-        permits = parse_permits(sys.argv[at + 1 :])
+        permits, _ = parse_permits(sys.argv[at + 1 :])
         sys.argv[at + 1 :] = check_run_options(sys.argv[at + 1 :])
         _launch.claim_job(*parse_checked_options(sys.argv[at + 1 :]), "run", permits)
     else:
-        from ebbflow.flows.options import check_resume, refuse_settings
+        from ebbflow.flows.options import check_resume
 
-        refuse_settings(sys.argv[at + 1 :])
         if (known := check_resume(sys.argv)) is not None:
             job, config, permits = known
             _launch.claim_job(job, config, "resume", permits)

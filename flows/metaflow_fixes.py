@@ -112,11 +112,11 @@ def _asked_service(follows: str) -> CheckFinding:
 
 CHECKS = [
     Check(
-        id="aws-metadata",
-        title="Metaflow's metadata work on AWS Batch",
-        severity="error",
-        tier="full",
-        deadline_seconds=5.0,
+        "aws-metadata",
+        "Metaflow's metadata work on AWS Batch",
+        "error",
+        "full",
+        5.0,
         symptoms=("A18",),
         run=check_metadata,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 from collections.abc import Sequence
@@ -10,6 +11,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
+
+from pydantic import ValidationError
 
 from ebbflow.cost.jobs import list_known_jobs
 from ebbflow.flows.checks import check_before_launch
@@ -46,8 +49,11 @@ def check_run_options(options: list[str]) -> list[str]:
     known, rest = parser.parse_known_args(options)
     try:
         loaded = _loaded(known, requested_backend(sys.argv))
-        if known.rehearse:
-            _check_rehearsal(known.rehearse, loaded.config)
+        cluster, steps = loaded.config.cluster, loaded.config.training.max_steps
+        if known.rehearse and (fault := Fault.parse(known.rehearse)):
+            nodes, processes = cluster.nodes, cluster.processes_per_node
+            if isinstance(nodes, int) and isinstance(processes, int):
+                fault.check(max_steps=steps, nodes=nodes, world_size=nodes * processes)
         if known.job:
             check_job_name(known.job)
     except ConfigError as error:
@@ -82,10 +88,12 @@ def requested_permits(known: argparse.Namespace) -> list[str]:
     return [what for option, what in PERMITS.items() if getattr(known, option)]
 
 
-def parse_permits(options: list[str]) -> list[str]:
+def parse_permits(options: list[str]) -> tuple[list[str], list[str]]:
+    """Return the permits that the user gives, and the other options."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     add_permits(parser)
-    return requested_permits(parser.parse_known_args(options)[0])
+    known, rest = parser.parse_known_args(options)
+    return requested_permits(known), rest
 
 
 def give_permits(permits: Sequence[str], job: str, store: str) -> None:
@@ -113,13 +121,6 @@ def _loaded(known: argparse.Namespace, backend: str | None) -> LoadedConfig:
     return replace(loaded, sources={**loaded.sources, "cluster.plan_for": f"--with {backend}"})
 
 
-def _check_rehearsal(text: str, config: RunConfig) -> None:
-    fault = Fault.parse(text)
-    nodes, processes = config.cluster.nodes, config.cluster.processes_per_node
-    if isinstance(nodes, int) and isinstance(processes, int):
-        fault.check(max_steps=config.training.max_steps, nodes=nodes, world_size=nodes * processes)
-
-
 def _check_place(job: str, store: str) -> None:
     """Exit with 2 if runs/<job> on this machine, which both would share, belongs to a job of this name in another
     store.
@@ -139,7 +140,9 @@ def _check_continuation(job: str, config: RunConfig) -> None:
         return
     try:
         document = json.loads(store.get("config.json"))
-        before = _with_defaults(document.get("config", document))
+        before = document.get("config", document)
+        with contextlib.suppress(ValidationError):  # of a version whose schema it fits; else it is compared as it is
+            before = RunConfig.model_validate_json(json.dumps(before)).model_dump(mode="json")
     except (ValueError, AttributeError) as error:
         _refuse(
             f"--job {job}: {store.uri}/config.json is no JSON object ({error}); the job's commits are not affected\n"
@@ -161,14 +164,6 @@ def _check_continuation(job: str, config: RunConfig) -> None:
         )
 
 
-def _with_defaults(config: dict) -> dict:
-    """Complete an older configuration with defaults. If it no longer fits the schema, return it unchanged."""
-    try:
-        return RunConfig.model_validate_json(json.dumps(config)).model_dump(mode="json")
-    except ValueError:
-        return config
-
-
 def _at(config: dict, path: str) -> object:
     value: object = config
     for key in path.split("."):
@@ -187,40 +182,29 @@ _MOST_ASKED = 8
 def check_resume(words: list[str]) -> tuple[str, RunConfig, list[str]] | None:
     """Find the job to resume, set Metaflow's environment for it, and run the quick checks of `run`.
 
-    Returns (job name, configuration, requested permits), or None, with a message, if this machine does not know the job
-    or its store does not answer. --from-scratch and --accept-rollback are removed from `words` in place. Exits with 3
-    if a check forbids the run.
+    Returns (job name, configuration, requested permits), or None, with a message, if this machine does not know the
+    job or its store does not answer. --from-scratch and --accept-rollback are removed from `words` in place. Exits with
+    2 for options of `run`, since `resume` keeps the settings of the resumed run, and with 3 if a check forbids the run.
     """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    add_permits(parser)
-    known, words[1:] = parser.parse_known_args(words[1:])
+    from ebbflow.flows.launcher import RUN_OPTIONS
+
+    if given := [word.partition("=")[0] for word in words if word.partition("=")[0] in RUN_OPTIONS]:
+        _refuse(
+            f"resume takes no {' or '.join(dict.fromkeys(given))}: it keeps the settings of the resumed run\n"
+            "  hint: run --job NAME --set KEY=VALUE continues a job with changed settings",
+            Outcome.CONFIG,
+        )
+    permits, words[1:] = parse_permits(words[1:])
     found = _job_of(words)
     if found is None:
-        if requested_permits(known):
-            print(
-                "resume: unknown job on this machine, so the permit has no effect; fix: run --job NAME", file=sys.stderr
-            )
-            sys.exit(Outcome.CONFIG.exit_code)
+        if permits:
+            unknown = "resume: unknown job on this machine, so the permit has no effect; fix: run --job NAME"
+            _refuse(unknown, Outcome.CONFIG)
         return None
     name, path, config = found
     if refusal := check_before_launch(config, path, job=name, words=words):
-        print(refusal, file=sys.stderr)
-        sys.exit(Outcome.PREFLIGHT.exit_code)
-    return name, config, requested_permits(known)
-
-
-def refuse_settings(options: Sequence[str]) -> None:
-    """Exit with 2 if `resume` is given options of `run`: it keeps the settings of the resumed run."""
-    from ebbflow.flows.launcher import RUN_OPTIONS
-
-    given = [word.partition("=")[0] for word in options if word.partition("=")[0] in RUN_OPTIONS]
-    if given:
-        print(
-            f"resume takes no {' or '.join(dict.fromkeys(given))}: it keeps the settings of the resumed run\n"
-            "  hint: run --job NAME --set KEY=VALUE continues a job with changed settings",
-            file=sys.stderr,
-        )
-        sys.exit(Outcome.CONFIG.exit_code)
+        _refuse(refusal, Outcome.PREFLIGHT)
+    return name, config, permits
 
 
 def _job_of(words: Sequence[str]) -> tuple[str, str, RunConfig] | None:
@@ -231,24 +215,18 @@ def _job_of(words: Sequence[str]) -> tuple[str, str, RunConfig] | None:
         if job is None:
             _say(f"{RUNS} has no job of {f'run {run}' if run else 'an earlier run'}")
             return None
-        _refuse_moved(job)
+        folder = job.uri.removeprefix("file://")
+        if "://" not in folder and not Path(folder).is_dir():
+            _refuse(
+                f"resume: job {job.name} was in {folder}, which does not exist\n"
+                f"  hint: if the project was moved, delete {RUNS / job.name} and continue with: run --job {job.name}",
+                Outcome.CONFIG,
+            )
         document = json.loads(_store(job).get("config.json"))
         return job.name, document["path"], RunConfig.model_validate_json(json.dumps(document["config"]))
     except (InfraError, ValueError, KeyError) as error:
         _say(f"the settings of the job cannot be read: {error}")
         return None
-
-
-def _refuse_moved(job: KnownJob) -> None:
-    """Exit with 2 if the job's folder no longer exists, for example because the project was moved."""
-    folder = Path(job.uri.removeprefix("file://"))
-    if "://" not in job.uri.removeprefix("file://") and not folder.is_dir():
-        print(
-            f"resume: job {job.name} was in {folder}, which does not exist\n"
-            f"  hint: if the project was moved, delete {RUNS / job.name} and continue with: run --job {job.name}",
-            file=sys.stderr,
-        )
-        sys.exit(Outcome.CONFIG.exit_code)
 
 
 def _find_job_of_run(run: str) -> KnownJob | None:

@@ -35,6 +35,7 @@ from prometheus_client.registry import Collector
 
 from ebbflow.infra.errors import Outcome
 from ebbflow.infra.events import COMMIT, COMMIT_FAILED, STEP, Event
+from ebbflow.infra.retry import call_within
 
 # Upper bounds in seconds, from a laptop's model to a large one, about a factor of two apart.
 STEP_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 150.0)
@@ -153,11 +154,11 @@ NODE_METRICS = (
 Labels = tuple[str, ...]
 
 
+@dataclass
 class _Histogram:
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.sum = 0.0
+    bounds: Sequence[float]
+    counts: list[int]
+    sum: float = 0.0
 
     def observe(self, value: float) -> None:
         self.counts[bisect.bisect_left(self.bounds, value)] += 1
@@ -182,9 +183,8 @@ class MetricBoard(Collector):
         self._before_page = before_page
         self._lock = threading.Lock()
         self._numbers: dict[str, dict[Labels, float]] = {name: {} for name in self._metrics}
-        self._histograms = {
-            m.name: _Histogram(m.buckets) for m in self._metrics.values() if m.kind is MetricKind.HISTOGRAM
-        }
+        histograms = [metric for metric in self._metrics.values() if metric.kind is MetricKind.HISTOGRAM]
+        self._histograms = {one.name: _Histogram(one.buckets, [0] * (len(one.buckets) + 1)) for one in histograms}
 
     def set(self, name: str, value: float | None, *labels: str) -> None:
         """Set a value; None and NaN remove it. Raises KeyError for a name outside the catalogue."""
@@ -256,64 +256,51 @@ _STRENGTH = ("measured", "live", "recorded", "estimated", "simulated")
 def render_job_metrics(report: dict[str, Any], events: Sequence[Event]) -> bytes:
     """Render metrics.prom, the figures of report.json and of the events for Prometheus' textfile collector."""
     board = MetricBoard(JOB_METRICS, {"job": report["job"]})
-    _set_end(board, report)
-    _set_money(board, report)
-    _set_work(board, report)
-    _set_counts(board, events)
-    return board.page()
-
-
-def _set_end(board: MetricBoard, report: dict[str, Any]) -> None:
+    actual, plan = report["actual"], report["plan"] or {}
     for outcome in Outcome:
         board.set("ebbflow_job_outcome", float(outcome == report["outcome"]), outcome.value)
-    for name in ("interruptions", "failures", "redone_steps"):
-        board.set(f"ebbflow_job_{name}_total", report[name])
-    hours = report["actual"].get("wall_hours")
-    board.set("ebbflow_job_wall_seconds", None if hours is None else hours * 3600)
-
-
-def _set_money(board: MetricBoard, report: dict[str, Any]) -> None:
-    price = str(report["actual"].get("price_kind") or "unpriced")
+    price = str(actual.get("price_kind") or "unpriced")
     for line in report["ledger"]:
         board.set("ebbflow_job_rank_seconds_total", line["rank_seconds"], line["class"], line["kind"])
         if price != "unpriced":  # without a price the cost is unknown, not zero
             board.set("ebbflow_job_usd_total", line["usd"], line["class"], weakest_kind(price, line["kind"]))
+    if chosen := plan.get("chosen") or {}:
+        board.set("ebbflow_job_capacity_info", 1, str(chosen.get("instance_type")), str(chosen.get("market")))
+        board.set("ebbflow_job_nodes", chosen.get("nodes"), "simulated" if plan.get("simulated") else "measured")
+        board.set("ebbflow_job_planned_usd", chosen.get("expected_usd"), "estimated")
+        board.set("ebbflow_job_planned_seconds", _seconds(chosen.get("expected_hours")), "estimated")
     board.set("ebbflow_job_savings_usd", report["savings_usd"], weakest_kind(price, "estimated"))
-    plan = report["plan"] or {}
-    board.set("ebbflow_job_budget_usd", plan.get("budget_usd"))
-    chosen = plan.get("chosen") or {}
-    if not chosen:
-        return
-    kind = "simulated" if plan.get("simulated") else "measured"
-    board.set("ebbflow_job_capacity_info", 1, str(chosen.get("instance_type")), str(chosen.get("market")))
-    board.set("ebbflow_job_nodes", chosen.get("nodes"), kind)
-    board.set("ebbflow_job_planned_usd", chosen.get("expected_usd"), "estimated")
-    hours = chosen.get("expected_hours")
-    board.set("ebbflow_job_planned_seconds", None if hours is None else hours * 3600, "estimated")
-
-
-def _set_work(board: MetricBoard, report: dict[str, Any]) -> None:
-    actual = report["actual"]
-    board.set("ebbflow_job_step", actual.get("steps"))
-    board.set("ebbflow_job_loss", report["loss_curve"][-1][1] if report["loss_curve"] else None)
-    board.set("ebbflow_job_held_out_loss", actual.get("held_out_loss"))
-    board.set("ebbflow_job_tokens_per_second", actual.get("tokens_per_second"))
     board.set("ebbflow_job_mfu_ratio", actual.get("mfu"), "measured")
-    board.set("ebbflow_job_goodput_ratio", actual.get("goodput"))
-    board.set("ebbflow_job_unattributed_ratio", actual.get("unattributed_share"))
-    board.set("ebbflow_job_generations_total", actual.get("generations"))
-    board.set("ebbflow_job_commits_total", actual.get("commits"))
-
-
-def _set_counts(board: MetricBoard, events: Sequence[Event]) -> None:
-    """Set the metrics that are counted from events. Every rank records the tokens of the whole gang: rank 0's count."""
+    # Every rank records the tokens of the whole gang: rank 0's count.
     steps = [event for event in events if event.name == STEP and event.rank == 0]
     commits = {event.data.get("key", event.step): event.data for event in events if event.name == COMMIT}.values()
-    board.set("ebbflow_job_tokens_total", sum(event.data.get("tokens") or 0 for event in steps))
-    board.set("ebbflow_job_committed_bytes_total", sum(data.get("bytes") or 0 for data in commits))
-    board.set("ebbflow_job_commit_seconds_total", sum(data.get("seconds") or 0 for data in commits))
-    board.set("ebbflow_job_commit_failures_total", sum(event.name == COMMIT_FAILED for event in events))
-    board.set("ebbflow_job_last_event_timestamp_seconds", max((event.t_wall for event in events), default=None))
+    figures = {
+        "interruptions_total": report["interruptions"],
+        "failures_total": report["failures"],
+        "redone_steps_total": report["redone_steps"],
+        "wall_seconds": _seconds(actual.get("wall_hours")),
+        "budget_usd": plan.get("budget_usd"),
+        "step": actual.get("steps"),
+        "loss": report["loss_curve"][-1][1] if report["loss_curve"] else None,
+        "held_out_loss": actual.get("held_out_loss"),
+        "tokens_per_second": actual.get("tokens_per_second"),
+        "goodput_ratio": actual.get("goodput"),
+        "unattributed_ratio": actual.get("unattributed_share"),
+        "generations_total": actual.get("generations"),
+        "commits_total": actual.get("commits"),
+        "tokens_total": sum(event.data.get("tokens") or 0 for event in steps),
+        "committed_bytes_total": sum(data.get("bytes") or 0 for data in commits),
+        "commit_seconds_total": sum(data.get("seconds") or 0 for data in commits),
+        "commit_failures_total": sum(event.name == COMMIT_FAILED for event in events),
+        "last_event_timestamp_seconds": max((event.t_wall for event in events), default=None),
+    }
+    for name, value in figures.items():
+        board.set(f"ebbflow_job_{name}", value)
+    return board.page()
+
+
+def _seconds(hours: float | None) -> float | None:
+    return None if hours is None else hours * 3600
 
 
 def weakest_kind(*words: str) -> str:
@@ -348,7 +335,6 @@ class Pusher:
     ) -> None:
         self._group, self._registry, self._interval_seconds, self._say = group, registry, interval_seconds, say
         self._ended = threading.Event()
-        self._away = False
         self._thread = threading.Thread(target=self._push_forever, name="push", daemon=True)
         self._thread.start()
 
@@ -360,49 +346,36 @@ class Pusher:
         self._thread.join(TIMEOUT_SECONDS + 1)
 
     def _push_forever(self) -> None:
+        group, key = self._group, {"node": str(self._group.node)}
+        away = False
         while not self._ended.is_set():
-            self._push()
+            try:
+                push_to_gateway(group.url, group.job, self._registry, grouping_key=key, timeout=TIMEOUT_SECONDS)
+            except Exception as error:  # from urllib or http.client; none may end the training
+                if not away:
+                    self._say(f"metrics: WARNING: {group.url} accepts no push, retrying: {error}")
+                away = True
+            else:
+                if away:
+                    self._say(f"metrics: {group.url} accepts pushes again")
+                away = False
             self._ended.wait(self._interval_seconds)
-
-    def _push(self) -> None:
-        group = self._group
-        try:
-            push_to_gateway(
-                group.url,
-                job=group.job,
-                registry=self._registry,
-                grouping_key={"node": str(group.node)},
-                timeout=TIMEOUT_SECONDS,
-            )
-        except Exception as error:  # from urllib or http.client; none may end the training
-            if not self._away:
-                self._say(f"metrics: WARNING: {group.url} accepts no push, retrying: {error}")
-            self._away = True
-        else:
-            if self._away:
-                self._say(f"metrics: {group.url} accepts pushes again")
-            self._away = False
 
 
 def delete_group(group: PushGroup, *, say: Callable[[str], object]) -> None:
     """Delete a node's group from its Pushgateway, within 4 s. Never raises; a missing group is no error."""
-    failed = [f"no answer within {TIMEOUT_SECONDS + 1:g} s"]
-
-    def delete() -> None:
-        try:
-            key = {"node": str(group.node)}
-            delete_from_gateway(group.url, job=group.job, grouping_key=key, timeout=TIMEOUT_SECONDS)
-            failed.clear()
-        except Exception as error:  # as above
-            failed[:] = [str(error)]
-
-    # In a thread, because an absent name server delays a request beyond its time-out.
-    thread = threading.Thread(target=delete, name="push", daemon=True)
-    thread.start()
-    thread.join(TIMEOUT_SECONDS + 1)
-    for reason in list(failed):
-        key = f"job={group.job}, node={group.node}"
-        say(f"metrics: WARNING: {group.url} may still have the group {key}, which never expires by itself: {reason}")
+    key = {"node": str(group.node)}
+    late = TimeoutError(f"no answer within {TIMEOUT_SECONDS + 1:g} s")
+    try:  # an absent name server delays a request beyond its time-out
+        call_within(
+            TIMEOUT_SECONDS + 1,
+            lambda: delete_from_gateway(group.url, group.job, grouping_key=key, timeout=TIMEOUT_SECONDS),
+            "push",
+            lambda: late,
+        )
+    except Exception as error:  # as above
+        left = f"{group.url} may still have the group job={group.job}, node={group.node}"
+        say(f"metrics: WARNING: {left}, which never expires by itself: {error}")
 
 
 PORTS_TRIED = 16

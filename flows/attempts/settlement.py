@@ -141,17 +141,9 @@ def check_left_behind(context: PreflightContext) -> CheckFinding:
     )
 
 
-CHECKS = [
-    Check(
-        id="aws-left-behind",
-        title="no job was left behind in AWS Batch",
-        severity="warning",
-        tier="full",
-        deadline_seconds=2 * ANSWER_SECONDS + 1.0,
-        symptoms=("D15",),
-        run=check_left_behind,
-    )
-]
+_CHECK_SECONDS = 2 * ANSWER_SECONDS + 1.0
+_TITLE = "no job was left behind in AWS Batch"
+CHECKS = [Check("aws-left-behind", _TITLE, "warning", "full", _CHECK_SECONDS, ("D15",), check_left_behind)]
 
 
 def find_placement(submitted: Event, events: Sequence[Event]) -> Placement | None:

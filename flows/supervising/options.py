@@ -17,6 +17,18 @@ MAX_FAILURES = 3
 PAUSE_SECONDS = 10.0
 CAPACITY_PAUSE_SECONDS = 300.0
 WAIT_HOURS = 24.0
+_LIMITS = {
+    "max_failures": (
+        MAX_FAILURES,
+        "runs in a row that may fail without a new commit (%(default)s); interruptions do not count",
+    ),
+    "pause_seconds": (
+        PAUSE_SECONDS,
+        "after a run without progress (%(default)s), then twice as long each time, at most 600",
+    ),
+    "capacity_pause_seconds": (CAPACITY_PAUSE_SECONDS, "before the next request for missing capacity (%(default)s)"),
+    "wait_hours": (WAIT_HOURS, "longest wait for capacity, or for a store that does not answer (%(default)s)"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,40 +85,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--job", default="", help="name of the job (default: the file's name without its suffix)")
     add_permits(parser)
     parser.add_argument("--set", action="append", default=[], dest="overrides", help="KEY=VALUE, as for run")
-    parser.add_argument(
-        "--max-failures",
-        type=int,
-        default=MAX_FAILURES,
-        help="runs in a row that may fail without a new commit (%(default)s); interruptions do not count",
-    )
-    parser.add_argument(
-        "--pause-seconds",
-        type=float,
-        default=PAUSE_SECONDS,
-        help="after a run without progress (%(default)s), then twice as long each time, at most 600",
-    )
-    parser.add_argument(
-        "--capacity-pause-seconds",
-        type=float,
-        default=CAPACITY_PAUSE_SECONDS,
-        help="before the next request for missing capacity (%(default)s)",
-    )
-    parser.add_argument(
-        "--wait-hours",
-        type=float,
-        default=WAIT_HOURS,
-        help="longest wait for capacity, or for a store that does not answer (%(default)s)",
-    )
-    parser.add_argument(
-        "--take-over",
-        action="store_true",
-        help="end the launcher that runs the job now, and continue from its last commit",
-    )
+    for name, (default, text) in _LIMITS.items():
+        option = f"--{name.replace('_', '-')}"
+        parser.add_argument(option, type=type(default), default=default, help=text)
+    resume = "end the launcher that runs the job now, and continue from its last commit"
+    parser.add_argument("--take-over", action="store_true", help=resume)
     return parser
 
 
 def _check(parser: argparse.ArgumentParser, known: argparse.Namespace) -> None:
-    for name in ("max_failures", "pause_seconds", "capacity_pause_seconds", "wait_hours"):
+    for name in _LIMITS:
         value, least = getattr(known, name), 1 if name == "max_failures" else 0
         if not least <= value < math.inf:
             parser.error(f"--{name.replace('_', '-')} {value:g}: must be a number of at least {least}")

@@ -15,7 +15,7 @@ from ebbflow.infra.aws.calls import RequestDeadline, aws_client, call_aws, is_am
 from ebbflow.infra.errors import CloudRefused
 
 # Regions that GetBucketLocation names otherwise.
-_LOCATIONS = {"": "us-east-1", "EU": "eu-west-1"}
+LOCATIONS = {"": "us-east-1", "EU": "eu-west-1"}
 # An image in ECR: account.dkr.ecr.region.amazonaws.com/repository[:tag][@digest]
 _ECR = re.compile(
     r"(?P<account>[0-9]{12})\.dkr\.ecr\.(?P<region>[a-z0-9-]+)\.amazonaws\.com(\.cn)?/"
@@ -169,7 +169,7 @@ def bucket_state(bucket: str, client: Any, deadline: RequestDeadline) -> BucketS
     flags = {} if block is None else required_field(block, blocked, client, "get_public_access_block")
     wanted = ("BlockPublicAcls", "IgnorePublicAcls", "BlockPublicPolicy", "RestrictPublicBuckets")
     return BucketState(
-        region=_LOCATIONS.get(location or "", location or ""),
+        region=LOCATIONS.get(location or "", location or ""),
         public_access_blocked=all(flags.get(name) for name in wanted),
         abort_days=min(days, default=None),
     )

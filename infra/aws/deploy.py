@@ -14,7 +14,7 @@ import sys
 import textwrap
 import uuid
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,23 +41,44 @@ class ResourceChange:
     because: tuple[str, ...] = ()  # names of the properties that change
 
 
+class _Loader(yaml.SafeLoader):
+    """Loader of the template's YAML with its short forms, such as `!Ref X` for `{"Ref": "X"}`."""
+
+
+def _short_form(loader: yaml.SafeLoader, name: str, node: yaml.Node) -> dict[str, Any]:
+    if isinstance(node, yaml.ScalarNode):
+        text = str(loader.construct_scalar(node))
+        value: Any = text.split(".", 1) if name == "GetAtt" else text
+    elif isinstance(node, yaml.SequenceNode):
+        value = loader.construct_sequence(node, deep=True)
+    else:
+        assert isinstance(node, yaml.MappingNode)
+        value = loader.construct_mapping(node, deep=True)
+    return {name if name in ("Ref", "Condition") else f"Fn::{name}": value}
+
+
+_Loader.add_multi_constructor("!", _short_form)
+
+
 def read_template(text: str) -> dict[str, Any]:
-    return yaml.load(text, _loader())
+    return yaml.load(text, _Loader)
 
 
-def check_parameters(template: Mapping[str, Any], given: Mapping[str, str]) -> None:
-    """Raise CloudRefused with a line for each parameter that the template lacks and each value that it
-    does not allow.
-    """
-    known = template["Parameters"]
-    problems = []
-    for name, value in given.items():
+def _given_parameters(pairs: Sequence[str], template: Mapping[str, Any]) -> dict[str, str]:
+    """Return the values of --parameter, by name. Raises CloudRefused with a line for each that is not allowed."""
+    known, given, problems = template["Parameters"], {}, []
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals:
+            raise CloudRefused(f"--parameter {pair}: must be NAME=VALUE")
+        given[name] = value
         if name not in known:
             problems.append(f"--parameter {name}: unknown; the template has {', '.join(sorted(known))}")
         elif reason := _not_allowed(known[name], value):
             problems.append(f"--parameter {name}={value}: {reason}")
     if problems:
         raise CloudRefused("\n".join(problems))
+    return given
 
 
 def planned_resources(template: Mapping[str, Any], given: Mapping[str, str], *, region: str) -> list[ResourceChange]:
@@ -97,30 +118,9 @@ def _holds(condition: Mapping[str, Any], values: Mapping[str, str]) -> bool:
     if function == "Fn::Not":
         return not _holds(arguments[0], values)
     if function == "Fn::Equals":
-        left, iam_action = (values[one["Ref"]] if isinstance(one, dict) else str(one) for one in arguments)
-        return left == iam_action
+        left, right = (values[one["Ref"]] if isinstance(one, dict) else str(one) for one in arguments)
+        return left == right
     raise ValueError(f"condition {function} is not supported")
-
-
-def _loader() -> type[yaml.SafeLoader]:
-    class Loader(yaml.SafeLoader):
-        pass
-
-    Loader.add_multi_constructor("!", _short_form)
-    return Loader
-
-
-def _short_form(loader: yaml.SafeLoader, name: str, node: yaml.Node) -> dict[str, Any]:
-    if isinstance(node, yaml.ScalarNode):
-        value: Any = loader.construct_scalar(node)
-        if name == "GetAtt":
-            value = value.split(".", 1)
-    elif isinstance(node, yaml.SequenceNode):
-        value = loader.construct_sequence(node, deep=True)
-    else:
-        assert isinstance(node, yaml.MappingNode)
-        value = loader.construct_mapping(node, deep=True)
-    return {name if name in ("Ref", "Condition") else f"Fn::{name}": value}
 
 
 BATCH_LOG_GROUP = "/aws/batch/job"
@@ -129,51 +129,43 @@ _BILLING_REGION = "us-east-1"  # where AWS publishes an account's charges
 _ANSWER_SECONDS = 20.0
 
 
-def found_parameters(region: str, decided: Collection[str], say: Callable[[str], None]) -> dict[str, str]:
-    """Derive the values of parameters outside `decided` from resources that the account already has.
+def _with_found(
+    given: Mapping[str, str], state: StackState | None, region: str, say: Callable[[str], None] = print
+) -> dict[str, str]:
+    """Add to the given parameters those that follow from resources that the account already has.
 
-    If the account cannot be read, the parameter is left out, so the template's default applies, and `say` reports it.
+    Parameters of an existing stack keep their values. If the account cannot be read, the parameter is left out, so the
+    template's default applies, and `say` reports it.
     """
-    found = {}
+    decided = {*given, *(state.parameters if state is not None else ())}
+
+    def listed(what: str, give: str, service: str, operation: str, key: str, **request: str) -> list[Any] | None:
+        try:
+            client = aws_client(service, region)
+            return call_aws(client, operation, RequestDeadline.after(_ANSWER_SECONDS), **request).get(key) or []
+        except CloudError as error:
+            say(f"whether {what} is unknown; --parameter {give}: {error}")
+            return None
+
+    found = dict(given)
     if _LOG_PARAMETER not in decided:
-        question = f"whether {BATCH_LOG_GROUP} is there"
-        if _told(lambda: _log_group_exists(region), question, f"{_LOG_PARAMETER}=no if it is", say):
+        give, request = f"{_LOG_PARAMETER}=no if it is", {"logGroupNamePrefix": BATCH_LOG_GROUP}
+        groups = listed(f"{BATCH_LOG_GROUP} is there", give, "logs", "describe_log_groups", "logGroups", **request)
+        if any(one.get("logGroupName") == BATCH_LOG_GROUP for one in groups or []):
             found[_LOG_PARAMETER] = "no"
             say(f"{BATCH_LOG_GROUP} exists and stays as it is ({_LOG_PARAMETER}=no)")
     if _BILL_PARAMETER not in decided and region == _BILLING_REGION:
-        question = "whether the account publishes its bill"
-        published = _told(lambda: _bill_is_published(region), question, f"{_BILL_PARAMETER}=yes if it does", say)
-        if published:
+        give = f"{_BILL_PARAMETER}=yes if it does"
+        request = {"Namespace": "AWS/Billing", "MetricName": "EstimatedCharges"}
+        bills = listed("the account publishes its bill", give, "cloudwatch", "list_metrics", "Metrics", **request)
+        if bills:
             found[_BILL_PARAMETER] = "yes"
-        elif published is not None:
+        elif bills is not None:
             say(
                 "no alarm on the bill: the account does not publish it; with `Receive CloudWatch billing alerts` on in "
                 f"Billing's preferences, --parameter {_BILL_PARAMETER}=yes adds one (the budget warns without it)"
             )
     return found
-
-
-def _told(ask_account: Callable[[], bool], question: str, give: str, say: Callable[[str], None]) -> bool | None:
-    """Return the account's answer. If AWS does not answer or refuses, say that `question` is unknown,
-    and return None.
-    """
-    try:
-        return ask_account()
-    except CloudError as error:
-        say(f"{question} is unknown; --parameter {give}: {error}")
-        return None
-
-
-def _log_group_exists(region: str) -> bool:
-    client, deadline = aws_client("logs", region), RequestDeadline.after(_ANSWER_SECONDS)
-    answer = call_aws(client, "describe_log_groups", deadline, logGroupNamePrefix=BATCH_LOG_GROUP)
-    return any(one.get("logGroupName") == BATCH_LOG_GROUP for one in answer.get("logGroups") or [])
-
-
-def _bill_is_published(region: str) -> bool:
-    client, deadline = aws_client("cloudwatch", region), RequestDeadline.after(_ANSWER_SECONDS)
-    wanted = {"Namespace": "AWS/Billing", "MetricName": "EstimatedCharges"}
-    return bool(call_aws(client, "list_metrics", deadline, **wanted).get("Metrics"))
 
 
 _POLL_SECONDS = 5.0
@@ -225,14 +217,8 @@ class Stack:
         """
         name = f"dry-run-{uuid.uuid4().hex[:12]}"
         request = {"StackName": self._name, "ChangeSetName": name}
-        call_aws(
-            self._client,
-            "create_change_set",
-            deadline,
-            ChangeSetType="UPDATE",
-            **request,
-            **self._request(body, given, state),
-        )
+        update = {"ChangeSetType": "UPDATE", **request, **self._request(body, given, state)}
+        call_aws(self._client, "create_change_set", deadline, **update)
         try:
             while True:
                 answer = call_aws(self._client, "describe_change_set", deadline, **request)
@@ -241,9 +227,8 @@ class Stack:
                         return []
                     raise CloudError(f"stack {self._name}: no change set: {answer.get('StatusReason')}")
                 if answer["Status"] == "CREATE_COMPLETE":
-                    found = paginate(
-                        self._client, "describe_change_set", "Changes", deadline, token="NextToken", **request
-                    )
+                    pages = {"token": "NextToken", **request}
+                    found = paginate(self._client, "describe_change_set", "Changes", deadline, **pages)
                     return [_change(one["ResourceChange"]) for one in found if "ResourceChange" in one]
                 self._pause(deadline, f"its change set is {answer['Status']}")
         finally:
@@ -265,11 +250,9 @@ class Stack:
             raise CloudError(refusal)
         known = set() if state is None else {event["EventId"] for event in self._events(deadline)}
         operation = "create_stack" if state is None else "update_stack"
-        request = self._request(body, given, state)
+        request = {"StackName": self._name, **self._request(body, given, state)}
         try:  # the token makes a retry after a lost answer harmless
-            call_aws(
-                self._client, operation, deadline, StackName=self._name, ClientRequestToken=uuid.uuid4().hex, **request
-            )
+            call_aws(self._client, operation, deadline, ClientRequestToken=uuid.uuid4().hex, **request)
         except CloudRefused as error:
             if state is not None and _nothing_to_do(str(error)):
                 self._tell(f"stack {self._name}: nothing to change")
@@ -325,7 +308,7 @@ def _change(found: Mapping[str, Any]) -> ResourceChange:
         name=found["LogicalResourceId"],
         kind=found["ResourceType"],
         replacement=found.get("Replacement", ""),
-        because=tuple(dict.fromkeys(one for one in details if one)),
+        because=tuple(dict.fromkeys(filter(None, details))),
     )
 
 
@@ -347,17 +330,19 @@ def _why_unchangeable(name: str, state: StackState) -> str:
     )
 
 
+def _reason(event: Mapping[str, Any]) -> str:
+    return " ".join(str(event.get("ResourceStatusReason") or "").split())
+
+
 def _line(event: Mapping[str, Any]) -> str:
-    reason = " ".join(str(event.get("ResourceStatusReason") or "").split())
     line = f"{event.get('ResourceStatus', ''):<28} {event.get('LogicalResourceId', '')}"
-    return f"{line}: {reason}" if reason else line
+    return f"{line}: {reason}" if (reason := _reason(event)) else line
 
 
 def _failure(event: Mapping[str, Any]) -> list[str]:
-    status, reason = event.get("ResourceStatus", ""), " ".join(str(event.get("ResourceStatusReason") or "").split())
-    if not status.endswith("_FAILED") or event.get("ResourceType") == "AWS::CloudFormation::Stack":
-        return []
-    if any(reason.startswith(text) for text in _SECONDARY):
+    status, reason = event.get("ResourceStatus", ""), _reason(event)
+    is_stack = event.get("ResourceType") == "AWS::CloudFormation::Stack"
+    if not status.endswith("_FAILED") or is_stack or reason.startswith(_SECONDARY):
         return []
     return [f"{event['LogicalResourceId']} ({event['ResourceType']}): {status}: {reason or 'no reason given'}"]
 
@@ -378,9 +363,8 @@ def add_deploy_command(commands: Any) -> None:
     command.add_argument("--stack", default="ebbflow", metavar="NAME", help="also the prefix of the queues' names")
     command.add_argument("--region", metavar="REGION", help="default: the region of every AWS tool")
     command.add_argument("--minutes", type=float, default=45.0, help="how long --apply waits for the end (default: 45)")
-    command.add_argument(
-        "--parameter", action="append", default=[], metavar="NAME=VALUE", help=f"described in {TEMPLATE.name}"
-    )
+    value = {"action": "append", "default": [], "metavar": "NAME=VALUE"}
+    command.add_argument("--parameter", **value, help=f"described in {TEMPLATE.name}")
     command.add_argument("--env", type=Path, metavar="FILE", help="shell script that --apply writes the settings to")
     command.set_defaults(command=deploy)
 
@@ -388,34 +372,23 @@ def add_deploy_command(commands: Any) -> None:
 def deploy(options: argparse.Namespace) -> int:
     """Run `ebbflow deploy`, and return 0, 1 if AWS refuses or a resource fails, or 2 for a bad request."""
     try:
-        given = _given(options.parameter)
         if not _STACK_NAME.fullmatch(options.stack):
             raise CloudRefused(f"--stack {options.stack!r}: lower-case letters, digits and -, at most 40")
         if options.env is not None and not options.env.absolute().parent.is_dir():
             raise CloudRefused(f"--env {options.env}: there is no folder {options.env.parent}")
         body = TEMPLATE.read_text(encoding="utf-8")
         template = read_template(body)
-        check_parameters(template, given)
+        given = _given_parameters(options.parameter, template)
         client = aws_client("cloudformation", options.region)
         stack = Stack(client, options.stack, print)
         if options.dry_run:
             _dry_run(stack, client, body, template, given)
         else:
-            _apply(stack, client, body, given, RequestDeadline.after(60.0 * options.minutes), options)
+            _apply(stack, client, body, given, options)
     except InfraError as error:
         print(error, file=sys.stderr)
         return error.outcome.exit_code
     return Outcome.COMPLETED.exit_code
-
-
-def _given(pairs: Sequence[str]) -> dict[str, str]:
-    given = {}
-    for pair in pairs:
-        name, equals, value = pair.partition("=")
-        if not equals:
-            raise CloudRefused(f"--parameter {pair}: must be NAME=VALUE")
-        given[name] = value
-    return given
 
 
 def _dry_run(stack: Stack, client: Any, body: str, template: Mapping[str, Any], given: Mapping[str, str]) -> None:
@@ -435,23 +408,11 @@ def _dry_run(stack: Stack, client: Any, body: str, template: Mapping[str, Any], 
     print(_table(changes) if changes else "nothing to change")
 
 
-def _with_found(given: Mapping[str, str], state: StackState | None, region: str) -> dict[str, str]:
-    """Add parameters derived from the account to the given ones. Those of an existing stack keep their values."""
-    decided = {*given, *(state.parameters if state is not None else ())}
-    return {**found_parameters(region, decided, print), **given}
-
-
-def _apply(
-    stack: Stack,
-    client: Any,
-    body: str,
-    given: Mapping[str, str],
-    deadline: RequestDeadline,
-    options: argparse.Namespace,
-) -> None:
+def _apply(stack: Stack, client: Any, body: str, given: Mapping[str, str], options: argparse.Namespace) -> None:
+    deadline, region = RequestDeadline.after(60.0 * options.minutes), client.meta.region_name
     state = stack.state(deadline)
-    state = stack.apply(body, _with_found(given, state, client.meta.region_name), state, deadline)
-    settings = _settings(options.stack, state, client.meta.region_name)
+    state = stack.apply(body, _with_found(given, state, region), state, deadline)
+    settings = _settings(options.stack, state, region)
     print(f"stack {options.stack}: {state.status}\nthe launching machine needs:")
     print(textwrap.indent(settings, "    "), end="")
     if options.env is not None:
@@ -463,9 +424,8 @@ def _apply(
 def _table(changes: Sequence[ResourceChange]) -> str:
     rows = []
     for change in changes:
-        why = f"  replaced because of {', '.join(change.because)}" if change.replacement == "True" else ""
-        if not why and change.because:
-            why = f"  {', '.join(change.because)}"
+        replaced = "replaced because of " if change.replacement == "True" else ""
+        why = f"  {replaced}{', '.join(change.because)}" if replaced or change.because else ""
         rows.append(f"{_MARKS.get(change.action, '?')} {change.name:<24} {change.kind}{why}")
     counts = Counter(change.action for change in changes)
     rows.append(", ".join(f"{count} to {action.lower()}" for action, count in counts.items()))

@@ -24,24 +24,3 @@ from ebbflow.infra.batch.queues import (
     limit_to_queue_region,
     training_queues,
 )
-
-__all__ = [
-    "MARK",
-    "NEVER_STARTED",
-    "NOT_MADE",
-    "TERMINATED",
-    "BatchAttempt",
-    "Cause",
-    "ComputeEnvironment",
-    "QueueState",
-    "batch_client",
-    "cancel_job",
-    "declared_queues",
-    "describe_attempts",
-    "describe_queues",
-    "find_marked_jobs",
-    "has_gpus_only",
-    "lightest_queue",
-    "limit_to_queue_region",
-    "training_queues",
-]

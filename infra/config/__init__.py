@@ -5,14 +5,3 @@ from __future__ import annotations
 from ebbflow.infra.config.load import LoadedConfig, load_config, violations
 from ebbflow.infra.config.problems import ConfigError, Problem, SourceSpan, render_problems
 from ebbflow.infra.config.schema import RunConfig
-
-__all__ = [
-    "ConfigError",
-    "LoadedConfig",
-    "Problem",
-    "RunConfig",
-    "SourceSpan",
-    "load_config",
-    "render_problems",
-    "violations",
-]

@@ -213,12 +213,12 @@ def test_the_options_leave_their_permit_in_the_store_once_the_launcher_holds_the
     assert not {*both} & {*checked}
     other = launchers.claim_job(job, "job", "run")
     with pytest.raises(SystemExit) as refused:
-        launcher._Launch().claim_job(*parse_checked_options(checked), "run", parse_permits(both))
+        launcher._Launch().claim_job(*parse_checked_options(checked), "run", parse_permits(both)[0])
     assert refused.value.code == 3 and "job job is running" in capsys.readouterr().err
     assert not job.list("permits")
     other.release()
     launch = launcher._Launch()
-    launch.claim_job(*parse_checked_options(checked), "run", parse_permits(both))
+    launch.claim_job(*parse_checked_options(checked), "run", parse_permits(both)[0])
     launch.release()
     assert sorted(meta.key for meta in job.list("permits")) == [
         "permits/from-scratch/000001.json", "permits/rollback/000001.json",
