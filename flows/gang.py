@@ -176,8 +176,11 @@ def _run_node(flow: Any, this: Any, order: AttemptOrder | None, *, node: int, ma
     from ebbflow.training.errors import GangError, TrainingError
     from ebbflow.training.launch.agent import run_gang
 
-    if order is not None and order.does == "stop":
-        return _stopped(flow, order, node)
+    if order is not None and order.does == "stop":  # by budget, deadline or capacity
+        say(f"no further attempt: {order.message}")
+        if node == 0:
+            record_outcome(flow, Outcome(order.outcome), order.message)
+        return {"outcome": order.outcome, **_STOPPED}
     if in_container() and main_address != "127.0.0.1":
         set_network_interface(main_address)
     try:
@@ -196,14 +199,6 @@ def _run_node(flow: Any, this: Any, order: AttemptOrder | None, *, node: int, ma
     return {"outcome": outcome.outcome, "step": outcome.step, "weights_sha256": outcome.weights_sha256}
 
 
-def _stopped(flow: Any, order: AttemptOrder, node: int) -> dict:
-    """Record the outcome with which the order stops the job (budget, deadline or capacity), and return it as JSON."""
-    say(f"no further attempt: {order.message}")
-    if node == 0:
-        record_outcome(flow, Outcome(order.outcome), order.message)
-    return {"outcome": order.outcome, **_STOPPED}
-
-
 def _order(flow: Any, this: Any) -> AttemptOrder | None:
     """Return the order that the scheduler wrote for this attempt, or None if there is none, as on this machine.
 
@@ -213,19 +208,13 @@ def _order(flow: Any, this: Any) -> AttemptOrder | None:
         return None
     if trouble := os.environ.get(UNPLACED_VARIABLE):
         raise StepFailed(Outcome.FAILED, f"this attempt could not be placed: {trouble}")
-    name = AttemptName(
-        run=str(this.run_id), step=this.step_name, task=_placed_task(this), attempt=int(this.retry_count)
-    )
+    control = this.parallel.control_task_id if getattr(this, "is_parallel", False) else None
+    task = str(control or this.task_id)  # for which the scheduler wrote the order
+    name = AttemptName(run=str(this.run_id), step=this.step_name, task=task, attempt=int(this.retry_count))
     try:
         return AttemptOrder.get(Job.of(flow, this.run_id).store, name)
     except InfraError as error:
         raise StepFailed(error.outcome, str(error)) from error
-
-
-def _placed_task(this: Any) -> str:
-    """Return the id of the task for which the scheduler wrote the order: in a gang, the id of its control task."""
-    control = this.parallel.control_task_id if getattr(this, "is_parallel", False) else None
-    return str(control or this.task_id)
 
 
 def _gang_spec(flow: Any, this: Any, order: AttemptOrder | None, *, node: int, main_address: str) -> GangSpec:
@@ -233,7 +222,7 @@ def _gang_spec(flow: Any, this: Any, order: AttemptOrder | None, *, node: int, m
     from ebbflow.training.launch.transport import control_ports
 
     job = Job.of(flow, this.run_id)
-    shape = gang_shape(flow, order)
+    shape, placement = gang_shape(flow, order), (order.placement if order else None) or {}
     return GangSpec(
         job=job.name,
         run=this.run_id,
@@ -249,13 +238,8 @@ def _gang_spec(flow: Any, this: Any, order: AttemptOrder | None, *, node: int, m
         terms=_terms(flow, job, order) if node == 0 else None,
         rehearse=flow.rehearse or None,
         candidate_ports=control_ports(this.run_id, this.retry_count),
-        promised_gpus=_promised_gpus(order),
+        promised_gpus=int(placement.get("gpu") or 0),
     )
-
-
-def _promised_gpus(order: AttemptOrder | None) -> int:
-    placement = None if order is None else order.placement
-    return 0 if placement is None else int(placement.get("gpu") or 0)
 
 
 def _terms(flow: Any, job: Job, order: AttemptOrder | None) -> dict:

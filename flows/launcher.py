@@ -71,7 +71,7 @@ class _Launch:
         self._doing = "prepare"
         self._hurried = False
         self._interrupts = 0  # Ctrl-C while the report is written
-        self._take_over = False
+        self.take_over = False  # --take-over is given
         self._unnamed: RunConfig | None = None  # configuration of a job that is named after its run
         self._ended = threading.Event()
 
@@ -83,10 +83,6 @@ class _Launch:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores it
                 signal.signal(number, self._leave)
-
-    def read_take_over(self, words: list[str]) -> list[str]:
-        self._take_over = _TAKE_OVER in words
-        return [word for word in words if word != _TAKE_OVER]
 
     def claim_job(self, job: str, config: RunConfig, command: str, permits: Sequence[str] = ()) -> None:
         """Claim the job, then record the permits. A job without a name ("") is claimed later, by the id of its run.
@@ -103,7 +99,7 @@ class _Launch:
                 check_inherited_claim(store, job, inherited)
                 os.environ[RUN_CLAIM_VARIABLE] = inherited
             else:
-                self.claim = claim_job(store, job, command, take_over=self._take_over, on_fenced=_tell_main_thread)
+                self.claim = claim_job(store, job, command, take_over=self.take_over, on_fenced=_tell_main_thread)
                 os.environ[RUN_CLAIM_VARIABLE] = self.claim.launcher.id
         except JobIsRunning as error:
             print(error, file=sys.stderr)
@@ -177,11 +173,10 @@ class _Launch:
         raise KeyboardInterrupt
 
     def _why_leaving(self) -> str:
-        by = None if self.claim is None else self.claim.fenced_by
+        if self.claim is None or self.claim.fenced_by is None:
+            return ""
         return (
-            ""
-            if by is None
-            else f"job taken over by {by.describe()}: this run saves a checkpoint and ends (exit code 75)"
+            f"job taken over by {self.claim.fenced_by.describe()}: this run saves a checkpoint and ends (exit code 75)"
         )
 
     def _leave_at_once(self, words: str) -> NoReturn:
@@ -205,19 +200,24 @@ def prepare(module_name: str) -> None:
     """
     if module_name != "__main__":
         return
-    sys.argv[1:] = reorder_words(_launch.read_take_over(sys.argv[1:]))
+    _launch.take_over = _TAKE_OVER in sys.argv
+    sys.argv[1:] = reorder_words([word for word in sys.argv[1:] if word != _TAKE_OVER])  # Metaflow does not know it
     at = _command_index(sys.argv)
     if _is_launch(at):
         ignore_lost_readers()
     guard_terminal(keep_colours=at is None or "step" not in sys.argv[at : at + 2])
     if at is not None and sys.argv[at] == "step":
-        _tie_to_parent(signal.SIGKILL)
-        _leave_signals_to_launcher()
+        if _tie_to_parent(signal.SIGKILL):  # a terminal sends Ctrl-C and SIGHUP to all: the launcher handles them
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
+            signal.signal(signal.SIGTERM, end_with_descendants)
     elif at is not None and sys.argv[at + 1 : at + 2] == ["step"]:  # batch step: it terminates its job first
         _tie_to_parent(signal.SIGTERM)
     _set_environment()
-    if at is not None and sys.argv[at] == "card":
-        _refuse_without_records()
+    root = os.environ.get("METAFLOW_DATASTORE_SYSROOT_LOCAL")
+    if at is not None and sys.argv[at] == "card" and root and not Path(root, METAFLOW_FOLDER).is_dir():
+        print(f"no run is recorded in {Path(root, METAFLOW_FOLDER)}; fix: {sys.argv[0]} run", file=sys.stderr)
+        sys.exit(Outcome.CONFIG.exit_code)  # Metaflow would print a traceback
     if not _is_launch(at):
         _join_in(sys.argv[at:] if at is not None else [])
         return
@@ -236,7 +236,9 @@ def prepare(module_name: str) -> None:
             job, config, permits = known
             _launch.claim_job(job, config, "resume", permits)
     if (given := _run_id_file(sys.argv[at + 1 :])) is not None:
-        _empty(Path(given))
+        if Path(given).is_file():  # it names an earlier run until Metaflow writes to it
+            with contextlib.suppress(OSError):  # Metaflow reports it when it writes
+                os.truncate(given, 0)
     else:
         descriptor, path = tempfile.mkstemp(prefix=_RUN_ID_PREFIX)
         os.close(descriptor)
@@ -249,6 +251,7 @@ def run(flow_class: type) -> None:
     if not _is_launch(at):
         flow_class()
         return
+    from ebbflow.flows.gang import end_stopped_tasks
     from ebbflow.flows.metaflow_fixes import drop_interrupt_advice, keep_terminal_from_tasks
 
     started = time.time()
@@ -256,7 +259,7 @@ def run(flow_class: type) -> None:
     drop_interrupt_advice()
     keep_terminal_from_tasks()
     _launch.listen()
-    _watch_tasks()
+    threading.Thread(target=end_stopped_tasks, args=(os.getpid(),), name="stopped tasks", daemon=True).start()
     run_id_file = Path(_run_id_file(sys.argv[at + 1 :]) or "")
     origin = remote.option_values(sys.argv, "--origin-run-id")
     unknown = sys.argv[at] == "resume" and origin and _launch.claim is None and claim_of_parent() is None
@@ -281,25 +284,10 @@ def _tell_main_thread() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _leave_signals_to_launcher() -> None:
-    """Ignore Ctrl-C and SIGHUP in a task: a terminal sends them to all processes, and the launcher handles them."""
-    if os.environ.get(_PARENT_VARIABLE):
-        for number in (signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, end_with_descendants)
-
-
 def write_to_stderr(text: str) -> None:
     """Write a line to stderr without Python's buffers, which the current signal handler may have interrupted."""
     with contextlib.suppress(OSError):
         os.write(2, f"{text}\n".encode())
-
-
-def _watch_tasks() -> None:
-    """Start a thread that kills local tasks which something has stopped with SIGSTOP (`gang.end_stopped_tasks`)."""
-    from ebbflow.flows.gang import end_stopped_tasks
-
-    threading.Thread(target=end_stopped_tasks, args=(os.getpid(),), name="stopped tasks", daemon=True).start()
 
 
 def reorder_words(words: Sequence[str]) -> list[str]:
@@ -330,15 +318,16 @@ def reorder_words(words: Sequence[str]) -> list[str]:
     return [*before, *rest[:1], *moved, *rest[1:]]
 
 
-def _tie_to_parent(by: signal.Signals) -> None:
-    """Make the kernel send a task the signal `by` when its parent on the launching machine dies.
+def _tie_to_parent(by: signal.Signals) -> bool:
+    """Make the kernel send a task the signal `by` when its parent dies; return whether the parent is on this machine.
 
     The parent is the launcher or, for a task of another node, the control task.
     """
-    parent = os.environ.get(_PARENT_VARIABLE)
-    if parent:  # set on the launching machine only
+    parent = os.environ.get(_PARENT_VARIABLE)  # set on the launching machine only
+    if parent:
         die_with_parent(int(parent), by=by)
         os.environ[_PARENT_VARIABLE] = str(os.getpid())
+    return bool(parent)
 
 
 def _join_in(words: list[str]) -> None:
@@ -388,14 +377,6 @@ def _set_environment() -> None:
         os.environ["METAFLOW_USER"] = "ebbflow" if user == "root" else user
 
 
-def _refuse_without_records() -> None:
-    """Exit with 2 and one line if there are no records for `card`; Metaflow would print a traceback."""
-    root = os.environ.get("METAFLOW_DATASTORE_SYSROOT_LOCAL")
-    if root and not Path(root, METAFLOW_FOLDER).is_dir():
-        print(f"no run is recorded in {Path(root, METAFLOW_FOLDER)}; fix: {sys.argv[0]} run", file=sys.stderr)
-        sys.exit(Outcome.CONFIG.exit_code)
-
-
 def _command_index(argv: list[str]) -> int | None:
     """Return the index of Metaflow's command in the command line, or None; the value of `--with` is not the command."""
     return next((at for at, word in enumerate(argv) if at and word in _COMMANDS and argv[at - 1] != "--with"), None)
@@ -421,13 +402,6 @@ def _metaflow(flow_class: type) -> int:
     return 0
 
 
-def _empty(run_id_file: Path) -> None:
-    """Empty an existing file for the run id, because it names an earlier run until Metaflow writes to it."""
-    if run_id_file.is_file():
-        with contextlib.suppress(OSError):  # Metaflow reports it when it writes
-            os.truncate(run_id_file, 0)
-
-
 def _read_run_id(file: Path) -> str:
     """Return the run id that Metaflow wrote to `file`, or "", and delete the file if the launcher created it."""
     run_id = file.read_text().strip() if file.is_file() else ""
@@ -451,11 +425,6 @@ def _job_of(flow_name: str, run_id: str, *, without: str = "no report") -> Job |
     except Exception as error:  # Metaflow's client raises many kinds of errors
         print(f"{without}: the run's start step cannot be read: {error}", file=sys.stderr)
         return None
-
-
-def _this_python() -> str:
-    path = Path(sys.executable)
-    return str(path.relative_to(PROJECT_ROOT) if path.is_relative_to(PROJECT_ROOT) else path)
 
 
 def finish_job(job: Job, code: int, started: float, *, asked: bool) -> int:
@@ -490,7 +459,9 @@ def finish_job(job: Job, code: int, started: float, *, asked: bool) -> int:
             return code
         print(f"the report is on this machine only: {error}", file=sys.stderr)
     report = RunReport.from_json(json.loads(path.read_text()))
-    print(render(report, python=_this_python()))
+    python = Path(sys.executable)
+    python = python.relative_to(PROJECT_ROOT) if python.is_relative_to(PROJECT_ROOT) else python
+    print(render(report, python=str(python)))
     print(f"\nreport: {RUNS / job.name / 'report.html'}")
     if asked and not _completed_since(job, started):
         return code

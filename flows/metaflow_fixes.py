@@ -46,13 +46,9 @@ _ADVICE = "avoid pressing Ctrl+C"
 FIXES = ("#2564 command of other nodes", "#2557 reason of a failure", "end of other nodes", "cards")
 
 
-def parse_release(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", text)[:3])
-
-
 def is_known_release(text: str | None = None) -> bool:
     """Return whether the fixes were tested with this release of Metaflow; None: the installed one."""
-    return parse_release(text or version("metaflow")) in KNOWN
+    return tuple(int(part) for part in re.findall(r"\d+", text or version("metaflow"))[:3]) in KNOWN
 
 
 def needs_fixes(words: Sequence[str]) -> bool:

@@ -41,6 +41,7 @@ def current_job(flow: Any) -> Job:
 
 
 def is_local(flow: Any) -> bool:
+    """Return whether the ranks run on this machine. Then nothing is paid for, and prices are simulated."""
     return training_backend(flow) is None
 
 

@@ -369,7 +369,7 @@ def read_log(job_store: Store) -> LogContent:
 def _parse(line: Line) -> tuple[Event | None, str]:
     """Return the event of a line and "", or None and the reason why the line is not an event."""
     try:
-        fields = json.loads(line.content, parse_constant=_as_null)
+        fields = json.loads(line.content, parse_constant=lambda word: None)  # old logs contain NaN and infinities
     except (ValueError, RecursionError):
         return None, "not JSON; the event is left out"
     if not isinstance(fields, dict):
@@ -383,10 +383,6 @@ def _parse(line: Line) -> tuple[Event | None, str]:
         return (None, f"{problem}; the event is left out") if problem else (Event(**fields), "")
     except TypeError as error:  # a field that this version does not know
         return None, f"{error}; the event is left out"
-
-
-def _as_null(word: str) -> None:
-    return None
 
 
 def _mismatch(value: Any, shape: Any, path: str) -> str:

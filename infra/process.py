@@ -116,21 +116,18 @@ def descendants(root: int, spare: Collection[int] = (), spare_trees: Collection[
     found: list[ProcessStat] = []
     ahead = [root]
     while ahead:
-        for pid in _children_of_all_threads(ahead.pop()):
+        parent = ahead.pop()
+        children_of_threads: list[int] = []
+        with contextlib.suppress(OSError, ValueError):
+            for thread in os.listdir(f"/proc/{parent}/task"):
+                children_of_threads += map(int, Path(f"/proc/{parent}/task/{thread}/children").read_text().split())
+        for pid in children_of_threads:
             if pid in spare_trees or (stat := process_stat(pid)) is None:
                 continue
             ahead.append(pid)
             if pid not in spare and stat.living:
                 found.append(stat)
     return found or _descendants_by_parent(root, spare, spare_trees)
-
-
-def _children_of_all_threads(pid: int) -> list[int]:
-    found: list[int] = []
-    with contextlib.suppress(OSError, ValueError):
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            found += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
-    return found
 
 
 def _descendants_by_parent(root: int, spare: Collection[int], spare_trees: Collection[int]) -> list[ProcessStat]:

@@ -25,6 +25,7 @@ from pathlib import Path
 
 from ebbflow.infra.errors import InfraError, Outcome, StoreError
 from ebbflow.infra.layout import check_job_name, job_prefix, known_job, runs_folder
+from ebbflow.infra.process import silence_stdout
 from ebbflow.infra.store import Store
 from ebbflow.infra.untrusted_text import one_line, printable, strip_colours
 
@@ -362,7 +363,13 @@ def show_logs(options: argparse.Namespace, project_root: Path) -> int:
     if not chosen:
         print(f"logs: no line matches; job {options.job} has {render_lines(logs.lines)}", file=sys.stderr)
         return Outcome.FAILED.exit_code
-    return _print([line.to_json() if options.json else line.render() for line in chosen])
+    try:
+        for line in chosen:
+            print(line.to_json() if options.json else line.render())
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head` has seen enough
+        silence_stdout()
+    return Outcome.COMPLETED.exit_code
 
 
 def find_logs(job: str, store_uri: str | None, project_root: Path) -> JobLogs:
@@ -406,16 +413,6 @@ def _jobs_there(runs: Path) -> str:
     found = [path for path in runs.glob("*") if (path / "logs").is_dir() and path.name != "latest"]
     newest = sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)[:5]
     return f"{runs} has {', '.join(path.name for path in newest)}" if newest else f"{runs} has no job with logs"
-
-
-def _print(lines: list[str]) -> int:
-    try:
-        for line in lines:
-            print(line)
-        sys.stdout.flush()
-    except BrokenPipeError:  # `| head` has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return Outcome.COMPLETED.exit_code
 
 
 def _step(text: str) -> int:

@@ -67,7 +67,8 @@ def settle_attempts(
         if attempt.finished:
             if job_id in half_told and not _is_complete(attempt.to_json()):
                 continue
-            settled.append(log.emit(BATCH_ATTEMPT, **batch_attempt_data(attempt, find_placement(event, events))))
+            placement = find_placement(event, events)
+            settled.append(log.emit(BATCH_ATTEMPT, **batch_attempt_data(attempt, placement)))
         else:
             with contextlib.suppress(CloudRefused):  # the job ended meanwhile; the next call records it
                 why = f"run {job.run} goes on with job {job.name}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from enum import StrEnum
@@ -15,7 +14,7 @@ from ebbflow.cost.report.report import RunReport, build_report
 from ebbflow.flows.attempts.settlement import unsettled_jobs
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.errors import Outcome
-from ebbflow.infra.events import BATCH_ATTEMPT, PLAN, SUPERVISED, Event, read_events
+from ebbflow.infra.events import BATCH_ATTEMPT, PLAN, SUPERVISED, read_events
 from ebbflow.infra.store import Store
 from ebbflow.training.checkpoint.lineage import newest_commits
 from ebbflow.training.checkpoint.signing import use_signing_key
@@ -31,10 +30,6 @@ class SupervisedRun:
     ended_utc: float  # Unix time
     failures: int = 1  # the number of failures that the run counts as (`count_failures`)
     seconds: float = 0.0  # duration of the run
-
-    @property
-    def began_utc(self) -> float:
-        return self.ended_utc - self.seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +76,12 @@ def read_record(job_store: Store, config: RunConfig) -> JobRecord:
         return JobRecord(commit=_newest_commit(job_store))
     generations = read_generations(events)
     ended = [generation for generation in generations.values() if generation.unplanned]
-    report, why = _report(events)
+    try:
+        report, why = build_report(events), ""
+    except CostError as error:
+        report, why = None, str(error)
+    hours = config.cost.deadline_hours
+    started = next((event.data.get("started_utc") for event in reversed(events) if event.name == PLAN), None)
     same_settings = _written_config(job_store) == config.model_dump(mode="json")
     return JobRecord(
         interruptions=frozenset(generation.number for generation in ended if not generation.user_code),
@@ -89,21 +89,24 @@ def read_record(job_store: Store, config: RunConfig) -> JobRecord:
         attempts={event.data["job_id"]: event.data["cause"] for event in events if event.name == BATCH_ATTEMPT},
         unsettled=bool(unsettled_jobs(events)),
         commit=_newest_commit(job_store),
-        runs=tuple(_read_past_run(event) for event in events if event.name == SUPERVISED),
+        runs=tuple(
+            SupervisedRun(
+                verdict=event.data["verdict"],
+                commit=event.data.get("commit"),
+                ended_utc=event.t_wall,
+                failures=int(event.data.get("failures") or 1),
+                seconds=float(event.data.get("seconds") or 0.0),
+            )
+            for event in events
+            if event.name == SUPERVISED
+        ),
         report=report,
         why=why,
         run=events[-1].run,
         finished=report is not None and report.outcome is Outcome.COMPLETED and same_settings,
         passed=bool(generations) and same_settings,
-        deadline_utc=_deadline_utc(events, config),
+        deadline_utc=None if hours is None or started is None else started + hours * 3600,
     )
-
-
-def _deadline_utc(events: Sequence[Event], config: RunConfig) -> float | None:
-    """Return the deadline (Unix time) as configured now, counted from the job's first plan, or None."""
-    started = [event.data.get("started_utc") for event in events if event.name == PLAN]
-    hours = config.cost.deadline_hours
-    return None if hours is None or not started or started[-1] is None else started[-1] + hours * 3600
 
 
 def _newest_commit(job_store: Store) -> str | None:
@@ -114,29 +117,11 @@ def _newest_commit(job_store: Store) -> str | None:
     return None if newest is None else newest.key
 
 
-def _report(events: Sequence[Event]) -> tuple[RunReport | None, str]:
-    try:
-        return build_report(events), ""
-    except CostError as error:
-        return None, str(error)
-
-
 def _written_config(job_store: Store) -> dict | None:
     """Return the configuration of the newest run that passed preflight, or None without one."""
     if job_store.head("config.json") is None:
         return None
     return json.loads(job_store.get("config.json")).get("config")
-
-
-def _read_past_run(event: Event) -> SupervisedRun:
-    data = event.data
-    return SupervisedRun(
-        verdict=data["verdict"],
-        commit=data.get("commit"),
-        ended_utc=event.t_wall,
-        failures=int(data.get("failures") or 1),
-        seconds=float(data.get("seconds") or 0.0),
-    )
 
 
 LONGEST_PAUSE_SECONDS = 600.0
@@ -241,5 +226,7 @@ def _since_alone(runs: tuple[SupervisedRun, ...], usual_pause_seconds: float) ->
     """Return the runs since the last period without a supervisor: a gap that exceeds its pauses (`ALONE_SECONDS`)."""
     longest = usual_pause_seconds + ALONE_SECONDS
     pairs = enumerate(itertools.pairwise(runs), start=1)
-    first = max((at for at, (before, after) in pairs if after.began_utc - before.ended_utc > longest), default=0)
+    first = max(
+        (at for at, (before, after) in pairs if after.ended_utc - after.seconds - before.ended_utc > longest), default=0
+    )
     return runs[first:]

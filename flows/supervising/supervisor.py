@@ -72,7 +72,9 @@ class Supervisor:
         before = self._read(end_leftovers_too=False)  # without a claim, another launcher's jobs may run
         if before is None:
             return self._gave_up()
-        self._welcome(before)
+        runs = f", {_counted(len(before.runs), 'run')} so far" if before.runs else ""
+        kind = f"goes on{runs}; {before.cost()}" if before.begun else "begins"
+        self._say(f"job {self._options.job} in {self._options.config.store} {kind}")
         if before.finished and not before.unsettled:
             return self._is_complete(before)
         self._claim_job()
@@ -117,11 +119,6 @@ class Supervisor:
             self._child.environment[CLAIM_VARIABLE] = self._claim.launcher.id
         except StoreError as error:
             self._say(f"job {options.job} is not protected from a second launcher: {error}")
-
-    def _welcome(self, record: JobRecord) -> None:
-        runs = f", {_counted(len(record.runs), 'run')} so far" if record.runs else ""
-        kind = f"goes on{runs}; {record.cost()}" if record.begun else "begins"
-        self._say(f"job {self._options.job} in {self._options.config.store} {kind}")
 
     def _end(self, verdict: RunVerdict, code: int, record: JobRecord) -> int | None:
         """If the job is over, print why and return the exit code. Otherwise return None."""
@@ -184,11 +181,9 @@ class Supervisor:
     def _why(self, record: JobRecord, outcome: Outcome) -> str:
         """Return the job's own message about the outcome of the last run, or a reference to the run's output."""
         if record.report is not None and record.report.outcome is outcome:
-            own_message = record.report.events.get("message")
-            own_message = own_message or next(
-                (failure.get("culprit") for failure in record.report.events["failures"][-1:]), None
-            )
-            if own_message:
+            events = record.report.events
+            culprits = [failure.get("culprit") for failure in events["failures"][-1:]]
+            if own_message := events.get("message") or next(iter(culprits), None):
                 return " ".join(str(own_message).split())
         return "see the run's output above"
 

@@ -6,7 +6,7 @@ botocore is imported only when a client is made. Its own retries are off because
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, TypeVar
@@ -37,6 +37,7 @@ _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.3, 5.0
 # A retry within seconds seldom helps if nothing listens at the endpoint; it does if requests are throttled.
 _TRIES_TO_REACH = 3
 _MOST_PAGES = 2000
+_NAMES_IN_A_REQUEST = 100
 _AMAZONS = (".amazonaws.com", ".amazonaws.com.cn", ".api.aws")
 
 
@@ -151,6 +152,17 @@ def paginate(
         before, following = following, answer.get(token) or None
         if following is None or following == before:
             return
+
+
+def describe_in_parts(
+    client: Any, operation: str, asked: str, names: Sequence[str], listed: str, deadline: RequestDeadline
+) -> list[Mapping[str, Any]]:
+    """Return the entries under `listed` for names given as the parameter `asked`, 100 in a request (Batch's limit)."""
+    found: list[Mapping[str, Any]] = []
+    for start in range(0, len(names), _NAMES_IN_A_REQUEST):
+        part = {asked: list(names[start : start + _NAMES_IN_A_REQUEST])}
+        found += call_aws(client, operation, deadline, **part).get(listed) or []
+    return found
 
 
 def required_field(answer: Mapping[str, Any], path: str, client: Any, operation: str) -> Any:

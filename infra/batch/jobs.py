@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
-from ebbflow.infra.aws.calls import RequestDeadline, aws_client, call_aws
+from ebbflow.infra.aws.calls import RequestDeadline, aws_client, call_aws, describe_in_parts
 from ebbflow.infra.errors import CloudError
 
 
@@ -51,7 +52,6 @@ Cause = Literal["reclaimed", "user_code", "never_started", "not_made", "terminat
 CAUSES: tuple[Cause, ...] = get_args(Cause)
 FINISHED = ("SUCCEEDED", "FAILED")
 
-_JOBS_IN_A_REQUEST = 100
 _SECONDS = 20.0
 _NODES_SECONDS = 5.0
 
@@ -128,7 +128,9 @@ def describe_attempts(
     jobs = _describe(list(dict.fromkeys(job_ids)), client, deadline)
     gangs = [job for job in jobs.values() if job.get("status") in FINISHED and _nodes(job) > 1]
     children = [f"{job['jobId']}#{index}" for job in gangs for index in range(_nodes(job))]
-    parts = _nodes_of(children, client, deadline)
+    parts: dict[str, Mapping[str, Any]] = {}
+    with contextlib.suppress(CloudError):  # the job's own description is enough
+        parts = _describe(children, client, RequestDeadline.after(min(_NODES_SECONDS, deadline.left())))
     found = {}
     for job_id, job in jobs.items():
         own = [parts[name] for name in (f"{job_id}#{index}" for index in range(_nodes(job))) if name in parts]
@@ -177,22 +179,9 @@ def classify_cause(
 
 
 def _describe(job_ids: Sequence[str], client: Any, deadline: RequestDeadline) -> dict[str, Mapping[str, Any]]:
-    found: dict[str, Mapping[str, Any]] = {}
-    for start in range(0, len(job_ids), _JOBS_IN_A_REQUEST):
-        wanted = list(job_ids[start : start + _JOBS_IN_A_REQUEST])
-        answer = call_aws(client, "describe_jobs", deadline, jobs=wanted)
-        found |= {job["jobId"]: job for job in answer.get("jobs") or []}
+    jobs = describe_in_parts(client, "describe_jobs", "jobs", job_ids, "jobs", deadline)
+    found = {job["jobId"]: job for job in jobs}
     return {job_id: found[job_id] for job_id in job_ids if job_id in found}
-
-
-def _nodes_of(children: Sequence[str], client: Any, deadline: RequestDeadline) -> dict[str, Mapping[str, Any]]:
-    """Describe nodes by their ids; {} if Batch does not answer, since the job's own description is enough."""
-    try:
-        return (
-            _describe(children, client, RequestDeadline.after(min(_NODES_SECONDS, deadline.left()))) if children else {}
-        )
-    except CloudError:
-        return {}
 
 
 def _attempt(job: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> BatchAttempt:
@@ -201,8 +190,13 @@ def _attempt(job: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> Batc
     if code is None and parts:  # the exit code of the main node is the job's
         main = (job.get("nodeProperties") or {}).get("mainNode", 0)
         code = next((_exit_code(part) for part in parts if part["jobId"].endswith(f"#{main}")), None)
-    times = _node_times(job, parts)
-    started, stopped = _job_times(job, times)
+    known = {part["jobId"]: (_seconds(part.get("startedAt")), _seconds(part.get("stoppedAt"))) for part in parts}
+    nodes = range(_nodes(job) if parts else 0)
+    times = tuple(known.get(f"{job['jobId']}#{index}", (None, None)) for index in nodes)
+    # A missing time is the first start or the last stop of the job's nodes.
+    first = min((start for start, _ in times if start is not None), default=None)
+    last = max((stop for _, stop in times if stop is not None), default=None)
+    started, stopped = _seconds(job.get("startedAt")) or first, _seconds(job.get("stoppedAt")) or last
     status = str(job.get("status", ""))
     ended_by_call = bool(job.get("isTerminated") or job.get("isCancelled"))
     return BatchAttempt(
@@ -228,42 +222,15 @@ def _attempt(job: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> Batc
     )
 
 
-def _job_times(
-    job: Mapping[str, Any], nodes: Sequence[tuple[float | None, float | None]]
-) -> tuple[float | None, float | None]:
-    """Return (started, stopped) of a job. A missing time is the first start or the last stop of the job's nodes."""
-    started, stopped = _seconds(job.get("startedAt")), _seconds(job.get("stoppedAt"))
-    starts = [start for start, _ in nodes if start is not None]
-    stops = [stop for _, stop in nodes if stop is not None]
-    return (
-        min(starts, default=None) if started is None else started,
-        max(stops, default=None) if stopped is None else stopped,
-    )
-
-
-def _node_times(
-    job: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]
-) -> tuple[tuple[float | None, float | None], ...]:
-    if not parts:
-        return ()
-    known = {part["jobId"]: (_seconds(part.get("startedAt")), _seconds(part.get("stoppedAt"))) for part in parts}
-    return tuple(known.get(f"{job['jobId']}#{index}", (None, None)) for index in range(_nodes(job)))
-
-
 def _reasons(job: Mapping[str, Any]) -> list[str]:
     last = (job.get("attempts") or [{}])[-1]
-    texts = [
-        job.get("statusReason"),
-        (job.get("container") or {}).get("reason"),
-        last.get("statusReason"),
-        (last.get("container") or {}).get("reason"),
-    ]
-    return [text for text in texts if text]
+    texts = [(one.get("statusReason"), (one.get("container") or {}).get("reason")) for one in (job, last)]
+    return [text for pair in texts for text in pair if text]
 
 
 def _exit_code(job: Mapping[str, Any]) -> int | None:
     last = (job.get("attempts") or [{}])[-1]
-    codes = [(job.get("container") or {}).get("exitCode"), (last.get("container") or {}).get("exitCode")]
+    codes = [(one.get("container") or {}).get("exitCode") for one in (job, last)]
     return next((code for code in codes if code is not None), None)
 
 

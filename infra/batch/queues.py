@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from ebbflow.infra.aws.calls import RequestDeadline, call_aws, is_amazons, paginate
+from ebbflow.infra.aws.calls import RequestDeadline, describe_in_parts, is_amazons, paginate
 from ebbflow.infra.config.schema import BatchConfig, QueueConfig, RunConfig
 from ebbflow.infra.store.s3 import aws_settings
 
@@ -35,7 +35,7 @@ def is_arm(instance_type: str) -> bool:
 Market = Literal["spot", "on_demand"]
 
 _SECONDS = 20.0
-_NAMES_IN_A_REQUEST = 100
+
 # computeResources.type → the market; there are no prices for others (SageMaker, ECS managed instances).
 _MARKETS: dict[str, Market] = {"SPOT": "spot", "FARGATE_SPOT": "spot", "EC2": "on_demand", "FARGATE": "on_demand"}
 
@@ -111,7 +111,16 @@ def describe_queues(
         return {state.name: state for state in sorted(states, key=lambda state: state.name)}
     known = {key: state for state in states for key in (state.name, state.arn)}
     region = client.meta.region_name
-    return {name: known.get(name) or _missing(name, region) for name in wanted}
+    missing = {
+        name: _unseen(
+            name.rpartition("/")[2],
+            arn=name if name.startswith("arn:") else "",
+            problem=f"there is no job queue {name} in {region}",
+        )
+        for name in wanted
+        if name not in known
+    }
+    return {name: known.get(name) or missing[name] for name in wanted}
 
 
 def parse_environment(detail: Mapping[str, Any]) -> ComputeEnvironment:
@@ -144,23 +153,17 @@ def parse_environment(detail: Mapping[str, Any]) -> ComputeEnvironment:
 def _queues(wanted: list[str] | None, client: Any, deadline: RequestDeadline) -> list[Mapping[str, Any]]:
     if wanted is None:
         return list(paginate(client, "describe_job_queues", "jobQueues", deadline))
-    found: list[Mapping[str, Any]] = []
-    for start in range(0, len(wanted), _NAMES_IN_A_REQUEST):
-        part = wanted[start : start + _NAMES_IN_A_REQUEST]
-        found += call_aws(client, "describe_job_queues", deadline, jobQueues=part).get("jobQueues") or []
-    return found
+    return describe_in_parts(client, "describe_job_queues", "jobQueues", wanted, "jobQueues", deadline)
 
 
 def _environments(arns: Sequence[str], client: Any, deadline: RequestDeadline) -> dict[str, ComputeEnvironment]:
     found: dict[str, ComputeEnvironment] = {}
-    for start in range(0, len(arns), _NAMES_IN_A_REQUEST):
-        part = list(arns[start : start + _NAMES_IN_A_REQUEST])
-        answer = call_aws(client, "describe_compute_environments", deadline, computeEnvironments=part)
-        for detail in answer.get("computeEnvironments") or []:
-            one = parse_environment(detail)
-            if set(AUTO_INSTANCE_TYPES) & set(one.instance_types) and not is_amazons(client):
-                one = replace(one, instance_types=())  # the choice of a stand-in for Batch is unknown
-            found |= {detail.get("computeEnvironmentArn", one.name): one, one.name: one}
+    plural = "computeEnvironments"
+    for detail in describe_in_parts(client, "describe_compute_environments", plural, arns, plural, deadline):
+        one = parse_environment(detail)
+        if set(AUTO_INSTANCE_TYPES) & set(one.instance_types) and not is_amazons(client):
+            one = replace(one, instance_types=())  # the choice of a stand-in for Batch is unknown
+        found |= {detail.get("computeEnvironmentArn", one.name): one, one.name: one}
     return found
 
 
@@ -173,7 +176,8 @@ def _state(detail: Mapping[str, Any], known: Mapping[str, ComputeEnvironment]) -
     environments = tuple(known[arn] for arn in _environment_arns(detail) if arn in known)
     usable = tuple(one for one in environments if one.usable)
     considered = usable or environments
-    market = _market(considered)
+    markets: set[Market | None] = {_MARKETS.get(one.kind) for one in considered}
+    market = markets.pop() if len(markets) == 1 else None
     problem = _problem(detail, environments, usable, market)
     limits = [one.max_vcpus for one in considered]
     actions = {one["reason"]: one["maxTimeSeconds"] for one in detail.get("jobStateTimeLimitActions") or []}
@@ -192,11 +196,6 @@ def _state(detail: Mapping[str, Any], known: Mapping[str, ComputeEnvironment]) -
         compute_environments=environments,
         cancels_after_seconds=actions or None,
     )
-
-
-def _market(environments: Sequence[ComputeEnvironment]) -> Market | None:
-    markets: set[Market | None] = {_MARKETS.get(one.kind) for one in environments}
-    return markets.pop() if len(markets) == 1 else None
 
 
 def _problem(
@@ -221,31 +220,19 @@ def _problem(
     return ""
 
 
-def _missing(name: str, region: str) -> QueueState:
-    return QueueState(
-        name=name.rpartition("/")[2],
-        arn=name if name.startswith("arn:") else "",
-        market=None,
-        instance_types=(),
-        multi_node=False,
-        usable=False,
-        problem=f"there is no job queue {name} in {region}",
-    )
+def _unseen(name: str, **fields: Any) -> QueueState:
+    """Return the state of a queue that Batch has not described; it is usable unless `problem` is given."""
+    state: dict[str, Any] = {"arn": "", "market": None, "instance_types": (), "multi_node": False, "problem": ""}
+    return QueueState(name=name, usable="problem" not in fields, **state | fields)
 
 
 def declared_queues(batch: BatchConfig) -> dict[str, QueueState]:
     """Return the configuration's queues by name, all marked usable. They are used if Batch does not answer."""
     return {
-        queue.name: QueueState(
-            name=queue.name,
-            arn="",
-            market=queue.market,
-            instance_types=tuple(queue.instance_types),
-            multi_node=queue.multi_node,
-            usable=True,
-            problem="",
+        one.name: _unseen(
+            one.name, market=one.market, instance_types=tuple(one.instance_types), multi_node=one.multi_node
         )
-        for queue in batch.queues
+        for one in batch.queues
     }
 
 
@@ -410,7 +397,6 @@ def _gib(listed: str) -> float:
 
 # A parameter that each submit sets. No job definition uses it, and Batch returns it with the job.
 MARK = "ebbflow_submit"
-_JOBS_IN_A_REQUEST = 100
 
 
 def find_marked_jobs(queue: str, job_name: str, mark: str, client: Any, *, deadline_seconds: float = 20.0) -> list[str]:
@@ -422,8 +408,6 @@ def find_marked_jobs(queue: str, job_name: str, mark: str, client: Any, *, deadl
     by_name = [{"name": "JOB_NAME", "values": [job_name]}]
     listed = paginate(client, "list_jobs", "jobSummaryList", deadline, jobQueue=queue, filters=by_name)
     named = [one["jobId"] for one in listed if one.get("jobName") == job_name]
-    found: list[Any] = []
-    for start in range(0, len(named), _JOBS_IN_A_REQUEST):
-        answer = call_aws(client, "describe_jobs", deadline, jobs=named[start : start + _JOBS_IN_A_REQUEST])
-        found += [job for job in answer.get("jobs") or [] if (job.get("parameters") or {}).get(MARK) == mark]
+    jobs = describe_in_parts(client, "describe_jobs", "jobs", named, "jobs", deadline)
+    found = [job for job in jobs if (job.get("parameters") or {}).get(MARK) == mark]
     return [job["jobId"] for job in sorted(found, key=lambda job: job.get("createdAt") or 0)]

@@ -104,7 +104,8 @@ def collect_entries(
         key = RENAMED_KEYS.get(given, given)
         name = key.rpartition(".")[2] if key != given else key_node.value
         if name in first:
-            problems.append(_duplicate(key, key_place, first[name]))
+            message = f"{key} is given twice; the first is at {first[name]}"
+            problems.append(Problem(message=message, key=key, place=key_place, hint="keep one of the two"))
         first.setdefault(name, key_place)
         if key in (sections().keys() | free_mappings()) and name and "." not in name:
             found, worse = collect_entries(value, key, source, origin)
@@ -166,11 +167,6 @@ def _meant(key: str) -> str:
 
 def _parent(key: str) -> str:
     return key.rpartition(".")[0] or "the top level"
-
-
-def _duplicate(key: str, place: SourceSpan, first: SourceSpan) -> Problem:
-    message = f"{key} is given twice; the first is at {first}"
-    return Problem(message=message, key=key, place=place, hint="keep one of the two")
 
 
 def _walk(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInfo]]:

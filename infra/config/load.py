@@ -52,7 +52,7 @@ def violations(config: RunConfig, *, without: Collection[str] = ()) -> list[Viol
 
 
 # A broken rule is reported at one of its keys: the one whose origin has the highest number.
-_BLAME: dict[Origin | None, int] = {None: 0, "file": 1, "environment": 2, "set": 3}
+_BLAME: dict[Origin, int] = {"file": 1, "environment": 2, "set": 3}
 
 
 def convert_entries(entries: Mapping[str, Entry]) -> tuple[dict[str, Any], list[Problem]]:
@@ -126,7 +126,8 @@ def _rule_problem(violation: Violation, entries: Mapping[str, Entry]) -> Problem
     file.
     """
     given = {key: _entry(key, entries) for key in violation.keys}
-    blamed = max(violation.keys, key=lambda key: _rank(given[key]))  # the first one wins a tie
+    ranks = {key: 0 if entry is None else _BLAME[entry.origin] for key, entry in given.items()}
+    blamed = max(violation.keys, key=lambda key: ranks[key])  # the first one wins a tie
     entry = given[blamed]
     return Problem(
         message=violation.message, key=blamed, place=None if entry is None else entry.place, hint=violation.hint
@@ -137,10 +138,6 @@ def _entry(key: str, entries: Mapping[str, Entry]) -> Entry | None:
     """Return the entry of a key; for a free mapping, the entry of the first name in it."""
     names = (name for name in entries if mapping_of(name) == key)
     return entries.get(key) or entries.get(next(names, ""))
-
-
-def _rank(entry: Entry | None) -> int:
-    return _BLAME[None if entry is None else entry.origin]
 
 
 def _nested(values: Mapping[str, Any]) -> dict[str, Any]:

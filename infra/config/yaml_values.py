@@ -114,11 +114,6 @@ def _mark(line: int, column: int) -> StringMark:
     return StringMark("", 0, line, column, None, None)
 
 
-def _foreign_tag(node: Node) -> str | None:
-    """Return a node's tag, such as ``!!python/name:os.system``, or None if the tag is one of YAML's core types."""
-    return None if node.tag in _CORE_TAGS else node.tag.replace(_TAG_PREFIX, "!!")
-
-
 def _syntax_problem(source: SourceText, error: MarkedYAMLError) -> Problem:
     mark = error.problem_mark or error.context_mark
     cause = error.problem or "it cannot be parsed"
@@ -180,15 +175,16 @@ class Expected:
 
 def convert(node: Node, expected: Expected) -> Any:
     """Convert a node to a Python value. Raises MismatchError if the value is not one of the expected ones."""
-    tag = _foreign_tag(node)
-    if tag is not None:
+    if node.tag not in _CORE_TAGS:
+        tag = node.tag.replace(_TAG_PREFIX, "!!")  # such as !!python/name:os.system
         raise MismatchError(f"has the tag {tag}, which a configuration has no use for", "remove the tag")
     if isinstance(node, SequenceNode):
         if list not in expected.types:
             raise MismatchError(f"must be {expected}, not a list")
         return [_convert_item(item, number, expected.section) for number, item in enumerate(node.value, start=1)]
     if isinstance(node, MappingNode):
-        raise MismatchError(f"must be {expected}, not a section", _mapping_hint(expected))
+        hint = "quote a text that has ': ' in it" if str in expected.types else None
+        raise MismatchError(f"must be {expected}, not a section", hint)
     assert isinstance(node, ScalarNode), "the third and last kind of node"
     return _convert_scalar(node, expected)
 
@@ -331,10 +327,6 @@ def _describe_value(value: Value) -> str:
 
 def _quoted(text: str) -> str:
     return repr(text if len(text) <= 60 else text[:57] + "…")
-
-
-def _mapping_hint(expected: Expected) -> str | None:
-    return "quote a text that has ': ' in it" if str in expected.types else None
 
 
 def _alternatives(annotation: Any) -> list[Any]:
