@@ -160,7 +160,7 @@ def describe_in_parts(
     """Return the entries under `listed` for names given as the parameter `asked`, 100 in a request (Batch's limit)."""
     found: list[Mapping[str, Any]] = []
     for start in range(0, len(names), _NAMES_IN_A_REQUEST):
-        part = {asked: list(names[start : start + _NAMES_IN_A_REQUEST])}
+        part: dict[str, Any] = {asked: list(names[start : start + _NAMES_IN_A_REQUEST])}
         found += call_aws(client, operation, deadline, **part).get(listed) or []
     return found
 
