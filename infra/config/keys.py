@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Literal, get_args, get_origin
 
@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode
 
-from ebbflow.infra.config.problems import Problem, SourceSpan
+from ebbflow.infra.config.problems import ConfigError, Problem, SourceSpan
 from ebbflow.infra.config.schema import RENAMED_KEYS, RunConfig
 from ebbflow.infra.config.yaml_values import SourceText, closest_match, describe_node, empty_node, is_empty, parse
 
@@ -69,61 +69,95 @@ def sections() -> dict[str, type[BaseModel]]:
     pending = [""]
     while pending:
         parent = pending.pop()
-        for name, field in found[parent].model_fields.items():
-            if section := _section_of(field):
+        for name, info in found[parent].model_fields.items():
+            if section := _section_of(info):
                 key = f"{parent}.{name}" if parent else name
                 found[key] = section
                 pending.append(key)
     return found
 
 
-def collect_entries(
-    node: Node | None, section: str, source: SourceText, origin: Origin, at: SourceSpan | None = None
-) -> tuple[dict[str, Entry], list[Problem]]:
-    """Return the values that a YAML node gives for a section, by dotted key, and the problems of the keys.
+@dataclass
+class Given:
+    """The values that file, environment and --set give, later ones in place of earlier ones, and their problems."""
 
-    section: dotted name; "" for the whole configuration. at: location of the problem if the node is not a section;
-    None: the node's own location.
-    """
-    entries: dict[str, Entry] = {}
-    problems: list[Problem] = []
-    if node is None or is_empty(node):
-        return entries, problems
-    if not isinstance(node, MappingNode):
-        what = section or source.name
-        message = f"{what} must be a section of 'key: value' lines, not {describe_node(node)}"
-        place = at or source.span_of(node)
-        return entries, [Problem(message=message, key=section, place=place, hint=_what_goes_into(section))]
-    first: dict[str, SourceSpan] = {}
-    for key_node, value in node.value:
-        key_place = source.span_of(key_node)
-        if not isinstance(key_node, ScalarNode):
-            problems.append(Problem(message="a key must be a name", key=section, place=key_place))
-            continue
-        given = f"{section}.{key_node.value}" if section else key_node.value
-        key = RENAMED_KEYS.get(given, given)
-        name = key.rpartition(".")[2] if key != given else key_node.value
-        if name in first:
-            message = f"{key} is given twice; the first is at {first[name]}"
-            problems.append(Problem(message=message, key=key, place=key_place, hint="keep one of the two"))
-        first.setdefault(name, key_place)
-        if key in (sections().keys() | free_mappings()) and name and "." not in name:
-            found, worse = collect_entries(value, key, source, origin)
-            entries |= found
-            problems += worse
-        elif (key in leaf_fields() and "." not in name) or mapping_of(key) == section:
-            empty = value.start_mark.index == value.end_mark.index
-            place = key_place if empty else source.span_of(value)
-            entries[key] = Entry(key, value, place, origin, source, given)
-        else:
-            problems.append(unknown_key(key, key_place))
-    return entries, problems
+    entries: dict[str, Entry] = field(default_factory=dict)  # by dotted key
+    problems: list[Problem] = field(default_factory=list)
 
+    def complain(self, message: str, key: str = "", place: SourceSpan | None = None, hint: str | None = None) -> None:
+        self.problems.append(Problem(message=message, key=key, place=place, hint=hint))
 
-def unknown_key(key: str, place: SourceSpan) -> Problem:
-    """Return the problem of a key that the schema lacks, with a hint such as the most similar key."""
-    shown = key if key.isprintable() and len(key) <= 80 else repr(key[:80])
-    return Problem(message=f"unknown key {shown}", key=key, place=place, hint=_meant(key))
+    def add_section(self, node: Node | None, section: str, source: SourceText, origin: Origin) -> None:
+        """Add the values that a YAML node gives for a section; section: dotted name, "" for the whole configuration."""
+        if node is None or is_empty(node):
+            return
+        if not isinstance(node, MappingNode):
+            what = f"{section or source.name} must be a section of 'key: value' lines, not {describe_node(node)}"
+            return self.complain(what, section, source.span_of(node), _what_goes_into(section))
+        first: dict[str, SourceSpan] = {}
+        for key_node, value in node.value:
+            place = source.span_of(key_node)
+            if not isinstance(key_node, ScalarNode):
+                self.complain("a key must be a name", section, place)
+                continue
+            given = f"{section}.{key_node.value}" if section else key_node.value
+            key = RENAMED_KEYS.get(given, given)
+            name = key.rpartition(".")[2] if key != given else key_node.value
+            if name in first:
+                what = f"{key} is given twice; the first is at {first[name]}"
+                self.complain(what, key, place, "keep one of the two")
+            first.setdefault(name, place)
+            if key in (sections().keys() | free_mappings()) and name and "." not in name:
+                self.add_section(value, key, source, origin)
+            elif (key in leaf_fields() and "." not in name) or mapping_of(key) == section:
+                empty = value.start_mark.index == value.end_mark.index
+                self.entries[key] = Entry(key, value, place if empty else source.span_of(value), origin, source, given)
+            else:
+                self.add_unknown(key, place)
+        return None
+
+    def add_unknown(self, key: str, place: SourceSpan) -> None:
+        """Complain about a key that the schema lacks, with a hint such as the most similar key."""
+        shown = key if key.isprintable() and len(key) <= 80 else repr(key[:80])
+        self.complain(f"unknown key {shown}", key, place, _meant(key))
+
+    def add_environment(self, environment: Mapping[str, str]) -> None:
+        """Add the variables named EBBFLOW__…: EBBFLOW__MODEL__NUM_HEADS=8 sets model.num_heads."""
+        for name in sorted(name for name in environment if name.startswith(PREFIX)):
+            key = name.removeprefix(PREFIX).replace("__", ".").lower()
+            self._add(key, name, environment[name], f"environment {name}", "environment")
+
+    def add_override(self, override: str) -> None:
+        """Add one --set option, "key=value", or a whole section: "model={num_heads: 8}"."""
+        key, equals, value = override.partition("=")
+        stripped = key.strip()
+        if equals and stripped:
+            return self._add(stripped, key, value, override_name(override), "set")
+        hint = f"for example {stripped or 'model.num_heads'}=8"
+        return self.complain(
+            "an override is written key=value", "", _place(override_name(override), key, override), hint
+        )
+
+    def _add(self, key: str, written: str, value: str, name: str, origin: Origin) -> None:
+        """Add the value of one key or section, which is called `name` in problems.
+
+        written: text before the equals sign, as the user wrote it; value: the text after it.
+        """
+        source = SourceText(name, value, first_column=len(written) + 1, before=f"{written}=")
+        is_section = key in sections() or key in free_mappings()
+        given, key = key, key if is_section else RENAMED_KEYS.get(key, key)
+        if not is_section and key not in leaf_fields() and mapping_of(key) is None:
+            return self.add_unknown(key, _place(name, written, f"{written}={value}"))
+        try:
+            node = parse(source)
+        except ConfigError as error:
+            self.problems += [replace(problem, key="" if is_section else key) for problem in error.problems]
+            return None
+        if is_section:
+            return self.add_section(node, key, source, origin)
+        node = node or empty_node()
+        self.entries[key] = Entry(key, node, source.span_of(node), origin, source, given)
+        return None
 
 
 def _what_goes_into(section: str) -> str:
@@ -170,11 +204,11 @@ def _parent(key: str) -> str:
 
 
 def _walk(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInfo]]:
-    for name, field in model.model_fields.items():
-        if section := _section_of(field):
+    for name, info in model.model_fields.items():
+        if section := _section_of(info):
             yield from _walk(section, f"{prefix}{name}.")
         else:
-            yield prefix + name, field
+            yield prefix + name, info
 
 
 def _section_of(field: FieldInfo) -> type[BaseModel] | None:
@@ -191,55 +225,9 @@ def environment_source(key: str) -> str:
     return ENVIRONMENT + key.replace(".", "__").upper()
 
 
-def read_environment(environment: Mapping[str, str]) -> tuple[dict[str, Entry], list[Problem]]:
-    """Read the variables named EBBFLOW__…: EBBFLOW__MODEL__NUM_HEADS=8 sets model.num_heads. Return entries and
-    problems.
-    """
-    entries: dict[str, Entry] = {}
-    problems: list[Problem] = []
-    for name in sorted(name for name in environment if name.startswith(PREFIX)):
-        key = name.removeprefix(PREFIX).replace("__", ".").lower()
-        given, found = _read(key, name, environment[name], f"environment {name}", "environment")
-        entries |= given
-        problems += found
-    return entries, problems
-
-
-def read_override(override: str) -> tuple[dict[str, Entry], list[Problem]]:
-    """Read one --set option, "key=value", or a whole section: "model={num_heads: 8}". Return entries and problems."""
-    key, equals, value = override.partition("=")
-    stripped = key.strip()
-    if not equals or not stripped:
-        place = _place(override_name(override), key, override)
-        example = f"{stripped or 'model.num_heads'}=8"
-        return {}, [Problem(message="an override is written key=value", place=place, hint=f"for example {example}")]
-    return _read(stripped, key, value, override_name(override), "set")
-
-
 def override_name(override: str) -> str:
     """Return the name of an override in messages: "--set key=value", with unprintable characters escaped."""
     return f"--set {override}" if override.isprintable() else f"--set {override!r}"
-
-
-def _read(key: str, written: str, value: str, name: str, origin: Origin) -> tuple[dict[str, Entry], list[Problem]]:
-    """Read the value of one key or section from an environment variable or a --set option, called `name` in problems.
-
-    written: text before the equals sign, as the user wrote it; value: the text after it.
-    """
-    source = SourceText(name, value, first_column=len(written) + 1, before=f"{written}=")
-    if key in sections() or key in free_mappings():
-        node, problems = parse(source)
-        entries, found = collect_entries(node, key, source, origin)
-        return entries, problems + found
-    given, key = key, RENAMED_KEYS.get(key, key)
-    if key not in leaf_fields() and mapping_of(key) is None:
-        return {}, [unknown_key(key, _place(name, written, f"{written}={value}"))]
-    node, problems = parse(source)
-    if problems:
-        return {}, [Problem(message=p.message, key=key, place=p.place, hint=p.hint) for p in problems]
-    if node is None:
-        node = empty_node()
-    return {key: Entry(key, node, source.span_of(node), origin, source, given)}, []
 
 
 def _place(name: str, written: str, text: str) -> SourceSpan:

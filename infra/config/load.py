@@ -20,16 +20,14 @@ from ebbflow.infra.config import name_rules, shape_rules
 from ebbflow.infra.config.keys import (
     ENVIRONMENT,
     Entry,
+    Given,
     Origin,
     annotation_of,
-    collect_entries,
     environment_source,
     free_mappings,
     leaf_fields,
     mapping_of,
     override_name,
-    read_environment,
-    read_override,
 )
 from ebbflow.infra.config.problems import ConfigError, Problem
 from ebbflow.infra.config.rule_base import Violation
@@ -51,46 +49,44 @@ def violations(config: RunConfig, *, without: Collection[str] = ()) -> list[Viol
     return broken
 
 
-# A broken rule is reported at one of its keys: the one whose origin has the highest number.
 _BLAME: dict[Origin, int] = {"file": 1, "environment": 2, "set": 3}
 
 
-def convert_entries(entries: Mapping[str, Entry]) -> tuple[dict[str, Any], list[Problem]]:
-    """Convert each value to the type that the schema expects. Return the values by key, and a problem for each
-    mismatch.
-    """
+def _convert(given: Given) -> dict[str, Any]:
+    """Return each value as the type that the schema expects, by dotted key; a mismatch becomes a problem."""
     values: dict[str, Any] = {}
-    problems = []
-    for key, entry in entries.items():
+    for key, entry in given.entries.items():
         try:
             values[key] = convert(entry.node, Expected.of(annotation_of(key)))
         except MismatchError as mismatch:
-            message = f"{key} {mismatch.message}"
-            problems.append(Problem(message=message, key=key, place=entry.place_of(mismatch.node), hint=mismatch.hint))
-    return values, problems
+            given.complain(f"{key} {mismatch.message}", key, entry.place_of(mismatch.node), mismatch.hint)
+    return values
 
 
-def validate(
-    values: Mapping[str, Any], entries: Mapping[str, Entry], unknown: Collection[str]
-) -> tuple[RunConfig, list[Problem]]:
+def _validate(values: Mapping[str, Any], given: Given, unknown: Collection[str]) -> RunConfig:
     """Check values against the schema's ranges and against the rules about several keys.
 
     Rules about a key in `unknown`, whose intended value is unknown, are skipped. Returns the configuration, with
-    defaults in place of wrong values, and the problems.
+    defaults in place of wrong values.
     """
-    problems = []
-    good = dict(values)
+    good, bad = dict(values), set(unknown)
     try:
         RunConfig.model_validate(_nested(good))
     except ValidationError as error:
         for key, details in _errors_by_key(error).items():
-            message, hint = _range_message(entries[key], details)
-            problems.append(Problem(message=message, key=key, place=entries[key].place, hint=hint))
+            message, hint = _range_message(given.entries[key], details)
+            given.complain(message, key, given.entries[key].place, hint)
+            bad.add(key)
             del good[key]
     config = RunConfig.model_validate(_nested(good))
-    without = {*unknown, *(problem.key for problem in problems)}
-    problems += [_rule_problem(violation, entries) for violation in violations(config, without=without)]
-    return config, problems
+    for violation in violations(config, without=bad):
+        # Located at the key given with --set, else in the environment, else in the file; the first one wins a tie.
+        found = {key: _entry(key, given.entries) for key in violation.keys}
+        ranks = {key: 0 if entry is None else _BLAME[entry.origin] for key, entry in found.items()}
+        blamed = max(violation.keys, key=lambda key: ranks[key])
+        entry = found[blamed]
+        given.complain(violation.message, blamed, None if entry is None else entry.place, violation.hint)
+    return config
 
 
 def _errors_by_key(error: ValidationError) -> dict[str, ErrorDetails]:
@@ -119,19 +115,6 @@ def _range_message(entry: Entry, details: ErrorDetails) -> tuple[str, str | None
     default = leaf_fields()[key].default
     hint = None if default is None else f"the default is {default}"
     return f"{key} must be {wanted[0]}, not {entry.node.value}", hint
-
-
-def _rule_problem(violation: Violation, entries: Mapping[str, Entry]) -> Problem:
-    """Return the problem of a broken rule, located at the key given with --set, else in the environment, else in the
-    file.
-    """
-    given = {key: _entry(key, entries) for key in violation.keys}
-    ranks = {key: 0 if entry is None else _BLAME[entry.origin] for key, entry in given.items()}
-    blamed = max(violation.keys, key=lambda key: ranks[key])  # the first one wins a tie
-    entry = given[blamed]
-    return Problem(
-        message=violation.message, key=blamed, place=None if entry is None else entry.place, hint=violation.hint
-    )
 
 
 def _entry(key: str, entries: Mapping[str, Entry]) -> Entry | None:
@@ -188,22 +171,24 @@ def load_config(
     """
     cwd = Path.cwd() if cwd is None else Path(cwd)
     file = cwd if path is None else Path(os.path.abspath(cwd / Path(path).expanduser()))
-    entries, problems, readable = ({}, [], True) if path is None else _read_entries(file, path, project_root, cwd)
-    given, found = read_environment(os.environ if environment is None else environment)
-    entries |= given
-    problems += found
+    given = Given()
+    entries, problems = given.entries, given.problems
+    try:
+        if path is not None:
+            source = SourceText(_display(file, cwd), _read(file, path, project_root, cwd))
+            given.add_section(parse(source), "", source, "file")
+    except ConfigError as error:
+        problems += error.problems
+    readable = all(problem.key for problem in problems)
+    given.add_environment(os.environ if environment is None else environment)
     for override in overrides:
-        given, found = read_override(override)
-        entries |= given
-        problems += found
-    values, mismatches = convert_entries(entries)
-    problems += mismatches
+        given.add_override(override)
+    values = _convert(given)
     _resolve_paths(values, entries, project_root=project_root, cwd=cwd)
     # Values that could not be read are unknown: rules about them would compare defaults that nobody chose.
     unknown = {key for key in leaf_fields() if not readable and key not in entries}
     unknown |= {key for problem in problems for key in leaf_fields() if _hides(problem.key, key, entries, values)}
-    config, found = validate(values, entries, unknown)
-    problems += found
+    config = _validate(values, given, unknown)
     if problems:
         raise ConfigError(_in_reading_order(problems, overrides))
     for entry in entries.values():
@@ -218,42 +203,31 @@ def _warn(line: str) -> None:
     print(line, file=sys.stderr)
 
 
-def _read_entries(
-    file: Path, given: Path | str, project_root: Path, cwd: Path
-) -> tuple[dict[str, Entry], list[Problem], bool]:
-    """Read the configuration file. Return entries, problems, and whether the file is a readable YAML mapping."""
-    text, problems = _read(file, given, project_root, cwd)
-    if text is None:
-        return {}, problems, False
-    source = SourceText(_display(file, cwd), text)
-    node, problems = parse(source)
-    if problems:
-        return {}, problems, False
-    entries, problems = collect_entries(node, "", source, "file")
-    return entries, problems, all(problem.key for problem in problems)
-
-
-def _read(file: Path, given: Path | str, project_root: Path, cwd: Path) -> tuple[str | None, list[Problem]]:
+def _read(file: Path, given: Path | str, project_root: Path, cwd: Path) -> str:
+    """Return the text of the configuration file. Raises ConfigError."""
+    place = None
     try:
         if file.is_dir():
-            message = f"{given}: is a folder, not a configuration file"
-            return None, [Problem(message=message, hint=_configs_there_are(file, project_root, cwd))]
-        if file.exists() and not file.is_file():
-            return None, [Problem(message=f"{given}: is not a regular file")]
-        with file.open("rb") as stream:
-            raw = stream.read(_LARGEST_FILE_BYTES + 1)
+            message, hint = "is a folder, not a configuration file", _configs_there_are(file, project_root, cwd)
+        elif file.exists() and not file.is_file():
+            message, hint = "is not a regular file", None
+        else:
+            with file.open("rb") as stream:
+                raw = stream.read(_LARGEST_FILE_BYTES + 1)
+            if len(raw) <= _LARGEST_FILE_BYTES:
+                return raw.decode("utf-8-sig")
+            message, hint = "is larger than 1 MiB; expected a configuration file", None
+        message = f"{given}: {message}"
+    except UnicodeDecodeError as error:
+        raw = error.object
+        good = SourceText(_display(file, cwd), raw[: error.start].decode("utf-8-sig", "replace") + "\ufffd")
+        message = f"not UTF-8 text: byte 0x{raw[error.start]:02x} at offset {error.start}"
+        place, hint = good.span_at(len(good.text) - 1), "save the file as UTF-8"
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         missing = isinstance(error, FileNotFoundError)
         reason = f"there is no such file (looked in {cwd})" if missing else f"cannot be read: {error}"
-        return None, [Problem(message=f"{given}: {reason}", hint=_configs_there_are(file, project_root, cwd))]
-    if len(raw) > _LARGEST_FILE_BYTES:
-        return None, [Problem(message=f"{given}: is larger than 1 MiB; expected a configuration file")]
-    try:
-        return raw.decode("utf-8-sig"), []
-    except UnicodeDecodeError as error:
-        good = SourceText(_display(file, cwd), raw[: error.start].decode("utf-8-sig", "replace") + "\ufffd")
-        message = f"not UTF-8 text: byte 0x{raw[error.start]:02x} at offset {error.start}"
-        return None, [Problem(message=message, place=good.span_at(len(good.text) - 1), hint="save the file as UTF-8")]
+        message, hint = f"{given}: {reason}", _configs_there_are(file, project_root, cwd)
+    raise ConfigError([Problem(message=message, place=place, hint=hint)])
 
 
 def _configs_there_are(file: Path, project_root: Path, cwd: Path) -> str:

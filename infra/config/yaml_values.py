@@ -19,7 +19,7 @@ from ruamel.yaml.error import MarkedYAMLError, StringMark
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from ruamel.yaml.reader import ReaderError
 
-from ebbflow.infra.config.problems import Problem, SourceSpan
+from ebbflow.infra.config.problems import ConfigError, Problem, SourceSpan
 from ebbflow.infra.errors import InfraError, Outcome
 
 Value = None | bool | int | float | str
@@ -82,23 +82,20 @@ class SourceText:
         return self.span(*(_mark(len(lines) - 1, len(lines[-1]) + shift) for shift in (0, 1)))
 
 
-def parse(source: SourceText) -> tuple[Node | None, list[Problem]]:
-    """Parse one YAML document into its graph of nodes.
-
-    Returns the root node (None for an empty document or after an error), and the problem that prevented parsing, if
-    any.
-    """
+def parse(source: SourceText) -> Node | None:
+    """Parse one YAML document into its graph of nodes; None for an empty one. Raises ConfigError."""
     yaml = YAML(typ="safe", pure=True, plug_ins=[])
     yaml.composer.warn_double_anchors = False
     try:
-        return yaml.compose(source.text), []
+        return yaml.compose(source.text)
     except MarkedYAMLError as error:
-        return None, [_syntax_problem(source, error)]
+        problem = _syntax_problem(source, error)
     except ReaderError as error:
         message = f"character U+{ord(source.text[error.position]):04X} is not allowed in YAML"
-        return None, [Problem(message=message, place=source.span_at(error.position), hint="remove it")]
+        problem = Problem(message=message, place=source.span_at(error.position), hint="remove it")
     except RecursionError:
-        return None, [Problem(message=f"{source.name}: nested too deeply to be a configuration")]
+        problem = Problem(message=f"{source.name}: nested too deeply to be a configuration")
+    raise ConfigError([problem])
 
 
 def is_empty(node: Node | None) -> bool:
@@ -291,7 +288,10 @@ def _text_hint(text: str, expected: Expected, plain: bool) -> str | None:
 
 
 def _is_value_unquoted(text: str) -> bool:
-    node, _ = parse(SourceText("", text))
+    try:
+        node = parse(SourceText("", text))
+    except ConfigError:
+        return False
     return isinstance(node, ScalarNode) and not isinstance(_interpret(node), str)
 
 
