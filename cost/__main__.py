@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from ebbflow.cost.catalogue_refresh import add_commands as add_catalogue_commands
 from ebbflow.cost.errors import CostError, ReportError
+from ebbflow.cost.job_list import add_command as add_jobs
 from ebbflow.cost.jobs import find_running_launcher, list_known_jobs, read_job_log
 from ebbflow.cost.prices.source import add_commands
 from ebbflow.cost.reconcile import add_command as add_reconcile
@@ -69,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--job", default=None, metavar="JOB", help="continue this job: plan only the remaining work")
     plan.set_defaults(run=_plan)
     add_report(commands)
+    add_jobs(commands)
     add_reconcile(commands)
     add_replay(commands)
     add_commands(commands, PROJECT_ROOT)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ebbflow.cost.capacity.placement import QueueOffer, explain_no_offer, find_offers
 from ebbflow.cost.catalogue import Catalogue, load_catalogue
-from ebbflow.cost.errors import PriceError
+from ebbflow.cost.errors import PriceError, TeamError
+from ebbflow.cost.job_list import RUNNING, config_money, read_records
+from ebbflow.cost.jobs import list_known_jobs
 from ebbflow.cost.plan.candidates import NO_SPOT_PRICE
 from ebbflow.cost.plan.plan import Plan, make_plan
 from ebbflow.cost.prices.ec2_prices import query_spot_prices
 from ebbflow.cost.prices.recorded import RecordedPrices
 from ebbflow.cost.prices.source import NOT_ASKED, open_prices
+from ebbflow.cost.team import admit, read_team
 from ebbflow.infra.aws.account import quota_code, sibling_client, vcpu_quota
 from ebbflow.infra.aws.calls import RequestDeadline
 from ebbflow.infra.batch import QueueState, batch_client, limit_to_queue_region, training_queues
@@ -172,6 +175,30 @@ def check_budget_and_deadline(context: PreflightContext) -> CheckFinding:
     )
 
 
+def check_team_budget(context: PreflightContext) -> CheckFinding:
+    """Check that the project's budget of each month in which the job can run has room for `cost.budget_usd`."""
+    cost = context.config.cost
+    if cost.team_file is None:
+        return CheckFinding.skipped("cost.team_file is not set")
+    now = time.time()
+    try:
+        team = read_team(context.project_root / cost.team_file)
+    except TeamError as error:
+        return CheckFinding.failed(str(error), "repair cost.team_file")
+    records = read_records([*list_known_jobs(), *team.jobs], None)
+    name = context.job or ""
+    mine = config_money(name, context.config, now)
+    before = next((one.money for one in records if one.money.job == name), None)
+    mine = mine if before is None else replace(mine, spent=before.spent)
+    others = [one for one in records if one.money.job != name]
+    running = [one.money for one in others if one.state == RUNNING]
+    [verdict] = admit(team, now, [*(one.money for one in others), mine], running, [mine])
+    if verdict.verdict == "start":
+        return CheckFinding.passed(verdict.words)
+    fix = "lower cost.budget_usd, wait for a running job to end, or raise the budget in cost.team_file (`ebbflow jobs`)"
+    return CheckFinding.failed(verdict.words, fix)
+
+
 def check_prices(context: PreflightContext) -> CheckFinding:
     """Check that the configured prices are available without a network, and cover the configured regions."""
     cost, now = context.config.cost, time.time()
@@ -269,6 +296,15 @@ CHECKS: list[Check] = [
         deadline_seconds=10.0,
         symptoms=("I04", "I05"),
         run=check_budget_and_deadline,
+    ),
+    Check(
+        id="team-budget",
+        title="the team's budget has room",
+        severity="error",
+        tier="full",
+        deadline_seconds=60.0,
+        symptoms=("I04",),
+        run=check_team_budget,
     ),
     Check(
         id="prices",

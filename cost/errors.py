@@ -63,6 +63,12 @@ class BillError(CostError):
     outcome = Outcome.CONFIG
 
 
+class TeamError(CostError):
+    """A team's budget file is unreadable or has an invalid entry. The message has file:line and the key."""
+
+    outcome = Outcome.CONFIG
+
+
 class ReplayError(CostError):
     """A run cannot be replayed: the pool has no recorded price, or the run completed no step."""
 

@@ -14,11 +14,23 @@ from typing import Any
 
 from ebbflow.cost.amounts import format_percent, format_usd
 from ebbflow.cost.bill import BillLine, RepeatFilter, normalise_tag, read_bill
+from ebbflow.cost.bill_matching import (
+    ENDS_LATER_SECONDS,
+    HOUR_TOLERANCE_SECONDS,
+    BilledInstance,
+    HourMatch,
+    MeteredInstance,
+    PaidPiece,
+    match_instance,
+    meter_instances,
+    to_decimal,
+)
 from ebbflow.cost.jobs import read_job
-from ebbflow.cost.ledger.bills import NodeBill, covered_seconds
-from ebbflow.cost.ledger.instances import LONGEST_IDLE_SECONDS, MINIMUM_SECONDS, group_by_instance
-from ebbflow.cost.ledger.ledger import fold
+from ebbflow.cost.ledger.bills import NodeBill
+from ebbflow.cost.ledger.instances import CLOCKS_APART_SECONDS, LONGEST_IDLE_SECONDS
+from ebbflow.cost.ledger.ledger import Ledger, fold
 from ebbflow.cost.ledger.pricing import SIMULATED
+from ebbflow.cost.ledger.timeline import read_paid_nodes
 from ebbflow.infra.events import PLAN, Event
 from ebbflow.infra.untrusted_text import one_line
 
@@ -26,98 +38,16 @@ JOB_TAG = "ebbflow-job"
 UNEXPLAINED = "unexplained"
 # Ledger and bill agree if at most this share of the bill is unexplained.
 AGREED_SHARE = Decimal("0.01")
-# A node that vanishes loses its newest events: they are stored every 10 s, and heartbeats come every second.
-LOST_SECONDS = 15.0
 SCHEMA = 1
-_HOUR = 3600.0
 _WIDTH = 100
-
-
-@dataclass(kw_only=True)
-class MeteredInstance:
-    """One instance, as the job's events record it.
-
-    Attributes:
-        machine: Facts that the agent recorded about the machine.
-        start, end: Unix time of the start of its first node and the end of its last one.
-        seconds: Paid seconds of its nodes, with pauses and minimum charge. Time in which several nodes overlap counts
-            once.
-        usd: Dollars for these seconds.
-        lost_ends: Number of nodes whose end was not recorded.
-        usd_per_hour: The lowest and the highest recorded price from the instance's boot to its end.
-    """
-
-    instance_id: str
-    machine: dict[str, Any]
-    market: str
-    start: float
-    end: float
-    seconds: float
-    usd: Decimal
-    lost_ends: int
-    usd_per_hour: tuple[Decimal, Decimal]
-
-    @property
-    def boot_seconds(self) -> float:
-        """Seconds from the boot of the instance to the start of this job's first node on it.
-
-        The value is at most `LONGEST_IDLE_SECONDS`: an instance that ran for longer is assumed to have served another
-        job before.
-        """
-        return _boot_seconds(self.machine)
-
-
-@dataclass(kw_only=True)
-class BilledInstance:
-    """One instance, as the bill has it: sums of its lines for the hours in which it ran the job.
-
-    Attributes:
-        elsewhere_usd: Dollars of its lines for other hours, which are not in `usd`.
-        spans: Billed seconds by (start, end) of the hour, Unix time.
-        deliveries: Indices of the files with lines for a use in an hour, by (start, end, usage type, line type).
-    """
-
-    instance_id: str
-    seconds: float = 0.0
-    usd: Decimal = Decimal(0)
-    zones: set[str] = field(default_factory=set)
-    instance_types: set[str] = field(default_factory=set)
-    markets: set[str] = field(default_factory=set)
-    tags: set[str] = field(default_factory=set)
-    elsewhere_usd: Decimal = Decimal(0)
-    spans: dict[tuple[float, float], float] = field(default_factory=dict)
-    deliveries: dict[tuple[float, float, str, str], set[int]] = field(default_factory=dict)
-
-    @property
-    def excess_seconds(self) -> float:
-        """Seconds by which the billed time exceeds the length of its hours; 0 in a correct bill."""
-        return sum(max(0.0, seconds - (end - start)) for (start, end), seconds in self.spans.items())
-
-    @property
-    def conflicting_uses(self) -> int:
-        """Number of entries of `deliveries` that name several files.
-
-        Repeated lines are left out before, so the lines of these files differ.
-        """
-        return sum(len(files) > 1 for files in self.deliveries.values())
-
-    def add(self, line: BillLine, job_tag: str) -> None:
-        self.seconds += line.seconds
-        self.deliveries.setdefault((line.start, line.end, line.usage_type, line.line_type), set()).add(line.delivery)
-        self.spans[line.start, line.end] = self.spans.get((line.start, line.end), 0.0) + line.seconds
-        self.usd += line.usd
-        self.zones |= {line.zone} - {""}
-        self.instance_types |= {line.instance_type} - {""}
-        self.markets |= {line.market} - {""}
-        self.tags |= {line.tags.get(normalise_tag(job_tag), "")} - {""}
 
 
 @dataclass(frozen=True, kw_only=True)
 class GapPart:
     """One part of an instance's gap (billed less metered dollars), and its explanation in words.
 
-    `cause` is "price", "boot time", "minimum charge", "end not recorded", "unexplained" or "other" with a property of
-    the instance, such as "other zone".
+    `cause` is "price", "boot time", "warm instance", "another job", "minimum charge", "end not recorded", "ended
+    later", "unexplained" or "other" with a property of the instance, such as "other zone".
     """
 
     cause: str
@@ -144,7 +74,9 @@ class Reconciliation:
         metered, billed: The job's instances in the events, and those of them in the bill, by instance id.
         simulated: Whether the job's prices were assumed, so that no provider billed them.
         synthetic: Whether the bill marks itself as generated.
-        orphans: Instances with the job's tag that are in none of its events.
+        orphans: Instances in none of the job's events that have its tag, or that have no tag and the instance type of
+            one of its machines, at the time of the job.
+        notes: Sentences about what was found and is no fault.
         unknown: Nodes whose instance was not recorded.
         shared: Instances that several nodes of the job used at once.
         other_usd: Dollars of tagged lines by kind: storage, transfer, other.
@@ -166,6 +98,7 @@ class Reconciliation:
     other_usd: dict[str, Decimal] = field(default_factory=dict)
     covers_until: float = -math.inf
     repeated_lines: int = 0
+    notes: tuple[str, ...] = ()
     parts: tuple[GapPart, ...] = ()
     findings: tuple[BillingFinding, ...] = ()
 
@@ -217,20 +150,28 @@ class Reconciliation:
             "agrees": self.agrees,
             "parts": [{**vars(part), "usd": str(part.usd)} for part in self.parts],
             "findings": [{**vars(finding), "usd": str(finding.usd)} for finding in self.findings],
+            "notes": list(self.notes),
             "repeated_lines": self.repeated_lines,
             "other_usd": {kind: str(usd) for kind, usd in sorted(self.other_usd.items())},
         }
 
 
-def reconcile(events: Sequence[Event], lines: Iterable[BillLine], *, job_tag: str = JOB_TAG) -> Reconciliation:
+def reconcile(
+    events: Sequence[Event],
+    lines: Iterable[BillLine],
+    *,
+    job_tag: str = JOB_TAG,
+    others: Sequence[Sequence[Event]] = (),
+) -> Reconciliation:
     """Compare a job's events with a bill, and split the gap (billed less metered dollars) of each instance by cause.
 
     Lines of the bill are matched with the job by instance id and hour, because the tags of a Batch job are not copied
-    to its EC2 instances. The gap is split first by price, then by time. An amount without evidence for its cause is
-    unexplained.
+    to its EC2 instances. Within an hour the gap is split first by price, then by time. An amount without evidence for
+    its cause is unexplained.
 
     Args:
         lines: The lines of a whole account's report. They are read once and not kept in memory.
+        others: Events of other jobs, which may have used the same instances before or after this one.
 
     Raises:
         LedgerError: The events contradict each other.
@@ -246,170 +187,235 @@ def reconcile(events: Sequence[Event], lines: Iterable[BillLine], *, job_tag: st
         forecast_usd=None if plan is None else plan["chosen"].get("compute_usd", plan["chosen"].get("expected_usd")),
         metered_usd=ledger.total_usd,
         simulated=ledger.price_kind == SIMULATED,
-        metered=_meter_instances(ledger.nodes),
+        metered=meter_instances(ledger.nodes),
         unknown=[bill for bill in ledger.nodes if not bill.node.instance_id],
         shared=sorted(instance_id for instance_id in shared if instance_id),
     )
+    types = {str(bill.node.machine.get("instance_type") or "") for bill in ledger.nodes}
+    types |= {bill.price.pool.instance_type for bill in ledger.unreported if bill.price.pool}
     repeats = RepeatFilter()
     for line in lines:
-        _add_line(found, line, repeats)
-    found.parts = tuple(part for metered in found.metered.values() for part in _split_gap(found, metered) if part.usd)
-    found.findings = tuple(_find_faults(found))
+        _add_line(found, line, repeats, types - {""})
+    _join_unreported(found, ledger)
+    _drop_strangers(found)
+    used = [node for other in others for node in read_paid_nodes(sorted(other, key=lambda event: event.t_wall))]
+    uses = [(node.instance_id, node.started_wall, node.ended_wall) for node in used if node.instance_id]
+    parts, faults, notes = [], [], []
+    for instance_id, metered in found.metered.items():
+        mine = [(start, end) for of, start, end in uses if of == instance_id]
+        billed = found.billed.get(instance_id)
+        hours = [] if billed is None else match_instance(metered, billed, mine, found.job)
+        if metered.offset:
+            behind = "behind" if metered.offset > 0 else "ahead of"
+            notes.append(f"{instance_id}: its clock was about {abs(metered.offset):.0f} s {behind} the bill's")
+        parts += [part for part in _split_gap(found, metered, hours) if part.usd]
+        faults += _find_instance_faults(found, metered, hours)
+    found.parts, found.notes = tuple(parts), tuple(notes)
+    found.findings = (*_find_orphans(found), *faults)
     return found
 
 
-def _add_line(found: Reconciliation, line: BillLine, repeats: RepeatFilter) -> None:
+def _add_line(found: Reconciliation, line: BillLine, repeats: RepeatFilter, types: set[str]) -> None:
     found.synthetic |= line.synthetic
     found.covers_until = max(found.covers_until, line.end)
-    tagged = line.tags.get(normalise_tag(found.job_tag)) == found.job
-    metered = found.metered.get(line.resource_id)
-    if not tagged and metered is None:
+    tag = line.tags.get(normalise_tag(found.job_tag), "")
+    tagged, metered = tag == found.job, found.metered.get(line.resource_id)
+    stranger = line.kind == "instance" and not tag and line.instance_type in types
+    if not tagged and metered is None and not stranger:
         return
     if repeats.is_repeat(line):
-        found.repeated_lines += 1
+        found.repeated_lines += tagged or metered is not None
     elif line.kind != "instance":
         if tagged:
             found.other_usd[line.kind] = found.other_usd.get(line.kind, Decimal(0)) + line.usd
-    elif metered is not None:
-        billed = found.billed.setdefault(line.resource_id, BilledInstance(instance_id=line.resource_id))
-        # The hours from boot to one hour after the job's end count: an instance ends some time after its work.
-        born = metered.start - metered.boot_seconds
-        if line.end > born and line.start < (math.floor(metered.end / _HOUR) + 2) * _HOUR:
-            billed.add(line, found.job_tag)
-        else:
-            billed.elsewhere_usd += line.usd
     else:
-        orphan = found.orphans.setdefault(line.resource_id, BilledInstance(instance_id=line.resource_id))
-        orphan.add(line, found.job_tag)
+        place = found.orphans if metered is None else found.billed
+        place.setdefault(line.resource_id, BilledInstance(instance_id=line.resource_id)).add(line, found.job_tag)
 
 
-def _meter_instances(bills: Sequence[NodeBill]) -> dict[str, MeteredInstance]:
-    of_node = {id(bill.node): bill for bill in bills}
-    found = {}
-    for instance_id, nodes in sorted(group_by_instance([bill.node for bill in bills]).items()):
-        mine = [of_node[id(node)] for node in nodes]
-        pool = mine[0].price.pool
-        start, end = nodes[0].started_wall, max(node.ended_wall for node in nodes)
-        bounds = [bill.price.curve.bounds(start - _boot_seconds(nodes[0].machine), end) for bill in mine]
-        found[instance_id] = MeteredInstance(
-            instance_id=instance_id,
-            machine=nodes[0].machine,
-            market=str(nodes[0].machine.get("market") or (pool.market if pool else "")),
-            start=start,
-            end=end,
-            seconds=covered_seconds(nodes) + sum(extra.seconds for bill in mine for extra in bill.extras),
-            usd=sum((bill.usd for bill in mine), Decimal(0)),
-            lost_ends=sum(not node.measured for node in nodes),
-            usd_per_hour=(min(low for low, _ in bounds), max(high for _, high in bounds)),
-        )
-    return found
+def _join_unreported(found: Reconciliation, ledger: Ledger) -> None:
+    """Join nodes of Batch jobs that recorded no event with instances of their type and hours in the bill."""
+    for bill in ledger.unreported:
+        stay, pool = bill.job.stay(bill.node), bill.price.pool
+        for instance_id, orphan in sorted(found.orphans.items()):
+            first, last = min(orphan.hours)[0], max(orphan.hours)[1]
+            longer = orphan.seconds - (stay.stopped - stay.started)
+            near = first - CLOCKS_APART_SECONDS <= stay.started and stay.stopped <= last + CLOCKS_APART_SECONDS
+            fits = -HOUR_TOLERANCE_SECONDS <= longer <= LONGEST_IDLE_SECONDS + ENDS_LATER_SECONDS
+            if pool is None or not near or not fits or pool.instance_type not in orphan.values("type"):
+                continue
+            piece = PaidPiece(start=stay.started, end=stay.stopped, curve=bill.price.curve, usd=bill.usd)
+            boot = {"uptime_seconds": max(0.0, min(longer, LONGEST_IDLE_SECONDS))}
+            found.metered[instance_id] = MeteredInstance(
+                instance_id=instance_id, machine=boot, market=pool.market, lost_ends=0, pieces=[piece]
+            )
+            found.billed[instance_id] = found.orphans.pop(instance_id)
+            break
 
 
-def _boot_seconds(machine: dict[str, Any]) -> float:
-    return min(float(machine.get("uptime_seconds") or 0.0), LONGEST_IDLE_SECONDS)
+def _drop_strangers(found: Reconciliation) -> None:
+    """Drop the untagged instances without a billed hour in the time of the job."""
+    since = min((metered.start for metered in found.metered.values()), default=math.inf)
+    until = max((metered.end for metered in found.metered.values()), default=-math.inf)
+    for instance_id, orphan in list(found.orphans.items()):
+        if not orphan.tags and not any(end > since and start < until for start, end in orphan.hours):
+            del found.orphans[instance_id]
 
 
-def _split_gap(found: Reconciliation, metered: MeteredInstance) -> Iterator[GapPart]:
+_WORDS = {
+    "boot time": "from the instance's boot to the first agent",
+    "warm instance": "before the first agent, on an instance that another job had started",
+    "another job": "while another job used the instance",
+    "minimum charge": "to fill the minimum of one minute",
+    "end not recorded": "after the last event of a lost node",
+    "ended later": "from the last agent's end to the end of the instance",
+}
+
+
+def _split_gap(found: Reconciliation, metered: MeteredInstance, hours: list[HourMatch]) -> Iterator[GapPart]:
     """Yield the parts of one instance's gap.
 
-    The common seconds are the smaller of metered and billed seconds. The gap is then (billed price − metered price) ×
-    common seconds + the other seconds × their price.
+    The common seconds of an hour are the smaller of its metered and billed seconds. The gap of the hour is (billed
+    price − metered price) × common seconds + the other seconds × their price.
     """
 
     def part(cause: str, usd: Decimal, words: str) -> GapPart:
         return GapPart(cause=cause, instance_id=metered.instance_id, usd=usd, words=words)
 
-    billed = found.billed.get(metered.instance_id)
-    if billed is None or not billed.seconds:
+    if not hours:
         yield part(UNEXPLAINED, -metered.usd, "metered and not billed")
         return
-    rate = billed.usd / _decimal(billed.seconds)
-    own_rate = metered.usd / _decimal(metered.seconds) if metered.seconds else rate
-    common = min(metered.seconds, billed.seconds)
-    contradiction = next((kind for kind, _ in _find_contradictions(metered, billed)), None)
+    common, priced, missing, missing_usd = 0.0, Decimal(0), 0.0, Decimal(0)
+    seconds: dict[str, float] = {}
+    usd: dict[str, Decimal] = {}
+    for hour in hours:
+        billed = hour.billed
+        own_rate = hour.own_usd / to_decimal(hour.own_seconds) if hour.own_seconds else Decimal(0)
+        rate = billed.usd / to_decimal(billed.seconds) if billed.seconds else own_rate
+        both = min(hour.own_seconds, billed.seconds)
+        common += both
+        priced += (rate - own_rate) * to_decimal(both)
+        missing += hour.missing_seconds
+        missing_usd += hour.own_usd - own_rate * to_decimal(both)
+        beyond = {**hour.explained, UNEXPLAINED: hour.rest_seconds}
+        left = billed.usd - rate * to_decimal(both)
+        for cause, spent in beyond.items():
+            seconds[cause] = seconds.get(cause, 0.0) + spent
+            usd[cause] = usd.get(cause, Decimal(0)) + left * to_decimal(spent) / max(
+                to_decimal(sum(beyond.values())), Decimal("1e-6")
+            )
+    contradiction = next((kind for kind, _ in _find_contradictions(metered, found.billed[metered.instance_id])), None)
     cause = "price" if contradiction is None else f"other {contradiction}"
-    words = f"{common:,.0f} s billed at ${rate * 3600:.6f}/h, metered at ${own_rate * 3600:.6f}/h"
-    yield part(cause, (rate - own_rate) * _decimal(common), words)
-    beyond = billed.seconds - metered.seconds
-    if beyond < 0:
-        yield part(UNEXPLAINED, own_rate * _decimal(beyond), f"{-beyond:,.0f} s metered and not billed")
-        return
-    boot = min(beyond, metered.boot_seconds)
-    yield part("boot time", rate * _decimal(boot), f"{boot:,.0f} s from the instance's boot to the first agent")
-    beyond -= boot
-    # If the uptime was not recorded, the ledger may have missed a minimum charge.
-    short = billed.seconds <= MINIMUM_SECONDS
-    least = min(beyond, max(0.0, MINIMUM_SECONDS - metered.seconds - boot)) if short else 0.0
-    yield part("minimum charge", rate * _decimal(least), f"{least:,.0f} s to fill the minimum of one minute")
-    beyond -= least
-    lost = min(beyond, metered.lost_ends * LOST_SECONDS)
-    yield part("end not recorded", rate * _decimal(lost), f"{lost:,.0f} s after the last event of a lost node")
-    rest = beyond - lost
-    yield part(UNEXPLAINED, rate * _decimal(rest), f"{rest:,.0f} s billed while no agent of the job was there")
+    own, paid = metered.usd, found.billed[metered.instance_id]
+    rates = (
+        f"{common:,.0f} s billed at ${paid.usd / to_decimal(paid.seconds or 1.0) * 3600:.6f}/h, metered at "
+        f"${own / to_decimal(metered.seconds_between(metered.start, metered.end) or 1.0) * 3600:.6f}/h"
+    )
+    yield part(cause, priced, rates)
+    yield part(UNEXPLAINED, -missing_usd, f"{missing:,.0f} s metered and not billed")
+    for cause, amount in usd.items():
+        words = _WORDS.get(cause, "billed while no agent of the job was there")
+        yield part(cause, amount, f"{seconds[cause]:,.0f} s {words}")
 
 
 def _find_contradictions(metered: MeteredInstance, billed: BilledInstance) -> Iterator[tuple[str, str]]:
-    """Yield (property, explanation) for each property of the instance that differs between bill and events.
-
-    The properties are "zone", "type" and "market".
-    """
+    """Yield (property, explanation) for each property of the instance that differs between bill and events."""
     machine = metered.machine
-    for kind, known, in_bill in (
-        ("zone", machine.get("zone"), billed.zones),
-        ("type", machine.get("instance_type"), billed.instance_types),
-        ("market", metered.market, billed.markets),
-    ):
-        if known and in_bill and known not in in_bill:
-            yield kind, f"billed in {', '.join(sorted(in_bill))}, the events have {known}"
+    known = {"zone": machine.get("zone"), "type": machine.get("instance_type"), "market": metered.market}
+    for kind, value in known.items():
+        in_bill = billed.values(kind)
+        if value and in_bill and value not in in_bill:
+            yield kind, f"billed in {', '.join(sorted(in_bill))}, the events have {value}"
 
 
-def _find_faults(found: Reconciliation) -> Iterator[BillingFinding]:
+def _find_orphans(found: Reconciliation) -> Iterator[BillingFinding]:
+    for instance_id, orphan in sorted(found.orphans.items()):
+        kind, words = "orphan instance", f"has the tag {found.job_tag}={found.job}"
+        if not orphan.tags:
+            kind = "untagged instance"
+            words = f"has no tag {found.job_tag}, ran while the job did, on a type that the job uses"
+        words += ", and is in no event of the job: is it still running?"
+        yield BillingFinding(kind=kind, resource=instance_id, usd=orphan.usd, words=words)
+
+
+def _find_instance_faults(
+    found: Reconciliation, metered: MeteredInstance, hours: list[HourMatch]
+) -> Iterator[BillingFinding]:
+    billed = found.billed.get(metered.instance_id)
+
     def fault(kind: str, instance: MeteredInstance | BilledInstance, words: str) -> BillingFinding:
         return BillingFinding(kind=kind, resource=instance.instance_id, usd=instance.usd, words=words)
 
-    for _, orphan in sorted(found.orphans.items()):
-        words = f"has the tag {found.job_tag}={found.job}, and is in no event of the job: is it still running?"
-        yield fault("orphan instance", orphan, words)
-    for instance_id, metered in found.metered.items():
-        billed = found.billed.get(instance_id)
-        if billed is None or not billed.seconds:
-            early = found.covers_until < metered.end
-            why = "the bill ends before it did: try a later report"
-            yield fault("not billed", metered, why if early else "not in this bill: another account's, or daily?")
-            continue
-        contradictions = [
-            fault(f"wrong {kind}", billed, words) for kind, words in _find_contradictions(metered, billed)
-        ]
-        yield from contradictions
-        # A simulated run has assumed prices, which need not agree with the bill.
-        if not contradictions and not found.simulated and (words := _check_price(metered, billed)):
-            yield fault("wrong price", billed, words)
-        # Line ids differ between deliveries, so a correction shows only as conflicting lines or as excess seconds.
-        reasons = []
-        if billed.conflicting_uses:
-            reasons.append(f"{billed.conflicting_uses} of its hours are in two files that differ")
-        if billed.excess_seconds > 1.0:
-            reasons.append(f"{billed.excess_seconds:,.0f} s billed beyond the length of their hours")
-        if reasons:
-            words = f"{', '.join(reasons)}: two deliveries together? fix: pass only the newest one"
-            yield fault("billed twice", billed, words)
-        if found.job not in billed.tags:
-            value = f"the value {', '.join(sorted(billed.tags))}" if billed.tags else "no value"
-            yield fault("missed tag", billed, f"its tag {found.job_tag} has {value}: cost allocation by tag misses it")
+    if billed is None or not billed.seconds:
+        early = found.covers_until < metered.end
+        why = "the bill ends before it did: try a later report"
+        yield fault("not billed", metered, why if early else "not in this bill: another account's, or daily?")
+        return
+    contradictions = [fault(f"wrong {kind}", billed, words) for kind, words in _find_contradictions(metered, billed)]
+    yield from contradictions
+    # A simulated run has assumed prices, which need not agree with the bill.
+    if not contradictions and not found.simulated and (words := _check_price(metered, hours)):
+        yield fault("wrong price", billed, words)
+    # Line ids differ between deliveries, so a correction shows only as conflicting lines or as excess seconds.
+    reasons = []
+    if billed.conflicting_uses:
+        reasons.append(f"{billed.conflicting_uses} of its hours are in two files that differ")
+    if billed.excess_seconds > 1.0:
+        reasons.append(f"{billed.excess_seconds:,.0f} s billed beyond the length of their hours")
+    if reasons:
+        words = f"{', '.join(reasons)}: two deliveries together? fix: pass only the newest one"
+        yield fault("billed twice", billed, words)
+    else:
+        yield from _find_wrong_hours(found, metered, hours)
+    # A warm instance keeps the tag of the job that started it.
+    if found.job not in billed.tags and not metered.was_warm:
+        value = f"the value {', '.join(sorted(billed.tags))}" if billed.tags else "no value"
+        yield fault("missed tag", billed, f"its tag {found.job_tag} has {value}: cost allocation by tag misses it")
 
 
-def _check_price(metered: MeteredInstance, billed: BilledInstance) -> str | None:
-    """Return an explanation if the billed dollars do not match the recorded prices of the instance, else None."""
-    beyond = _decimal(billed.seconds - metered.seconds) / 3600
-    low, high = sorted(metered.usd + beyond * usd for usd in metered.usd_per_hour)
-    if max(low - billed.usd, billed.usd - high) <= AGREED_SHARE * billed.usd:
+def _find_wrong_hours(
+    found: Reconciliation, metered: MeteredInstance, hours: list[HourMatch]
+) -> Iterator[BillingFinding]:
+    """Name the hours that are metered and not billed, or billed without use."""
+    late = [hour for hour in hours if hour.start >= found.covers_until]
+    missing = [hour for hour in hours if hour.missing_seconds > HOUR_TOLERANCE_SECONDS and hour not in late]
+    unused = [hour for hour in hours if hour.rest_seconds > HOUR_TOLERANCE_SECONDS]
+    after = "is it still running, or did another job use it (--also JOB)?"
+    for kind, wrong, seconds, words in (
+        ("not billed", late, sum(hour.missing_seconds for hour in late), "the bill ends before: try a later report"),
+        ("hour not billed", missing, sum(hour.missing_seconds for hour in missing), "metered, and not in this bill"),
+        (
+            "billed without use",
+            unused,
+            sum(hour.rest_seconds for hour in unused),
+            f"no agent of the job was there: {after}",
+        ),
+    ):
+        if wrong:
+            usd = sum((hour.billed.usd or hour.own_usd for hour in wrong), Decimal(0))
+            names = ", ".join(hour.name for hour in wrong[:3]) + (f" and {len(wrong) - 3} more" if wrong[3:] else "")
+            text = f"{seconds:,.0f} s in the hour{'s' if wrong[1:] else ''} from {names}: {words}"
+            yield BillingFinding(kind=kind, resource=metered.instance_id, usd=usd, words=text)
+
+
+def _check_price(metered: MeteredInstance, hours: list[HourMatch]) -> str | None:
+    """Return an explanation if the dollars of an hour do not match the recorded prices of the instance, else None."""
+    wrong = []
+    for hour in hours:
+        billed = hour.billed
+        low, high = metered.price_bounds(hour.start - metered.offset, hour.end - metered.offset)
+        beyond = to_decimal(billed.seconds - hour.own_seconds) / 3600
+        least, most = sorted(hour.own_usd + beyond * usd for usd in (low, high))
+        slack = AGREED_SHARE * billed.usd + (high - low) * to_decimal(CLOCKS_APART_SECONDS) / 3600
+        if billed.seconds and max(least - billed.usd, billed.usd - most) > slack:
+            wrong.append((hour, least, most))
+    if not wrong:
         return None
-    expected = f"${low:.4f}" + (f" to ${high:.4f}" if high > low else "")
-    return f"${billed.usd:.4f} billed for {billed.seconds:,.0f} s; at the prices on record it would be {expected}"
-
-
-def _decimal(seconds: float) -> Decimal:
-    return Decimal(str(round(seconds, 6)))
+    least, most = sum(one[1] for one in wrong), sum(one[2] for one in wrong)
+    expected = f"${least:.4f}" + (f" to ${most:.4f}" if most > least else "")
+    seconds, usd = sum(one[0].billed.seconds for one in wrong), sum(one[0].billed.usd for one in wrong)
+    where = f"{len(wrong)} hour{'s' if wrong[1:] else ''} from {wrong[0][0].name}"
+    return f"${usd:.4f} billed for {seconds:,.0f} s in {where}; at the prices on record it would be {expected}"
 
 
 def render(found: Reconciliation) -> str:
@@ -451,6 +457,7 @@ def _render_lines(found: Reconciliation) -> Iterator[str]:
     for instance_id, billed in sorted(found.billed.items()):
         if billed.elsewhere_usd:
             yield f"  · {instance_id}: {dollars(billed.elsewhere_usd)} more at other times, not for this job"
+    yield from (f"  · {note}" for note in found.notes)
     for instance_id in found.shared:
         yield f"  · {instance_id}: nodes of the job ran on it at once and divided its price"
     if found.repeated_lines:
@@ -476,6 +483,8 @@ def add_command(commands: Any) -> None:
     parser.add_argument("bill", type=Path, nargs="+", metavar="CUR_FILE", help="Cost and Usage Report: CSV or Parquet")
     parser.add_argument("--store", default=None, metavar="URI", help="the job's store, if not known to this machine")
     parser.add_argument("--tag", default=JOB_TAG, metavar="KEY", help=f"cost allocation tag of a job ({JOB_TAG})")
+    also = "another job that may have used the same instances; repeatable"
+    parser.add_argument("--also", action="append", default=[], metavar="RUN", help=also)
     parser.add_argument("--json", action="store_true", help="as JSON, dollars as exact strings")
     parser.set_defaults(run=_reconcile)
 
@@ -483,6 +492,7 @@ def add_command(commands: Any) -> None:
 def _reconcile(arguments: argparse.Namespace) -> int:
     """Print the reconciliation. Return exit code 0 if ledger and bill agree and there are no faults, else 1."""
     lines = (line for number, path in enumerate(arguments.bill) for line in read_bill(path, delivery=number))
-    found = reconcile(read_job(arguments.job, arguments.store), lines, job_tag=arguments.tag)
+    others = [read_job(job, arguments.store) for job in arguments.also]
+    found = reconcile(read_job(arguments.job, arguments.store), lines, job_tag=arguments.tag, others=others)
     print(json.dumps(found.to_json(), indent=1, allow_nan=False) if arguments.json else render(found))
     return 0 if found.agrees else 1

@@ -4,19 +4,24 @@ All times are means over the ranks of the gang, which step together.
 
 Each generation except the last lasts as long as recorded. Its steps take their recorded mean time, with one checkpoint
 every `interval` steps. If the generation was interrupted, the next one redoes the steps after its last durable
-checkpoint. The last generation lasts until all steps are done. Pauses between generations keep their length. If a
-recorded interruption came shortly before or after a checkpoint, the replay may have the two in the opposite order.
+checkpoint. The last generation lasts until all steps are done. Pauses between generations keep their length.
+
+Whether an interruption comes shortly before or after a checkpoint decides over a whole interval of redone steps, and
+depends on chance. So with another interval or speed the run is replayed many times, with start-ups and steps that vary
+as the recorded ones did. The result is the mean, with the range of nine tenths of these runs.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from itertools import pairwise
-from statistics import fmean, median
+from statistics import fmean, median, pstdev
 from typing import Any
 
 from ebbflow.cost.amounts import format_duration, format_percent, format_usd
@@ -30,6 +35,8 @@ from ebbflow.cost.ledger.timeline import MICRO, compute_rank_times
 from ebbflow.cost.report.figures import read_price_curves
 from ebbflow.infra.events import COMMIT, PLAN, STEP, Event, LedgerClass
 
+_DRAWS = 200
+_SEED = 17
 _STEPPING = (
     LedgerClass.USEFUL_STEP,
     LedgerClass.DATA_WAIT,
@@ -78,6 +85,7 @@ class RecordedRun:
         stall_seconds: Mean seconds for which a checkpoint stalls the gang.
         durable_seconds: Median seconds until a checkpoint is durable.
         shutdown: Mean seconds after the last step of a generation with a planned end.
+        step_deviation, start_deviation: Standard deviations of the seconds of a step and of a start.
     """
 
     nodes: int
@@ -87,6 +95,8 @@ class RecordedRun:
     stall_seconds: float
     durable_seconds: float
     shutdown: float
+    step_deviation: float
+    start_deviation: float
     generations: tuple[GenerationTimes, ...]
 
 
@@ -111,8 +121,21 @@ def _measure_run(ordered: Sequence[Event], ledger: Ledger) -> RecordedRun:
         stall_seconds=sum(one.stall for one in generations) / saves if saves else 0.0,
         durable_seconds=median(durable) if durable else 0.0,
         shutdown=fmean(shutdowns) if shutdowns else 0.0,
+        step_deviation=_step_deviation(taken),
+        start_deviation=pstdev(one.start for one in generations),
         generations=generations,
     )
+
+
+def _step_deviation(taken: Sequence[Event]) -> float:
+    """Return the standard deviation of the step times of a rank within its generation, in seconds."""
+    first = min(event.rank for event in taken)
+    seconds: dict[int, list[float]] = {}
+    for event in taken:
+        spent = event.data.get("seconds", {})
+        if event.rank == first:
+            seconds.setdefault(event.generation, []).append(sum(float(spent.get(kind, 0.0)) for kind in _STEPPING))
+    return math.sqrt(sum(len(one) * pstdev(one) ** 2 for one in seconds.values()) / sum(map(len, seconds.values())))
 
 
 def _measure_generation(events: Sequence[Event], ledger: Ledger, generation: RecordedGeneration) -> GenerationTimes:
@@ -161,6 +184,7 @@ class _Replay:
         interval_steps: Steps between two checkpoints.
         speed: Work per second, relative to the recorded run.
         interruptions: Whether the recorded interruptions happen.
+        chance: Source of the variation of start-ups and steps; None means that they take their mean times.
         done: Number of steps in the newest checkpoint.
     """
 
@@ -169,6 +193,7 @@ class _Replay:
     interval_steps: int
     speed: float = 1.0
     interruptions: bool = True
+    chance: random.Random | None = None
     done: int = 0
     usd: Decimal = Decimal(0)
     paid_seconds: float = 0.0
@@ -224,7 +249,10 @@ class _Replay:
             The Unix time of the end.
         """
         run = self.run
-        working = max(0.0, one.seconds - one.tail - one.start - (0.0 if one.interrupted else one.shutdown))
+        working = one.seconds - one.tail - one.start - (0.0 if one.interrupted else one.shutdown)
+        if self.chance is not None:
+            working += self.chance.gauss(0.0, math.hypot(run.start_deviation, run.step_deviation * one.steps**0.5))
+        working = max(0.0, working)
         if self._remaining_seconds(step) <= working:
             return self._pay(begin, one.start + self._finish(step) + run.shutdown)
         cycle = self.interval_steps * step + run.stall_seconds
@@ -293,7 +321,12 @@ def replay(
     if usd_per_hour is not None:
         curve = PriceCurve(usd_per_hour)
     interval = interval_steps or run.interval_steps
-    asked = _Replay(run=run, curve=curve, interval_steps=interval, speed=speed, interruptions=interruptions).simulate()
+    asked = {"run": run, "curve": curve, "interval_steps": interval, "speed": speed, "interruptions": interruptions}
+    chance = random.Random(_SEED)
+    varied = interruptions and (interval, speed) != (run.interval_steps, 1.0)
+    runs = (
+        [_Replay(**asked, chance=chance).simulate() for _ in range(_DRAWS)] if varied else [_Replay(**asked).simulate()]
+    )
     measured = ledger.total_usd
     return {
         "job": ordered[0].job,
@@ -309,9 +342,19 @@ def replay(
             "error_share": float((predicted.usd - measured) / measured) if measured else 0.0,
             **predicted.to_json(),
         },
-        "what_if": {"pool": str(name), "interval_steps": interval, "speed": speed, **asked.to_json()},
+        "what_if": {"pool": str(name), "interval_steps": interval, "speed": speed, **_summarize(runs)},
         "kind": "simulated",
     }
+
+
+def _summarize(runs: Sequence[_Replay]) -> dict[str, Any]:
+    """Return the means of several replays, and the range of nine tenths of their dollars."""
+    every = [one.to_json() for one in runs]
+    usd = sorted(one["usd"] for one in every)
+    edge = len(usd) // 20
+    counts = {name: round(fmean(one[name] for one in every)) for name in ("redone_steps", "saves", "interruptions")}
+    means = {name: fmean(one[name] for one in every) for name in ("usd", "paid_seconds")}
+    return {**means, "usd_range": [usd[edge], usd[-1 - edge]], **counts}
 
 
 def _find_pool(events: Sequence[Event], words: str) -> tuple[PoolName, PriceCurve, float]:
@@ -342,6 +385,7 @@ def render(found: dict[str, Any]) -> str:
         return f"{pool}, {format_duration(run['paid_seconds'])} paid, {run['redone_steps']} steps redone"
 
     error = format_percent(predicted["error_share"], 2)
+    low, high = map(format_usd, what_if["usd_range"])
     difference = format_usd(what_if["usd"] - predicted["usd"])
     speed = "" if what_if["speed"] == 1.0 else f"; speed × {what_if['speed']:.3g} as the plan estimated"
     return "\n".join(
@@ -350,6 +394,11 @@ def render(found: dict[str, Any]) -> str:
             f"  measured   {format_usd(measured['usd'])}  {describe(measured)}",
             f"  predicted  {format_usd(predicted['usd'])}  the same run by the model: error {error}",
             f"  what if    {format_usd(what_if['usd'])}  {describe(what_if)}, simulated",
+            *(
+                [f"             {low} to {high} in nine of ten replays with other start-ups and step times"]
+                if low != high
+                else []
+            ),
             f"  difference {difference}  what if less predicted, so that the model's error cancels out",
             f"  interruptions keep their recorded times; the other pool's own hazard is not replayed{speed}",
         ]

@@ -135,14 +135,16 @@ def render(report: RunReport, *, python: str = PYTHON) -> str:
     figures = format_key_figures(report)
     sections = [
         _pairs(figures),
-        _table(format_ledger_rows(report), ("where the paid time went", "rank-seconds", "share", "USD", "figure")),
+        format_table(
+            format_ledger_rows(report), ("where the paid time went", "rank-seconds", "share", "USD", "figure")
+        ),
     ]
     if causes := format_cause_rows(report):
-        sections.append(_table(causes, CAUSE_HEADER))
+        sections.append(format_table(causes, CAUSE_HEADER))
     if compared := format_comparison_rows(report):
-        sections.append(_table(compared, get_comparison_header(report)))
+        sections.append(format_table(compared, get_comparison_header(report)))
     if attempts := (report.money.get("attempts") or [])[-_LISTED_ATTEMPTS:]:
-        sections.append(_table(format_attempt_rows(attempts), ATTEMPT_HEADER))
+        sections.append(format_table(format_attempt_rows(attempts), ATTEMPT_HEADER))
         sections.append(["where each attempt was placed, and why:", *_wrapped(format_placements(attempts))])
     if started := format_generation_rows(report):
         sections.append(_generations(started))
@@ -168,7 +170,7 @@ def _pairs(figures: dict[str, str]) -> list[str]:
     return [f"{name:<{width}}  {value}" for name, value in figures.items() if name != "job"]
 
 
-def _table(
+def format_table(
     rows: Sequence[Sequence[str]], header: Sequence[str], *, left: int = 1, width: int | None = WIDTH - 2
 ) -> list[str]:
     """Format the rows as lines below the header. Each column is as wide as its widest cell.
@@ -198,7 +200,7 @@ def _generations(rows: Sequence[Sequence[str]]) -> list[str]:
     more = len(rows) - _LISTED_GENERATIONS
     *names, last = GENERATION_HEADER
     shown = rows[-_LISTED_GENERATIONS:]
-    lines = _table([[*row[:-2], shorten(row[-2], _LONGEST_END)] for row in shown], names)
+    lines = format_table([[*row[:-2], shorten(row[-2], _LONGEST_END)] for row in shown], names)
     left = WIDTH - 2 - len(lines[0]) - 2
     culprits = [last, "─" * left, *(shorten(row[-1], left) for row in shown)]
     table = [f"{line}  {culprit}" for line, culprit in zip(lines, culprits, strict=True)]
@@ -267,7 +269,7 @@ def format_job_rows(reports: Sequence[RunReport]) -> list[tuple[str, ...]]:
 
 def render_table(reports: Sequence[RunReport]) -> str:
     """Render several jobs as a table, as wide as necessary, with notes on prices and damaged event logs."""
-    table = _table(format_job_rows(reports), JOB_HEADER, left=3, width=None)
+    table = format_table(format_job_rows(reports), JOB_HEADER, left=3, width=None)
     lines = [*(line.rstrip() for line in table), describe_price_kinds(reports)]
     for report in reports:
         if damage := report.events.get("damage"):

@@ -225,6 +225,9 @@ class CostConfig(Section):
     confidence: float = key(
         0.9, "least probability to meet the deadline at which the plan ranks a pool by its dollars alone", gt=0, lt=1
     )
+    team_file: str | None = key(
+        None, "YAML file with the team's dollars per project and month; a job that exceeds them waits"
+    )
     prices: str = key(
         "static", "static (shipped, dated), live (DescribeSpotPriceHistory), or a file of recorded prices"
     )

@@ -283,6 +283,16 @@ def test_planned_memory() -> None:
     passed("planned-memory", cluster={"nodes": "auto", "processes_per_node": "auto"})
 
 
+def test_team_budget(tmp_path: Path) -> None:
+    (tmp_path / "team.yaml").write_text("budgets:\n  - {project: unit tests, month: every, usd: 9}\n")
+    team = {"project": "unit tests", "team_file": str(tmp_path / "team.yaml")}
+    passed("team-budget", cost={**team, "budget_usd": 9.0, "deadline_hours": 2.0})
+    assert "may spend $10.00" in failed("team-budget", cost={**team, "budget_usd": 10.0}).detail
+    assert "set cost.budget_usd" in failed("team-budget", cost=team).detail
+    assert "cannot be read" in failed("team-budget", cost={**team, "team_file": "none.yaml"}).detail
+    skipped("team-budget")
+
+
 def test_budget_and_deadline() -> None:
     passed("budget-deadline", cost={"budget_usd": 5.0, "deadline_hours": 2.0})
     assert "cost.budget_usd" in failed("budget-deadline", cost={"budget_usd": 0.0001}).detail

@@ -1,0 +1,329 @@
+"""Match the metered time of an instance with its billed hours, and name the causes of billed time beyond it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from decimal import Decimal
+from typing import Any
+
+from ebbflow.cost.bill import BillLine, normalise_tag
+from ebbflow.cost.ledger.bills import NodeBill
+from ebbflow.cost.ledger.instances import (
+    CLOCKS_APART_SECONDS,
+    LONGEST_IDLE_SECONDS,
+    MINIMUM_SECONDS,
+    group_by_instance,
+)
+from ebbflow.cost.ledger.pricing import PriceCurve
+from ebbflow.cost.ledger.timeline import MICRO
+
+# A node that vanishes loses its newest events: they are stored every 10 s, and heartbeats come every second.
+LOST_SECONDS = 15.0
+# AWS Batch ends an idle instance some minutes after its last job. An instance that lives on for longer is a fault.
+ENDS_LATER_SECONDS = 600.0
+# Largest difference of an hour that is no fault: clocks, and the time from the last event to the end of the machine.
+HOUR_TOLERANCE_SECONDS = 60.0
+_HOUR = 3600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaidPiece:
+    """Interval of an instance that the ledger pays for, in Unix seconds by the agent's clock.
+
+    `usd` are its dollars if the agent did not record it; None means that `curve` prices it by the moment.
+    """
+
+    start: float
+    end: float
+    curve: PriceCurve
+    usd: Decimal | None = None
+
+    def usd_between(self, start: float, end: float) -> Decimal:
+        low, high = max(self.start, start), min(self.end, end)
+        if high <= low:
+            return Decimal(0)
+        if self.usd is not None:
+            return self.usd * to_decimal(high - low) / to_decimal(self.end - self.start)
+        return self.curve.cost(round(low * MICRO), round(high * MICRO))
+
+
+@dataclass(kw_only=True)
+class MeteredInstance:
+    """One instance, as the job's events record it.
+
+    Attributes:
+        machine: Facts that the agent recorded about the machine.
+        lost_ends: Number of nodes whose end was not recorded.
+        pieces: What the ledger pays for on it: nodes, pauses and the minimum charge.
+        offset: Seconds by which the agent's clock is behind that of the bill.
+    """
+
+    instance_id: str
+    machine: dict[str, Any]
+    market: str
+    lost_ends: int
+    pieces: list[PaidPiece]
+    offset: float = 0.0
+
+    @property
+    def start(self) -> float:
+        return min(piece.start for piece in self.pieces)
+
+    @property
+    def end(self) -> float:
+        return max(piece.end for piece in self.pieces)
+
+    @property
+    def usd(self) -> Decimal:
+        return self.usd_between(self.start, self.end)
+
+    @property
+    def uptime_seconds(self) -> float | None:
+        """Seconds from the instance's boot to the job's first node on it; None if unknown."""
+        known = self.machine.get("uptime_seconds")
+        return None if known is None else float(known)
+
+    @property
+    def was_warm(self) -> bool:
+        """Whether it had run for longer than an instance boots, so that another job had it before."""
+        return (self.uptime_seconds or 0.0) > LONGEST_IDLE_SECONDS
+
+    def usd_between(self, start: float, end: float) -> Decimal:
+        return sum((piece.usd_between(start, end) for piece in self.pieces), Decimal(0))
+
+    def seconds_between(self, start: float, end: float) -> float:
+        """Return the paid seconds from `start` to `end`. Time of several nodes at once counts once."""
+        total, reached = 0.0, start
+        for piece in sorted(self.pieces, key=lambda piece: piece.start):
+            total += max(0.0, min(piece.end, end) - max(piece.start, reached))
+            reached = max(reached, min(piece.end, end))
+        return total
+
+    def price_bounds(self, start: float, end: float) -> tuple[Decimal, Decimal]:
+        """Return the lowest and the highest recorded price of the instance between two times."""
+        bounds = [piece.curve.bounds(start, end) for piece in self.pieces]
+        return min(low for low, _ in bounds), max(high for _, high in bounds)
+
+
+@dataclass(kw_only=True)
+class BilledHour:
+    """The bill's lines of one instance for one hour, or one day in a daily report.
+
+    Attributes:
+        deliveries: Indices of the files with lines for a use, by (usage type, line type).
+    """
+
+    start: float
+    end: float
+    seconds: float = 0.0
+    usd: Decimal = Decimal(0)
+    tags: set[str] = field(default_factory=set)
+    seen: set[tuple[str, str]] = field(default_factory=set)
+    deliveries: dict[tuple[str, str], set[int]] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class BilledInstance:
+    """One instance, as the bill has it, for the hours in which it ran the job.
+
+    Attributes:
+        hours: Its lines by (start, end), Unix seconds.
+        elsewhere_usd: Dollars of its lines for other hours, which are not in `hours`.
+    """
+
+    instance_id: str
+    hours: dict[tuple[float, float], BilledHour] = field(default_factory=dict)
+    elsewhere_usd: Decimal = Decimal(0)
+
+    @property
+    def seconds(self) -> float:
+        return sum(hour.seconds for hour in self.hours.values())
+
+    @property
+    def usd(self) -> Decimal:
+        return sum((hour.usd for hour in self.hours.values()), Decimal(0))
+
+    @property
+    def tags(self) -> set[str]:
+        return {tag for hour in self.hours.values() for tag in hour.tags}
+
+    @property
+    def excess_seconds(self) -> float:
+        """Seconds by which the billed time exceeds the length of its hours; 0 in a correct bill."""
+        return sum(max(0.0, hour.seconds - (hour.end - hour.start)) for hour in self.hours.values())
+
+    @property
+    def conflicting_uses(self) -> int:
+        """Number of uses that are in several files. Repeated lines are left out before, so these differ."""
+        return sum(len(files) > 1 for hour in self.hours.values() for files in hour.deliveries.values())
+
+    def values(self, name: str) -> set[str]:
+        """Return the bill's values of a property: "zone", "type" or "market"."""
+        return {value for hour in self.hours.values() for key, value in hour.seen if key == name and value}
+
+    def add(self, line: BillLine, job_tag: str) -> None:
+        hour = self.hours.setdefault((line.start, line.end), BilledHour(start=line.start, end=line.end))
+        hour.seconds += line.seconds
+        hour.usd += line.usd
+        hour.deliveries.setdefault((line.usage_type, line.line_type), set()).add(line.delivery)
+        hour.seen |= {("zone", line.zone), ("type", line.instance_type), ("market", line.market)}
+        hour.tags |= {line.tags.get(normalise_tag(job_tag), "")} - {""}
+
+
+def meter_instances(bills: Sequence[NodeBill]) -> dict[str, MeteredInstance]:
+    of_node = {id(bill.node): bill for bill in bills}
+    found = {}
+    for instance_id, nodes in sorted(group_by_instance([bill.node for bill in bills]).items()):
+        mine = [of_node[id(node)] for node in nodes]
+        pool = mine[0].price.pool
+        pieces = []
+        for bill in mine:
+            start, end = bill.node.started_wall, bill.node.ended_wall
+            pieces.append(PaidPiece(start=start, end=end, curve=bill.curve))
+            for extra in bill.extras:  # two clocks placed it: it cannot overlap the node itself
+                at = start - extra.seconds if extra.start < start else max(end, extra.start)
+                usd = bill.extra_usd(extra)
+                pieces.append(PaidPiece(start=at, end=at + extra.seconds, curve=bill.price.curve, usd=usd))
+        found[instance_id] = MeteredInstance(
+            instance_id=instance_id,
+            machine=nodes[0].machine,
+            market=str(nodes[0].machine.get("market") or (pool.market if pool else "")),
+            lost_ends=sum(not node.measured for node in nodes),
+            pieces=pieces,
+        )
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class HourMatch:
+    """Billed and metered time of one instance in one hour.
+
+    Attributes:
+        start, end: Unix seconds by the bill's clock.
+        own_seconds, own_usd: Metered in this hour.
+        explained: Seconds billed beyond the metered ones, by cause.
+        rest_seconds: Seconds billed beyond these without an explanation.
+    """
+
+    start: float
+    end: float
+    billed: BilledHour
+    own_seconds: float
+    own_usd: Decimal
+    explained: dict[str, float]
+    rest_seconds: float
+
+    @property
+    def missing_seconds(self) -> float:
+        """Metered seconds that are not billed."""
+        return max(0.0, self.own_seconds - self.billed.seconds)
+
+    @property
+    def name(self) -> str:
+        return datetime.fromtimestamp(self.start, UTC).strftime("%Y-%m-%d %H:%M UTC")
+
+
+def match_instance(
+    metered: MeteredInstance, billed: BilledInstance, others: list[tuple[float, float]], job: str
+) -> list[HourMatch]:
+    """Match the billed hours of an instance with its metered time. Set `metered.offset` if clocks differ.
+
+    Args:
+        others: (start, end) of the instance's use by other jobs, Unix seconds.
+    """
+    _set_aside(metered, billed, others, job)
+    if not billed.hours:
+        return []
+    explained = list(_explanations(metered, billed, others))
+    hours = _match_hours(metered, billed, explained, 0.0)
+    if _residual(hours) > HOUR_TOLERANCE_SECONDS / 2 and not billed.conflicting_uses:
+        steps = [5.0 * step for step in range(-int(CLOCKS_APART_SECONDS // 5), int(CLOCKS_APART_SECONDS // 5) + 1)]
+        found_offsets = ((_residual(_match_hours(metered, billed, explained, at)), abs(at), at) for at in steps)
+        residual, _, offset = min(found_offsets)
+        if residual <= 0.2 * _residual(hours):
+            hours, metered.offset = _match_hours(metered, billed, explained, offset), offset
+    if any(
+        hour.rest_seconds > HOUR_TOLERANCE_SECONDS for hour in hours
+    ):  # an instance that lives on has not ended late
+        certain = [one for one in explained if one[0] != "ended later"]
+        hours = _match_hours(metered, billed, certain, metered.offset)
+    return hours
+
+
+def _set_aside(metered: MeteredInstance, billed: BilledInstance, others: list[tuple[float, float]], job: str) -> None:
+    """Count hours in which the instance did not run this job as elsewhere, if there is evidence of another one.
+
+    Evidence is the tag of another job, another job's events (`others`, to which such times are added), or a machine
+    that was up before this job came.
+    """
+    for (start, end), hour in list(billed.hours.items()):
+        if metered.seconds_between(start - CLOCKS_APART_SECONDS, end + CLOCKS_APART_SECONDS):
+            continue
+        early = end <= metered.start and (metered.was_warm or metered.uptime_seconds is None)
+        theirs = bool(hour.tags) and job not in hour.tags
+        used = sum(max(0.0, min(b, end) - max(a, start)) for a, b in others)
+        if theirs and start >= metered.end:  # it lived on for the other job, also before the tag changed
+            others.append((metered.end, start))
+        if early or theirs or (used and used + HOUR_TOLERANCE_SECONDS >= hour.seconds):
+            billed.elsewhere_usd += hour.usd
+            del billed.hours[start, end]
+
+
+def _explanations(
+    metered: MeteredInstance, billed: BilledInstance, others: list[tuple[float, float]]
+) -> Iterator[tuple[str, float, float]]:
+    """Yield (cause, start, end) of the time in which the instance may be billed without being metered."""
+    uptime, end = metered.uptime_seconds or 0.0, metered.end
+    yield ("warm instance" if metered.was_warm else "boot time"), metered.start - uptime, metered.start
+    yield from (("another job", *interval) for interval in others)
+    if billed.seconds <= MINIMUM_SECONDS:  # the uptime was not recorded, so the ledger may have missed a minimum charge
+        seconds = metered.seconds_between(metered.start, end)
+        yield "minimum charge", end, end + max(0.0, MINIMUM_SECONDS - seconds - min(uptime, LONGEST_IDLE_SECONDS))
+    lost = metered.lost_ends * LOST_SECONDS
+    yield "end not recorded", end, end + lost
+    yield "ended later", end + lost, end + ENDS_LATER_SECONDS
+
+
+def _match_hours(
+    metered: MeteredInstance, billed: BilledInstance, explained: list[tuple[str, float, float]], offset: float
+) -> list[HourMatch]:
+    """Match hour by hour, with the agent's clock moved by `offset` seconds."""
+    spans = set(billed.hours)
+    for number in range(math.floor((metered.start + offset) / _HOUR), math.ceil((metered.end + offset) / _HOUR)):
+        start, end = number * _HOUR, (number + 1) * _HOUR
+        if not any(first < end and last > start for first, last in billed.hours):
+            spans.add((start, end))
+    found = []
+    for start, end in sorted(spans):
+        low, high = start - offset, end - offset
+        hour = billed.hours.get((start, end)) or BilledHour(start=start, end=end)
+        own = metered.seconds_between(low, high)
+        rest, taken = max(0.0, hour.seconds - own), {}
+        for cause, first, last in explained:
+            seconds = min(rest, max(0.0, min(last, high) - max(first, low)))
+            if seconds > 0:
+                taken[cause] = taken.get(cause, 0.0) + seconds
+                rest -= seconds
+        found.append(
+            HourMatch(
+                start=start,
+                end=end,
+                billed=hour,
+                own_seconds=own,
+                own_usd=metered.usd_between(low, high),
+                explained=taken,
+                rest_seconds=rest,
+            )
+        )
+    return found
+
+
+def _residual(hours: Iterable[HourMatch]) -> float:
+    return sum(hour.rest_seconds + hour.missing_seconds for hour in hours)
+
+
+def to_decimal(seconds: float) -> Decimal:
+    return Decimal(str(round(seconds, 6)))

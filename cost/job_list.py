@@ -1,0 +1,267 @@
+"""`ebbflow jobs`: the jobs of a team with their state, spent and forecast dollars, and who may start next."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+from ebbflow.cost.amounts import format_usd
+from ebbflow.cost.errors import CostError, ReportError
+from ebbflow.cost.focus import focus_rows, read_settings, spent_by_month, write_focus
+from ebbflow.cost.jobs import find_running_launcher, list_known_jobs, read_job
+from ebbflow.cost.ledger.generations import find_final_outcome
+from ebbflow.cost.plan.candidates import read_progress
+from ebbflow.cost.plan.plan import make_plan
+from ebbflow.cost.prices.source import open_prices
+from ebbflow.cost.report.render_text import format_table
+from ebbflow.cost.team import Admission, JobMoney, Team, WaitingJob, admit, left_usd, read_team
+from ebbflow.infra.config.load import load_config
+from ebbflow.infra.config.problems import ConfigError
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.errors import InfraError
+from ebbflow.infra.events import PLAN, Event
+from ebbflow.infra.program import PROJECT_ROOT
+from ebbflow.infra.untrusted_text import one_line
+
+RUNNING, WAITING, DONE = "running", "waiting", "done"
+_HEADER = ("job", "project", "owner", "state", "spent", "forecast", "limit")
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobRecord:
+    """A job of a team.
+
+    Attributes:
+        state: "running", "waiting", "done", or the outcome with which it stopped.
+        forecast_usd: Expected dollars of the whole job; None if unknown. Estimated.
+        rows: Its charges (`cost.focus`).
+        words: Whether a waiting job may start, and why.
+    """
+
+    money: JobMoney
+    state: str
+    owner: str = ""
+    forecast_usd: float | None = None
+    rows: tuple[dict[str, str], ...] = field(default=(), repr=False)
+    words: str = ""
+
+    @property
+    def expected_usd(self) -> Decimal:
+        """The forecast, but no less than what is spent; what is spent, if there is no forecast."""
+        return max(self.money.spent_usd, Decimal(str(self.forecast_usd or 0)))
+
+    def to_json(self) -> dict[str, Any]:
+        money = self.money
+        return {
+            "job": money.job,
+            "project": money.project,
+            "owner": self.owner,
+            "state": self.state,
+            "spent_usd": str(money.spent_usd),
+            "spent_by_month": {month: str(usd) for month, usd in sorted(money.spent.items())},
+            "forecast_usd": self.forecast_usd,
+            "limit_usd": None if money.limit_usd is None else str(money.limit_usd),
+            "value_usd": None if money.value_usd is None else str(money.value_usd),
+            "words": self.words,
+        }
+
+
+def record_job(events: Sequence[Event], *, running: bool) -> JobRecord:
+    """Summarize a job from its events, which must be ordered by time. Raises LedgerError if they contradict."""
+    settings, rows = read_settings(events), focus_rows(events)
+    outcome = find_final_outcome(events)
+    done = outcome is not None and outcome.data.get("outcome") == "completed"
+    state = RUNNING if running else DONE if done else str(outcome.data.get("outcome")) if outcome else "interrupted"
+    limit, hours = settings.get("cost.budget_usd"), settings.get("cost.deadline_hours")
+    started = read_progress(events).started_utc
+    money = JobMoney(
+        job=events[0].job,
+        project=str(settings.get("cost.project") or ""),
+        spent=spent_by_month(rows),
+        limit_usd=None if limit is None else Decimal(str(limit)),
+        runs_until=started + 3600 * float(hours) if started is not None and hours else None,
+    )
+    return JobRecord(
+        money=money,
+        state=state,
+        owner=str(settings.get("cost.owner") or ""),
+        forecast_usd=float(money.spent_usd) if done else _forecast_usd(events, settings, money),
+        rows=tuple(rows),
+    )
+
+
+def _forecast_usd(events: Sequence[Event], settings: dict[str, Any], money: JobMoney) -> float | None:
+    """Return spent dollars + remaining steps × the newest plan's dollars per step; None without a plan."""
+    plan = next((event.data for event in reversed(events) if event.name == PLAN and event.data.get("chosen")), None)
+    if plan is None or not plan["chosen"].get("usd_per_step"):
+        return None
+    left = int(settings.get("training.max_steps") or 0) - read_progress(events).done_steps
+    return float(money.spent_usd) + max(0, left) * float(plan["chosen"]["usd_per_step"])
+
+
+def read_records(jobs: Sequence[str], store: str | None) -> list[JobRecord]:
+    """Summarize the named jobs. An unreadable job is left out with a message."""
+    found = []
+    for job in jobs:
+        try:
+            events = read_job(job, store)
+            found.append(record_job(events, running=find_running_launcher(job, events, store) is not None))
+        except (CostError, InfraError) as error:
+            print(f"{one_line(job)} is left out: {one_line(error)}", file=sys.stderr)
+    return found
+
+
+def _waiting_records(team: Team, folder: Path, known: Sequence[JobRecord]) -> Iterator[JobRecord]:
+    """Yield the waiting jobs of the team file. Those that stopped before keep what they spent."""
+    by_name = {one.money.job: one for one in known}
+    for one in team.waiting:
+        before = by_name.get(one.job)
+        if before is None or before.state not in (RUNNING, DONE):
+            yield _waiting_record(one, folder, before)
+
+
+def _waiting_record(one: WaitingJob, folder: Path, before: JobRecord | None) -> JobRecord:
+    config, now = load_config(folder / one.config, project_root=PROJECT_ROOT).config, time.time()
+    plan = None
+    if config.workload is None:
+        plan = make_plan(config, now_utc=now, prices=open_prices(config, now, project_root=PROJECT_ROOT, network=False))
+    expected = None if plan is None or plan.chosen is None else plan.chosen.expected_usd
+    money = config_money(one.job, config, now)
+    money = replace(money, value_usd=one.value_usd, spent={} if before is None else before.money.spent)
+    refused = f"plan refused ({plan.refusal.outcome}): {plan.refusal.message}" if plan and plan.refusal else ""
+    rows = () if before is None else before.rows
+    return JobRecord(
+        money=money, state=WAITING, owner=config.cost.owner or "", forecast_usd=expected, rows=rows, words=refused
+    )
+
+
+def config_money(job: str, config: RunConfig, now_utc: float) -> JobMoney:
+    """Return what a job of this configuration may spend if it starts now."""
+    limit, hours = config.cost.budget_usd, config.cost.deadline_hours
+    return JobMoney(
+        job=job,
+        project=config.cost.project or "",
+        limit_usd=None if limit is None else Decimal(str(limit)),
+        runs_until=None if hours is None else now_utc + 3600 * hours,
+    )
+
+
+def admit_waiting(team: Team, now_utc: float, records: Sequence[JobRecord]) -> list[Admission]:
+    """Decide who of the waiting jobs may start, in fair order. Jobs that their own plan refuses are left out."""
+    every = [one.money for one in records]
+    running = [one.money for one in records if one.state == RUNNING]
+    waiting = [one.money for one in records if one.state == WAITING and not one.words]
+    return admit(team, now_utc, every, running, waiting)
+
+
+def render_jobs(records: Sequence[JobRecord], team: Team, now_utc: float) -> str:
+    lines = [
+        (
+            one_line(one.money.job),
+            one_line(one.money.project),
+            one_line(one.owner),
+            one.state,
+            format_usd(one.money.spent_usd, 2),
+            format_usd(one.forecast_usd, 2),
+            format_usd(one.money.limit_usd, 2),
+        )
+        for one in records
+    ]
+    text = format_table(lines, _HEADER, left=4, width=None)
+    text += [f"· {one_line(one.money.job)}: {one_line(one.words)}" for one in records if one.words]
+    months = JobMoney(job="").months(now_utc)[:1]
+    projects = sorted({project for project, _ in team.budgets} | {one.money.project for one in records})
+    for project in projects:
+        mine = [one for one in records if one.money.project == project]
+        for month in months:
+            spent = sum((one.money.spent.get(month, Decimal(0)) for one in mine), Decimal(0))
+            budget = team.budget_usd(project, month)
+            running = [one.money for one in mine if one.state == RUNNING]
+            left = left_usd(team, project, month, now_utc, [one.money for one in mine], running)
+            limit = (
+                "no budget" if budget is None else f"of {format_usd(budget, 2)}; {format_usd(left, 2)} left to admit"
+            )
+            total = sum((one.expected_usd for one in mine), Decimal(0))
+            name = f"project {one_line(project)}" if project else "no project"
+            text.append(
+                f"{name}, {month}: {format_usd(spent, 2)} spent {limit}; all its jobs: {format_usd(total, 2)} (e)"
+            )
+    return "\n".join(line.rstrip() for line in text)
+
+
+def group_rows(rows: Sequence[dict[str, str]], key: str) -> dict[tuple[str, str], Decimal]:
+    """Sum charges by (month, value of `key`): job, owner, project, or tag:NAME."""
+    found: dict[tuple[str, str], Decimal] = {}
+    for row in rows:
+        kind, _, tag = key.partition(":")
+        value = json.loads(row["Tags"]).get(tag, "") if kind == "tag" else row[f"x_{key.capitalize()}"]
+        place = row["BillingPeriodStart"][:7], value
+        found[place] = found.get(place, Decimal(0)) + Decimal(row["BilledCost"])
+    return dict(sorted(found.items()))
+
+
+def _group_key(text: str) -> str:
+    if text not in ("job", "owner", "project") and not (text.startswith("tag:") and text[4:]):
+        raise argparse.ArgumentTypeError(f"{text}: expected job, owner, project or tag:NAME")
+    return text
+
+
+def add_command(commands: Any) -> None:
+    parser = commands.add_parser(
+        "jobs", help="all jobs: running, waiting, done, spent, forecast, and who may start next"
+    )
+    parser.add_argument("job", nargs="*", metavar="RUN", help="names, folders or s3:// URIs; none: all of this machine")
+    parser.add_argument(
+        "--team", type=Path, default=None, metavar="FILE", help="budgets by project and month, waiting jobs"
+    )
+    parser.add_argument("--store", default=None, metavar="URI", help="the jobs' store, if not known to this machine")
+    parser.add_argument(
+        "--by",
+        type=_group_key,
+        default=None,
+        metavar="KEY",
+        help="dollars by month and job, owner, project or tag:NAME",
+    )
+    parser.add_argument(
+        "--focus", type=Path, default=None, metavar="CSV", help="write all charges with FOCUS column names"
+    )
+    parser.add_argument("--json", action="store_true", help="as JSON, dollars as exact strings")
+    parser.set_defaults(run=_jobs)
+
+
+def _jobs(arguments: argparse.Namespace) -> int:
+    team = Team() if arguments.team is None else read_team(arguments.team)
+    names = arguments.job or [*list_known_jobs(), *team.jobs]
+    records, now = read_records(names, arguments.store), time.time()
+    if arguments.team is not None:
+        try:
+            waiting = list(_waiting_records(team, arguments.team.parent, records))
+        except ConfigError as error:
+            raise ReportError(f"{arguments.team}: a waiting job's configuration is invalid:\n{error}") from error
+        named = {one.money.job for one in waiting}
+        records = [*(one for one in records if one.money.job not in named), *waiting]
+        said = {one.job.job: f"{one.verdict}: {one.words}" for one in admit_waiting(team, now, records)}
+        order = {name: number for number, name in enumerate(said)}
+        records = [replace(one, words=said.get(one.money.job, one.words)) for one in records]
+        records.sort(key=lambda one: (one.state == WAITING, order.get(one.money.job, len(order))))
+    if not records:
+        raise ReportError("this machine knows no job; name one, or give its store with --store")
+    rows = [row for one in records for row in one.rows]
+    if arguments.focus is not None:
+        print(f"{arguments.focus}: {write_focus(arguments.focus, rows)} charges", file=sys.stderr)
+    if arguments.by is not None:
+        grouped = group_rows(rows, arguments.by)
+        lines = [(month, one_line(value) or "-", format_usd(usd, 4)) for (month, value), usd in grouped.items()]
+        print("\n".join(format_table(lines, ("month", arguments.by, "spent"), left=2, width=None)))
+    elif arguments.json:
+        print(json.dumps([one.to_json() for one in records], indent=1, allow_nan=False))
+    else:
+        print(render_jobs(records, team, now))
+    return 0

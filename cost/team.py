@@ -1,0 +1,231 @@
+"""A team's budget for many jobs: dollars per project and month, which jobs may start, and in which order.
+
+    # team.yaml
+    budgets:
+      - {project: vision, month: 2026-11, usd: 400}
+      - {project: vision, month: every, usd: 250}      # months without a line of their own
+    waiting:
+      - {job: vit-large, config: configs/vit.yaml, value_usd: 900}
+    jobs: [s3://bucket/prefix/jobs/vit-small]          # besides those that this machine knows
+
+**Admission.** A job may spend `cost.budget_usd`, at which training stops, and no more. It is admitted if what is left
+of this amount fits into each month in which it can run (until `cost.deadline_hours`, else until the end of the next
+month): the month's budget, less the dollars that the project's jobs spent in it, less what its running jobs may still
+spend. So no month is exceeded if jobs stop at their own budgets and deadlines, and are admitted one after the other.
+
+**Order.** Jobs with the most value per dollar that they may still spend come first (`value_usd`; dollars that are spent
+already do not count), jobs without a value last, in the order of the file. A job that does not fit waits, and smaller
+ones may pass it until the month ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from decimal import Decimal, InvalidOperation
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from ebbflow.cost.amounts import format_usd
+from ebbflow.cost.errors import TeamError
+from ebbflow.cost.focus import month_of, month_start, next_month
+
+EVERY_MONTH = "every"
+Verdict = Literal["start", "wait", "refuse"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WaitingJob:
+    """A job of the team file that has not started. `value_usd` is what its result is worth; None if not stated."""
+
+    job: str
+    config: str
+    value_usd: Decimal | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Team:
+    """A team file. `budgets` has dollars by (project, month); the month may be `EVERY_MONTH`."""
+
+    budgets: Mapping[tuple[str, str], Decimal] = field(default_factory=dict)
+    waiting: tuple[WaitingJob, ...] = ()
+    jobs: tuple[str, ...] = ()
+
+    def budget_usd(self, project: str, month: str) -> Decimal | None:
+        """Return a project's budget of a month; None if the file has none."""
+        return self.budgets.get((project, month), self.budgets.get((project, EVERY_MONTH)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobMoney:
+    """What a job has spent and may still spend.
+
+    Attributes:
+        spent: Dollars by month.
+        limit_usd: `cost.budget_usd`; None if not set.
+        runs_until: Unix time at which a running job, or one that starts now, ends at the latest; None if unknown.
+    """
+
+    job: str
+    project: str = ""
+    spent: Mapping[str, Decimal] = field(default_factory=dict)
+    limit_usd: Decimal | None = None
+    runs_until: float | None = None
+    value_usd: Decimal | None = None
+
+    @property
+    def spent_usd(self) -> Decimal:
+        return sum(self.spent.values(), Decimal(0))
+
+    @property
+    def may_spend_usd(self) -> Decimal:
+        """Dollars that the job may still spend; 0 without a limit."""
+        return max(Decimal(0), (self.limit_usd or Decimal(0)) - self.spent_usd)
+
+    def months(self, now_utc: float) -> list[str]:
+        """Return the months in which the job can run."""
+        found = [month_of(now_utc)]
+        last = next_month(found[0]) if self.runs_until is None else month_of(max(now_utc, self.runs_until))
+        while found[-1] < last:
+            found.append(next_month(found[-1]))
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Admission:
+    """Whether a waiting job may start, with the arithmetic."""
+
+    job: JobMoney
+    verdict: Verdict
+    words: str
+
+
+def left_usd(
+    team: Team, project: str, month: str, now_utc: float, jobs: Iterable[JobMoney], running: Iterable[JobMoney]
+):
+    """Return what is left of a project's budget of a month; None if the team file has no budget for it.
+
+    Args:
+        jobs: Jobs that may have spent in the month. `running`: jobs that may still spend in it.
+    """
+    budget = team.budget_usd(project, month)
+    if budget is None:
+        return None
+    spent = sum((job.spent.get(month, Decimal(0)) for job in jobs if job.project == project), Decimal(0))
+    held = (job.may_spend_usd for job in running if job.project == project and month in job.months(now_utc))
+    return budget - spent - sum(held, Decimal(0))
+
+
+def order_by_value(waiting: Iterable[JobMoney]) -> list[JobMoney]:
+    """Order jobs by value per dollar that they may still spend, highest first."""
+
+    def key(job: JobMoney) -> tuple[bool, Decimal]:
+        return job.value_usd is None, -(job.value_usd or Decimal(0)) / max(job.may_spend_usd, Decimal("0.01"))
+
+    return sorted(waiting, key=key)
+
+
+def admit(
+    team: Team,
+    now_utc: float,
+    jobs: Sequence[JobMoney],
+    running: Sequence[JobMoney],
+    waiting: Iterable[JobMoney],
+) -> list[Admission]:
+    """Decide for each waiting job, in fair order, whether it may start now beside the running ones.
+
+    Args:
+        jobs: All jobs that spent money, the running and the waiting ones included.
+    """
+    started, found = list(running), []
+    for job in order_by_value(waiting):
+        verdict, words = _judge(team, now_utc, jobs, started, job)
+        found.append(Admission(job=job, verdict=verdict, words=words))
+        if verdict == "start":
+            started.append(job)
+    return found
+
+
+def _judge(
+    team: Team, now_utc: float, jobs: Sequence[JobMoney], started: Sequence[JobMoney], job: JobMoney
+) -> tuple[Verdict, str]:
+    needed = job.may_spend_usd
+    for month in job.months(now_utc):
+        left = left_usd(team, job.project, month, now_utc, jobs, started)
+        if left is None:
+            continue
+        budget = team.budget_usd(job.project, month)
+        where = f"project {job.project!r} in {month}: {format_usd(left, 2)} left of {format_usd(budget, 2)}"
+        if job.limit_usd is None:
+            return "refuse", f"set cost.budget_usd: without a limit of its own the job may spend anything. {where}"
+        if needed > left:
+            own = job.spent.get(month, Decimal(0))
+            verdict: Verdict = "refuse" if needed + own > (budget or 0) else "wait"
+            return verdict, f"may spend {format_usd(needed, 2)}. {where}"
+    return "start", f"may spend {format_usd(needed, 2)}"
+
+
+class _LineLoader(yaml.SafeLoader):
+    """Loader that adds the line number to each mapping, as the key `line`."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        found = super().construct_mapping(node, deep=deep)
+        return {**found, "line": node.start_mark.line + 1}
+
+
+def read_team(path: Path) -> Team:
+    """Read a team file. Raises TeamError with file:line and the key for an invalid entry."""
+    try:
+        data = yaml.load(path.read_text(encoding="utf-8"), Loader=_LineLoader) or {}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise TeamError(f"{path}: cannot be read: {' '.join(str(error).split())}") from error
+    if not isinstance(data, dict):
+        raise TeamError(f"{path}:1: expected the keys budgets, waiting and jobs")
+    _check_keys(path, data, set(), {"budgets", "waiting", "jobs"})
+    budgets: dict[tuple[str, str], Decimal] = {}
+    for entry in _entries(path, data, "budgets"):
+        _check_keys(path, entry, {"project", "month", "usd"}, set())
+        month, usd = str(entry["month"])[:7], _usd(path, entry, "usd")
+        if month != EVERY_MONTH:
+            try:
+                month = month_of(month_start(month))
+            except ValueError:
+                why = f"{entry['month']!r} is neither a month such as 2026-11 nor {EVERY_MONTH!r}"
+                raise TeamError(f"{path}:{entry['line']}: month: {why}") from None
+        if (str(entry["project"]), month) in budgets:
+            raise TeamError(f"{path}:{entry['line']}: project {entry['project']!r} has two budgets for {month}")
+        budgets[str(entry["project"]), month] = usd
+    waiting = []
+    for entry in _entries(path, data, "waiting"):
+        _check_keys(path, entry, {"job", "config"}, {"value_usd"})
+        value = _usd(path, entry, "value_usd") if "value_usd" in entry else None
+        waiting.append(WaitingJob(job=str(entry["job"]), config=str(entry["config"]), value_usd=value))
+    return Team(budgets=budgets, waiting=tuple(waiting), jobs=tuple(map(str, data.get("jobs") or ())))
+
+
+def _entries(path: Path, data: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
+    found = data.get(key) or []
+    if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
+        raise TeamError(f"{path}:{data['line']}: {key}: expected a list of mappings")
+    return found
+
+
+def _check_keys(path: Path, entry: Mapping[str, Any], needed: set[str], optional: set[str]) -> None:
+    given = set(entry) - {"line"}
+    if missing := needed - given:
+        raise TeamError(f"{path}:{entry['line']}: {', '.join(sorted(missing))} is missing")
+    if unknown := given - needed - optional:
+        known = ", ".join(sorted(needed | optional))
+        raise TeamError(f"{path}:{entry['line']}: unknown key {', '.join(map(str, unknown))}; known: {known}")
+
+
+def _usd(path: Path, entry: Mapping[str, Any], key: str) -> Decimal:
+    try:
+        usd = Decimal(str(entry[key]))
+    except InvalidOperation:
+        usd = Decimal("NaN")
+    if not usd.is_finite() or usd < 0:
+        raise TeamError(f"{path}:{entry['line']}: {key}: {entry[key]!r} is not dollars, 0 or more")
+    return usd
