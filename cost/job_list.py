@@ -35,7 +35,7 @@ _HEADER = ("job", "project", "owner", "state", "spent", "forecast", "limit")
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobRecord:
+class TeamJob:
     """A job of a team.
 
     Attributes:
@@ -73,7 +73,7 @@ class JobRecord:
         }
 
 
-def record_job(events: Sequence[Event], *, running: bool) -> JobRecord:
+def record_job(events: Sequence[Event], *, running: bool) -> TeamJob:
     """Summarize a job from its events, which must be ordered by time. Raises LedgerError if they contradict."""
     settings, rows = read_settings(events), focus_rows(events)
     outcome = find_final_outcome(events)
@@ -88,7 +88,7 @@ def record_job(events: Sequence[Event], *, running: bool) -> JobRecord:
         limit_usd=None if limit is None else Decimal(str(limit)),
         runs_until=started + 3600 * float(hours) if started is not None and hours else None,
     )
-    return JobRecord(
+    return TeamJob(
         money=money,
         state=state,
         owner=str(settings.get("cost.owner") or ""),
@@ -106,7 +106,7 @@ def _forecast_usd(events: Sequence[Event], settings: dict[str, Any], money: JobM
     return float(money.spent_usd) + max(0, left) * float(plan["chosen"]["usd_per_step"])
 
 
-def read_records(jobs: Sequence[str], store: str | None) -> list[JobRecord]:
+def read_records(jobs: Sequence[str], store: str | None) -> list[TeamJob]:
     """Summarize the named jobs. An unreadable job is left out with a message."""
     found = []
     for job in jobs:
@@ -118,7 +118,7 @@ def read_records(jobs: Sequence[str], store: str | None) -> list[JobRecord]:
     return found
 
 
-def _waiting_records(team: Team, folder: Path, known: Sequence[JobRecord]) -> Iterator[JobRecord]:
+def _waiting_records(team: Team, folder: Path, known: Sequence[TeamJob]) -> Iterator[TeamJob]:
     """Yield the waiting jobs of the team file. Those that stopped before keep what they spent."""
     by_name = {one.money.job: one for one in known}
     for one in team.waiting:
@@ -127,7 +127,7 @@ def _waiting_records(team: Team, folder: Path, known: Sequence[JobRecord]) -> It
             yield _waiting_record(one, folder, before)
 
 
-def _waiting_record(one: WaitingJob, folder: Path, before: JobRecord | None) -> JobRecord:
+def _waiting_record(one: WaitingJob, folder: Path, before: TeamJob | None) -> TeamJob:
     config, now = load_config(folder / one.config, project_root=PROJECT_ROOT).config, time.time()
     plan = None
     if config.workload is None:
@@ -137,7 +137,7 @@ def _waiting_record(one: WaitingJob, folder: Path, before: JobRecord | None) -> 
     money = replace(money, value_usd=one.value_usd, spent={} if before is None else before.money.spent)
     refused = f"plan refused ({plan.refusal.outcome}): {plan.refusal.message}" if plan and plan.refusal else ""
     rows = () if before is None else before.rows
-    return JobRecord(
+    return TeamJob(
         money=money, state=WAITING, owner=config.cost.owner or "", forecast_usd=expected, rows=rows, words=refused
     )
 
@@ -153,7 +153,7 @@ def config_money(job: str, config: RunConfig, now_utc: float) -> JobMoney:
     )
 
 
-def admit_waiting(team: Team, now_utc: float, records: Sequence[JobRecord]) -> list[Admission]:
+def admit_waiting(team: Team, now_utc: float, records: Sequence[TeamJob]) -> list[Admission]:
     """Decide who of the waiting jobs may start, in fair order. Jobs that their own plan refuses are left out."""
     every = [one.money for one in records]
     running = [one.money for one in records if one.state == RUNNING]
@@ -161,7 +161,7 @@ def admit_waiting(team: Team, now_utc: float, records: Sequence[JobRecord]) -> l
     return admit(team, now_utc, every, running, waiting)
 
 
-def render_jobs(records: Sequence[JobRecord], team: Team, now_utc: float) -> str:
+def render_jobs(records: Sequence[TeamJob], team: Team, now_utc: float) -> str:
     lines = [
         (
             one_line(one.money.job),
