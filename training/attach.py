@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import nn
@@ -29,6 +29,7 @@ from ebbflow.training.launch.messages import WorkerSpec
 from ebbflow.training.standalone import claim_for_ranks, open_job, plain_name
 
 JOB_VARIABLE = "EBBFLOW_JOB"
+Job = TypeVar("Job", bound=AttachedJob)
 _INTERVALS = ("checkpoint.interval", "checkpoint.interval_steps", "checkpoint.interval_seconds")
 
 
@@ -57,13 +58,10 @@ def attach(
     if scheduler is not None:
         states["scheduler"] = scheduler
     try:
-        if (current := attached_job.current) is not None:
-            raise AttachError(
-                f"attach: this process already runs job {current.name}; fix: call attach once, and pass other models "
-                "and optimizers as keywords: attach(model, optimizer, critic=critic)"
-            )
         _check_arguments(model, optimizer, states)
-        return _attach(model, optimizer, states, store=store, name=name, config=config)
+        return open_attached(
+            lambda spec, gang: AttachedJob(spec, gang, model, optimizer, states), store=store, name=name, config=config
+        )
     except (TrainingError, InfraError) as error:
         refuse(error)
 
@@ -89,15 +87,21 @@ def _check_arguments(model: nn.Module, optimizer: Optimizer | None, states: dict
         ) from error
 
 
-def _attach(
-    model: nn.Module, optimizer: Optimizer | None, states: dict[str, Stateful], **wanted: str | Path | None
-) -> AttachedJob:
-    spec = WorkerSpec.from_environment()
+def open_attached(make: Callable[[WorkerSpec, Gang], Job], **wanted: str | Path | None) -> Job:
+    """Make the job of this process, for the spec of its agent or for a new generation. Collective.
+
+    Raises:
+        AttachError: this process has a job already, or no process group although there are several ranks.
+    """
+    if (current := attached_job.current) is not None:
+        raise AttachError(
+            f"attach: this process already runs job {current.name}; fix: call attach once, and pass other models "
+            "and optimizers as keywords: attach(model, optimizer, critic=critic)"
+        )
     gang = _join_gang()
-    if spec is None:
-        spec = _share(gang, lambda: _open(**wanted))
-    attached_job.current = AttachedJob(spec, gang, model, optimizer, states)
-    return attached_job.current
+    spec = WorkerSpec.from_environment() or _share(gang, lambda: _open(**wanted))
+    attached_job.current = job = make(spec, gang)
+    return job
 
 
 def _join_gang() -> Gang:

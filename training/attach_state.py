@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from ebbflow.training.errors import AttachError
 
 _LARGEST_BUFFER_BYTES = 16 * 2**20
+_Iterate = Callable[[Any], Iterator[Any]]
 _MAPPINGS = {"dict": dict, "ordered": OrderedDict, "counter": Counter}
 
 
@@ -195,11 +196,12 @@ class BatchSource:
     Args:
         seed: this rank's seed.
         say: prints a warning.
+        iterate: makes an iterator of the loader; default: its own method.
     """
 
-    def __init__(self, loader: Any, seed: int, say: Callable[[str], None]) -> None:
+    def __init__(self, loader: Any, seed: int, say: Callable[[str], None], iterate: _Iterate | None = None) -> None:
         self.loader, self._seed, self._say = loader, seed, say
-        self._iterate: Callable[[Any], Iterator[Any]] = getattr(type(loader), "__iter__", iter)
+        self._iterate: _Iterate = iterate or getattr(type(loader), "__iter__", iter)
         dataset = getattr(loader, "dataset", None)
         stock = type(loader) is DataLoader
         workers = getattr(loader, "num_workers", 0) > 0

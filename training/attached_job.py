@@ -18,6 +18,7 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ebbflow.infra.config.schema import RunConfig
@@ -35,6 +36,8 @@ from ebbflow.training.attach_state import (
     split_state,
     to_bytes,
 )
+from ebbflow.training.checkpoint.manifest import TensorEntry
+from ebbflow.training.checkpoint.restore import Place, RestoreResult
 from ebbflow.training.checkpoint.signing import signer, use_signing_key
 from ebbflow.training.checkpoint.state import SHARED_PREFIX, FurtherState, restore_rng, rng_name
 from ebbflow.training.errors import AttachError, TrainingError, describe_exception
@@ -80,6 +83,8 @@ class AttachedJob:
         epoch: number of the epoch, from 0.
         resumed: whether a commit was restored.
     """
+
+    _kept_steps = 0  # events of steps that are not emitted yet, because their loss may follow
 
     def __init__(
         self,
@@ -219,8 +224,7 @@ class AttachedJob:
             state = "has ended" if self._closed else "already runs a loop"
             refuse(AttachError(f"job {self.name} {state}; fix: use one of job.batches, job.epochs and job.steps, once"))
         self._looping = True
-        if self._rng:  # the user's code may have drawn numbers since the restore
-            restore_rng(self._gang.rank, {rng_name(self._gang.rank, name): own for name, own in self._rng.items()})
+        self.restore_random_states()
         self._synced_at = time.monotonic()
         try:
             yield
@@ -232,10 +236,15 @@ class AttachedJob:
         if not self._in_block:
             self._complete()
 
+    def restore_random_states(self) -> None:
+        """Bring back the random states of the commit, once: code may have drawn numbers since it was restored."""
+        rng, self._rng = self._rng, {}
+        restore_rng(self._gang.rank, {rng_name(self._gang.rank, name): state for name, state in rng.items()})
+
     def _open_source(self, loader: Any) -> BatchSource:
         if self._source is None or self._source.loader is not loader:
             try:
-                self._source = BatchSource(loader, self._seed, self._say)
+                self._source = BatchSource(loader, self._seed, self.say)
             except AttachError as error:
                 refuse(error)
             if self._source_state is not None:
@@ -289,11 +298,13 @@ class AttachedJob:
                 self._sync(unsettled)
         self._reporter.enter("data", self.step + 1)
 
-    def _record(self, samples: int) -> None:
+    def _record(self, samples: int, learning_rate: float | None = None) -> None:
         data: dict[str, Any] = {"tokens": self._logged.pop("tokens", samples)}
         data["seconds"] = seconds = self._reporter.clock.take()
-        if self._optimizer is not None and isinstance(rate := self._optimizer.param_groups[0]["lr"], float):
-            data["learning_rate"] = rate
+        if self._optimizer is not None:
+            learning_rate = self._optimizer.param_groups[0]["lr"]
+        if isinstance(learning_rate, float):
+            data["learning_rate"] = learning_rate
         data |= self._saves.record_step_time(seconds, saving=self._saver.busy)
         self._steps.append((self.step, (time.time(), time.monotonic()), data, self._logged.pop("loss", None)))
         if self._logged:
@@ -302,25 +313,44 @@ class AttachedJob:
                 self._reporter.emit(EVALUATION, step=self.step, metrics=metrics)
             self._saves.extra["metrics"] = {**metrics, "step": self.step}
 
-    def _flush_steps(self) -> float:
-        """Emit the events of the steps since the last call, and return the last loss; 0 without one."""
-        last = 0.0
-        for step, at, data, loss in self._steps:
+    def _flush_steps(self, keep: int = 0) -> float:
+        """Emit the events of the steps since the last call but the last `keep`, and return the last loss, or 0."""
+        last, count = 0.0, len(self._steps) - keep
+        for step, at, data, loss in self._steps[:count]:
             if loss is not None:
                 last = float(loss)
                 if math.isfinite(last):
                     data["loss"] = last
             self._reporter.emit(STEP, step=step, at=at, **data)
-        self._steps.clear()
+        del self._steps[:count]
         return last
 
     def _sync(self, unsettled: bool) -> None:
         """Agree with the other ranks on saves and stops, and act on them. Collective."""
+        sync = self._agree(unsettled)
+        stopping, wanted = sync.stop is not Stop.NONE, sync.stop is not Stop.NONE or sync.save_due
+        if wanted and not sync.settled and sync.last_save[1] > _LAST_SECONDS:
+            self._next_sync = self.step + 1
+            return
+        if sync.settled:
+            self._save(sync)
+            if self._optimizer is None:
+                self._saver.before_step()
+        if stopping:
+            self._leave(sync.stop)
+        self._plan_next_sync(sync)
+
+    def _save(self, sync: StepSync) -> None:
+        last = sync.stop not in (Stop.NONE, Stop.INTERRUPTED)
+        self._saves.save_if_due(Position(self.step, self._samples), sync, last=last)
+
+    def _agree(self, unsettled: bool = False) -> StepSync:
+        """Exchange the wishes of all ranks. Collective."""
         now, saves = time.monotonic(), self._saves
         row = Row(
             step=self.step,
             cursor=self._samples,
-            loss_sum=self._flush_steps(),
+            loss_sum=self._flush_steps(self._kept_steps),
             weight=1.0,
             square_sum=0.0,
             flops=0.0,
@@ -338,18 +368,7 @@ class AttachedJob:
         sync = exchange(self._gang, row)
         if sync.failed_save:
             self._saver.abandon(sync.failed_save)
-        stopping, wanted = sync.stop is not Stop.NONE, sync.stop is not Stop.NONE or sync.save_due
-        if wanted and not sync.settled and sync.last_save[1] > _LAST_SECONDS:
-            self._next_sync = self.step + 1
-            return
-        at = Position(self.step, self._samples)
-        if sync.settled:
-            saves.save_if_due(at, sync, last=stopping and sync.stop is not Stop.INTERRUPTED)
-            if self._optimizer is None:
-                self._saver.before_step()
-        if stopping:
-            self._leave(sync.stop)
-        self._plan_next_sync(sync)
+        return sync
 
     def _plan_next_sync(self, sync: StepSync) -> None:
         """Choose the step of the next sync, equally on all ranks: from rank 0's duration of a step."""
@@ -378,11 +397,14 @@ class AttachedJob:
         shared: dict[str, Tensor] = {}
         for name, one in self._states.items():
             split_state(one.state_dict(), f"{SHARED_PREFIX}{name}", shared)
-        if self._spec.candidates:
-            self._reporter.enter("restore", 0)
-        self._saver.further = FurtherState({}, shared)
-        begun = time.monotonic()
-        restored = self._saver.restore(self._spec.candidates, self._model, self._optimizer)
+
+        def place(name: str, entry: TensorEntry) -> Tensor:
+            there = shared.get(name)
+            if there is None or tuple(there.shape) != entry.shape or not isinstance(there, DTensor):
+                return torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+            return there
+
+        restored = self._read_commit(place)
         if restored is None:
             return
         if (at := restored.extra.get("attach")) is None:
@@ -396,23 +418,34 @@ class AttachedJob:
             if name in at["states"]:
                 one.load_state_dict(join_state(at["states"][name], restored.further.shared))
             else:
-                self._say(f"{restored.key} has no state of {name}, which begins anew")
-        self.step, self.epoch, self._batch = restored.step, at["epoch"], at["batch"]
-        self._samples, self._saved_step, self.resumed = restored.extra["cursor"], restored.step, True
-        self._next_sync = self._synced_step = self.step
+                self.say(f"{restored.key} has no state of {name}, which begins anew")
+        self.epoch, self._batch = at["epoch"], at["batch"]
         own = restored.further.own
-        if restored.rng == "restored":
-            self._rng = own
         if "attach" in own:
             kept = from_bytes(own["attach"])
             self._seed, self._source_state = kept["seed"], join_state(kept["source"], own)
         for name, buffer in own_buffers(self._model).items():
             if (stored := own.get(name)) is not None and stored.shape == buffer.shape:
                 buffer.copy_(stored)
+
+    def _read_commit(self, place: Place) -> RestoreResult | None:
+        """Read the newest commit, and go on from its step. Collective."""
+        if self._spec.candidates:
+            self._reporter.enter("restore", 0)
+        begun = time.monotonic()
+        restored = self._saver.restore(self._spec.candidates, self._model, self._optimizer, place=place)
+        if restored is None:
+            return None
+        self.step, self._samples = restored.step, restored.extra["cursor"]
+        self._next_sync = self._synced_step = self._saved_step = self.step
+        self.resumed = True
+        if restored.rng == "restored":
+            self._rng = restored.further.own
         if self._saves.save_schedule is not None:
             self._saves.save_schedule.remember(restored.extra.get("exposed_seconds", 0.0))
             report_restore(self._reporter, restored, time.monotonic() - begun)
-        self._say(f"job {self.name} goes on from step {self.step}")
+        self.say(f"job {self.name} goes on from step {self.step}")
+        return restored
 
     def _watch_model(self) -> None:
         """Follow the optimizer's steps, and the evaluations of the model."""
@@ -441,7 +474,7 @@ class AttachedJob:
             message = f"{message}; the last save did not become a commit: {error}"
         message = f"{message}; {self._saves.describe_resume_point(at)}"
         self._end(stop.outcome, message)
-        self._say(f"job {self.name}, step {self.step}: {message}")
+        self.say(f"job {self.name}, step {self.step}: {message}")
         self._exit_code = stop.outcome.exit_code
         raise SystemExit(self._exit_code)
 
@@ -493,7 +526,8 @@ class AttachedJob:
         release_job()
         current = None
 
-    def _say(self, text: str) -> None:
+    def say(self, text: str) -> None:
+        """Print a line on rank 0."""
         if self._gang.rank == 0:
             print(f"ebbflow: {text}", flush=True)
             if text.startswith("reading"):

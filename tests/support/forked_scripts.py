@@ -59,11 +59,18 @@ def _serve() -> None:
         if "poll" in request:
             pid, status = os.waitpid(request["poll"], os.WNOHANG)
             answer = os.waitstatus_to_exitcode(status) if pid else None
+        elif "preload" in request:
+            answer = [importlib.import_module(name).__name__ for name in request["preload"]]
         else:
             answer = os.fork()
             if answer == 0:
                 _run(Path(request["script"]), request["words"], request["environment"])
         print(json.dumps(answer), flush=True)
+
+
+def preload(*modules: str) -> None:
+    """Import modules once for all scripts that are started from now on."""
+    _server().ask(preload=modules)
 
 
 class ScriptRank:

@@ -16,7 +16,7 @@ from ebbflow.infra.store import Store
 from ebbflow.training.checkpoint.inflight_save import InflightSave, SaveTracker, UploadCost, UploaderClient
 from ebbflow.training.checkpoint.lineage import CommitRef, Generation, amend_parent
 from ebbflow.training.checkpoint.manifest import CheckpointId
-from ebbflow.training.checkpoint.restore import RestoreResult, restore_newest
+from ebbflow.training.checkpoint.restore import Place, RestoreResult, restore_newest
 from ebbflow.training.checkpoint.retention import RetentionPolicy
 from ebbflow.training.checkpoint.save_plan import SavePlanner
 from ebbflow.training.checkpoint.staging import StagedState, StagingArea
@@ -217,11 +217,14 @@ class Checkpointer:
         flights.raise_if_lost()
         return flights.last_commit
 
-    def restore(self, candidates: list[str], model: nn.Module, optimizer: Optimizer | None) -> RestoreResult | None:
+    def restore(
+        self, candidates: list[str], model: nn.Module, optimizer: Optimizer | None, *, place: Place | None = None
+    ) -> RestoreResult | None:
         """Fill model and optimizer from the first candidate that all ranks can verify; return None without candidates.
 
-        Damaged candidates are quarantined and reported. `candidates` are commit keys, newest first. Raises
-        CommitMismatch (the commit belongs to another model), CheckpointError (no candidate can be restored).
+        Damaged candidates are quarantined and reported. `candidates` are commit keys, newest first. `place` chooses the
+        tensors into which those of `FurtherState.shared` are read; by default none is read. Raises CommitMismatch (the
+        commit belongs to another model), CheckpointError (no candidate can be restored).
         """
         if self._generation.parent is not None and self._generation.parent not in candidates:
             raise CheckpointError(
@@ -236,7 +239,7 @@ class Checkpointer:
             self._rank,
             self._world_size,
             node=self._node,
-            shared=self.further.shared,
+            place=place,
         )
         self._planner.forget()
         if restored is not None:

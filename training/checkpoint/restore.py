@@ -12,7 +12,7 @@ import json
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +27,7 @@ from ebbflow.infra.layout import quarantine_key
 from ebbflow.infra.store import Store
 from ebbflow.training.checkpoint.dcp_reader import CommitReader
 from ebbflow.training.checkpoint.lineage import CommitRef, nothing_to_restore_error, reachable_commits
-from ebbflow.training.checkpoint.manifest import VERSION
+from ebbflow.training.checkpoint.manifest import VERSION, TensorEntry
 from ebbflow.training.checkpoint.reader import find_problem_in_new_process, read_manifest
 from ebbflow.training.checkpoint.state import (
     SHARED_PREFIX,
@@ -60,6 +60,8 @@ _AWAY = "away"  # the store is unreachable for at least one rank
 _UNRELIABLE = "unreliable"  # the reader fails, not the commit
 # (commit key, data object or "", chunk or None) → the problem that another process finds, "" for none
 ReadAgain = Callable[[str, str, int | None], str]
+# Returns the tensor into which a tensor of the commit is read; None if it is not wanted.
+Place = Callable[[str, TensorEntry], Tensor | None]
 # Pauses before a commit is read again after a store error. Failing at once would waste a generation, and three failures
 # for the same reason would look like a crash loop.
 _AGAIN_SECONDS = (0.5, 1.0, 2.0, 4.0)
@@ -118,7 +120,7 @@ def restore_newest(
     world_size: int,
     *,
     node: int = 0,
-    shared: Mapping[str, Tensor] | None = None,
+    place: Place | None = None,
     read_again: ReadAgain | None = None,
 ) -> RestoreResult | None:
     """Try the candidates in order until all ranks have verified one; return None if there are no candidates.
@@ -128,7 +130,7 @@ def restore_newest(
     Args:
         candidates: commit keys, newest first.
         node: number of this rank's node.
-        shared: tensors of `FurtherState.shared` to fill in place; others of the commit are allocated on the CPU.
+        place: chooses the tensors into which those of `FurtherState.shared` are read; default: none is read.
         read_again: makes another process read a doubtful part again; default: a new process on this machine.
 
     Raises UnreliableReader (some ranks read wrongly what a second reader finds sound. Those ranks raise it 20 s
@@ -139,7 +141,7 @@ def restore_newest(
     began = time.monotonic()
     rejected: list[RejectedCommit] = []
     again = read_again or functools.partial(find_problem_in_new_process, store.uri)
-    reader = _Reader(rank, world_size, node, again, shared or {})
+    reader = _Reader(rank, world_size, node, again, place or (lambda name, entry: None))
     for key in candidates:
         attempted, loaded, verdict, agree = _attempt_with_retries(store, key, model, optimizer, reader)
         kind, reason = verdict.kind, verdict.reason
@@ -198,7 +200,7 @@ class _Reader:
     world_size: int
     node: int
     read_again: ReadAgain
-    shared: Mapping[str, Tensor]
+    place: Place
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,10 +276,8 @@ def _load(store: Store, key: str, model: nn.Module, optimizer: Optimizer | None,
                 rng[name] = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
     shared = {}
     for name, entry in reader.manifest.tensors.items():
-        if name.startswith(SHARED_PREFIX):
-            there = own.shared.get(name)
-            new = there is None or tuple(there.shape) != entry.shape
-            shared[name] = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype)) if new else there
+        if name.startswith(SHARED_PREFIX) and (target := own.place(name, entry)) is not None:
+            shared[name] = target
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner({**targets, **rng, **shared}, reader.read_metadata(), True)
     plan = planner.finish_plan(planner.create_local_plan())

@@ -1,0 +1,132 @@
+"""Commits for the Trainer of Lightning.
+
+    trainer = Trainer(..., callbacks=[CommitCallback()])
+    trainer.fit(model, loader, ckpt_path=CommitCallback.restore(trainer, loader))
+
+A commit holds a checkpoint file of Lightning. Lightning alone reads the first samples of an epoch again when it resumes
+in the middle of it, and restores no random states. This callback makes the order of the loader's samples a function of
+the seed and the epoch, skips the batches that were read, and restores the random states.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.utils.data import DataLoader
+
+from ebbflow.training.attach_state import BatchSource
+from ebbflow.training.attached_folder import FolderJob, attach_folder
+from ebbflow.training.attached_job import refuse
+from ebbflow.training.errors import AttachError
+
+
+class CommitCallback(Callback):
+    """Callback that saves and commits when a commit is due. The arguments are those of `ebbflow.attach`."""
+
+    def __init__(self, *, store: str | None = None, name: str | None = None, config: str | Path | None = None) -> None:
+        self._wanted = {"store": store, "name": name, "config": config}
+        self._job: FolderJob | None = None
+        self._seed = torch.initial_seed()
+        self._epoch = self._read = self._skip = 0  # epochs read, batches of this epoch read, batches to skip
+        self._global_step = 0
+        self._last: Path | None = None
+
+    @staticmethod
+    def restore(trainer: Trainer, loader: Any = None) -> str | None:
+        """Restore the newest commit, and return the checkpoint from which `fit` resumes.
+
+        With the training loader, a resumed run reads the same samples as an uninterrupted one.
+        """
+        found = [one for one in getattr(trainer, "callbacks", []) if isinstance(one, CommitCallback)]
+        if len(found) != 1:
+            refuse(AttachError(f"the Trainer has {len(found)} CommitCallbacks; fix: callbacks=[CommitCallback()]"))
+        job = found[0]._attach(trainer)
+        found[0]._keep_order(loader)
+        return None if job.restored is None else str(job.restored)
+
+    def _keep_order(self, loader: Any) -> None:
+        job = self._job
+        assert job is not None
+        if isinstance(loader, DataLoader) and not hasattr(loader, "state_dict"):
+            iterate = type(loader).__iter__
+            sources: list[BatchSource] = []
+
+            def read(loader: DataLoader[Any]) -> Iterator[Any]:
+                if not sources or sources[-1].loader is not loader:  # Lightning may copy it for another sampler
+                    sources.append(BatchSource(loader, self._seed, job.say, iterate=iterate))
+                self._read, self._skip = self._skip, 0
+                job.restore_random_states()
+                return sources[-1].epoch(self._epoch, self._read)
+
+            loader.__class__ = type(type(loader).__name__, (type(loader),), {"__iter__": read})
+        elif not hasattr(loader, "state_dict"):
+            job.say("samples of an epoch are read again after a resume; fix: CommitCallback.restore(trainer, loader)")
+
+    def _folder(self, trainer: Trainer) -> Path:
+        return Path(trainer.default_root_dir, "ebbflow-checkpoints")
+
+    def _attach(self, trainer: Trainer) -> FolderJob:
+        if self._job is None:
+            if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+                trainer.strategy.setup_environment()  # joins the process group, which `fit` would do later
+            self._job = attach_folder(self._folder(trainer), **self._wanted)
+        return self._job
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seed": self._seed, "epoch": self._epoch, "read": self._read}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._seed, self._epoch, self._skip = (state_dict[name] for name in ("seed", "epoch", "read"))
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        job = self._attach(trainer)
+        if job.resumed and trainer.global_step == 0:
+            fix = "fix: trainer.fit(..., ckpt_path=CommitCallback.restore(trainer))"
+            refuse(AttachError(f"job {job.name} is at step {job.step}, and the Trainer begins anew; {fix}"))
+        self._global_step = trainer.global_step
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        self._attach(trainer).begin_step()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        job = self._attach(trainer)
+        self._read += 1
+        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        if loss is not None:
+            job.log(loss=loss)
+        updated, self._global_step = trainer.global_step != self._global_step, trainer.global_step
+        # The code of an epoch's end has not run after its last batch, and Lightning would not run it after a resume.
+        if job.end_step(updated=updated and not trainer.is_last_batch):
+            self._save(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._epoch, self._read = self._epoch + 1, 0
+
+    def _save(self, trainer: Trainer) -> None:
+        job = self._attach(trainer)
+        path = self._folder(trainer) / f"step-{job.step}.ckpt"
+        trainer.save_checkpoint(path)
+        former, self._last = self._last, path
+        job.commit(path)
+        if former is not None and trainer.is_global_zero:
+            former.unlink(missing_ok=True)
+
+    def on_validation_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        self._attach(trainer).begin_evaluation()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        job = self._attach(trainer)
+        if not job.is_committed:
+            self._save(trainer)
+        job.complete()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if self._job is not None:
+            self._job.__exit__(type(exception), exception, None)

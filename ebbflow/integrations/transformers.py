@@ -1,0 +1,87 @@
+"""Commits for the Trainer of Hugging Face transformers, and of libraries that build on it, such as TRL and PEFT.
+
+    trainer = Trainer(..., callbacks=[CommitCallback()])
+    trainer.train(resume_from_checkpoint=CommitCallback.restore(trainer))
+
+A commit holds the folder `checkpoint-<step>` that the Trainer writes. The Trainer resumes exactly from it.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
+
+from ebbflow.training.attached_folder import FolderJob, attach_folder
+from ebbflow.training.attached_job import refuse
+from ebbflow.training.errors import AttachError
+
+
+class CommitCallback(TrainerCallback):
+    """Callback that lets a Trainer save when a commit is due, and commits what it saves.
+
+    The arguments are those of `ebbflow.attach`. The Trainer still saves when its own arguments say so; these folders
+    are committed as well.
+    """
+
+    def __init__(self, *, store: str | None = None, name: str | None = None, config: str | Path | None = None) -> None:
+        self._wanted = {"store": store, "name": name, "config": config}
+        self._job: FolderJob | None = None
+
+    @staticmethod
+    def restore(trainer: Trainer) -> str | None:
+        """Restore the newest commit into the Trainer's output folder, and return what `train` resumes from."""
+        found = [one for one in trainer.callback_handler.callbacks if isinstance(one, CommitCallback)]
+        if len(found) != 1:
+            refuse(AttachError(f"the Trainer has {len(found)} CommitCallbacks; fix: callbacks=[CommitCallback()]"))
+        restored = found[0]._attach(trainer.args).restored
+        return None if restored is None else str(restored)
+
+    def _attach(self, args: TrainingArguments) -> FolderJob:
+        if args.save_only_model or args.ignore_data_skip:
+            name = "save_only_model" if args.save_only_model else "ignore_data_skip"
+            refuse(AttachError(f"TrainingArguments.{name} makes an exact resume impossible; fix: leave it out"))
+        if self._job is None:
+            assert args.output_dir is not None
+            self._job = attach_folder(args.output_dir, **self._wanted)
+        return self._job
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        job = self._attach(args)
+        if job.step != state.global_step:
+            fix = "fix: trainer.train(resume_from_checkpoint=CommitCallback.restore(trainer))"
+            refuse(AttachError(f"job {job.name} is at step {job.step}, the Trainer at {state.global_step}; {fix}"))
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        self._attach(args).begin_step()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        samples = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+        scheduler = kwargs.get("lr_scheduler")
+        rate = None if scheduler is None else float(scheduler.get_last_lr()[0])
+        wanted = self._attach(args).end_step(samples, learning_rate=rate)
+        control.should_save |= wanted or state.global_step >= state.max_steps
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        logs = kwargs.get("logs") or {}
+        if self._job is not None and "loss" in logs:
+            self._job.log_last_step(logs["loss"])
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        assert args.output_dir is not None
+        self._attach(args).commit(Path(args.output_dir, f"checkpoint-{state.global_step}"))
+
+    def on_prediction_step(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        if self._job is not None:
+            self._job.begin_evaluation()
+
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        metrics = kwargs.get("metrics") or {}
+        if self._job is not None:
+            numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
+            self._job.log(**{name: value for name, value in numbers.items() if math.isfinite(value)})
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        self._attach(args).complete()

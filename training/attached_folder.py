@@ -1,0 +1,184 @@
+"""The job of a framework that writes its own checkpoints: each commit holds the files of one folder.
+
+The framework trains, and writes a folder when the job asks for one. The files become tensors of bytes of an ordinary
+commit, so they are staged, uploaded, verified and kept like any other.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ebbflow.infra.errors import InfraError
+from ebbflow.training.attach import open_attached
+from ebbflow.training.attached_job import AttachedJob, Stateful, refuse
+from ebbflow.training.checkpoint.manifest import TensorEntry
+from ebbflow.training.checkpoint.state import SHARED_PREFIX, FurtherState
+from ebbflow.training.errors import AttachError, TrainingError
+from ebbflow.training.gang import Gang
+from ebbflow.training.launch.messages import WorkerSpec
+from ebbflow.training.limits import Position, Stop
+from ebbflow.training.step_sync import StepSync
+
+_PREFIX = f"{SHARED_PREFIX}file."
+
+
+def attach_folder(
+    into: Path | str, *, store: str | None = None, name: str | None = None, config: str | Path | None = None
+) -> FolderJob:
+    """Attach this process to a job whose commits are folders, and restore the newest one into `into`.
+
+    Every rank calls it. The other arguments are those of `ebbflow.attach`.
+    """
+    try:
+        folder = Path(into)
+        return open_attached(lambda spec, gang: FolderJob(spec, gang, folder), store=store, name=name, config=config)
+    except (TrainingError, InfraError) as error:
+        refuse(error)
+
+
+class FolderJob(AttachedJob):
+    """A job whose steps are counted, and whose commits are written, by a framework.
+
+    Attributes:
+        restored: the restored folder or file; None if the job begins.
+    """
+
+    def __init__(self, spec: WorkerSpec, gang: Gang, into: Path) -> None:
+        self.restored: Path | None = None
+        self._into, self._folder = into, Path()
+        self._pending: StepSync | None = None
+        states: dict[str, Stateful] = {}
+        super().__init__(spec, gang, nn.Module(), None, states)
+
+    _kept_steps = 1
+
+    @property
+    def is_committed(self) -> bool:
+        """Whether the state after the last step was committed."""
+        return self._saved_step == self.step
+
+    def log_last_step(self, loss: float) -> None:
+        """Record the loss of the last step, which the framework knows after the step's end."""
+        if self._steps:
+            self._steps[-1] = (*self._steps[-1][:3], loss)
+
+    def begin_step(self) -> None:
+        self._looping = True
+        self._begin_step()
+
+    def begin_evaluation(self) -> None:
+        self._reporter.enter("evaluation", self.step)
+
+    def end_step(self, samples: int = 1, *, learning_rate: float | None = None, updated: bool = True) -> bool:
+        """Count a step, and return whether the framework must write a folder now, equally on all ranks. Collective.
+
+        Args:
+            updated: whether the optimizer has used all gradients, so that the state can be saved.
+        """
+        self.step += 1
+        self._samples += samples
+        self._record(samples, learning_rate)
+        if self.step >= self._next_sync or (self._gang.alone and self._limits.drain_requested):
+            sync = self._agree(not updated)
+            skipped = sync.saving and self._config.checkpoint.when_busy == "skip"
+            if sync.stop is not Stop.NONE or (sync.save_due and not skipped):
+                if sync.settled:
+                    self._pending = sync
+                else:
+                    self._next_sync = self.step + 1
+            else:
+                self._plan_next_sync(sync)
+        self._reporter.enter("data", self.step + 1)
+        return self._pending is not None
+
+    def commit(self, folder: Path | str) -> None:
+        """Commit a folder or file that the framework has written on all ranks. Collective.
+
+        Exits with code 75 if the job was asked to leave.
+        """
+        sync, self._pending = self._pending, None
+        self._reporter.enter("checkpoint", self.step)
+        self._folder = Path(folder)
+        self._flush_steps()  # what led to a commit is known wherever the commit is
+        if not self._gang.alone:
+            dist.barrier(group=self._gang.group)
+        try:
+            if sync is not None:
+                self._save(sync)
+            else:
+                self._saves.save(Position(self.step, self._samples))
+            self._saver.before_step()
+        except TrainingError as error:
+            refuse(error)
+        self._saver.further = FurtherState()  # closes the files
+        if sync is not None and sync.stop is not Stop.NONE:
+            self._leave(sync.stop)
+        self._plan_next_sync(sync or self._agree())
+        self._reporter.enter("data", self.step + 1)
+
+    def complete(self) -> None:
+        """End the job; its last commit stands."""
+        self._saved_step = self.step
+        self._complete()
+
+    def _capture(self, step: int) -> dict[str, Any]:
+        folder = self._folder
+        paths = [folder] if folder.is_file() else sorted(path for path in folder.rglob("*") if path.is_file())
+        base = folder.parent
+        if not paths:
+            raise AttachError(f"{folder}: rank {self._gang.rank} sees no files; fix: let all ranks write to one folder")
+        shared = {}
+        for path in paths:
+            if size := path.stat().st_size:
+                name = f"{_PREFIX}{path.relative_to(base)}"
+                shared[name] = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
+        self._saver.further = FurtherState({}, shared)
+        self._saved_step = step
+        empty = [str(path.relative_to(base)) for path in paths if not path.stat().st_size]
+        return {"folder": {"name": folder.name, "empty": empty}}
+
+    def _restore(self) -> None:
+        """Write the folder of the newest commit, on one rank of each node. Collective."""
+        writes = self._gang.rank % self._spec.colocated_ranks == 0
+        partial = self._into / ".ebbflow-restored"
+        if writes:
+            shutil.rmtree(partial, ignore_errors=True)
+
+        def place(name: str, entry: TensorEntry) -> Tensor | None:
+            if not (writes and name.startswith(_PREFIX)):
+                return None
+            path = _inside(partial, name.removeprefix(_PREFIX))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.unlink(missing_ok=True)  # of a damaged commit that was tried before
+            return torch.from_file(str(path), shared=True, size=entry.shape[0], dtype=torch.uint8)
+
+        restored = self._read_commit(place)
+        if restored is None:
+            return
+        if (known := restored.extra.get("folder")) is None:
+            raise AttachError(f"{restored.key} is no folder of a framework; fix: give this job another name")
+        self.restored = _inside(self._into, known["name"])
+        if writes:
+            for name in known["empty"]:
+                path = _inside(partial, name)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.touch()
+            if self.restored.is_dir():
+                shutil.rmtree(self.restored)
+            (partial / known["name"]).replace(self.restored)
+            shutil.rmtree(partial, ignore_errors=True)
+        if not self._gang.alone:
+            dist.barrier(group=self._gang.group)
+
+
+def _inside(folder: Path, name: str) -> Path:
+    path = (folder / name).absolute()
+    if ".." in Path(name).parts or not path.is_relative_to(folder.absolute()):
+        raise AttachError(f"{name!r} of a commit leads out of {folder}")
+    return path
