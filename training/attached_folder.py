@@ -68,6 +68,10 @@ class FolderJob(AttachedJob):
         if self._steps:
             self._steps[-1] = (*self._steps[-1][:3], loss)
 
+    def watch_signals(self) -> None:
+        """Handle SIGTERM alone: save and leave."""
+        self._limits.watch_signals()
+
     def begin_step(self) -> None:
         self._looping = True
         self._begin_step()
