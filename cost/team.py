@@ -139,31 +139,32 @@ def admit(
     Args:
         jobs: All jobs that spent money, the running and the waiting ones included.
     """
-    started, found = list(running), []
+    known: dict[tuple[str, str], Decimal | None] = {}
+    found = []
     for job in order_by_value(waiting):
-        verdict, words = _judge(team, now_utc, jobs, started, job)
+        months = job.months(now_utc)
+        for month in months:
+            if (job.project, month) not in known:
+                known[job.project, month] = left_usd(team, job.project, month, now_utc, jobs, running)
+        left = {month: usd for month in months if (usd := known[job.project, month]) is not None}
+        verdict, words = _judge(team, job, left)
         found.append(Admission(job=job, verdict=verdict, words=words))
         if verdict == "start":
-            started.append(job)
+            known |= {(job.project, month): usd - job.may_spend_usd for month, usd in left.items()}
     return found
 
 
-def _judge(
-    team: Team, now_utc: float, jobs: Sequence[JobMoney], started: Sequence[JobMoney], job: JobMoney
-) -> tuple[Verdict, str]:
+def _judge(team: Team, job: JobMoney, left: Mapping[str, Decimal]) -> tuple[Verdict, str]:
+    """Judge a job by what is left of its project's budget in each month in which it can run."""
     needed = job.may_spend_usd
-    for month in job.months(now_utc):
-        left = left_usd(team, job.project, month, now_utc, jobs, started)
-        if left is None:
-            continue
-        budget = team.budget_usd(job.project, month)
-        where = f"project {job.project!r} in {month}: {format_usd(left, 2)} left of {format_usd(budget, 2)}"
+    for month, usd in left.items():
+        budget = team.budget_usd(job.project, month) or Decimal(0)
+        where = f"project {job.project!r} in {month}: {format_usd(usd, 2)} left of {format_usd(budget, 2)}"
         if job.limit_usd is None:
             return "refuse", f"set cost.budget_usd: without a limit of its own the job may spend anything. {where}"
-        if needed > left:
-            own = job.spent.get(month, Decimal(0))
-            verdict: Verdict = "refuse" if needed + own > (budget or 0) else "wait"
-            return verdict, f"may spend {format_usd(needed, 2)}. {where}"
+        if needed > usd:
+            ever = needed + job.spent.get(month, Decimal(0)) <= budget
+            return "wait" if ever else "refuse", f"may spend {format_usd(needed, 2)}. {where}"
     return "start", f"may spend {format_usd(needed, 2)}"
 
 

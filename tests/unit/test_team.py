@@ -138,7 +138,7 @@ def months(seed: int, count: int) -> Iterator[tuple[str, Decimal, Decimal]]:
             if one.verdict == "start":
                 running.append(one.job)
         started = {job.job for job in running}
-        waiting = [pair for pair in waiting if pair[0].job not in started and draw.random() > 0.02]
+        waiting = [pair for pair in waiting if pair[0].job not in started and draw.random() > 0.1]
         month, still = month_of(now), []
         for job in running:
             usd = job.may_spend_usd * Decimal(str(draw.choice([0.0, draw.random(), 1.0])))
