@@ -1,9 +1,12 @@
-"""Calibration of the plan's probability of missing the deadline, against what the traces then did.
+"""Calibration of the plan's probability of missing the deadline, against what the traces then did, cross-validated.
 
 A forecast is made at a moment at which the zone has capacity, for a job that stays on spot in that zone and waits after
-a loss. The hazard is estimated from the stays of one job per day in that zone over the last week
-(`cost.job_history`, half-life of a day). The waits are the plan's built-in ones, from the same nine zones together, so
-the calibration is favourable in that respect.
+a loss. The hazard is estimated from the stays of one job per day in that zone before that moment
+(`cost.job_history`, half-life of a day).
+
+The waits are those of all zones but the forecast one, so that no figure of a zone is used to forecast it; likewise
+the base rate is that of the other zones. Each suite is also split into the two halves of its time. The half-life and
+the worth of observations were chosen on all nine zones, by the losses of each next day and by this score.
 """
 
 from __future__ import annotations
@@ -11,8 +14,10 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -23,65 +28,122 @@ from benchmarks.money.simulator import PUBLISHED, SimulatedJob, simulate
 from benchmarks.money.world import World, cut_world
 from ebbflow.cost.errors import SimulationError
 from ebbflow.cost.job_history import JobHistory, JobMeasurements, PoolStay
+from ebbflow.cost.plan.forecast import WAIT_HOURS, forecast_quantiles, reclaim_prior
 from ebbflow.cost.plan.forecast import ForecastInputs as Course
-from ebbflow.cost.plan.forecast import forecast_quantiles, reclaim_prior
 
 _SEED = 20230216
-_WEEK_HOURS = 168.0
 _DAY_HOURS = 24.0
 _BINS = 10
-_LONGEST_DEADLINE_HOURS = 48.0 * 3
 _BAND = 2
 # Moments drawn to find capacity in a zone; a zone without capacity at all of them is an error.
 _DRAWS = 1000
+# Traces: hours of history before a forecast, and most hours of work. The traces of gangs last 13 to 18 days.
+SUITES = {"availability": (168.0, 48.0), "gang": (72.0, 24.0)}
+_LONGEST_DEADLINE = 3.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class JudgedForecast:
+    """A forecast P(miss), and whether the job missed. `late` tells that it is of the second half of the traces."""
+
+    zone: str
+    late: bool
+    said: float
+    missed: bool
 
 
 def calibrate(data: Path, count: int) -> dict[str, Any]:
     """Compare forecasts with outcomes. Raises SimulationError if nothing can be forecast.
 
     Returns:
-        `bins`: (from, to, forecasts, mean forecast, share missed); `brier` and `base_brier` (always the mean rate);
-        `dispersion`: variance over mean of the losses of a day (1: independent).
+        `bins`: (from, to, forecasts, mean forecast, share missed) in `availability`; `brier` and `base_brier` (always
+        the rate of the other zones); `dispersion`: variance over mean of the losses of a day (1: independent);
+        `parts`: (suite, zone or half, forecasts, mean forecast, share missed, Brier score, that of the base rate).
     """
-    chance = random.Random(_SEED)
-    worlds = {zone: world_at(data, "availability", (zone,)) for zone in zones_of(data, "availability")}
-    least = _WEEK_HOURS + _LONGEST_DEADLINE_HOURS + 1.0
-    if short := [zone for zone, world in worlds.items() if world.hours < least]:
-        raise SimulationError(
-            f"traces of {', '.join(short)}: shorter than {least:.0f} h, a week and the longest deadline; --forecasts 0"
-        )
-    zones = list(worlds)
-    made = [_forecast(worlds[zone], chance, zone) for zone in (zones[index % len(zones)] for index in range(count))]
-    said, came = np.asarray([one[0] for one in made]), np.asarray([one[1] for one in made], dtype=float)
+    made = {suite: _forecast_suite(data, suite, count) for suite in SUITES}
+    first = made["availability"]
     bins = []
     for index in range(_BINS):
         low, high = index / _BINS, (index + 1) / _BINS
-        inside = (said >= low) & ((said < high) | (index == _BINS - 1))
-        if inside.any():
-            bins.append((low, high, int(inside.sum()), float(said[inside].mean()), float(came[inside].mean())))
+        inside = [one for one in first if low <= one.said and (one.said < high or index == _BINS - 1)]
+        if inside:
+            bins.append(
+                (low, high, len(inside), fmean(one.said for one in inside), fmean(one.missed for one in inside))
+            )
+    parts = []
+    for suite, every in made.items():
+        groups = {"all": every} | {zone: [one for one in every if one.zone == zone] for zone in _zones(every)}
+        groups |= {
+            name: [one for one in every if one.late == late] for late, name in enumerate(("first half", "second half"))
+        }
+        parts += [(suite, name, *_score(group, every)) for name, group in groups.items() if group]
+    worlds = [world_at(data, "availability", (zone,)) for zone in zones_of(data, "availability")]
     return {
         "forecasts": count,
         "bins": bins,
-        "brier": float(((said - came) ** 2).mean()),
-        "base_brier": float(((came.mean() - came) ** 2).mean()),
-        "dispersion": [_dispersion(world) for world in worlds.values()],
+        "brier": parts[0][-2],
+        "base_brier": parts[0][-1],
+        "parts": parts,
+        "dispersion": [_dispersion(world) for world in worlds],
     }
 
 
-def _forecast(world: World, chance: random.Random, zone: str) -> tuple[float, bool]:
-    """Return (forecast P(miss), whether the job missed), at a random moment at which the zone has capacity."""
-    work = math.exp(chance.uniform(math.log(2.0), math.log(48.0)))
-    deadline, changeover = work * chance.uniform(1.05, 3.0), chance.uniform(0.02, 0.5)
+def _zones(made: list[JudgedForecast]) -> list[str]:
+    return sorted({one.zone for one in made})
+
+
+def _score(group: list[JudgedForecast], every: list[JudgedForecast]) -> tuple[int, float, float, float, float]:
+    rates = {}
+    for zone in _zones(group):
+        others = [one.missed for one in every if one.zone != zone]
+        rates[zone] = fmean(others) if others else 0.0
+    brier = fmean((one.said - one.missed) ** 2 for one in group)
+    base = fmean((rates[one.zone] - one.missed) ** 2 for one in group)
+    return len(group), fmean(one.said for one in group), fmean(one.missed for one in group), brier, base
+
+
+def _forecast_suite(data: Path, suite: str, count: int) -> list[JudgedForecast]:
+    chance, (history, work) = random.Random(_SEED), SUITES[suite]
+    zones = zones_of(data, suite)
+    worlds = {zone: world_at(data, suite, (zone,)) for zone in zones}
+    least = history + work * _LONGEST_DEADLINE + 1.0
+    if short := [zone for zone, world in worlds.items() if world.hours < least]:
+        raise SimulationError(
+            f"traces of {', '.join(short)}: shorter than {least:.0f} h, history and the longest deadline; --forecasts 0"
+        )
+    waits = {zone: _group_waits([world for name, world in worlds.items() if name != zone]) for zone in zones}
+    drawn = (zones[index % len(zones)] for index in range(count))
+    return [_forecast(worlds[zone], chance, zone, waits[zone], history, work) for zone in drawn]
+
+
+def _group_waits(worlds: list[World]) -> tuple[float, ...]:
+    """Return the hours without capacity after the losses in these zones: the means of twenty equal groups, sorted."""
+    hours = []
+    for world in worlds:
+        up, tick = world.available[0], float(world.tick_hours[0])
+        edges = [0, *(np.flatnonzero(up[1:] != up[:-1]) + 1).tolist(), len(up)]
+        hours += [
+            (last - first) * tick for first, last in pairwise(edges) if first and last < len(up) and not up[first]
+        ]
+    return tuple(float(group.mean()) for group in np.array_split(np.sort(hours), 20) if len(group)) or WAIT_HOURS
+
+
+def _forecast(
+    world: World, chance: random.Random, zone: str, waits: tuple[float, ...], history: float, most_work: float
+) -> JudgedForecast:
+    """Forecast a job at a random moment at which the zone has capacity, and simulate it."""
+    work = math.exp(chance.uniform(math.log(2.0), math.log(most_work)))
+    deadline, changeover = work * chance.uniform(1.05, _LONGEST_DEADLINE), chance.uniform(0.02, 0.5)
     for _ in range(_DRAWS):
-        start = chance.uniform(_WEEK_HOURS, world.hours - deadline - 1.0)
+        start = chance.uniform(history, world.hours - deadline - 1.0)
         window = cut_world(world, start, deadline)
         if window.available[0, 0]:
             break
     else:
         raise SimulationError(f"zone {zone}: no capacity at any of {_DRAWS} moments, nothing to forecast")
-    before = cut_world(world, start - _WEEK_HOURS, _WEEK_HOURS)
-    history = JobHistory.of([JobMeasurements(job="week", stays=tuple(_stays(before, zone)))])
-    belief, _ = history.reclaim_hazard(reclaim_prior(_BAND), "", zone[:-1], zone, _WEEK_HOURS * 3600)
+    before = cut_world(world, start - history, history)
+    seen = JobHistory.of([JobMeasurements(job="before", stays=tuple(_stays(before, zone)))])
+    belief, _ = seen.reclaim_hazard(reclaim_prior(_BAND), "", zone[:-1], zone, history * 3600)
     course = Course(
         start_hours=changeover,
         work_hours=work,
@@ -91,10 +153,11 @@ def _forecast(world: World, chance: random.Random, zone: str) -> tuple[float, bo
         failures_per_hour=0.0,
         speed_log_deviation=0.0,
     )
-    found = forecast_quantiles(course, gang_usd_per_hour=1.0, other_usd=0.0, hours_left=deadline)
+    found = forecast_quantiles(course, gang_usd_per_hour=1.0, other_usd=0.0, hours_left=deadline, waits=waits)
     assert found.deadline_probability is not None
     outcome = simulate(window, SimulatedJob(work, deadline, changeover), PUBLISHED, Greedy())
-    return 1.0 - found.deadline_probability, outcome.missed
+    said = 1.0 - found.deadline_probability
+    return JudgedForecast(zone=zone, late=2 * start > world.hours, said=said, missed=outcome.missed)
 
 
 def _stays(before: World, zone: str) -> Iterator[PoolStay]:

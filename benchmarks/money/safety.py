@@ -174,7 +174,13 @@ def _text(document: dict[str, Any]) -> str:
         for low, high, number, mean, share in found["bins"]:
             lines.append(f"| {low:.1f}–{high:.1f} | {number} | {mean:.3f} | {share:.3f} |")
         lines.append("")
-        lines.append(f"Brier score {found['brier']:.4f}; always saying the mean rate {found['base_brier']:.4f}")
+        lines += [
+            "| traces | zone or half | forecasts | mean printed | missed | Brier score | rate of the other zones |"
+        ]
+        lines.append("|---|---|---|---|---|---|---|")
+        for suite, part, number, said, missed, brier, base in found["parts"]:
+            lines.append(f"| {suite} | {part} | {number} | {said:.3f} | {missed:.3f} | {brier:.4f} | {base:.4f} |")
+        lines.append("")
         spread = found["dispersion"]
         lines.append(
             f"Losses per day of a zone: variance over mean {min(spread):.1f}–{max(spread):.1f}; independent ones: 1"

@@ -31,6 +31,7 @@ Quantiles come from a Monte Carlo simulation with a fixed seed, in which three t
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -122,7 +123,12 @@ class ForecastQuantiles:
 
 
 def forecast_quantiles(
-    case: ForecastInputs, *, gang_usd_per_hour: float, other_usd: float, hours_left: float | None
+    case: ForecastInputs,
+    *,
+    gang_usd_per_hour: float,
+    other_usd: float,
+    hours_left: float | None,
+    waits: Sequence[float] = WAIT_HOURS,
 ) -> ForecastQuantiles:
     """Simulate a job in one pool, and return the quantiles of its hours and dollars.
 
@@ -130,8 +136,9 @@ def forecast_quantiles(
         gang_usd_per_hour: Price of all nodes.
         other_usd: Cost of storage and transfer, the same in every simulated run.
         hours_left: Hours until the deadline; None without a deadline.
+        waits: Hours without capacity after a reclaim, each as likely as the others.
     """
-    drawn = simulate_runs(case)
+    drawn = simulate_runs(case, waits)
     return ForecastQuantiles(
         p50_hours=_quantile(drawn.hours, 0.5),
         p90_hours=_quantile(drawn.hours, 0.9),
@@ -175,7 +182,7 @@ def _standard_draws() -> tuple[numpy.ndarray, numpy.ndarray]:
     return chance.permutation(strata), chance.standard_normal(DRAWS)
 
 
-def simulate_runs(case: ForecastInputs) -> SimulatedRuns:
+def simulate_runs(case: ForecastInputs, waits: Sequence[float] = WAIT_HOURS) -> SimulatedRuns:
     """Simulate `DRAWS` runs of a job. Equal inputs give equal results, because the seed is fixed."""
     import numpy
 
@@ -192,7 +199,7 @@ def simulate_runs(case: ForecastInputs) -> SimulatedRuns:
     spread = case.interval_hours / math.sqrt(12.0)
     lost = number * mean + numpy.sqrt(number) * spread * losses
     paid = undisturbed + numpy.maximum(lost, number * case.fixed_lost_hours)
-    return SimulatedRuns(paid_hours=paid, hours=paid + _waits(chance, reclaims))
+    return SimulatedRuns(paid_hours=paid, hours=paid + _waits(chance, reclaims, waits))
 
 
 def _counts(
@@ -218,7 +225,7 @@ def _counts(
     return chance.poisson(numpy.minimum(hazard * undisturbed * stretch, _MOST_INTERRUPTIONS))
 
 
-def _waits(chance: numpy.random.Generator, reclaims: numpy.ndarray) -> numpy.ndarray:
+def _waits(chance: numpy.random.Generator, reclaims: numpy.ndarray, waits: Sequence[float]) -> numpy.ndarray:
     """Draw the hours that each simulated run waits for capacity after its reclaims, [draws].
 
     A run with more than 64 reclaims draws 64 waits, and their sum is scaled up.
@@ -228,7 +235,7 @@ def _waits(chance: numpy.random.Generator, reclaims: numpy.ndarray) -> numpy.nda
     some = numpy.minimum(reclaims, _WAITS_DRAWN)
     if not some.any():
         return numpy.zeros(len(reclaims))
-    drawn = chance.choice(numpy.array(WAIT_HOURS), size=int(some.sum()))
+    drawn = chance.choice(numpy.array(waits), size=int(some.sum()))
     sums = numpy.bincount(numpy.repeat(numpy.arange(len(some)), some), weights=drawn, minlength=len(some))
     return sums * reclaims / numpy.maximum(some, 1)
 

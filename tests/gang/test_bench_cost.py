@@ -62,7 +62,14 @@ def test_no_job_is_late_or_over_its_budget(data: Path, capsys: pytest.CaptureFix
     assert {row["policy"] for row in document["beyond"]} == {"greedy", "uniform_progress"}
     never = [row["late"] for row in document["beyond"] if (row["departs"], row["by"]) == ("delay", "never")]
     assert sum(never) > 0, "on-demand that never comes is beyond the net"
-    assert sum(row[2] for row in document["calibration"]["bins"]) == 16
+    found = document["calibration"]
+    assert sum(row[2] for row in found["bins"]) == 16
+    assert {row[0] for row in found["parts"]} == {"availability", "gang"}
+    for suite in ("availability", "gang"):
+        counts = {row[1]: row[2] for row in found["parts"] if row[0] == suite}
+        assert (
+            counts["all"] == 16 == counts["first half"] + counts["second half"] == sum(counts[zone] for zone in ZONES)
+        )
 
 
 class Hops:
