@@ -68,6 +68,8 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override one key; repeatable")
     plan.add_argument("--json", action="store_true", help="the whole plan as JSON")
     plan.add_argument("--job", default=None, metavar="JOB", help="continue this job: plan only the remaining work")
+    front = "dollars against time to finish, over pools, markets, nodes and checkpoint intervals"
+    plan.add_argument("--frontier", action="store_true", help=front)
     plan.set_defaults(run=_plan)
     add_report(commands)
     add_jobs(commands)
@@ -80,13 +82,17 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
+    from ebbflow.cost.catalogue import load_catalogue
+    from ebbflow.cost.frontier import find_frontier, render_frontier
+    from ebbflow.cost.job_history import summarize_job
     from ebbflow.cost.jobs import read_job
-    from ebbflow.cost.plan.candidates import read_progress
+    from ebbflow.cost.plan.candidates import NO_PROGRESS, PlanInputs, read_progress
     from ebbflow.cost.plan.plan import make_plan
     from ebbflow.cost.plan.plan_text import render_plan
     from ebbflow.cost.prices.source import open_prices
     from ebbflow.infra.config.load import load_config
     from ebbflow.infra.config.problems import ConfigError
+    from ebbflow.infra.footprint import causal_lm_shape
 
     try:
         loaded = load_config(arguments.config, arguments.set, project_root=PROJECT_ROOT)
@@ -95,11 +101,25 @@ def _plan(arguments: argparse.Namespace) -> int:
         return Outcome.CONFIG.exit_code
     now = time.time()
     prices = open_prices(loaded.config, now, project_root=PROJECT_ROOT)
-    known = {"history": _job_history(loaded.config), "shape": _measured_shape(loaded.config)}
+    history, shape, progress = _job_history(loaded.config), _measured_shape(loaded.config), NO_PROGRESS
     if arguments.job is not None:
-        known["progress"] = read_progress(read_job(arguments.job))
-    plan = make_plan(loaded.config, now_utc=now, prices=prices, **known)
-    print(json.dumps(plan.to_json(), indent=1, allow_nan=False) if arguments.json else render_plan(plan))
+        events = read_job(arguments.job)
+        progress, history = read_progress(events), history.adding(summarize_job(events))
+    plan = make_plan(loaded.config, now_utc=now, prices=prices, history=history, shape=shape, progress=progress)
+    if arguments.frontier:
+        sources = PlanInputs(
+            catalogue=load_catalogue(),
+            shape=shape or causal_lm_shape(loaded.config.model),
+            prices=prices,
+            now_utc=now,
+            history=history,
+            progress=progress,
+        )
+        front = find_frontier(loaded.config, sources)
+        found = [point.to_json() for point in front]
+        print(json.dumps(found, indent=1, allow_nan=False) if arguments.json else render_frontier(front, plan))
+    else:
+        print(json.dumps(plan.to_json(), indent=1, allow_nan=False) if arguments.json else render_plan(plan))
     return 0 if plan.refusal is None else plan.refusal.outcome.exit_code
 
 

@@ -218,8 +218,12 @@ class JobHistory:
 
     @classmethod
     def of(cls, jobs: Iterable[JobMeasurements]) -> JobHistory:
-        stays: dict[Place, list[PoolStay]] = defaultdict(list)
-        speeds: dict[str, list[MeasuredSpeed]] = defaultdict(list)
+        return cls().adding(*jobs)
+
+    def adding(self, *jobs: JobMeasurements) -> JobHistory:
+        """Return a history that has the measurements of more jobs."""
+        stays = defaultdict(list, {place: list(found) for place, found in self.stays.items()})
+        speeds = defaultdict(list, {kind: list(found) for kind, found in self.speeds.items()})
         for job in jobs:
             for stay in job.stays:
                 if stay.market != "spot":
@@ -229,7 +233,7 @@ class JobHistory:
                     stays[stay.instance_type, stay.region, stay.zone].append(stay)
             for speed in job.speeds:
                 speeds[speed.instance_type].append(speed)
-        return cls(dict(stays), dict(speeds))
+        return JobHistory(dict(stays), dict(speeds))
 
     def reclaim_hazard(
         self, prior: GammaHazard, instance_type: str, region: str | None, zone: str | None, now_utc: float

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from ebbflow.cost.catalogue import load_rates
+from ebbflow.cost.catalogue import load_catalogue, load_rates
 from ebbflow.cost.errors import ReportError
+from ebbflow.cost.frontier import find_frontier, render_frontier
 from ebbflow.cost.job_history import (
     EVIDENCE_WORTH,
     JobHistory,
@@ -22,10 +23,12 @@ from ebbflow.cost.job_history import (
     summarize_job,
 )
 from ebbflow.cost.jobs import get_accumulated_cost, get_cheapest_suitable_instance
-from ebbflow.cost.plan.candidates import read_progress
+from ebbflow.cost.plan.candidates import PlanInputs, feasible_pools, read_progress
 from ebbflow.cost.plan.forecast import WAIT_HOURS, ForecastInputs, simulate_runs
 from ebbflow.cost.plan.plan import KEPT_POOLS, Plan, make_plan
 from ebbflow.cost.plan.plan_text import render_plan
+from ebbflow.cost.plan.refusal import change_config
+from ebbflow.cost.prices.quote import StaticPrices
 from ebbflow.cost.prices.recorded import SpotRecord
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.events import FAULT_INJECTED, NODE_STARTED, NOTICE, PLAN, Event
@@ -131,6 +134,29 @@ def test_a_pool_that_probably_misses_the_deadline_is_not_ranked_by_its_dollars_a
     assert kept == sorted(kept) and all(chance >= 0.9 for chance in chances[: len(kept)])
     late = [one.expected_usd / one.outlook.deadline_probability for one in careful.ranked[len(kept) :]]
     assert late == sorted(late) and late
+
+
+def test_no_choice_of_the_frontier_is_beaten_in_both_hours_and_dollars() -> None:
+    cluster = {"nodes": 1, "plan_for": "kubernetes", "instance_types": ["g6e.", "p5."], "processes_per_node": "auto"}
+    model = {"hidden_size": 2048, "num_layers": 12, "num_heads": 16}
+    cost = {"budget_usd": 60.0, "deadline_hours": 4.0}
+    given = config(cluster=cluster, model=model, fsdp={"use_mixed_precision": True}, cost=cost)
+    sources = PlanInputs(
+        catalogue=load_catalogue(), shape=causal_lm_shape(given.model), prices=StaticPrices(), now_utc=WALL
+    )
+    front = find_frontier(given, sources)
+    hours = [point.pool.expected_hours for point in front]
+    usd = [point.pool.expected_usd for point in front]
+    assert len(front) > 3 and hours == sorted(hours) and usd == sorted(usd, reverse=True)
+    cheap = change_config(given, "checkpoint", interval="seconds", interval_seconds=300.0)
+    for one in feasible_pools(change_config(cheap, "cost", deadline_hours=None), sources):
+        assert any(h <= one.expected_hours and d <= one.expected_usd for h, d in zip(hours, usd, strict=True)), str(one)
+    assert len({(point.pool.nodes, point.pool.market) for point in front}) > 2
+    inside = [point for point in front if point.within]
+    assert inside and all(point.needed_usd <= 60.0 for point in inside)
+    text = render_frontier(front, make_plan(given, now_utc=WALL))
+    assert len(text.splitlines()) == len(front) + 3 and "! " in text and "P(in time)" in text
+    json.dumps([point.to_json() for point in front], allow_nan=False)
 
 
 def job(one: Plan, *, steps: int, speed: float, reclaimed: bool, start: float = 10.0) -> list[Event]:

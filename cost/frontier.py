@@ -1,0 +1,108 @@
+"""The Pareto front of a job: the least dollars for each time to finish, over pools, markets, nodes and intervals."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ebbflow.cost.amounts import format_duration, format_number, format_percent, format_usd
+from ebbflow.cost.plan.candidates import Candidate, PlanInputs, feasible_pools
+from ebbflow.cost.plan.plan import Plan, with_outlook
+from ebbflow.cost.plan.refusal import change_config, needed_usd
+from ebbflow.cost.report.render_text import format_table
+from ebbflow.infra.config.schema import RunConfig
+
+_SECONDS = (60.0, 300.0, 900.0, 3600.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrontierPoint:
+    """A pool and a checkpoint interval that no other choice beats in both expected hours and expected dollars.
+
+    Attributes:
+        interval: The checkpoint interval, in words.
+        needed_usd: Budget that the whole job needs here, with what it spent and the reserve for the last save.
+        within: Whether this meets the configured budget and, with `cost.confidence`, the deadline.
+    """
+
+    pool: Candidate
+    interval: str
+    needed_usd: float
+    within: bool
+
+    def to_json(self) -> dict[str, Any]:
+        pool, ahead = self.pool, self.pool.outlook
+        names = ("instance_type", "nodes", "market", "region", "zone", "expected_hours", "expected_usd")
+        return {
+            **{name: getattr(pool, name) for name in names},
+            "interval": self.interval,
+            "interval_seconds": pool.interval_seconds,
+            "p90_hours": ahead and ahead.p90_hours,
+            "p90_usd": ahead and ahead.p90_usd,
+            "deadline_probability": ahead and ahead.deadline_probability,
+            "needed_usd": self.needed_usd,
+            "within": self.within,
+            "kind": "estimated",
+        }
+
+
+def find_frontier(config: RunConfig, sources: PlanInputs) -> list[FrontierPoint]:
+    """Return the Pareto front of the remaining work, the fastest choice first. Budget and deadline do not limit it.
+
+    Instance types, regions, zones and ranks per node are as configured. Markets, numbers of nodes and checkpoint
+    intervals are all tried.
+    """
+    free = change_config(config, "cost", deadline_hours=None, budget_usd=None)
+    free = change_config(free, "cluster", nodes="auto", market="auto")
+    intervals = {"as configured": {}, "auto": {"interval": "auto"}}
+    intervals |= {format_duration(s): {"interval": "seconds", "interval_seconds": s} for s in _SECONDS}
+    found = [
+        (one, words)
+        for words, values in intervals.items()
+        for one in feasible_pools(change_config(free, "checkpoint", **values), sources)
+    ]
+    found.sort(key=lambda pair: (pair[0].expected_hours, pair[0].expected_usd))
+    front: list[FrontierPoint] = []
+    for one, words in found:
+        if not front or one.expected_usd < front[-1].pool.expected_usd:
+            front.append(_judge(config, sources, one, words))
+    return front
+
+
+def _judge(config: RunConfig, sources: PlanInputs, one: Candidate, interval: str) -> FrontierPoint:
+    left, budget = sources.hours_left(config), config.cost.budget_usd
+    one = with_outlook(one, left)
+    needed, chance = needed_usd(config, sources, one), one.outlook and one.outlook.deadline_probability
+    within = (budget is None or needed <= budget) and (chance is None or chance >= config.cost.confidence)
+    return FrontierPoint(pool=one, interval=interval, needed_usd=needed, within=within)
+
+
+_HEADER = ("", "pool", "place", "checkpoints", "hours", "p90", "dollars", "p90", "P(in time)")
+
+
+def render_frontier(front: Sequence[FrontierPoint], plan: Plan) -> str:
+    """Render the front as a table. `*` marks the plan's choice, `!` a choice beyond budget or deadline."""
+    rows = []
+    for point in front:
+        one, ahead = point.pool, point.pool.outlook
+        known = ("instance_type", "nodes", "market", "region", "zone")
+        chosen = plan.chosen is not None and all(getattr(one, name) == getattr(plan.chosen, name) for name in known)
+        rows.append(
+            (
+                "*" if chosen else "" if point.within else "!",
+                f"{one.nodes} × {one.instance_type} {one.market.replace('_', '-')}",
+                one.place,
+                point.interval,
+                format_number(one.expected_hours, 3),
+                format_number(ahead and ahead.p90_hours, 3),
+                format_usd(one.expected_usd, 2),
+                format_usd(ahead and ahead.p90_usd, 2),
+                format_percent(ahead and ahead.deadline_probability),
+            )
+        )
+    if not rows:
+        return "no pool can run the job: `ebbflow plan` without --frontier shows why"
+    legend = "hours, dollars: estimated; p90, P(in time): simulated, staying in the pool; *: the plan's choice"
+    legend += "; !: beyond cost.budget_usd, or less likely in time than cost.confidence"
+    return "\n".join([*(line.rstrip() for line in format_table(rows, _HEADER, left=4, width=None)), legend])
