@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import time
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from ebbflow.cost.catalogue import (
     load_catalogue,
 )
 from ebbflow.cost.errors import PriceError
+from ebbflow.cost.prices.quote import STALE_DAYS, format_age, table_ages
 from ebbflow.infra.aws.calls import RequestDeadline, aws_client, paginate
 from ebbflow.infra.config.schema import CostConfig
 from ebbflow.infra.errors import CloudError
@@ -286,6 +288,15 @@ def add_commands(commands: Any) -> None:
     )
     refresh.add_argument("--no-advisor", action="store_true", help="leave savings and bands as they are")
     refresh.set_defaults(run=refresh_catalogue)
+    ways.add_parser("ages", help="the age of each shipped table").set_defaults(run=_print_ages)
+
+
+def _print_ages(_: argparse.Namespace) -> int:
+    now = time.time()
+    for name, day, at in table_ages():
+        old = f", older than {STALE_DAYS} days" if now - at > STALE_DAYS * 86400 else ""
+        print(f"{name}: {day}, {format_age(now - at)} old{old}")
+    return 0
 
 
 def refresh_catalogue(

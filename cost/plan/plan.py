@@ -29,7 +29,7 @@ from ebbflow.cost.plan.candidates import (
 from ebbflow.cost.plan.forecast import DRAWS, forecast_quantiles
 from ebbflow.cost.plan.refusal import PlanRefusal, find_refusal, needed_usd, reserve_usd, split_by_budget
 from ebbflow.cost.plan.throughput import speed_fingerprint
-from ebbflow.cost.prices.quote import PriceSource, StaticPrices
+from ebbflow.cost.prices.quote import PriceSource, StaticPrices, warn_of_age
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.errors import Outcome
 from ebbflow.infra.footprint import ModelShape, causal_lm_shape
@@ -63,7 +63,8 @@ def plan_notes(config: RunConfig, sources: PlanInputs) -> tuple[str, ...]:
     if config.cluster.market != "on_demand":
         waits = "waits after a reclaim as recorded of V100, 2023; the first start is taken to be granted at once"
         lines.append(f"p50, p90 and P(deadline): simulated, staying in the pool; {waits}")
-    return tuple(lines)
+    old = warn_of_age(sources.now_utc, regions)
+    return (*lines, old) if old else tuple(lines)
 
 
 # 3: remaining work, dollars by kind, quantiles; a plan may be cut to its best pools.

@@ -9,12 +9,14 @@ from datetime import UTC, datetime
 from decimal import Decimal
 from typing import Literal, Protocol
 
-from ebbflow.cost.catalogue import InstanceType, advisor_recorded, on_demand_recorded
+from ebbflow.cost.catalogue import RATES_RECORDED, InstanceType, advisor_recorded, on_demand_recorded
 from ebbflow.infra.config.name_rules import zone_prefix
 
 QuoteKind = Literal["live", "recorded", "estimated"]
 
 _SECONDS_PER_DAY = 86400.0
+# Age from which a shipped table is reported as old.
+STALE_DAYS = 90
 _DAYS_PER_MONTH = 30.44
 _REGION_NAME = re.compile(r"[a-z]{2,}(?:-[a-z]+)+-\d+")
 
@@ -217,6 +219,30 @@ def describe_on_demand(now_utc: float, regions: Sequence[str]) -> str:
     oldest = min(known.values())
     age = format_age(now_utc - _unix(oldest))
     return f"on-demand prices: static table of {', '.join(known)}, {oldest}, {age} old{lacking}"
+
+
+def table_ages(regions: Sequence[str] = ()) -> list[tuple[str, str, float]]:
+    """Return (table, day or month of recording, Unix time of it) of the shipped tables.
+
+    Args:
+        regions: Regions of the on-demand prices; all recorded ones if empty.
+    """
+    found = [
+        (f"on-demand prices of {region}", day)
+        for region, day in on_demand_recorded().items()
+        if not regions or region in regions
+    ]
+    found += [("savings and bands of the spot advisor", advisor_recorded()), ("storage and transfer", RATES_RECORDED)]
+    return [(name, day, _unix(day)) for name, day in found]
+
+
+def warn_of_age(now_utc: float, regions: Sequence[str]) -> str | None:
+    """Name the tables that are older than `STALE_DAYS`; None if there are none."""
+    limit = now_utc - STALE_DAYS * _SECONDS_PER_DAY
+    old = [f"{name} ({format_age(now_utc - at)})" for name, _, at in table_ages(regions) if at < limit]
+    if not old:
+        return None
+    return f"! tables older than {STALE_DAYS} days: {', '.join(old)}; fix: {refresh_command(regions)}"
 
 
 def refresh_command(regions: Sequence[str]) -> str:

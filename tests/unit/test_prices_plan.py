@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import UTC, datetime
 from decimal import Decimal
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from ebbflow.cost.catalogue import Catalogue, load_catalogue
 from ebbflow.cost.ledger.ledger import fold
 from ebbflow.cost.plan.plan import Plan, make_plan
 from ebbflow.cost.plan.plan_text import render_plan
+from ebbflow.cost.prices.quote import warn_of_age
 from ebbflow.cost.prices.source import open_prices
 from ebbflow.cost.report.figure_text import explain_figures, format_key_figures
 from ebbflow.cost.report.report import build_report
@@ -174,3 +176,14 @@ def test_the_static_table_says_its_age_and_offers_no_price_of_another_region():
     assert {c.region for c in both.ranked} == {"us-east-1"}
     assert "on-demand prices of 2026-07-20, 2 months old; savings of 2025-07, 15 months old" in both.prices[0]
     assert both.chosen.quoted_usd_per_hour == "0.410448" and both.chosen.price_kind.startswith("estimated")
+
+
+def test_tables_older_than_90_days_are_named_with_the_command() -> None:
+    recorded = datetime(2026, 7, 20, tzinfo=UTC).timestamp()
+    regions = ["us-east-1"]
+    young = warn_of_age(recorded + 60 * 86400, regions)
+    assert young is not None and "on-demand" not in young, "only the advisor's table is old"
+    late = warn_of_age(recorded + 91 * 86400, regions)
+    assert late is not None and "on-demand prices of us-east-1 (3 months)" in late
+    assert "spot advisor (16 months)" in late and late.endswith("fix: ebbflow catalogue refresh --regions us-east-1")
+    assert late in make_plan(RunConfig(), now_utc=recorded + 91 * 86400).notes
