@@ -98,6 +98,17 @@ def test_a_run_predicts_another_interval_with_the_same_kills(ran: int, asked: in
     assert found["what_if"]["redone_steps"] == pytest.approx(fold(real.events).redone_steps, abs=10)
 
 
+def test_a_save_beside_a_kill_comes_out_either_way_and_the_range_says_so() -> None:
+    kills = [106.0, 300.0]
+    what_if = replay(Trained(interval=10, kills=kills).events, interval_steps=75)["what_if"]
+    low, high = what_if["usd_range"]
+    reals = [Trained(interval=75, kills=kills, seed=seed).usd for seed in (11, 15)]
+    assert reals[1] > 1.08 * reals[0], "saved just before the kill, and just not"
+    assert low * 0.99 <= reals[0] < what_if["usd"] < reals[1] <= high * 1.01
+    same = replay(Trained(interval=10, kills=kills).events)["what_if"]
+    assert same["usd_range"] == [same["usd"], same["usd"]], "what was recorded needs no chance"
+
+
 def test_without_interruptions_it_costs_the_work_and_one_start() -> None:
     found = replay(Trained(interval=50, kills=KILLS).events, interruptions=False)
     assert found["what_if"]["usd"] == pytest.approx(Trained(interval=50, kills=[]).usd, rel=0.02)
