@@ -70,7 +70,7 @@ def reclaimed(tmp_path_factory: pytest.TempPathFactory, swift: Swift, cloud: Loc
     runner.environment |= _PLANTED | with_paced(cloud.folder)
     types = json.dumps(["g4dn.xlarge", "g5.xlarge"])
     settings = {"cluster__instance_types": types, "batch__queues": json.dumps(_QUEUES), "batch__runnable_minutes": 0.05}
-    settings |= paced_settings(0.1)  # it still trains when the notice comes
+    settings |= paced_settings(0.2)  # it still trains when the notice comes
     process = runner.start("run", "--with", "batch", *runner.options(**settings))
     runner.await_so("the preparation", lambda: [job for job in cloud.jobs() if "-prepare-" in job["jobName"]])
     cloud.change(rules=[{"operation": "SubmitJob", "kind": "throttle", "times": 3}])

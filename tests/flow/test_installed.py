@@ -92,6 +92,7 @@ def test_every_command_works_beside_modules_of_the_same_names(installed: Path, t
 
     assert ebbflow("--version").split() == ["ebbflow", "0.2.0"]
     shorter = ["training.max_steps=20", "training.evaluation_interval_steps=10", "checkpoint.interval_steps=10"]
+    shorter.append("cluster.nodes=1")
     sets = [word for setting in shorter for word in ("--set", setting)]
     ebbflow("run", "--job", "mine", *sets)
     assert json.loads((tmp_path / "runs" / "latest" / "report.json").read_text())["outcome"] == "completed"

@@ -115,7 +115,7 @@ class BatchRunner(FlowRunner):
             return happened() or (self._process.poll() is not None and "ended")
 
         try:
-            answer = wait_until(what, look, timeout=_PATIENCE_SECONDS, pause=0.4)
+            answer = wait_until(what, look, timeout=_PATIENCE_SECONDS, pause=1.0)
         except AssertionError as error:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
