@@ -19,7 +19,7 @@ from tests.support.browser import cut_off, dump
 from tests.support.exposition import values
 from tests.support.flow import ROOT, FlowRun, FlowRunner
 
-pytestmark = pytest.mark.flow
+pytestmark = [pytest.mark.flow, pytest.mark.timeout(900)]  # several runs, on a busy machine
 
 FIXED_FIELDS = {
     "schema", "job", "outcome", "exit_code", "interruptions", "failures", "redone_steps", "weights_sha256",

@@ -19,7 +19,7 @@ from tests.support.flow import (
     wait_until,
 )
 
-pytestmark = pytest.mark.flow
+pytestmark = [pytest.mark.flow, pytest.mark.timeout(900)]  # several runs, on a busy machine
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.flow import FLOW, ROOT, FlowRun, FlowRunner
 
-pytestmark = pytest.mark.flow
+pytestmark = [pytest.mark.flow, pytest.mark.timeout(900)]  # several runs, on a busy machine
 
 EXAMPLE = ROOT / "examples" / "shapes.yaml"
 CHANCE = 1 / 4

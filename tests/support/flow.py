@@ -82,7 +82,7 @@ class FlowRunner:
                 start_new_session=True,
             )
 
-    def finish(self, process: subprocess.Popen[str], timeout: float = 200) -> FlowRun:
+    def finish(self, process: subprocess.Popen[str], timeout: float = 400) -> FlowRun:
         try:
             code = process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -97,7 +97,7 @@ class FlowRunner:
             folder=folder.resolve(),
         )
 
-    def run(self, *words: str, timeout: float = 200, cwd: Path | None = None) -> FlowRun:
+    def run(self, *words: str, timeout: float = 400, cwd: Path | None = None) -> FlowRun:
         return self.finish(self.start(*words, cwd=cwd), timeout)
 
     def await_step(self, step: int, *, generation: int, rank: int = 0, timeout: float = 120) -> int:
