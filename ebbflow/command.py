@@ -13,7 +13,7 @@ from ebbflow.infra.program import PACKAGE_ROOT, begin_program
 
 # name: (module whose main(words) runs it, one line of help). Modules are imported only when their command is used.
 COMMANDS: dict[str, tuple[str, str]] = {
-    "run": ("flows/train_flow.py", "train a job: preflight, plan, training, report"),
+    "run": ("flows/train_flow.py", "train a job: preflight, plan, training, report; or run SCRIPT.py"),
     "resume": ("flows/train_flow.py", "go on with the newest run under its own plan and settings"),
     "card": ("flows/train_flow.py", "show a run's report in the browser: card view report"),
     "supervise": ("flows/supervise.py", "run a job again after each interruption until it is complete"),
@@ -65,6 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"ebbflow: there is no command {name!r}; {hint}", file=sys.stderr)
         return _USAGE_EXIT
     place = COMMANDS[name][0]
+    if name == "run" and words and words[0].endswith(".py"):  # a user's script, under an agent, without Metaflow
+        place = "ebbflow.training.__main__"
     if name == "completion":
         return _print_completion(words)
     if place == "benchmarks":

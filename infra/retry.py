@@ -12,6 +12,9 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
+# Draws nothing from Python's own generator, whose state belongs to the user's script.
+_JITTER = random.SystemRandom()
+
 T = TypeVar("T")
 
 
@@ -22,7 +25,7 @@ def backoff_pauses(*, first_seconds: float = 0.02, longest_seconds: float = 2.0)
     """
     limit = first_seconds
     while True:
-        yield random.uniform(first_seconds / 2, limit)
+        yield _JITTER.uniform(first_seconds / 2, limit)
         limit = min(limit * 2, longest_seconds)
 
 

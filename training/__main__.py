@@ -12,7 +12,7 @@ import sys
 from ebbflow.infra.program import begin_program
 from ebbflow.infra.untrusted_text import guard_terminal
 
-_COMMANDS = ("checkpoints", "examine", "soak", "bench", "certify")
+_COMMANDS = ("checkpoints", "examine", "soak", "bench", "certify", "run")
 
 
 def main(arguments: list[str]) -> None:
@@ -34,6 +34,10 @@ def main(arguments: list[str]) -> None:
         from ebbflow.infra.process import run_benchmarks
 
         run_benchmarks(["soak" if arguments[0] == "soak" else "training", *arguments[1:]])
+    if arguments[:1] == ["run"]:
+        from ebbflow.training.script import main as run
+
+        sys.exit(run(arguments[1:]))
     if arguments[:1] == ["certify"]:
         from ebbflow.training.certify import main as certify
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,11 +25,10 @@ from ebbflow.training.checkpoint.state import named_state
 from ebbflow.training.errors import AttachError, TrainingError
 from ebbflow.training.gang import Gang
 from ebbflow.training.launch.messages import WorkerSpec
-from ebbflow.training.standalone import claim_for_ranks, open_job, plain_name
+from ebbflow.training.script_settings import job_of_script, settings_of_script
+from ebbflow.training.standalone import claim_for_ranks, open_job
 
-JOB_VARIABLE = "EBBFLOW_JOB"
 Job = TypeVar("Job", bound=AttachedJob)
-_INTERVALS = ("checkpoint.interval", "checkpoint.interval_steps", "checkpoint.interval_seconds")
 
 
 def attach(
@@ -142,15 +140,11 @@ def _share(gang: Gang, make: Callable[[], WorkerSpec]) -> WorkerSpec:
 def _open(store: str | Path | None, name: str | Path | None, config: str | Path | None) -> WorkerSpec:
     """Open a generation of the job that the arguments and the environment name. Rank 0 calls this."""
     loaded = load_config(config, [f"store={store}"] if store else [], project_root=Path.cwd())
-    sources = {**loaded.sources}
-    settings = loaded.config.model_dump(mode="json")
-    if all(sources.get(key, "default") == "default" for key in _INTERVALS):
-        settings["checkpoint"]["interval"] = "auto"  # steps of unknown scripts take microseconds or minutes
-    script = Path(sys.argv[0]).stem if sys.argv and sys.argv[0] not in ("", "-c") else "attached"
-    job = check_job_name(str(name or os.environ.get(JOB_VARIABLE) or re.sub(r"^\W+", "", plain_name(script)) or "job"))
+    settings = settings_of_script(loaded)
+    job = check_job_name(job_of_script(None if name is None else str(name), sys.argv[0] if sys.argv else ""))
     use_signing_key(loaded.config.checkpoint.signing_key_env)
     uri = Store.open(settings["store"]).uri
     claim_for_ranks(Store.open(uri).sub(job_prefix(job)), job, take_over=False)
     path = "" if config is None else str(config)
     prepared = {"fingerprint": "", "weight_unit": "samples"}
-    return open_job(uri, job, {"path": path, "config": settings, "sources": sources}, prepared)
+    return open_job(uri, job, {"path": path, "config": settings, "sources": loaded.sources}, prepared)

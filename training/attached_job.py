@@ -507,10 +507,14 @@ class AttachedJob:
             write_result(Path(self._spec.result_path), LoopResult(outcome, self.step, message, sha256))
         self._close()
 
-    def _on_exit(self) -> None:
+    def close_at_exit(self) -> None:
+        """Complete a job whose loop was left by `break`, and close it."""
         if self._left_loop and not self._closed and not hasattr(sys, "last_value"):
             self._complete()
         self._close()
+
+    def _on_exit(self) -> None:
+        self.close_at_exit()
         if self._exit_code is not None:
             leave(self._exit_code)  # torch aborts in some exits after a gloo group
 

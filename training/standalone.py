@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import re
 import signal
 import sys
 import time
@@ -29,8 +27,8 @@ from ebbflow.training.compat import TCPStore
 from ebbflow.training.errors import RendezvousError
 from ebbflow.training.launch.messages import WorkerSpec
 from ebbflow.training.limits import LoopResult
+from ebbflow.training.script_settings import plain_name
 
-_LONGEST_NAME = 80
 _NAME_KEY = "ebbflow/job"
 
 _claim: Claim | None = None  # rank 0's claim on the job
@@ -144,12 +142,6 @@ def default_job_name(environment: Mapping[str, str], seconds: float) -> str:
             f"rank 0: torchrun's agent did not answer at {host}:{port} within {seconds:g} s, so the job's name is not "
             f"known ({' '.join(str(error).split())[:200]}); fix: give it one with --job"
         ) from error
-
-
-def plain_name(run_id: str) -> str:
-    """Return a valid job name for any text. If characters are replaced, a hash is added to keep names unique."""
-    plain = re.sub(r"[^A-Za-z0-9._-]", "-", run_id)[:_LONGEST_NAME]
-    return plain if plain == run_id else f"{plain}-{hashlib.sha256(run_id.encode()).hexdigest()[:8]}"
 
 
 def write_result(path: Path, ending: LoopResult) -> None:

@@ -169,7 +169,12 @@ def main(arguments: list[str]) -> NoReturn:
     with contextlib.suppress(RuntimeError, ValueError, OSError):  # fails if stderr is closed
         faulthandler.enable(all_threads=True)
     try:
-        ending = _train(task)
+        if spec is not None and "script" in spec.prepared:
+            from ebbflow.training.script import run_script
+
+            ending = run_script(spec)
+        else:
+            ending = _train(task)
     except KeyboardInterrupt:  # end by the signal, as other programs do
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.support.forked_scripts import (
+    ROOT,
     SCRIPTS,
     attached,
     commits,
@@ -91,3 +95,28 @@ def test_a_script_of_a_library_resumes_on_an_empty_disk(tmp_path: Path, name: st
     assert [event.data["outcome"] for event in events if event.name == "outcome"] == ["interrupted", "completed"]
     assert {event.step for event in events if event.name == "step"} == set(range(1, steps + 1))
     assert commits(stopped)[-1] == steps and output(stopped).count("goes on from step") == 2
+
+
+def test_ebbflow_run_starts_a_script_again_after_a_rank_was_killed(tmp_path: Path) -> None:
+    whole, killed = attached(tmp_path / "whole", "ddp"), attached(tmp_path / "killed", "ddp")
+    undisturbed = start(whole, ranks=2)
+    fault = (
+        "import os; rank and loss < 0.45 and not os.path.exists('hit') and (open('hit', 'w'), os.kill(os.getpid(), 9))"
+    )
+    killed.write_text(killed.read_text().replace("            time.sleep(PAUSE)\n", f"            {fault}\n"))
+    (killed.parent / "training.py").write_text("raise RuntimeError('a module of the user was imported')\n")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "EBBFLOW__CHECKPOINT__INTERVAL_STEPS": "5"}
+    command = [sys.executable, "-m", "ebbflow", "run", "ddp.py", "--ranks", "2"]
+    done = subprocess.run(command, cwd=killed.parent, env=environment, capture_output=True, text=True, timeout=150)
+    finish(undisturbed, whole)
+    assert done.returncode == 0 and "completed at step 30" in done.stdout, done.stdout + done.stderr
+    assert (killed.parent / "hit").exists()
+    assert final_state(killed, 30) == final_state(whole, 30)
+    ended = [event.data["reason"] for event in events_of(killed) if event.name == "generation_ended"]
+    assert ended == ["rank_killed", "completed"]
+
+
+def test_importing_attach_imports_none_of_the_clouds_libraries() -> None:
+    code = "import ebbflow, sys; ebbflow.attach; print({'metaflow', 'boto3', 'pandas'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.stdout == "set()\n", done.stderr

@@ -1,0 +1,135 @@
+"""`ebbflow run SCRIPT.py [options] [-- ARGUMENTS]`: a script on this machine's ranks, under a node's agent.
+
+The agent starts the ranks with torchrun's environment, watches them, and starts them again after a failure, without
+Metaflow. A script that calls `ebbflow.attach` goes on from its last commit; any other script begins anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import runpy
+import sys
+import threading
+import time
+from pathlib import Path
+
+from ebbflow.infra.config.load import load_config, values_with_sources
+from ebbflow.infra.errors import InfraError, Outcome
+from ebbflow.infra.event_log import EventLog
+from ebbflow.infra.events import CONFIGURED, PREPARED, Origin, read_events
+from ebbflow.infra.launchers import claim_job
+from ebbflow.infra.layout import check_job_name, job_prefix
+from ebbflow.infra.store import Store
+from ebbflow.training.checkpoint.rollback import newest_generation_in_events
+from ebbflow.training.errors import GangError, TrainingError, WorkloadError
+from ebbflow.training.launch.agent import run_gang
+from ebbflow.training.launch.heartbeat import Heartbeat
+from ebbflow.training.launch.messages import GangSpec, WorkerSpec
+from ebbflow.training.launch.transport import control_ports
+from ebbflow.training.limits import LoopResult
+from ebbflow.training.script_settings import job_of_script, settings_of_script
+
+_LOOK_SECONDS = 1.0
+_LEAST_CPU_SECONDS = 0.005  # within a look, by which a rank shows that it is not frozen
+
+
+def main(words: list[str]) -> int:
+    """Run a script's ranks until they have ended, and return the exit code of the outcome."""
+    own, arguments = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
+    parser = argparse.ArgumentParser(prog="ebbflow run", description="Run a script's ranks on this machine.")
+    parser.add_argument("script", help="the script; its arguments follow after --")
+    parser.add_argument("--ranks", type=int, default=1, help="number of processes (1)")
+    parser.add_argument("--job", default=None, help="name of the job; default: EBBFLOW_JOB, else the script's name")
+    parser.add_argument("--config", default=None, help="configuration file")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override of a setting")
+    given = parser.parse_args(own)
+    try:
+        return _run(given, arguments)
+    except (InfraError, TrainingError) as error:
+        print(f"ebbflow: {error}", file=sys.stderr)
+        return error.outcome.exit_code
+
+
+def _run(given: argparse.Namespace, arguments: list[str]) -> int:
+    script = Path(given.script)
+    if not script.is_file():
+        raise WorkloadError(f"{script}: no such script; fix: give the path of a Python file")
+    loaded = load_config(given.config, given.set, project_root=Path.cwd())
+    config = settings_of_script(loaded)
+    job = check_job_name(job_of_script(given.job, str(script)))
+    uri = Store.open(config["store"]).uri
+    job_store = Store.open(uri).sub(job_prefix(job))
+    # The name of a run must be new, because the agents' secret is stored under it.
+    run, settings = f"{job}-{time.time_ns():x}", {"path": given.config or "", "config": config}
+    claim = claim_job(job_store, job, "run", on_fenced=lambda: os.kill(os.getpid(), 15))
+    try:
+        job_store.put("config.json", json.dumps(settings | {"sources": loaded.sources}, indent=1).encode())
+        prepared = {"fingerprint": "", "weight_unit": "samples", "script": str(script.resolve()), "words": arguments}
+        number = newest_generation_in_events(read_events(job_store)) + 1
+        with EventLog(job_store, Origin(job=job, run=run, attempt=0, generation=number, process="prepare")) as events:
+            events.emit(CONFIGURED, settings=values_with_sources(config, loaded.sources))
+            events.emit(PREPARED, **prepared)
+        spec = GangSpec(
+            job=job,
+            run=run,
+            attempt=0,
+            node=0,
+            nodes=1,
+            processes_per_node=given.ranks,
+            main_address="127.0.0.1",
+            config=config,
+            store_uri=uri,
+            prepared=prepared,
+            log_folder=str(Path("runs", job, "logs").resolve()),
+            candidate_ports=control_ports(run, 0),
+        )
+        try:
+            ending = run_gang(spec)
+        except GangError as error:
+            print(f"ebbflow: job {job}: {error}", file=sys.stderr)
+            return error.outcome.exit_code
+        print(f"ebbflow: job {job}: {ending.outcome} at step {ending.step} {ending.message}".rstrip())
+        return Outcome(ending.outcome).exit_code
+    finally:
+        claim.release()
+
+
+def run_script(spec: WorkerSpec) -> LoopResult:
+    """Run the script of this rank, and return its result: that of its attached job, else completed at step 0."""
+    script, result = Path(spec.prepared["script"]), Path(spec.result_path or os.devnull)
+    if spec.heartbeat_path:
+        heartbeat = Heartbeat(Path(spec.heartbeat_path))
+        threading.Thread(target=_beat_while_working, args=(heartbeat,), name="heartbeat", daemon=True).start()
+    sys.argv = [str(script), *spec.prepared["words"]]
+    sys.path[0] = str(script.parent)
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except SystemExit as end:
+        if end.code not in (None, 0) and not result.is_file():
+            raise RuntimeError(f"{script.name} exited with {end.code}") from end
+    from ebbflow.training import attached_job
+    from ebbflow.training.standalone import write_result
+
+    if attached_job.current is not None:
+        attached_job.current.close_at_exit()
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        known = json.loads(result.read_text())
+        return LoopResult(Outcome(known["outcome"]), known["step"], known["message"], known["weights_sha256"])
+    ending = LoopResult(Outcome.COMPLETED, 0, f"{script.name} has ended")
+    write_result(result, ending)
+    return ending
+
+
+def _beat_while_working(heartbeat: Heartbeat) -> None:
+    """Show progress while no attached job does: as long as the process uses the processor."""
+    used = 0.0
+    while True:
+        time.sleep(_LOOK_SECONDS)
+        attached = sys.modules.get("ebbflow.training.attached_job")
+        now = time.process_time() - time.thread_time()
+        if now - used >= _LEAST_CPU_SECONDS and getattr(attached, "current", None) is None:
+            heartbeat.beat(0, "evaluation")
+        used = now
