@@ -53,8 +53,7 @@ _FORBIDDEN_NUMBERS = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 def as_store_errors(operation: str, uri: str, otherwise: type[StoreError] = StoreError) -> Iterator[None]:
     """Turn exceptions of obstore and of the operating system into a StoreError.
 
-    Args:
-        otherwise: the class for errors of a folder that have no class of their own.
+    `otherwise` is the class for errors of a folder that have no class of their own.
     """
     try:
         yield

@@ -37,10 +37,8 @@ class HangGuard:
     def run(self, call: Callable[[], T], seconds: float, what: str) -> T:
         """Run `call` in a thread, and return its result or raise its exception.
 
-        Args:
-            what: operation and object, for the error.
-
-        Raises StoreTimeout (the call takes longer than `seconds`, or 64 earlier calls still hang).
+        `what` names operation and object, for the error. Raises StoreTimeout (the call takes longer than `seconds`, or
+        64 earlier calls still hang).
         """
         if self._abandoned >= _MOST_ABANDONED:
             raise StoreTimeout(f"{what}: not tried: {self._abandoned} operations on folders hang already")

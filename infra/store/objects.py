@@ -92,11 +92,9 @@ class Store:
     def put(self, key: str, data: Buffer, *, tags: Mapping[str, str] | None = None, private: bool = False) -> None:
         """Write the whole object and make it durable.
 
-        Args:
-            tags: object tags for a bucket's lifecycle rules; ignored in folders and in stores that are not Amazon's.
-            private: in a folder, only the current user may read the file.
-
-        Raises StoreError (the object could not be written).
+        `tags` are for a bucket's lifecycle rules; ignored in folders and in stores that are not
+        Amazon's. With `private`, only the current user may read the file in a folder. Raises StoreError (the object
+        could not be written).
         """
         view, full = memoryview(data).cast("B"), self._full(key)
         with self._translated("put", key):

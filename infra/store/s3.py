@@ -62,12 +62,8 @@ def credential_provider(seconds: float) -> Callable[[], dict] | None:
     """Return a function that obstore calls for credentials, or None if obstore needs no such function.
 
     It needs none if the environment has access keys, or if AWS_SKIP_SIGNATURE is true because the bucket is public.
-
-    Args:
-        seconds: deadline for the source of the credentials, at each call.
-
-    Raises StoreForbidden (there are no credentials), StoreUnavailable (the source of the credentials does not
-    answer in time).
+    `seconds` is the deadline for the source of the credentials, at each call. Raises StoreForbidden (there are no
+    credentials), StoreUnavailable (the source of the credentials does not answer in time).
     """
     environment = os.environ
     if environment.get("AWS_ACCESS_KEY_ID") and environment.get("AWS_SECRET_ACCESS_KEY"):

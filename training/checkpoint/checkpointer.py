@@ -152,13 +152,9 @@ class Checkpointer:
 
         The stall is the copy, plus the wait for an earlier save that is still in flight. Saving a step again does
         nothing and returns 0.0. A copy from a CUDA device may still be running on return; `before_step` waits for it.
-
-        Args:
-            extra: further data to store with the checkpoint, as JSON without NaN. Only rank 0's is stored.
-            deadline_seconds: deadline of this save; default: that of the checkpointer.
-
-        Raises GenerationSuperseded (a newer generation of the job is running), CheckpointError (two saves in
-        a row have failed).
+        `extra` is further data to store with the checkpoint, as JSON without NaN. Only rank 0's is stored.
+        `deadline_seconds` is the deadline of this save; default: that of the checkpointer. Raises GenerationSuperseded
+        (a newer generation of the job is running), CheckpointError (two saves in a row have failed).
         """
         began = time.monotonic()
         if self._last_step is not None and step <= self._last_step:
@@ -209,9 +205,8 @@ class Checkpointer:
         last = flights.last
         if last is None:
             return flights.last_commit
-        here = (self._generation.number, last.save.step)
         known = flights.last_commit and (flights.last_commit.generation, flights.last_commit.step)
-        if flights.last_failure is None and known != here:
+        if flights.last_failure is None and known != (self._generation.number, last.save.step):
             flights.submit(last, command="await")
             flights.settle()
         flights.raise_if_lost()

@@ -127,9 +127,7 @@ def _configured_name(store: Store) -> str | None:
 def find(store: Store, wanted: str | None) -> TracedCommit:
     """Find one commit of a job. A commit counts if a start may restore it.
 
-    Args:
-        wanted: a step, a key or the start of a hash (6 digits or more); None means the newest commit that counts.
-
+    `wanted` is a step, a key or the start of a hash (6 digits or more); None means the newest commit that counts.
     Raises CheckpointError (no commit or several commits match; the message lists the candidates).
     """
     traced = trace_lineage(store)

@@ -184,10 +184,8 @@ def commit_as_backup(
     A rank above 0 calls this once its own index is durable. At growing intervals it checks whether the commit exists,
     and makes the commit if all indexes exist and no other rank has made it. At the deadline it returns without a
     commit, since rank 0 reports a save whose indexes stay incomplete. Store errors are ignored until the next check.
-
-    Args:
-        interrupted: waits up to the given seconds for other work, and returns True if there is some. Then this function
-            returns too.
+    `interrupted` waits up to the given seconds for other work, and returns True if there is some. Then this function
+    returns too.
     """
     unit = min(_LONGEST_UNIT_SECONDS, deadline.seconds / _UNITS)
     watch = CommitWatch(store, save)

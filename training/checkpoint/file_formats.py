@@ -319,9 +319,8 @@ def write_torch(content: PortableState, path: Path) -> None:
 def parse_document(document: Any, what: str, weights_only: bool) -> PortableState:
     """Extract the weights, and the optimizer unless `weights_only`, from a loaded checkpoint.
 
-    Args:
-        document: a state dict, or a mapping with one under a usual name, such as "model" or "state_dict".
-        what: name of the file, for errors.
+    `document` is a state dict, or a mapping with one under a usual name, such as "model" or "state_dict". `what` is the
+    name of the file, for errors.
     """
     if not isinstance(document, Mapping):
         raise CheckpointError(f"{what}: is a {type(document).__name__}, not a state dict")

@@ -54,25 +54,21 @@ class UploaderClient:
 
     def start(self) -> None:
         """Start the process. Call it in a long-lived thread: the kernel kills the process when the thread ends."""
-        path = python_path()
-        name = "ebbflow.training.checkpoint.uploader"
         arguments = [str(os.getpid()), str(self._rank), self._store_uri, *map(str, self._buffers)]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", name, *arguments],
+            [sys.executable, "-m", "ebbflow.training.checkpoint.uploader", *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             pass_fds=self._buffers,
-            env={**os.environ, "PYTHONPATH": path},
+            env={**os.environ, "PYTHONPATH": python_path()},
         )
         # A thread of its own writes the lines: a stopped process does not empty its pipe.
         self._lines = queue.SimpleQueue()
         threading.Thread(target=_write_lines, args=(self._process, self._lines), name="commands", daemon=True).start()
         # Each process has its own queue: late answers of a process that was given up are dropped.
         self._answers = queue.SimpleQueue()
-        threading.Thread(
-            target=_read_answers, args=(self._process, self._answers), name="uploader", daemon=True
-        ).start()
+        threading.Thread(target=_read_answers, args=(self._process, self._answers), daemon=True).start()
 
     def running(self) -> int | None:
         """Return the process id; restart the process if it has died."""
@@ -83,12 +79,12 @@ class UploaderClient:
     def tell(self, command: dict[str, Any]) -> None:
         """Send a command without checking that the process is alive; the command may be lost."""
         if self._process is not None:
-            self._write(command)
+            self._lines.put(json.dumps(command) + "\n")
 
     def ask(self, command: dict[str, Any]) -> None:
         """Send a command; restart the process first if it has died."""
         self.running()
-        self._write(command)
+        self.tell(command)
 
     def answer(self, timeout_seconds: float) -> dict[str, Any] | None:
         """Wait for the uploader's next answer and return it; None if none arrives in time."""
@@ -109,16 +105,10 @@ class UploaderClient:
         """End the process. It may finish earlier commands for up to `grace_seconds`."""
         if self._process is None:
             return
-        end = time.monotonic() + grace_seconds
-        try:
-            self._write({"command": "finish"})
-            self._process.wait(max(0.0, end - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            pass
+        self.tell({"command": "finish"})
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(grace_seconds)
         self.give_up()
-
-    def _write(self, command: dict[str, Any]) -> None:
-        self._lines.put(json.dumps(command) + "\n")
 
 
 def _write_lines(process: subprocess.Popen[str], lines: queue.SimpleQueue[str]) -> None:
@@ -214,17 +204,14 @@ class SaveTracker:
             return
         over = self._waiting()
         try:
-            self._await_answers()
+            while self._current is not None:
+                remaining = max(self._current.deadline.remaining_seconds, 1.0) + _ANSWER_MARGIN_SECONDS
+                if not self._take_answer(remaining):
+                    self.uploader.give_up()
+                    seconds = self._current.deadline.seconds
+                    self._failed(f"rank {self._rank}: its uploader gave no answer within {seconds:g} s and was killed")
         finally:
             over()
-
-    def _await_answers(self) -> None:
-        while self._current is not None:
-            remaining = max(self._current.deadline.remaining_seconds, 1.0) + _ANSWER_MARGIN_SECONDS
-            if not self._take_answer(remaining):
-                self.uploader.give_up()
-                seconds = self._current.deadline.seconds
-                self._failed(f"rank {self._rank}: its uploader gave no answer within {seconds:g} s and was killed")
 
     def abandon(self, step: int) -> None:
         """Tell the uploader to wait at most 2 s more for the commit of `step`, which another rank failed to save."""
@@ -239,25 +226,21 @@ class SaveTracker:
             pass
 
     def raise_if_hopeless(self) -> None:
-        if self._superseded is not None:
-            raise GenerationSuperseded(self._superseded)
-        self._raise_if_full()
+        """Raise an error if no further save can succeed."""
+        self._raise_if_permanent()
         if self._failures >= _FAILURES_IN_A_ROW:
             raise CheckpointError(f"{self._failures} saves in a row have failed, the last: {self.last_failure}")
 
     def raise_if_lost(self) -> None:
         """Raise an error if the last save did not become a commit."""
-        if self._superseded is not None:
-            raise GenerationSuperseded(self._superseded)
-        self._raise_if_full()
+        self._raise_if_permanent()
         if self.last_failure is not None:
             raise CheckpointError(self.last_failure)
 
-    def _raise_if_full(self) -> None:
-        """Raise NoRoom if the last save failed because the store is full.
-
-        One failure suffices: retention has already deleted all it may, so the next save would fail too.
-        """
+    def _raise_if_permanent(self) -> None:
+        if self._superseded is not None:
+            raise GenerationSuperseded(self._superseded)
+        # One failure suffices: retention has already deleted all it may, so the next save would fail too.
         if self._no_room and self.last_failure is not None:
             raise NoRoom(f"{self.last_failure}; hint: {_NO_ROOM_HINT}")
 
@@ -265,15 +248,21 @@ class SaveTracker:
         answer = self.uploader.answer(timeout_seconds)
         if answer is None:
             return False
-        handler = {
-            "uploaded": self._on_uploaded,
-            "committed": self._on_committed,
-            "failed": self._on_failed,
-            "superseded": self._on_superseded,
-            "warning": lambda a: self._warn(a["message"]),
-            "ended": self._on_ended,
-        }[answer["event"]]
-        handler(answer)
+        match answer["event"]:
+            case "uploaded":
+                self._on_uploaded(answer)
+            case "committed":
+                self._on_committed(answer)
+            case "failed":
+                self._no_room = answer["cause"] == StoreFull.__name__
+                self._failed(answer["message"], answer["step"])
+            case "superseded":
+                self._superseded = answer["message"]
+                self._warn(answer["message"])
+            case "warning":
+                self._warn(answer["message"])
+            case "ended" if self._current is not None:
+                self._failed(f"rank {self._rank}: its uploader ended with exit code {answer['exit_code']}")
         return True
 
     def _on_uploaded(self, answer: dict[str, Any]) -> None:
@@ -302,18 +291,6 @@ class SaveTracker:
         if flight is not None and flight.save.step == step and size > 0:
             seconds = time.monotonic() - flight.began
             self._seconds_per_byte, self.durable = seconds / size, (step, seconds)
-
-    def _on_failed(self, answer: dict[str, Any]) -> None:
-        self._no_room = answer["cause"] == StoreFull.__name__
-        self._failed(answer["message"], answer["step"])
-
-    def _on_superseded(self, answer: dict[str, Any]) -> None:
-        self._superseded = answer["message"]
-        self._warn(answer["message"])
-
-    def _on_ended(self, answer: dict[str, Any]) -> None:
-        if self._current is not None:
-            self._failed(f"rank {self._rank}: its uploader ended with exit code {answer['exit_code']}")
 
     def _done(self, step: int) -> None:
         self._failures, self.last_failure, self.failed_step, self._no_room = 0, None, None, False

@@ -125,9 +125,8 @@ def await_listed_ids(job_store: Store, generation: Generation) -> list[str]:
 class GenerationRecords:
     """The numbers and ids of the recorded generations, from a listing of the store.
 
-    Args:
-        near: a number that the newest generation has or exceeds. The listing begins 500 numbers before it and takes one
-            request per 1,000 records; if it finds no such generation, everything is listed.
+    `near` is a number that the newest generation has or exceeds. The listing begins 500 numbers before it and takes one
+    request per 1,000 records; if it finds no such generation, everything is listed.
     """
 
     def __init__(self, job_store: Store, *, near: int = 0) -> None:
@@ -270,15 +269,11 @@ def open_generation(
 ) -> Generation:
     """Record the next generation and return it. One process per start calls this.
 
-    Its parent is the newest readable commit that counts.
-
-    Args:
-        parent: key of a commit to start from instead (a rewind: later commits no longer count), or `NO_PARENT`.
-        opening: the same object for each try at one start.
-
+    Its parent is the newest readable commit that counts. `parent` is the key of a commit to start from instead (a
+    rewind: later commits no longer count), or `NO_PARENT`. `opening` is the same object for each try at one start.
     Raises NothingToRestore (the job has commits, none can be restored, and no permit (a person's consent, see
-    `checkpoint.rollback`) allows a start from scratch), UnreliableReader (this process reads a manifest wrongly
-    that another process finds sound), TwoLaunchers (another launcher opened the same number; this record has been
+    `checkpoint.rollback`) allows a start from scratch), UnreliableReader (this process reads a manifest wrongly that
+    another process finds sound), TwoLaunchers (another launcher opened the same number; this record has been
     withdrawn), CheckpointError (the parent is being deleted).
     """
     opening = opening or GenerationOpening()
@@ -339,8 +334,7 @@ def nothing_to_restore_error(job_store: Store, cause: str) -> NothingToRestore:
 def permitted_generation(job_store: Store, what: str) -> int:
     """Return the newest generation whose commits a start may abandon by a user's permit; 0 without a permit.
 
-    Args:
-        what: kind of the permit, see `checkpoint.rollback`.
+    `what` is the kind of permit (`checkpoint.rollback`).
     """
     names = (meta.key.rsplit("/", 1)[-1].removesuffix(".json") for meta in job_store.list(permit_prefix(what)))
     return max((int(name) for name in names if name.isascii() and name.isdigit()), default=0)

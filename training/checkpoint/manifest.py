@@ -51,13 +51,11 @@ class IndexEntry:
     length: int  # length of the piece in bytes
 
     def to_json(self) -> list[Any]:
-        return [self.name, self.dtype, self.shape, self.offsets, self.sizes, self.start, self.length]
+        return list(self.__dict__.values())
 
     @classmethod
     def from_json(cls, row: Sequence[Any]) -> IndexEntry:
-        name, dtype, shape, offsets, sizes, start, length = row
-        boxes = {"shape": tuple(shape), "offsets": tuple(offsets), "sizes": tuple(sizes)}
-        return cls(name=name, dtype=dtype, start=start, length=length, **boxes)
+        return cls(**_fields(cls, row))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +157,7 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         rows = {
-            name: [entry.dtype, entry.shape, [[p.rank, p.offsets, p.sizes, p.start, p.length] for p in entry.pieces]]
+            name: [entry.dtype, entry.shape, [list(piece.__dict__.values()) for piece in entry.pieces]]
             for name, entry in self.tensors.items()
         }
         document = {
@@ -186,7 +184,11 @@ class Manifest:
             document = json.loads(data)
             _check_version(document, key)
             tensors = {
-                name: TensorEntry(dtype=dtype, shape=tuple(shape), pieces=tuple(_piece(row) for row in pieces))
+                name: TensorEntry(
+                    dtype=dtype,
+                    shape=tuple(shape),
+                    pieces=tuple(TensorPiece(**_fields(TensorPiece, row)) for row in pieces),
+                )
                 for name, (dtype, shape, pieces) in document["tensors"].items()
             }
             save = _save_of(document)
@@ -235,27 +237,24 @@ class Manifest:
 def merge_indexes(save: CheckpointId, indexes: Sequence[tuple[RankIndex, bytes]]) -> Manifest:
     """Merge the indexes of all ranks into a manifest.
 
-    Args:
-        indexes: each rank's index with its serialised bytes, in the order of ranks.
-
-    Raises CheckpointError (an index belongs to another save or names another rank's data object, or the pieces do
-    not cover a tensor exactly once).
+    `indexes` has each rank's index with its serialised bytes, in the order of ranks. Raises CheckpointError (an
+    index belongs to another save or names another rank's data object, or the pieces do not cover a tensor exactly
+    once).
     """
     for rank, (index, _) in enumerate(indexes):
         if index.save != save or index.rank != rank:
             raise CheckpointError(f"the index of rank {rank} is of rank {index.rank} of {index.save}, not of {save}")
         if index.data.key != (own := data_key(save.generation, save.step, rank)):
             raise CheckpointError(f"the index of rank {rank} names the data object {index.data.key!r}, not {own}")
-    pieces: dict[str, dict[tuple[int, ...], TensorPiece]] = {}
-    kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
+    found: dict[str, tuple[tuple[str, tuple[int, ...]], dict[tuple[int, ...], TensorPiece]]] = {}
     for index, _ in indexes:
         for item in index.items:
-            kind = kinds.setdefault(item.name, (item.dtype, item.shape))
+            kind, pieces = found.setdefault(item.name, ((item.dtype, item.shape), {}))
             if kind != (item.dtype, item.shape):
                 raise CheckpointError(f"{item.name} is {item.dtype} {item.shape} on rank {index.rank}, else {kind}")
             box = {"offsets": item.offsets, "sizes": item.sizes, "start": item.start, "length": item.length}
-            pieces.setdefault(item.name, {}).setdefault(item.offsets, TensorPiece(rank=index.rank, **box))
-    tensors = {name: _entry(name, kinds[name], boxes) for name, boxes in pieces.items()}
+            pieces.setdefault(item.offsets, TensorPiece(rank=index.rank, **box))
+    tensors = {name: _entry(name, *about) for name, about in found.items()}
     return Manifest(
         save=save,
         data=tuple(index.data for index, _ in indexes),
@@ -282,9 +281,10 @@ def _entry(name: str, kind: tuple[str, tuple[int, ...]], boxes: dict[tuple[int, 
     return TensorEntry(dtype=dtype, shape=shape, pieces=tuple(boxes[offsets] for offsets in sorted(boxes)))
 
 
-def _piece(row: Sequence[Any]) -> TensorPiece:
-    rank, offsets, sizes, start, length = row
-    return TensorPiece(rank=rank, offsets=tuple(offsets), sizes=tuple(sizes), start=start, length=length)
+def _fields(kind: type, row: Sequence[Any]) -> dict[str, Any]:
+    """Return the fields of a dataclass from their values in a JSON list, with tuples in place of lists."""
+    values = [tuple(value) if isinstance(value, list) else value for value in row]
+    return dict(zip(kind.__dataclass_fields__, values, strict=True))
 
 
 def _save_of(document: dict[str, Any]) -> CheckpointId:

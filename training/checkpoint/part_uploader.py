@@ -73,14 +73,20 @@ class PartUploader:
         """
         pieces = self._pieces(view)
         what = f"put {key}"
-        begun = retry_until(deadline, what, lambda: self._begin(key, len(view), len(pieces), deadline))
+        size, count = len(view), len(pieces)
+
+        def begin() -> Any:
+            return self._sink.begin(key, size, parts=count, seconds=self._try_seconds(deadline, 0))
+
+        begun = retry_until(deadline, what, begin)
         try:
             sent = self._send(what, begun, pieces, deadline)
             sums = [row for one in sent for row in one.sums]
             whole = combine_crcs(sums)
             self._finish(what, key, begun, sent, whole, len(view), deadline)
         except BaseException:
-            self._abort(begun)
+            with contextlib.suppress(StoreError):  # a later sweep removes it
+                self._sink.abort(begun, seconds=_ABORT_SECONDS)
             raise
         self._check_stored(key, len(view), whole, deadline)
         chunks = tuple(crc_digits(value) for value, _ in sums) if len(view) else ()
@@ -113,9 +119,6 @@ class PartUploader:
             size += self._settings.part_bytes
         starts = range(0, max(len(view), 1), size)
         return [_Piece(number, start, view[start : start + size]) for number, start in enumerate(starts, start=1)]
-
-    def _begin(self, key: str, size: int, parts: int, deadline: Deadline) -> Any:
-        return self._sink.begin(key, size, parts=parts, seconds=self._try_seconds(deadline, 0))
 
     def _send(self, what: str, begun: Any, pieces: list[_Piece], deadline: Deadline) -> list[_Sent]:
         """Send all parts. The first permanent failure stops the others."""
@@ -166,9 +169,8 @@ class PartUploader:
     def _finish(
         self, what: str, key: str, begun: Any, sent: list[_Sent], whole: int, size: int, deadline: Deadline
     ) -> None:
-        """Complete the upload.
-
-        After a store error, check whether the object has arrived all the same; no other process writes this key.
+        """Complete the upload. After a store error, check whether the object has arrived; no other process writes this
+        key.
         """
         parts, crcs = [one.part for one in sent], [combine_crcs(one.sums) for one in sent]
 
@@ -176,9 +178,13 @@ class PartUploader:
             try:
                 stated = self._sink.finish(begun, parts, crcs, whole, seconds=self._try_seconds(deadline, 0))
             except StoreError:
-                if self._has_arrived(key, size, whole, deadline):
-                    return
-                raise
+                try:
+                    found, stated = self._sink.size(key, seconds=self._try_seconds(deadline, 0))
+                except StoreError:
+                    found = None
+                if found != size or stated not in (None, whole):
+                    raise
+                return
             _compare(key, stated, whole)
 
         retry_until(
@@ -190,24 +196,12 @@ class PartUploader:
             where=f"putting {len(parts)} parts together",
         )
 
-    def _has_arrived(self, key: str, size: int, whole: int, deadline: Deadline) -> bool:
-        try:
-            found, stated = self._sink.size(key, seconds=self._try_seconds(deadline, 0))
-        except StoreError:
-            return False
-        return found == size and stated in (None, whole)
-
     def _check_stored(self, key: str, size: int, whole: int, deadline: Deadline) -> None:
         seconds = self._try_seconds(deadline, 0)
         found, stated = retry_until(deadline, f"head {key}", lambda: self._sink.size(key, seconds=seconds))
         if found != size:
             raise CheckpointError(f"{key}: {found} bytes arrived of {size}")
         _compare(key, stated, whole)
-
-    def _abort(self, begun: Any) -> None:
-        """Abort the upload. If that fails, a later sweep removes it."""
-        with contextlib.suppress(StoreError):
-            self._sink.abort(begun, seconds=_ABORT_SECONDS)
 
 
 def _compare(key: str, stated: int | None, whole: int) -> None:

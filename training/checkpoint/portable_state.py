@@ -18,7 +18,7 @@ from ebbflow.infra.store import Store
 from ebbflow.training.checkpoint.commit import await_commit
 from ebbflow.training.checkpoint.dcp_reader import CommitReader
 from ebbflow.training.checkpoint.lineage import CommitRef, newest_generation_number, open_generation
-from ebbflow.training.checkpoint.manifest import ALIGNMENT, CheckpointId, IndexEntry, Manifest, RankIndex, TensorEntry
+from ebbflow.training.checkpoint.manifest import ALIGNMENT, CheckpointId, IndexEntry, RankIndex, TensorEntry
 from ebbflow.training.checkpoint.part_uploader import PartSettings, PartUploader
 from ebbflow.training.checkpoint.save_plan import TensorShard, lay_out
 from ebbflow.training.checkpoint.signing import signed_index_bytes, signer
@@ -70,9 +70,6 @@ class PortableState:
 def unwrap_weights(state: Mapping[str, Any], what: str) -> dict[str, Tensor]:
     """Return the weights of a state dict under their names without wrapper prefixes. A tied tensor is kept once.
 
-    Args:
-        what: name of the file, for errors.
-
     Raises CheckpointError (a value is not a tensor, two names become equal, or there are no weights).
     """
     weights: dict[str, Tensor] = {}
@@ -107,12 +104,7 @@ def unwrap_name(name: str) -> str:
 def add_optimizer(content: PortableState, document: Mapping[str, Any], what: str) -> None:
     """Add an optimizer's state dict to `content`. It identifies parameters by number (torch) or by name (DCP).
 
-    Args:
-        document: the state dict.
-        what: name of the file, for errors.
-
-    Raises CheckpointError (it is unclear which number is which parameter, or a state does not have its
-    parameter's shape).
+    Raises CheckpointError (it is unclear which number is which parameter, or a state has not its parameter's shape).
     """
     groups, states = document["param_groups"], document["state"]
     names = _parameter_names(content, groups, states, what)
@@ -136,19 +128,14 @@ def add_optimizer(content: PortableState, document: Mapping[str, Any], what: str
 
 def torch_optimizer(content: PortableState) -> dict[str, Any]:
     """Return the optimizer's state dict for `Optimizer.load_state_dict`: parameters are numbered by group."""
-    assert content.settings is not None
-    groups, states, number = [], {}, 0
-    for group in content.settings["param_groups"]:
-        settings = {key: tuple(value) if isinstance(value, list) else value for key, value in group.items()}
-        names = group["params"]
-        numbers = list(range(number, number + len(names)))
-        for place, name in zip(numbers, names, strict=True):
-            state = {**content.moments.get(name, {}), **content.settings["scalars"].get(name, {})}
-            if state:
-                states[place] = state
-        number += len(names)
-        groups.append({**settings, "params": numbers, "param_names": list(names)})
-    return {"state": states, "param_groups": groups}
+    named = named_optimizer(content)
+    names = [name for group in named["param_groups"] for name in group["params"]]
+    numbers = {name: number for number, name in enumerate(names)}
+    groups = [
+        {**group, "params": [numbers[name] for name in group["params"]], "param_names": list(group["params"])}
+        for group in named["param_groups"]
+    ]
+    return {"state": {numbers[name]: state for name, state in named["state"].items()}, "param_groups": groups}
 
 
 def named_optimizer(content: PortableState) -> dict[str, Any]:
@@ -204,7 +191,9 @@ def read_commit(store: Store, key: str) -> PortableState:
     content = PortableState(weights={}, step=manifest.save.step, extra=manifest.common.get("extra") or {})
     content.settings = manifest.common.get("optimizer")
     content.source = partial(_stream, reader)
-    for name in sorted(manifest.tensors, key=partial(_first_position, manifest)):
+    # Ordered by position in the data, where neighbours share chunks.
+    starts = {name: min((p.start for p in entry.pieces), default=0) for name, entry in manifest.tensors.items()}
+    for name in sorted(starts, key=lambda name: (starts[name], name)):
         entry = manifest.tensors[name]
         kind, _, rest = name.partition(".")
         if kind not in ("model", "optimizer"):
@@ -216,11 +205,6 @@ def read_commit(store: Store, key: str) -> PortableState:
             parameter, key = rest.rsplit(".", 1)
             content.moments.setdefault(parameter, {})[key] = tensor
     return content
-
-
-def _first_position(manifest: Manifest, name: str) -> tuple[int, str]:
-    """Return a sort key that orders tensors by their position in the data, where neighbours share chunks."""
-    return min((piece.start for piece in manifest.tensors[name].pieces), default=0), name
 
 
 def _stream(reader: CommitReader, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
@@ -244,7 +228,7 @@ def _stream(reader: CommitReader, names: Sequence[str]) -> Iterator[tuple[str, T
 def _tensor_in(memory: memoryview, start: int, entry: TensorEntry) -> Tensor:
     """Return a part of `memory`, from byte `start` on, as a tensor.
 
-    The tensor's storage holds exactly its own bytes, because some writers write whole storages.
+    Its storage holds exactly its own bytes, because some writers write whole storages.
     """
     dtype, length = getattr(torch, entry.dtype), _bytes(entry)
     if not length:
@@ -253,13 +237,10 @@ def _tensor_in(memory: memoryview, start: int, entry: TensorEntry) -> Tensor:
 
 
 def commit_portable_state(store: Store, content: PortableState, *, source: str, seconds: float = 3600.0) -> CommitRef:
-    """Write `content` as the first commit of a new job. The job's first start continues from it.
+    """Write `content` as the first commit of a new job, within `seconds`. The job's first start continues from it.
 
-    Args:
-        source: name of the imported file, to be recorded in the commit.
-        seconds: time limit of the whole import.
-
-    Raises CheckpointError (the job has been started before, or the import failed).
+    The commit records `source`, the name of the imported file. Raises CheckpointError (the job has been started before,
+    or the import failed).
     """
     if newest_generation_number(store):
         raise CheckpointError(f"{store.uri}: the job has been started already; hint: import into a new job's name")
@@ -268,7 +249,8 @@ def commit_portable_state(store: Store, content: PortableState, *, source: str, 
     named = content.named()
     sizes = {name: _bytes(tensor) for name, tensor in named.items()}
     objects = [{name: named[name] for name in window} for window in _windows(sizes, _OBJECT_BYTES)]
-    save = CheckpointId(job=_job(store), generation=generation.name, step=content.step, world_size=len(objects))
+    job = store.uri.rsplit("/", 1)[-1]
+    save = CheckpointId(job=job, generation=generation.name, step=content.step, world_size=len(objects))
     extra = {"cursor": 0, **content.extra, "step": content.step, "imported_from": source}
     common = {"extra": extra, "optimizer": content.settings, "parent": None}
     uploader = PartUploader(open_sink(store.uri, Throttle()), PartSettings(sha256=signer() is not None), Throttle())
@@ -284,16 +266,8 @@ def commit_portable_state(store: Store, content: PortableState, *, source: str, 
     return commit
 
 
-def _job(store: Store) -> str:
-    return store.uri.rsplit("/", 1)[-1]
-
-
 def _windows(sizes: dict[str, int], most_bytes: int) -> Iterator[dict[str, int]]:
-    """Group tensors into windows of at most `most_bytes`; a larger tensor is alone. Yields at least one window.
-
-    Args:
-        sizes: bytes by name.
-    """
+    """Group tensors into windows of at most `most_bytes`; a larger tensor is alone. Yields at least one window."""
     found: dict[str, int] = {}
     size = 0
     for name, length in sizes.items():

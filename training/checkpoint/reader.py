@@ -95,8 +95,7 @@ class ChunkRead:
     def buffers(self, gap: memoryview) -> list[memoryview]:
         """Return the memory views that a scattered read of the whole chunk fills, in order.
 
-        Args:
-            gap: scratch memory for the bytes that no part needs.
+        `gap` is scratch memory for the bytes that no part needs.
         """
         found, at = [], 0
         for part in self.parts:
@@ -172,9 +171,8 @@ class ReadFigures:
 class VerifiedReader:
     """Reader of ranges of a commit's data objects, which verifies every byte.
 
-    Args:
-        data: the data objects, as described in the manifest.
-        parallel: chunks read at once; default: 2 from a local store, 8 from a remote one.
+    `parallel` chunks are read at once; default: 2 from a
+    local store, 8 from a remote one.
     """
 
     def __init__(self, store: Store, data: Sequence[DataObject], *, parallel: int | None = None) -> None:
@@ -212,11 +210,9 @@ class VerifiedReader:
     def check(self, key: str, number: int | None) -> None:
         """Verify one chunk of the data object `key`. A local chunk is read from the disk, not from the page cache.
 
-        Args:
-            number: number of the chunk; None checks only that the object exists and has the right size.
-
-        Raises CorruptCommit (the object or chunk is damaged or not part of this commit), StoreError (the
-        store cannot be read).
+        `number` is the number of the chunk; None checks only that the object exists and has the right size. Raises
+        CorruptCommit (the object or chunk is damaged or not part of this commit), StoreError (the store cannot be
+        read).
         """
         place = next((place for place, data in enumerate(self._data) if data.key == key), None)
         if place is None:
@@ -356,11 +352,9 @@ def find_problem(store: Store, key: str, object_key: str = "", chunk: int | None
     """Check a commit's manifest and, if given, one data object. Return a description of the problem; "" if there is
     none.
 
-    Args:
-        object_key: key of the data object.
-        chunk: number of the object's chunk to verify; None checks only the object's presence and size.
-
-    Raises StoreError (the store cannot be read), CheckpointError (the manifest has another version).
+    `object_key` is the key of the data object. `chunk` is the number of the object's chunk to verify; None checks only
+    the object's presence and size. Raises StoreError (the store cannot be read), CheckpointError (the manifest has
+    another version).
     """
     try:
         manifest = read_manifest(store, key)

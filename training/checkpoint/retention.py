@@ -80,8 +80,7 @@ class WholeCommit:
 def choose_commits(commits: Sequence[WholeCommit], policy: RetentionPolicy) -> dict[str, str]:
     """Choose the commits to keep. Return the reason for each of them, by the SHA-256 of its manifest.
 
-    Args:
-        commits: all whole commits, newest first.
+    `commits` are all whole commits, newest first.
     """
     last = list(commits[: policy.keep_last])
     every = _first_of_each_window(commits, policy.keep_every_steps)
@@ -133,9 +132,8 @@ def _beyond_cap(
 ) -> set[str]:
     """Return the commits to drop so that the others meet the size cap, by manifest SHA-256.
 
-    Args:
-        kept: commits that the rules keep, by manifest SHA-256.
-        expendable: the order of dropping. A commit that occurs twice is dropped at its last position.
+    `kept` are commits that the rules keep, by manifest SHA-256. `expendable` is the order of dropping. A commit that
+    occurs twice is dropped at its last position.
     """
     if policy.max_total_bytes is None:
         return set()
@@ -193,8 +191,7 @@ def delete_commit(store: Store, ref: CommitRef, generation: str | None, *, newes
 def finish_deletions(store: Store, interrupted: Callable[[], bool] = lambda: False) -> None:
     """Finish the deletions of earlier runs and remove the tombstones of deleted commits.
 
-    Args:
-        interrupted: called after each tombstone; returns True to stop. So every run finishes at least one deletion.
+    `interrupted` is called after each tombstone; returns True to stop. So every run finishes at least one deletion.
     """
     for meta in store.list("tombstones"):
         try:
@@ -215,8 +212,7 @@ def finish_deletions(store: Store, interrupted: Callable[[], bool] = lambda: Fal
 def _delete_all(store: Store, keys: Iterable[str], interrupted: Callable[[], bool] = lambda: False) -> None:
     """Delete keys in parallel.
 
-    Args:
-        interrupted: called before each deletion; once it returns True, the remaining keys are not deleted.
+    `interrupted` is called before each deletion; once it returns True, the remaining keys are not deleted.
     """
 
     def delete(key: str) -> None:
@@ -300,8 +296,7 @@ class RetentionChoice:
 class Retention:
     """Retention of a job's commits: it deletes those that a policy does not keep.
 
-    Args:
-        warn: called with a message after a problem was found and repaired.
+    `warn` is called with a message after a problem was found and repaired.
     """
 
     def __init__(self, policy: RetentionPolicy, warn: Callable[[str], object] = lambda _: None) -> None:
@@ -315,9 +310,7 @@ class Retention:
     def run(self, store: Store, save: CheckpointId, interrupted: Callable[[], bool] = lambda: False) -> list[CommitRef]:
         """After `save` was committed, delete the commits that the policy does not keep. Return the deleted commits.
 
-        Args:
-            interrupted: returns True if other work is waiting; then one commit is deleted and the rest by the next run.
-
+        `interrupted` returns True if other work is waiting; then one commit is deleted and the rest by the next run.
         Raises GenerationSuperseded (a newer generation than `save`'s is on record. Nothing is deleted).
         """
         end = time.monotonic() + _RUN_SECONDS
@@ -327,10 +320,7 @@ class Retention:
         """Free space in a full store, and return the deleted commits. Raises as `run`.
 
         Commits are deleted, the least valued first, until two more fit. Orphans are deleted once they are older than
-        any running save can be.
-
-        Args:
-            deadline_seconds: deadline of a save, from which the age of orphans is derived.
+        any running save can be. `deadline_seconds` is the deadline of a save, from which the age of orphans is derived.
         """
         limit = min(self._policy.orphan_seconds, max(2 * deadline_seconds, _SHORTEST_ORPHAN_SECONDS))
         end = time.monotonic() + _RUN_SECONDS

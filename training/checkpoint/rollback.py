@@ -55,10 +55,8 @@ class MissingCommits:
 def record_permits(job_store: Store, *whats: str) -> None:
     """Record permits that cover all generations of the job so far.
 
-    Args:
-        whats: kinds of permit: FROM_SCRATCH, ROLLBACK or both.
-
-    Raises StoreError (the store cannot be read or written).
+    `whats` are kinds of permit: FROM_SCRATCH, ROLLBACK or both. Raises StoreError (the store cannot be read or
+    written).
     """
     if not whats:
         return

@@ -66,10 +66,7 @@ def assign_shards(state: dict[str, Tensor], rank: int, world_size: int) -> list[
 
 
 def _written_replicas(sharded: dict[str, DTensor]) -> dict[str, DTensor]:
-    """Return the DTensors whose local piece this rank writes.
-
-    Where several ranks hold replicas of a piece, one of them writes it.
-    """
+    """Return the DTensors whose local piece this rank writes: one of the ranks that hold replicas of a piece writes it."""
     by_count: dict[int, dict[str, int]] = defaultdict(dict)
     place: dict[str, int] = {}
     for name, tensor in sharded.items():
@@ -94,8 +91,7 @@ def _written_replicas(sharded: dict[str, DTensor]) -> dict[str, DTensor]:
 def _spread(sizes: dict[str, int], writers: int) -> dict[str, int]:
     """Distribute names over writers, and return the number of each name's writer.
 
-    Names are assigned by decreasing size, each to the writer with the fewest bytes so far. If several writers have
-    equally few, the one with the lowest number gets it.
+    Names are assigned by decreasing size, each to the writer with the fewest bytes so far, the lowest number first.
     """
     loads = [(0, writer) for writer in range(writers)]
     chosen = {}
@@ -133,9 +129,9 @@ class SavePlanner:
     ) -> list[Tensor]:
         """Return the tensors to copy, in the order of `self.layout`, which this call updates.
 
-        Args:
-            own: further tensors of this rank, such as random states, which are new at each save.
-            shared: further tensors of all ranks, which are new at each save too.
+        `own` are further tensors of this rank, such as random states, and `shared` those of all ranks; both are new
+        at each
+        save.
         """
         if not self._is_known(model, optimizer):
             state = named_state(model, optimizer)
@@ -160,14 +156,12 @@ class SavePlanner:
         self._owner, self._known, self._wholes, self._shards = None, [], [], []
 
     def expected_bytes(self, model: nn.Module, optimizer: Optimizer | None) -> int:
-        """Estimate the bytes of this rank's part of a save. The estimate is rather too high than too low.
-
-        Before the optimizer's first step, the optimizer has no state yet, so the size of its state is estimated.
-        """
+        """Estimate the bytes of this rank's part of a save. The estimate is rather too high than too low."""
         shards = assign_shards(named_state(model, optimizer), self._rank, self._world_size)
         size = sum(_bytes(shard.local) + ALIGNMENT for shard in shards)
         if optimizer is not None and not optimizer.state:
-            size *= 1 + _moments(optimizer)
+            moments = _MOMENTS_AT_MOST if "betas" in optimizer.defaults else bool(optimizer.defaults.get("momentum"))
+            size *= 1 + moments
             size += 2 * ALIGNMENT * len(shards)
         return size + 64 * 1024  # random states
 
@@ -206,12 +200,6 @@ def lay_out(number: int, shards: list[TensorShard]) -> BufferLayout:
         boxes = {"shape": shard.shape, "offsets": shard.offsets, "sizes": shard.sizes}
         items.append(IndexEntry(name=shard.name, dtype=dtype, start=start, length=length, **boxes))
     return BufferLayout(number, tuple(items), end)
-
-
-def _moments(optimizer: Optimizer) -> int:
-    if "betas" in optimizer.defaults:
-        return _MOMENTS_AT_MOST
-    return 1 if optimizer.defaults.get("momentum") else 0
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -32,10 +32,7 @@ _INDEX_PURPOSE = b"ebbflow index 1"
 
 
 class Signer:
-    """Signer of commits and checker of their signatures.
-
-    Args:
-        name: environment variable that holds the key.
+    """Signer of commits and checker of their signatures, with the key in the environment variable `name`.
 
     Raises NoSigningKey (the variable is not set, or its value is unsuitable).
     """
@@ -51,17 +48,14 @@ class Signer:
     def sign(self, store: Store, key: str, data: dict[str, list[str]] | None = None) -> None:
         """Put the signature of commit `key` and read it back. Raises StoreError.
 
-        Args:
-            data: SHA-256 of each chunk by data object, if the manifest does not contain them.
+        `data` has the SHA-256 of each chunk by data object, if the manifest does not.
         """
         document = {"version": _VERSION, "key": key, "data": data, "hmac": self._hmac(store, key, data)}
         put_verified(store, _signature_key(key), canonical_json(document))
 
     def check(self, store: Store, key: str) -> dict[str, list[str]]:
-        """Check the signature of commit `key`.
-
-        Returns:
-            SHA-256 of each chunk by data object, as the signature states them; empty if the manifest contains them.
+        """Check the signature of commit `key`. Return the SHA-256 of each chunk by data object, if the manifest has
+        none.
 
         Raises RefusedCommit (the signature is missing or wrong), StoreError (the store cannot be read).
         """
@@ -78,15 +72,10 @@ class Signer:
                 f"{self.name} has, for another job or step, or by a forger"
             ) from error
 
-    def sign_index(self, store: Store, key: str, index: RankIndex) -> RankIndex:
-        """Return a copy of the index with an HMAC that is valid only under the store's `key`."""
-        return replace(index, hmac=self._hmac_of_index(store, key, index))
-
     def check_index(self, store: Store, key: str, index: RankIndex) -> None:
         """Raise CorruptCommit unless the index has an HMAC that is valid for this job and the store's `key`."""
-        if not hmac.compare_digest(
-            self._hmac_of_index(store, key, index).encode(), index.hmac.encode(errors="replace")
-        ):
+        right = self.index_hmac(store, key, index).encode()
+        if not hmac.compare_digest(right, index.hmac.encode(errors="replace")):
             raise CorruptCommit(
                 f"{store.uri}/{key}: its HMAC is {'wrong' if index.hmac else 'missing'}: it was made without the key "
                 f"that {self.name} has here, or by a forger; fix: give all nodes the same key"
@@ -112,7 +101,7 @@ class Signer:
             raise CorruptCommit(f"{key}: its signature is wrong")
         return data or {}
 
-    def _hmac_of_index(self, store: Store, key: str, index: RankIndex) -> str:
+    def index_hmac(self, store: Store, key: str, index: RankIndex) -> str:
         content = replace(index, hmac="").to_bytes().decode()
         document = {"version": _VERSION, "job": _job(store), "key": key, "index": content}
         return hmac.digest(self._index_key, canonical_json(document), "sha256").hex()
@@ -145,8 +134,9 @@ def sha256_of_chunks(data: memoryview, chunk_bytes: int) -> list[str]:
 
 def signed_index_bytes(store: Store, key: str, index: RankIndex) -> bytes:
     """Serialise an index for the store's `key`, with its HMAC if this process signs."""
-    signs = signer()
-    return (signs.sign_index(store, key, index) if signs else index).to_bytes()
+    if (signs := signer()) is not None:
+        index = replace(index, hmac=signs.index_hmac(store, key, index))
+    return index.to_bytes()
 
 
 def _job(store: Store) -> str:

@@ -37,7 +37,11 @@ class StagingBuffer:
     """
 
     def __init__(self, name: str) -> None:
-        self.descriptor = _anonymous_file(name)
+        if hasattr(os, "memfd_create"):
+            self.descriptor = os.memfd_create(name)
+        else:  # outside Linux
+            with tempfile.TemporaryFile() as file:
+                self.descriptor = os.dup(file.fileno())
         self._map: mmap.mmap | None = None
         self._view: Tensor | None = None
         self._thread: threading.Thread | None = None
@@ -104,13 +108,6 @@ class StagingBuffer:
         self._pinned = False
 
 
-def _anonymous_file(name: str) -> int:
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create(name)
-    with tempfile.TemporaryFile() as file:  # no memfd outside Linux
-        return os.dup(file.fileno())
-
-
 @dataclass(frozen=True)
 class StagedState:
     """A state that is copied, or being copied, into a staging buffer."""
@@ -122,11 +119,7 @@ class StagedState:
 
 
 class StagingArea:
-    """Two staging buffers, and the tensor views into them.
-
-    Attributes:
-        descriptors: file descriptors of the buffers, which the uploader inherits.
-    """
+    """Two staging buffers, and the tensor views into them. The uploader inherits their file `descriptors`."""
 
     def __init__(self) -> None:
         if sys.byteorder != "little":
@@ -142,13 +135,7 @@ class StagingArea:
             buffer.prepare(length)
 
     def stage(self, sources: list[Tensor], layout: BufferLayout) -> StagedState:
-        """Copy tensors into the next of the two buffers, at the positions in `layout`.
-
-        The caller must make sure that no upload reads this buffer.
-
-        Returns:
-            The number of the buffer, and the event at which a copy from a CUDA device is complete.
-        """
+        """Copy tensors into the next of the two buffers, at the positions in `layout`. No upload may read this buffer."""
         number, self._next = self._next, 1 - self._next
         targets = self._views(number, layout)
         on_device = [index for index, source in enumerate(sources) if source.is_cuda]

@@ -83,8 +83,8 @@ def optimizer_settings(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]
 def prepare_for_loading(manifest: Manifest, model: nn.Module, optimizer: Optimizer | None) -> dict[str, Tensor]:
     """Return the tensors to fill from a commit, by name. Missing optimizer state is allocated, surplus state dropped.
 
-    Raises CommitMismatch (names or global shapes differ, equally on all ranks. The model is compared first,
-    because a different model also has different optimizer state).
+    Raises CommitMismatch (names or global shapes differ, equally on all ranks). The model is compared first, because a
+    different model also has different optimizer state.
     """
     targets = {f"model.{name}": tensor.detach() for name, tensor in _model_tensors(model).items()}
     stored = {name for name in manifest.tensors if name.startswith("model.")}
@@ -121,9 +121,10 @@ def apply_settings(settings: Mapping[str, Any], model: nn.Module, optimizer: Opt
 
 
 def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    inner = model
-    while (wrapped := _wrapped(inner)) is not None:
+    inner, wrapped = model, model
+    while wrapped is not None:
         inner = wrapped
+        wrapped = inner.module if isinstance(inner, DistributedDataParallel) else getattr(inner, "_orig_mod", None)
     found: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, value in inner.state_dict(keep_vars=True).items():
@@ -132,18 +133,10 @@ def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
             raise CheckpointError(f"model.state_dict()[{name!r}] is a {kind}: only tensors can be saved")
         if id(value) not in seen:
             seen.add(id(value))
-            found[_bare(name)] = value
+            for wrapper in _WRAPPERS:
+                name = name.replace(wrapper, "")
+            found[name] = value
     return found
-
-
-def _wrapped(model: nn.Module) -> nn.Module | None:
-    return model.module if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", None)
-
-
-def _bare(name: str) -> str:
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
 
 
 def _optimized(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, nn.Parameter]]:

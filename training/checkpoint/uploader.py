@@ -118,7 +118,10 @@ class Uploader:
                 raise
             if self._retry_when_room_was_made(store, save, command, deadline):
                 return
-            self._make_room(store, save, command, error)
+            limit = command["upload"]["deadline_seconds"]
+            deleted = self._retention_of(save, command["retention"]).make_room(store, save, deadline_seconds=limit)
+            steps = ", ".join(str(ref.step) for ref in deleted) or "none"
+            self._warn(save, f"{error}; commits deleted to make room: {steps}")
             self._save(store, save, command, deadline)
 
     def _save(self, store: Store, save: CheckpointId, command: dict[str, Any], deadline: Deadline) -> None:
@@ -139,10 +142,8 @@ class Uploader:
             commit_as_backup(store, save, self._rank, deadline, self._commands.wait)
 
     def _index_entries(self, command: dict[str, Any]) -> tuple[IndexEntry, ...]:
-        """Return the index entries of a command's layout.
-
-        The trainer sends them with the first command of a layout. In later commands they are null, and the known ones
-        apply.
+        """Return the index entries of a command's layout. The trainer sends them with the first command of a layout
+        only.
         """
         if command["items"] is not None:
             self._layout, self._items = command["layout"], tuple(IndexEntry.from_json(row) for row in command["items"])
@@ -174,8 +175,7 @@ class Uploader:
             self._warn(save, f"retention: {error}")
 
     def _retention_of(self, save: CheckpointId, policy: dict[str, Any]) -> Retention:
-        warn = partial(self._warn, save)
-        self._retention = self._retention or Retention(RetentionPolicy(**policy), warn)
+        self._retention = self._retention or Retention(RetentionPolicy(**policy), partial(self._warn, save))
         return self._retention
 
     def _warn(self, save: CheckpointId, message: str) -> None:
@@ -184,8 +184,7 @@ class Uploader:
     def _retry_when_room_was_made(
         self, store: Store, save: CheckpointId, command: dict[str, Any], deadline: Deadline
     ) -> bool:
-        """Wait until another rank may have made room in the full store, save again, and return whether that save
-        succeeded.
+        """Wait until another rank may have made room in the full store, save again, and return whether that succeeded.
 
         All ranks find the store full at once. Rank 0 does not wait, and rank n waits n × 2 s, so that usually a single
         rank deletes commits for all.
@@ -200,12 +199,6 @@ class Uploader:
             if not isinstance(error.__cause__, StoreFull):
                 raise
             return False
-
-    def _make_room(self, store: Store, save: CheckpointId, command: dict[str, Any], full: BaseException) -> None:
-        limit = command["upload"]["deadline_seconds"]
-        deleted = self._retention_of(save, command["retention"]).make_room(store, save, deadline_seconds=limit)
-        steps = ", ".join(str(ref.step) for ref in deleted) or "none"
-        self._warn(save, f"{full}; commits deleted to make room: {steps}")
 
     def _sweep(self, save: CheckpointId, deadline_seconds: float) -> None:
         """Abort unfinished multipart uploads that are too old to belong to a running save."""

@@ -125,7 +125,7 @@ def retry_until(
         longest_seconds: longest pause between tries.
         where: the part of the operation that failed, for the error.
 
-    Raises CheckpointError (names `what`, the number of tries and the cause).
+    Raises CheckpointError (it names `what`, the number of tries and the cause).
     """
 
     def give_up(error: Exception, tries: int) -> Exception:
@@ -147,15 +147,9 @@ def retry_until(
 def fetch_verified(store: Store, key: str, parse: Callable[[bytes, str], T], what: str | None = None) -> T:
     """Fetch an object and return `parse(bytes, what)`. Damaged bytes are read again.
 
-    Bytes may be damaged in the store or only in transit. Damage in transit differs between readings, so CorruptCommit
-    is raised when two consecutive readings are equal, at the latest after six readings.
-
-    Args:
-        parse: raises CorruptCommit if the bytes are damaged.
-        what: name of the object in errors; default: its key.
-
-    Raises:
-        ObjectNotFound, StoreError, and whatever `parse` raises.
+    Bytes may be damaged in the store or only in transit. Damage in transit differs between readings, so CorruptCommit,
+    with which `parse` refuses them, is raised when two consecutive readings are equal, at the latest after six
+    readings.
     """
     before, readings = None, 0
     while True:

@@ -89,10 +89,7 @@ class SourceFile:
 def find_files(data: DataConfig, *, project_root: Path) -> list[SourceFile]:
     """List the text files that `data.path` names, sorted by name; without a path, those of Python's standard library.
 
-    Args:
-        project_root: base of relative paths.
-
-    Raises DataError (there is no such file).
+    `project_root` is the base of relative paths. Raises DataError (there is no such file).
     """
     if data.path is None:
         root = Path(sysconfig.get_path("stdlib"))
@@ -115,10 +112,8 @@ def is_held_out(name: str, fraction: float) -> bool:
     """Return whether one of several files is held out for evaluation.
 
     This depends on the file's name alone, so adding a file moves no other file between train and held out. Whole files
-    are held out, because windows of one file share vocabulary and copied passages.
-
-    Args:
-        fraction: expected share of files that are held out, from 0 to 1.
+    are held out, because windows of one file share vocabulary and copied passages. `fraction` is the expected share of
+    files that are held out, from 0 to 1.
     """
     return _hash_fraction(name) < fraction
 
@@ -126,10 +121,8 @@ def is_held_out(name: str, fraction: float) -> bool:
 def split_files(files: list[SourceFile], fraction: float) -> tuple[list[SourceFile], list[SourceFile]]:
     """Split files into train and held out, neither of them empty. A single file is cut: its last part is held out.
 
-    Args:
-        fraction: share to hold out, from 0 to 1: of the files, or of a single file's bytes.
-
-    Raises DataError (the text is too short).
+    `fraction` is the share to hold out, from 0 to 1: of the files, or of a single file's bytes. Raises DataError (the
+    text is too short).
     """
     if len(files) == 1:
         return _split_inside(files[0], fraction)

@@ -110,8 +110,7 @@ def dtype_of(vocab_size: int) -> np.dtype:
 def text_pieces(file: BinaryIO, *, limit: int | None = None) -> Iterator[bytes]:
     """Yield a file in pieces of about 1 MiB that end with a line; a longer line is cut between two characters.
 
-    Args:
-        limit: number of bytes after which reading stops; None means the end of the file.
+    `limit` is the number of bytes after which reading stops; None means the end of the file.
     """
     rest, left = b"", sys.maxsize if limit is None else limit
     while block := file.read(min(PIECE_BYTES, left)):

@@ -126,12 +126,8 @@ class TokenArrays:
 def open_tokens(store: Store, fingerprint: str, *, cache: Path | None = None) -> TokenArrays:
     """Open shards as memory-mapped arrays: in place in a local store, otherwise downloaded once into `cache`.
 
-    A download is verified by SHA-256 and appears whole or not at all.
-
-    Args:
-        cache: folder for downloads; default: a folder of this user below the temporary folder.
-
-    Raises DataError (the shards are missing, incomplete or changed).
+    A download is verified by SHA-256 and appears whole or not at all. `cache` is the folder for downloads; default: a
+    folder of this user below the temporary folder. Raises DataError (the shards are missing, incomplete or changed).
     """
     shards = store.sub(tokens_prefix(fingerprint))
     about = read_description(shards)

@@ -35,11 +35,9 @@ class StoredTensor:
 def find_weights(path: str, translate: Translate | None = None) -> dict[str, StoredTensor]:
     """Find the tensors to load, and return them by the model's names. Only headers are read.
 
-    Args:
-        path: a safetensors file, or a folder with one or with an index.
-        translate: returns the model's name of a stored tensor, or None to leave it out.
-
-    Raises WorkloadError (files are missing or damaged, or two tensors get the same name).
+    `path` is a safetensors file, or a folder with one or with an index. `translate` returns the model's name of a
+    stored tensor, or None to leave it out. Raises WorkloadError (files are missing or damaged, or two tensors get the
+    same name).
     """
     found: dict[str, StoredTensor] = {}
     for file in list_weight_files(path):

@@ -30,12 +30,8 @@ def initialise(module: nn.Module, blank: nn.Module, *, seed: int) -> None:
     Each module that holds parameters or buffers is materialised alone on the CPU, initialised by its own
     `reset_parameters` with a generator seeded by (seed, module name), and copied. So a weight depends only on the seed
     and its name, not on mode, world size, device or the order of modules. A tied parameter is initialised under its
-    first name.
-
-    Args:
-        blank: a copy of the whole model on the meta device.
-
-    Raises WorkloadError (a module has no `reset_parameters`).
+    first name. `blank` is a copy of the whole model on the meta device. Raises WorkloadError (a module has no
+    `reset_parameters`).
     """
     tied = tied_names(blank)
     targets = dict(module.named_parameters()) | dict(module.named_buffers())

@@ -170,8 +170,7 @@ def make_workload(config: RunConfig, context: WorkloadContext) -> Workload:
 def user_code(what: str) -> Iterator[None]:
     """Convert any exception in this context into a one-line WorkloadError with the file and line in the user's code.
 
-    Args:
-        what: the name of the user's function, for the message.
+    `what` is the name of the user's function, for the message.
     """
     try:
         yield
