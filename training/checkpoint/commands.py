@@ -178,9 +178,7 @@ def _row(store: Store, traced: TracedCommit) -> dict[str, Any]:
     """
     ref, reason = traced.ref, traced.unreachable_because
     row: dict[str, Any] = {
-        "step": ref.step,
-        "generation": ref.generation,
-        "key": ref.key,
+        **{name: getattr(ref, name) for name in ("step", "generation", "key")},
         "age_seconds": max(0.0, time.time() - traced.modified),
         "bytes": None,
         "world_size": None,
@@ -249,13 +247,18 @@ def _verify(store: Store, options: argparse.Namespace) -> int:
         rows.append({**row, "signature": standing})
         _record_verification(store, traced, sound=not problems)
         if not options.json:
-            print(
-                f"step {traced.ref.step:>8}  {'sound' if not problems else 'BAD'}  {standing}  {traced.ref.key}",
-                flush=True,
-            )
+            verdict = "BAD" if problems else "sound"
+            print(f"step {traced.ref.step:>8}  {verdict}  {standing}  {traced.ref.key}", flush=True)
             for problem in problems:
                 print(f"    {problem}")
-    uncommitted = [] if options.commit else [_uncommitted(*found) for found in find_uncommitted(store)]
+    problem = (
+        "all ranks have saved and no manifest names it: it is being committed or deleted, that was interrupted, or its "
+        "manifest is lost"
+    )
+    uncommitted = [
+        {"step": step, "key": prefix, "sound": None, "problems": [problem]}
+        for step, prefix in ([] if options.commit else find_uncommitted(store))
+    ]
     if options.json:
         print(json.dumps(rows + uncommitted, indent=2))
     if not rows:
@@ -312,14 +315,6 @@ def _sha256_of_data(store: Store, manifest: Manifest) -> dict[str, list[str]]:
                 raise CorruptCommit(f"{data.key}: chunk {number} has changed since it was verified")
             rows.append(sha256_text(raw))
     return found
-
-
-def _uncommitted(step: int, prefix: str) -> dict[str, Any]:
-    problem = (
-        "all ranks have saved and no manifest names it: it is being committed or deleted, that was interrupted, or its "
-        "manifest is lost"
-    )
-    return {"step": step, "key": prefix, "sound": None, "problems": [problem]}
 
 
 def _record_verification(store: Store, traced: TracedCommit, *, sound: bool) -> None:
@@ -397,7 +392,8 @@ def _export(store: Store, options: argparse.Namespace) -> int:
     ref = find(store, options.commit).ref
     content = read_commit(store, ref.key)
     content = content.without_optimizer() if options.weights_only else content
-    kind = options.kind or _kind_by_name(options.target)
+    by_name = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch"}
+    kind = options.kind or by_name.get(options.target.suffix, "dcp")
     write_file(content, options.target, kind)
     size = sum(tensor.numel() * tensor.element_size() for tensor in content.named().values())
     print(f"exported: step {ref.step}, {size / 1e6:.1f} MB, verified, as {kind} to {options.target}")
@@ -413,9 +409,3 @@ def _import(store: Store, options: argparse.Namespace) -> int:
     what = f"{len(content.weights)} weights, " + ("no optimizer" if content.settings is None else "optimizer")
     print(f"imported: {what}, as step {commit.step}: {store.uri}/{commit.key}")
     return 0
-
-
-def _kind_by_name(target: Path) -> str:
-    if target.suffix == ".safetensors":
-        return "safetensors"
-    return "torch" if target.suffix in (".pt", ".pth", ".bin") else "dcp"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -23,8 +23,6 @@ from ebbflow.infra.store import Store
 from ebbflow.training.checkpoint.manifest import Manifest, TensorEntry, TensorPiece
 from ebbflow.training.checkpoint.reader import ReadFigures, VerifiedReader, WantedRange, read_manifest
 from ebbflow.training.errors import CorruptCommit
-
-_Finish = Callable[[], object]
 
 
 class CommitReader(StorageReader):
@@ -69,17 +67,8 @@ class CommitReader(StorageReader):
 
         Each chunk is read once, straight into a tensor where the tensor's memory is contiguous.
         """
-        wanted: list[WantedRange] = []
-        finishes: list[_Finish] = []
-        targets = []
-        for item in plan.items:
-            target = planner.resolve_tensor(item).detach()
-            targets.append((item, target))
-            piece = self._piece(item)
-            self._want(self.manifest.tensors[item.storage_index.fqn], piece, item, target, wanted, finishes)
-        self._reader.read(wanted)
-        for finish in finishes:
-            finish()
+        targets = [(item, planner.resolve_tensor(item).detach()) for item in plan.items]
+        self._read((item.storage_index.fqn, self._piece(item), item, target) for item, target in targets)
         for item, target in targets:
             planner.commit_tensor(item, target)
         future: Future[None] = Future()
@@ -97,62 +86,50 @@ class CommitReader(StorageReader):
 
     def read_into(self, targets: Mapping[str, torch.Tensor]) -> None:
         """Fill the given tensors completely. Their names, shapes and dtypes are those of the commit."""
-        wanted: list[WantedRange] = []
-        finishes: list[_Finish] = []
+        requests = []
         for name, target in targets.items():
-            entry = self.manifest.tensors[name]
-            for piece in entry.pieces:
+            for piece in self.manifest.tensors[name].pieces:
                 box = target
                 for dimension, (offset, size) in enumerate(zip(piece.offsets, piece.sizes, strict=True)):
                     box = box.narrow(dimension, offset, size)
-                self._want(entry, piece, None, box, wanted, finishes)
+                requests.append((name, piece, None, box))
+        self._read(requests)
+
+    def _read(self, requests: Iterable[tuple[str, TensorPiece, ReadItem | None, torch.Tensor]]) -> None:
+        """Read pieces of tensors: the name, the piece, its rows to read (None: all), and the tensor to fill.
+
+        Bytes that do not fit the memory of the tensor as they are stored are read into a temporary tensor first.
+        """
+        wanted: list[WantedRange] = []
+        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for name, piece, item, target in requests:
+            entry = self.manifest.tensors[name]
+            dtype = getattr(torch, entry.dtype)
+            sizes = piece.sizes or (1,)  # a scalar is a row of one element
+            if math.prod(sizes) * dtype.itemsize != piece.length:
+                raise CorruptCommit(f"a piece of {list(piece.sizes)} {entry.dtype} cannot have {piece.length} bytes")
+            offsets, lengths = ((0,) * len(sizes), sizes) if item is None else (item.storage_offsets, item.lengths)
+            offsets, lengths = tuple(offsets) or (0,), tuple(lengths) or (1,)
+            if math.prod(lengths) == 0:
+                continue
+            start = piece.start + offsets[0] * math.prod(sizes[1:]) * dtype.itemsize
+            view = _memory(target, dtype) if lengths[1:] == sizes[1:] else None
+            if view is None:
+                rows = torch.empty((lengths[0], *sizes[1:]), dtype=dtype)
+                view = _memory(rows, dtype)
+                for dimension in range(1, len(sizes)):
+                    rows = rows.narrow(dimension, offsets[dimension], lengths[dimension])
+                copies.append((target, rows.view(target.shape) if target.dim() == 0 else rows))
+            assert view is not None
+            wanted.append(WantedRange(piece.rank, start, view))
         self._reader.read(wanted)
-        for finish in finishes:
-            finish()
+        for target, rows in copies:
+            target.copy_(rows)
 
     def _piece(self, item: ReadItem) -> TensorPiece:
         entry = self.manifest.tensors[item.storage_index.fqn]
         offsets = tuple(item.storage_index.offset or ())
         return next(piece for piece in entry.pieces if piece.offsets == offsets)
-
-    def _want(
-        self,
-        entry: TensorEntry,
-        piece: TensorPiece,
-        item: ReadItem | None,
-        target: torch.Tensor,
-        wanted: list[WantedRange],
-        finishes: list[_Finish],
-    ) -> None:
-        """Add the request that reads one piece of a tensor into `target`.
-
-        Bytes that do not fit the memory of `target` as they are stored are read into a temporary tensor first.
-
-        Args:
-            item: selects the rows to read; None means the whole piece.
-            wanted: list to which the request is added.
-            finishes: list to which the copy from the temporary tensor is added, to be called after the read.
-        """
-        dtype = getattr(torch, entry.dtype)
-        sizes = piece.sizes or (1,)  # a scalar is a row of one element
-        if math.prod(sizes) * dtype.itemsize != piece.length:
-            raise CorruptCommit(f"a piece of {list(piece.sizes)} {entry.dtype} cannot have {piece.length} bytes")
-        offsets, lengths = ((0,) * len(sizes), sizes) if item is None else (item.storage_offsets, item.lengths)
-        offsets, lengths = tuple(offsets) or (0,), tuple(lengths) or (1,)
-        if math.prod(lengths) == 0:
-            return
-        start = piece.start + offsets[0] * math.prod(sizes[1:]) * dtype.itemsize
-        if lengths[1:] == sizes[1:] and (view := _memory(target, dtype)) is not None:
-            wanted.append(WantedRange(piece.rank, start, view))
-            return
-        rows = torch.empty((lengths[0], *sizes[1:]), dtype=dtype)
-        box = rows
-        for dimension in range(1, len(sizes)):
-            box = box.narrow(dimension, offsets[dimension], lengths[dimension])
-        view = _memory(rows, dtype)
-        assert view is not None
-        wanted.append(WantedRange(piece.rank, start, view))
-        finishes.append(lambda: target.copy_(box.view(target.shape) if target.dim() == 0 else box))
 
 
 def _memory(tensor: torch.Tensor, dtype: torch.dtype) -> memoryview | None:

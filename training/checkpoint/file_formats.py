@@ -100,12 +100,15 @@ def write_file(content: PortableState, path: Path, kind: str) -> None:
 
     Raises CheckpointError (the path exists), NoRoom (the disk is full).
     """
-    if os.path.lexists(path) and not _is_device(path):
+    if os.path.lexists(path) and not path.is_char_device():
         raise CheckpointError(f"{path}: exists already; hint: choose another name")
     try:
         {"dcp": write_dcp, "safetensors": write_safetensors, "torch": write_torch}[kind](content, path)
     except Exception as error:
-        remove(path)
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        elif not path.is_char_device():
+            path.unlink(missing_ok=True)
         if is_full(error):
             cause = " ".join(str(error).split())[:200]
             raise NoRoom(f"{path}: the disk is full ({cause}); hint: free space, or export to another disk") from error
@@ -125,17 +128,6 @@ def is_full(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
-
-
-def remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    elif not _is_device(path):
-        path.unlink(missing_ok=True)
-
-
-def _is_device(path: Path) -> bool:
-    return path.is_char_device()
 
 
 def _kind_of(path: Path) -> str:
@@ -258,7 +250,13 @@ def fill(path: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
             if info is None or (info.filename.rsplit("/", 1)[-1], info.file_size) != (str(number), len(raw)):
                 raise CheckpointError(f"{path}: no room was left for {name}, {len(raw)} bytes; there is {info}")
             sums[info.filename] = zlib.crc32(raw)
-            _fill_entry(file, info, raw, sums[info.filename])
+            file.seek(info.header_offset + _LOCAL_LENGTHS)
+            start = info.header_offset + _LOCAL_BYTES + sum(struct.unpack("<HH", file.read(4)))
+            file.seek(start)
+            file.write(raw)
+            if file.read(len(_DESCRIPTOR)) == _DESCRIPTOR:
+                file.seek(start + len(raw) + _DESCRIPTOR_CRC)
+                file.write(struct.pack("<I", sums[info.filename]))
         _fill_directory(file, directory, sums)
 
 
@@ -275,16 +273,6 @@ def _hollow_copy(value: Any, names: Mapping[int, str], order: list[str]) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(_hollow_copy(inner, names, order) for inner in value)
     return value
-
-
-def _fill_entry(file: BinaryIO, info: zipfile.ZipInfo, raw: memoryview, crc: int) -> None:
-    file.seek(info.header_offset + _LOCAL_LENGTHS)
-    start = info.header_offset + _LOCAL_BYTES + sum(struct.unpack("<HH", file.read(4)))
-    file.seek(start)
-    file.write(raw)
-    if file.read(len(_DESCRIPTOR)) == _DESCRIPTOR:
-        file.seek(start + len(raw) + _DESCRIPTOR_CRC)
-        file.write(struct.pack("<I", crc))
 
 
 def _fill_directory(file: BinaryIO, start: int, sums: Mapping[str, int]) -> None:

@@ -271,27 +271,28 @@ def open_generation(
 
     Its parent is the newest readable commit that counts. `parent` is the key of a commit to start from instead (a
     rewind: later commits no longer count), or `NO_PARENT`. `opening` is the same object for each try at one start.
-    Raises NothingToRestore (the job has commits, none can be restored, and no permit (a person's consent, see
-    `checkpoint.rollback`) allows a start from scratch), UnreliableReader (this process reads a manifest wrongly that
-    another process finds sound), TwoLaunchers (another launcher opened the same number; this record has been
-    withdrawn), CheckpointError (the parent is being deleted).
+    Raises:
+        NothingToRestore: the job has commits, none can be restored, and no permit (a person's consent, see
+            `checkpoint.rollback`) allows a start from scratch.
+        UnreliableReader: this process reads a manifest wrongly that another process finds sound.
+        TwoLaunchers: another launcher opened the same number; this record has been withdrawn.
+        CheckpointError: the parent is being deleted.
     """
     opening = opening or GenerationOpening()
-    seen = _newest_seen_number(job_store)
+    seen = max((ref.generation for ref, _ in next(_commit_pages(job_store), [])), default=0)
     number = max(newest_generation_number(job_store, near=seen), opening.number) + 1
     if parent == NO_PARENT:
         chosen = None
     else:
-        chosen = _sound_parent(job_store) if parent is None else _given_parent(job_store, parent)
+        sound = (ref for ref in newest_commits(job_store) if is_readable_commit(job_store, ref))
+        chosen = next(sound, None) if parent is None else _given_parent(job_store, parent)
         refused = _report_refused(job_store, chosen)
         if chosen is None and (lost := _commits_of_lineage(job_store)):
             cause = f"none of its {len(lost)} commits can be restored, the newest of step {lost[0].step}"
             cause += f": {refused}" if refused else ""
             if max(ref.generation for ref in lost) > permitted_generation(job_store, FROM_SCRATCH):
                 raise nothing_to_restore_error(job_store, cause)
-            print(
-                f"checkpoint: WARNING: {job_store.uri}: {cause}; begin anew, as permitted", file=sys.stderr, flush=True
-            )
+            _warn(f"{job_store.uri}: {cause}; begin anew, as permitted")
     generation = Generation(number, opening.id, chosen and chosen.key, chosen.step if chosen else 0)
     record = {
         "version": VERSION,
@@ -314,8 +315,9 @@ def open_generation(
             f"{job_store.uri}: generation {number} was opened twice at once: {key} (this one, withdrawn) and {rivals}; "
             "hint: two launchers work on one job; stop one of them, then start again"
         )
-    if chosen is not None and _is_being_deleted(job_store, chosen):
-        job_store.delete(key)  # a deletion checks for generations after its tombstone, so one of the two stops
+    # A deletion puts the commit's tombstone, checks for generations, and deletes the manifest: one of the two stops.
+    if chosen and (job_store.head(tombstone_key(chosen.sha256)) or job_store.head(chosen.key) is None):
+        job_store.delete(key)
         raise CheckpointError(
             f"{job_store.uri}/{chosen.key}: is being deleted, or was; hint: start again, from another commit"
         )
@@ -338,14 +340,6 @@ def permitted_generation(job_store: Store, what: str) -> int:
     """
     names = (meta.key.rsplit("/", 1)[-1].removesuffix(".json") for meta in job_store.list(permit_prefix(what)))
     return max((int(name) for name in names if name.isascii() and name.isdigit()), default=0)
-
-
-def _is_being_deleted(job_store: Store, ref: CommitRef) -> bool:
-    """Return whether a commit is deleted or being deleted.
-
-    A deletion first puts the commit's tombstone, and then deletes its manifest.
-    """
-    return job_store.head(tombstone_key(ref.sha256)) is not None or job_store.head(ref.key) is None
 
 
 def newest_commits(job_store: Store) -> Iterator[CommitRef]:
@@ -385,7 +379,7 @@ def _report_refused(job_store: Store, chosen: CommitRef | None) -> str:
             break
         if refused:
             first = first or refused
-            print(f"checkpoint: WARNING: passed over as a parent: {refused}", file=sys.stderr, flush=True)
+            _warn(f"passed over as a parent: {refused}")
     return first
 
 
@@ -433,13 +427,8 @@ def _commit_pages(job_store: Store) -> Iterator[list[tuple[CommitRef, float]]]:
             yield found
 
 
-def _newest_seen_number(job_store: Store) -> int:
-    """Return the highest generation number on the first page of commits; 0 without commits.
-
-    The newest generation has at least this number.
-    """
-    page = next(_commit_pages(job_store), [])
-    return max((ref.generation for ref, _ in page), default=0)
+def _warn(text: str) -> None:
+    print(f"checkpoint: WARNING: {text}", file=sys.stderr, flush=True)
 
 
 def _names_below(job_store: Store, prefix: str) -> set[str]:
@@ -460,13 +449,9 @@ def is_readable_commit(job_store: Store, ref: CommitRef) -> bool:
                 f"this machine ({socket.gethostname()}) reads wrongly: {error}; a new process finds it as it was "
                 "saved, so the commit is sound; fix: check that machine's memory, disk and network"
             ) from error
-        print(f"checkpoint: WARNING: passed over as a parent: {error}", file=sys.stderr, flush=True)
+        _warn(f"passed over as a parent: {error}")
         return False
     return True
-
-
-def _sound_parent(job_store: Store) -> CommitRef | None:
-    return next((ref for ref in newest_commits(job_store) if is_readable_commit(job_store, ref)), None)
 
 
 def _commits_of_lineage(job_store: Store) -> list[CommitRef]:
@@ -477,10 +462,8 @@ def _commits_of_lineage(job_store: Store) -> list[CommitRef]:
     found = [ref for page in _commit_pages(job_store) for ref, _ in page]
     if not found:
         return []
-    chain, gone = (
-        LineageChain(job_store, near=max(ref.generation for ref in found)),
-        _names_below(job_store, "tombstones"),
-    )
+    chain = LineageChain(job_store, near=max(ref.generation for ref in found))
+    gone = _names_below(job_store, "tombstones")
     return [ref for ref in found if ref.sha256 not in gone and chain.is_in_history(ref.generation, ref.step)]
 
 

@@ -30,7 +30,7 @@ from ebbflow.infra.layout import data_key, data_prefix, index_key, index_prefix,
 from ebbflow.infra.process import die_with_parent
 from ebbflow.infra.program import python_path
 from ebbflow.infra.ranges import read_blocks
-from ebbflow.infra.retry import backoff_pauses
+from ebbflow.infra.retry import backoff_pauses, retry
 from ebbflow.infra.store import Store
 from ebbflow.infra.store.folder import HANG_GUARD
 from ebbflow.training.checkpoint.manifest import DataObject, Manifest, RankIndex
@@ -268,22 +268,23 @@ class VerifiedReader:
         Store errors are retried, up to four tries within 120 s.
         """
         deadline = Deadline(_CHUNK_SECONDS)
-        for tries, pause in enumerate(backoff_pauses(first_seconds=0.05), start=1):
-            try:
-                if not self._local:
-                    return self._fetch_remote(data, chunk)
-                what = f"get {self._store.uri}/{data.key}"
-                return HANG_GUARD.run(lambda: self._fetch_local(data, chunk), self._store.request_seconds, what)
-            except StoreTimeout:  # the abandoned read may still write here, so only another process may retry
-                raise
-            except StoreError as error:
-                found = self._classify_error(data, error)
-                if found is not error or not is_curable(error) or tries == _TRIES:
-                    raise found from error
-                if deadline.remaining_seconds <= pause:
-                    raise
-            time.sleep(pause)
-        raise AssertionError("pauses never end")
+
+        def fetch() -> str:
+            if not self._local:
+                return self._fetch_remote(data, chunk)
+            what = f"get {self._store.uri}/{data.key}"
+            return HANG_GUARD.run(lambda: self._fetch_local(data, chunk), self._store.request_seconds, what)
+
+        def curable(error: Exception, tries: int) -> bool:
+            # After a timeout the abandoned read may still write here, so only another process may retry.
+            if not isinstance(error, StoreError) or isinstance(error, StoreTimeout):
+                return False
+            if (found := self._damage(data)) is not None:
+                raise found from error
+            return is_curable(error) and tries < _TRIES
+
+        pauses = backoff_pauses(first_seconds=0.05)
+        return retry(fetch, left=lambda: deadline.remaining_seconds, curable=curable, pauses=pauses)
 
     def _fetch_local(self, data: DataObject, chunk: ChunkRead) -> str:
         gap = self._scratch_buffer(chunk.length)
@@ -313,18 +314,16 @@ class VerifiedReader:
         self.figures.add(chunk.length, read - began, summed - read, time.perf_counter() - summed)
         return value
 
-    def _classify_error(self, data: DataObject, error: StoreError) -> Exception:
-        """Return CorruptCommit if the object is missing or has another size, else the given store error."""
+    def _damage(self, data: DataObject) -> CorruptCommit | None:
+        """Return CorruptCommit if the object is missing or has another size; None if not, or if that is unknown."""
         try:
             meta = self._store.head(data.key)
         except StoreError:
-            return error
-        if meta is None:
-            return CorruptCommit(f"{data.key}: there is no such object", object_key=data.key)
-        if meta.size != data.size:
-            message = f"{data.key}: has {meta.size} bytes, {data.size} were saved: truncated"
-            return CorruptCommit(message, object_key=data.key)
-        return error
+            return None
+        if meta is not None and meta.size == data.size:
+            return None
+        found = f"has {meta.size} bytes, {data.size} were saved: truncated" if meta else "there is no such object"
+        return CorruptCommit(f"{data.key}: {found}", object_key=data.key)
 
     def _scratch_buffer(self, length: int) -> memoryview:
         held: memoryview | None = getattr(self._scratch, "view", None)
@@ -372,7 +371,6 @@ def find_problem_in_new_process(store_uri: str, key: str, object_key: str = "", 
 
     Raises StoreUnavailable (the process gave no result).
     """
-    path = python_path()
     arguments = [str(os.getpid()), store_uri, key]
     if object_key:
         arguments += [object_key] if chunk is None else [object_key, str(chunk)]
@@ -382,7 +380,7 @@ def find_problem_in_new_process(store_uri: str, key: str, object_key: str = "", 
             stdin=subprocess.DEVNULL,
             capture_output=True,
             timeout=_READ_SECONDS,
-            env={**os.environ, "PYTHONPATH": path},
+            env={**os.environ, "PYTHONPATH": python_path()},
         )
         answer = json.loads(done.stdout)
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:

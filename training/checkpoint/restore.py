@@ -160,7 +160,9 @@ def restore_newest(
             raise CheckpointError(f"{key} could not be read, which says nothing about the commit itself: {reason}")
         rng = _finish(loaded, key, model, optimizer, rank)
         if rejected and rank == 0:
-            _report_loss(rejected, key)
+            lost, left = rejected[0].step, CommitRef.from_key(key).step
+            text = f"checkpoint: {lost - left} committed steps are lost: from {lost} back to {left}"
+            print(text, file=sys.stderr, flush=True)
         manifest, total = loaded.reader.manifest, time.monotonic() - began
         return RestoreResult(
             step=manifest.save.step,
@@ -254,9 +256,8 @@ def _attempt(
         about = {"object_key": error.object_key, "chunk": error.chunk}
         return None, _Verdict(kind=kind, reason=str(error), node=own.node, **about)
     except Exception as error:
-        away = isinstance(error, StoreUnavailable) and not isinstance(
-            error, StoreTimeout
-        )  # a hung read cannot be retried in this process
+        # A hung read cannot be retried in this process.
+        away = isinstance(error, StoreUnavailable) and not isinstance(error, StoreTimeout)
         kind = _MISMATCH if isinstance(error, CommitMismatch) else _AWAY if away else _ERROR
         kind = _REFUSED if isinstance(error, RefusedCommit) else kind
         reason = str(error) if isinstance(error, CheckpointError | InfraError) else repr(error)
@@ -293,18 +294,20 @@ def _agree_on_verdict(own: _Verdict, key: str, reader: _Reader) -> _Verdict:
     """
     row = {"kind": own.kind, "reason": _shorten(own.reason), "node": own.node}
     row |= {"host": socket.gethostname()[:_HOST_CHARACTERS], "object_key": own.object_key, "chunk": own.chunk}
-    verdicts = [_Verdict(**found) for found in _gather(row, reader.world_size)]
+    verdicts = [_Verdict(**given) for given in _gather(row, reader.world_size)]
+
+    def first_of(*kinds: str) -> _Verdict | None:
+        found = (pair for kind in kinds for pair in enumerate(verdicts) if pair[1].kind == kind)
+        rank, verdict = next(found, (0, None))
+        return verdict and _Verdict(kind=verdict.kind, reason=_with_rank(rank, verdict.reason, reader))
+
     # Errors come first: they say nothing about the commit, so they must not lead to a quarantine.
-    for kind in (_ERROR, _AWAY):
-        rank = next((rank for rank, verdict in enumerate(verdicts) if verdict.kind == kind), None)
-        if rank is not None:
-            return _Verdict(kind=kind, reason=_with_rank(rank, verdicts[rank].reason, reader))
+    if (found := first_of(_ERROR, _AWAY)) is not None:
+        return found
     if disagreement := _signature_disagreement(verdicts):
         return _Verdict(kind=_ERROR, reason=disagreement)
-    for kind in (_REFUSED, _MISMATCH):
-        rank = next((rank for rank, verdict in enumerate(verdicts) if verdict.kind == kind), None)
-        if rank is not None:
-            return _Verdict(kind=kind, reason=_with_rank(rank, verdicts[rank].reason, reader))
+    if (found := first_of(_REFUSED, _MISMATCH)) is not None:
+        return found
     if not any(verdict.doubts for verdict in verdicts):
         return _Verdict(kind=_SOUND)
     return _settle_doubts(verdicts, key, reader)
@@ -337,14 +340,17 @@ def _settle_doubts(verdicts: Sequence[_Verdict], key: str, reader: _Reader) -> _
                 found[str(doubting)] = [_CORRUPT if problem else _SOUND, _shorten(problem)]
             except (StoreError, CheckpointError) as error:
                 found[str(doubting)] = [_AWAY, _shorten(str(error))]
+    described = {
+        second: "(a new process)" if doubting == second else f"(rank {second} on node {verdicts[second].node})"
+        for doubting, second in tasks
+    }
     answers = {int(rank): answer for row in _gather(found, reader.world_size) for rank, answer in row.items()}
     for doubting, second in tasks:
         kind, _ = answers[doubting]
         if kind == _CORRUPT:
             doubt = verdicts[doubting]
             first = _with_rank(doubting, doubt.reason, reader)
-            agrees = f"a second reader {_describe_second_reader(doubting, second, verdicts)} agrees"
-            return _Verdict(kind=doubt.kind, reason=f"{first}; {agrees}")
+            return _Verdict(kind=doubt.kind, reason=f"{first}; a second reader {described[second]} agrees")
     for doubting, second in tasks:
         kind, reason = answers[doubting]
         if kind == _AWAY:
@@ -354,7 +360,7 @@ def _settle_doubts(verdicts: Sequence[_Verdict], key: str, reader: _Reader) -> _
     nodes = ", ".join(str(node) for node in sorted({verdicts[rank].node for rank, _ in tasks}))
     reason = (
         f"node {nodes} reads wrongly (rank {doubting}): {first.reason}; a second reader "
-        f"{_describe_second_reader(doubting, second, verdicts)} finds {first.object_key or key} as saved, so the "
+        f"{described[second]} finds {first.object_key or key} as saved, so the "
         "commit is sound; fix: check that machine's memory, disk and network"
     )
     return _Verdict(kind=_UNRELIABLE, reason=reason, suspects=tuple(rank for rank, _ in tasks))
@@ -381,12 +387,6 @@ def assign_second_readers(nodes: Sequence[int], doubting: Sequence[bool]) -> lis
         choice = confident or others or [rank]
         tasks.append((rank, choice[(len(tasks)) % len(choice)]))
     return tasks
-
-
-def _describe_second_reader(doubting: int, second: int, verdicts: Sequence[_Verdict]) -> str:
-    if doubting == second:
-        return "(a new process)"
-    return f"(rank {second} on node {verdicts[second].node})"
 
 
 def _shorten(text: str) -> str:
@@ -439,13 +439,6 @@ def _read_extra(store: Store, key: str) -> dict[str, Any] | None:
         return read_manifest(store, key).common["extra"]
     except (CheckpointError, InfraError, KeyError):
         return None
-
-
-def _report_loss(rejected: list[RejectedCommit], key: str) -> None:
-    lost, left = rejected[0].step, CommitRef.from_key(key).step
-    print(
-        f"checkpoint: {lost - left} committed steps are lost: from {lost} back to {left}", file=sys.stderr, flush=True
-    )
 
 
 def _finish(loaded: _Loaded, key: str, model: nn.Module, optimizer: Optimizer | None, rank: int) -> str:

@@ -66,7 +66,7 @@ def assign_shards(state: dict[str, Tensor], rank: int, world_size: int) -> list[
 
 
 def _written_replicas(sharded: dict[str, DTensor]) -> dict[str, DTensor]:
-    """Return the DTensors whose local piece this rank writes: one of the ranks that hold replicas of a piece writes it."""
+    """Return the DTensors whose local piece this rank writes: one of the ranks that hold replicas writes each."""
     by_count: dict[int, dict[str, int]] = defaultdict(dict)
     place: dict[str, int] = {}
     for name, tensor in sharded.items():

@@ -135,7 +135,7 @@ class StagingArea:
             buffer.prepare(length)
 
     def stage(self, sources: list[Tensor], layout: BufferLayout) -> StagedState:
-        """Copy tensors into the next of the two buffers, at the positions in `layout`. No upload may read this buffer."""
+        """Copy tensors into the next of the two buffers, at the positions in `layout`. No upload may read it."""
         number, self._next = self._next, 1 - self._next
         targets = self._views(number, layout)
         on_device = [index for index, source in enumerate(sources) if source.is_cuda]

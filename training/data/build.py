@@ -133,11 +133,6 @@ def split_files(files: list[SourceFile], fraction: float) -> tuple[list[SourceFi
     return train, [file for file in files if is_held_out(file.name, limit)]
 
 
-def describe_split(files: list[SourceFile], fraction: float) -> str:
-    """Describe the rule of `split_files` for fingerprints: the text changes whenever the rule does."""
-    return f"last {fraction!r} of one file" if len(files) == 1 else f"sha256(name) < {fraction!r}"
-
-
 @contextmanager
 def open_source(file: SourceFile) -> Iterator[BinaryIO]:
     """Open a file at the first byte of its part, without blocking on a FIFO. Raises DataError."""
@@ -178,7 +173,7 @@ class TextDetector:
         try:
             piece.decode("utf-8")
         except UnicodeDecodeError:
-            self._invalid += _invalid_bytes(piece)
+            self._invalid += len(piece) - len(piece.decode("utf-8", "ignore").encode())
             self.decide()
 
     def decide(self) -> None:
@@ -215,21 +210,15 @@ def _split_inside(file: SourceFile, fraction: float) -> tuple[list[SourceFile], 
         stream.seek(max(0, nominal - 1))
         block = stream.read(_LINE_SEARCH_BYTES)
     feed = block.find(b"\n", 0, -1)  # not the last byte: nothing would be left
-    if feed >= 0 and nominal > 0:
-        cut = nominal + feed
-    else:
-        skipped = next((at for at, byte in enumerate(block[1:5]) if byte & 0xC0 != 0x80), 0)
-        cut = nominal + skipped
+    if feed < 0 or nominal <= 0:  # no line ends there: cut between two characters
+        feed = next((at for at, byte in enumerate(block[1:5]) if byte & 0xC0 != 0x80), 0)
+    cut = nominal + feed
     if not 0 < cut < size:
         raise DataError(
             f"{file.path} has {size} bytes, too few to split into train and held-out text; "
             "fix: set data.path to more text"
         )
     return [replace(file, end=cut)], [replace(file, start=cut, end=size)]
-
-
-def _invalid_bytes(piece: bytes) -> int:
-    return len(piece) - len(piece.decode("utf-8", "ignore").encode())
 
 
 def _describe_kind(mode: int) -> str:
@@ -297,7 +286,14 @@ def prepare_tokens(data: DataConfig, store: Store, *, project_root: Path) -> Tok
     train, held_out = split_files(files, data.held_out_fraction)
     sides = {"train": [_hash(file) for file in train], "held_out": [_hash(file) for file in held_out]}
     hashed = sorted([*sides["train"], *sides["held_out"]], key=lambda one: (one.file.name, one.file.start))
-    fingerprint = _fingerprint(describe_split(files, data.held_out_fraction), tokenizer, hashed)
+    fraction = data.held_out_fraction
+    described = {
+        "format": FORMAT_VERSION,
+        "tokenizer": tokenizer.identity,
+        "split": f"last {fraction!r} of one file" if len(files) == 1 else f"sha256(name) < {fraction!r}",
+        "files": [[one.file.name, one.sha256] for one in hashed],
+    }
+    fingerprint = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
     shards = store.sub(tokens_prefix(fingerprint))
     if (known := read_description(shards)) is not None:
         return known
@@ -326,16 +322,6 @@ def _hash(file: SourceFile) -> _Hashed:
         size += len(piece)
     detector.decide()
     return _Hashed(file, digest.hexdigest(), size)
-
-
-def _fingerprint(split: str, tokenizer: Tokenizer, hashed: list[_Hashed]) -> str:
-    described = {
-        "format": FORMAT_VERSION,
-        "tokenizer": tokenizer.identity,
-        "split": split,
-        "files": [[one.file.name, one.sha256] for one in hashed],
-    }
-    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
 
 
 def _build(side: list[_Hashed], tokenizer: Tokenizer, shards: Store, key: str) -> _Shard:

@@ -12,7 +12,7 @@ import importlib.util
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import BinaryIO, Protocol
 
 import numpy as np
 
@@ -26,21 +26,11 @@ _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", 
 
 
 class Tokenizer(Protocol):
-    """Converter of text into token IDs.
+    """Converter of text into token IDs."""
 
-    Attributes:
-        identity: text that changes with anything that could change a token.
-        separator: token between two files, so that a window across both does not read as one text; None means no token.
-    """
-
-    @property
-    def identity(self) -> str: ...
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def separator(self) -> int | None: ...
+    identity: str  # changes with anything that could change a token
+    vocab_size: int
+    separator: int | None  # token between two files, so that a window across both does not read as one text
 
     def encode(self, piece: bytes) -> np.ndarray:
         """Return the token IDs of a piece of a file, of shape [tokens] and dtype `dtype_of(vocab_size)`."""
@@ -66,7 +56,15 @@ class VocabularyTokenizer:
 
     def __init__(self, path: Path) -> None:
         content = _read(path)
-        self._tokenizer = _parse(path, content)
+        try:
+            import tokenizers
+
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
+        except Exception as error:  # the package raises plain Exception
+            raise DataError(
+                f"data.tokenizer {path} is not a tokenizer.json: {' '.join(str(error).split())[:200]}; "
+                "fix: the file that tokenizers' Tokenizer.save writes"
+            ) from error
         # Another version of the package may split the same text differently.
         version = importlib.metadata.version("tokenizers")
         self.identity = f"tokenizer.json sha256 {hashlib.sha256(content).hexdigest()}, tokenizers {version}"
@@ -83,7 +81,8 @@ def open_tokenizer(data: DataConfig, *, project_root: Path) -> Tokenizer:
     """Open the configured tokenizer. Raises DataError if its file or the package `tokenizers` is missing or damaged."""
     if data.tokenizer == BYTES:
         return ByteTokenizer()
-    return VocabularyTokenizer(tokenizer_path(data, project_root=project_root))
+    path = project_root / Path(data.tokenizer).expanduser()
+    return VocabularyTokenizer(path / "tokenizer.json" if path.is_dir() else path)
 
 
 def check_vocabulary(config: RunConfig, vocab_size: int) -> None:
@@ -94,12 +93,6 @@ def check_vocabulary(config: RunConfig, vocab_size: int) -> None:
             f"{config.model.vocab_size}: {vocab_size - config.model.vocab_size} too few; fix: set model.vocab_size to "
             f"{vocab_size}, or to {-(-vocab_size // 64) * 64}, which GPUs multiply faster"
         )
-
-
-def tokenizer_path(data: DataConfig, *, project_root: Path) -> Path:
-    """Return the path of the configured tokenizer.json, which may be configured by its folder."""
-    path = project_root / Path(data.tokenizer).expanduser()
-    return path / "tokenizer.json" if path.is_dir() else path
 
 
 def dtype_of(vocab_size: int) -> np.dtype:
@@ -154,16 +147,4 @@ def _read(path: Path) -> bytes:
     except OSError as error:
         raise DataError(
             f"data.tokenizer {path} cannot be read: {error.strerror}; fix: name a tokenizer.json, or bytes"
-        ) from error
-
-
-def _parse(path: Path, content: bytes) -> Any:
-    import tokenizers
-
-    try:
-        return tokenizers.Tokenizer.from_buffer(content)
-    except Exception as error:  # the package raises plain Exception
-        raise DataError(
-            f"data.tokenizer {path} is not a tokenizer.json: {' '.join(str(error).split())[:200]}; "
-            "fix: the file that tokenizers' Tokenizer.save writes"
         ) from error

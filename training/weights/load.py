@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -47,7 +47,8 @@ def initialise(module: nn.Module, blank: nn.Module, *, seed: int) -> None:
             )
         part.to_empty(device="cpu", recurse=False)
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(_seed_of(seed, name))
+            digest = hashlib.sha256(f"{seed}\n{name}".encode()).digest()
+            torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)  # torch takes a signed 64-bit seed
             reset()
         for key, value in [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]:
             full = f"{name}.{key}" if name else key
@@ -70,11 +71,6 @@ def materialise(module: nn.Module, device: torch.device | str) -> None:
     for name, first in tied.items():
         owner, _, key = name.rpartition(".")
         setattr(module.get_submodule(owner), key, module.get_parameter(first))
-
-
-def _seed_of(seed: int, name: str) -> int:
-    digest = hashlib.sha256(f"{seed}\n{name}".encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1  # torch takes a signed 64-bit seed
 
 
 def _copy_own_part(target: Tensor, value: Tensor) -> None:
@@ -150,20 +146,14 @@ def _fill(target: Tensor, file: Any, name: str) -> None:
     if not isinstance(target, DTensor):
         target.copy_(file.get_tensor(name))
         return
-    for offsets, sizes in _boxes(target):
-        if math.prod(sizes):
-            box = tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
-            target.to_local().copy_(file.get_slice(name)[box])
-
-
-def _boxes(tensor: DTensor) -> Iterable[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield (offsets, sizes) of each local piece in the whole tensor, as DCP's planner finds them."""
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner({"tensor": tensor}, None, True)
+    planner.set_up_planner({"tensor": target}, None, True)
     for item in planner.create_local_plan().items:
         assert item.tensor_data is not None  # only a tensor was given
         chunk = item.tensor_data.chunk
-        yield tuple(chunk.offsets), tuple(chunk.sizes)
+        if math.prod(chunk.sizes):
+            box = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
+            target.to_local().copy_(file.get_slice(name)[box])
 
 
 def weights_sha256(module: nn.Module) -> str:
@@ -178,26 +168,19 @@ def weights_sha256(module: nn.Module) -> str:
     digest = hashlib.sha256()
     for name, parameter in sorted(module.named_parameters(), key=lambda item: item[0].encode()):
         value = parameter.detach()
-        value = (_full_tensor(value) if isinstance(value, DTensor) else value).cpu().contiguous()
+        if isinstance(value, DTensor):  # moved first if it is offloaded, because NCCL cannot reach host memory
+            moved = value.to(value.device_mesh.device_type)
+            assert isinstance(moved, DTensor)
+            value = moved.full_tensor()
+        value = value.cpu().contiguous()
         dtype, shape = str(value.dtype).removeprefix("torch."), ",".join(map(str, value.shape))
         digest.update(f"{name}\n{dtype}\n{shape}\n".encode())
         digest.update(_little_endian(value))
     return digest.hexdigest()
 
 
-def _full_tensor(value: DTensor) -> Tensor:
-    """Gather a DTensor on the device of its mesh.
-
-    Shards that are offloaded to host memory are moved to that device first, because NCCL cannot reach host memory.
-    """
-    moved = value.to(value.device_mesh.device_type)
-    assert isinstance(moved, DTensor)
-    return moved.full_tensor()
-
-
 def _little_endian(value: Tensor) -> memoryview:
-    """Return the bytes of a contiguous CPU tensor. They are read as uint8, because NumPy has no bfloat16."""
-    elements = value.reshape(-1).view(torch.uint8).numpy()
+    elements = value.reshape(-1).view(torch.uint8).numpy()  # as uint8, because NumPy has no bfloat16
     if sys.byteorder == "big":
         elements = elements.reshape(-1, value.element_size())[:, ::-1].copy().reshape(-1)
     return elements.data

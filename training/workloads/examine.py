@@ -54,23 +54,15 @@ def examine(config: RunConfig, *, prepare: bool, seconds: float = EXAMINE_SECOND
     with tempfile.TemporaryDirectory(prefix="ebbflow-examine-") as folder:
         given, found = Path(folder, "config.json"), Path(folder, "found.json")
         given.write_text(config.model_dump_json())
-        command = [
-            sys.executable,
-            "-m",
-            "ebbflow.training",
-            "examine",
-            "--resolved",
-            str(given),
-            "--output",
-            str(found),
-        ]
+        command = [sys.executable, "-m", "ebbflow.training", "examine"]
+        command += ["--resolved", str(given), "--output", str(found)]
         what = f"workload {config.workload}"
         output = _run([*command, *(["--prepare"] if prepare else [])], seconds, what, shown=prepare)
         try:
             data = json.loads(found.read_text())
         except (OSError, ValueError):
             last = " | ".join(output.splitlines()[-_LAST_LINES:]) or "its output stands above"
-            raise WorkloadError(f"workload {config.workload}: the process that tried it ended: {last}") from None
+            raise WorkloadError(f"{what}: the process that tried it ended: {last}") from None
     if "problem" in data:
         raise WorkloadError(data["problem"])
     shape = data["shape"] and ModelShape.from_json(data["shape"])
@@ -89,7 +81,14 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--output", help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     try:
-        found = _examine_here(_config(parser, given), prepare=given.prepare)
+        if given.resolved:
+            die_with_parent()
+            config = RunConfig.model_validate_json(Path(given.resolved).read_text())
+        elif given.config:
+            config = load_config(given.config, given.set, project_root=PROJECT_ROOT).config
+        else:
+            parser.error("CONFIG is missing")
+        found = _examine_here(config, prepare=given.prepare)
     except (TrainingError, InfraError) as error:
         if not given.output:
             print(error, file=sys.stderr)
@@ -100,15 +99,6 @@ def main(arguments: list[str]) -> int:
     else:
         print(json.dumps(found, indent=1))
     return 0
-
-
-def _config(parser: argparse.ArgumentParser, given: argparse.Namespace) -> RunConfig:
-    if given.resolved:
-        die_with_parent()
-        return RunConfig.model_validate_json(Path(given.resolved).read_text())
-    if not given.config:
-        parser.error("CONFIG is missing")
-    return load_config(given.config, given.set, project_root=PROJECT_ROOT).config
 
 
 def _examine_here(config: RunConfig, *, prepare: bool) -> dict[str, Any]:
@@ -139,10 +129,9 @@ def _run(command: list[str], seconds: float, what: str, *, shown: bool) -> str:
 
     Raises WorkloadError (if the deadline has passed).
     """
-    path = python_path()
     with subprocess.Popen(
         command,
-        env=dict(os.environ, PYTHONPATH=path, CUDA_VISIBLE_DEVICES=""),
+        env=dict(os.environ, PYTHONPATH=python_path(), CUDA_VISIBLE_DEVICES=""),
         stdin=subprocess.DEVNULL,
         stdout=None if shown else subprocess.PIPE,
         stderr=subprocess.STDOUT,

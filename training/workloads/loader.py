@@ -59,11 +59,9 @@ def _named(method: Callable[..., Any], what: str) -> Callable[..., Any]:
         try:
             return method(*arguments, **options)
         except _MISTAKES as error:
-            line = user_line(error)
-            if line is None:
+            if _is_foreign(traceback.extract_tb(error.__traceback__)[-1].filename):
                 raise
-            text = " ".join(str(error).split()) or "no message"
-            raise WorkloadError(f"{line}{what} raised {type(error).__name__}: {text}") from error
+            raise _raised(error, what) from error
 
     return call
 
@@ -177,14 +175,19 @@ def user_code(what: str) -> Iterator[None]:
     except (TrainingError, InfraError):  # their messages need no file and line
         raise
     except Exception as error:
-        text = " ".join(str(error).split()) or "no message"
-        raise WorkloadError(f"{_frame(error)}{what} raised {type(error).__name__}: {text}") from error
+        raise _raised(error, what) from error
 
 
-def user_line(error: BaseException) -> str | None:
-    """Return "file:line: " if the exception was raised by a line of the user's code, else None."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return None if _foreign(frame.filename) else f"{frame.filename}:{frame.lineno}: "
+def _raised(error: BaseException, what: str) -> WorkloadError:
+    """Return an error with the innermost line of the user's code in the traceback, else with the line that raised."""
+    frames = list(traceback.extract_tb(error.__traceback__))
+    frame = ([frame for frame in frames if not _is_foreign(frame.filename)] or frames)[-1]
+    where, text = f"{frame.filename}:{frame.lineno}", error
+    if isinstance(error, SyntaxError):
+        where, text = f"{error.filename}:{error.lineno}", error.msg
+    return WorkloadError(
+        f"{where}: {what} raised {type(error).__name__}: {' '.join(str(text).split()) or 'no message'}"
+    )
 
 
 def _import(name: str) -> Any:
@@ -194,7 +197,7 @@ def _import(name: str) -> Any:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not (name == error.name or name.startswith(f"{error.name}.")):
-            raise _broken(name, error) from error
+            raise _raised(error, f"importing workload module {name}") from error
         searched = os.environ.get("PYTHONPATH") or "not set"
         raise WorkloadError(
             f"workload: there is no module {error.name!r}; looked in {PROJECT_ROOT}, among the installed packages, and "
@@ -202,13 +205,7 @@ def _import(name: str) -> Any:
             "absolute path"
         ) from None
     except (Exception, SystemExit) as error:  # an import may raise anything
-        raise _broken(name, error) from error
-
-
-def _broken(name: str, error: BaseException) -> WorkloadError:
-    where = f"{error.filename}:{error.lineno}: " if isinstance(error, SyntaxError) else _frame(error)
-    text = " ".join(str(error.msg if isinstance(error, SyntaxError) else error).split())
-    return WorkloadError(f"{where}importing workload module {name} raised {type(error).__name__}: {text}")
+        raise _raised(error, f"importing workload module {name}") from error
 
 
 def _no_such_name(module: Any, name: str) -> str:
@@ -243,16 +240,5 @@ def _place(code: Any) -> str:
         return ""
 
 
-def _frame(error: BaseException) -> str:
-    """Return "file:line: " of the innermost line of the user's code in the traceback.
-
-    If the traceback has no such line, return that of the line that raised the exception.
-    """
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not _foreign(frame.filename)]
-    frame = (own or list(frames))[-1]
-    return f"{frame.filename}:{frame.lineno}: "
-
-
-def _foreign(file: str) -> bool:
+def _is_foreign(file: str) -> bool:
     return file.startswith(("<", *_NOT_THE_USERS)) or "site-packages" in Path(file).parts

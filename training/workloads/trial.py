@@ -24,7 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.footprint import ModelShape
 from ebbflow.training.errors import WorkloadError
-from ebbflow.training.weights.files import find_weights
+from ebbflow.training.weights.files import abbreviate, find_weights
 from ebbflow.training.weights.load import check_weights_fit, initialise, materialise, tied_names
 from ebbflow.training.workload import Batch, Cursor, Loss, Workload, WorkloadContext, as_numbers
 from ebbflow.training.workloads.loader import DEFAULT_WEIGHT_UNIT, make_workload, user_code
@@ -50,16 +50,17 @@ class SavedBytes:
         return tensor
 
 
-def measure_shape(workload: Workload, model: nn.Module, batch: Batch, *, unit: str) -> tuple[ModelShape, Loss]:
+def _unit(workload: Workload) -> str:
+    return str(getattr(workload, "weight_unit", DEFAULT_WEIGHT_UNIT))
+
+
+def measure_shape(workload: Workload, model: nn.Module, batch: Batch) -> tuple[ModelShape, Loss]:
     """Measure the shape of a model by a forward pass, and return it with the loss (including its graph).
 
     Activations, logits included, are counted as autograd saves them: in the precision of the model's own code, in eager
     mode and without recomputation. The workload itself counts the FLOPs.
 
-    Args:
-        model: the model, with real or fake tensors.
-        batch: a batch of one sample.
-        unit: the unit of the batch's weight.
+    The model may have fake tensors; the batch has one sample.
     """
     saved = SavedBytes(frozenset(tensor.untyped_storage()._cdata for tensor in _tensors(model)))
     with saved_tensors_hooks(saved.note, lambda tensor: tensor):
@@ -73,7 +74,7 @@ def measure_shape(workload: Workload, model: nn.Module, batch: Batch, *, unit: s
         flops_per_sample=float(workload.flops(batch)),
         tokens_per_sample=float(batch.weight),
         units=len(units),
-        weight_unit=unit,
+        weight_unit=_unit(workload),
         kind="measured",
     )
     return shape, loss
@@ -174,7 +175,6 @@ LARGEST_TRIED_BYTES = 2 << 30
 _MOST_SAMPLES = 4
 # Micro-batches may use other kernels, and add float32 numbers in another order.
 _TOLERANCE = 1e-3
-_NAMED = 3
 
 
 @dataclass
@@ -234,8 +234,9 @@ def check_model(name: str, model: Any) -> None:
     real = [key for key, value in tensors if not value.is_meta]
     if real:
         raise WorkloadError(
-            f"{name}.model(): {_some(real)} of {len(tensors)} tensors {'is' if len(real) == 1 else 'are'} not on the "
-            'meta device, so every rank would make the whole model; fix: build it under `with torch.device("meta"):`'
+            f"{name}.model(): {abbreviate(real)} of {len(tensors)} tensors {'is' if len(real) == 1 else 'are'} not on "
+            "the meta device, so every rank would make the whole model; "
+            'fix: build it under `with torch.device("meta"):`'
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise WorkloadError(f"{name}.model() has no parameter that requires a gradient: there is nothing to train")
@@ -295,7 +296,7 @@ def _try_samples(trial: Trial, workload: Workload, model: nn.Module, config: Run
     model.train()
     one = _draw(trial.name, workload, model, 1)
     with user_code(f"{trial.name}.loss"):
-        trial.shape, loss = measure_shape(workload, model, one, unit=_unit(workload))
+        trial.shape, loss = measure_shape(workload, model, one)
     _check_flops(trial.name, trial.shape)
     _check_backward(trial, model, loss, config)
 
@@ -304,16 +305,12 @@ def _look_at_sample(trial: Trial, workload: Workload, model: nn.Module) -> None:
     one = _draw(trial.name, workload, model, 1)
     with user_code(f"{trial.name}.loss"), without_memory():
         materialise(model, "cpu")
-        trial.shape, _ = measure_shape(workload, model, one, unit=_unit(workload))
+        trial.shape, _ = measure_shape(workload, model, one)
     _check_flops(trial.name, trial.shape)
     trial.done.append(
         f"one sample's shapes; no numbers, because weights and gradients of {2 * weight_bytes(model) / 2**30:.1f} GiB "
         f"exceed the {LARGEST_TRIED_BYTES >> 30} GiB that are tried"
     )
-
-
-def _unit(workload: Workload) -> str:
-    return str(getattr(workload, "weight_unit", DEFAULT_WEIGHT_UNIT))
 
 
 def _draw(name: str, workload: Workload, model: nn.Module, count: int) -> Batch:
@@ -397,11 +394,7 @@ def _check_backward(trial: Trial, model: nn.Module, loss: Loss, config: RunConfi
     unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
     if not unused:
         return
-    said = f"{_some(unused)} of {len(list(model.parameters()))} parameters got no gradient from one sample"
+    said = f"{abbreviate(unused)} of {len(list(model.parameters()))} parameters got no gradient from one sample"
     if config.parallel.mode == "ddp" and not (config.ddp.find_unused_parameters or config.ddp.static_graph):
         raise WorkloadError(f"{trial.name}: {said}, which ddp waits for; fix: set ddp.find_unused_parameters to true")
     trial.notes.append(said)
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
