@@ -190,7 +190,7 @@ class S3Client:
             seconds: deadline for the whole request.
             throttle: caps the speed at which the body is sent.
 
-        Raises StoreUnavailable (a retry may help (no or late answer, 5xx, 408, 409, 429, corrupted bytes)),
+        Raises StoreUnavailable (a retry may help: no or late answer, 5xx, 408, 409, 429, corrupted bytes),
         ObjectNotFound (404), StoreForbidden (401 or 403), StoreFull (the store accepts no more bytes),
         StoreMisconfigured (no such bucket, or another region), StoreError (any other answer).
         """
@@ -202,11 +202,34 @@ class S3Client:
         ready = signed_headers(account, method, path, encoded, given, now=time.time())
         what = f"{method} s3://{self._bucket}/{key}"
         target = f"{path}?{encoded}" if encoded else path
+        end = time.monotonic() + seconds
         try:
-            answer = self._exchange(scheme, host, method, target, ready, view, seconds, throttle)
+            connection = self._connection(scheme, host, max(seconds, 0.05))
+            # A peer that sends single bytes resets a socket's time-out again and again, but not this one.
+            watch = threading.Timer(max(seconds, 0.05), _break, [connection])
+            watch.daemon = True
+            watch.start()
+            try:
+                connection.putrequest(method, target, skip_host=True, skip_accept_encoding=True)
+                for name, value in ready.items():
+                    connection.putheader(name, value)
+                connection.endheaders()
+                broken = _send(connection, view, end, throttle)
+                try:
+                    response = connection.getresponse()
+                    data = response.read()
+                except (OSError, http.client.HTTPException) as error:
+                    raise broken or error from error
+            finally:
+                watch.cancel()
         except (OSError, http.client.HTTPException) as error:
-            cause = str(error) or type(error).__name__
+            self._drop()
+            late = time.monotonic() >= end - 0.01
+            cause = f"no whole answer within {seconds:.1f} s" if late else str(error) or type(error).__name__
             raise StoreUnavailable(f"{what}: the connection to {host} broke: {cause}") from error
+        if broken or response.will_close:
+            self._drop()
+        answer = S3Response(response.status, {name.lower(): value for name, value in response.getheaders()}, data)
         if answer.status >= 300:
             raise _refused(what, answer)
         return answer
@@ -222,46 +245,6 @@ class S3Client:
             return "https", f"{self._bucket}.s3.{account.region}.amazonaws.com", encoded_path(key)
         url = urlsplit(account.endpoint)
         return url.scheme, url.netloc, encoded_path(f"{url.path.strip('/')}/{self._bucket}/{key}")
-
-    def _exchange(
-        self,
-        scheme: str,
-        host: str,
-        method: str,
-        target: str,
-        headers: Mapping[str, str],
-        body: memoryview,
-        seconds: float,
-        throttle: Throttle | None,
-    ) -> S3Response:
-        end = time.monotonic() + seconds
-        connection = self._connection(scheme, host, max(seconds, 0.05))
-        # A peer that sends single bytes resets a socket's time-out again and again, but not this one.
-        watch = threading.Timer(max(seconds, 0.05), _break, [connection])
-        watch.daemon = True
-        try:
-            watch.start()
-            try:
-                connection.putrequest(method, target, skip_host=True, skip_accept_encoding=True)
-                for name, value in headers.items():
-                    connection.putheader(name, value)
-                connection.endheaders()
-                broken = _send(connection, body, end, throttle)
-                try:
-                    response = connection.getresponse()
-                    data = response.read()
-                except (OSError, http.client.HTTPException) as error:
-                    raise broken or error from error
-            finally:
-                watch.cancel()
-            if broken or response.will_close:
-                self._drop()
-            return S3Response(response.status, {name.lower(): value for name, value in response.getheaders()}, data)
-        except (OSError, http.client.HTTPException) as error:
-            self._drop()
-            if time.monotonic() >= end - 0.01:
-                raise TimeoutError(f"no whole answer within {seconds:.1f} s") from error
-            raise
 
     def _connection(self, scheme: str, host: str, seconds: float) -> http.client.HTTPConnection:
         kept = getattr(self._kept, "connection", None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -25,16 +25,6 @@ from ebbflow.training.checkpoint.verified_io import CHUNK_BYTES, Deadline, canon
 from ebbflow.training.errors import CheckpointError
 
 _CLOSE_GRACE_SECONDS = 5.0
-
-
-@dataclass(frozen=True)
-class _Queued:
-    """A staged save that is handed to the uploader once its copy from the device is complete."""
-
-    flight: InflightSave
-    staged: StagedState
-    common: dict[str, Any] | None
-    data_key: str
 
 
 class Checkpointer:
@@ -85,7 +75,8 @@ class Checkpointer:
         uploader = UploaderClient(self._store.uri, rank, self._stage.descriptors)
         self._saves = SaveTracker(uploader, rank, self._emit, waiting or (lambda: lambda: None))
         self.further = FurtherState()
-        self._queued: _Queued | None = None
+        # A save whose copy from the device may still run; it is handed to the uploader then.
+        self._queued: tuple[InflightSave, StagedState, dict[str, Any] | None] | None = None
         self._last_step: int | None = None
         self._layout_of: tuple[int | None, int] = (None, 0)  # pid of the uploader, layout number that it has
 
@@ -180,7 +171,7 @@ class Checkpointer:
             size=staged.layout.length,
             stall_seconds=time.monotonic() - began,
         )
-        self._queued = _Queued(flight, staged, common, data_key(save.generation, step, self._rank))
+        self._queued = flight, staged, common
         if staged.copied is None:
             self._send()
         return time.monotonic() - began
@@ -188,8 +179,8 @@ class Checkpointer:
     def before_step(self) -> None:
         """Wait until the last save is copied from the device. Call it before the optimizer changes the state."""
         if self._queued is not None:
-            if self._queued.staged.copied is not None:
-                self._queued.staged.copied.synchronize()
+            if (copied := self._queued[1].copied) is not None:
+                copied.synchronize()
             self._send()
 
     def wait(self) -> CommitRef | None:
@@ -279,20 +270,20 @@ class Checkpointer:
 
     def _send(self) -> None:
         assert self._queued is not None
-        queued, self._queued = self._queued, None
-        layout = queued.staged.layout
+        (flight, staged, common), self._queued = self._queued, None
+        layout = staged.layout
         known = (self._saves.uploader.running(), layout.number)
         items = None if known == self._layout_of else [item.to_json() for item in layout.items]
         self._layout_of = known
         self._saves.submit(
-            queued.flight,
+            flight,
             command="save",
-            buffer=queued.staged.buffer,
+            buffer=staged.buffer,
             length=layout.length,
             layout=layout.number,
             items=items,
-            common=queued.common,
-            data_key=queued.data_key,
+            common=common,
+            data_key=data_key(flight.save.generation, flight.save.step, self._rank),
             retention=self._retention.__dict__,
             upload={
                 "bytes_per_second": self._bytes_per_second,

@@ -103,11 +103,7 @@ def choose_signing_key(store: Store, name: str | None, *, must_check: bool) -> N
     """Choose the environment variable that holds the signing key, and use its key.
 
     It is `name`; without `name`, the one that the environment names; without that, the one that the job's configuration
-    names.
-
-    Args:
-        must_check: raise NoSigningKey if the job's configuration names a variable that is not set. Otherwise signatures
-            are not checked in that case.
+    names. If that one is not set, raise NoSigningKey with `must_check`; else check no signatures.
     """
     name = name or os.environ.get(NAME_VARIABLE)
     if name is None and (named := _configured_name(store)):

@@ -60,8 +60,7 @@ class CommitWatch:
         return not self._missing()
 
     def look(self) -> CommitAttempt:
-        """Commit the save if all its indexes exist and are sound. Return the commit, or the ranks whose index is
-        missing.
+        """Commit the save if all its indexes exist and are sound. Return the commit, or the ranks without an index.
 
         Raises StoreError (the store failed), CheckpointError (the indexes contradict each other).
         """
@@ -138,14 +137,9 @@ def await_commit(
 ) -> CommitAttempt:
     """Wait until `save` is committed and the store lists the commit; commit it as soon as all indexes exist.
 
-    A start finds commits by listing them, so a commit is announced only once it is listed.
-
-    Args:
-        foreign_first: look for a commit by another rank before trying to commit.
-        given_up: returns True when waiting has become pointless.
-
-    Raises CheckpointError (the save was not committed by the deadline, or was given up. The message names the
-    ranks without an index and the store's last error).
+    A start finds commits by listing them, so a commit is announced only once it is listed. With `foreign_first`, look
+    for a commit by another rank before trying to commit. `given_up` returns True when waiting has become pointless.
+    Raises CheckpointError, which names the ranks without an index and the store's last error.
     """
     watch = CommitWatch(store, save)
     attempt, cause = CommitAttempt(None, 0, []), ""

@@ -160,10 +160,9 @@ class GenerationRecords:
 class LineageChain:
     """The newest generation and its ancestors. Records are read one by one, only as far back as a call needs.
 
-    Args:
-        near: as in `GenerationRecords`.
-
-    Raises DamagedLineage (a record is missing or wrong), TwoLaunchers (a number has two records).
+    `near` is as in `GenerationRecords`. Raises DamagedLineage (a record is missing or wrong), TwoLaunchers (a number
+    has
+    two records).
     """
 
     def __init__(self, job_store: Store, *, near: int = 0) -> None:
@@ -271,6 +270,7 @@ def open_generation(
 
     Its parent is the newest readable commit that counts. `parent` is the key of a commit to start from instead (a
     rewind: later commits no longer count), or `NO_PARENT`. `opening` is the same object for each try at one start.
+
     Raises:
         NothingToRestore: the job has commits, none can be restored, and no permit (a person's consent, see
             `checkpoint.rollback`) allows a start from scratch.
@@ -334,10 +334,7 @@ def nothing_to_restore_error(job_store: Store, cause: str) -> NothingToRestore:
 
 
 def permitted_generation(job_store: Store, what: str) -> int:
-    """Return the newest generation whose commits a start may abandon by a user's permit; 0 without a permit.
-
-    `what` is the kind of permit (`checkpoint.rollback`).
-    """
+    """Return the newest generation whose commits a start may abandon by a user's permit of the kind `what`; else 0."""
     names = (meta.key.rsplit("/", 1)[-1].removesuffix(".json") for meta in job_store.list(permit_prefix(what)))
     return max((int(name) for name in names if name.isascii() and name.isdigit()), default=0)
 
@@ -455,10 +452,7 @@ def is_readable_commit(job_store: Store, ref: CommitRef) -> bool:
 
 
 def _commits_of_lineage(job_store: Store) -> list[CommitRef]:
-    """List the commits that would count if all were readable.
-
-    Quarantined commits are among them; commits that are being deleted are not.
-    """
+    """List the commits that would count if all were readable, quarantined ones included; not those being deleted."""
     found = [ref for page in _commit_pages(job_store) for ref, _ in page]
     if not found:
         return []

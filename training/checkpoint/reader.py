@@ -171,8 +171,7 @@ class ReadFigures:
 class VerifiedReader:
     """Reader of ranges of a commit's data objects, which verifies every byte.
 
-    `parallel` chunks are read at once; default: 2 from a
-    local store, 8 from a remote one.
+    `parallel` chunks are read at once; default: 2 from a local store, 8 from a remote one.
     """
 
     def __init__(self, store: Store, data: Sequence[DataObject], *, parallel: int | None = None) -> None:
@@ -348,12 +347,10 @@ def _drop_from_page_cache(path: Path | None, start: int, length: int) -> None:
 
 
 def find_problem(store: Store, key: str, object_key: str = "", chunk: int | None = None) -> str:
-    """Check a commit's manifest and, if given, one data object. Return a description of the problem; "" if there is
-    none.
+    """Check a commit's manifest and, if given, one data object. Return a description of the problem; "" for none.
 
-    `object_key` is the key of the data object. `chunk` is the number of the object's chunk to verify; None checks only
-    the object's presence and size. Raises StoreError (the store cannot be read), CheckpointError (the manifest has
-    another version).
+    `chunk` is the number of the object's chunk to verify; None checks only the object's presence and size. Raises
+    StoreError (the store cannot be read), CheckpointError (the manifest has another version).
     """
     try:
         manifest = read_manifest(store, key)

@@ -227,9 +227,9 @@ def _attempt_with_retries(
 ) -> tuple[float, _Loaded | None, _Verdict, float]:
     """Attempt to restore one commit; try again while the store is unavailable.
 
-    Returns:
-        Start of the last try (`time.monotonic()`), what it loaded, the verdict of all ranks, and the seconds that the
-            ranks needed to agree on it.
+    Return the start of the last try (`time.monotonic()`), what it loaded, the verdict of all ranks, and the seconds
+    that
+    the ranks needed to agree on it.
     """
     pauses = iter(_AGAIN_SECONDS)
     while True:
@@ -371,10 +371,7 @@ def assign_second_readers(nodes: Sequence[int], doubting: Sequence[bool]) -> lis
 
     The first doubting rank of each node gets a second reader, up to four in total. The second reader is on another
     node, preferably a rank without doubts. With one node, it is the doubting rank itself, which starts a new process.
-
-    Args:
-        nodes: node number by rank.
-        doubting: by rank, whether it found the commit damaged.
+    Both arguments are by rank: its node, and whether it found the commit damaged.
     """
     tasks: list[tuple[int, int]] = []
     seen: set[int] = set()
@@ -442,11 +439,7 @@ def _read_extra(store: Store, key: str) -> dict[str, Any] | None:
 
 
 def _finish(loaded: _Loaded, key: str, model: nn.Module, optimizer: Optimizer | None, rank: int) -> str:
-    """Apply the commit's optimizer settings, and restore the random states or reseed them.
-
-    Returns:
-        "restored" or "reseeded from the commit", for the random states.
-    """
+    """Apply the commit's optimizer settings, and restore the random states or reseed them. Return which of the two."""
     settings = loaded.reader.manifest.common["optimizer"]
     if optimizer is not None and settings is not None:
         apply_settings(settings, model, optimizer)
@@ -460,10 +453,7 @@ def _finish(loaded: _Loaded, key: str, model: nn.Module, optimizer: Optimizer | 
 def _divide_seconds(loaded: _Loaded, *, before: float, agree: float, total: float) -> RestoreSeconds:
     """Divide the seconds of a restore by activity. Seconds that belong to no other activity count as `load`.
 
-    Args:
-        before: seconds until this commit was tried.
-        agree: seconds of waiting for the other ranks' verdicts.
-        total: seconds of the whole restore.
+    `before` are the seconds until this commit was tried, `agree` those of waiting for the other ranks' verdicts.
     """
     figures = loaded.reader.figures
     threads = figures.download_seconds + figures.verify_seconds + figures.place_seconds

@@ -130,10 +130,9 @@ def _beyond_cap(
     *,
     expendable: Sequence[WholeCommit],
 ) -> set[str]:
-    """Return the commits to drop so that the others meet the size cap, by manifest SHA-256.
+    """Return the commits to drop so that the others meet the size cap, by manifest SHA-256, like `kept`.
 
-    `kept` are commits that the rules keep, by manifest SHA-256. `expendable` is the order of dropping. A commit that
-    occurs twice is dropped at its last position.
+    `expendable` is the order of dropping. A commit that occurs twice in it is dropped at its last position.
     """
     if policy.max_total_bytes is None:
         return set()
@@ -151,7 +150,7 @@ def _beyond_cap(
 
 
 def delete_commit(store: Store, ref: CommitRef, generation: str | None, *, newest: int, full: bool = False) -> bool:
-    """Delete a commit and its data.
+    """Delete a commit and its data. Return False if the commit was pinned meanwhile.
 
     Args:
         generation: name of the generation that saved the commit; None if the manifest is unreadable. Without it only
@@ -160,11 +159,7 @@ def delete_commit(store: Store, ref: CommitRef, generation: str | None, *, newes
         full: the store is full, so a failure to write the tombstone is ignored. If the deletion is then cut short, the
             remaining objects become orphans.
 
-    Returns:
-        True; False if the commit was pinned meanwhile.
-
-    Raises GenerationSuperseded (a newer generation is on record, so another gang owns the job. Nothing is
-    deleted).
+    Raises GenerationSuperseded, and deletes nothing, if a newer generation is on record: another gang owns the job.
     """
     tombstone = {"version": VERSION, "key": ref.key, "generation": generation, "step": ref.step}
     if signer() is not None:
@@ -210,10 +205,7 @@ def finish_deletions(store: Store, interrupted: Callable[[], bool] = lambda: Fal
 
 
 def _delete_all(store: Store, keys: Iterable[str], interrupted: Callable[[], bool] = lambda: False) -> None:
-    """Delete keys in parallel.
-
-    `interrupted` is called before each deletion; once it returns True, the remaining keys are not deleted.
-    """
+    """Delete keys in parallel, until `interrupted` returns True."""
 
     def delete(key: str) -> None:
         if not interrupted():
@@ -294,10 +286,7 @@ class RetentionChoice:
 
 
 class Retention:
-    """Retention of a job's commits: it deletes those that a policy does not keep.
-
-    `warn` is called with a message after a problem was found and repaired.
-    """
+    """Retention of a job's commits: it deletes those that a policy does not keep, and warns of what it repaired."""
 
     def __init__(self, policy: RetentionPolicy, warn: Callable[[str], object] = lambda _: None) -> None:
         self._policy, self._warn = policy, warn
@@ -310,8 +299,9 @@ class Retention:
     def run(self, store: Store, save: CheckpointId, interrupted: Callable[[], bool] = lambda: False) -> list[CommitRef]:
         """After `save` was committed, delete the commits that the policy does not keep. Return the deleted commits.
 
-        `interrupted` returns True if other work is waiting; then one commit is deleted and the rest by the next run.
-        Raises GenerationSuperseded (a newer generation than `save`'s is on record. Nothing is deleted).
+        If `interrupted` returns True because other work is waiting, the next run continues. Raises
+        GenerationSuperseded, and
+        deletes nothing, if a newer generation than `save`'s is on record.
         """
         end = time.monotonic() + _RUN_SECONDS
         return self._run(store, save, lambda: interrupted() or time.monotonic() >= end)
@@ -394,10 +384,8 @@ class Retention:
         return deleted
 
     def choose_commits(self, store: Store, *, full: bool = False) -> RetentionChoice:
-        """Decide which commits the policy keeps and which it deletes; nothing is changed.
-
-        Args:
-            full: the store is full, so also make room for two more commits.
+        """Decide which commits the policy keeps and which it deletes; with `full`, make room for two more. Change
+        nothing.
         """
         policy = self._policy
         traced = trace_lineage(store)

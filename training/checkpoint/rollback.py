@@ -84,13 +84,9 @@ def find_missing_commits(job_store: Store, events: Sequence[Event]) -> MissingCo
 
 
 def check_rollback(job_store: Store, events: Sequence[Event]) -> MissingCommits | None:
-    """Check that no commits are missing, or that a permit covers them.
+    """Return the missing commits that a permit covers, so that the caller can report them; None if nothing is missing.
 
-    Returns:
-        The missing commits that a permit covers, so that the caller can report them; None if nothing is missing.
-
-    Raises RolledBack (commits are missing and no permit covers them), DamagedLineage, TwoLaunchers as in
-    `newest_commits`.
+    Raises RolledBack (commits are missing and no permit covers them), and as `newest_commits`.
     """
     missing = find_missing_commits(job_store, events)
     if missing is None or missing.permitted:
@@ -107,9 +103,8 @@ def newest_generation_in_events(events: Sequence[Event]) -> int:
 
 
 def _newest_known(events: Sequence[Event]) -> CommitRef | None:
-    """Return the last commit that the newest generation made, according to the events.
-
-    If it made none, return the commit from which it started; None if it started from scratch.
+    """Return the last commit that the newest generation made or, if none, from which it started, according to the
+    events.
     """
     started = [event for event in events if event.name == GENERATION_STARTED]
     if not started:

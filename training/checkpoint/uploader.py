@@ -111,18 +111,27 @@ class Uploader:
         return self._store
 
     def _save_in_room(self, store: Store, save: CheckpointId, command: dict[str, Any], deadline: Deadline) -> None:
-        try:
-            self._save(store, save, command, deadline)
-        except TrainingError as error:
-            if not isinstance(error.__cause__, StoreFull):
-                raise
-            if self._retry_when_room_was_made(store, save, command, deadline):
-                return
-            limit = command["upload"]["deadline_seconds"]
-            deleted = self._retention_of(save, command["retention"]).make_room(store, save, deadline_seconds=limit)
-            steps = ", ".join(str(ref.step) for ref in deleted) or "none"
-            self._warn(save, f"{error}; commits deleted to make room: {steps}")
-            self._save(store, save, command, deadline)
+        """Save. If the store is full, save again after another rank may have made room, and then after making room.
+
+        All ranks find the store full at once. Rank 0 does not wait, and rank n waits n × 2 s, so that usually a single
+        rank deletes commits for all.
+        """
+        waited, made_room = self._rank == 0, False
+        while True:
+            try:
+                return self._save(store, save, command, deadline)
+            except TrainingError as error:
+                if made_room or not isinstance(error.__cause__, StoreFull):
+                    raise
+                if waited:
+                    limit, policy = command["upload"]["deadline_seconds"], command["retention"]
+                    deleted = self._retention_of(save, policy).make_room(store, save, deadline_seconds=limit)
+                    steps = ", ".join(str(ref.step) for ref in deleted) or "none"
+                    self._warn(save, f"{error}; commits deleted to make room: {steps}")
+                    made_room = True
+                else:
+                    time.sleep(min(self._rank * _SECONDS_TO_MAKE_ROOM, deadline.remaining_seconds / 4))
+                    waited = True
 
     def _save(self, store: Store, save: CheckpointId, command: dict[str, Any], deadline: Deadline) -> None:
         began, cpu_began = time.monotonic(), time.process_time()
@@ -180,25 +189,6 @@ class Uploader:
 
     def _warn(self, save: CheckpointId, message: str) -> None:
         _answer("warning", save=save, message=f"rank {self._rank}: {message}")
-
-    def _retry_when_room_was_made(
-        self, store: Store, save: CheckpointId, command: dict[str, Any], deadline: Deadline
-    ) -> bool:
-        """Wait until another rank may have made room in the full store, save again, and return whether that succeeded.
-
-        All ranks find the store full at once. Rank 0 does not wait, and rank n waits n × 2 s, so that usually a single
-        rank deletes commits for all.
-        """
-        if self._rank == 0:
-            return False
-        time.sleep(min(self._rank * _SECONDS_TO_MAKE_ROOM, deadline.remaining_seconds / 4))
-        try:
-            self._save(store, save, command, deadline)
-            return True
-        except TrainingError as error:
-            if not isinstance(error.__cause__, StoreFull):
-                raise
-            return False
 
     def _sweep(self, save: CheckpointId, deadline_seconds: float) -> None:
         """Abort unfinished multipart uploads that are too old to belong to a running save."""
