@@ -13,6 +13,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -97,7 +98,7 @@ class Store:
         could not be written).
         """
         view, full = memoryview(data).cast("B"), self._full(key)
-        with self._translated("put", key):
+        with as_store_errors("put", f"{self.uri}/{key}"):
             if self._root is not None:
                 self._local("put", key, lambda: self._backend.put(full, view, private=private), size=len(view))
             else:
@@ -112,15 +113,16 @@ class Store:
         """
         view, full = memoryview(data).cast("B"), self._full(key)
         try:
-            with self._translated("put", key):
+            with as_store_errors("put", f"{self.uri}/{key}"):
                 if self._root is not None:
                     self._local("put", key, lambda: self._backend.put(full, view, create=True), size=len(view))
                 else:
                     obstore.put(self._backend, full, view, mode="create")
         except StoreError as error:
-            if isinstance(error.__cause__, AlreadyExistsError | PreconditionError | FileExistsError):
+            cause = error.__cause__
+            if isinstance(cause, AlreadyExistsError | PreconditionError | FileExistsError):
                 return self.get(key) == bytes(data)  # a retry whose first try arrived finds its own object
-            if not _is_condition_unsupported(error.__cause__):
+            if not isinstance(cause, NotSupportedError) and not _UNSUPPORTED.search(str(cause)):
                 raise
             try:
                 return self.get(key) == bytes(data)
@@ -132,7 +134,7 @@ class Store:
     def get(self, key: str) -> bytes:
         """Return the whole object. Raises ObjectNotFound or StoreError."""
         full = self._full(key)
-        with self._translated("get", key):
+        with as_store_errors("get", f"{self.uri}/{key}"):
             if self._root is not None:
                 size, _ = self._local("get", key, lambda: self._backend.head(full))
                 return self._local("get", key, lambda: self._backend.get(full), size=size)
@@ -143,7 +145,7 @@ class Store:
         if length == 0:
             return b""
         full = self._full(key)
-        with self._translated("get", key):
+        with as_store_errors("get", f"{self.uri}/{key}"):
             if self._root is not None:
                 data = self._local("get", key, lambda: self._backend.get_range(full, start, length), size=length)
             else:
@@ -156,7 +158,7 @@ class Store:
         """Return the metadata of an object, or None if it does not exist."""
         try:
             full = self._full(key)
-            with self._translated("head", key):
+            with as_store_errors("head", f"{self.uri}/{key}"):
                 if self._root is not None:
                     return ObjectMeta(key.strip("/"), *self._local("head", key, lambda: self._backend.head(full)))
                 return self._meta(obstore.head(self._backend, full))
@@ -170,7 +172,7 @@ class Store:
             found += page
             if limit is not None and len(found) >= limit:
                 break
-        return sorted(found, key=_key)[:limit]
+        return sorted(found, key=attrgetter("key"))[:limit]
 
     def pages(self, prefix: str = "", *, after: str = "") -> Iterator[list[ObjectMeta]]:
         """Yield pages of up to 1,000 objects below the folder `prefix` with keys greater than `after`, sorted by key.
@@ -180,11 +182,11 @@ class Store:
         """
         given = self._given(prefix, after)
         first = next(given, [])
-        if self._root is None and first == sorted(first, key=_key):
+        if self._root is None and first == sorted(first, key=attrgetter("key")):
             yield first
             yield from given
             return
-        whole = sorted([*first, *(meta for page in given for meta in page)], key=_key)
+        whole = sorted([*first, *(meta for page in given for meta in page)], key=attrgetter("key"))
         for start in range(0, max(1, len(whole)), _PAGE):
             yield whole[start : start + _PAGE]
 
@@ -192,7 +194,7 @@ class Store:
         """Delete an object; a missing one is no error."""
         try:
             full = self._full(key)
-            with self._translated("delete", key):
+            with as_store_errors("delete", f"{self.uri}/{key}"):
                 if self._root is not None:
                     self._local("delete", key, lambda: self._backend.delete(full))
                 else:
@@ -206,7 +208,7 @@ class Store:
 
     def _given(self, prefix: str, after: str) -> Iterator[list[ObjectMeta]]:
         offset, full = self._full(after) if after else None, self._full(prefix)
-        with self._translated("list", prefix):
+        with as_store_errors("list", f"{self.uri}/{prefix}"):
             if self._root is not None:
                 found = self._local("list", prefix, lambda: self._backend.list(full, offset or ""))
                 cut = len(self._prefix) + 1 if self._prefix else 0
@@ -227,17 +229,6 @@ class Store:
         path = item["path"]
         key = path[len(self._prefix) + 1 :] if self._prefix else path
         return ObjectMeta(key, int(item["size"]), item["last_modified"].timestamp())
-
-    def _translated(self, operation: str, key: str) -> as_store_errors:
-        return as_store_errors(operation, f"{self.uri}/{key}")
-
-
-def _key(meta: ObjectMeta) -> str:
-    return meta.key
-
-
-def _is_condition_unsupported(cause: BaseException | None) -> bool:
-    return isinstance(cause, NotSupportedError) or bool(_UNSUPPORTED.search(str(cause)))
 
 
 _ASK_AGAIN_SECONDS = 600.0

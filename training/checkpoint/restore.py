@@ -178,13 +178,15 @@ def restore_newest(
                 {name.removeprefix(rng_name(rank)): tensor for name, tensor in loaded.rng.items()}, loaded.shared
             ),
         )
-    if rejected:
-        reasons = "; ".join(f"{bad.key}: {bad.reason}" for bad in rejected)
-        tried = {bad.key for bad in rejected}
-        if all(ref.key in tried for ref in reachable_commits(store)):
-            raise nothing_to_restore_error(store, f"none of {len(rejected)} commits verifies: {reasons}")
-        raise CheckpointError(f"{store.uri}: none of {len(rejected)} commits verifies; there are older ones: {reasons}")
-    return None
+    if not rejected:
+        return None
+    reasons, none = (
+        "; ".join(f"{bad.key}: {bad.reason}" for bad in rejected),
+        f"none of {len(rejected)} commits verifies",
+    )
+    if {ref.key for ref in reachable_commits(store)} <= {bad.key for bad in rejected}:
+        raise nothing_to_restore_error(store, f"{none}: {reasons}")
+    raise CheckpointError(f"{store.uri}: {none}; there are older ones: {reasons}")
 
 
 @dataclass

@@ -95,13 +95,6 @@ def choose_commits(commits: Sequence[WholeCommit], policy: RetentionPolicy) -> d
     return {sha256: ", ".join(found) for sha256, found in reasons.items() if sha256 not in dropped}
 
 
-def policy_with_room(commits: Sequence[WholeCommit], policy: RetentionPolicy) -> RetentionPolicy:
-    """Return a stricter policy for a full store: its size cap leaves room for two commits like the newest."""
-    kept = choose_commits(commits, policy)
-    total = sum(commit.size for commit in commits if commit.sha256 in kept)
-    return replace(policy, max_total_bytes=max(total - 2 * commits[0].size, 0))
-
-
 def metric_at_step(extra: Mapping[str, Any], step: int, name: str) -> float | None:
     """Return the metric `name` from a commit's `extra` if it was measured at exactly this step; else None."""
     metrics = extra.get("metrics")
@@ -165,19 +158,20 @@ def delete_commit(store: Store, ref: CommitRef, generation: str | None, *, newes
     if signer() is not None:
         tombstone["signed"] = True
     content = seal(tombstone)
+    own_key = tombstone_key(ref.sha256)
     try:
         try:
-            store.put(tombstone_key(ref.sha256), content, tags=TOMBSTONE_TAGS)
+            store.put(own_key, content, tags=TOMBSTONE_TAGS)
         except StoreForbidden:  # a role may be allowed to put and not to tag
-            store.put(tombstone_key(ref.sha256), content)
+            store.put(own_key, content)
     except StoreError:
         if not full:
             raise
     if (number := newest_generation_number(store, near=newest)) > newest:
-        store.delete(tombstone_key(ref.sha256))
+        store.delete(own_key)
         raise _superseded_error(store, number, newest)
     if store.head(pin_key(ref.sha256)) is not None:
-        store.delete(tombstone_key(ref.sha256))
+        store.delete(own_key)
         return False
     _delete_objects(store, tombstone)
     return True
@@ -391,42 +385,44 @@ class Retention:
         traced = trace_lineage(store)
         pinned = {meta.key.rsplit("/", 1)[-1].removesuffix(".json") for meta in store.list("pins")}
         reachable = [found.ref for found in traced if found.unreachable_because is None]
-        for ref in reachable:
-            self._manifest(store, ref)
-        saves = {self._save(ref) for ref in reachable if ref.sha256 in pinned}
-        pinned |= {ref.sha256 for ref in reachable if self._save(ref) in saves - {None}}
+        # Generation name and step identify a commit's data; None if its manifest is unreadable.
+        save = {ref: self._save(store, ref) for ref in reachable}
+        saves = {save[ref] for ref in reachable if ref.sha256 in pinned}
+        pinned |= {ref.sha256 for ref in reachable if save[ref] in saves - {None}}
         # Two records of one checkpoint share its data: only the first is counted.
-        first: dict[tuple[str, int], str] = {}
+        first: dict[tuple[str, int] | None, str] = {}
         whole = []
         for ref in reachable:
-            kept, save = self._whole_commit(store, ref, pinned), self._save(ref)
-            if kept is not None and save is not None and first.setdefault(save, ref.sha256) == ref.sha256:
+            kept = self._whole_commit(store, ref, pinned)
+            if kept is not None and first.setdefault(save[ref], ref.sha256) == ref.sha256:
                 whole.append(kept)
         if not whole:
             return RetentionChoice({}, {})
-        reasons = choose_commits(whole, policy_with_room(whole, policy) if full else policy)
-        needed = {save: reasons[sha256] for save, sha256 in first.items() if sha256 in reasons}
-        keep = {ref: needed[save] for ref in reachable if (save := self._save(ref)) in needed and save is not None}
+        reasons = choose_commits(whole, policy)
+        if full:  # a stricter size cap leaves room for two commits like the newest
+            total = sum(commit.size for commit in whole if commit.sha256 in reasons)
+            policy = replace(policy, max_total_bytes=max(total - 2 * whole[0].size, 0))
+            reasons = choose_commits(whole, policy)
+        needed = {found: reasons[sha256] for found, sha256 in first.items() if sha256 in reasons}
+        keep = {ref: needed[save[ref]] for ref in reachable if save[ref] in needed}
         oldest_needed = len(whole[: policy.keep_last])
         delete: dict[CommitRef, str | None] = {}
         counted, sound = 0, {kept.sha256 for kept in whole}
         for ref in reachable:
-            if ref in keep or self._save(ref) in first:
-                counted += ref.sha256 in sound
-                if ref not in keep:
-                    delete[ref] = self._generation(store, ref)
-            elif counted >= oldest_needed and ref.sha256 not in pinned:  # torn, and enough whole ones are newer
-                delete[ref] = self._generation(store, ref)
+            known = ref in keep or save[ref] in first
+            counted += known and ref.sha256 in sound
+            torn = not known and counted >= oldest_needed and ref.sha256 not in pinned  # and enough are newer
+            if (known and ref not in keep) or torn:
+                delete[ref] = save[ref] and save[ref][0]
         for ref in self._stale(store, traced):
             if ref.sha256 not in pinned:  # data that a kept commit shares stays: only the manifest is deleted
-                generation = self._generation(store, ref)
-                delete[ref] = None if self._save(ref) in needed else generation
+                found = self._save(store, ref)
+                delete[ref] = None if found is None or found in needed else found[0]
         # Oldest first: if time runs out, the rest is still an unbroken sequence up to the newest commit.
         return RetentionChoice(keep, dict(sorted(delete.items(), key=lambda item: (item[0].step, item[0].generation))))
 
-    def _save(self, ref: CommitRef) -> tuple[str, int] | None:
-        """Return a commit's generation name and step, which identify its data; None if its manifest is unreadable."""
-        manifest = self._manifests.get(ref.sha256)
+    def _save(self, store: Store, ref: CommitRef) -> tuple[str, int] | None:
+        manifest = self._manifest(store, ref)
         return None if manifest is None else (manifest.save.generation, manifest.save.step)
 
     def _whole_commit(self, store: Store, ref: CommitRef, pinned: set[str]) -> WholeCommit | None:
@@ -453,10 +449,6 @@ class Retention:
             return []
         now = self._clock.now(store, max(found.modified for found in traced))
         return [found.ref for found in out if now - found.modified > self._policy.orphan_seconds]
-
-    def _generation(self, store: Store, ref: CommitRef) -> str | None:
-        manifest = self._manifest(store, ref)
-        return manifest and manifest.save.generation
 
     def _manifest(self, store: Store, ref: CommitRef) -> Manifest | None:
         if ref.sha256 not in self._manifests:
