@@ -46,11 +46,7 @@ class S3Account:
 
 
 def find_account() -> Callable[[], S3Account]:
-    """Return a function that gives the account for a request, and renews keys that expire.
-
-    Raises StoreForbidden (there are no credentials), StoreUnavailable (the source of the credentials does not
-    answer).
-    """
+    """Return a function that gives the account for a request. Raises StoreForbidden, StoreUnavailable."""
     settings, keys = aws_settings(), os.environ
     provider = credential_provider(_CREDENTIALS_SECONDS)
     signed = keys.get("AWS_ACCESS_KEY_ID") and keys.get("AWS_SECRET_ACCESS_KEY")
@@ -113,10 +109,7 @@ _BURST_SECONDS = 0.05  # short, so that threads share the network evenly
 
 
 class Throttle:
-    """A cap on the bytes per second that all threads of a process send together. None means no cap. Thread-safe.
-
-    `bytes_per_second` may be changed at any time.
-    """
+    """A cap on the bytes per second that all threads of a process send together. It may be changed at any time."""
 
     def __init__(self, bytes_per_second: float | None = None) -> None:
         if bytes_per_second is not None and bytes_per_second <= 0:
@@ -162,10 +155,7 @@ class S3Response:
 
 
 class S3Client:
-    """Client for one bucket. Thread-safe: each thread keeps its own connection.
-
-    `account` is called before each request.
-    """
+    """Client for one bucket. Thread-safe: each thread keeps its own connection."""
 
     def __init__(self, bucket: str, account: Callable[[], S3Account]) -> None:
         self._bucket = bucket
@@ -183,16 +173,14 @@ class S3Client:
         seconds: float,
         throttle: Throttle | None = None,
     ) -> S3Response:
-        """Send a request and return the response if its status is below 300.
+        """Send a request within `seconds`, and return the response if its status is below 300.
 
-        Args:
-            key: "" addresses the bucket itself.
-            seconds: deadline for the whole request.
-            throttle: caps the speed at which the body is sent.
-
-        Raises StoreUnavailable (a retry may help: no or late answer, 5xx, 408, 409, 429, corrupted bytes),
-        ObjectNotFound (404), StoreForbidden (401 or 403), StoreFull (the store accepts no more bytes),
-        StoreMisconfigured (no such bucket, or another region), StoreError (any other answer).
+        The key "" addresses the bucket itself. `throttle` caps the speed at which the body is sent. Raises
+        StoreUnavailable
+        (a retry may help: no or late answer, 5xx, 408, 409, 429, corrupted bytes), ObjectNotFound (404),
+        StoreForbidden (401
+        or 403), StoreFull (the store accepts no more bytes), StoreMisconfigured (no such bucket, or another region),
+        StoreError (any other answer).
         """
         account = self._account()
         scheme, host, path = self._place(account, key)
@@ -235,10 +223,7 @@ class S3Client:
         return answer
 
     def _place(self, account: S3Account, key: str) -> tuple[str, str, str]:
-        """Return (scheme, host, path) of a key's URL.
-
-        Amazon S3 expects the bucket's name in the host name, other stores expect it in the path.
-        """
+        """Return (scheme, host, path) of a key's URL. Only Amazon expects the bucket's name in the host name."""
         if account.endpoint is None:
             if "." in self._bucket:  # would not match Amazon's certificate
                 return "https", f"s3.{account.region}.amazonaws.com", encoded_path(f"{self._bucket}/{key}")

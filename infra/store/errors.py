@@ -51,9 +51,8 @@ _FORBIDDEN_NUMBERS = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 
 @contextmanager
 def as_store_errors(operation: str, uri: str, otherwise: type[StoreError] = StoreError) -> Iterator[None]:
-    """Turn exceptions of obstore and of the operating system into a StoreError.
-
-    `otherwise` is the class for errors of a folder that have no class of their own.
+    """Turn exceptions of obstore and of the operating system into a StoreError, a folder's unknown ones into
+    `otherwise`.
     """
     try:
         yield

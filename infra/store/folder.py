@@ -35,10 +35,10 @@ class HangGuard:
         self._abandoned = 0
 
     def run(self, call: Callable[[], T], seconds: float, what: str) -> T:
-        """Run `call` in a thread, and return its result or raise its exception.
+        """Run `call` in a thread, and return its result or raise its exception. `what` names operation and object in
+        errors.
 
-        `what` names operation and object, for the error. Raises StoreTimeout (the call takes longer than `seconds`, or
-        64 earlier calls still hang).
+        Raises StoreTimeout (the call takes longer than `seconds`, or 64 earlier calls still hang).
         """
         if self._abandoned >= _MOST_ABANDONED:
             raise StoreTimeout(f"{what}: not tried: {self._abandoned} operations on folders hang already")
@@ -94,10 +94,7 @@ def open_regular(path: Path | str) -> int:
 
 
 class FolderBackend:
-    """The files below `root` as objects. A key is a path relative to `root`.
-
-    Methods raise OSError and set no deadline; `Store` runs them in a `HangGuard`.
-    """
+    """The files below `root` as objects. Methods raise OSError; `Store` runs them in a `HangGuard`."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -105,9 +102,8 @@ class FolderBackend:
     def put(self, key: str, data: memoryview, *, create: bool = False, private: bool = False) -> None:
         """Write an object, and sync the file and each folder up to the root to make it durable.
 
-        Args:
-            create: raise FileExistsError if the object exists.
-            private: only the current user may read the file.
+        With `create`, raise FileExistsError if the object exists. A `private` file is readable for the current user
+        only.
         """
         path = self._path(key)
         path.parent.mkdir(parents=True, exist_ok=True)

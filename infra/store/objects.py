@@ -45,10 +45,7 @@ class ObjectMeta:
 
 
 class Store:
-    """The objects below a folder or a bucket's prefix. Keys are relative to it, with parts joined by "/".
-
-    A store does not survive a fork: open one in each process.
-    """
+    """The objects below a folder or a bucket's prefix, by relative keys. Open one in each process: forks break it."""
 
     def __init__(
         self, backend: Any, uri: str, root: Path | None, prefix: str = "", *, request_seconds: float = 60.0
@@ -65,7 +62,7 @@ class Store:
 
         `request_timeout_seconds` limits each request with its retries. A large put or a long listing to a bucket is
         several
-        requests. In a folder, each operation is one request, and the limit grows by 1 s for each 10 MB.
+        requests. In a folder, each operation is one, and the limit grows by 1 s for each 10 MB.
         """
         if uri.startswith("s3://"):
             bucket, prefix = split_uri(uri)
@@ -91,11 +88,10 @@ class Store:
         return Store(self._backend, uri, self._root, self._full(below), request_seconds=self.request_seconds)
 
     def put(self, key: str, data: Buffer, *, tags: Mapping[str, str] | None = None, private: bool = False) -> None:
-        """Write the whole object and make it durable.
+        """Write the whole object and make it durable. Raises StoreError.
 
-        `tags` are for a bucket's lifecycle rules; ignored in folders and in stores that are not
-        Amazon's. With `private`, only the current user may read the file in a folder. Raises StoreError (the object
-        could not be written).
+        `tags` are for the lifecycle rules of Amazon's buckets. In a folder, a `private` file is readable for this
+        user only.
         """
         view, full = memoryview(data).cast("B"), self._full(key)
         with as_store_errors("put", f"{self.uri}/{key}"):

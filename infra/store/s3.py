@@ -59,11 +59,10 @@ def aws_settings() -> AwsSettings:
 
 
 def credential_provider(seconds: float) -> Callable[[], dict] | None:
-    """Return a function that obstore calls for credentials, or None if obstore needs no such function.
+    """Return a function that obstore calls for credentials, each time within `seconds`, or None if it needs none.
 
     It needs none if the environment has access keys, or if AWS_SKIP_SIGNATURE is true because the bucket is public.
-    `seconds` is the deadline for the source of the credentials, at each call. Raises StoreForbidden (there are no
-    credentials), StoreUnavailable (the source of the credentials does not answer in time).
+    Raises StoreForbidden (there are none), StoreUnavailable (their source does not answer in time).
     """
     environment = os.environ
     if environment.get("AWS_ACCESS_KEY_ID") and environment.get("AWS_SECRET_ACCESS_KEY"):
@@ -157,8 +156,7 @@ def split_uri(uri: str) -> tuple[str, str]:
 def open_bucket(bucket: str, seconds: float) -> S3Store:
     """Open a client for a bucket. Each of its requests ends within `seconds`, retries included.
 
-    Raises StoreForbidden, StoreUnavailable as `credential_provider`, StoreMisconfigured (obstore cannot make a
-    client from the settings).
+    Raises StoreMisconfigured (obstore cannot make a client from the settings), and as `credential_provider`.
     """
     settings = aws_settings()
     endpoint = settings.endpoint

@@ -26,9 +26,8 @@ from ebbflow.training.errors import CorruptCommit
 
 
 class CommitReader(StorageReader):
-    """Reader that verifies the commit `key` of a job's store; also usable with `dcp.load`.
-
-    `parallel` chunks are read at once; default: 2 from a local store, 8 from a remote one.
+    """Reader that verifies the commit `key` of a job's store, with `parallel` chunks at once; also usable with
+    `dcp.load`.
     """
 
     def __init__(self, job_store: Store, key: str, *, parallel: int | None = None) -> None:
@@ -63,10 +62,7 @@ class CommitReader(StorageReader):
         return False  # a commit is identified by a store and a key, not by one path
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill the tensors of a load plan.
-
-        Each chunk is read once, straight into a tensor where the tensor's memory is contiguous.
-        """
+        """Fill the tensors of a load plan. Each chunk is read once, straight into contiguous tensors."""
         targets = [(item, planner.resolve_tensor(item).detach()) for item in plan.items]
         self._read((item.storage_index.fqn, self._piece(item), item, target) for item, target in targets)
         for item, target in targets:

@@ -73,10 +73,7 @@ _DTYPES = {
 
 
 def read_file(path: Path, *, weights_only: bool = False) -> PortableState:
-    """Read a checkpoint from a DCP folder, a safetensors file or folder, or a torch file. The path shows the format.
-
-    Raises CheckpointError if the path does not exist or cannot be read in its format.
-    """
+    """Read a DCP folder, a safetensors file or folder, or a torch file, as the path shows. Raises CheckpointError."""
     _refuse_special_files(path)
     kind = _kind_of(path)
     try:
@@ -116,10 +113,7 @@ def write_file(content: PortableState, path: Path, kind: str) -> None:
 
 
 def is_full(error: BaseException | None) -> bool:
-    """Return whether a full disk or an exhausted quota caused an error, directly or through its chain of causes.
-
-    torch's file writer reports a short write as a wrong position ("unexpected pos 704 vs 662").
-    """
+    """Return whether a full disk or an exhausted quota caused an error, directly or through its chain of causes."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             return True
@@ -218,14 +212,9 @@ def _restore_lists(document: Any) -> Any:
 
 
 def save_hollow(document: Any, names: Mapping[int, str], path: Path) -> list[str]:
-    """Write a torch file that has every tensor's shape and dtype but no values, so that `fill` writes one at a time.
+    """Write a torch file without the tensors' values, which `fill` adds. Return the order in which it stores them.
 
-    Args:
-        document: nested dictionaries and lists with tensors, as for `torch.save`.
-        names: name of each tensor, by the tensor's `id`.
-
-    Returns:
-        Tensor names in the order in which the file stores the values.
+    `document` has nested dictionaries and lists with tensors, as for `torch.save`; `names` has a name by tensor `id`.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode  # takes a second to import
 
@@ -261,10 +250,7 @@ def fill(path: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
 
 
 def _hollow_copy(value: Any, names: Mapping[int, str], order: list[str]) -> Any:
-    """Copy nested dictionaries and lists, with a tensor without values in place of each tensor.
-
-    The tensors' names are appended to `order`, in the order in which pickle visits the tensors.
-    """
+    """Copy nested dictionaries and lists with empty tensors, and append the names to `order` as pickle visits them."""
     if isinstance(value, Tensor):
         order.append(names[id(value)])
         return torch.empty(value.shape, dtype=value.dtype)
@@ -307,8 +293,7 @@ def write_torch(content: PortableState, path: Path) -> None:
 def parse_document(document: Any, what: str, weights_only: bool) -> PortableState:
     """Extract the weights, and the optimizer unless `weights_only`, from a loaded checkpoint.
 
-    `document` is a state dict, or a mapping with one under a usual name, such as "model" or "state_dict". `what` is the
-    name of the file, for errors.
+    `document` is a state dict, or a mapping with one under a usual name, such as "model" or "state_dict".
     """
     if not isinstance(document, Mapping):
         raise CheckpointError(f"{what}: is a {type(document).__name__}, not a state dict")
@@ -355,10 +340,7 @@ def read_safetensors(path: Path, weights_only: bool) -> PortableState:
 
 
 def write_safetensors(content: PortableState, path: Path) -> None:
-    """Write the weights, and the optimizer's tensors to a second file, one tensor after the other.
-
-    The library's own writer is not used, because it needs all tensors in memory.
-    """
+    """Write the weights, and the optimizer's tensors to a second file. The library's writer needs all in memory."""
     about = {"step": content.step, "extra": content.extra, "settings": content.settings}
     metadata = {"format": "pt", _OURS: json.dumps(about)}
     _write(content, _WEIGHTS, path, metadata)

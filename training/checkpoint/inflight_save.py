@@ -34,10 +34,7 @@ _NO_ROOM_HINT = "free space or raise the quota, or use another store; then start
 
 
 class UploaderClient:
-    """Client of an uploader process: it starts the process, sends commands, reads answers, and replaces a dead process.
-
-    The process inherits the file descriptors `buffers` of the staging buffers.
-    """
+    """Client of an uploader process, which inherits the file descriptors `buffers`; it replaces a process that died."""
 
     def __init__(self, store_uri: str, rank: int, buffers: list[int]) -> None:
         self._store_uri = store_uri
@@ -180,9 +177,8 @@ class SaveTracker:
         return self._current is not None
 
     def expected_seconds(self, size: int) -> float | None:
-        """Estimate the seconds until `size` more bytes would be durable, at the speed of the last save.
-
-        Returns None before the first save is durable.
+        """Estimate the seconds until `size` more bytes would be durable, at the last save's speed; None before the
+        first.
         """
         if self._seconds_per_byte is None:
             return None

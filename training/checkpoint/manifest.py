@@ -174,8 +174,8 @@ class Manifest:
     def from_bytes(cls, data: bytes, key: str) -> Manifest:
         """Parse the manifest with the commit key `key`.
 
-        Raises CorruptCommit (the bytes do not have the SHA-256 in the key, or are no manifest of this
-        format), MisplacedCommit (the manifest belongs to the key of another commit).
+        Raises CorruptCommit (the bytes do not have the SHA-256 in the key, or are no manifest of this format),
+        MisplacedCommit (the manifest belongs to the key of another commit).
         """
         step, generation, stated = parse_commit_key(key)
         if (actual := sha256_text(data)) != stated:
@@ -235,11 +235,10 @@ class Manifest:
 
 
 def merge_indexes(save: CheckpointId, indexes: Sequence[tuple[RankIndex, bytes]]) -> Manifest:
-    """Merge the indexes of all ranks into a manifest.
+    """Merge each rank's index, given with its serialised bytes in the order of ranks, into a manifest.
 
-    `indexes` has each rank's index with its serialised bytes, in the order of ranks. Raises CheckpointError (an
-    index belongs to another save or names another rank's data object, or the pieces do not cover a tensor exactly
-    once).
+    Raises CheckpointError (an index belongs to another save or names another rank's data object, or the pieces do not
+    cover a tensor exactly once).
     """
     for rank, (index, _) in enumerate(indexes):
         if index.save != save or index.rank != rank:
@@ -265,10 +264,7 @@ def merge_indexes(save: CheckpointId, indexes: Sequence[tuple[RankIndex, bytes]]
 
 
 def dtype_bytes(dtype: str) -> int:
-    """Return the bytes per element of a torch dtype, given its name.
-
-    The first number in the name is the size in bits; only `bool` has no number, and takes one byte.
-    """
+    """Return the bytes per element of a torch dtype. Its name has the size in bits; `bool` takes one byte."""
     bits = re.search(r"\d+", dtype)
     return int(bits[0]) // 8 if bits else 1
 

@@ -59,10 +59,7 @@ class PartUploader:
         self._pool = ThreadPoolExecutor(settings.parallel, thread_name_prefix="part")
 
     def upload(self, key: str, view: memoryview, deadline: Deadline) -> DataObject:
-        """Upload an object, verify its size and checksum in the store, and return its description.
-
-        Raises CheckpointError, which names the part, the tries and the cause.
-        """
+        """Upload an object, verify its size and checksum in the store, and describe it. Raises CheckpointError."""
         sink, settings, what = self._sink, self._settings, f"put {key}"
         size = settings.part_bytes
         while len(view) > size * LARGEST_COUNT:
@@ -146,10 +143,7 @@ class PartUploader:
         return self._sink.sweep(prefix, older_than_seconds=older_than_seconds, seconds=seconds)
 
     def _try_seconds(self, deadline: Deadline, part_bytes: int) -> float:
-        """Return the timeout of one try in seconds.
-
-        Three tries fit into the deadline, except for a part that needs longer because of the bandwidth cap.
-        """
+        """Return the timeout of a try: a third of the deadline, or more if the bandwidth cap requires it for a part."""
         usual = min(_LONGEST_TRY_SECONDS, deadline.seconds / 3)
         if (rate := self._throttle.bytes_per_second) is not None:
             usual = max(usual, 2.0 * part_bytes * self._settings.parallel / rate)

@@ -49,9 +49,8 @@ class PortableState:
     source: Source | None = None
 
     def stream(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the named tensors with their values, in this order.
-
-        A tensor is valid until the next one is requested: memory is reused, so not all tensors need to fit at once.
+        """Yield the named tensors with their values, in this order. Each is valid only until the next, which reuses its
+        memory.
         """
         named = self.named()
         yield from ((name, named[name]) for name in names) if self.source is None else self.source(list(names))
@@ -91,9 +90,8 @@ def unwrap_weights(state: Mapping[str, Any], what: str) -> dict[str, Tensor]:
 
 
 def unwrap_name(name: str) -> str:
-    """Strip the prefixes that DDP, torch.compile and activation checkpointing add to a parameter's name.
-
-    `module.` is stripped only in front, the others anywhere.
+    """Strip the prefixes that DDP (only in front), torch.compile and activation checkpointing add to a parameter's
+    name.
     """
     name = name.removeprefix(_PREFIXES[0])
     for prefix in _PREFIXES[1:]:
@@ -182,10 +180,7 @@ def _plain(value: Any) -> Any:
 
 
 def read_commit(store: Store, key: str) -> PortableState:
-    """Return the state in a commit, without the ranks' random states.
-
-    Tensors are read and verified only when `PortableState.stream` requests them.
-    """
+    """Return the state in a commit, without random states. `PortableState.stream` reads and verifies the tensors."""
     reader = CommitReader(store, key)
     manifest = reader.manifest
     content = PortableState(weights={}, step=manifest.save.step, extra=manifest.common.get("extra") or {})
@@ -226,10 +221,7 @@ def _stream(reader: CommitReader, names: Sequence[str]) -> Iterator[tuple[str, T
 
 
 def _tensor_in(memory: memoryview, start: int, entry: TensorEntry) -> Tensor:
-    """Return a part of `memory`, from byte `start` on, as a tensor.
-
-    Its storage holds exactly its own bytes, because some writers write whole storages.
-    """
+    """Return a part of `memory` as a tensor with a storage of its own size: some writers write whole storages."""
     dtype, length = getattr(torch, entry.dtype), _bytes(entry)
     if not length:
         return torch.empty(entry.shape, dtype=dtype)

@@ -89,10 +89,7 @@ def _written_replicas(sharded: dict[str, DTensor]) -> dict[str, DTensor]:
 
 
 def _spread(sizes: dict[str, int], writers: int) -> dict[str, int]:
-    """Distribute names over writers, and return the number of each name's writer.
-
-    Names are assigned by decreasing size, each to the writer with the fewest bytes so far, the lowest number first.
-    """
+    """Return a writer's number by name: by decreasing size, the writer with the fewest bytes so far."""
     loads = [(0, writer) for writer in range(writers)]
     chosen = {}
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
@@ -129,9 +126,7 @@ class SavePlanner:
     ) -> list[Tensor]:
         """Return the tensors to copy, in the order of `self.layout`, which this call updates.
 
-        `own` are further tensors of this rank, such as random states, and `shared` those of all ranks; both are new
-        at each
-        save.
+        `own` are further tensors of this rank, such as random states, and `shared` of all ranks, both new at each save.
         """
         if not self._is_known(model, optimizer):
             state = named_state(model, optimizer)

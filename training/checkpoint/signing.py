@@ -32,10 +32,7 @@ _INDEX_PURPOSE = b"ebbflow index 1"
 
 
 class Signer:
-    """Signer of commits and checker of their signatures, with the key in the environment variable `name`.
-
-    Raises NoSigningKey (the variable is not set, or its value is unsuitable).
-    """
+    """Signer of commits and checker of their signatures, with the key in the variable `name`. Raises NoSigningKey."""
 
     def __init__(self, name: str) -> None:
         if problem := signing_key_problem(name):
@@ -54,8 +51,8 @@ class Signer:
         put_verified(store, _signature_key(key), canonical_json(document))
 
     def check(self, store: Store, key: str) -> dict[str, list[str]]:
-        """Check the signature of commit `key`. Return the SHA-256 of each chunk by data object, if the manifest has
-        none.
+        """Check the signature of commit `key`. Return the SHA-256 of each chunk by data object, if the manifest lacks
+        them.
 
         Raises RefusedCommit (the signature is missing or wrong), StoreError (the store cannot be read).
         """
@@ -112,10 +109,7 @@ class Signer:
 
 
 def use_signing_key(name: str | None) -> None:
-    """Make this process and its children sign and check with the key in the environment variable `name`.
-
-    With `name` None they neither sign nor check.
-    """
+    """Make this process and its children sign and check with the key in the variable `name`; with None, not at all."""
     if name is None:
         os.environ.pop(NAME_VARIABLE, None)
     else:

@@ -31,10 +31,7 @@ _GROWTH = 1.05  # a state that has grown is likely to grow again
 
 
 class StagingBuffer:
-    """A shared-memory buffer.
-
-    `prepare` allocates it and touches its pages in a background thread; `view` waits for that thread.
-    """
+    """A shared-memory buffer. `prepare` allocates it and touches its pages in a thread, for which `view` waits."""
 
     def __init__(self, name: str) -> None:
         if hasattr(os, "memfd_create"):

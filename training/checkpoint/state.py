@@ -49,9 +49,8 @@ class FurtherState:
 
 
 def named_state(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Tensor]:
-    """Return the tensors to save, by name. They share memory with the model and the optimizer.
-
-    Raises CheckpointError (a part of the state cannot be saved as a named tensor).
+    """Return the tensors to save, by name, sharing their memory. Raises CheckpointError for state that has no such
+    form.
     """
     state = {f"model.{name}": tensor.detach() for name, tensor in _model_tensors(model).items()}
     if optimizer is None:
@@ -99,10 +98,7 @@ def prepare_for_loading(manifest: Manifest, model: nn.Module, optimizer: Optimiz
 
 
 def apply_settings(settings: Mapping[str, Any], model: nn.Module, optimizer: Optimizer) -> None:
-    """Set the optimizer to the settings that `optimizer_settings` returned. Param groups are matched by position.
-
-    Raises CommitMismatch (the number of param groups differs).
-    """
+    """Set the optimizer to `settings`, matching param groups by position. Raises CommitMismatch."""
     groups = settings["param_groups"]
     if len(groups) != len(optimizer.param_groups):
         raise CommitMismatch(f"{len(groups)} optimizer groups in the commit, {len(optimizer.param_groups)} here")

@@ -151,9 +151,7 @@ class Uploader:
             commit_as_backup(store, save, self._rank, deadline, self._commands.wait)
 
     def _index_entries(self, command: dict[str, Any]) -> tuple[IndexEntry, ...]:
-        """Return the index entries of a command's layout. The trainer sends them with the first command of a layout
-        only.
-        """
+        """Return the index entries of a command's layout, which the trainer sends with its first command only."""
         if command["items"] is not None:
             self._layout, self._items = command["layout"], tuple(IndexEntry.from_json(row) for row in command["items"])
         if command["layout"] != self._layout:
@@ -205,8 +203,7 @@ class Uploader:
 class CommandQueue:
     """The commands of the trainer, read from stdin by a thread.
 
-    The thread applies "hurry" and "abandon" at once, and ends the process when the trainer has died, even during an
-    upload.
+    It applies "hurry" and "abandon" at once, and ends the process when the trainer has died, even during an upload.
     """
 
     def __init__(self) -> None:

@@ -67,10 +67,7 @@ def sha256_text(data: Buffer) -> str:
 
 
 def seal(document: dict[str, Any]) -> bytes:
-    """Serialise a document to canonical JSON with a checksum of its content in the field "seal".
-
-    This protects objects whose key contains no checksum.
-    """
+    """Serialise a document to canonical JSON with a checksum in "seal", for objects whose key contains no checksum."""
     return canonical_json({**document, "seal": crc_text(canonical_json(document))})
 
 
@@ -117,15 +114,9 @@ def retry_until(
     where: str = "",
     sleep: Callable[[float], object] = time.sleep,
 ) -> T:
-    """Call `operation` and return its result. Until the deadline, repeat it when it raises a curable StoreError.
+    """Call `operation` and return its result. Until the deadline, repeat it while it raises a curable StoreError.
 
-    Args:
-        what: description of the operation, for the error.
-        curable: returns whether waiting may cure an error.
-        longest_seconds: longest pause between tries.
-        where: the part of the operation that failed, for the error.
-
-    Raises CheckpointError (it names `what`, the number of tries and the cause).
+    In the end raise CheckpointError, which names `what`, the part `where` it failed, the number of tries and the cause.
     """
 
     def give_up(error: Exception, tries: int) -> Exception:
@@ -163,10 +154,7 @@ def fetch_verified(store: Store, key: str, parse: Callable[[bytes, str], T], wha
 
 
 def put_verified(store: Store, key: str, data: bytes) -> None:
-    """Put an object and read it back. If the put fails but the object then holds the right bytes, the error is ignored.
-
-    Raises StoreError (the put failed, or other bytes were read back).
-    """
+    """Put an object and read it back. If a failed put has arrived, there is no error. Raises StoreError."""
     try:
         store.put(key, data)
         cause = None

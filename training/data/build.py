@@ -87,10 +87,7 @@ class SourceFile:
 
 
 def find_files(data: DataConfig, *, project_root: Path) -> list[SourceFile]:
-    """List the text files that `data.path` names, sorted by name; without a path, those of Python's standard library.
-
-    `project_root` is the base of relative paths. Raises DataError (there is no such file).
-    """
+    """List the text files of `data.path` by name; without a path, those of the standard library. Raises DataError."""
     if data.path is None:
         root = Path(sysconfig.get_path("stdlib"))
         return _find_below(root, tuple(data.suffixes), f"the standard library at {root}")
@@ -109,20 +106,17 @@ def find_files(data: DataConfig, *, project_root: Path) -> list[SourceFile]:
 
 
 def is_held_out(name: str, fraction: float) -> bool:
-    """Return whether one of several files is held out for evaluation.
+    """Return whether one of several files is in the share `fraction`, from 0 to 1, that is held out for evaluation.
 
     This depends on the file's name alone, so adding a file moves no other file between train and held out. Whole files
-    are held out, because windows of one file share vocabulary and copied passages. `fraction` is the expected share of
-    files that are held out, from 0 to 1.
+    are held out, because windows of one file share vocabulary and copied passages.
     """
     return _hash_fraction(name) < fraction
 
 
 def split_files(files: list[SourceFile], fraction: float) -> tuple[list[SourceFile], list[SourceFile]]:
-    """Split files into train and held out, neither of them empty. A single file is cut: its last part is held out.
-
-    `fraction` is the share to hold out, from 0 to 1: of the files, or of a single file's bytes. Raises DataError (the
-    text is too short).
+    """Split files, or a single file's bytes, into train and a held-out `fraction`. Raises DataError for too short a
+    text.
     """
     if len(files) == 1:
         return _split_inside(files[0], fraction)
@@ -149,10 +143,7 @@ def open_source(file: SourceFile) -> Iterator[BinaryIO]:
 
 
 class TextDetector:
-    """Detector of binary files, which would train a model on noise. It examines a file piece by piece.
-
-    Text is UTF-8 without NUL bytes; up to 10 % of invalid bytes are accepted, as in older encodings.
-    """
+    """Detector of binary files: text is UTF-8 without NUL bytes and with up to 10 % of invalid bytes."""
 
     def __init__(self, file: SourceFile) -> None:
         self._file = file
@@ -200,9 +191,8 @@ def check_head(file: SourceFile) -> None:
 
 
 def _split_inside(file: SourceFile, fraction: float) -> tuple[list[SourceFile], list[SourceFile]]:
-    """Split a file before the last `fraction` of its bytes, at the end of the line there.
-
-    If there is no line end in the next MiB, split between two characters.
+    """Split a file before its last `fraction` of bytes, at the next line end within 1 MiB, or else between two
+    characters.
     """
     with open_source(file) as stream:
         size = os.fstat(stream.fileno()).st_size
@@ -278,8 +268,7 @@ def prepare_tokens(data: DataConfig, store: Store, *, project_root: Path) -> Tok
     """Build the token shards of `data` in `store` unless they exist, and return their description.
 
     The shards' fingerprint covers format, tokenizer, split rule, and each file's name and content, and nothing about
-    this machine: the same text has the same fingerprint everywhere. Raises DataError (files or tokenizer are missing or
-    unusable), StoreError (the store failed).
+    this machine. Raises DataError (files or tokenizer are missing or unusable), StoreError (the store failed).
     """
     tokenizer = open_tokenizer(data, project_root=project_root)
     files = find_files(data, project_root=project_root)

@@ -49,10 +49,7 @@ class ByteTokenizer:
 
 
 class VocabularyTokenizer:
-    """A tokenizer with the vocabulary of a tokenizer.json.
-
-    Invalid UTF-8 becomes U+FFFD. The separator between files is the only special token that is added.
-    """
+    """A tokenizer with the vocabulary of a tokenizer.json. Invalid UTF-8 becomes U+FFFD."""
 
     def __init__(self, path: Path) -> None:
         content = _read(path)
@@ -101,10 +98,7 @@ def dtype_of(vocab_size: int) -> np.dtype:
 
 
 def text_pieces(file: BinaryIO, *, limit: int | None = None) -> Iterator[bytes]:
-    """Yield a file in pieces of about 1 MiB that end with a line; a longer line is cut between two characters.
-
-    `limit` is the number of bytes after which reading stops; None means the end of the file.
-    """
+    """Yield up to `limit` bytes of a file in pieces of about 1 MiB that end with a line; longer lines are cut."""
     rest, left = b"", sys.maxsize if limit is None else limit
     while block := file.read(min(PIECE_BYTES, left)):
         left -= len(block)
@@ -118,10 +112,7 @@ def text_pieces(file: BinaryIO, *, limit: int | None = None) -> Iterator[bytes]:
 
 
 def _whole_characters(text: bytes) -> int:
-    """Return how many bytes of `text` are certainly whole characters.
-
-    A multi-byte character at the very end does not count, because it may be incomplete.
-    """
+    """Return how many bytes of `text` are certainly whole characters: one at the very end may be incomplete."""
     end = len(text)
     while end > len(text) - 4 and text[end - 1] & 0xC0 == 0x80:
         end -= 1

@@ -59,10 +59,7 @@ class SampleOrder:
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
     def _block(self, number: int) -> np.ndarray:
-        """Return the window numbers of block `number`, of 4,096 samples. The last block is cached.
-
-        Blocks are computed as a whole, because NumPy's overhead per call dominates.
-        """
+        """Return the window numbers of a block of 4,096 samples, computed together because NumPy calls are costly."""
         if self._remembered[0] != number:
             self._remembered = (number, self._compute(number * _BLOCK, _BLOCK))
         return self._remembered[1]
@@ -126,8 +123,8 @@ class TokenArrays:
 def open_tokens(store: Store, fingerprint: str, *, cache: Path | None = None) -> TokenArrays:
     """Open shards as memory-mapped arrays: in place in a local store, otherwise downloaded once into `cache`.
 
-    A download is verified by SHA-256 and appears whole or not at all. `cache` is the folder for downloads; default: a
-    folder of this user below the temporary folder. Raises DataError (the shards are missing, incomplete or changed).
+    A download is verified by SHA-256 and appears whole or not at all. The default of `cache` is a folder of this user
+    below the temporary folder. Raises DataError (the shards are missing, incomplete or changed).
     """
     shards = store.sub(tokens_prefix(fingerprint))
     about = read_description(shards)
@@ -173,9 +170,8 @@ def read_description(shards: Store) -> Tokens | None:
 
 
 def _download(shards: Store, key: str, sha256: str, size: int, cache: Path) -> Path:
-    """Download a shard into a file of `cache` that is named by the shard's SHA-256, and return its path.
-
-    If two ranks download at the same time, both write the same file.
+    """Download a shard into a file of `cache` that is named by its SHA-256. Ranks that do so at once write the same
+    file.
     """
     path = cache / f"{sha256}.bin"
     if path.is_file():

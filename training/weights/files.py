@@ -33,11 +33,10 @@ class StoredTensor:
 
 
 def find_weights(path: str, translate: Translate | None = None) -> dict[str, StoredTensor]:
-    """Find the tensors to load, and return them by the model's names. Only headers are read.
+    """Find the tensors in a safetensors file, or in a folder with one or with an index, by the model's names.
 
-    `path` is a safetensors file, or a folder with one or with an index. `translate` returns the model's name of a
-    stored tensor, or None to leave it out. Raises WorkloadError (files are missing or damaged, or two tensors get the
-    same name).
+    Only headers are read. `translate` returns the model's name of a stored tensor, or None to leave it out. Raises
+    WorkloadError (files are missing or damaged, or two tensors get the same name).
     """
     found: dict[str, StoredTensor] = {}
     for file in list_weight_files(path):
@@ -55,10 +54,8 @@ def find_weights(path: str, translate: Translate | None = None) -> dict[str, Sto
 
 
 def list_weight_files(path: str) -> list[Path]:
-    """List the safetensors files of a checkpoint.
-
-    These are `path` itself if it is a file, or the files in the folder's index, or the only one in the folder. Raises
-    WorkloadError (there is no such file, or it is unclear which files to read).
+    """List `path` itself if it is a file, or the files in the folder's index, or the only one in it. Raises
+    WorkloadError.
     """
     root = Path(path)
     if root.is_file():
@@ -78,10 +75,7 @@ def list_weight_files(path: str) -> list[Path]:
 
 
 def describe_files(path: str) -> list[dict[str, Any]]:
-    """Describe each file by path, bytes, modification time, and SHA-256.
-
-    The SHA-256 is None if the files have more than 4 GiB in all, because hashing takes too long.
-    """
+    """Describe each file by path, bytes, modification time, and SHA-256, which is None if all have more than 4 GiB."""
     files = list_weight_files(path)
     small = sum(file.stat().st_size for file in files) <= _LARGEST_HASHED_BYTES
     return [
@@ -96,12 +90,8 @@ def describe_files(path: str) -> list[dict[str, Any]]:
 
 
 def open_weights(file: Path, *, framework: str) -> Any:
-    """Open a safetensors file.
-
-    Args:
-        framework: "np" to read names and shapes, "pt" to read torch tensors.
-
-    Raises WorkloadError (the file cannot be read).
+    """Open a safetensors file. With `framework` "np", tensors are NumPy arrays, with "pt" torch's. Raises
+    WorkloadError.
     """
     try:
         return safe_open(file, framework=framework, device="cpu")

@@ -25,13 +25,12 @@ _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 
 
 def initialise(module: nn.Module, blank: nn.Module, *, seed: int) -> None:
-    """Fill `module`, sharded or not, with initial weights.
+    """Fill `module`, sharded or not, with initial weights. `blank` is a copy of the whole model on the meta device.
 
     Each module that holds parameters or buffers is materialised alone on the CPU, initialised by its own
     `reset_parameters` with a generator seeded by (seed, module name), and copied. So a weight depends only on the seed
     and its name, not on mode, world size, device or the order of modules. A tied parameter is initialised under its
-    first name. `blank` is a copy of the whole model on the meta device. Raises WorkloadError (a module has no
-    `reset_parameters`).
+    first name. Raises WorkloadError for a module without `reset_parameters`.
     """
     tied = tied_names(blank)
     targets = dict(module.named_parameters()) | dict(module.named_buffers())
@@ -85,10 +84,10 @@ def _copy_own_part(target: Tensor, value: Tensor) -> None:
 
 
 def check_weights_fit(found: Mapping[str, StoredTensor], model: nn.Module, path: str) -> None:
-    """Check that the stored tensors fit the model. A tied weight is required once, under any of its names.
+    """Raise WorkloadError for missing, unexpected or misshapen tensors, and for integers in place of floats or vice
+    versa.
 
-    Raises WorkloadError (tensors are missing, unexpected, of another shape, or integers in place of floats or
-    vice versa).
+    A tied weight is required once, under any of its names.
     """
     targets, names = _targets(model)
     missing = [alike[0] for alike in names if not set(alike) & set(found)]
@@ -116,8 +115,7 @@ def check_weights_fit(found: Mapping[str, StoredTensor], model: nn.Module, path:
 def load_weights(path: str, model: nn.Module, translate: Translate | None = None) -> int:
     """Fill the model, sharded or not, from safetensors files, and return the number of tensors.
 
-    Values are converted to the model's dtype: half-precision files fill float32 weights. Raises WorkloadError (the
-    files do not fit the model. No weight has been changed).
+    Values are converted to the model's dtype. Raises WorkloadError, and changes no weight, if the files do not fit.
     """
     found = find_weights(path, translate)
     check_weights_fit(found, model, path)

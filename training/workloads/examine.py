@@ -41,14 +41,10 @@ class Examination:
 
 
 def examine(config: RunConfig, *, prepare: bool, seconds: float = EXAMINE_SECONDS) -> Examination:
-    """Import, build and try the configured workload in a child process.
+    """Import, build and try the configured workload in a child process, within `seconds`.
 
-    Args:
-        prepare: whether to prepare the workload's data first. If False, a workload that has a `prepare` is only
-            imported, because it cannot be tried without data.
-        seconds: deadline for all of it; with `prepare`, at least PREPARE_SECONDS.
-
-    Raises WorkloadError (if the workload cannot be trained as it is; the message has the problem).
+    With `prepare`, prepare the workload's data first, within 6 hours. Without, a workload that has a `prepare` is only
+    imported, because it cannot be tried without data. Raises WorkloadError if the workload cannot be trained.
     """
     seconds = max(seconds, PREPARE_SECONDS) if prepare else seconds
     with tempfile.TemporaryDirectory(prefix="ebbflow-examine-") as folder:
@@ -120,14 +116,9 @@ def _examine_here(config: RunConfig, *, prepare: bool) -> dict[str, Any]:
 
 
 def _run(command: list[str], seconds: float, what: str, *, shown: bool) -> str:
-    """Run a command, and return its output.
+    """Run a command, and return its output, or "" if it is shown on the terminal.
 
-    Args:
-        seconds: the deadline. After it, the command and all its children are killed.
-        what: the name of the workload, for the message about the deadline.
-        shown: whether the output goes to the terminal instead; then return "".
-
-    Raises WorkloadError (if the deadline has passed).
+    At the deadline, the command and all its children are killed, and WorkloadError names `what`.
     """
     with subprocess.Popen(
         command,

@@ -60,9 +60,8 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """A transformer block: attention, then an MLP whose hidden layer is four times wider.
-
-    Each of the two takes the normalised residual stream and adds its output to the stream.
+    """A transformer block: attention, then an MLP with a hidden layer four times wider, each added to the residual
+    stream.
     """
 
     def __init__(self, model: ModelConfig) -> None:
@@ -80,10 +79,7 @@ class Block(nn.Module):
 
 
 class Embeddings(nn.Module):
-    """The sum of token and position embeddings.
-
-    The input has token numbers `[batch, length]`, the output has the shape `[batch, length, hidden]`.
-    """
+    """The sum of token and position embeddings `[batch, length, hidden]` of token numbers `[batch, length]`."""
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
@@ -107,11 +103,7 @@ class Head(nn.Module):
 
 
 class CausalLM(nn.Module):
-    """A causal language model.
-
-    The input has token numbers `[batch, length]`, where length is at most `sequence_length`. The output has logits
-    `[batch, length, vocabulary]`.
-    """
+    """A causal language model: token numbers `[batch, length]` to logits `[batch, length, vocabulary]`."""
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
@@ -127,9 +119,8 @@ class CausalLM(nn.Module):
 
 
 def _residual_std(model: ModelConfig) -> float:
-    """Return the initial standard deviation of layers that add to the residual stream.
-
-    It falls with the number of layers, so that the stream's variance does not grow with depth (GPT-2, section 2.3).
+    """Return a standard deviation that keeps the residual stream's variance from growing with depth (GPT-2, section
+    2.3).
     """
     return _INITIAL_STD / math.sqrt(2 * model.num_layers)
 
@@ -153,9 +144,8 @@ class TextBatch:
 
 
 class TextWorkload:
-    """The workload of next-token prediction on the token shards that `prepare` made.
-
-    Raises DataError (if the token shards have too little text).
+    """The workload of next-token prediction on the token shards that `prepare` made. Raises DataError for too little
+    text.
     """
 
     weight_unit = "tokens"
@@ -173,10 +163,7 @@ class TextWorkload:
 
     @classmethod
     def prepare(cls, context: WorkloadContext) -> dict:
-        """Convert the text to token shards in the store, and return their description.
-
-        If the store already has the shards of this text, they are used.
-        """
+        """Convert the text to token shards in the store unless it has them, and return their description."""
         return prepare_tokens(context.config.data, context.store, project_root=context.project_root).to_json()
 
     def model(self) -> nn.Module:
@@ -199,10 +186,7 @@ class TextWorkload:
         return len(batch.inputs) * self._shape.flops_per_sample
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Return the held-out loss in nats per token and in bits per byte; the latter is comparable between tokenizers.
-
-        The same samples are used at any world size.
-        """
+        """Return the held-out loss in nats per token and in bits per byte, which is comparable between tokenizers."""
         training = self._config.training
         world_size = self._context.world_size
         micro_batch = max(1, training.batch_size // (world_size * training.gradient_accumulation_steps))
@@ -225,10 +209,7 @@ class TextWorkload:
         return TextBatch(text[:, :-1], text[:, 1:])
 
     def _windows(self, tokens: np.ndarray, side: str) -> int:
-        """Return how many non-overlapping samples the tokens make.
-
-        Each needs one more token, as the target of its last token.
-        """
+        """Return how many non-overlapping samples the tokens make. Each needs one more token, as its last target."""
         windows = (tokens.size - 1) // self._length
         if windows < 1:
             raise DataError(

@@ -90,11 +90,7 @@ def workload_context(
 
 
 def find_workload(config: RunConfig) -> WorkloadFactory:
-    """Return the class or function that `workload` names in the configuration.
-
-    Raises WorkloadError (if it cannot be imported, does not exist or cannot be called. If the module is missing,
-    the message lists the searched folders).
-    """
+    """Return the class or function that `workload` names in the configuration. Raises WorkloadError."""
     if config.workload is None:
         return TextWorkload
     module_name, _, name = config.workload.partition(":")
@@ -113,10 +109,9 @@ def find_workload(config: RunConfig) -> WorkloadFactory:
 
 
 def prepare_data(config: RunConfig, context: WorkloadContext) -> dict[str, Any]:
-    """Run the workload's `prepare`, if it has one, and return its description of the data.
+    """Run the workload's `prepare`, if any, and return its description with "fingerprint" and "weight_unit".
 
-    The description always has "fingerprint" and "weight_unit". Raises WorkloadError (if `prepare` raises an exception
-    or returns something other than a JSON object).
+    Raises WorkloadError (`prepare` raises an exception or returns something other than a JSON object).
     """
     door = find_workload(config)
     described: dict[str, Any] = {}
@@ -131,10 +126,7 @@ def prepare_data(config: RunConfig, context: WorkloadContext) -> dict[str, Any]:
 
 
 def has_prepare(door: WorkloadFactory) -> bool:
-    """Return whether a workload class or function has a `prepare`.
-
-    Raises WorkloadError (if `prepare` is an instance method, which cannot be called on the class).
-    """
+    """Return whether a workload has a `prepare`. Raises WorkloadError for an instance method: it cannot be called."""
     prepare = getattr(door, "prepare", None)
     if prepare is None:
         return False
@@ -148,10 +140,7 @@ def has_prepare(door: WorkloadFactory) -> bool:
 
 
 def make_workload(config: RunConfig, context: WorkloadContext) -> Workload:
-    """Build this rank's workload, and check that it has all required methods.
-
-    Raises WorkloadError (if building fails or a method is missing).
-    """
+    """Build this rank's workload, and check that it has all required methods. Raises WorkloadError."""
     door = find_workload(config)
     with user_code(f"{config.workload or 'text'}(context)"):
         workload = door(context)
@@ -166,10 +155,7 @@ def make_workload(config: RunConfig, context: WorkloadContext) -> Workload:
 
 @contextmanager
 def user_code(what: str) -> Iterator[None]:
-    """Convert any exception in this context into a one-line WorkloadError with the file and line in the user's code.
-
-    `what` is the name of the user's function, for the message.
-    """
+    """Convert an exception in this context into a one-line WorkloadError with the line of the user's code."""
     try:
         yield
     except (TrainingError, InfraError):  # their messages need no file and line

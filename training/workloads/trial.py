@@ -55,12 +55,10 @@ def _unit(workload: Workload) -> str:
 
 
 def measure_shape(workload: Workload, model: nn.Module, batch: Batch) -> tuple[ModelShape, Loss]:
-    """Measure the shape of a model by a forward pass, and return it with the loss (including its graph).
+    """Measure the shape of a model with a batch of one sample by a forward pass, and return it with the loss.
 
     Activations, logits included, are counted as autograd saves them: in the precision of the model's own code, in eager
-    mode and without recomputation. The workload itself counts the FLOPs.
-
-    The model may have fake tensors; the batch has one sample.
+    mode and without recomputation. The workload itself counts the FLOPs. The model may have fake tensors.
     """
     saved = SavedBytes(frozenset(tensor.untyped_storage()._cdata for tensor in _tensors(model)))
     with saved_tensors_hooks(saved.note, lambda tensor: tensor):
@@ -82,10 +80,7 @@ def measure_shape(workload: Workload, model: nn.Module, batch: Batch) -> tuple[M
 
 @contextlib.contextmanager
 def without_memory() -> Iterator[None]:
-    """Return a context in which tensors have shapes but no data.
-
-    In it, a model can be measured that is larger than this machine's memory.
-    """
+    """Return a context in which tensors have shapes but no data, for models larger than this machine's memory."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         yield
 
@@ -114,21 +109,14 @@ LONGEST_SECONDS = 20.0
 
 
 class _Enough(BaseException):
-    """Signal that ends a trial at its time limit.
-
-    It is not an `Exception`, because the user's code might catch that.
-    """
+    """Signal that ends a trial at its time limit; no `Exception`, because the user's code might catch that."""
 
 
 def try_evaluate(name: str, workload: Workload, model: nn.Module, *, seconds: float = LONGEST_SECONDS) -> str:
     """Call the workload's `evaluate` once, as in a gang of one rank, and describe the result.
 
-    Args:
-        name: the name of the workload, for messages.
-        model: the model in evaluation mode.
-        seconds: time limit. After it, the description says that `evaluate` was not tried to its end.
-
-    Raises WorkloadError (if `evaluate` raises an exception, or a metric is not a finite number).
+    After `seconds`, the description says that `evaluate` was not tried to its end. Raises WorkloadError (`evaluate`
+    raises an exception, or a metric is not a finite number).
     """
     if distributed.is_initialized():  # a collective in `evaluate` would wait for the other ranks
         return "evaluate not tried, because the ranks of the gang are not all here"
@@ -147,11 +135,7 @@ def try_evaluate(name: str, workload: Workload, model: nn.Module, *, seconds: fl
 
 @contextmanager
 def _at_most(seconds: float) -> Iterator[None]:
-    """Raise _Enough inside the context after `seconds`.
-
-    The limit works in the main thread only, because Python runs signal handlers only there. In another thread the
-    context has no limit.
-    """
+    """Raise _Enough inside the context after `seconds`; in the main thread only, where Python runs signal handlers."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise _Enough
@@ -195,10 +179,7 @@ class Trial:
 
 
 def try_workload(config: RunConfig, context: WorkloadContext) -> Trial:
-    """Try a workload, and return the checks that it passed.
-
-    Raises WorkloadError (for the first problem that would prevent the job from training exactly).
-    """
+    """Try a workload, and return the checks that it passed. Raises WorkloadError for the first that it fails."""
     trial = Trial(config.workload or "text")
     workload = make_workload(config, context)
     with user_code(f"{trial.name}.model()"):
@@ -262,9 +243,8 @@ def check_units(name: str, model: nn.Module, units: Iterable[Any]) -> None:
 
 
 def check_tied(name: str, model: nn.Module, units: list[nn.Module]) -> None:
-    """Check that all names of a tied parameter are in the same unit, or all outside of units.
-
-    A parameter in two units would be sharded twice.
+    """Check that all names of a tied parameter are in the same unit, or outside of units: else it would be sharded
+    twice.
     """
 
     def unit_of(parameter: str) -> int | None:
@@ -350,10 +330,7 @@ def _check_same_again(name: str, workload: Workload, model: nn.Module, count: in
 
 
 def _check_sum(trial: Trial, workload: Workload, model: nn.Module, batch: Batch, whole: Loss) -> None:
-    """Check that the losses of two micro-batches add up to the loss of the batch.
-
-    Without this, results would depend on the world size and the number of micro-batches.
-    """
+    """Check that the losses of two micro-batches add up, so that results do not depend on the number of ranks."""
     with user_code(f"{trial.name}: batch.split"):
         parts = batch.split(2)
     if len(parts) != 2:
