@@ -287,10 +287,7 @@ def _bytes(tensor: Tensor | TensorEntry) -> int:
 
 
 def _pack(tensors: dict[str, Tensor]) -> tuple[tuple[IndexEntry, ...], memoryview]:
-    shards = []
-    for name, tensor in tensors.items():
-        shape = tuple(tensor.shape)
-        shards.append(TensorShard(name, tensor, shape, (0,) * len(shape), shape))
+    shards = [TensorShard.of_whole(name, tensor) for name, tensor in tensors.items()]
     layout = lay_out(0, shards)
     whole = torch.zeros(layout.length, dtype=torch.uint8)
     for item, shard in zip(layout.items, shards, strict=True):

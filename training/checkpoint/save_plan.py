@@ -40,6 +40,11 @@ class TensorShard:
     offsets: tuple[int, ...]  # position of the piece's first element in the whole tensor, by dimension
     sizes: tuple[int, ...]  # shape of the piece
 
+    @classmethod
+    def of_whole(cls, name: str, tensor: Tensor) -> TensorShard:
+        shape = tuple(tensor.shape)
+        return cls(name, tensor, shape, (0,) * len(shape), shape)
+
 
 def assign_shards(state: dict[str, Tensor], rank: int, world_size: int) -> list[TensorShard]:
     """List the pieces of `state` that `rank` writes, sorted by name. Empty pieces are left out."""
@@ -49,8 +54,7 @@ def assign_shards(state: dict[str, Tensor], rank: int, world_size: int) -> list[
     shards = []
     for name, tensor in plain.items():
         if writers[name] == rank:
-            shape = tuple(tensor.shape)
-            shards.append(TensorShard(name, tensor, shape, (0,) * len(shape), shape))
+            shards.append(TensorShard.of_whole(name, tensor))
     ours = _written_replicas(sharded)
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(ours, None, True)
