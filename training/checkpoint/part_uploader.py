@@ -102,7 +102,7 @@ class PartUploader:
                 try:
                     found, stated = sink.size(key, seconds=self._try_seconds(deadline, 0))
                 except StoreError:
-                    found = None
+                    found = stated = None
                 if found != len(view) or stated not in (None, whole):
                     raise
             _compare(f"{key}: ", stated, whole, CheckpointError)

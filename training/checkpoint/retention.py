@@ -413,7 +413,8 @@ class Retention:
             counted += known and ref.sha256 in sound
             torn = not known and counted >= oldest_needed and ref.sha256 not in pinned  # and enough are newer
             if (known and ref not in keep) or torn:
-                delete[ref] = save[ref] and save[ref][0]
+                found = save[ref]
+                delete[ref] = found and found[0]
         for ref in self._stale(store, traced):
             if ref.sha256 not in pinned:  # data that a kept commit shares stays: only the manifest is deleted
                 found = self._save(store, ref)

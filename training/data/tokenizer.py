@@ -42,7 +42,7 @@ class ByteTokenizer:
 
     identity = BYTES
     vocab_size = 256
-    separator = 0
+    separator: int | None = 0
 
     def encode(self, piece: bytes) -> np.ndarray:
         return np.frombuffer(piece, dtype=np.uint8)
