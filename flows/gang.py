@@ -141,9 +141,7 @@ def _is_local_task(pid: int) -> bool:
 
 
 def initial_branch(flow: Any) -> str:
-    """Return the branch after `prepare`: "node" for a single node in AWS Batch (`train_node`), else
-    "gang" (`fan_out`).
-    """
+    """Return the branch after `prepare`: "node" (`train_node`) for a single node in AWS Batch, else "gang"."""
     return "node" if training_backend(flow) == "batch" and flow.num_nodes == 1 else "gang"
 
 

@@ -138,9 +138,7 @@ class _Launch:
             self.claim.release()
 
     def _claim_by_run(self, run_id_file: Path) -> None:
-        """Claim a job that is named after its run as soon as Metaflow has given the run an id; no other launcher can
-        have it.
-        """
+        """Claim a job that is named after its run as soon as the run has an id; no other launcher can have it."""
         assert self._unnamed is not None
         while not self._ended.wait(_RUN_ID_SECONDS):
             if run_id_file.is_file() and (run := run_id_file.read_text().strip()):

@@ -259,9 +259,7 @@ def _wait_for_mappers(self: Any, flow: Any, step_name: str) -> None:
 
 
 def _is_done(datastore: Any, path: list[str], attempt: int) -> bool:
-    """Return whether a task has succeeded in this attempt; an earlier one may have succeeded on the
-    other node alone.
-    """
+    """Return whether a task has succeeded in this attempt; an earlier one may have done so on this node alone."""
     from metaflow.datastore.exceptions import DataException
 
     try:

@@ -122,9 +122,7 @@ def _loaded(known: argparse.Namespace, backend: str | None) -> LoadedConfig:
 
 
 def _check_place(job: str, store: str) -> None:
-    """Exit with 2 if runs/<job> on this machine, which both would share, belongs to a job of this name in another
-    store.
-    """
+    """Exit with 2 if runs/<job> on this machine belongs to a job of this name in another store."""
     known = known_job(RUNS / job)
     if known is not None and known.store != store:
         _refuse(

@@ -35,9 +35,7 @@ _KUBELET_MIB, _OWN_PODS_MIB = 255 + 11 * 30 + 100, 339
 
 
 def node_selector(placement: Mapping[str, Any]) -> dict[str, str]:
-    """Return the node labels that select the machines of a placement (JSON); with a zone, all nodes are
-    in that zone.
-    """
+    """Return the node labels that select the machines of a placement (JSON); with a zone, all nodes are in it."""
     chosen = {
         CAPACITY_TYPE: "spot" if placement["market"] == "spot" else "on-demand",
         INSTANCE_TYPE: placement["instance_type"],

@@ -175,9 +175,7 @@ def _identify(environment: Mapping[str, str], system: Path, deadline_seconds: fl
 
 
 def _metadata(service: MetadataService, deadline_seconds: float) -> dict[str, Any]:
-    """Return the facts that the metadata service has. Raises OSError, ValueError, KeyError, TypeError or
-    HTTPException.
-    """
+    """Return the facts of the metadata service. Raises OSError, ValueError, KeyError, TypeError or HTTPException."""
     limit = time.monotonic() + deadline_seconds
 
     def left() -> float:
@@ -227,9 +225,7 @@ def _uptime(system: Path) -> float | None:
 
 
 def describe_machine() -> dict[str, object]:
-    """Describe this machine (CPU, usable cores, load of the last minute, versions, time) for a figure
-    measured on it.
-    """
+    """Describe this machine (CPU, usable cores, load in the last minute, versions) for a figure measured on it."""
     import importlib.metadata
 
     return {

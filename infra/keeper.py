@@ -186,9 +186,7 @@ class Keeper:
         self._lose()
 
     def _ask(self, request: bytes, descriptors: list[int], limit: float) -> None:
-        """Send a request with its file descriptors. If this takes until `limit` (monotonic clock), kill the keeper: a
-        stopped keeper reads nothing, and the socket holds only some 200 kB.
-        """
+        """Send a request with its file descriptors; kill a stopped keeper, which reads nothing, at `limit`."""
         unsent = memoryview(request)
         while unsent and not self.lost:
             left = limit - time.monotonic()

@@ -120,9 +120,7 @@ def secret_key(run: str, attempt: int) -> str:
 
 
 def data_key(generation: str, step: int, rank: int) -> str:
-    """Return the key of a rank's data of one save. generation: a `generation_name`, whose random id makes the key
-    unique.
-    """
+    """Return the key of a rank's data of one save. generation: a `generation_name`, whose id makes the key unique."""
     return f"{data_prefix(generation, step)}{rank:05d}.bin"
 
 

@@ -339,9 +339,7 @@ class Pusher:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop pushing, and wait up to 4 s for a push in progress. The values stay until `delete_group`
-        deletes them.
-        """
+        """Stop pushing, and wait up to 4 s for a push in progress. The values stay until `delete_group`."""
         self._ended.set()
         self._thread.join(TIMEOUT_SECONDS + 1)
 

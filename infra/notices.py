@@ -115,9 +115,7 @@ class NoticeWatcher:
         return _all(self._problems)
 
     def source_problems(self) -> dict[str, str] | None:
-        """Return why each source is unavailable, by its name, "" if it is available; None until all were tried (about 1
-        s).
-        """
+        """Return why each source is unavailable, by its name ("": it is available), or None in the first second."""
         return dict(self._absent) if self._decided.is_set() else None
 
     def close(self) -> None:

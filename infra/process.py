@@ -64,9 +64,7 @@ def tie_forked_children() -> None:
 
 @dataclass(frozen=True)
 class ProcessStat:
-    """Fields of /proc/PID/stat (proc(5)): ids of the process, of its parent, process group and session,
-    and its state.
-    """
+    """Fields of /proc/PID/stat (proc(5)): ids of process, parent, process group and session, and the state."""
 
     pid: int  # process id
     state: str  # the kernel's state letter
@@ -79,9 +77,7 @@ class ProcessStat:
 
     @property
     def living(self) -> bool:
-        """Return whether the process lives; a zombie with several threads does, because only its main
-        thread has ended.
-        """
+        """Return whether the process lives; a zombie with several threads does, since only its main thread ended."""
         return self.state not in ("Z", "X") or self.threads > 1
 
 
@@ -211,9 +207,7 @@ class StoppedProcesses:
         self._since: dict[int, float] = {}  # awake seconds at which each was first seen stopped
 
     def look(self, pids: Iterable[int]) -> dict[int, float]:
-        """Return the seconds for which each process over the limit has been stopped, by id. Call it about once a
-        second.
-        """
+        """Return the seconds for which each process over the limit has been stopped, by id; call it each second."""
         awake = self._awake.tick()
         stopped = [pid for pid in pids if process_state(pid) == "T"]
         self._since = {pid: self._since.get(pid, awake) for pid in stopped}

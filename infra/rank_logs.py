@@ -56,9 +56,7 @@ class LogLine:
 
     @property
     def identity(self) -> tuple[int, int, int, int, str]:
-        """Return a key that only copies of this record share; the time tells it from records of a deleted job of this
-        name.
-        """
+        """Return a key that only copies of this record share, and no record of a deleted job of this name."""
         return self.generation, self.node, self.rank, self.start, self.t
 
     def to_json(self) -> str:

@@ -201,9 +201,7 @@ def _unseal_one(
 
 
 def _once(lines: Sequence[Line], damage: list[Damage]) -> list[Line]:
-    """Return the lines without copies, and add the copies to the damage. No two events of a process have the same
-    times.
-    """
+    """Return the lines without copies, and add these to the damage. No two events of a process have the same times."""
     first: dict[bytes, str] = {}
     copies: Counter[tuple[str, str]] = Counter()
     found = []
@@ -233,9 +231,7 @@ def _read_seal(line: bytes) -> tuple[str, list[str], bool] | None:
 def _verify(
     pending: list[tuple[int, bytes]], checksums: list[str]
 ) -> tuple[list[tuple[int, bytes]], list[tuple[int, bytes]]]:
-    """Split numbered lines into those whose checksum is in the seal, and the others. A damaged line break shifts
-    positions, so these do not count.
-    """
+    """Split numbered lines into those whose checksum is in the seal, whatever their position, and the others."""
     left = Counter(checksums)
     good, bad = [], []
     for number, line in pending:
@@ -291,9 +287,7 @@ def _get(job_store: Store, key: str) -> bytes | str:
 
 
 def _list_folder(folder: Path) -> tuple[list[str], list[Damage]]:
-    """Return the keys of the segments in a folder, and damage for each entry that is not a regular file: reading a pipe
-    would hang.
-    """
+    """Return the keys of the segments in a folder, and damage for each entry, such as a pipe, that is no file."""
     keys: list[str] = []
     damage: list[Damage] = []
     for name, path in _entries(folder, "events", damage):
@@ -364,8 +358,8 @@ def _read_next(job_store: Store, pool: ThreadPoolExecutor, found: Segments) -> N
 
 
 def _silent_writers(found: dict[str, bytes]) -> dict[str, bool]:
-    """Return the key prefixes of agents and ranks without any segment in an ended generation, and whether its end was
-    planned.
+    """Return the key prefixes of agents and ranks without segments in an ended generation; True: its end
+    was planned.
     """
     heard = {match[1] for key in found if (match := _NAME.fullmatch(key))}
     ended: dict[int, bool] = {}

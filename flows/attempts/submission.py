@@ -75,9 +75,7 @@ def _overrides(params: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
 
 
 def listen_for_stop() -> None:
-    """In a container with the signal-passing shell, let SIGTERM end this task, and give its process id
-    to that shell.
-    """
+    """Under the signal-passing shell, let SIGTERM end this task, and give that shell the task's process id."""
     path = os.environ.get(_TASK_VARIABLE)
     if path:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -197,9 +195,7 @@ class Submission:
             self._go(self._told_to_leave)
 
     def _note_refusal(self, why: str) -> None:
-        """Record the refusal of the submit as the job's outcome: Metaflow ends the run, and the report names the
-        reason.
-        """
+        """Record the refusal of the submit as the job's outcome, since Metaflow ends the run after it."""
         from ebbflow.infra.errors import Outcome
         from ebbflow.infra.events import OUTCOME
 
@@ -254,8 +250,8 @@ class Submission:
         return float(self._asked.get(name) or usual)
 
     def _watch(self, job_name: str) -> None:
-        """Terminate the Batch job if it does not begin to run in time. Metaflow then retries the step, which is placed
-        anew.
+        """Terminate the Batch job if it does not begin to run in time. Metaflow retries the step, which
+        is placed anew.
         """
         from ebbflow.infra.batch import batch_client, cancel_job, describe_attempts
         from ebbflow.infra.errors import InfraError

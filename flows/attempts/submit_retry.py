@@ -87,9 +87,7 @@ class LostAnswers:
         return _response(request.url, {"jobId": found[0], "jobName": self._name})
 
     def end(self, waited_for: str) -> None:
-        """Terminate the jobs that a submit with a lost answer created, except the one with the id `waited_for` ("":
-        none).
-        """
+        """Terminate the jobs that a submit with a lost answer created, except that with the id `waited_for`."""
         from ebbflow.infra.batch import TERMINATED, batch_client, cancel_job
 
         if not self.lost or self._denied:

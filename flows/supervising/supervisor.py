@@ -224,9 +224,7 @@ class Supervisor:
         return Job(name=self._job.name, run=record.run, config=self._job.config, request_seconds=_REQUEST_SECONDS)
 
     def _write(self, verdict: RunVerdict, code: int, seconds: float, record: JobRecord, failures: int) -> JobRecord:
-        """Record the end of a run in the job's events or, if it has none yet, in this process only. Return the new
-        record.
-        """
+        """Record the end of a run, for a job without events in this process only, and return the new record."""
         recorded = {"verdict": verdict.value, "commit": record.commit, "failures": failures}
         past_run = SupervisedRun(**recorded, ended_utc=time.time(), seconds=seconds)
         if record.begun:

@@ -12,9 +12,7 @@ _DIALECT = "http://json-schema.org/draft-07/schema#"  # the newest that YAML lan
 
 
 def json_schema() -> dict[str, Any]:
-    """Return the schema with every reference ($ref) replaced by its definition: draft 7 ignores keywords
-    beside a $ref.
-    """
+    """Return the schema with each $ref replaced by its definition, because draft 7 ignores keywords beside a $ref."""
     generated = RunConfig.model_json_schema()
     tree = _inlined(generated, generated.get("$defs", {}))
     for old, new in RENAMED_KEYS.items():

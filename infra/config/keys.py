@@ -50,9 +50,7 @@ def free_mappings() -> frozenset[str]:
 
 
 def mapping_of(key: str) -> str | None:
-    """Return the free mapping that contains a dotted key, such as workload_options for
-    workload_options.width, or None.
-    """
+    """Return the free mapping that contains a dotted key, workload_options for workload_options.width, or None."""
     parent, dot, name = key.rpartition(".")
     return parent if dot and parent in free_mappings() and OPTION_NAME.fullmatch(name) else None
 

@@ -290,9 +290,7 @@ DEFAULT = "default"
 
 
 def sources_of(entries: Mapping[str, Entry]) -> dict[str, str]:
-    """Return the source of each key's value, in the schema's order; a free mapping with values has one
-    for each name.
-    """
+    """Return the source of each key's value, in the schema's order; a free mapping has one for each name."""
     sources: dict[str, str] = {}
     for key in leaf_fields():
         names = [name for name in entries if mapping_of(name) == key] if key in free_mappings() else []
@@ -306,9 +304,7 @@ def values_with_sources(config: Mapping[str, Any], sources: Mapping[str, str]) -
 
 
 def render_sources(rows: Sequence[Mapping[str, Any]], *, defaults: bool = True) -> str:
-    """Render one line per key, "model.num_layers 6 --set"; without `defaults`, leave out keys that have
-    their default.
-    """
+    """Render one line per key, "model.num_layers 6 --set"; without `defaults`, leave out keys that have theirs."""
     shown = [row for row in rows if defaults or row["source"] != DEFAULT]
     texts = [(row["key"], value_text(row["value"]), row["source"]) for row in shown]
     # A long list overflows its column instead of widening it for every line.
