@@ -33,7 +33,7 @@ from importlib.metadata import version
 from typing import Any
 
 from ebbflow.infra.aws.account import metaflow_setting
-from ebbflow.infra.preflight import Check, CheckFinding, PreflightContext
+from ebbflow.infra.preflight import Check, CheckFinding, PreflightContext, failed, passed, skipped
 
 # Releases on which the fixed flow ran in a local Batch: `make metaflow-releases`.
 KNOWN = ((2, 19, 0), (2, 19, 20), (2, 19, 39))
@@ -65,22 +65,22 @@ def check_metadata(context: PreflightContext) -> CheckFinding:
     from ebbflow.infra.checks.batch import skip_reason  # which each task would import
 
     if reason := skip_reason(context):
-        return CheckFinding.skipped(reason)
+        return skipped(reason)
     found, metadata = version("metaflow"), metaflow_setting("METAFLOW_DEFAULT_METADATA") or "local"
     if metadata == "service":
         return _asked_service(f"Metaflow {found} is unchanged")
     if metadata != "local":
-        return CheckFinding.passed(f"metadata {metadata}: Metaflow {found} is unchanged")
+        return passed(f"metadata {metadata}: Metaflow {found} is unchanged")
     service = "set METAFLOW_DEFAULT_METADATA=service and METAFLOW_SERVICE_URL"
     if context.config.batch.metadata_fixes == "refuse":
-        return CheckFinding.failed("metadata are local and batch.metadata_fixes is refuse", service)
+        return failed("metadata are local and batch.metadata_fixes is refuse", service)
     if not is_known_release(found):
         known = ", ".join(".".join(map(str, one)) for one in KNOWN)
-        return CheckFinding.failed(
+        return failed(
             f"metadata are local, and there are no fixes for Metaflow {found} on AWS Batch (known: {known})",
             f"{service}, or install a known release",
         )
-    return CheckFinding.passed(
+    return passed(
         f"metadata are local: {len(FIXES)} fixes for Metaflow {found} ({', '.join(FIXES)}); meant for "
         "demonstrations, a metadata service needs no fixes"
     )
@@ -90,7 +90,7 @@ def _asked_service(follows: str) -> CheckFinding:
     """Return the finding of whether the metadata service answers. Metaflow would try for 15 s and print a traceback."""
     url = metaflow_setting("METAFLOW_SERVICE_URL")
     if not url:
-        return CheckFinding.skipped("METAFLOW_SERVICE_URL is not set; see the check aws-metaflow")
+        return skipped("METAFLOW_SERVICE_URL is not set; see the check aws-metaflow")
     try:
         headers = json.loads(metaflow_setting("METAFLOW_SERVICE_HEADERS") or "{}")
         if key := metaflow_setting("METAFLOW_SERVICE_AUTH_KEY"):
@@ -99,11 +99,11 @@ def _asked_service(follows: str) -> CheckFinding:
         with urllib.request.urlopen(request, timeout=_PING_SECONDS) as answer:
             number = answer.headers.get("METADATA_SERVICE_VERSION", "of an unknown version")
     except (OSError, ValueError) as error:
-        return CheckFinding.failed(
+        return failed(
             f"the metadata service at {url} does not answer: {error}",
             "correct METAFLOW_SERVICE_URL, start the service, or set METAFLOW_DEFAULT_METADATA=local",
         )
-    return CheckFinding.passed(f"metadata service {number} at {url}: {follows}")
+    return passed(f"metadata service {number} at {url}: {follows}")
 
 
 CHECKS = [

@@ -74,21 +74,9 @@ class EventLog:
             StoreError: with `flush`, the event was not durable within 10 s; it is kept and retried.
             TypeError: the data is not JSON.
         """
-        origin = self.origin
+        shared = {key: value for key, value in vars(self.origin).items() if key != "process"}
         t_wall, t_mono = at or (time.time(), time.monotonic())
-        event = Event(
-            name=name,
-            job=origin.job,
-            run=origin.run,
-            attempt=origin.attempt,
-            generation=origin.generation,
-            node=origin.node,
-            rank=origin.rank,
-            step=step,
-            t_wall=t_wall,
-            t_mono=t_mono,
-            data=data,
-        )
+        event = Event(name=name, step=step, t_wall=t_wall, t_mono=t_mono, data=data, **shared)
         line = event.to_json()
         with self._changed:
             if self._closed:

@@ -164,16 +164,10 @@ _SECONDS = {LedgerClass: float}
 _POOL = {"instance_type!": str, "market!": str, "region": str, "zone": str}
 _CHOSEN = _POOL | {
     "nodes": int,
-    "usd_per_hour!": _is_dollars,
-    "quoted_usd_per_hour": _is_dollars,
-    "on_demand_usd_per_hour": _is_dollars,
     "price_kind": str,
-    "expected_hours": float,
-    "expected_usd": float,
-    "compute_usd": float,
-    "tokens_per_second": float,
-    "mfu": float,
-    "interruptions": float,
+    **dict.fromkeys(("usd_per_hour!", "quoted_usd_per_hour", "on_demand_usd_per_hour"), _is_dollars),
+    **dict.fromkeys(("expected_hours", "expected_usd", "compute_usd"), float),
+    **dict.fromkeys(("tokens_per_second", "mfu", "interruptions"), float),
 }
 # The types ("shapes") of each event's data, as far as a reader depends on them. A key that ends with "!" is required;
 # the others may be absent or null. float: a number up to 1e30, such as seconds, dollars and counts, which are summed;
@@ -243,18 +237,10 @@ _DATA: dict[str, dict[str, Any]] = {
     SUPERVISED: {"verdict": object, "exit_code": int, "seconds": float},
 }
 _FIELDS = {
-    "name!": str,
-    "job!": str,
-    "run!": str,
-    "attempt!": int,
-    "generation!": int,
-    "node!": int,
-    "rank!": int,
-    "step": int,
-    "t_wall!": float,
-    "t_mono!": float,
+    **dict.fromkeys(("name!", "job!", "run!"), str),
+    **dict.fromkeys(("attempt!", "generation!", "node!", "rank!", "step", "v"), int),
+    **dict.fromkeys(("t_wall!", "t_mono!"), float),
     "data": dict,
-    "v": int,
 }
 _OF_FLOW_STEPS = frozenset({PLACED, BATCH_SUBMITTED})  # their `step` is the name of a step of the flow
 _LARGEST_FLOAT, _LARGEST_INT = 1e30, 2**63

@@ -89,7 +89,7 @@ class Launcher:
 
     @property
     def was_here(self) -> bool:
-        return bool(self.boot_id) and (self.boot_id, self.pid_namespace) == (_boot_id(), _pid_namespace())
+        return bool(self.boot_id) and (self.boot_id, self.pid_namespace) == _here()
 
     @property
     def is_alive_here(self) -> bool:
@@ -357,8 +357,18 @@ def _read(job_store: Store, number: int) -> Launcher | None:
         )
 
 
+def _here() -> tuple[str, str]:
+    """Return the current boot and PID namespace of this machine, each "" if it is unknown."""
+    boot_id = namespace = ""
+    with contextlib.suppress(OSError):
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    with contextlib.suppress(OSError):
+        namespace = os.readlink("/proc/self/ns/pid")
+    return boot_id, namespace
+
+
 def _new_launcher(number: int, command: str) -> Launcher:
-    stat = process_stat(os.getpid())
+    stat, (boot_id, namespace) = process_stat(os.getpid()), _here()
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # a container's user need not have a name
@@ -371,21 +381,7 @@ def _new_launcher(number: int, command: str) -> Launcher:
         user=user,
         pid=os.getpid(),
         since_utc=time.time(),
-        boot_id=_boot_id(),
-        pid_namespace=_pid_namespace(),
+        boot_id=boot_id,
+        pid_namespace=namespace,
         started_ticks=0 if stat is None else stat.started_ticks,
     )
-
-
-def _boot_id() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
-
-
-def _pid_namespace() -> str:
-    try:
-        return os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return ""

@@ -30,6 +30,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -153,16 +154,13 @@ def parse_commit_key(key: str) -> tuple[int, int, str]:
     return _STEP_LIMIT - int(inverted_step), _GENERATION_LIMIT - int(inverted_generation), name[: -len(".json")]
 
 
-def quarantine_key(sha256: str) -> str:
-    return f"quarantine/{sha256}.json"
+def _key_of_commit(folder: str) -> Callable[[str], str]:
+    return lambda sha256: f"{folder}/{sha256}.json"
 
 
-def tombstone_key(sha256: str) -> str:
-    return f"tombstones/{sha256}.json"
-
-
-def pin_key(sha256: str) -> str:
-    return f"pins/{sha256}.json"
+# Keys of objects about the commit whose manifest has a sha256.
+quarantine_key, tombstone_key = _key_of_commit("quarantine"), _key_of_commit("tombstones")
+pin_key, signature_key, verified_key = map(_key_of_commit, ("pins", "signatures", "verified"))
 
 
 def launcher_key(number: int) -> str:
@@ -171,14 +169,6 @@ def launcher_key(number: int) -> str:
 
 def clock_key(name: str) -> str:
     return f"clock/{name}"
-
-
-def signature_key(sha256: str) -> str:
-    return f"signatures/{sha256}.json"
-
-
-def verified_key(sha256: str) -> str:
-    return f"verified/{sha256}.json"
 
 
 NOTE = "job.json"

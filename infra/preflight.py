@@ -58,6 +58,9 @@ class CheckFinding:
         return cls("skipped", f"skipped, because {reason}")
 
 
+passed, failed, skipped = CheckFinding.passed, CheckFinding.failed, CheckFinding.skipped
+
+
 @dataclass(frozen=True)
 class Check:
     """A check and its properties."""
@@ -121,19 +124,12 @@ def render_results(results: Sequence[CheckResult]) -> str:
 
 def render_checks(checks: Sequence[Check]) -> str:
     """Render the table of checks in docs/preflight.md."""
-    rows = [
-        f"| `{check.id}` | {_purpose(check)} | {check.severity} | {check.tier} | {check.deadline_seconds:g} s "
-        f"| {', '.join(check.symptoms)} |"
-        for check in checks
-    ]
-    return "\n".join(
-        ["| check | what it makes sure of | fails as | tier | deadline | catches |", "|---" * 6 + "|", *rows]
-    )
-
-
-def _purpose(check: Check) -> str:
-    paragraph = (check.run.__doc__ or check.title).strip().split("\n\n")[0]
-    return " ".join(paragraph.split()).replace("|", "\\|")
+    rows = ["| check | what it makes sure of | fails as | tier | deadline | catches |", "|---" * 6 + "|"]
+    for check in checks:
+        purpose = " ".join((check.run.__doc__ or check.title).strip().split("\n\n")[0].split()).replace("|", "\\|")
+        cells = (purpose, check.severity, check.tier, f"{check.deadline_seconds:g} s", ", ".join(check.symptoms))
+        rows.append(f"| `{check.id}` | {' | '.join(cells)} |")
+    return "\n".join(rows)
 
 
 class _Running:
@@ -148,43 +144,23 @@ class _Running:
     def result(self) -> CheckResult:
         check = self._check
         self._thread.join(max(0.0, self._started + check.deadline_seconds - time.monotonic()))
+        hangs = "see whether a disk, network or name server that it asks is hanging, then run the preflight again"
+        late = failed(f"did not answer within {check.deadline_seconds:g} s", hangs)
         answer = self._answer  # read once: a late answer could come between two reads
-        finding, seconds = answer or (_no_answer(check), time.monotonic() - self._started)
-        warns = finding.status == "failed" and check.severity == "warning"
-        return CheckResult(
-            id=check.id,
-            title=check.title,
-            severity=check.severity,
-            tier=check.tier,
-            symptoms=check.symptoms,
-            status="warning" if warns else finding.status,
-            detail=finding.detail,
-            fix=finding.fix,
-            seconds=round(seconds, 3),
-        )
+        finding, seconds = answer or (late, time.monotonic() - self._started)
+        status = "warning" if finding.status == "failed" and check.severity == "warning" else finding.status
+        known = {name: getattr(check, name) for name in ("id", "title", "severity", "tier", "symptoms")}
+        return CheckResult(**known, status=status, detail=finding.detail, fix=finding.fix, seconds=round(seconds, 3))
 
     def _run(self) -> None:
         try:
             finding = self._check.run(self._context)
         except BaseException as error:  # even SystemExit: a check that exits has not passed
-            finding = _raised(error)
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            text = " ".join(str(error).split()) or "no text"
+            where = f"see {Path(frame.filename).name}:{frame.lineno}, in {frame.name}"
+            finding = failed(f"the check itself raised {type(error).__name__}: {text}", where)
         self._answer = (finding, time.monotonic() - self._started)
-
-
-def _no_answer(check: Check) -> CheckFinding:
-    return CheckFinding.failed(
-        f"did not answer within {check.deadline_seconds:g} s",
-        "see whether a disk, network or name server that it asks is hanging, then run the preflight again",
-    )
-
-
-def _raised(error: BaseException) -> CheckFinding:
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    text = " ".join(str(error).split()) or "no text"
-    where = f"{Path(frame.filename).name}:{frame.lineno}"
-    return CheckFinding.failed(
-        f"the check itself raised {type(error).__name__}: {text}", f"see {where}, in {frame.name}"
-    )
 
 
 def _lines(result: CheckResult, width: int) -> list[str]:

@@ -20,7 +20,7 @@ from ebbflow.infra.errors import CloudRefused, InfraError
 from ebbflow.infra.event_log import EventLog
 from ebbflow.infra.events import BATCH_ATTEMPT, BATCH_SUBMITTED, NODE_STARTED, PLACED, Event, read_events
 from ebbflow.infra.launchers import check_run_claim
-from ebbflow.infra.preflight import Check, CheckFinding, PreflightContext
+from ebbflow.infra.preflight import Check, CheckFinding, PreflightContext, failed, passed
 
 # Short, because the container of the step `report` may not reach Batch. The launcher tries again.
 _REPORT_SECONDS = 6.0
@@ -128,15 +128,15 @@ def _describe_left_behind(attempt: BatchAttempt, submitted: Event) -> str:
 def check_left_behind(context: PreflightContext) -> CheckFinding:
     """Check that a killed launcher left no running Batch job behind. Such a job costs money."""
     if context.job is None:
-        return CheckFinding.passed("a new job has no Batch jobs")
+        return passed("a new job has no Batch jobs")
     job = Job(name=context.job, run="", config=context.config, request_seconds=ANSWER_SECONDS)
     submitted = unsettled_jobs(read_events(job.store))
     client = batch_client(context.config.batch.region) if submitted else None
     found = describe_attempts(list(submitted), client, deadline_seconds=ANSWER_SECONDS) if submitted else {}
     left = [_describe_left_behind(one, submitted[one.job_id]) for one in found.values() if not one.finished]
     if not left:
-        return CheckFinding.passed(f"AWS Batch runs nothing of job {context.job}")
-    return CheckFinding.failed(
+        return passed(f"AWS Batch runs nothing of job {context.job}")
+    return failed(
         "\n".join(f"{one} is running, but no process of this run waits for it" for one in left),
         "nothing to do: it is terminated before the next attempt. If another launcher runs this job, stop one",
     )

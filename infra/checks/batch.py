@@ -23,7 +23,7 @@ from ebbflow.infra.batch import batch_client, describe_queues, has_gpus_only, tr
 from ebbflow.infra.batch.queues import QueueState
 from ebbflow.infra.checks.store import compare_clock
 from ebbflow.infra.errors import CloudError, InfraError, StoreError
-from ebbflow.infra.preflight import CheckFinding, PreflightContext
+from ebbflow.infra.preflight import CheckFinding, PreflightContext, failed, passed, skipped
 from ebbflow.infra.store.s3 import split_uri
 
 # "A request must reach AWS within five minutes of the time stamp in the request":
@@ -48,11 +48,11 @@ def for_batch(check: Callable[[PreflightContext], CheckFinding]) -> Callable[[Pr
     @functools.wraps(check)
     def run(context: PreflightContext) -> CheckFinding:
         if reason := skip_reason(context):
-            return CheckFinding.skipped(reason)
+            return skipped(reason)
         try:
             return check(context)
         except (_Skip, InfraError) as error:
-            return CheckFinding.skipped(str(error))
+            return skipped(str(error))
 
     return run
 
@@ -64,15 +64,11 @@ def check_batch_role(context: PreflightContext) -> CheckFinding:
     role = role_state(arn, client, _patience())
     if role is None:
         _skip_if_stand_in(client, f"role {arn}")
-        return CheckFinding.failed(
-            f"there is no role {arn}", "correct batch.job_role or METAFLOW_ECS_S3_ACCESS_IAM_ROLE"
-        )
+        return failed(f"there is no role {arn}", "correct batch.job_role or METAFLOW_ECS_S3_ACCESS_IAM_ROLE")
     if CONTAINERS not in role.trusted:
         trusted = ", ".join(role.trusted) or "no service"
-        return CheckFinding.failed(
-            f"{arn} trusts {trusted}", f"let its trust policy allow sts:AssumeRole to {CONTAINERS}"
-        )
-    return CheckFinding.passed(f"{arn} can be assumed by containers")
+        return failed(f"{arn} trusts {trusted}", f"let its trust policy allow sts:AssumeRole to {CONTAINERS}")
+    return passed(f"{arn} can be assumed by containers")
 
 
 @for_batch
@@ -86,8 +82,8 @@ def check_batch_rights(context: PreflightContext) -> CheckFinding:
     denied += denied_actions(arn, _BUCKET_ACTIONS, [f"arn:aws:s3:::{bucket}"], client, deadline)
     if denied:
         detail = f"{arn} is denied {', '.join(denied)} on {store}, unless the bucket's own policy allows it"
-        return CheckFinding.failed(detail, f"allow {', '.join(denied)} on {objects} and its bucket")
-    return CheckFinding.passed(f"{arn} may read, write, list and delete in {store}")
+        return failed(detail, f"allow {', '.join(denied)} on {objects} and its bucket")
+    return passed(f"{arn} may read, write, list and delete in {store}")
 
 
 @for_batch
@@ -110,10 +106,8 @@ def check_batch_bucket(context: PreflightContext) -> CheckFinding:
         wrong.append("parts of unfinished uploads stay, and are paid for, for ever")
         fixes.append("add a lifecycle rule with AbortIncompleteMultipartUpload, as infra/aws/template.yaml has it")
     if wrong:
-        return CheckFinding.failed(f"{bucket}: {'; '.join(wrong)}", "\n".join(fixes))
-    return CheckFinding.passed(
-        f"{bucket}: in {region}, not public, unfinished uploads deleted after {state.abort_days} days"
-    )
+        return failed(f"{bucket}: {'; '.join(wrong)}", "\n".join(fixes))
+    return passed(f"{bucket}: in {region}, not public, unfinished uploads deleted after {state.abort_days} days")
 
 
 @for_batch
@@ -121,15 +115,15 @@ def check_batch_image(context: PreflightContext) -> CheckFinding:
     """Check that the container image exists, if it is in ECR."""
     image = context.config.batch.image or _metaflow_image()
     if not image:
-        return CheckFinding.skipped("no image is named: Metaflow's default has no torch; set batch.image")
+        return skipped("no image is named: Metaflow's default has no torch; set batch.image")
     region = ecr_region(image)
     if region is None:
-        return CheckFinding.skipped(f"{image} is not in ECR: its registry is not checked")
+        return skipped(f"{image} is not in ECR: its registry is not checked")
     client = _client("ecr", context, region)
     if image_exists(image, client, _patience()):
-        return CheckFinding.passed(f"{image} is there")
+        return passed(f"{image} is there")
     _skip_if_stand_in(client, f"image {image}")
-    return CheckFinding.failed(f"there is no image {image}", "push it (docs/aws.md), or correct batch.image")
+    return failed(f"there is no image {image}", "push it (docs/aws.md), or correct batch.image")
 
 
 def _metaflow_image() -> str:
@@ -192,21 +186,21 @@ def check_batch_queues(context: PreflightContext) -> CheckFinding:
     problems = [state.problem for state in queues.values() if not state.usable]
     usable = {name: state for name, state in queues.items() if state.usable}
     if problems and (batch.queues or not usable):
-        return CheckFinding.failed("\n".join(problems), f"correct batch.queues, or enable the queue; {_ADOPT}")
+        return failed("\n".join(problems), f"correct batch.queues, or enable the queue; {_ADOPT}")
     if not usable:
         where = client.meta.region_name
-        return CheckFinding.failed(f"{where} has no queue for training", f"ebbflow deploy creates them; {_ADOPT}")
+        return failed(f"{where} has no queue for training", f"ebbflow deploy creates them; {_ADOPT}")
     refused = [state.problem for state in others.values() if not state.usable]
     if refused:
         fix = "set batch.light_queue (or METAFLOW_BATCH_JOB_QUEUE) to a queue that takes jobs"
-        return CheckFinding.failed(f"for the steps around training: {refused[0]}", fix)
+        return failed(f"for the steps around training: {refused[0]}", fix)
     nodes = context.config.cluster.nodes
     if nodes not in ("auto", 1) and not any(state.multi_node for state in usable.values()):
         kinds = "; ".join(f"{name}: {_kinds(state)}" for name, state in usable.items())
         detail = f"cluster.nodes is {nodes}, and no queue takes several nodes ({kinds})"
         fix = "add an on-demand queue of a managed EC2 environment with multi_node: true, or set cluster.nodes to 1 or"
-        return CheckFinding.failed(detail, f"{fix} auto")
-    return CheckFinding.passed("\n".join([*_describe_training(usable), *_describe_light(others)]))
+        return failed(detail, f"{fix} auto")
+    return passed("\n".join([*_describe_training(usable), *_describe_light(others)]))
 
 
 @for_batch
@@ -225,15 +219,13 @@ def check_batch_metaflow(context: PreflightContext) -> CheckFinding:
         lacks.append("no role is named for the containers")
         fixes.append("set batch.job_role or METAFLOW_ECS_S3_ACCESS_IAM_ROLE")
     if lacks:
-        return CheckFinding.failed("; ".join(lacks), "\n".join(fixes))
+        return failed("; ".join(lacks), "\n".join(fixes))
     kind = metaflow_setting("METAFLOW_DEFAULT_METADATA") or "local"
     service = metaflow_setting("METAFLOW_SERVICE_URL")
     if kind == "service" and not service:
-        return CheckFinding.failed(
-            "METAFLOW_DEFAULT_METADATA is service, and no address is given", "set METAFLOW_SERVICE_URL"
-        )
+        return failed("METAFLOW_DEFAULT_METADATA is service, and no address is given", "set METAFLOW_SERVICE_URL")
     metadata = f"metadata by {service}" if kind == "service" else f"metadata {kind}"
-    return CheckFinding.passed(f"datastore {root}; {metadata}")
+    return passed(f"datastore {root}; {metadata}")
 
 
 def _describe_training(usable: Mapping[str, QueueState]) -> list[str]:
@@ -279,9 +271,9 @@ def _unanswered(said: str) -> CheckFinding:
     check is skipped: a container submits no jobs, and its role may lack the permission.
     """
     if "AWS_BATCH_JOB_ID" in os.environ:
-        return CheckFinding.skipped(f"{said}; the launching machine has checked the queues")
+        return skipped(f"{said}; the launching machine has checked the queues")
     detail, _, fix = said.partition("; fix: ")
-    return CheckFinding.failed(detail, fix or "check batch.region, and that AWS Batch can be reached from here")
+    return failed(detail, fix or "check batch.region, and that AWS Batch can be reached from here")
 
 
 @for_batch

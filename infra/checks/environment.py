@@ -16,7 +16,7 @@ from ebbflow.infra.checks.gpu import gpu_files, has_rdma
 from ebbflow.infra.config.keys import PREFIX, leaf_fields
 from ebbflow.infra.config.load import violations
 from ebbflow.infra.instance import VARIABLES as MACHINE_VARIABLES
-from ebbflow.infra.preflight import CheckFinding, PreflightContext
+from ebbflow.infra.preflight import CheckFinding, PreflightContext, failed, passed, skipped
 from ebbflow.infra.program import python_path
 from ebbflow.infra.requirements import NEWEST_PYTHON, OLDEST_PYTHON, REQUIREMENTS, TESTED_PYTHON
 from ebbflow.infra.signing_key import NAME_VARIABLE, signing_key_problem
@@ -31,28 +31,26 @@ def check_configuration(context: PreflightContext) -> CheckFinding:
     broken = violations(context.config)
     if broken:
         hints = [violation.hint or f"change {violation.keys[0]}" for violation in broken]
-        return CheckFinding.failed("\n".join(violation.message for violation in broken), "\n".join(hints))
+        return failed("\n".join(violation.message for violation in broken), "\n".join(hints))
     where = "no file" if context.config_path is None else context.config_path.name
-    return CheckFinding.passed(f"{where}: {len(leaf_fields())} keys, types, ranges and rules hold")
+    return passed(f"{where}: {len(leaf_fields())} keys, types, ranges and rules hold")
 
 
 def check_signing_key(context: PreflightContext) -> CheckFinding:
     """Check that the environment variable with the key that signs commits is set here; ranks check their own."""
     name = context.config.checkpoint.signing_key_env
     if name is None:
-        return CheckFinding.passed("commits are not signed (checkpoint.signing_key_env is null)")
+        return passed("commits are not signed (checkpoint.signing_key_env is null)")
     if problem := signing_key_problem(name):
-        return CheckFinding.failed(
-            problem, f"set {name} to the job's key; for a new job: export {name}=$(openssl rand -hex 32)"
-        )
-    return CheckFinding.passed(f"commits are signed with the key in {name}")
+        return failed(problem, f"set {name} to the job's key; for a new job: export {name}=$(openssl rand -hex 32)")
+    return passed(f"commits are signed with the key in {name}")
 
 
 def check_interpreter(context: PreflightContext) -> CheckFinding:
     """Check that the command `python` is this interpreter: Metaflow starts the other nodes of a local run with it."""
     version = ".".join(map(str, sys.version_info[:3]))
     if sys.version_info < OLDEST_PYTHON:
-        return CheckFinding.failed(f"Python {version} is too old", "use Python 3.11, 3.12 or 3.13")
+        return failed(f"Python {version} is too old", "use Python 3.11, 3.12 or 3.13")
     folder = os.path.dirname(os.path.abspath(sys.executable))
     found = shutil.which("python", path=os.pathsep.join([folder, os.environ.get("PATH", "")]))
     if found is None:
@@ -61,14 +59,12 @@ def check_interpreter(context: PreflightContext) -> CheckFinding:
         now = shutil.which("python")
         first = now is not None and _same_environment(now)
         note = "" if first else f"; `python` is {now or 'not on PATH'} here, and the flow puts {folder} first"
-        return CheckFinding.passed(f"Python {version}, {sys.executable}{note}")
+        return passed(f"Python {version}, {sys.executable}{note}")
     else:
         detail = f"`python` is {found}, another interpreter than {sys.executable}"
     if context.config.cluster.nodes == 1:
-        return CheckFinding.passed(f"Python {version}; a single node starts no other, but {detail}")
-    return CheckFinding.failed(
-        detail, f"run with the project's .venv/bin/python, or: ln -s {sys.executable} {folder}/python"
-    )
+        return passed(f"Python {version}; a single node starts no other, but {detail}")
+    return failed(detail, f"run with the project's .venv/bin/python, or: ln -s {sys.executable} {folder}/python")
 
 
 def check_packages(context: PreflightContext) -> CheckFinding:
@@ -81,8 +77,8 @@ def check_packages(context: PreflightContext) -> CheckFinding:
         if version is not None and requirement.strict and not requirement.is_supported(version)
     ]
     if wrong:
-        return CheckFinding.failed("\n".join(wrong), _INSTALL)
-    return CheckFinding.passed(", ".join(f"{name.name} {version}" for name, version in versions.items() if name.strict))
+        return failed("\n".join(wrong), _INSTALL)
+    return passed(", ".join(f"{name.name} {version}" for name, version in versions.items() if name.strict))
 
 
 def check_versions(context: PreflightContext) -> CheckFinding:
@@ -102,8 +98,8 @@ def check_versions(context: PreflightContext) -> CheckFinding:
         elif not requirement.strict:
             untested.append(f"{requirement.name} {version} (supported: {requirement})")
     if untested:
-        return CheckFinding.failed("untested: " + ", ".join(untested), _INSTALL)
-    return CheckFinding.passed("all packages have tested versions")
+        return failed("untested: " + ", ".join(untested), _INSTALL)
+    return passed("all packages have tested versions")
 
 
 def check_imports(context: PreflightContext) -> CheckFinding:
@@ -121,13 +117,11 @@ def check_imports(context: PreflightContext) -> CheckFinding:
             timeout=_IMPORT_SECONDS,
         )
     except subprocess.TimeoutExpired:
-        return CheckFinding.failed(
-            f"importing torch took more than {_IMPORT_SECONDS:g} s", "check what keeps the disk busy"
-        )
+        return failed(f"importing torch took more than {_IMPORT_SECONDS:g} s", "check what keeps the disk busy")
     if done.returncode != 0:
         said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        return CheckFinding.failed(f"a rank's imports fail: {said[-1]}", _INSTALL)
-    return CheckFinding.passed(f"torch {done.stdout.strip()} and what else a rank imports")
+        return failed(f"a rank's imports fail: {said[-1]}", _INSTALL)
+    return passed(f"torch {done.stdout.strip()} and what else a rank imports")
 
 
 def check_ports(context: PreflightContext) -> CheckFinding:
@@ -140,23 +134,23 @@ def check_ports(context: PreflightContext) -> CheckFinding:
                 with accepted:
                     accepted.sendall(b"ebb")
                     if client.recv(3) != b"ebb":
-                        return CheckFinding.failed("127.0.0.1 altered the bytes", "look for a proxy on the loopback")
+                        return failed("127.0.0.1 altered the bytes", "look for a proxy on the loopback")
     except OSError as error:
         fix = "bring the loopback interface up (ip link set lo up) and allow it in the firewall"
-        return CheckFinding.failed(f"no connection over 127.0.0.1: {error}", fix)
-    return CheckFinding.passed("127.0.0.1 accepts connections")
+        return failed(f"no connection over 127.0.0.1: {error}", fix)
+    return passed("127.0.0.1 accepts connections")
 
 
 def check_host_name(context: PreflightContext) -> CheckFinding:
     """Check that the hostname resolves to this host: Gloo looks up its interface by it at each start."""
     if context.config.cluster.nodes == 1:
-        return CheckFinding.skipped("a single node looks up no names")
+        return skipped("a single node looks up no names")
     name = socket.gethostname()
     fix = f"add the line '127.0.0.1 {name}' to /etc/hosts"
     try:
         found = socket.getaddrinfo(name, None, proto=socket.IPPROTO_TCP)
     except OSError as error:
-        return CheckFinding.failed(f"hostname {name} does not resolve: {error}; gloo falls back to the loopback", fix)
+        return failed(f"hostname {name} does not resolve: {error}; gloo falls back to the loopback", fix)
     addresses = list(dict.fromkeys(str(address[0]) for *_, address in found))
     for family, kind, protocol, _, address in found:
         with socket.socket(family, kind, protocol) as probe:
@@ -164,8 +158,8 @@ def check_host_name(context: PreflightContext) -> CheckFinding:
                 probe.bind(address)
             except OSError:
                 continue
-            return CheckFinding.passed(f"hostname {name} resolves to {address[0]}, an address of this host")
-    return CheckFinding.failed(f"hostname {name} resolves to {', '.join(addresses)}, no address of this host", fix)
+            return passed(f"hostname {name} resolves to {address[0]}, an address of this host")
+    return failed(f"hostname {name} resolves to {', '.join(addresses)}, no address of this host", fix)
 
 
 def _same_environment(python: str) -> bool:
@@ -268,8 +262,8 @@ def check_advice(context: PreflightContext) -> CheckFinding:
     ]
     found += [_unknown(name) for name in sorted(os.environ) if _is_unknown(name, context)]
     if found:
-        return CheckFinding.failed("\n".join(what for what, _ in found), "\n".join(fix for _, fix in found))
-    return CheckFinding.passed(f"none of {len(ADVICE)} variables that mislead or slow down is set")
+        return failed("\n".join(what for what, _ in found), "\n".join(fix for _, fix in found))
+    return passed(f"none of {len(ADVICE)} variables that mislead or slow down is set")
 
 
 def check_debug_level(context: PreflightContext) -> CheckFinding:
@@ -277,8 +271,8 @@ def check_debug_level(context: PreflightContext) -> CheckFinding:
     level, mode = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "OFF"), context.config.parallel.mode
     detail = f"TORCH_DISTRIBUTED_DEBUG={level}, parallel.mode {mode}"
     if mode == "ddp" and _is_detail(level, context) and not gpu_files():
-        return CheckFinding.failed(f"{detail}: every rank would be killed by signal 11", "TORCH_DISTRIBUTED_DEBUG=INFO")
-    return CheckFinding.passed(detail)
+        return failed(f"{detail}: every rank would be killed by signal 11", "TORCH_DISTRIBUTED_DEBUG=INFO")
+    return passed(detail)
 
 
 def _is_unknown(name: str, context: PreflightContext) -> bool:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ebbflow.infra.footprint import local_gang
-from ebbflow.infra.preflight import CheckFinding, PreflightContext
+from ebbflow.infra.preflight import CheckFinding, PreflightContext, failed, passed, skipped
 from ebbflow.infra.program import python_path
 
 GPU_FILES = "/dev/nvidia[0-9]*"  # one for each GPU
@@ -88,14 +88,14 @@ def check_gpu(context: PreflightContext) -> CheckFinding:
     """Check that torch computes on every GPU of this machine; with cluster.device cuda, that each rank has one."""
     config = context.config
     if config.cluster.device == "cpu":
-        return CheckFinding.skipped("cluster.device is cpu")
+        return skipped("cluster.device is cpu")
     if context.target in ("batch", "kubernetes"):
-        return CheckFinding.skipped(f"ranks run on {context.target}: the agent of each node checks its own GPUs")
+        return skipped(f"ranks run on {context.target}: the agent of each node checks its own GPUs")
     wanted = config.cluster.device == "cuda"
     if not may_have_gpus(wanted=wanted):
-        return CheckFinding.skipped("there is no NVIDIA driver here")
+        return skipped("there is no NVIDIA driver here")
     if gpus_hidden() and not wanted:
-        return CheckFinding.skipped("CUDA_VISIBLE_DEVICES hides all GPUs")
+        return skipped("CUDA_VISIBLE_DEVICES hides all GPUs")
     finding, gpus = try_gpus()
     gang = local_gang(config)
     if finding.status != "passed":
@@ -105,10 +105,8 @@ def check_gpu(context: PreflightContext) -> CheckFinding:
     short = f"{gang} on {gpus} GPUs"
     if wanted:
         fix = "set cluster.nodes and cluster.processes_per_node to one rank per GPU, or cluster.device to auto or cpu"
-        return CheckFinding.failed(f"{short}, and cluster.device is cuda", fix)
-    return CheckFinding.passed(
-        f"{finding.detail}\n{short}: all ranks train on the CPU; one rank per GPU would use them"
-    )
+        return failed(f"{short}, and cluster.device is cuda", fix)
+    return passed(f"{finding.detail}\n{short}: all ranks train on the CPU; one rank per GPU would use them")
 
 
 def may_have_gpus(*, promised: int = 0, wanted: bool = False, by_tool: bool = True) -> bool:
@@ -128,22 +126,18 @@ def try_gpus(promised: int = 0) -> tuple[CheckFinding, int]:
     """
     if gpus_hidden():
         hidden = f"CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']!r} hides all GPUs"
-        return CheckFinding.failed(f"{hidden}{_promise(promised)}", "unset CUDA_VISIBLE_DEVICES"), 0
+        return failed(f"{hidden}{_promise(promised)}", "unset CUDA_VISIBLE_DEVICES"), 0
     if not gpu_files() and not shutil.which("nvidia-smi"):
         fix = "give the container its GPUs (docker run --gpus all; an AMI or node image with the NVIDIA driver)"
-        return CheckFinding.failed(f"there is no {GPU_FILES} and no nvidia-smi here{_promise(promised)}", fix), 0
+        return failed(f"there is no {GPU_FILES} and no nvidia-smi here{_promise(promised)}", fix), 0
     try:
         driver = _ask_driver()
     except _NoAnswer as error:
-        return CheckFinding.failed(
-            str(error), "run nvidia-smi; reinstall or reload the driver until it lists the GPUs"
-        ), 0
+        return failed(str(error), "run nvidia-smi; reinstall or reload the driver until it lists the GPUs"), 0
     try:
         answer = _ask_torch()
     except _NoAnswer as error:
-        return CheckFinding.failed(
-            f"driver {driver.version}: {error}", f"install a torch that works with it: {_WHEELS}"
-        ), 0
+        return failed(f"driver {driver.version}: {error}", f"install a torch that works with it: {_WHEELS}"), 0
     return _compare(driver, answer), len(answer["gpus"])
 
 
@@ -176,25 +170,23 @@ def _compare(driver: _Driver, answer: dict) -> CheckFinding:
     here = f"driver {driver.version} ({names}), torch {torch}"
     if cuda is None:
         fix = f"install torch for CUDA ({_WHEELS})"
-        return CheckFinding.failed(f"{here} is built without CUDA: ranks would train on the CPU", fix)
+        return failed(f"{here} is built without CUDA: ranks would train on the CPU", fix)
     family, major = int(cuda.split(".")[0]), int(driver.version.split(".")[0])
     oldest = _OLDEST_DRIVER.get(family)
     if oldest is not None and major < oldest:
         fix = f"upgrade the driver, or install torch for an older CUDA: {_WHEELS}"
-        return CheckFinding.failed(
-            f"{here} for CUDA {cuda}, which needs driver {oldest} or newer: {major} < {oldest}", fix
-        )
+        return failed(f"{here} for CUDA {cuda}, which needs driver {oldest} or newer: {major} < {oldest}", fix)
     if not answer["gpus"]:
         said = answer["error"] or "torch sees none of the GPUs"
-        return CheckFinding.failed(f"{here} for CUDA {cuda}: {said}", _fix_of(said))
+        return failed(f"{here} for CUDA {cuda}: {said}", _fix_of(said))
     for index, gpu in enumerate(answer["gpus"]):
         capability = 10 * gpu["capability"][0] + gpu["capability"][1]
         if not has_kernels_for(capability, architectures):
             what = f"GPU {index}, {gpu['name']}, is sm_{capability}; torch {torch} has {' '.join(architectures)}"
-            return CheckFinding.failed(f"no kernel image: {what}", f"install a torch with sm_{capability}: {_WHEELS}")
+            return failed(f"no kernel image: {what}", f"install a torch with sm_{capability}: {_WHEELS}")
         if gpu["error"]:
-            return CheckFinding.failed(f"GPU {index}, {gpu['name']}, cannot add: {gpu['error']}", "run nvidia-smi -q")
-    return CheckFinding.passed(f"{here} for CUDA {cuda}: an addition on each of {len(answer['gpus'])} GPUs")
+            return failed(f"GPU {index}, {gpu['name']}, cannot add: {gpu['error']}", "run nvidia-smi -q")
+    return passed(f"{here} for CUDA {cuda}: an addition on each of {len(answer['gpus'])} GPUs")
 
 
 def _fix_of(said: str) -> str:

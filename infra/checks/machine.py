@@ -24,7 +24,7 @@ from ebbflow.infra.footprint import (
     staging_bytes,
 )
 from ebbflow.infra.instance import HOP_LIMIT_FIX, MetadataService, metadata_endpoint, metadata_unavailable_reason
-from ebbflow.infra.preflight import CheckFinding, PreflightContext
+from ebbflow.infra.preflight import CheckFinding, PreflightContext, failed, passed, skipped
 
 _ALL_ANSWERS_SECONDS = 1.8
 _TOKEN_TTL_SECONDS = 60
@@ -40,22 +40,22 @@ def check_imds(context: PreflightContext) -> CheckFinding:
     Spot notices and a role's credentials come from this service.
     """
     if reason := metadata_unavailable_reason(os.environ):
-        return CheckFinding.skipped(f"{reason}: neither spot notices nor a role's credentials")
+        return skipped(f"{reason}: neither spot notices nor a role's credentials")
     service = MetadataService(metadata_endpoint(os.environ))
     try:
         return _ask(service)
     except TimeoutError:
         detail = f"{service.endpoint} accepts connections and answers none in time: its answer may not leave the host"
-        return CheckFinding.failed(detail, HOP_LIMIT_FIX)
+        return failed(detail, HOP_LIMIT_FIX)
     except (OSError, http.client.HTTPException, ValueError) as error:
         detail = f"{service.endpoint} cannot be reached: {error}; spot notices would not arrive"
-        return CheckFinding.failed(detail, f"let {service.endpoint} through, or: {_OPTIONS} --http-endpoint enabled")
+        return failed(detail, f"let {service.endpoint} through, or: {_OPTIONS} --http-endpoint enabled")
 
 
 def check_interfaces(context: PreflightContext) -> CheckFinding:
     """Check that the network interfaces named in GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME exist on this machine."""
     if not _INTERFACES.is_dir():
-        return CheckFinding.skipped(f"this system has no {_INTERFACES}")
+        return skipped(f"this system has no {_INTERFACES}")
     there = sorted(name for _, name in socket.if_nameindex())
     named = {name: os.environ.get(name, "") for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
     wrong = [
@@ -65,11 +65,9 @@ def check_interfaces(context: PreflightContext) -> CheckFinding:
     ]
     if wrong:
         outward = next((name for name in there if name != "lo"), "lo")
-        return CheckFinding.failed(
-            "\n".join(wrong), f"unset it, or name one that leads to the other nodes, such as {outward}"
-        )
+        return failed("\n".join(wrong), f"unset it, or name one that leads to the other nodes, such as {outward}")
     given = ", ".join(f"{variable}={value}" for variable, value in named.items() if value)
-    return CheckFinding.passed(f"{given or 'none is named: gloo and NCCL choose'}")
+    return passed(f"{given or 'none is named: gloo and NCCL choose'}")
 
 
 def _ask(service: MetadataService) -> CheckFinding:
@@ -80,23 +78,23 @@ def _ask(service: MetadataService) -> CheckFinding:
 
     status, token = service.token(ttl_seconds=_TOKEN_TTL_SECONDS, seconds=limit - time.monotonic())
     if status == 403:
-        return CheckFinding.failed("the metadata service is turned off (403)", f"{_OPTIONS} --http-endpoint enabled")
+        return failed("the metadata service is turned off (403)", f"{_OPTIONS} --http-endpoint enabled")
     if status != 200 or not token:
         detail = f"{service.endpoint} gives no token: status {status}; this is not an IMDSv2 service"
-        return CheckFinding.failed(detail, "check AWS_EC2_METADATA_SERVICE_ENDPOINT, and what else listens there")
+        return failed(detail, "check AWS_EC2_METADATA_SERVICE_ENDPOINT, and what else listens there")
     status, instance = get(_PATH, token)
     if status != 200:
-        return CheckFinding.failed(
+        return failed(
             f"{_PATH} answers {status} to a fresh token", "check proxies and firewalls between here and the service"
         )
     status, notice = get(_NOTICE, token)
     if status == 200:
-        return CheckFinding.failed(f"{instance} has a spot interruption notice: {notice}", "start on another instance")
+        return failed(f"{instance} has a spot interruption notice: {notice}", "start on another instance")
     status, _ = get(_PATH, "")
     if status == 200:
         detail = f"{instance}: IMDSv1 answers requests without a token"
-        return CheckFinding.failed(detail, f"{_OPTIONS} --http-tokens required")
-    return CheckFinding.passed(f"{instance}: IMDSv2 works, IMDSv1 is refused ({status}), no spot notice is pending")
+        return failed(detail, f"{_OPTIONS} --http-tokens required")
+    return passed(f"{instance}: IMDSv2 works, IMDSv1 is refused ({status}), no spot notice is pending")
 
 
 def _matches(variable: str, value: str, there: list[str]) -> bool:
@@ -126,31 +124,31 @@ def check_shared_memory(context: PreflightContext) -> CheckFinding:
     counts them. On CPUs nothing uses /dev/shm, because gloo uses TCP.
     """
     if not _SHARED_MEMORY.is_dir():
-        return CheckFinding.skipped(f"this system ({sys.platform}) has no {_SHARED_MEMORY}")
+        return skipped(f"this system ({sys.platform}) has no {_SHARED_MEMORY}")
     statistics = os.statvfs(_SHARED_MEMORY)
     free = statistics.f_bavail * statistics.f_frsize
     gpus = len(gpu_files())
     if not gpus:
         detail = "none needed: ranks on CPUs talk over TCP, staging buffers count as memory"
-        return CheckFinding.passed(f"{_SHARED_MEMORY}: {size_text(free)} free, {detail}")
+        return passed(f"{_SHARED_MEMORY}: {size_text(free)} free, {detail}")
     arithmetic = (
         f"{_SHARED_MEMORY}: {size_text(free)} free, {size_text(_NCCL_SHARED_BYTES)} advised with {gpus} GPUs: NCCL's "
         "segments between processes, and loader processes"
     )
     if free < _NCCL_SHARED_BYTES:
         fix = f"enlarge it: docker run --shm-size=1g, or mount -o remount,size=1g {_SHARED_MEMORY}"
-        return CheckFinding.failed(arithmetic, fix)
-    return CheckFinding.passed(arithmetic)
+        return failed(arithmetic, fix)
+    return passed(arithmetic)
 
 
 def check_locked_memory(context: PreflightContext) -> CheckFinding:
     """Check that RLIMIT_MEMLOCK is unlimited if there is an RDMA device, whose buffers are locked in memory."""
     if not has_rdma():
-        return CheckFinding.skipped("this machine has no InfiniBand or EFA device")
+        return skipped("this machine has no InfiniBand or EFA device")
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY:
-        return CheckFinding.passed("memory may be locked without limit")
-    return CheckFinding.failed(
+        return passed("memory may be locked without limit")
+    return failed(
         f"{size_text(soft)} may be locked; NCCL registers its buffers with the RDMA device and fails above this",
         "ulimit -l unlimited, or docker run --ulimit memlock=-1",
     )
@@ -160,52 +158,48 @@ def check_cores(context: PreflightContext) -> CheckFinding:
     """Check that this machine, or its container, has a core for each rank."""
     gang = local_gang(context.config)
     if gang is None:
-        return CheckFinding.skipped("the number of ranks is auto")
+        return skipped("the number of ranks is auto")
     if gpu_files():
-        return CheckFinding.skipped("ranks compute on the GPUs of this machine")
+        return skipped("ranks compute on the GPUs of this machine")
     cores = _cores()
     arithmetic = f"{gang} on {cores:g} cores"
     if gang.ranks > cores:
-        return CheckFinding.failed(
-            f"{arithmetic}: they take turns", "use fewer ranks here, or expect no speed-up from them"
-        )
-    return CheckFinding.passed(arithmetic)
+        return failed(f"{arithmetic}: they take turns", "use fewer ranks here, or expect no speed-up from them")
+    return passed(arithmetic)
 
 
 def check_open_files(context: PreflightContext) -> CheckFinding:
     """Check that RLIMIT_NOFILE is large enough for the sockets and files of the rank that opens the most."""
     gang = local_gang(context.config)
     if gang is None:
-        return CheckFinding.skipped("the number of ranks is auto")
+        return skipped("the number of ranks is auto")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = open_files_per_rank(gang)
     arithmetic = f"{soft} open files allowed, about {needed} needed by a rank of {gang.ranks}"
     if soft == resource.RLIM_INFINITY or soft >= needed:
-        return CheckFinding.passed(arithmetic)
+        return passed(arithmetic)
     if hard == resource.RLIM_INFINITY or hard >= needed:
-        return CheckFinding.failed(arithmetic, f"ulimit -n {needed}")
-    return CheckFinding.failed(
-        f"{arithmetic}; the hard limit is {hard}", f"have the administrator allow nofile {needed}"
-    )
+        return failed(arithmetic, f"ulimit -n {needed}")
+    return failed(f"{arithmetic}; the hard limit is {hard}", f"have the administrator allow nofile {needed}")
 
 
 def check_memory(context: PreflightContext) -> CheckFinding:
     """Check that this machine, or its container, has enough main memory for all ranks together."""
     config, gang = context.config, local_gang(context.config)
     if gang is None:
-        return CheckFinding.skipped("the number of ranks is auto")
+        return skipped("the number of ranks is auto")
     limits = _memory_limits()
     if not limits:
-        return CheckFinding.skipped(f"this system ({sys.platform}) does not say how much memory is available")
+        return skipped(f"this system ({sys.platform}) does not say how much memory is available")
     where, available = min(limits.items(), key=lambda item: item[1])
     if config.workload is not None:
-        return CheckFinding.skipped(f"what {config.workload} takes is not known before its model is measured")
+        return skipped(f"what {config.workload} takes is not known before its model is measured")
     needed = host_memory_bytes(config, gang)
     staging = f"{size_text(staging_bytes(config))} of it to stage commits"
     arithmetic = f"{size_text(needed)} needed by {gang} (estimated; {staging}), {size_text(available)} {where}"
     if needed > available:
-        return CheckFinding.failed(arithmetic, _smaller(config))
-    return CheckFinding.passed(arithmetic)
+        return failed(arithmetic, _smaller(config))
+    return passed(arithmetic)
 
 
 def _cores() -> float:
@@ -260,32 +254,32 @@ def check_derived(context: PreflightContext) -> CheckFinding:
     wrong = [found for one in known if (found := one.check(config)) is not None]
     if wrong:
         hints = "\n".join(hint or "" for _, hint in wrong)
-        return CheckFinding.failed("\n".join(message for message, _ in wrong), hints)
-    return CheckFinding.passed(", ".join(f"{one.name} {one.value(config)}" for one in known))
+        return failed("\n".join(message for message, _ in wrong), hints)
+    return passed(", ".join(f"{one.name} {one.value(config)}" for one in known))
 
 
 def check_batch(context: PreflightContext) -> CheckFinding:
     """Check that each rank gets the same number of samples in each micro-batch."""
     gang = local_gang(context.config)
     if gang is None:
-        return CheckFinding.skipped("cluster.nodes or cluster.processes_per_node is auto; the plan's check decides")
+        return skipped("cluster.nodes or cluster.processes_per_node is auto; the plan's check decides")
     training = context.config.training
     accumulation = training.gradient_accumulation_steps
     parts = gang.ranks * accumulation
     samples, rest = divmod(training.batch_size, parts)
     arithmetic = f"{training.batch_size} = {gang.ranks} ranks × {accumulation} accumulation × {samples}"
     if rest:
-        return CheckFinding.failed(f"{arithmetic} + {rest}", f"set training.batch_size to a multiple of {parts}")
-    return CheckFinding.passed(f"{arithmetic} samples per micro-batch")
+        return failed(f"{arithmetic} + {rest}", f"set training.batch_size to a multiple of {parts}")
+    return passed(f"{arithmetic} samples per micro-batch")
 
 
 def check_elastic(context: PreflightContext) -> CheckFinding:
     """Check that the batch and the shards also divide evenly among the ranks of every smaller number of nodes."""
     config, gang = context.config, local_gang(context.config)
     if gang is None:
-        return CheckFinding.skipped("the number of ranks is auto")
+        return skipped("the number of ranks is auto")
     if gang.nodes == 1:
-        return CheckFinding.skipped("a single node cannot lose another")
+        return skipped("a single node cannot lose another")
     batch, accumulation = config.training.batch_size, config.training.gradient_accumulation_steps
     shard = config.parallel.shard_size if config.parallel.mode == "hsdp" else None
     fits, fails = [], []
@@ -297,9 +291,9 @@ def check_elastic(context: PreflightContext) -> CheckFinding:
         else:
             fails.append(f"{nodes} nodes, {smaller.ranks} ranks: {trouble}" if nodes > 1 else f"1 node: {trouble}")
     if not fails:
-        return CheckFinding.passed(f"{batch} samples divide on {', '.join(fits)} nodes")
+        return passed(f"{batch} samples divide on {', '.join(fits)} nodes")
     told = f"the job could go on with {', '.join(fits) or 'no number of'} nodes, and not with\n" + "\n".join(fails)
-    return CheckFinding.failed(told, _fix(batch, accumulation, gang, shard))
+    return failed(told, _fix(batch, accumulation, gang, shard))
 
 
 def _trouble(batch: int, accumulation: int, shard: int | None, gang: HostGang) -> str | None:

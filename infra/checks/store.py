@@ -15,7 +15,7 @@ from typing import Any
 
 from ebbflow.infra.errors import ObjectNotFound, StoreError, StoreForbidden
 from ebbflow.infra.layout import METAFLOW_FOLDER, job_prefix, records_root, runs_folder
-from ebbflow.infra.preflight import CheckFinding, PreflightContext
+from ebbflow.infra.preflight import CheckFinding, PreflightContext, failed, passed, skipped
 from ebbflow.infra.store import Store
 from ebbflow.infra.store.errors import ACTIONS
 from ebbflow.infra.store.s3 import AwsSettings, aws_settings, split_uri
@@ -44,18 +44,14 @@ def check_store_folder(context: PreflightContext) -> CheckFinding:
     """Check, without writing, that the folder of a local store exists or can be created, and is writable."""
     folder = store_folder(context)
     if folder is None:
-        return CheckFinding.skipped("the store is remote; the check store-probe asks it")
+        return skipped("the store is remote; the check store-probe asks it")
     there = nearest_existing(folder)
     if not there.is_dir():
-        return CheckFinding.failed(
-            f"{there} is in the way: it is not a folder", "set store to another folder, or move it"
-        )
+        return failed(f"{there} is in the way: it is not a folder", "set store to another folder, or move it")
     if not os.access(there, os.W_OK | os.X_OK):
-        return CheckFinding.failed(
-            f"{there} cannot be written to", f"set store to a folder of yours, or: chmod u+wx {there}"
-        )
+        return failed(f"{there} cannot be written to", f"set store to a folder of yours, or: chmod u+wx {there}")
     made = "" if there == folder else f" (to be made in {there})"
-    return CheckFinding.passed(f"{folder}{made} is writable")
+    return passed(f"{folder}{made} is writable")
 
 
 def check_records_folder(context: PreflightContext) -> CheckFinding:
@@ -67,12 +63,12 @@ def check_records_folder(context: PreflightContext) -> CheckFinding:
     folders = dict.fromkeys([runs, metaflow / METAFLOW_FOLDER])
     closed = [folder for folder in folders if not os.access(nearest_existing(folder), os.W_OK | os.X_OK)]
     if closed:
-        return CheckFinding.failed(
+        return failed(
             f"{' and '.join(map(str, closed))} cannot be written to",
             "set EBBFLOW_RUNS and METAFLOW_DATASTORE_SYSROOT_LOCAL to folders of yours, or make the project's writable",
         )
     moved = "" if runs.is_relative_to(context.project_root) else f", outside the project ({context.project_root})"
-    return CheckFinding.passed(f"{runs} is writable{moved}")
+    return passed(f"{runs} is writable{moved}")
 
 
 def check_store_probe(context: PreflightContext) -> CheckFinding:
@@ -100,7 +96,7 @@ def check_store_probe(context: PreflightContext) -> CheckFinding:
 def check_store_multipart(context: PreflightContext) -> CheckFinding:
     """Check that a multipart upload can be started and aborted; commits use it, and leftover parts are billed."""
     if not context.config.store.startswith("s3://"):
-        return CheckFinding.skipped("the store is a folder: files are not put in parts")
+        return skipped("the store is a folder: files are not put in parts")
     from botocore.exceptions import BotoCoreError, ClientError
 
     bucket, prefix = split_uri(context.config.store)
@@ -115,11 +111,11 @@ def check_store_multipart(context: PreflightContext) -> CheckFinding:
         code = error.response.get("Error", {}).get("Code", "no code")
         missing = code in _MISSING_RIGHT
         fix = f"allow {action} on arn:aws:s3:::{bucket}/*" if missing else "see the check store-probe"
-        return CheckFinding.failed(f"multipart upload: {code}", fix)
+        return failed(f"multipart upload: {code}", fix)
     except (BotoCoreError, StoreError) as error:
         text = " ".join(str(error).split())
-        return CheckFinding.failed(f"multipart upload: {text}", "see the check store-probe")
-    return CheckFinding.passed(f"{context.config.store}: a multipart upload was started and aborted")
+        return failed(f"multipart upload: {text}", "see the check store-probe")
+    return passed(f"{context.config.store}: a multipart upload was started and aborted")
 
 
 def _probe(store: Store, place: str) -> CheckFinding:
@@ -144,15 +140,15 @@ def _probe(store: Store, place: str) -> CheckFinding:
         return _failed(next(iter(refused.values())))
     if refused:
         actions = ", ".join(ACTIONS[operation] for operation in refused)
-        return CheckFinding.failed(f"{store.uri}: forbidden: {', '.join(refused)}", f"allow {actions} there")
+        return failed(f"{store.uri}: forbidden: {', '.join(refused)}", f"allow {actions} there")
     if read != written:
-        return CheckFinding.failed(f"{store.uri}: what was read back is not what was written", "use another store")
-    return CheckFinding.passed(f"{store.uri}: {', '.join(trials)} of {_PROBE_BYTES} bytes")
+        return failed(f"{store.uri}: what was read back is not what was written", "use another store")
+    return passed(f"{store.uri}: {', '.join(trials)} of {_PROBE_BYTES} bytes")
 
 
 def _failed(error: StoreError | str) -> CheckFinding:
     detail, _, fix = str(error).partition("; fix: ")
-    return CheckFinding.failed(detail, fix or "check that the store may be read, written and deleted from")
+    return failed(detail, fix or "check that the store may be read, written and deleted from")
 
 
 def _missing_folders(folder: Path) -> list[Path]:
@@ -176,11 +172,11 @@ _FIX = "set the clock: chronyc makestep, or timedatectl set-ntp true"
 def check_store_clock(context: PreflightContext) -> CheckFinding:
     """Check that this machine's clock agrees with the store's: S3 rejects requests signed 15 minutes off."""
     if not context.config.store.startswith("s3://"):
-        return CheckFinding.skipped("the store is a folder: nothing is signed")
+        return skipped("the store is a folder: nothing is signed")
     try:
         settings = aws_settings()
     except StoreError as error:
-        return CheckFinding.skipped(f"the store cannot be found: {error}")
+        return skipped(f"the store cannot be found: {error}")
     url = settings.endpoint or f"https://s3.{settings.region}.amazonaws.com"
     return compare_clock(url, warned=_SKEW_WARNING_SECONDS, refused=_STORE_REFUSES_SECONDS)
 
@@ -194,15 +190,15 @@ def compare_clock(url: str, *, warned: float, refused: float) -> CheckFinding:
     try:
         date = _date_of(url)
     except (OSError, ValueError, http.client.HTTPException) as error:
-        return CheckFinding.skipped(f"{url} sends no usable Date header: {error}")
+        return skipped(f"{url} sends no usable Date header: {error}")
     after = time.time()
     # The header has whole seconds, and was written between the two readings of our clock.
     skew = max(before - date - 1.0, date - after, 0.0)
     direction = "ahead of" if before > date else "behind"
     if skew <= warned:
-        return CheckFinding.passed(f"this machine's clock is within {max(skew, 1.0):.0f} s of {url}'s")
+        return passed(f"this machine's clock is within {max(skew, 1.0):.0f} s of {url}'s")
     consequence = "; signed requests are refused" if skew > refused else ""
-    return CheckFinding.failed(
+    return failed(
         f"this machine's clock is {skew:,.0f} s {direction} {url}'s ({refused:.0f} s allowed){consequence}", _FIX
     )
 
