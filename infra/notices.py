@@ -123,7 +123,11 @@ class NoticeWatcher:
         self._thread.join(_CLOSE_SECONDS)
 
     def _watch(self) -> None:
-        self._absent = {source.name: _begun(source) for source in self._sources}
+        for source in self._sources:
+            try:
+                self._absent[source.name] = source.begin()
+            except Exception as error:
+                self._absent[source.name] = f"cannot be watched: {error or type(error).__name__}"
         self._decided.set()
         watched = [source for source in self._sources if not self._absent[source.name]]
         due = {source.name: 0.0 for source in watched}
@@ -157,13 +161,6 @@ class NoticeWatcher:
                 self._known_ends[key] = notice.ends_at
                 self._notices.put(notice)
         return True
-
-
-def _begun(source: Source) -> str:
-    try:
-        return source.begin()
-    except Exception as error:
-        return f"cannot be watched: {error or type(error).__name__}"
 
 
 def _all(waiting: queue.SimpleQueue) -> list:
@@ -266,7 +263,10 @@ class MetadataSource:
         text = self._get(_INSTANCE_ACTION)
         if text is None:
             return None
-        document = _object(text)
+        document: object = None
+        with contextlib.suppress(ValueError):  # an unreadable notice is still a notice
+            document = json.loads(text)
+        document = document if isinstance(document, dict) else {}
         ends_at = self._ending.of(document.get("time"))
         # Stale: the machine was stopped and restarted, or was not taken after all.
         if ends_at < time.monotonic() - STALE_SECONDS:
@@ -298,25 +298,12 @@ class EffectiveTime:
         """Return the time.monotonic() of an ISO 8601 time, or that of 30 s from now if the time cannot be read."""
         moment_text = str(moment)
         if moment_text != self._text:
-            self._text, self._ends_at = moment_text, time.monotonic() + _seconds_until(moment)
+            seconds = _UNSAID_SECONDS
+            with contextlib.suppress(ValueError):
+                utc = datetime.fromisoformat(moment_text.replace("Z", "+00:00"))
+                seconds = (utc if utc.tzinfo else utc.replace(tzinfo=UTC)).timestamp() - time.time()
+            self._text, self._ends_at = moment_text, time.monotonic() + seconds
         return self._ends_at
-
-
-def _seconds_until(moment: object) -> float:
-    try:
-        moment_utc = datetime.fromisoformat(str(moment).replace("Z", "+00:00"))
-        return (moment_utc if moment_utc.tzinfo else moment_utc.replace(tzinfo=UTC)).timestamp() - time.time()
-    except ValueError:
-        return _UNSAID_SECONDS
-
-
-def _object(text: str) -> dict:
-    """Parse a JSON object; {} if it is unreadable, because an unreadable notice is still a notice."""
-    try:
-        document = json.loads(text)
-    except ValueError:
-        return {}
-    return document if isinstance(document, dict) else {}
 
 
 METAFLOW_FILE = "/tmp/spot_termination_notice"  # as in Metaflow 2.19's current.spot_termination_notice

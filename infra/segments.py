@@ -305,7 +305,9 @@ def _list_folder(folder: Path) -> tuple[list[str], list[Damage]]:
             if stat.S_ISREG(mode) and key.isascii():
                 keys.append(key)
             else:
-                damage.append(Damage(key, f"not a segment but {_kind(mode)}"))
+                kinds = {"a directory": stat.S_ISDIR, "a socket": stat.S_ISSOCK, "a pipe": stat.S_ISFIFO}
+                kind = next((kind for kind, test in kinds.items() if test(mode)), "a file of another kind or name")
+                damage.append(Damage(key, f"not a segment but {kind}"))
     return sorted(keys), damage
 
 
@@ -318,11 +320,6 @@ def _entries(folder: Path, key: str, damage: list[Damage]) -> list[tuple[str, Pa
         damage.append(Damage(key, f"the folder cannot be read: {error.strerror}"))
         return []
     return [(name.decode(errors="backslashreplace"), folder / os.fsdecode(name)) for name in sorted(names)]
-
-
-def _kind(mode: int) -> str:
-    kinds = {"a directory": stat.S_ISDIR, "a socket": stat.S_ISSOCK, "a pipe": stat.S_ISFIFO}
-    return next((kind for kind, test in kinds.items() if test(mode)), "a file of another kind or name")
 
 
 def _read_next(job_store: Store, pool: ThreadPoolExecutor, found: Segments) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -221,12 +222,14 @@ def metaflow_settings(environment: Mapping[str, str] | None = None) -> dict[str,
     config_<profile>.json in it. An unreadable file counts as empty.
     """
     variables = os.environ if environment is None else environment
-    path = _file(variables)
-    found = {
-        name: (str(value), str(path))
-        for name, value in _read_metaflow_file(path).items()
-        if name.startswith("METAFLOW_")
-    }
+    folder = Path(variables.get("METAFLOW_HOME") or "~/.metaflowconfig").expanduser()
+    profile = variables.get("METAFLOW_PROFILE")
+    path = folder / (f"config_{profile}.json" if profile else "config.json")
+    document: object = None
+    with contextlib.suppress(OSError, ValueError):
+        document = json.loads(path.read_text(encoding="utf-8"))
+    known = document if isinstance(document, dict) else {}
+    found = {name: (str(value), str(path)) for name, value in known.items() if name.startswith("METAFLOW_")}
     given = {name: (value, "the environment") for name, value in variables.items() if name.startswith("METAFLOW_")}
     return found | given
 
@@ -234,17 +237,3 @@ def metaflow_settings(environment: Mapping[str, str] | None = None) -> dict[str,
 def metaflow_setting(name: str, environment: Mapping[str, str] | None = None) -> str:
     """Return the value of one Metaflow setting, or "" if it is not set."""
     return metaflow_settings(environment).get(name, ("", ""))[0]
-
-
-def _file(variables: Mapping[str, str]) -> Path:
-    folder = Path(variables.get("METAFLOW_HOME") or "~/.metaflowconfig").expanduser()
-    profile = variables.get("METAFLOW_PROFILE")
-    return folder / (f"config_{profile}.json" if profile else "config.json")
-
-
-def _read_metaflow_file(path: Path) -> Mapping[str, Any]:
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return document if isinstance(document, dict) else {}

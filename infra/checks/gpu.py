@@ -124,12 +124,13 @@ def try_gpus(promised: int = 0) -> tuple[CheckFinding, int]:
 
     Returns the finding, passed if torch computes on every GPU, and the number of GPUs that torch found.
     """
+    promise = f", and this node was chosen for its GPUs ({promised} per node)" if promised else ""
     if gpus_hidden():
         hidden = f"CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']!r} hides all GPUs"
-        return failed(f"{hidden}{_promise(promised)}", "unset CUDA_VISIBLE_DEVICES"), 0
+        return failed(f"{hidden}{promise}", "unset CUDA_VISIBLE_DEVICES"), 0
     if not gpu_files() and not shutil.which("nvidia-smi"):
         fix = "give the container its GPUs (docker run --gpus all; an AMI or node image with the NVIDIA driver)"
-        return failed(f"there is no {GPU_FILES} and no nvidia-smi here{_promise(promised)}", fix), 0
+        return failed(f"there is no {GPU_FILES} and no nvidia-smi here{promise}", fix), 0
     try:
         driver = _ask_driver()
     except _NoAnswer as error:
@@ -158,10 +159,6 @@ def has_kernels_for(capability: int, architectures: list[str]) -> bool:
         if not exact and kind == "sm" and number // 10 == capability // 10 and number < capability:
             return True
     return False
-
-
-def _promise(promised: int) -> str:
-    return f", and this node was chosen for its GPUs ({promised} per node)" if promised else ""
 
 
 def _compare(driver: _Driver, answer: dict) -> CheckFinding:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import http.client
 import os
 import resource
 import socket
 import sys
 import time
+from collections.abc import Callable
 from math import lcm
 from pathlib import Path
 
@@ -154,11 +156,20 @@ def check_locked_memory(context: PreflightContext) -> CheckFinding:
     )
 
 
-def check_cores(context: PreflightContext) -> CheckFinding:
+def _with_gang(check: Callable[[RunConfig, HostGang], CheckFinding]) -> Callable[[PreflightContext], CheckFinding]:
+    """Decorate a check of the configuration's gang, which is skipped if the plan chooses the gang's size."""
+
+    @functools.wraps(check)
+    def run(context: PreflightContext) -> CheckFinding:
+        gang = local_gang(context.config)
+        return skipped("the number of ranks is auto") if gang is None else check(context.config, gang)
+
+    return run
+
+
+@_with_gang
+def check_cores(config: RunConfig, gang: HostGang) -> CheckFinding:
     """Check that this machine, or its container, has a core for each rank."""
-    gang = local_gang(context.config)
-    if gang is None:
-        return skipped("the number of ranks is auto")
     if gpu_files():
         return skipped("ranks compute on the GPUs of this machine")
     cores = _cores()
@@ -168,11 +179,9 @@ def check_cores(context: PreflightContext) -> CheckFinding:
     return passed(arithmetic)
 
 
-def check_open_files(context: PreflightContext) -> CheckFinding:
+@_with_gang
+def check_open_files(config: RunConfig, gang: HostGang) -> CheckFinding:
     """Check that RLIMIT_NOFILE is large enough for the sockets and files of the rank that opens the most."""
-    gang = local_gang(context.config)
-    if gang is None:
-        return skipped("the number of ranks is auto")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = open_files_per_rank(gang)
     arithmetic = f"{soft} open files allowed, about {needed} needed by a rank of {gang.ranks}"
@@ -183,11 +192,9 @@ def check_open_files(context: PreflightContext) -> CheckFinding:
     return failed(f"{arithmetic}; the hard limit is {hard}", f"have the administrator allow nofile {needed}")
 
 
-def check_memory(context: PreflightContext) -> CheckFinding:
+@_with_gang
+def check_memory(config: RunConfig, gang: HostGang) -> CheckFinding:
     """Check that this machine, or its container, has enough main memory for all ranks together."""
-    config, gang = context.config, local_gang(context.config)
-    if gang is None:
-        return skipped("the number of ranks is auto")
     limits = _memory_limits()
     if not limits:
         return skipped(f"this system ({sys.platform}) does not say how much memory is available")
@@ -198,7 +205,10 @@ def check_memory(context: PreflightContext) -> CheckFinding:
     staging = f"{size_text(staging_bytes(config))} of it to stage commits"
     arithmetic = f"{size_text(needed)} needed by {gang} (estimated; {staging}), {size_text(available)} {where}"
     if needed > available:
-        return failed(arithmetic, _smaller(config))
+        larger = 2 * config.training.gradient_accumulation_steps
+        shard = " or parallel.mode to fsdp2" if config.parallel.mode == "ddp" else ""
+        fix = f"set training.gradient_accumulation_steps to {larger}{shard}, or use fewer ranks or a smaller model"
+        return failed(arithmetic, fix)
     return passed(arithmetic)
 
 
@@ -238,12 +248,6 @@ def _read(path: str) -> str:
         return ""
 
 
-def _smaller(config: RunConfig) -> str:
-    larger = 2 * config.training.gradient_accumulation_steps
-    shard = " or parallel.mode to fsdp2" if config.parallel.mode == "ddp" else ""
-    return f"set training.gradient_accumulation_steps to {larger}{shard}, or use fewer ranks or a smaller model"
-
-
 _NEAR = 4  # largest batch to suggest, as a multiple of the given one
 
 
@@ -273,11 +277,9 @@ def check_batch(context: PreflightContext) -> CheckFinding:
     return passed(f"{arithmetic} samples per micro-batch")
 
 
-def check_elastic(context: PreflightContext) -> CheckFinding:
+@_with_gang
+def check_elastic(config: RunConfig, gang: HostGang) -> CheckFinding:
     """Check that the batch and the shards also divide evenly among the ranks of every smaller number of nodes."""
-    config, gang = context.config, local_gang(context.config)
-    if gang is None:
-        return skipped("the number of ranks is auto")
     if gang.nodes == 1:
         return skipped("a single node cannot lose another")
     batch, accumulation = config.training.batch_size, config.training.gradient_accumulation_steps

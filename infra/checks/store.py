@@ -18,7 +18,7 @@ from ebbflow.infra.layout import METAFLOW_FOLDER, job_prefix, records_root, runs
 from ebbflow.infra.preflight import CheckFinding, PreflightContext, failed, passed, skipped
 from ebbflow.infra.store import Store
 from ebbflow.infra.store.errors import ACTIONS
-from ebbflow.infra.store.s3 import AwsSettings, aws_settings, split_uri
+from ebbflow.infra.store.s3 import aws_settings, split_uri
 
 _PROBE_BYTES = 4096
 _REQUEST_SECONDS = 10.0
@@ -80,7 +80,9 @@ def check_store_probe(context: PreflightContext) -> CheckFinding:
     folder = store_folder(context)
     uri = context.config.store if folder is None else str(folder)
     place = job_prefix(f".preflight-{secrets.token_hex(8)}")
-    made = [] if folder is None else _missing_folders(folder / place)
+    made = []
+    if folder is not None:
+        made = [path for path in [folder / place, *(folder / place).parents] if not os.path.lexists(path)]
     try:
         return _probe(Store.open(uri, request_timeout_seconds=_REQUEST_SECONDS), place)
     except StoreError as error:
@@ -97,13 +99,18 @@ def check_store_multipart(context: PreflightContext) -> CheckFinding:
     """Check that a multipart upload can be started and aborted; commits use it, and leftover parts are billed."""
     if not context.config.store.startswith("s3://"):
         return skipped("the store is a folder: files are not put in parts")
+    from botocore.config import Config
     from botocore.exceptions import BotoCoreError, ClientError
+    from botocore.session import Session
 
+    limits = Config(connect_timeout=4, read_timeout=8, retries={"total_max_attempts": 1})
     bucket, prefix = split_uri(context.config.store)
     key = f"{prefix}/{job_prefix('preflight')}-{secrets.token_hex(8)}".lstrip("/")
     action = "s3:PutObject"
     try:
-        client = _s3_client(aws_settings())
+        settings = aws_settings()
+        where = {"region_name": settings.region, "endpoint_url": settings.endpoint}
+        client = Session().create_client("s3", **where, config=limits)
         upload = client.create_multipart_upload(Bucket=bucket, Key=key)["UploadId"]
         action = "s3:AbortMultipartUpload"
         client.abort_multipart_upload(Bucket=bucket, Key=key, UploadId=upload)
@@ -149,18 +156,6 @@ def _probe(store: Store, place: str) -> CheckFinding:
 def _failed(error: StoreError | str) -> CheckFinding:
     detail, _, fix = str(error).partition("; fix: ")
     return failed(detail, fix or "check that the store may be read, written and deleted from")
-
-
-def _missing_folders(folder: Path) -> list[Path]:
-    return [path for path in [folder, *folder.parents] if not os.path.lexists(path)]
-
-
-def _s3_client(settings: AwsSettings) -> Any:
-    from botocore.config import Config
-    from botocore.session import Session
-
-    limits = Config(connect_timeout=4, read_timeout=8, retries={"total_max_attempts": 1})
-    return Session().create_client("s3", region_name=settings.region, endpoint_url=settings.endpoint, config=limits)
 
 
 _DATE_SECONDS = 5.0

@@ -78,12 +78,9 @@ def _excerpt(place: SourceSpan) -> list[str]:
     before = place.column - 1 - start
     under = shown[before : before + max(1, place.length)]
     caret = " " * _cells(shown[:before]) + "^" * max(1, _cells(under))
-    return [f"{place.line:>6} | {_printable(shown)}".rstrip(), f"{'':>6} | {caret}"]
-
-
-def _printable(text: str) -> str:
-    """Replace unprintable characters one for one: a file must not be able to control the terminal."""
-    return "".join(char if char.isprintable() else " " if char == "\t" else "?" for char in text)
+    # A file must not be able to control the terminal.
+    safe = "".join(char if char.isprintable() else " " if char == "\t" else "?" for char in shown)
+    return [f"{place.line:>6} | {safe}".rstrip(), f"{'':>6} | {caret}"]
 
 
 def _cells(text: str) -> int:
