@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -166,7 +167,8 @@ class CapacityDecorator(StepDecorator):
     def _place(self, cli_args: Any, task: Any, attempt: int, last_attempt: int) -> None:
         from ebbflow.flows.attempts.placement import PlacementRequest, describe_order, place_attempt
 
-        flow = _artifacts(self._store, task.input_paths[0])
+        parent = self._store.get_task_datastore(*task.input_paths[0].split("/"))
+        flow = SimpleNamespace(**{artifact: parent[artifact] for artifact in _ARTIFACTS})
         name = AttemptName(run=str(task.run_id), step=self._step, task=str(task.task_id), attempt=attempt)
         ask = PlacementRequest(
             flow=flow,
@@ -189,7 +191,10 @@ class CapacityDecorator(StepDecorator):
             pods.apply_to_pod(cli_args, answer.order, flow.settings["config"])
         else:
             apply_to_batch(cli_args, answer.order, flow.settings["config"])
-            cli_args.env[SUBMIT_VARIABLE] = json.dumps(_for_the_submitter(flow, name, answer.order))
+            config, placement = flow.settings["config"], answer.order.placement or {}
+            submit = {"job": flow.job, "store": config["store"], "region": config["batch"]["region"], **asdict(name)}
+            submit |= {key: placement.get(key) for key in ("runnable_seconds", "start_by_utc")}
+            cli_args.env[SUBMIT_VARIABLE] = json.dumps(submit)
 
     def _unplaced(self, cli_args: Any, task: Any, trouble: str) -> None:
         """Handle an attempt that could not be placed.
@@ -237,26 +242,6 @@ def run_locally(cli_args: Any, step: str) -> None:
     cli_args.commands, cli_args.command_args = ["step"], [step]
     options = cli_args.command_options
     cli_args.command_options = {key: value for key, value in options.items() if key in _LOCAL_OPTIONS}
-
-
-def _for_the_submitter(flow: SimpleNamespace, name: AttemptName, order: AttemptOrder) -> dict[str, Any]:
-    placement = order.placement or {}
-    return {
-        "job": flow.job,
-        "store": flow.settings["config"]["store"],
-        "region": flow.settings["config"]["batch"]["region"],
-        "runnable_seconds": placement["runnable_seconds"],
-        "start_by_utc": placement.get("start_by_utc"),
-        "run": name.run,
-        "step": name.step,
-        "task": name.task,
-        "attempt": name.attempt,
-    }
-
-
-def _artifacts(store: Any, pathspec: str) -> SimpleNamespace:
-    parent = store.get_task_datastore(*pathspec.split("/"))
-    return SimpleNamespace(**{name: parent[name] for name in _ARTIFACTS})
 
 
 capacity = partial(_base_step_decorator, CapacityDecorator)

@@ -55,11 +55,8 @@ def pod_annotations(metrics_port: int | None) -> dict[str, str]:
     """Return annotations that forbid Karpenter to remove the node and, with a port, let Prometheus find the metrics."""
     found = {"karpenter.sh/do-not-disrupt": "true"}
     if metrics_port is not None:
-        found |= {
-            "prometheus.io/scrape": "true",
-            "prometheus.io/port": str(metrics_port),
-            "prometheus.io/path": "/metrics",
-        }
+        metrics = {"scrape": "true", "port": str(metrics_port), "path": "/metrics"}
+        found |= {f"prometheus.io/{name}": value for name, value in metrics.items()}
     return found
 
 

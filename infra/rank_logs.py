@@ -343,13 +343,8 @@ def add_logs_command(commands: argparse._SubParsersAction, project_root: Path) -
 
 def show_logs(options: argparse.Namespace, project_root: Path) -> int:
     """Print the matching lines, and return 0; 1 if none matches or the store does not answer; 2 for an unknown job."""
-    wanted = LogFilter(
-        rank=options.rank,
-        node=options.node,
-        generation=options.generation,
-        around_step=options.around,
-        lines=options.lines,
-    )
+    numbers = {name: getattr(options, name) for name in ("rank", "node", "generation", "lines")}
+    wanted = LogFilter(around_step=options.around, **numbers)
     try:
         logs = find_logs(options.job, options.store, project_root)
     except InfraError as error:
@@ -384,9 +379,10 @@ def find_logs(job: str, store_uri: str | None, project_root: Path) -> JobLogs:
     in_store = [] if "://" in uri else [Path(uri).resolve() / job_prefix(name)]
     folders = [folder for folder in dict.fromkeys([place.resolve(), *in_store]) if folder.is_dir()]
     try:
-        store = _open_job(uri, name)
-        if store is not None:
-            return read_logs(folders, [store])
+        if "://" in uri or Path(uri).is_dir():  # else opening it would create the folder
+            store = Store.open(uri, request_timeout_seconds=_REQUEST_SECONDS).sub(job_prefix(name))
+            if store.list("logs", limit=1):
+                return read_logs(folders, [store])
     except StoreError as error:
         logs = read_logs(folders, [])
         if not logs.lines:
@@ -394,23 +390,13 @@ def find_logs(job: str, store_uri: str | None, project_root: Path) -> JobLogs:
         logs.notices.append(f"shown is what this machine has, the job's store does not answer: {error}")
         return logs
     if not folders:
-        hint = f"{_jobs_there(runs)}, or name its store: --store URI"
+        found = [path for path in runs.glob("*") if (path / "logs").is_dir() and path.name != "latest"]
+        newest = sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)[:5]
+        there = ", ".join(path.name for path in newest) or "no job with logs"
+        hint = f"{runs} has {there}, or name its store: --store URI"
         looked = f"  {place}\n  {uri}/{job_prefix(name)}/logs"
         raise LogsError(f"no job {job!r} to be found; looked at\n{looked}\n  hint: {hint}")
     return read_logs(folders, [])
-
-
-def _open_job(uri: str, name: str) -> Store | None:
-    if "://" not in uri and not Path(uri).is_dir():
-        return None
-    store = Store.open(uri, request_timeout_seconds=_REQUEST_SECONDS).sub(job_prefix(name))
-    return store if store.list("logs", limit=1) else None
-
-
-def _jobs_there(runs: Path) -> str:
-    found = [path for path in runs.glob("*") if (path / "logs").is_dir() and path.name != "latest"]
-    newest = sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)[:5]
-    return f"{runs} has {', '.join(path.name for path in newest)}" if newest else f"{runs} has no job with logs"
 
 
 def _step(text: str) -> int:

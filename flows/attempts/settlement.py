@@ -56,7 +56,7 @@ def settle_attempts(
         JobIsRunning: another launcher has taken over the job, so a running Batch job may be its attempt.
     """
     unsettled, half_told = unsettled_jobs(events), _incomplete_jobs(events)
-    submitted = {**half_told, **unsettled}
+    submitted = half_told | unsettled
     if not submitted:
         return []
     check_run_claim(job.store, job.name)

@@ -21,7 +21,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,15 +62,10 @@ def wrap_command(command: list[str]) -> list[str]:
 
 def wrap_job_commands(params: dict[str, Any], **_: Any) -> None:
     """Wrap the commands of a SubmitJob request in place. The AWS SDK calls this before it sends the request."""
-    for overrides in _overrides(params):
-        if command := overrides.get("command"):
-            overrides["command"] = wrap_command(command)
-
-
-def _overrides(params: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
     nodes = (params.get("nodeOverrides") or {}).get("nodePropertyOverrides") or []
-    every = [params.get("containerOverrides"), *(node.get("containerOverrides") for node in nodes)]
-    return [one for one in every if one]
+    for overrides in [params.get("containerOverrides"), *(node.get("containerOverrides") for node in nodes)]:
+        if command := (overrides or {}).get("command"):
+            overrides["command"] = wrap_command(command)
 
 
 def listen_for_stop() -> None:
@@ -158,10 +152,9 @@ class Submission:
         seconds = self._limit("submit_seconds", SUBMIT_SECONDS)
         self._lost.listen()
         SubmitRetry(seconds, _say, self._lost, wanted=lambda: not self._told_to_leave).listen()
-        handlers.BUILTIN_HANDLERS.append(("before-call.batch.SubmitJob", self._begun))
-        handlers.BUILTIN_HANDLERS.append(("before-parameter-build.batch.SubmitJob", wrap_job_commands))
-        handlers.BUILTIN_HANDLERS.append(("after-call.batch.SubmitJob", self._submitted))
-        handlers.BUILTIN_HANDLERS.append(("after-call-error.batch.SubmitJob", self._not_submitted))
+        steps = {"before-call": self._begun, "before-parameter-build": wrap_job_commands}
+        steps |= {"after-call": self._submitted, "after-call-error": self._not_submitted}
+        handlers.BUILTIN_HANDLERS.extend((f"{name}.batch.SubmitJob", handler) for name, handler in steps.items())
         signal.signal(signal.SIGTERM, self._leave)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher passes a terminal's SIGINT on as SIGTERM
 
@@ -238,13 +231,8 @@ class Submission:
         asked = self._asked
         config = RunConfig.model_validate({"store": asked["store"]})
         job = Job(name=asked["job"], run=asked["run"], config=config, request_seconds=_REQUEST_SECONDS)
-        origin = Origin(
-            job=job.name,
-            run=job.run,
-            attempt=asked["attempt"],
-            process=f"submit-{asked['step']}-{asked['task']}-{asked['attempt']}",
-        )
-        return EventLog(job.store, origin)
+        process = f"submit-{asked['step']}-{asked['task']}-{asked['attempt']}"
+        return EventLog(job.store, Origin(job=job.name, run=job.run, attempt=asked["attempt"], process=process))
 
     def _limit(self, name: str, usual: float) -> float:
         return float(self._asked.get(name) or usual)

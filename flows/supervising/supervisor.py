@@ -71,26 +71,27 @@ class Supervisor:
     def _supervise(self) -> int:
         before = self._read(end_leftovers_too=False)  # without a claim, another launcher's jobs may run
         if before is None:
-            return self._gave_up()
+            return Outcome.INTERRUPTED.exit_code
         runs = f", {_counted(len(before.runs), 'run')} so far" if before.runs else ""
         kind = f"goes on{runs}; {before.cost()}" if before.begun else "begins"
         self._say(f"job {self._options.job} in {self._options.config.store} {kind}")
-        if before.finished and not before.unsettled:
-            return self._is_complete(before)
-        self._claim_job()
-        give_permits(self._options.permits, self._options.job, self._options.config.store)
-        before = self._read()  # the former launcher may have saved or completed the job
-        if before is None:
-            return self._gave_up()
+        if not before.finished or before.unsettled:
+            self._claim_job()
+            give_permits(self._options.permits, self._options.job, self._options.config.store)
+            before = self._read()  # the former launcher may have saved or completed the job
+            if before is None:
+                return Outcome.INTERRUPTED.exit_code
         if before.finished:
-            return self._is_complete(before)
+            done = f"is complete already, and {before.cost()}; use another --job to start anew"
+            self._say(f"job {self._options.job} {done}")
+            return 0
         while True:
             started = time.monotonic()
             self._runs += 1
             code = self._child.run([sys.executable, str(self._flow), "run", *self._options.words])
             after = self._read()
             if after is None:
-                return self._gave_up()
+                return Outcome.INTERRUPTED.exit_code
             verdict = judge_run(code, before, after)
             failures = count_failures(before, after) if verdict is RunVerdict.FAILURE else 0
             before = self._write(verdict, code, time.monotonic() - started, after, failures)
@@ -99,10 +100,6 @@ class Supervisor:
             self._pause(verdict, code, before)
             if self._child.asked_to_leave:
                 return self._leave(before)
-
-    def _is_complete(self, record: JobRecord) -> int:
-        self._say(f"job {self._options.job} is complete already, and {record.cost()}; use another --job to start anew")
-        return 0
 
     def _claim_job(self) -> None:
         """Claim the job. The supervisor and all its runs share this claim."""
@@ -250,15 +247,12 @@ class Supervisor:
                 return record.with_runs(*self._unwritten)
             except StoreUnavailable as error:
                 if self._child.asked_to_leave:
+                    self._say("asked to leave while the store did not answer; the same command continues the job")
                     return None
                 if time.monotonic() > limit:
                     raise
                 self._say(f"the store does not answer, again in {_STORE_PAUSE_SECONDS:g} s: {error}")
                 self._child.pause(_STORE_PAUSE_SECONDS)
-
-    def _gave_up(self) -> int:
-        self._say("asked to leave while the store did not answer; the same command continues the job")
-        return Outcome.INTERRUPTED.exit_code
 
 
 def _counted(count: int, noun: str) -> str:
