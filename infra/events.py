@@ -266,8 +266,7 @@ class Event:
     generation: int
     node: int
     rank: int  # number of the rank; -1: the process is not a rank
-    # training step, if there is one; in the events PLACED and BATCH_SUBMITTED, the name of a step of the flow
-    step: int | None
+    step: int | None  # training step; of PLACED and BATCH_SUBMITTED the name of a step of the flow
     t_wall: float  # Unix time in seconds
     t_mono: float  # monotonic clock of the writing machine, in seconds
     data: dict[str, Any] = field(default_factory=dict)  # data of this kind of event

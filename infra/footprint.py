@@ -26,8 +26,7 @@ class ModelShape:
     flops_per_sample: float  # forward and backward of one sequence; a multiplication and an addition count as two
     tokens_per_sample: float  # sequence length; with a workload of the user, the weight of a sample in `weight_unit`
     units: int  # number of modules that are sharded as one: blocks, embeddings and head of the built-in model
-    # gradients of activations inside one unit in float32; 0: included elsewhere, or unknown
-    backward_bytes_per_sample: int = 0
+    backward_bytes_per_sample: int = 0  # gradients of activations inside one unit; 0: included, or unknown
     weight_unit: str = "tokens"  # unit in which the weight of a sample is counted
     kind: str = "computed"  # "computed" from the formulas below, or "measured" on one sample
 

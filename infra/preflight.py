@@ -32,8 +32,7 @@ class PreflightContext:
     project_root: Path  # folder of the project
     config_path: Path | None = None  # the configuration's file; None: it was not read from a file
     job: str | None = None  # the job's name, if it has one; the store may then have objects of it
-    # where the run is sent; None: unknown, so that everything that the configuration allows is checked
-    target: Target | None = None
+    target: Target | None = None  # where the run is sent; None: check all that the configuration allows
 
 
 @dataclass(frozen=True)

@@ -72,8 +72,7 @@ class ProcessStat:
     group: int
     session: int
     threads: int  # number of threads
-    # start time since boot in clock ticks; with `pid` it identifies a process even after pids are reused
-    started_ticks: int
+    started_ticks: int  # start in clock ticks since boot, which identifies a process if its id is reused
 
     @property
     def living(self) -> bool:

@@ -149,8 +149,7 @@ class JobLogs:
     """Lines of a job's logs."""
 
     lines: list[LogLine] = field(default_factory=list)  # sorted by time
-    # a warning for each file or segment that could not be read completely
-    notices: list[str] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)  # warnings of files that were not read completely
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,8 +164,7 @@ class LogFilter:
     node: int | None = None
     generation: int | None = None
     around_step: int | None = None  # only the lines nearest to this step, with lines before and after them
-    # number of lines before and after the nearest ones; without around_step, the number of last lines
-    lines: int | None = None
+    lines: int | None = None  # before and after the nearest ones; without around_step, the last ones
 
     def matches(self, line: LogLine) -> bool:
         pairs = ((self.rank, line.rank), (self.node, line.node), (self.generation, line.generation))

@@ -20,8 +20,7 @@ class Requirement:
     module: str
     least: tuple[int, ...]
     below: tuple[int, ...]
-    # the first numbers of the version that the whole test suite runs with; empty: any in the range counts
-    tested: tuple[int, ...] = ()
+    tested: tuple[int, ...] = ()  # first numbers of the tested version; empty: any in the range
     strict: bool = False  # whether other versions are refused
 
     def __str__(self) -> str:

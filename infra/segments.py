@@ -84,9 +84,7 @@ class Unsealed:
     lines: list[Line]  # the event lines, without copies
     damage: list[Damage]  # everything that cannot be used
     writers: set[tuple[str, str]]  # processes with segments, as (prefix of the key, random text in the key)
-    # writers with seals whose newest segment is not marked `last`, because they are still writing, were killed, or
-    # their last segments are lost
-    open_writers: set[tuple[str, str]]
+    open_writers: set[tuple[str, str]]  # with seals, and without a segment marked `last`
 
 
 def seal_segment(key: str, lines: Sequence[str], *, last: bool) -> bytes:

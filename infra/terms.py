@@ -37,8 +37,7 @@ class Terms:
     spent_usd: float = 0.0  # cost of earlier attempts of the job
     reserve_usd: float = 0.0  # part of the budget reserved for the last save and the drain
     deadline_utc: float | None = None  # Unix time by which the job must be done; None: no deadline
-    # expected interruptions of the planned pool per hour (a gang in one pool is one hazard)
-    hazard_per_hour: float = 0.0
+    hazard_per_hour: float = 0.0  # expected interruptions of the planned pool (a gang in one pool is one hazard)
     price_kind: str = "recorded"  # "live", "recorded" (on a date), "estimated" or "simulated"
     last_notified_threshold: float = 0.0  # highest of `BUDGET_THRESHOLDS` that earlier attempts reported; 0: none
     step_seconds: float = 0.0  # expected duration of a step until one is measured; 0: unknown

@@ -58,9 +58,7 @@ class PlacementResult:
     """Result of placing an attempt."""
 
     order: AttemptOrder | None = None  # the attempt's order; None if the attempt could not be placed
-    # why the attempt could not be placed at current prices, "" if it could. An order given with it follows the plan
-    # that the run made at its start.
-    trouble: str = ""
+    trouble: str = ""  # why there is no order, or one by the plan of the run only; "" without trouble
 
 
 def place_attempt(request: PlacementRequest, *, deadline_seconds: float = DEADLINE_SECONDS) -> PlacementResult:

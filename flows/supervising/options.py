@@ -43,8 +43,7 @@ class SupervisorOptions:
     capacity_pause_seconds: float = CAPACITY_PAUSE_SECONDS  # pause before capacity is requested again
     wait_hours: float = WAIT_HOURS  # longest wait for capacity, or for a store that does not answer
     take_over: bool = False  # take the job from a launcher that runs it now
-    # permits to give up commits (--from-scratch, --accept-rollback). The supervisor records them once.
-    permits: tuple[str, ...] = ()
+    permits: tuple[str, ...] = ()  # to give up commits (--from-scratch, --accept-rollback); recorded once
 
 
 def read_options(arguments: list[str], *, project_root: Path) -> SupervisorOptions:

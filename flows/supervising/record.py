@@ -38,8 +38,7 @@ class JobRecord:
 
     interruptions: frozenset[int] = frozenset()  # numbers of the generations that an interruption ended
     failures: frozenset[int] = frozenset()  # numbers of the generations that the user's program ended by a failure
-    # cause of the end of each AWS Batch job (`infra.batch.Cause`), by the job's id
-    attempts: dict[str, str] = field(default_factory=dict)
+    attempts: dict[str, str] = field(default_factory=dict)  # cause of each Batch job's end, by job id
     unsettled: bool = False  # the end of at least one Batch job is not recorded
     commit: str | None = None  # key of the newest commit, None without one
     runs: tuple[SupervisedRun, ...] = ()  # supervised runs, oldest first

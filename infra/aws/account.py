@@ -60,8 +60,7 @@ class BucketState:
 
     region: str
     public_access_blocked: bool  # True if all four settings of S3's public access block are on
-    # days after which S3 deletes the parts of an unfinished upload; None if it keeps them forever
-    abort_days: int | None
+    abort_days: int | None  # days until S3 deletes parts of an unfinished upload; None: never
 
 
 def sibling_client(service: str, batch: Any, region: str | None = None) -> Any:

@@ -46,8 +46,7 @@ class RequestDeadline:
     """The time by which a call must have ended, retries included."""
 
     until: float  # the time, in seconds of the clock `monotonic`
-    # the clock; tests replace it and `sleep`
-    monotonic: Callable[[], float] = field(default=time.monotonic, repr=False)
+    monotonic: Callable[[], float] = field(default=time.monotonic, repr=False)  # tests replace it and `sleep`
     sleep: Callable[[float], None] = field(default=time.sleep, repr=False)
 
     @classmethod

@@ -36,8 +36,7 @@ class ResourceChange:
     action: str  # "Add", "Modify", "Remove" and so on
     name: str  # the resource's name in the template
     kind: str  # type of the resource, such as "AWS::S3::Bucket"
-    # whether CloudFormation replaces the resource: "True", "False" or "Conditional"; "" if unknown
-    replacement: str = ""
+    replacement: str = ""  # of the resource: "True", "False" or "Conditional"; "" if unknown
     because: tuple[str, ...] = ()  # names of the properties that change
 
 

@@ -98,8 +98,7 @@ class BatchAttempt:
     exit_code: int | None  # exit code of the main container, None if Batch gives none
     reason: str  # texts of Batch and of the containers, joined by "; "; "" if there are none
     cause: Cause
-    # (started, stopped) of each node of an ended multi-node job; () if unknown
-    node_times: tuple[tuple[float | None, float | None], ...] = ()
+    node_times: tuple[tuple[float | None, float | None], ...] = ()  # (started, stopped) of ended nodes
 
     @property
     def finished(self) -> bool:

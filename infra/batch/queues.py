@@ -79,12 +79,9 @@ class QueueState:
     usable: bool  # the queue accepts jobs and can run them
     problem: str  # why it is not usable, "" if it is
     fargate: bool = False
-    # the largest limit of a compute environment, None if there is no limit or it is unknown
-    max_vcpus: int | None = None
+    max_vcpus: int | None = None  # largest limit of a compute environment; None: no limit, or unknown
     compute_environments: tuple[ComputeEnvironment, ...] = ()
-    # time after which Batch cancels a waiting job, by Batch's reason (jobStateTimeLimitActions); None if there is no
-    # such rule
-    cancels_after_seconds: Mapping[str, int] | None = None
+    cancels_after_seconds: Mapping[str, int] | None = None  # by reason (jobStateTimeLimitActions)
 
     @property
     def places_nodes_together(self) -> bool:

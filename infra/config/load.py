@@ -150,8 +150,7 @@ class LoadedConfig:
     """A loaded configuration."""
 
     config: RunConfig  # values of all keys, with absolute paths
-    # dotted key → "default", "configs/x.yaml:3", "environment EBBFLOW__MODEL__NUM_LAYERS" or "--set"
-    sources: dict[str, str]
+    sources: dict[str, str]  # of each key: "default", "configs/x.yaml:3", "environment EBBFLOW__…" or "--set"
     path: Path  # absolute path of the configuration file; the current directory without one
 
 
