@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,31 +11,14 @@ import pytest
 from ebbflow.infra.store import Store
 from ebbflow.training.checkpoint import open_generation, reachable_commits
 from ebbflow.training.checkpoint.commands import main as checkpoints
+from tests.support.gangs import run_ranks
 
-ROOT = Path(__file__).resolve().parents[2]
 MODES = ("ddp", "fsdp2", "hsdp")
-SCRIPT = ROOT / "tests" / "support" / "checkpoint_rank.py"
 
 
 def run_gang(world_size: int, action: str, modes: str, folder: Path, out: Path) -> list[dict]:
     """What each rank wrote; fails with the output of all when one fails."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    ranks = []
-    for rank in range(world_size):
-        contract = {"RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        ours = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **{key: str(v) for key, v in contract.items()}}
-        env = {**os.environ, **ours}
-        command = [sys.executable, str(SCRIPT), action, modes, str(folder), str(out)]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        ranks.append(subprocess.Popen(command, env=env, **pipes))
-    try:
-        output = [rank.communicate(timeout=90)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert all(rank.returncode == 0 for rank in ranks), "\n".join(output)
+    run_ranks(world_size, ["-m", "tests.support.checkpoint_rank", action, modes, str(folder), str(out)])
     return [json.loads(Path(f"{out}.{rank}").read_text()) for rank in range(world_size)]
 
 
