@@ -14,7 +14,7 @@ import math
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +41,7 @@ _MARKETS = ("spot", "on_demand")
 
 @dataclass(frozen=True, kw_only=True)
 class Placed:
-    """A simulated job. planned_*: forecast of its first plan. optimum_usd: cost with the whole future known."""
+    """A simulated job. planned_*, p10_usd, p90_usd: forecast of its first plan. optimum_usd: the future known."""
 
     zone: str
     start_hours: float
@@ -53,6 +53,8 @@ class Placed:
     last_market: str
     planned_usd: float
     planned_hours: float
+    p10_usd: float
+    p90_usd: float
     on_demand_usd: float
     optimum_usd: float
 
@@ -97,6 +99,7 @@ def _run(arguments: argparse.Namespace) -> int:
 def placed(config: RunConfig, trace: Trace, start_hours: float, *, seed: int) -> Placed:
     """Simulate one job from `start_hours` of the trace. Raises SimulationError if the job is refused at the start."""
     from benchmarks.money.virtual_batch import BEGAN_UTC, HOUR, VirtualBatch, planned
+    from ebbflow.cost.plan.live_forecast import ZONE_SPELLS, forecast_live
 
     first = planned(config, BEGAN_UTC)
     if first.refusal is not None or first.chosen is None or config.cost.deadline_hours is None:
@@ -107,6 +110,14 @@ def placed(config: RunConfig, trace: Trace, start_hours: float, *, seed: int) ->
     up = [bool(count) for count in trace.available[int(start_hours * 3600 // trace.gap_seconds) :]]
     course = VirtualBatch(up, gap_seconds=trace.gap_seconds, seed=seed).run(config)
     hours = math.inf if course.finished is None else course.finished / HOUR
+    best = {one.market: one for one in reversed(first.ranked)}
+    # Virtual machines run at the planned speed. The zone itself is left out of the forecast (cross-validation).
+    spot = replace(
+        best["spot"], case=replace(best["spot"].case, speed_log_deviation=0.0), storage_usd=0, transfer_usd=0
+    )
+    others = {name: spells for name, spells in ZONE_SPELLS.items() if name != trace.zone}
+    limits = {"hours_left": config.cost.deadline_hours, "usd_left": config.cost.budget_usd or math.inf}
+    ahead = forecast_live(config, spot, best["on_demand"], zones=others, **limits)
     alone = min(
         (one.case.work_hours + one.case.fixed_lost_hours) * one.gang_usd_per_hour
         for one in first.ranked
@@ -121,8 +132,10 @@ def placed(config: RunConfig, trace: Trace, start_hours: float, *, seed: int) ->
         late=hours > config.cost.deadline_hours + 1e-6,
         attempts=len(course.decisions),
         last_market=course.markets[-1],
-        planned_usd=first.chosen.compute_usd,
-        planned_hours=first.chosen.expected_hours,
+        planned_usd=ahead.mean_usd,
+        planned_hours=ahead.mean_hours,
+        p10_usd=ahead.p10_usd,
+        p90_usd=ahead.p90_usd,
         on_demand_usd=alone,
         optimum_usd=_optimum_of(config, trace, up),
     )
@@ -206,6 +219,7 @@ def _text(found: Sequence[Placed], traces: Sequence[Trace]) -> str:
             "actual h",
             "planned $",
             "actual $",
+            "within p10–p90",
         ),
         *("on demand alone $", "optimum $", "regret $", "worst regret $"),
     )
@@ -218,9 +232,15 @@ def _text(found: Sequence[Placed], traces: Sequence[Trace]) -> str:
         ended = sum(one.last_market == "on_demand" for one in rows)
         names = ("planned_hours", "hours", "planned_usd", "usd", "on_demand_usd", "optimum_usd", "regret_usd")
         means = [f"{_mean(rows, name):.2f}" for name in names]
+        means.insert(4, f"{covered(rows):.0%}")
         worst = f"{max(one.regret_usd for one in rows):.2f}"
         lines.append("| " + " | ".join(map(str, (f"{deadline:g}", *counts, ended, *means, worst))) + " |")
     return "\n".join(lines) + "\n"
+
+
+def covered(rows: Sequence[Placed]) -> float:
+    """Return the share of the jobs whose dollars are between the planned p10 and p90, to a cent."""
+    return statistics.fmean(one.p10_usd - 0.01 <= one.usd <= one.p90_usd + 0.01 for one in rows)
 
 
 def _mean(rows: Sequence[Placed], name: str) -> float:

@@ -46,15 +46,15 @@ def delay_hours(config: RunConfig) -> float:
 
 def finish_hours(config: RunConfig, one: Candidate) -> float:
     """Return the hours for finishing on demand from now on, with those of a last save and of expected failures."""
-    return delay_hours(config) + _busy_hours(one) + _save_hours(config)
+    return delay_hours(config) + busy_hours(one) + _save_hours(config)
 
 
 def finish_usd(config: RunConfig, one: Candidate) -> float:
     """Return the dollars for finishing on demand, with those of a last save and of storage and transfer."""
-    return (_busy_hours(one) + _save_hours(config)) * one.gang_usd_per_hour + one.storage_usd + one.transfer_usd
+    return (busy_hours(one) + _save_hours(config)) * one.gang_usd_per_hour + one.storage_usd + one.transfer_usd
 
 
-def _busy_hours(one: Candidate) -> float:
+def busy_hours(one: Candidate) -> float:
     return max(one.paid_hours, start_hours(one) + one.case.work_hours)
 
 
@@ -84,7 +84,7 @@ def make_fallback(config: RunConfig, spot: Candidate, last_resort: Candidate, *,
     """
     save, price = _save_hours(config), last_resort.gang_usd_per_hour
     fixed = start_hours(last_resort) + undone_hours(config, spot) + save
-    step_hours = (_busy_hours(last_resort) - start_hours(last_resort)) / max(1, steps)
+    step_hours = (busy_hours(last_resort) - start_hours(last_resort)) / max(1, steps)
     return Fallback(
         seconds=3600 * (delay_hours(config) + fixed),
         restart_seconds=3600 * start_hours(spot),
@@ -141,7 +141,7 @@ def refuse_unguaranteed(
         needed, deadline = hours(best), config.cost.deadline_hours or 0.0
         enough = deadline - hours_left + needed
         parts = (
-            f"{_busy_hours(best) - start_hours(best):.2f} h of work + {start_hours(best):.2f} h to start + "
+            f"{busy_hours(best) - start_hours(best):.2f} h of work + {start_hours(best):.2f} h to start + "
             f"{delay_hours(config):.2f} h for on-demand capacity (batch.runnable_minutes) + "
             f"{_save_hours(config):.2f} h for a last save + {DECIDE_HOURS:.2f} h to place it"
         )

@@ -10,6 +10,7 @@ the run is priced as if it ran in the chosen pool (`simulated`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,7 @@ from ebbflow.cost.plan.candidates import (
     short_queue_name,
 )
 from ebbflow.cost.plan.forecast import DRAWS, forecast_quantiles
+from ebbflow.cost.plan.live_forecast import LiveForecast, forecast_live
 from ebbflow.cost.plan.refusal import PlanRefusal, find_refusal, needed_usd, reserve_usd, split_by_budget
 from ebbflow.cost.plan.throughput import speed_fingerprint
 from ebbflow.cost.prices.quote import PriceSource, StaticPrices, warn_of_age
@@ -63,6 +65,7 @@ def plan_notes(config: RunConfig, sources: PlanInputs) -> tuple[str, ...]:
     if config.cluster.market != "on_demand":
         waits = "waits after a reclaim as recorded of V100, 2023; the first start is taken to be granted at once"
         lines.append(f"p50, p90 and P(deadline): simulated, staying in the pool; {waits}")
+        lines.append("as placed: simulated, with capacity as recorded of V100, 2023, until own jobs ran in the pool")
     old = warn_of_age(sources.now_utc, regions)
     return (*lines, old) if old else tuple(lines)
 
@@ -97,6 +100,7 @@ class Plan:
             cut.
         on_demand: On-demand dollars per hour by instance type in the chosen pool's region, in case AWS starts another
             type than planned.
+        live: Forecast of the job as its attempts will be placed; None without a pool, or on this machine.
     """
 
     made_utc: float
@@ -120,6 +124,7 @@ class Plan:
     counts: dict[str, int]
     refusal: PlanRefusal | None
     on_demand: dict[str, str] = field(default_factory=dict)
+    live: LiveForecast | None = None
 
     @property
     def chosen(self) -> Candidate | None:
@@ -181,8 +186,9 @@ class Plan:
             made = f"the plan is of schema {data.get('schema')!r}, this version reads {SCHEMA}"
             raise PlanError(f"{made}: start a new run of the job, which plans anew and goes on from the last commit")
         refusal = data["refusal"]
-        fields = {name: data[name] for name in cls.__dataclass_fields__ if name != "on_demand"}
-        fields["on_demand"] = data.get("on_demand", {})  # missing in plans of earlier versions
+        fields = {name: data[name] for name in cls.__dataclass_fields__ if name not in ("on_demand", "live")}
+        fields["on_demand"] = data.get("on_demand", {})  # missing in plans of earlier versions, like `live`
+        fields["live"] = LiveForecast(**data["live"]) if data.get("live") else None
         fields["ranked"] = tuple(map(Candidate.from_json, data["ranked"]))
         fields["rejected"] = tuple(Rejection(**one) for one in data["rejected"])
         fields["prices"], fields["notes"] = tuple(data["prices"]), tuple(data["notes"])
@@ -205,6 +211,7 @@ _KINDS = {
     "transfer_usd": f"estimated at {RATES_KIND}",
     **dict.fromkeys(("paid_hours", "expected_hours", "compute_usd", "expected_usd", "interruptions"), "estimated"),
     "outlook": "simulated",
+    "live": "simulated",
 }
 
 
@@ -271,7 +278,18 @@ def make_plan(
         counts=_counts(len(ranked), rejected),
         refusal=find_refusal(config, sources, ranked, rejected),
         on_demand=_on_demand(config, sources, ranked[0].region) if ranked else {},
+        live=_live(config, sources, ranked),
     )
+
+
+def _live(config: RunConfig, sources: PlanInputs, ranked: list[Candidate]) -> LiveForecast | None:
+    best = {one.market: one for one in reversed(ranked)}
+    if sources.simulated or not best:
+        return None
+    budget = config.cost.budget_usd
+    usd_left = math.inf if budget is None else budget - sources.progress.spent_usd
+    pools = best.get("spot"), best.get("on_demand")
+    return forecast_live(config, *pools, hours_left=sources.hours_left(config), usd_left=usd_left)
 
 
 def _divided(config: RunConfig, sources: PlanInputs) -> tuple[list[Candidate], tuple[Rejection, ...]]:

@@ -120,6 +120,13 @@ def _dollars(plan: Plan, best: Candidate) -> str:
 
 def _limits(plan: Plan, best: Candidate) -> list[tuple[str, str]]:
     limits = []
+    if (ahead := plan.live) is not None:
+        dollars = f"{format_usd(ahead.mean_usd, 4)} expected, p10 {format_usd(ahead.p10_usd, 4)}, p90 "
+        dollars += f"{format_usd(ahead.p90_usd, 4)}; {format_number(ahead.mean_hours)} h with waits"
+        share = f"ends on demand with {format_percent(ahead.on_demand_share)}"
+        chance = ahead.deadline_probability
+        in_time = "" if chance is None else f"; P(in time, with fall-back to on-demand) {format_percent(chance)}"
+        limits.append(("as placed", f"{dollars}; {share}{in_time} (s)"))
     if plan.deadline_hours is not None:
         left = plan.deadline_hours - (plan.made_utc - plan.started_utc) / 3600
         in_time = best.outlook.deadline_probability if best.outlook else None

@@ -1,0 +1,205 @@
+"""Forecast the dollars and hours of a job as it will be placed: on Spot while a start is safe, then on demand.
+
+A Monte Carlo simulation with a fixed seed applies the rule of `cost.capacity` to capacity that comes and goes. It
+contains waits for capacity, lost and redone work, the reserve for on-demand, and the fall-back to on-demand.
+
+Capacity is a sequence of spells with and without capacity, as recorded in nine zones in 2023 (one V100 each). Each run
+draws one of these zones, a moment in it, and then independent spells of that zone. Nothing is known of the zone of a
+new job, so the nine are equally likely. After own jobs ran in the pool, each zone counts by the likelihood of their
+losses. Other instance types and years differ, which no price shows. The speed differs from its estimate by a lognormal
+factor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from ebbflow.cost.plan.candidates import Candidate
+from ebbflow.cost.plan.forecast import DRAWS, PRIOR_WEIGHT
+from ebbflow.cost.plan.guarantee import (
+    DECIDE_HOURS,
+    busy_hours,
+    delay_hours,
+    spare_hours,
+    spare_usd,
+    start_hours,
+)
+from ebbflow.infra.config.schema import RunConfig
+
+if TYPE_CHECKING:
+    import numpy
+
+
+class ZoneSpells(NamedTuple):
+    """Recorded spells of a zone: share of the time with capacity, and mean hours of six equal groups, sorted."""
+
+    share_up: float
+    up_hours: tuple[float, ...]
+    down_hours: tuple[float, ...]
+
+    @property
+    def losses_per_hour(self) -> float:
+        return len(self.up_hours) / sum(self.up_hours)
+
+
+# V100, 45.5 days from 2023-02-15, one tick per 195 s (recorded by skypilot-org/spot-traces 221da1a).
+ZONE_SPELLS = {
+    "us-east-1a": ZoneSpells(0.167, (0.16, 0.17, 0.28, 0.44, 0.77, 2.50), (0.16, 0.19, 0.37, 0.94, 2.78, 17.21)),
+    "us-east-1c": ZoneSpells(0.467, (0.16, 0.20, 0.38, 0.62, 1.30, 6.27), (0.16, 0.22, 0.43, 0.88, 2.02, 6.51)),
+    "us-east-1d": ZoneSpells(0.447, (0.16, 0.24, 0.41, 0.69, 1.34, 7.12), (0.16, 0.27, 0.47, 1.01, 2.12, 8.29)),
+    "us-east-1f": ZoneSpells(0.591, (0.16, 0.19, 0.42, 0.77, 2.12, 10.04), (0.16, 0.18, 0.32, 0.63, 1.53, 6.65)),
+    "us-east-2a": ZoneSpells(0.759, (0.17, 0.31, 0.67, 1.74, 5.00, 26.63), (0.16, 0.23, 0.37, 0.68, 2.19, 7.31)),
+    "us-east-2b": ZoneSpells(0.682, (0.18, 0.33, 0.71, 1.91, 4.79, 17.76), (0.16, 0.26, 0.47, 1.14, 2.87, 7.05)),
+    "us-west-2a": ZoneSpells(0.883, (0.16, 0.33, 0.69, 1.87, 4.67, 29.32), (0.17, 0.30, 0.35, 0.46, 0.84, 2.77)),
+    "us-west-2b": ZoneSpells(0.905, (0.16, 0.26, 0.81, 2.41, 7.62, 53.86), (0.16, 0.30, 0.37, 0.62, 1.36, 4.02)),
+    "us-west-2c": ZoneSpells(0.891, (0.16, 0.31, 0.67, 1.80, 4.41, 34.64), (0.16, 0.23, 0.34, 0.46, 0.82, 3.08)),
+}
+_SEED = 20_261_123
+_MOST_ATTEMPTS = 400
+
+
+@dataclass(frozen=True, kw_only=True)
+class LiveForecast:
+    """Forecast of the job as it will be placed. Dollars include storage and transfer; hours include waits.
+
+    Attributes:
+        on_demand_share: Share of the simulated runs that ended on demand.
+        deadline_probability: Share that met deadline and budget; None without a deadline.
+    """
+
+    mean_usd: float
+    p10_usd: float
+    p50_usd: float
+    p90_usd: float
+    mean_hours: float
+    p90_hours: float
+    on_demand_share: float
+    deadline_probability: float | None
+
+
+class _Runs:
+    """Simulated runs of one job, [draws] each: remaining work, hours and dollars so far, and whether it is done."""
+
+    def __init__(self, pool: Candidate) -> None:
+        import numpy
+
+        self.chance = numpy.random.default_rng(_SEED)
+        deviation = pool.case.speed_log_deviation
+        speeds = self.chance.standard_normal(DRAWS)
+        self.slower = numpy.exp(deviation * speeds - deviation**2 / 2)
+        self.work = pool.case.work_hours * self.slower
+        self.hours, self.usd = numpy.zeros(DRAWS), numpy.zeros(DRAWS)
+        self.done, self.waits = numpy.zeros(DRAWS, dtype=bool), numpy.ones(DRAWS, dtype=bool)
+
+    def run_on_spot(
+        self, spot: Candidate, zones: Mapping[str, ZoneSpells], spare: Callable[[_Runs], numpy.ndarray]
+    ) -> None:
+        """Run on Spot until the work is done, or until `spare`, the longest safe wait in hours, is too short."""
+        import numpy
+
+        known = list(zones.values())
+        spells = numpy.array([[zone.down_hours, zone.up_hours] for zone in known])
+        zone = self.chance.choice(len(known), DRAWS, p=_weights(spot, known))
+        up = self.chance.random(DRAWS) < numpy.array([one.share_up for one in known])[zone]
+        # The first spell is met at a random moment: long spells are met more often, at any point of their length.
+        groups = spells[zone, up.astype(int)].cumsum(axis=1)
+        first = (groups < groups[:, -1:] * self.chance.random((DRAWS, 1))).sum(axis=1)
+        rest = spells[zone, up.astype(int), first] * self.chance.random(DRAWS)
+        start, interval, price = start_hours(spot), spot.case.interval_hours, spot.gang_usd_per_hour
+        for _ in range(_MOST_ATTEMPTS):
+            active = self.waits & ~self.done
+            if not active.any():
+                break
+            longest = spare(self)
+            wait = numpy.where(up, 0.0, rest)
+            given_up = active & ((longest < DECIDE_HOURS) | (wait > longest))
+            self.hours += given_up * numpy.where(up, 0.0, numpy.clip(longest, 0.0, wait))
+            self.waits &= ~given_up
+            active &= ~given_up
+            drawn = spells[zone, 1, self.chance.integers(spells.shape[2], size=DRAWS)]
+            stay = numpy.where(up, rest, drawn)
+            needed = start + self.work
+            ends = active & (needed <= stay)
+            held = numpy.minimum(needed, stay)
+            self.hours += active * (wait + held)
+            self.usd += active * held * price
+            kept = numpy.maximum(0.0, stay - start - interval * self.chance.random(DRAWS))
+            self.work = numpy.where(active & ~ends, numpy.maximum(self.work - kept, 1e-6), self.work)
+            self.done |= ends
+            up = numpy.zeros(DRAWS, dtype=bool)
+            rest = spells[zone, 0, self.chance.integers(spells.shape[2], size=DRAWS)]
+
+
+def _weights(spot: Candidate, zones: Sequence[ZoneSpells]) -> numpy.ndarray:
+    """Return the probability of each zone, given the losses of own jobs in the pool: Poisson, equal priors."""
+    import numpy
+
+    known = spot.case.reclaims
+    logs = numpy.zeros(len(zones))
+    if known is not None and known.shape != PRIOR_WEIGHT:
+        rates = numpy.array([zone.losses_per_hour for zone in zones])
+        logs = known.shape * numpy.log(rates) - known.hours * rates
+    likely = numpy.exp(logs - logs.max())
+    return likely / likely.sum()
+
+
+def forecast_live(
+    config: RunConfig,
+    spot: Candidate | None,
+    last_resort: Candidate | None,
+    *,
+    hours_left: float | None,
+    usd_left: float,
+    zones: Mapping[str, ZoneSpells] = ZONE_SPELLS,
+) -> LiveForecast:
+    """Simulate `DRAWS` runs of the job. Equal inputs give equal results.
+
+    Args:
+        spot, last_resort: The pools of each market. None: the job has no pool of that market; one of them is needed.
+        hours_left: Hours until the deadline; None without one. The job then waits for Spot for as long as it takes.
+        usd_left: Dollars left of the budget; infinite without one.
+        zones: Zones whose capacity may be met.
+    """
+    import numpy
+
+    pool = spot or last_resort
+    assert pool is not None
+    runs, left = _Runs(pool), math.inf if hours_left is None else hours_left
+
+    def spare(now: _Runs) -> numpy.ndarray:
+        """Return the longest safe wait of each run: `spare_hours` and `spare_usd` with its own work and spending."""
+        if last_resort is None or hours_left is None or spot is None:
+            return numpy.full(DRAWS, math.inf)
+        slower = now.work / pool.case.work_hours - 1
+        hours = spare_hours(config, spot, last_resort, left) - now.hours - slower * _work_hours(last_resort)
+        usd = spare_usd(config, spot, last_resort, usd_left) - now.usd
+        usd = usd - slower * _work_hours(last_resort) * last_resort.gang_usd_per_hour
+        return numpy.where(usd >= 0, hours, -1.0)
+
+    if spot is not None:
+        runs.run_on_spot(spot, zones, spare)
+    on_demand = ~runs.done
+    if last_resort is not None:
+        paid = start_hours(last_resort) + runs.work / pool.case.work_hours * _work_hours(last_resort)
+        runs.hours += on_demand * (runs.chance.uniform(0, delay_hours(config), DRAWS) + paid)
+        runs.usd += on_demand * paid * last_resort.gang_usd_per_hour
+    usd = runs.usd + pool.storage_usd + pool.transfer_usd
+    met = (runs.hours <= left) & (usd <= usd_left)
+    low, middle, high = numpy.quantile(usd, [0.1, 0.5, 0.9])
+    return LiveForecast(
+        mean_usd=float(usd.mean()),
+        p10_usd=float(low),
+        p50_usd=float(middle),
+        p90_usd=float(high),
+        mean_hours=float(runs.hours.mean()),
+        p90_hours=float(numpy.quantile(runs.hours, 0.9)),
+        on_demand_share=float(on_demand.mean()),
+        deadline_probability=None if hours_left is None else float(met.mean()),
+    )
+
+
+def _work_hours(last_resort: Candidate) -> float:
+    return busy_hours(last_resort) - start_hours(last_resort)
