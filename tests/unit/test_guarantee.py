@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import random
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from benchmarks.money.virtual_batch import BEGAN_UTC, HOUR, Run, VirtualBatch
+from benchmarks.money.adversary import adversarial_job
+from benchmarks.money.virtual_batch import BEGAN_UTC, HOUR, VirtualBatch
 from ebbflow.cost.capacity import choose_placement, read_attempts
 from ebbflow.cost.plan.candidates import JobProgress, read_progress
 from ebbflow.cost.plan.plan import make_plan
@@ -50,55 +50,21 @@ def test_a_budget_that_on_demand_exceeds_is_refused_if_there_is_a_deadline() -> 
     assert first_plan(low, "cost.deadline_hours=null").refusal is None
 
 
-class Watcher:
-    """An adversary that sees the job: it strikes just before a commit, or at the first steps of a start."""
-
-    def __init__(self, seed: int) -> None:
-        self.draw = random.Random(seed)
-        self.patience = self.draw.choice([0.0, 0.0, 0.3, 1.5])
-        self.kind = self.draw.choice(["fail", "reclaim", "both"])
-        self.before_commit = self.draw.random() < 0.7
-
-    def __call__(self, run: Run) -> str:
-        interval = 0.9 * INTERVAL
-        if (run.now - run.started) / HOUR < self.patience or run.restarts > 40:
-            return ""
-        if self.before_commit and run.uncommitted_hours < interval:
-            return ""
-        return self.draw.choice(["fail", "reclaim"]) if self.kind == "both" else self.kind
-
-
 SLOW_COMMITS = ("checkpoint.interval=seconds", "checkpoint.interval_seconds=900", "batch.runnable_minutes=20")
-INTERVAL = planned(batch_config(*SLOW_COMMITS), WALL).ranked[0].case.interval_hours
 
 
-def adversarial_job(seed: int) -> tuple[bool, float]:
-    """Run one admitted job under an adversary. Return whether it was late, and the dollars over its budget."""
-    draw = random.Random(seed)
-    usual = next(one for one in planned(batch_config(*SLOW_COMMITS), WALL).ranked if one.market == "on_demand")
-    budget = usual.expected_usd * draw.uniform(1.05, 1.35)
-    deadline = WORK_HOURS * draw.uniform(1.2, 2.5)
-    config = batch_config(*SLOW_COMMITS, f"cost.budget_usd={budget:.4f}", f"cost.deadline_hours={deadline:.4f}")
-    if planned(config, WALL).refusal is not None or make_plan(config, now_utc=WALL).refusal is not None:
-        return False, 0.0
-    up = [bool(draw.getrandbits(1)) for _ in range(400) for _ in range(draw.randrange(1, 4))]
-    skew = draw.choice([0.0, 0.0, -1800.0])
-    course = VirtualBatch(
-        up if draw.random() < 0.5 else [True],
-        seed=seed,
-        adversary=Watcher(seed),
-        slowest=True,
-        clock=lambda second: second + (skew if second > HOUR else 0.0),
-    ).run(config)
-    assert course.finished is not None
-    return course.finished > deadline * HOUR + 1, max(0.0, course.usd - budget)
+def test_no_adversary_makes_an_admitted_job_late_or_exceed_its_budget() -> None:
+    found = [adversarial_job(batch_config(*SLOW_COMMITS), seed) for seed in range(12)]
+    admitted = [one for one in found if one is not None]
+    assert len(admitted) > 8 and sum(one.strikes for one in admitted) > 10
+    for one in admitted:
+        assert one.late_hours == 0 and one.over_usd == 0, one
 
 
-@pytest.mark.parametrize("first", range(0, 40, 20))
-def test_no_adversary_makes_an_admitted_job_late_or_exceed_its_budget(first: int) -> None:
-    for seed in range(first, first + 20):
-        late, over = adversarial_job(seed)
-        assert not late and over == 0.0, f"seed {seed}: late {late}, ${over:.4f} over the budget"
+def test_without_the_guard_an_adversary_breaks_both_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Terms, "why_leave_spot", lambda *args, **known: "")
+    found = [adversarial_job(batch_config(*SLOW_COMMITS), seed) for seed in range(20)]
+    assert any(one.late_hours > 0 for one in found if one) and any(one.over_usd > 0 for one in found if one)
 
 
 def test_a_clock_set_back_neither_delays_on_demand_nor_makes_the_job_late() -> None:
