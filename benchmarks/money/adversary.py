@@ -43,7 +43,7 @@ def adversarial_job(config: RunConfig, seed: int) -> Verdict | None:
     """Draw limits, capacity, a jump of the launcher's clock and an adversary, and run the job.
 
     The budget is 5–35 % above on-demand, the deadline 1.2–2.5 times the work. On-demand starts take all of the stated
-    wait. Capacity flaps or never ends. The clock of half of the jobs is set back by 30 min after the first hour.
+    wait. Capacity comes and goes, or never ends. The clock of half of the jobs is set back by 30 min after the first hour.
 
     Returns:
         None if the job is not admitted.
@@ -57,7 +57,8 @@ def adversarial_job(config: RunConfig, seed: int) -> Verdict | None:
     config = config.model_copy(update={"cost": config.cost.model_copy(update=limits)})
     if make_plan(config, now_utc=BEGAN_UTC).refusal is not None:
         return None
-    up = [bool(draw.getrandbits(1)) for _ in range(400) for _ in range(draw.randrange(1, 4))]
+    length = draw.choice([1, 3, 20, 60])
+    up = [up for _ in range(400) for up in [bool(draw.getrandbits(1))] * length]
     skew = draw.choice([0.0, -1800.0])
     watcher = Watcher(draw, usual.case.interval_hours)
     course = VirtualBatch(

@@ -80,7 +80,7 @@ class LiveForecast:
     deadline_probability: float | None
 
 
-class _Runs:
+class LiveRuns:
     """Simulated runs of one job, [draws] each: remaining work, hours and dollars so far, and whether it is done."""
 
     def __init__(self, pool: Candidate) -> None:
@@ -95,7 +95,7 @@ class _Runs:
         self.done, self.waits = numpy.zeros(DRAWS, dtype=bool), numpy.ones(DRAWS, dtype=bool)
 
     def run_on_spot(
-        self, spot: Candidate, zones: Mapping[str, ZoneSpells], spare: Callable[[_Runs], numpy.ndarray]
+        self, spot: Candidate, zones: Mapping[str, ZoneSpells], spare: Callable[[LiveRuns], numpy.ndarray]
     ) -> None:
         """Run on Spot until the work is done, or until `spare`, the longest safe wait in hours, is too short."""
         import numpy
@@ -146,7 +146,7 @@ def _weights(spot: Candidate, zones: Sequence[ZoneSpells]) -> numpy.ndarray:
     return likely / likely.sum()
 
 
-def forecast_live(
+def simulate_live(
     config: RunConfig,
     spot: Candidate | None,
     last_resort: Candidate | None,
@@ -154,7 +154,7 @@ def forecast_live(
     hours_left: float | None,
     usd_left: float,
     zones: Mapping[str, ZoneSpells] = ZONE_SPELLS,
-) -> LiveForecast:
+) -> LiveRuns:
     """Simulate `DRAWS` runs of the job. Equal inputs give equal results.
 
     Args:
@@ -167,9 +167,9 @@ def forecast_live(
 
     pool = spot or last_resort
     assert pool is not None
-    runs, left = _Runs(pool), math.inf if hours_left is None else hours_left
+    runs, left = LiveRuns(pool), math.inf if hours_left is None else hours_left
 
-    def spare(now: _Runs) -> numpy.ndarray:
+    def spare(now: LiveRuns) -> numpy.ndarray:
         """Return the longest safe wait of each run: `spare_hours` and `spare_usd` with its own work and spending."""
         if last_resort is None or hours_left is None or spot is None:
             return numpy.full(DRAWS, math.inf)
@@ -186,17 +186,32 @@ def forecast_live(
         paid = start_hours(last_resort) + runs.work / pool.case.work_hours * _work_hours(last_resort)
         runs.hours += on_demand * (runs.chance.uniform(0, delay_hours(config), DRAWS) + paid)
         runs.usd += on_demand * paid * last_resort.gang_usd_per_hour
-    usd = runs.usd + pool.storage_usd + pool.transfer_usd
-    met = (runs.hours <= left) & (usd <= usd_left)
-    low, middle, high = numpy.quantile(usd, [0.1, 0.5, 0.9])
+    runs.usd += pool.storage_usd + pool.transfer_usd
+    return runs
+
+
+def forecast_live(
+    config: RunConfig,
+    spot: Candidate | None,
+    last_resort: Candidate | None,
+    *,
+    hours_left: float | None,
+    usd_left: float,
+) -> LiveForecast:
+    """Summarize the runs of `simulate_live`, which describes the arguments."""
+    import numpy
+
+    runs = simulate_live(config, spot, last_resort, hours_left=hours_left, usd_left=usd_left)
+    met = (runs.hours <= (math.inf if hours_left is None else hours_left)) & (runs.usd <= usd_left)
+    low, middle, high = numpy.quantile(runs.usd, [0.1, 0.5, 0.9])
     return LiveForecast(
-        mean_usd=float(usd.mean()),
+        mean_usd=float(runs.usd.mean()),
         p10_usd=float(low),
         p50_usd=float(middle),
         p90_usd=float(high),
         mean_hours=float(runs.hours.mean()),
         p90_hours=float(numpy.quantile(runs.hours, 0.9)),
-        on_demand_share=float(on_demand.mean()),
+        on_demand_share=float((~runs.done).mean()),
         deadline_probability=None if hours_left is None else float(met.mean()),
     )
 

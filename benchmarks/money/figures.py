@@ -1,0 +1,177 @@
+"""`ebbflow bench money`: the figures of docs/money.md in one table, with traces, seeds and intervals. All simulated."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+_SEED = 20261123
+_RESAMPLES = 2000
+_FINE_TICKS = 5
+
+
+@dataclass(frozen=True)
+class MoneyFigure:
+    """A figure, its target, the number of jobs, and where it comes from."""
+
+    name: str
+    value: str
+    target: str
+    jobs: int
+    origin: str
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `ebbflow bench money` without a subcommand."""
+    parser.add_argument("--data", type=Path, default=None, metavar="DIR", help="traces (docs/money.md)")
+    parser.add_argument("--adversarial", type=int, default=2000, help="jobs under the adversary")
+    parser.add_argument("--starts", type=int, default=20, help="jobs per zone and deadline, and per world")
+    parser.add_argument("--json", action="store_true", help="the figures for a program")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    figures = []
+    parts: list[Callable[[], Iterator[MoneyFigure]]] = [lambda: live_limits(arguments.adversarial)]
+    if arguments.data is not None:
+        parts += [
+            lambda: live_dollars(arguments.data, arguments.starts),
+            lambda: enactable(arguments.data, arguments.starts),
+            lambda: research(arguments.data, max(2, arguments.starts // 5)),
+        ]
+    began = time.process_time()
+    for part in parts:
+        for figure in part():
+            figures.append(figure)
+            if not arguments.json:
+                if len(figures) == 1:
+                    print("| figure | simulated | target | jobs | traces, seed, interval |\n|---|---|---|---|---|")
+                print(f"| {' | '.join(map(str, asdict(figure).values()))} |", flush=True)
+    if arguments.json:
+        print(json.dumps({"kind": "simulated", "figures": [asdict(one) for one in figures]}, indent=1))
+    elif arguments.data is None:
+        print("\nwithout --data DIR: only the figures that need no traces")
+    else:
+        print(f"\n{time.process_time() - began:.0f} s of processor time in this process")
+    return 0
+
+
+def _interval(values: Sequence[float], groups: Sequence[Any]) -> str:
+    """Return the 95 % bootstrap interval of the mean, resampling whole groups, because jobs of a group are alike."""
+    chance, names = np.random.default_rng(_SEED), sorted(set(groups), key=str)
+    sums = np.array([sum(v for v, g in zip(values, groups, strict=True) if g == name) for name in names])
+    sizes = np.array([sum(g == name for g in groups) for name in names])
+    drawn = chance.integers(0, len(names), size=(_RESAMPLES, len(names)))
+    means = sums[drawn].sum(axis=1) / sizes[drawn].sum(axis=1)
+    low, high = np.quantile(means, [0.025, 0.975])
+    return f"[{low:.3f}, {high:.3f}]"
+
+
+def live_limits(count: int) -> Iterator[MoneyFigure]:
+    """Run jobs under the adversary until `count` are admitted."""
+    from benchmarks.money.adversary import adversarial_job
+    from benchmarks.money.placements import job_config
+
+    config = job_config(8.0, ["checkpoint.interval=seconds", "checkpoint.interval_seconds=900"])
+    admitted, refused, seed = [], 0, 0
+    while len(admitted) < count:
+        found = adversarial_job(config, seed)
+        seed += 1
+        refused += found is None
+        admitted += [] if found is None else [found]
+    where = (
+        f"made-up capacity, seeds 0–{seed - 1}, {refused} not admitted, {sum(one.strikes for one in admitted)} strikes"
+    )
+    late = sum(one.late_hours > 1e-6 for one in admitted)
+    over = sum(one.over_minutes > 1 for one in admitted)
+    most = max(one.over_usd for one in admitted)
+    yield MoneyFigure("live path: late, adversary", str(late), "0", len(admitted), where)
+    yield MoneyFigure("live path: over budget by > 1 min", f"{over} (most ${most:.4f})", "0", len(admitted), where)
+
+
+def live_dollars(data: Path, starts: int) -> Iterator[MoneyFigure]:
+    """Compare the planned with the actual dollars of jobs on the virtual Batch."""
+    from benchmarks.money.cases import spread
+    from benchmarks.money.placements import DEADLINES_HOURS, covered, job_config, placed, read_zones
+
+    traces = read_zones(data, max(DEADLINES_HOURS))
+    chance = random.Random(_SEED)
+    found = [
+        placed(job_config(deadline, []), trace, start, seed=chance.randrange(10**6))
+        for deadline in DEADLINES_HOURS
+        for trace in traces
+        for start in spread(trace.hours - max(DEADLINES_HOURS), starts)
+    ]
+    where = f"{', '.join(one.name for one in traces)}; seed {_SEED}; each zone forecast from the others"
+    zones = [one.zone for one in found]
+    late = sum(one.late for one in found)
+    yield MoneyFigure("live path: late, recorded capacity", str(late), "0", len(found), where)
+    usd, planned = (statistics.fmean(getattr(one, name) for one in found) for name in ("usd", "planned_usd"))
+    errors = [one.planned_usd / usd - one.usd / usd for one in found]
+    value = f"{planned / usd - 1:+.1%}"
+    note = f"{where}; error as a share {_interval(errors, zones)} over zones"
+    yield MoneyFigure("planned ÷ actual dollars − 1, mean", value, "≤ ±10 %", len(found), note)
+    inside = [float(0.1 <= one.rank <= 0.9) for one in found]
+    note = f"{where}; {_interval(inside, zones)} over zones"
+    yield MoneyFigure(
+        "jobs within the planned p10–p90 (ties split at random)", f"{covered(found):.0%}", "80 ± 7 %", len(found), note
+    )
+    ratio = [one.usd / one.optimum_usd for one in found]
+    total = usd / statistics.fmean(one.optimum_usd for one in found)
+    note = f"{where}; mean of ratios {_interval(ratio, zones)}"
+    yield MoneyFigure("live path ÷ optimum", f"{total:.3f}", "-", len(found), note)
+
+
+def enactable(data: Path, starts: int) -> Iterator[MoneyFigure]:
+    """Compare the live rule, which is greedy, with Uniform Progress and the adaptive policy under enactable rules."""
+    from benchmarks.money import cases
+    from benchmarks.money.policy import worst_decile_usd
+
+    made = [case for case in cases.enactable(data, starts) if case.policy in ("greedy", "uniform_progress", "adaptive")]
+    figures = cases.run_cases(data, made)
+    suites: dict[str, dict[str, list[float]]] = {}
+    for case, figure in zip(made, figures, strict=True):
+        suite = f"{case.traces}: {' '.join(case.zones)}"
+        suites.setdefault(suite, {}).setdefault(case.policy, []).append(figure.usd)
+    blocks = [index * 8 // starts for index in range(starts)]
+    for suite, usd in suites.items():
+        mean = statistics.fmean(usd["greedy"])
+        worst = {name: worst_decile_usd(values) for name, values in usd.items()}
+        other = [(a - g) / mean for a, g in zip(usd["adaptive"], usd["greedy"], strict=True)]
+        note = f"{suite}; {starts} starts; adaptive − greedy {statistics.fmean(other):+.1%} {_interval(other, blocks)}"
+        value = f"{worst['greedy'] / worst['uniform_progress'] - 1:+.1%}"
+        yield MoneyFigure("worst decile, live rule ÷ Uniform Progress − 1", value, "≤ 0 %", len(usd["greedy"]), note)
+
+
+def research(data: Path, starts: int) -> Iterator[MoneyFigure]:
+    """Compare the adaptive policy on gangs with the optimum on a grid that does not round the changeover up."""
+    from dataclasses import replace
+
+    from benchmarks.money import cases
+    from benchmarks.money.simulator import optimum_of
+    from benchmarks.money.world import cut_world
+
+    chosen = [case for case in cases.gangs(data, starts) if case.policy == "adaptive"]
+    figures, ratios, groups = cases.run_cases(data, chosen), [], []
+    for case, figure in zip(chosen, figures, strict=True):
+        world = cut_world(cases.world_at(data, case.traces, case.zones), case.start_hours, case.job.deadline_hours)
+        fine = replace(
+            world,
+            available=np.repeat(world.available, _FINE_TICKS, axis=1),
+            usd_per_hour=np.repeat(world.usd_per_hour, _FINE_TICKS, axis=1),
+            tick_hours=np.repeat(world.tick_hours / _FINE_TICKS, _FINE_TICKS),
+        )
+        ratios.append((figure.usd, optimum_of(fine, case.job)))
+        groups.append(" ".join(case.zones))
+    total = sum(usd for usd, _ in ratios) / sum(best for _, best in ratios)
+    each = [usd / best for usd, best in ratios]
+    note = f"gang traces, constant price, optimum on ticks of 60 s; mean of ratios {_interval(each, groups)}"
+    yield MoneyFigure("research policy ÷ optimum, gangs of 4", f"{total:.3f}", "≤ 1.05", len(ratios), note)
