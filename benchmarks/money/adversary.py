@@ -43,7 +43,7 @@ def adversarial_job(config: RunConfig, seed: int) -> Verdict | None:
     """Draw limits, capacity, a jump of the launcher's clock and an adversary, and run the job.
 
     The budget is 5–35 % above on-demand, the deadline 1.2–2.5 times the work. On-demand starts take all of the stated
-    wait. Capacity comes and goes, or never ends. The clock of half of the jobs is set back by 30 min after the first hour.
+    wait. Capacity comes and goes, or never ends. The clock of half of the jobs is set back by 30 min after an hour.
 
     Returns:
         None if the job is not admitted.
