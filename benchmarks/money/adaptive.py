@@ -204,7 +204,8 @@ class Adaptive:
         unseen = self._capacity(state) is None
         waits = self._advantage(state, WAIT_OR_ON_DEMAND, down) < 0
         if state.attempts == 1 and not waits and not unseen:
-            tries = [name for name in tries if state.is_up(state.pool(name))]
+            # A pool that was never tried is unknown, not down.
+            tries = [name for name in tries if state.is_up(pool := state.pool(name)) or pool.seen_at_hours is None]
         order = tries[: max(1, state.attempts)] if waits else [*tries, state.on_demand.id]
         return UsePool(order[0], tuple(order[1:])) if order else Wait()
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks.money.adaptive import Adaptive
-from benchmarks.money.interface import Action, Greedy, Policy, State
+from benchmarks.money.interface import Action, Greedy, Market, Policy, PoolView, State, UsePool
 from benchmarks.money.policies import UniformProgress
 from benchmarks.money.safety_net import SafetyNet
 from benchmarks.money.simulator import ENACTABLE, PUBLISHED, SimulatedJob, simulate
@@ -228,3 +228,30 @@ def test_it_moves_to_a_cheaper_region_only_when_that_pays() -> None:
     )
     assert near.egress_usd == 0 and near.probe_usd == 0 and near.starts == 1
     assert near.usd == pytest.approx(20.2 * 0.91, rel=0.02)
+
+
+def test_an_untried_pool_is_unknown_after_another_was_refused() -> None:
+    def state(now: float, slack: float) -> State:
+        known = [("a", Market.SPOT, 1.0, False, now), ("b", Market.SPOT, 1.0, None, None)]
+        known += [("od", Market.ON_DEMAND, 3.0, True, 0.0)]
+        pools = tuple(PoolView(name, "us-x-1", name, market, usd, up, seen) for name, market, usd, up, seen in known)
+        return State(
+            now_hours=now,
+            deadline_hours=now + 5.0 + slack,
+            work_left_hours=5.0,
+            uncommitted_hours=0.0,
+            changeover_hours=0.1,
+            on_demand_delay_hours=0.1,
+            tick_hours=0.1,
+            pools=pools,
+            current=None,
+            startup_left_hours=0.0,
+            spent_usd=0.0,
+            budget_usd=float("inf"),
+            checkpoint_region="us-x-1",
+        )
+
+    policy = Adaptive()
+    policy.decide(state(0.9, 0.9))
+    action = policy.decide(state(1.0, 0.8))
+    assert isinstance(action, UsePool) and action.pool == "b"
