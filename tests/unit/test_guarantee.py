@@ -56,7 +56,7 @@ SLOW_COMMITS = ("checkpoint.interval=seconds", "checkpoint.interval_seconds=900"
 def test_no_adversary_makes_an_admitted_job_late_or_exceed_its_budget() -> None:
     found = [adversarial_job(batch_config(*SLOW_COMMITS), seed) for seed in (5, 7, 10)]
     admitted = [one for one in found if one is not None]
-    assert len(admitted) > 1 and sum(one.strikes for one in admitted) > 10
+    assert len(admitted) > 1 and sum(one.strikes for one in admitted) >= 4
     for one in admitted:
         assert one.late_hours == 0 and one.over_usd == 0, one
 
