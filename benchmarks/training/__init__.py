@@ -20,6 +20,10 @@ def main(arguments: list[str]) -> int:
         from benchmarks.training.notice import main as notice
 
         return notice(arguments[1:])
+    if arguments[:1] == ["attach"]:
+        from benchmarks.training.attached import main as attach
+
+        return attach(arguments[1:])
     if arguments[:1] == ["overhead"]:
         from benchmarks.training.overhead import main as overhead
 

@@ -55,6 +55,7 @@ def test_the_wheel_is_small_and_holds_one_top_level_name(wheel: Path) -> None:
     top = {name.split("/")[0] for name in names(wheel)}
     assert {name for name in top if not name.endswith(".dist-info")} == {"ebbflow"}
     assert {"ebbflow/configs/laptop.yaml", "ebbflow/py.typed", "ebbflow/cost/instances.csv"} <= names(wheel)
+    assert {"ebbflow/training/attach.py", "ebbflow/integrations/transformers.py"} <= names(wheel)
 
 
 def test_the_sdist_builds_the_same_wheel(source: Path, wheel: Path, tmp_path: Path) -> None:
@@ -99,6 +100,11 @@ def test_every_command_works_beside_modules_of_the_same_names(installed: Path, t
     assert "mine" in ebbflow("report", "mine")
     assert json.loads(ebbflow("preflight", "--quick", "--json", *sets))["exit_code"] == 0
     assert "capacity plan" in ebbflow("plan", *sets)
+    (tmp_path / "utils").mkdir()
+    (tmp_path / "utils" / "__init__.py").write_text("WIDTH = 4\n")
+    guide = (ROOT / "docs" / "attach.md").read_text().partition("```python\n")[2].partition("```")[0]
+    (tmp_path / "train.py").write_text(f"from utils import WIDTH\n\nassert WIDTH == 4\n{guide}")
+    assert "job train: completed at step 64" in ebbflow("run", "train.py")
 
 
 def test_the_environment_of_make_finds_the_project_from_any_directory(tmp_path: Path) -> None:

@@ -120,3 +120,11 @@ def test_importing_attach_imports_none_of_the_clouds_libraries() -> None:
     code = "import ebbflow, sys; ebbflow.attach; print({'metaflow', 'boto3', 'pandas'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.stdout == "set()\n", done.stderr
+
+
+def test_the_example_of_the_guide_runs(tmp_path: Path) -> None:
+    guide = (ROOT / "docs" / "attach.md").read_text()
+    script = tmp_path / "train.py"
+    script.write_text(guide.partition("```python\n")[2].partition("```")[0])
+    finish(start(script), script)
+    assert commits(script)[-1] == 64 and "epoch 3: loss" in output(script)

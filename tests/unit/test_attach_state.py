@@ -1,0 +1,108 @@
+"""State of a user's script: any state dict survives the way through JSON, and a loader goes on at any batch."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter, OrderedDict
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from ebbflow.training.attach_state import BatchSource, join_state, split_state
+from ebbflow.training.errors import AttachError
+
+
+def test_a_state_dict_survives() -> None:
+    state = OrderedDict(
+        steps=3, rate=math.inf, name="x", flags=(True, None), milestones=Counter([2, 2, 3]), raw=b"\x00\xff",
+        nested={0: [torch.arange(3)], (1, "a"): {"empty": b""}},
+    )  # fmt: skip
+    tensors: dict[str, torch.Tensor] = {}
+    form = json.loads(json.dumps(split_state(state, "state.x", tensors), allow_nan=False))
+    found = join_state(form, tensors)
+    assert torch.equal(found["nested"][0].pop(), state["nested"][0].pop())  # type: ignore[index]
+    assert found == state and type(found) is OrderedDict and type(found["milestones"]) is Counter
+    with pytest.raises(AttachError, match=r"state\.y\.0: a .*Generator.* fix: "):
+        split_state({"generator": torch.Generator()}, "state.y", {})
+
+
+class Noisy(Dataset[Any]):
+    """A dataset with random numbers of its own, as augmentation has them."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> tuple[int, float]:
+        return index, float(torch.rand(()))
+
+
+class Counting(IterableDataset[Any]):
+    """A dataset that goes on through its own state."""
+
+    def __init__(self) -> None:
+        self.next = 0
+
+    def __iter__(self) -> Any:
+        while self.next < 24:
+            self.next += 1
+            yield self.next - 1
+        self.next = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.next = state["next"]
+
+
+def read(source: BatchSource, epoch: int, skip: int) -> list[Any]:
+    return [[part.tolist() for part in batch] for batch in source.epoch(epoch, skip)]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_goes_on_at_any_batch(workers: int) -> None:
+    def source() -> BatchSource:
+        torch.manual_seed(5)
+        loader = DataLoader(Noisy(), batch_size=4, shuffle=True, num_workers=workers, persistent_workers=workers > 0)
+        return BatchSource(loader, 11, print)
+
+    torch.manual_seed(1)
+    whole = source()
+    epochs = [read(whole, epoch, 0) for epoch in range(2)]
+    assert epochs[0] != epochs[1] and sorted(index for batch in epochs[1] for index in batch[0]) == list(range(24))
+    torch.manual_seed(2)  # the order does not depend on the state of torch's generator
+    resumed = read(source(), 1, 2)
+    indices = [batch[0] for batch in resumed]
+    assert indices == [batch[0] for batch in epochs[1][2:]]
+    if workers:  # their random numbers depend on the batch alone; those of this process are part of the commit
+        assert resumed == epochs[1][2:]
+
+
+def test_a_dataset_with_a_state_goes_on_through_it() -> None:
+    source = BatchSource(DataLoader(Counting(), batch_size=4), 11, print)
+    batches = source.epoch(0, 0)
+    first = [next(batches).tolist() for _ in range(2)]
+    state = source.state()
+    again = BatchSource(DataLoader(Counting(), batch_size=4), 11, print)
+    again.load(state)
+    assert first + [batch.tolist() for batch in again.epoch(0, 2)] == [list(range(n, n + 4)) for n in range(0, 24, 4)]
+
+
+def test_a_loader_of_torchdata_goes_on_through_its_state() -> None:
+    loaders = pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata: requirements-dev.txt")
+
+    def source() -> BatchSource:
+        torch.manual_seed(3)
+        return BatchSource(loaders.StatefulDataLoader(Noisy(), batch_size=4, shuffle=True), 11, print)
+
+    whole = source()
+    batches = whole.epoch(0, 0)
+    first = [next(batches)[0].tolist() for _ in range(2)]
+    state = json.loads(json.dumps(form := split_state(whole.state(), "s", tensors := {})))
+    rest = [batch[0].tolist() for batch in batches]
+    again = source()
+    again.load(join_state(state, tensors))
+    assert form == state and [batch[0].tolist() for batch in again.epoch(0, 2)] == rest and len(first + rest) == 6
