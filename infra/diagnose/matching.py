@@ -20,6 +20,11 @@ _MOST_CACHED = 200_000
 _TRIGGER_LENGTHS = (7, 6, 5, 4)
 # Too common in logs of sound runs to be triggers.
 _COMMON = ("step", "rank", "info", "train", "torch", "tensor", "model", "data", "time", "loss", " the", "with", "epoch")
+# Lines that quote code, settings or routine output: frames of tracebacks, boxes of rich, Megatron's table of arguments,
+# NCCL's information, commands that a shell echoes.
+_NOISE = re.compile(
+    r'File "[^"]+", line \d+, in |^[^\w"\'(]*[│┃]|\w \.{4,} |NCCL INFO|^\++ \w|^\W*raise \w+(?:\.\w+)*\(|^\s*#|^\s*export \w+='
+)
 _NO_DIGITS = {ord(digit): None for digit in "0123456789"}
 
 
@@ -93,6 +98,8 @@ class Matcher:
         cached = self._cache.get(skeleton, False)
         if cached is not None and cached is not False:
             return cached  # type: ignore[return-value]
+        if _NOISE.search(text):
+            return ()
         low = text.lower()
         tried = {
             id(pattern): pattern
