@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ebbflow.infra.diagnose.matching import Matcher, Seen
+from ebbflow.infra.diagnose.matching import Seen, load_matcher
 from ebbflow.infra.diagnose.reading import FileScan, LogText, candidates
 from ebbflow.infra.diagnose.rules import SymptomRule, load_rules
 from ebbflow.infra.diagnose.series import Series, judge_series
@@ -15,7 +15,9 @@ from ebbflow.infra.untrusted_text import one_line
 
 THIN = 0.5  # a root below this confidence is not named
 _MOST_FINDINGS = 3
-_LEVELS = {"cause": 3, "effect": 2, "echo": 1, "summary": 0, "advice": -1}
+_LEVELS = {"cause": 4, "effect": 2, "echo": 1, "summary": 0, "advice": -1}
+_GENERIC_LEVEL = 3  # of causes that only say that there was an exception
+_GENERIC_RANK = 3
 _TEXT_LENGTH = 300
 # A cause this long after an effect is not what led to it.
 _AFTERMATH_SECONDS = 120.0
@@ -81,7 +83,7 @@ def shorten(text: str) -> str:
 
 def diagnose_files(files: Sequence[Path | None]) -> Diagnosis:
     """Diagnose log files. None reads standard input."""
-    matcher = Matcher(load_rules().rules)
+    matcher = load_matcher()
     triggers = (*matcher.triggers, *Series.triggers)
     seen: dict[str, Seen] = {}
     series = Series()
@@ -95,7 +97,7 @@ def diagnose_files(files: Sequence[Path | None]) -> Diagnosis:
 
 def diagnose_lines(lines: Iterable[LogText]) -> Diagnosis:
     """Diagnose lines that are read already, such as those of an own job."""
-    matcher = Matcher(load_rules().rules)
+    matcher = load_matcher()
     seen: dict[str, Seen] = {}
     series = Series()
     matcher.collect(series.watch(lines), seen)
@@ -116,7 +118,7 @@ def judge(seen: dict[str, Seen], series: Series, scans: Sequence[FileScan]) -> D
     findings = []
     if root is not None:
         findings.append(_finding(root, "root", suspects))
-        rest = sorted(suspects, key=lambda found: (-_LEVELS[found.rule.kind], found.order))
+        rest = sorted(suspects, key=lambda found: (-_level(found), found.order))
         after = [found for found in rest if found is not root and _confidence(found) >= 0.3]
         findings += [_finding(found, "cascade", suspects) for found in after[: _MOST_FINDINGS - 1]]
     advice = [found for found in known.values() if found.rule.kind == "advice" and _confidence(found) >= THIN]
@@ -136,17 +138,24 @@ def _confidence(found: Seen) -> float:
     return min(0.65, 1 - 0.65 ** len(found.hints)) if len(found.hints) > 1 else 0.35
 
 
+def _level(found: Seen) -> int:
+    generic = found.rule.kind == "cause" and found.rule.rank <= _GENERIC_RANK
+    return _GENERIC_LEVEL if generic else _LEVELS[found.rule.kind]
+
+
 def _root(suspects: list[Seen], series: Series) -> Seen | None:
     able = [found for found in suspects if _confidence(found) >= THIN]
     if not able:
         return None
-    level = max(_LEVELS[found.rule.kind] for found in able)
+    level = max(_level(found) for found in able)
     first = _earliest(able)
-    top = [found for found in able if _LEVELS[found.rule.kind] == level]
+    top = [found for found in able if _level(found) == level]
     # Failures that the run survived count only if no other failure follows.
     final = [found for found in top if not series.survived(found.last)]
+    if not final and level >= _GENERIC_LEVEL and series.went_on(top):
+        return None
     chosen = _earliest(final or top)
-    effects = [found for found in able if _LEVELS[found.rule.kind] < level and found.rule.kind == "effect"]
+    effects = [found for found in able if _level(found) < level and found.rule.kind == "effect"]
     if effects and chosen.rule.rank <= 2 and _gap(_earliest(effects), chosen) > _AFTERMATH_SECONDS:
         return _earliest(effects)  # a generic exception long after the timeout is only clean-up
     return chosen if chosen.rule.rank > 1 or chosen is first else _prefer_exact(final or top, chosen)
@@ -174,9 +183,7 @@ def _finding(found: Seen, role: str, others: list[Seen]) -> Finding:
         rivals = [
             each
             for each in others
-            if each.rule.family != found.rule.family
-            and _LEVELS[each.rule.kind] == _LEVELS[found.rule.kind]
-            and _confidence(each) >= THIN
+            if each.rule.family != found.rule.family and _level(each) == _level(found) and _confidence(each) >= THIN
         ]
         confidence *= 0.9 ** min(len(rivals), 3)
     first = found.first.rank if found.first else None

@@ -7,6 +7,8 @@ no pattern in question depends on digits.
 
 from __future__ import annotations
 
+import functools
+import heapq
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -14,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ebbflow.infra.diagnose.reading import LogText
-from ebbflow.infra.diagnose.rules import SymptomRule
+from ebbflow.infra.diagnose.rules import SymptomRule, load_rules
 
 _MOST_CACHED = 200_000
 _TRIGGER_LENGTHS = (7, 6, 5, 4)
@@ -23,7 +25,8 @@ _COMMON = ("step", "rank", "info", "train", "torch", "tensor", "model", "data", 
 # Lines that quote code, settings or routine output: frames of tracebacks, boxes of rich, Megatron's table of arguments,
 # NCCL's information, commands that a shell echoes.
 _NOISE = re.compile(
-    r'File "[^"]+", line \d+, in |^[^\w"\'(]*[│┃]|\w \.{4,} |NCCL INFO|^\++ \w|^\W*raise \w+(?:\.\w+)*\(|^\s*#|^\s*export \w+='
+    r'File "[^"]+", line \d+, in |^[^\w"\'(]*[│┃]|\w \.{4,} |NCCL INFO|^\++ \w'
+    r"|^\W*raise \w+(?:\.\w+)*\(|^\s*#|^\s*export \w+="
 )
 _NO_DIGITS = {ord(digit): None for digit in "0123456789"}
 
@@ -139,6 +142,11 @@ class Matcher:
         return order
 
 
+@functools.cache
+def load_matcher() -> Matcher:
+    return Matcher(load_rules().rules)
+
+
 def required_literals(expression: str) -> tuple[str, ...]:
     """Return lower-case texts of which one is in every line that the expression matches.
 
@@ -186,15 +194,14 @@ def choose_triggers(literals: Iterable[str]) -> list[str]:
                 if part.isascii() and not any(word in part or part in word for word in _COMMON):
                     holders[part].add(literal)
     chosen: list[str] = []
-    while uncovered and holders:
-        part = max(holders, key=lambda each: (len(holders[each]), len(each), each))
-        covered = holders.pop(part)
-        if len(covered) < 2:
-            break
-        chosen.append(part)
-        uncovered -= covered
-        for other in list(holders):
-            holders[other] -= covered
-            if not holders[other]:
-                del holders[other]
+    queue = [(-len(held), -len(part), part) for part, held in holders.items() if len(held) > 1]
+    heapq.heapify(queue)
+    while queue:
+        count, length, part = heapq.heappop(queue)
+        covers = holders[part] & uncovered
+        if len(covers) == -count:
+            chosen.append(part)
+            uncovered -= covers
+        elif len(covers) > 1:
+            heapq.heappush(queue, (-len(covers), length, part))
     return chosen + sorted(uncovered)

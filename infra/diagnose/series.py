@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from ebbflow.infra.diagnose.matching import Seen
 from ebbflow.infra.diagnose.reading import LogText
 
 _LOSS = re.compile(
@@ -22,9 +23,10 @@ _FINISHED = re.compile(
 )
 _STEP_SECONDS = re.compile(
     r"(?:elapsed time per iteration \(ms\)|step[ _]time(?: \(?ms\)?)?|iter[ _]time|time/iter|sec/step|batch[ _]time)"
-    r"['\"]?\s*[:=]?\s*(\d+(?:\.\d+)?)",
+    r"['\"]?\s*[:=]?\s*(\d+(?:\.\d+)?)|(\d+(?:\.\d+)?) ?(?:s/it\b|sec/(?:batch|step))",
     re.IGNORECASE,
 )
+_RATE = re.compile(r"(\d+(?:\.\d+)?) ?(?:it|tokens|samples|examples|images|steps)/s", re.IGNORECASE)
 _MOST_POINTS = 20_000
 
 
@@ -45,6 +47,7 @@ class Series:
     triggers = (
         b"loss", b"train_runtime", b"finished training", b"training complet", b"training finish", b"succeeded",
         b"training done", b"reached", b"exiting", b"step time", b"step_time", b"per iteration", b"iter_time",
+        b"s/it", b"it/s", b"sec/", b"tokens/s", b"samples/s", b"examples/s", b"images/s",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -71,11 +74,20 @@ class Series:
                     count = self.progress.get(key, (0, 0))[1]
                     self.progress[key] = (line.number, count + 1)
                     self._steps += 1
-            if ("time" in low or "sec/" in low) and (match := _STEP_SECONDS.search(line.text)):
-                self.seconds.setdefault((line.file, line.rank), Track()).add(order, line, float(match[1]))
+            if ("time" in low or "sec/" in low or "s/it" in low) and (match := _STEP_SECONDS.search(line.text)):
+                self.seconds.setdefault((line.file, line.rank), Track()).add(order, line, float(match[1] or match[2]))
+            elif "/s" in low and (match := _RATE.search(line.text)) and float(match[1]):
+                self.seconds.setdefault((line.file, line.rank), Track()).add(order, line, 1 / float(match[1]))
             if _FINISHED.search(line.text):
                 self.finished = line
             yield line
+
+    def went_on(self, found: Sequence[Seen]) -> bool:
+        """Whether training finished in the files of all these failures after the last of them."""
+        end = self.finished
+        return end is not None and all(
+            seen.last is not None and (seen.last.file != end.file or seen.last.number < end.number) for seen in found
+        )
 
     def survived(self, line: LogText | None) -> bool:
         """Whether training made at least 3 steps of progress after the line, in the same file."""

@@ -6,13 +6,16 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 
 from ebbflow.infra.__main__ import main
-from ebbflow.infra.diagnose.matching import Matcher
+from ebbflow.infra.diagnose.judging import diagnose_lines
+from ebbflow.infra.diagnose.matching import load_matcher
+from ebbflow.infra.diagnose.reading import LogText, rank_of, time_of
 from ebbflow.infra.diagnose.rules import SymptomRule, load_rules
 
 RULES = load_rules().rules
-MATCHER = Matcher(RULES)
+MATCHER = load_matcher()
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.id)
@@ -45,3 +48,31 @@ def test_the_commands_answer_in_text_and_json(tmp_path: Path, capsys: pytest.Cap
     assert {rule.id for rule in RULES} == {symptom["id"] for symptom in listed["symptoms"]}
     assert main(["explain", "d07"]) == 0 and "find_unused_parameters" in capsys.readouterr().out
     assert main(["explain", "Z99"]) == 2 and main(["diagnose"]) == 2 and main(["diagnose", str(tmp_path / "no")]) == 2
+
+
+SUPPORT = Path(__file__).parents[1] / "support" / "diagnosis"
+DEVELOPMENT = [
+    entry for path in sorted(SUPPORT.glob("development/*.yaml")) for entry in yaml.safe_load(path.read_text())
+]
+
+
+def roots(text: str) -> tuple[str | None, str | None]:
+    """Family and id of the root that is found in a log's text."""
+    lines = [
+        LogText("log", number, line, rank_of(line), time_of(line))
+        for number, line in enumerate(text.splitlines(), 1)
+        if line
+    ]
+    found = next((each.rule for each in diagnose_lines(lines).findings if each.role == "root"), None)
+    return (found.family, found.id) if found else (None, None)
+
+
+@pytest.mark.parametrize("entry", DEVELOPMENT, ids=lambda entry: entry["url"].removeprefix("https://github.com/"))
+def test_a_quotation_of_the_development_set_has_its_family(entry: dict) -> None:
+    assert roots(entry["text"])[0] == entry["family"]
+
+
+def test_all_symptoms_of_the_guides_have_a_rule() -> None:
+    counts = {"A": 22, "B": 10, "C": 10, "D": 19, "E": 9, "F": 10, "G": 9, "H": 15, "I": 10, "J": 9}
+    wanted = {f"{letter}{number:02}" for letter, count in counts.items() for number in range(1, count + 1)}
+    assert len(wanted) == 123 and not wanted - {rule.id for rule in RULES}
