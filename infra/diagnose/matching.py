@@ -28,6 +28,7 @@ _NOISE = re.compile(
     r'File "[^"]+", line \d+, in |^[^\w"\'(]*[│┃]|\w \.{4,} |NCCL INFO|^\++ \w'
     r"|^\W*raise \w+(?:\.\w+)*\(|^\s*#|^\s*export \w+="
 )
+_DIGIT = re.compile(r"[\d.]")
 _NO_DIGITS = {ord(digit): None for digit in "0123456789"}
 
 
@@ -180,7 +181,13 @@ def _best(sequence: Any) -> set[str]:
             parts = [_best(branch) for branch in value[1]]
             found.append(set().union(*parts) if all(parts) else set())
     found = [each for each in found if each]
-    return max(found, key=lambda each: (min(map(len, each)), -len(each)), default=set())
+    found = [each for each in found if _shortest(each) >= 3]
+    return max(found, key=lambda each: (_shortest(each), -len(each)), default=set())
+
+
+def _shortest(literals: set[str]) -> int:
+    """The length of the shortest literal, counting only its longest part without digits."""
+    return min(max(map(len, _DIGIT.split(literal))) for literal in literals)
 
 
 def choose_triggers(literals: Iterable[str]) -> list[str]:
@@ -191,7 +198,11 @@ def choose_triggers(literals: Iterable[str]) -> list[str]:
         for length in _TRIGGER_LENGTHS:
             for at in range(len(literal) - length + 1):
                 part = literal[at : at + length]
-                if part.isascii() and not any(word in part or part in word for word in _COMMON):
+                if (
+                    part.isascii()
+                    and not _DIGIT.search(part)
+                    and not any(word in part or part in word for word in _COMMON)
+                ):
                     holders[part].add(literal)
     chosen: list[str] = []
     queue = [(-len(held), -len(part), part) for part, held in holders.items() if len(held) > 1]
@@ -204,4 +215,4 @@ def choose_triggers(literals: Iterable[str]) -> list[str]:
             uncovered -= covers
         elif len(covers) > 1:
             heapq.heappush(queue, (-len(covers), length, part))
-    return chosen + sorted(uncovered)
+    return chosen + sorted({max(_DIGIT.split(literal), key=len) for literal in uncovered})

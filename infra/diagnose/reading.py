@@ -22,6 +22,10 @@ BLOCK_BYTES = 1 << 20
 LONGEST_LINE_BYTES = 64 * 1024  # a longer line is read in pieces of this size
 _LONGEST_READ_BYTES = 8 << 20  # the rest of a longer line is skipped
 _MOST_FILES = 2000
+_MOST_SKELETONS = 200_000
+# Of lines that differ in digits only, all of the first ones are looked at, then a sample.
+_MOST_EQUAL = 500
+_SAMPLE = 64
 
 
 class DiagnoseError(InfraError):
@@ -138,25 +142,29 @@ def _blocks(head: bytes, stream: BinaryIO, encoding: str) -> Iterator[bytes]:
 
 
 def _find_lines(blocks: Iterable[bytes], triggers: Sequence[bytes], scan: FileScan) -> Iterator[tuple[int, bytes]]:
-    """Yield (line number, line) for each line that contains a trigger."""
+    """Yield (line number, line) for each line that contains a trigger; of thousands of equal lines only a sample.
+
+    Lines are equal if they differ in digits only. Triggers contain no digit, so that one look decides for all of them.
+    """
+    counts: dict[bytes, int] = {}  # of a line without digits: how often it was seen; -1: no trigger
     for block in blocks:
-        low = block.lower()
-        starts: set[int] = set()
-        for trigger in triggers:
-            at = low.find(trigger)
-            while at >= 0:
-                starts.add(low.rfind(b"\n", 0, at) + 1)
-                end = low.find(b"\n", at)
-                at = low.find(trigger, end) if end >= 0 else -1
-        counted, number = 0, scan.lines
-        for start in sorted(starts):
-            number += block.count(b"\n", counted, start)
-            counted = start
-            end = block.find(b"\n", start)
-            line = block[start : end if end >= 0 else len(block)]
+        lines = block.split(b"\n")
+        skeletons = block.lower().translate(None, b"0123456789.").split(b"\n")
+        for number, skeleton in enumerate(skeletons, start=scan.lines + 1):
+            count = counts.get(skeleton)
+            if count is None:
+                count = 0 if any(trigger in skeleton for trigger in triggers) else -1
+                if len(counts) < _MOST_SKELETONS:
+                    counts[skeleton] = count
+            if count < 0:
+                continue
+            counts[skeleton] = count + 1
+            if count > _MOST_EQUAL and count % _SAMPLE:
+                continue
+            line = lines[number - scan.lines - 1]
             for piece in range(0, max(len(line), 1), LONGEST_LINE_BYTES):
-                yield number + 1, line[piece : piece + LONGEST_LINE_BYTES]
-        scan.lines += block.count(b"\n")
+                yield number, line[piece : piece + LONGEST_LINE_BYTES]
+        scan.lines += len(lines) - 1
 
 
 _ESCAPES = re.compile(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import time
 from pathlib import Path
 
 import pytest
 import yaml
 
 from ebbflow.infra.__main__ import main
-from ebbflow.infra.diagnose.judging import diagnose_lines
+from ebbflow.infra.diagnose.judging import diagnose_files, diagnose_lines
 from ebbflow.infra.diagnose.matching import load_matcher
 from ebbflow.infra.diagnose.reading import LogText, rank_of, time_of
 from ebbflow.infra.diagnose.rules import SymptomRule, load_rules
@@ -76,3 +78,41 @@ def test_all_symptoms_of_the_guides_have_a_rule() -> None:
     counts = {"A": 22, "B": 10, "C": 10, "D": 19, "E": 9, "F": 10, "G": 9, "H": 15, "I": 10, "J": 9}
     wanted = {f"{letter}{number:02}" for letter, count in counts.items() for number in range(1, count + 1)}
     assert len(wanted) == 123 and not wanted - {rule.id for rule in RULES}
+
+
+@pytest.mark.parametrize(
+    "entry", yaml.safe_load((SUPPORT / "composed.yaml").read_text()), ids=lambda entry: entry["text"][:40]
+)
+def test_the_root_of_a_composed_log_is_named_and_sound_logs_raise_no_alarm(entry: dict) -> None:
+    assert roots(entry["text"]) == (entry["family"], entry.get("symptom"))
+
+
+def test_bad_input_is_answered_without_a_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    oom = "[rank3]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
+    logs = {
+        "utf16.log": oom.encode("utf-16"),
+        "ansi.log": f"\x1b[31m{oom}\x1b[0m\r\n".encode(),
+        "latin.log": "é".encode("latin-1") * 5000 + b"\n" + oom.encode(),
+        "zipped.log.gz": gzip.compress(oom.encode()),
+        "long.log": b"x" * (12 << 20) + b"\n" + oom.encode(),
+    }
+    for name, data in logs.items():
+        (tmp_path / name).write_bytes(data)
+        assert main(["diagnose", "--json", str(tmp_path / name)]) == 0
+        assert json.loads(capsys.readouterr().out)["findings"][0]["symptom"] == "C01", name
+    (tmp_path / "binary").write_bytes(bytes(range(256)) * 99)
+    (tmp_path / "empty.log").write_bytes(b"")
+    assert main(["diagnose", str(tmp_path / "binary")]) == 1 and "binary file" in capsys.readouterr().err
+    assert main(["diagnose", str(tmp_path / "empty.log")]) == 0 and "nothing found" in capsys.readouterr().out
+
+
+def test_a_large_log_takes_little_processor_time_and_memory(tmp_path: Path) -> None:
+    line = "2025-03-01T10:00:00Z [rank{0}] INFO train: step {1} loss 2.{1} grad_norm 1.{1} tokens/s 51{1}\n"
+    with open(tmp_path / "large.log", "w") as log:
+        for block in range(20):
+            log.write("".join(line.format(step % 8, step) for step in range(block * 5000, block * 5000 + 5000)))
+        log.write("OSError: [Errno 28] No space left on device\n")
+    start = time.process_time()
+    diagnosis = diagnose_files([tmp_path / "large.log"])
+    assert diagnosis.findings[0].rule.id == "H10" and diagnosis.scans[0].lines == 100_001
+    assert time.process_time() - start < 5  # 10 MB; 100 MB took 4.9 s of processor time
