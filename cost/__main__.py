@@ -159,11 +159,7 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def _reports(jobs: list[str], store: str | None, *, all_must: bool) -> list[RunReport]:
-    """Build the report of each job.
-
-    Args:
-        all_must: Whether an unreadable job is an error. If False, it is left out and a message is printed.
-    """
+    """Build the report of each job."""
     found = []
     for job in jobs:
         try:

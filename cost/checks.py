@@ -30,12 +30,7 @@ from ebbflow.infra.store import Store
 
 @dataclass(frozen=True, kw_only=True)
 class _Asked:
-    """Input of the checks of queues and quotas: the plan, and the queues of AWS Batch that can run it.
-
-    Attributes:
-        queues: State of each training queue, by name.
-        offered: The pools of the plan that some queue can run, cheapest first.
-    """
+    """Input of the checks of queues and quotas: the plan, and the queues of AWS Batch that can run it."""
 
     plan: Plan
     region: str

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from decimal import Decimal
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,13 @@ FOCUS_COLUMNS = (
 _HOUR = Decimal(3600)
 
 
+@lru_cache(maxsize=4096)
 def month_of(unix_time: float) -> str:
     """Return the calendar month in UTC, such as 2026-11."""
     return datetime.fromtimestamp(unix_time, UTC).strftime("%Y-%m")
 
 
+@lru_cache(maxsize=4096)
 def month_start(month: str) -> float:
     return datetime.strptime(f"{month}+0000", "%Y-%m%z").timestamp()
 

@@ -100,9 +100,6 @@ def _lost_since_report(job_store: Store, events: Sequence[Event]) -> list[Damage
     """Compare the number of events of each kind with the number in the job's stored report.
 
     This finds losses that leave no trace in the log, such as the whole log of one process.
-
-    Returns:
-        One `Damage` for each kind of which the log has fewer events than the report.
     """
     try:
         counted = json.loads(job_store.get(_NAME))["events"]["counts"]

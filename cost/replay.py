@@ -177,16 +177,7 @@ def _measure_interval(events: Sequence[Event]) -> int | None:
 
 @dataclass(kw_only=True)
 class _Replay:
-    """State of a replay: the settings that it changes, and sums over the replayed generations.
-
-    Attributes:
-        curve: Price of one node.
-        interval_steps: Steps between two checkpoints.
-        speed: Work per second, relative to the recorded run.
-        interruptions: Whether the recorded interruptions happen.
-        chance: Source of the variation of start-ups and steps; None means that they take their mean times.
-        done: Number of steps in the newest checkpoint.
-    """
+    """State of a replay: the settings that it changes, and sums over the replayed generations."""
 
     run: RecordedRun
     curve: PriceCurve
@@ -239,15 +230,7 @@ class _Replay:
         return seconds
 
     def _simulate_generation(self, begin: float, one: GenerationTimes, step: float) -> float:
-        """Replay one generation until its recorded end, or until all steps of the job are done if that is earlier.
-
-        Args:
-            begin: Unix time of the start.
-            step: Seconds of a step.
-
-        Returns:
-            The Unix time of the end.
-        """
+        """Replay one generation until its recorded end, or until all steps of the job are done if that is earlier."""
         run = self.run
         working = one.seconds - one.tail - one.start - (0.0 if one.interrupted else one.shutdown)
         if self.chance is not None:
@@ -358,11 +341,7 @@ def _summarize(runs: Sequence[_Replay]) -> dict[str, Any]:
 
 
 def _find_pool(events: Sequence[Event], words: str) -> tuple[PoolName, PriceCurve, float]:
-    """Find the one recorded pool whose name contains all of the words.
-
-    Returns:
-        Its name, its price over time, and its planned speed relative to that of the run's pool.
-    """
+    """Find the one recorded pool whose name contains all of the words."""
     plan = next(event.data for event in reversed(events) if event.name == PLAN and event.data.get("chosen"))
     curves = read_price_curves(plan, Pricing.of(events).history)
     wanted = words.lower().replace("on_demand", "on-demand").split()

@@ -244,14 +244,5 @@ def divide_price(curve: PriceCurve, sharers: SharerCounts) -> PriceCurve:
     return PriceCurve(curve.first, tuple(changes))
 
 
-def covered_seconds(nodes: Sequence[NodeTime]) -> float:
-    """Return the number of seconds in which at least one of the nodes was paid for."""
-    total, reached = 0, 0
-    for start, end in sorted(_paid_intervals(nodes)):
-        total += max(0, end - max(start, reached))
-        reached = max(reached, end)
-    return total / MICRO
-
-
 def _paid_intervals(nodes: Sequence[NodeTime]) -> list[tuple[int, int]]:
     return [(start_micros(node), start_micros(node) + node.paid_micros) for node in nodes]

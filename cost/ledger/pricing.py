@@ -163,16 +163,7 @@ class Pricing:
         )
 
     def _find_plan(self, at: float, job: BatchJob | None) -> dict[str, Any] | None:
-        """Return the plan that prices a node: the last one made at or before `at`, else the first one.
-
-        Args:
-            at: Unix time.
-            job: The node's Batch job; None if it is unknown. If its price was recorded, the chosen pool of the returned
-                plan is replaced by the pool in which the job was placed.
-
-        Returns:
-            The plan; None if neither a plan nor a price of the Batch job was recorded.
-        """
+        """Return the plan that prices a node: the last one made at or before `at`, else the first one."""
         before = [event for event in self.plans if event.t_wall <= at] or self.plans[:1]
         plan = before[-1].data if before else None
         if job is None or job.quote is None:
@@ -207,9 +198,6 @@ def _price_without_changes(
     """Price a machine by the plan's quotes, if no price changes of its pool were recorded.
 
     An on-demand machine never gets a spot price, nor a spot machine the on-demand price.
-
-    Returns:
-        Dollars per hour, the pool and the kind of the price.
     """
     planned = parse_pool(plan["chosen"])
     actual, quoted = _find_actual_pool(machine, planned, planned.place), parse_quote(plan["chosen"])

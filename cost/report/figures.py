@@ -411,12 +411,7 @@ def _add_quotes(
 def _find_optimum(
     curves: dict[PoolName, PriceCurve], begin: float, end: float, nodes: int, work: float, start: float
 ) -> float:
-    """Compute the lowest dollars for `work` hours of the gang between two Unix times; infinity if they are too close.
-
-    Args:
-        curves: Price of one node over time, by pool.
-        start: Hours that each start of the gang takes.
-    """
+    """Compute the lowest dollars for `work` hours of the gang between two Unix times; infinity if too close."""
     import numpy as np
 
     from ebbflow.cost.report.optimum import World, optimum_usd

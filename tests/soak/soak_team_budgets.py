@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from decimal import Decimal
 
+import pytest
+
 from tests.unit.test_team import months
 
 MONTHS_EACH = 25
 
 
+@pytest.mark.timeout(3600)
 def test_ten_thousand_months_without_an_overrun() -> None:
     found = [one for seed in range(400) for one in months(1000 + seed, MONTHS_EACH)]
     shares = sorted(spent / budget for _, spent, budget in found)
