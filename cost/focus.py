@@ -16,7 +16,7 @@ from ebbflow.cost.ledger.pricing import NodePrice, PriceCurve
 from ebbflow.cost.ledger.timeline import MICRO
 from ebbflow.infra.events import CONFIGURED, Event
 
-FOCUS_COLUMNS = (
+FOCUS_COLUMNS: tuple[str, ...] = (
     "BilledCost", "EffectiveCost", "ListCost", "BillingCurrency", "BillingPeriodStart", "BillingPeriodEnd",
     "ChargePeriodStart", "ChargePeriodEnd", "ChargeCategory", "ChargeFrequency", "ChargeDescription",
     "ConsumedQuantity", "ConsumedUnit", "PricingQuantity", "PricingUnit", "PricingCategory", "ProviderName",
