@@ -5,10 +5,13 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from benchmarks.money.adversary import adversarial_job
+from benchmarks.money.commands import main
 from benchmarks.money.virtual_batch import BEGAN_UTC, HOUR, VirtualBatch
 from ebbflow.cost.capacity import choose_placement, read_attempts
 from ebbflow.cost.plan.candidates import JobProgress, read_progress
@@ -18,6 +21,8 @@ from ebbflow.infra.errors import Outcome
 from ebbflow.infra.events import GENERATION_STARTED, PLAN
 from ebbflow.infra.store import Store
 from ebbflow.infra.terms import Fallback, Terms
+from ebbflow.training.launch.messages import end_if_unaffordable
+from ebbflow.training.limits import Limits, Stop
 from tests.support.capacity import JobLog, batch_config, placed_now, planned, queue, queues
 from tests.support.timelines import WALL, event
 
@@ -130,3 +135,25 @@ def test_a_decision_never_uses_a_time_before_the_last_one_that_batch_reported() 
 
 
 BOTH_STATES = (queue("spot-g5", "spot", ["g5"]), queue("on-demand-g5", "on_demand", ["g5"]))
+
+
+def test_a_rank_and_its_agent_leave_spot_before_the_reserve_is_used_up() -> None:
+    reserve = Fallback(seconds=1800, restart_seconds=300, restart_usd=0.1, step_seconds=10, usd=1.0, step_usd=0.01)
+    for left, stays, restarts in ((3000, True, True), (2800, True, False), (2500, False, False)):
+        terms = Terms(usd_per_rank_second=1e-4, deadline_utc=time.time() + left, fallback=reserve)
+        limits = Limits(terms, world_size=1, elapsed_seconds=lambda: 0.0)
+        stop = limits.stop(80)
+        assert (stop is Stop.NONE) is stays
+        if not stays:
+            assert stop.outcome is Outcome.INTERRUPTED and "leaves Spot for on-demand" in limits.describe(stop)
+        assert limits.stop(0) is Stop.NONE, "the last step is worth no other machine"
+        start: Any = SimpleNamespace(terms=terms.to_json(), generation=2)
+        refused = end_if_unaffordable(start, 0, max_steps=80, restart=True)
+        assert (refused is None) is restarts
+        assert end_if_unaffordable(start, 0, max_steps=80, restart=False) is None, "a first start was checked already"
+
+
+def test_the_figures_are_one_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--adversarial", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert "| live path: late, adversary | 0 | 0 | 1 | made-up capacity, seeds 0–0" in printed
