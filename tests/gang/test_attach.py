@@ -128,3 +128,27 @@ def test_the_example_of_the_guide_runs(tmp_path: Path) -> None:
     script.write_text(guide.partition("```python\n")[2].partition("```")[0])
     finish(start(script), script)
     assert commits(script)[-1] == 64 and "epoch 3: loss" in output(script)
+
+
+MODELS = "import torch, ebbflow\na, b = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)\n"
+SGD = "torch.optim.SGD({}.parameters(), lr=0.1)"
+
+
+@pytest.mark.parametrize(
+    ("code", "message", "environment"),
+    [
+        (f"ebbflow.attach(a, {SGD.format('b')})", "not a parameter of the model; fix: make the optimizer from", {}),
+        ("ebbflow.attach(a, average=3)", "average is a int without state_dict and load_state_dict; fix: ", {}),
+        ("ebbflow.attach(a)", "2 ranks and no process group; fix: call torch.distributed", {"WORLD_SIZE": "2"}),
+        ("ebbflow.attach(a); ebbflow.attach(b)", "already runs job bad; fix: call attach once", {}),
+        ("list(ebbflow.attach(a).batches([1]))", "without epochs; fix: give it epochs", {}),
+    ],
+)
+def test_bad_input_is_one_line_with_the_fix(
+    tmp_path: Path, code: str, message: str, environment: dict[str, str]
+) -> None:
+    script = tmp_path / "bad.py"
+    script.write_text(MODELS + code)
+    finish(start(script, **environment), script, 2)
+    lines = [line for line in output(script).splitlines() if not line.startswith("job bad in ")]
+    assert len(lines) == 1 and lines[0].startswith("ebbflow: ") and message in lines[0], lines
