@@ -6,60 +6,43 @@ trains without Metaflow.
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 
+from ebbflow.infra.process import die_with_parent, run_benchmarks
 from ebbflow.infra.program import begin_program
 from ebbflow.infra.untrusted_text import guard_terminal
 
-_COMMANDS = ("checkpoints", "examine", "soak", "bench", "certify", "run")
+_COMMANDS = {
+    "checkpoints": "ebbflow.training.checkpoint.commands",
+    "examine": "ebbflow.training.workloads.examine",
+    "certify": "ebbflow.training.certify",
+    "run": "ebbflow.training.script",
+}
+_BENCHMARKS = {"soak": "soak", "bench": "training"}
 
 
 def main(arguments: list[str]) -> None:
-    """Run the command that the first argument names, or train if it names none.
-
-    Each command's modules are imported only when it runs, because listing commits does not need torch.
-    """
-    if arguments and arguments[0] in _COMMANDS:  # ranks keep the raw bytes in their logs
+    """Run the command that the first argument names, or train; other commands are not imported."""
+    command = arguments[0] if arguments else ""
+    if command in _COMMANDS or command in _BENCHMARKS:  # ranks keep the raw bytes in their logs
         guard_terminal()
-    if arguments[:1] == ["checkpoints"]:
-        from ebbflow.training.checkpoint.commands import main as checkpoints
-
-        sys.exit(checkpoints(arguments[1:]))
-    if arguments[:1] == ["examine"]:
-        from ebbflow.training.workloads.examine import main as examine
-
-        sys.exit(examine(arguments[1:]))
-    if arguments[:1] in (["soak"], ["bench"]):
-        from ebbflow.infra.process import run_benchmarks
-
-        run_benchmarks(["soak" if arguments[0] == "soak" else "training", *arguments[1:]])
-    if arguments[:1] == ["run"]:
-        from ebbflow.training.script import main as run
-
-        sys.exit(run(arguments[1:]))
-    if arguments[:1] == ["certify"]:
-        from ebbflow.training.certify import main as certify
-
-        sys.exit(certify(arguments[1:]))
-    if arguments[:1] == ["--standby"]:
+    if command in _COMMANDS:
+        sys.exit(importlib.import_module(_COMMANDS[command]).main(arguments[1:]))
+    if command in _BENCHMARKS:
+        run_benchmarks([_BENCHMARKS[command], *arguments[1:]])
+    if command == "--standby":
         from ebbflow.training.launch.workers import STANDBY_VARIABLE
         from ebbflow.training.standby import serve
 
         serve(int(os.environ[STANDBY_VARIABLE]))
         arguments = []  # `serve` returns in a forked rank, whose environment is now set
     else:
-        _tie_to_parent()
+        die_with_parent()  # even while this process is still importing torch, which takes seconds
     from ebbflow.training.worker import main as work
 
     work(arguments)
-
-
-def _tie_to_parent() -> None:
-    """Make this process die with its parent, even while it is still importing torch, which takes seconds."""
-    from ebbflow.infra.process import die_with_parent
-
-    die_with_parent()
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from ebbflow.infra.config.load import load_config
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.errors import InfraError, Outcome
-from ebbflow.infra.events import RESTORE, STEP, Event, read_events
+from ebbflow.infra.events import RESTORE, STEP, read_events
 from ebbflow.infra.instance import describe_machine
 from ebbflow.infra.layout import job_prefix
 from ebbflow.infra.process import die_with_parent
@@ -48,26 +48,16 @@ _MOST_STARTS = 4
 _NUMBERS = ("loss", "gradient_norm", "tokens", "learning_rate")
 # The rehearsed fault of each interruption. It occurs between commits, so that work is lost or must be saved in time.
 UNINTERRUPTED, NODE_LOST = "none", "a node is lost"
-INTERRUPTIONS = {
-    "a rank is killed": "rank-kill@55%",
-    NODE_LOST: "node-loss@70%",
-    "a notice": "notice@40%",
-}
+INTERRUPTIONS = {"a rank is killed": "rank-kill@55%", NODE_LOST: "node-loss@70%", "a notice": "notice@40%"}
 VERSION = 1
 _FEWEST_STEPS = 12  # so that there is a commit before each interruption
 _CHILD_SECONDS = 3600.0
 
 
 def small_config(config: RunConfig, *, store: Path, steps: int) -> RunConfig:
-    """Return the configuration of a small copy of a job.
+    """Return a small copy of a job: fewer steps, six commits, at most two nodes, as many ranks as cores.
 
-    Model, data, batch, optimizer and mode are the same; there are fewer steps, and six commits. The number of ranks is
-    limited by this machine's cores, and the number of nodes to two. A lost node must be replaced, because with fewer
-    ranks sums are added up in another order and differ in their last bits. Metrics are not published.
-
-    Args:
-        store: folder of the runs' store.
-        steps: steps of each run.
+    A lost node must be replaced: with fewer ranks, sums are added up in another order and differ in their last bits.
     """
     nodes, processes = gang_size(config)
     sections = {
@@ -92,25 +82,19 @@ def record_batches(config: RunConfig, folder: Path) -> RunConfig:
 
 
 def gang_size(config: RunConfig) -> tuple[int, int]:
-    """Return (nodes, ranks per node) of the small copy on this machine."""
     nodes, processes = config.cluster.nodes, config.cluster.processes_per_node
     nodes = 2 if nodes == "auto" else min(nodes, 2)
     processes = 1 if processes == "auto" else processes
-    cores = len(os.sched_getaffinity(0))
-    return nodes, max(1, min(processes, cores // nodes))
+    return nodes, max(1, min(processes, len(os.sched_getaffinity(0)) // nodes))
 
 
 class RecordedWorkload:
-    """A workload that delegates to another one, and records its batches.
-
-    Its options are those of the other workload, plus that workload's name and the folder for the records.
-    """
+    """A workload that delegates to the one in its options, and records its batches in the folder in its options."""
 
     def __init__(self, context: WorkloadContext) -> None:
         from ebbflow.training.workloads.loader import make_workload
 
         self._workload: Any = make_workload(wrapped_config(context.config), _own_context(context))
-        self._name = str(context.options[WORKLOAD_OPTION] or "the built-in one")
         self._path = Path(str(context.options[FOLDER_OPTION])) / f"rank-{context.rank}.jsonl"
 
     @classmethod
@@ -176,8 +160,6 @@ def _parts(value: Any) -> Iterator[bytes]:
 
 @dataclass(frozen=True, kw_only=True)
 class CertifiedRun:
-    """The record of one run, for the comparison with others."""
-
     interruption: str  # key of INTERRUPTIONS, or UNINTERRUPTED
     outcome: GangOutcome
     steps: list[tuple[int, dict[str, Any]]]  # number and figures of each step; a repeated step occurs again
@@ -188,13 +170,7 @@ class CertifiedRun:
 
 
 def certified_run(config: RunConfig, prepared: dict, folder: Path, interruption: str) -> CertifiedRun:
-    """Run the job to its end with one interruption, and restart it as often as needed, up to four starts.
-
-    Args:
-        prepared: what the workload's `prepare` returned.
-        folder: folder for records and logs.
-        interruption: key of INTERRUPTIONS, or UNINTERRUPTED.
-    """
+    """Run the job to its end, in at most four starts, with one of INTERRUPTIONS or UNINTERRUPTED."""
     job = interruption.replace(" ", "-")
     records, logs = folder / job / "records", folder / job / "logs"
     records.mkdir(parents=True)
@@ -217,13 +193,15 @@ def certified_run(config: RunConfig, prepared: dict, folder: Path, interruption:
     )
     outcome, starts = _to_the_end(spec, folder / job)
     events = read_events(Store.open(config.store).sub(job_prefix(job)))
+    steps = [event for event in events if event.name == STEP]
+    first = [event for event in steps if event.rank == 0]
     return CertifiedRun(
         interruption=interruption,
         outcome=outcome,
-        steps=[(event.step or 0, _numbers(event)) for event in events if event.name == STEP and event.rank == 0],
+        steps=[(event.step or 0, {name: event.data.get(name) for name in _NUMBERS}) for event in first],
         samples=_samples(records),
         starts=starts,
-        generations=len({event.generation for event in events if event.name == STEP}),
+        generations=len({event.generation for event in steps}),
         resumed=[event.step or 0 for event in events if event.name == RESTORE],
     )
 
@@ -234,21 +212,14 @@ def _to_the_end(spec: GangSpec, folder: Path) -> tuple[GangOutcome, int]:
         gang = LocalGang(replace(spec, attempt=attempt), folder / f"start-{attempt}", folder / "output.log")
         try:
             outcome = gang.wait(_SECONDS)
+            if outcome.outcome != Outcome.INTERRUPTED:
+                return outcome, attempt + 1
+            last = outcome.message
         except GangError as error:
             if not error.curable:
                 raise
             last = str(error)
-            continue
-        finally:
-            gang.kill()
-        if outcome.outcome != Outcome.INTERRUPTED:
-            return outcome, attempt + 1
-        last = outcome.message
     raise TrainingError(f"certify: {spec.job}: the job did not end within {_MOST_STARTS} starts; last error: {last}")
-
-
-def _numbers(event: Event) -> dict[str, Any]:
-    return {name: event.data.get(name) for name in _NUMBERS}
 
 
 def _samples(folder: Path) -> list[tuple[int, int, str]]:
@@ -268,17 +239,8 @@ def _samples(folder: Path) -> list[tuple[int, int, str]]:
 def build_certificate(
     config: RunConfig, small: RunConfig, runs: Sequence[CertifiedRun], machine: dict[str, object]
 ) -> dict[str, Any]:
-    """Compare the interrupted runs with the uninterrupted one, and return the certificate as JSON.
-
-    Args:
-        config: the job's configuration.
-        small: the configuration of the runs.
-        runs: the uninterrupted run first.
-        machine: description of this machine.
-    """
     uninterrupted, *interrupted = runs
     compared = [_compare(uninterrupted, run) for run in interrupted]
-    nodes, processes = small.cluster.nodes, small.cluster.processes_per_node
     return {
         "version": VERSION,
         "kind": "measured",
@@ -287,19 +249,19 @@ def build_certificate(
         "config_sha256": config_sha256(config),
         "workload": config.workload or "text",
         "steps": uninterrupted.outcome.step,
-        "nodes": nodes,
-        "processes_per_node": processes,
+        "nodes": small.cluster.nodes,
+        "processes_per_node": small.cluster.processes_per_node,
         "mode": small.parallel.mode,
         "weights_sha256": uninterrupted.outcome.weights_sha256,
-        "samples_sha256": _sha256(sorted(set(uninterrupted.samples))),
-        "losses_sha256": _sha256(_by_step(uninterrupted)),
+        "samples_sha256": _sha256(repr(sorted(set(uninterrupted.samples)))),
+        "losses_sha256": _sha256(repr(dict(uninterrupted.steps))),
         "interruptions": compared,
         "machine": machine,
     }
 
 
 def config_sha256(config: RunConfig) -> str:
-    return hashlib.sha256(config.model_dump_json().encode()).hexdigest()
+    return _sha256(config.model_dump_json())
 
 
 def format_certificate(found: dict[str, Any]) -> str:
@@ -314,11 +276,24 @@ def format_certificate(found: dict[str, Any]) -> str:
 
 
 def _compare(uninterrupted: CertifiedRun, run: CertifiedRun) -> dict[str, Any]:
-    """Compare an interrupted run with the uninterrupted one, and return its entry in the certificate.
-
-    A step that was repeated must have the same figures each time.
-    """
-    found = [*_losses(uninterrupted, run), *_batches(uninterrupted, run)]
+    """Return a run's entry in the certificate. A repeated step must have the same figures each time."""
+    figures, batches = dict(uninterrupted.steps), {one[:2]: one[2] for one in uninterrupted.samples}
+    seen, read = {step for step, _ in run.steps}, {one[:2] for one in run.samples}
+    wrong = [
+        f"step {step}: {figures.get(step)} uninterrupted, {numbers} interrupted"
+        for step, numbers in run.steps
+        if figures.get(step) != numbers
+    ]
+    if missing := sorted(set(figures) - seen):
+        wrong.append(f"{len(missing)} steps have no record, the first is {missing[0]}")
+    differ = [
+        f"rank {rank}: the batch from sample {first} on differs"
+        for rank, first, sha256 in run.samples
+        if batches.get((rank, first)) != sha256
+    ]
+    if unread := sorted(set(batches) - read):
+        differ.append(f"rank {unread[0][0]} never read sample {unread[0][1]}")
+    found = wrong[:3] + differ[:3]
     for name in ("outcome", "step", "weights_sha256"):
         was, now = getattr(uninterrupted.outcome, name), getattr(run.outcome, name)
         if was != now or was is None:
@@ -330,39 +305,13 @@ def _compare(uninterrupted: CertifiedRun, run: CertifiedRun) -> dict[str, Any]:
         "starts": run.starts,
         "generations": run.generations,
         "resumed_from": run.resumed,
-        "redone_steps": len(run.steps) - len({step for step, _ in run.steps}),
+        "redone_steps": len(run.steps) - len(seen),
         "differences": found,
     }
 
 
-def _losses(uninterrupted: CertifiedRun, run: CertifiedRun) -> list[str]:
-    expected, seen = _by_step(uninterrupted), {step for step, _ in run.steps}
-    found = [f"step {step}: {expected.get(step)} uninterrupted, {numbers} interrupted" for step, numbers in run.steps
-             if expected.get(step) != numbers]  # fmt: skip
-    if missing := sorted(set(expected) - seen):
-        found.append(f"{len(missing)} steps have no record, the first is {missing[0]}")
-    return found[:3]
-
-
-def _batches(uninterrupted: CertifiedRun, run: CertifiedRun) -> list[str]:
-    expected = {(rank, first): sha256 for rank, first, sha256 in uninterrupted.samples}
-    found = [
-        f"rank {rank}: the batch from sample {first} on differs"
-        for rank, first, sha256 in run.samples
-        if expected.get((rank, first)) != sha256
-    ]
-    seen = {(rank, first) for rank, first, _ in run.samples}
-    if missing := sorted(set(expected) - seen):
-        found.append(f"rank {missing[0][0]} never read sample {missing[0][1]}")
-    return found[:3]
-
-
-def _by_step(run: CertifiedRun) -> dict[int, dict[str, Any]]:
-    return dict(run.steps)
-
-
-def _sha256(value: object) -> str:
-    return hashlib.sha256(repr(value).encode()).hexdigest()
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def main(arguments: list[str]) -> int:
@@ -386,8 +335,13 @@ def main(arguments: list[str]) -> int:
     if given.config is None and given.resolved is None:
         parser.error("CONFIG is missing")
     try:
+        if given.resolved is not None:
+            die_with_parent()
+            config = RunConfig.model_validate_json(given.resolved.read_text())
+        else:
+            config = load_config(str(given.config), given.set, project_root=PROJECT_ROOT).config
         only = given.only or tuple(INTERRUPTIONS)
-        found = certify(_config(given), steps=given.steps, parent=given.folder, interruptions=only)
+        found = certify(config, steps=given.steps, parent=given.folder, interruptions=only)
     except (InfraError, TrainingError) as error:
         print(error, file=sys.stderr)
         return error.outcome.exit_code
@@ -397,13 +351,6 @@ def main(arguments: list[str]) -> int:
     return 0 if found["holds"] else 1
 
 
-def _config(given: argparse.Namespace) -> RunConfig:
-    if given.resolved is not None:
-        die_with_parent()
-        return RunConfig.model_validate_json(given.resolved.read_text())
-    return load_config(given.config, given.set, project_root=PROJECT_ROOT).config
-
-
 def certify(
     config: RunConfig,
     *,
@@ -411,13 +358,7 @@ def certify(
     parent: Path | None = None,
     interruptions: Sequence[str] = tuple(INTERRUPTIONS),
 ) -> dict[str, Any]:
-    """Run the job once uninterrupted and once per interruption, and return the certificate as JSON. Takes minutes.
-
-    Args:
-        steps: steps of each run.
-        parent: folder in which the runs' temporary folder is made.
-        interruptions: keys of INTERRUPTIONS.
-    """
+    """Run the job once uninterrupted and once per interruption, and return the certificate as JSON. Takes minutes."""
     from ebbflow.training.gang import Gang
     from ebbflow.training.workloads.loader import prepare_data, workload_context
 
@@ -438,22 +379,16 @@ def certify(
 def certify_in_child(
     config: RunConfig, *, steps: int = DEFAULT_STEPS, interruptions: Sequence[str] = tuple(INTERRUPTIONS)
 ) -> dict[str, Any]:
-    """Run `certify` in a process of its own, since this process imports no torch, and return the certificate.
-
-    Raises:
-        TrainingError: the process made no certificate.
-    """
+    """Run `certify` in a process of its own, since this process imports no torch. Raises TrainingError."""
     with tempfile.TemporaryDirectory(prefix="ebbflow-certify-") as folder:
         given, found = Path(folder, "config.json"), Path(folder, "certificate.json")
         given.write_text(config.model_dump_json())
-        path = python_path()
+        environment = dict(os.environ, PYTHONPATH=python_path())
         command = [sys.executable, "-m", "ebbflow.training", "certify", "--resolved", str(given), "--json", str(found)]
         command += ["--steps", str(steps), *(f"--only={one}" for one in interruptions)]
         command += ["--folder", folder]  # deleted here even if the child is killed
         try:
-            done = subprocess.run(
-                command, env=dict(os.environ, PYTHONPATH=path), stdin=subprocess.DEVNULL, timeout=_CHILD_SECONDS
-            )
+            done = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, timeout=_CHILD_SECONDS)
         except subprocess.TimeoutExpired:
             raise TrainingError(f"certify: no certificate within {_CHILD_SECONDS:g} s") from None
         if not found.exists():

@@ -7,12 +7,14 @@ import math
 import os
 import shutil
 from collections import Counter
+from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 
 from ebbflow.infra.checks.store import nearest_existing, store_folder
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.footprint import causal_lm_shape, commit_bytes, local_gang, shard_ranks, size_text
-from ebbflow.infra.preflight import Check, CheckFinding, PreflightContext
+from ebbflow.infra.preflight import Check, CheckFinding, PreflightContext, Tier
 from ebbflow.training.data.build import SourceFile, check_head, find_files, split_files
 from ebbflow.training.data.tokenizer import BYTES, check_vocabulary, open_tokenizer
 from ebbflow.training.errors import DataError, WorkloadError
@@ -25,6 +27,12 @@ _OTHERS_LOOKED_AT = 2000
 _READABLE_LOOKED_AT = 200
 
 
+def _failed(error: Exception, fix: str = "", *, more: str = "") -> CheckFinding:
+    """Return the finding for an error "MESSAGE; fix: FIX". `fix` is used if it has none, `more` follows MESSAGE."""
+    message, _, own_fix = str(error).partition("; fix: ")
+    return CheckFinding.failed(message + more, own_fix or fix)
+
+
 def check_dataset(context: PreflightContext) -> CheckFinding:
     """Check that the data is readable text, enough for one training batch and one held-out sample."""
     config = context.config
@@ -33,8 +41,7 @@ def check_dataset(context: PreflightContext) -> CheckFinding:
     try:
         files = find_files(config.data, project_root=context.project_root)
     except DataError as error:
-        message, _, fix = str(error).partition("; fix: ")
-        return CheckFinding.failed(message + _instead(config, context.project_root), fix or "set data.path to text")
+        return _failed(error, "set data.path to text", more=_instead(config, context.project_root))
     closed = [str(file.path) for file in files[:_READABLE_LOOKED_AT] if not os.access(file.path, os.R_OK)]
     if closed:
         return CheckFinding.failed(
@@ -45,8 +52,7 @@ def check_dataset(context: PreflightContext) -> CheckFinding:
             check_head(file)
         train, held_out = split_files(files, config.data.held_out_fraction)
     except DataError as error:
-        message, _, fix = str(error).partition("; fix: ")
-        return CheckFinding.failed(message, fix)
+        return _failed(error)
     return _suffices(config, len(files), _bytes(train), _bytes(held_out))
 
 
@@ -78,8 +84,7 @@ def check_disk(context: PreflightContext) -> CheckFinding:
 def commits_room(config: RunConfig) -> tuple[int, str]:
     """Return the most bytes that a job's commits take, and the arithmetic as text.
 
-    Two commits are added to those that retention keeps: an old one that is about to be deleted, and the one being
-    written. Pinned commits, and damaged ones that are kept for inspection, are not counted.
+    Two commits are added to those that retention keeps: one that is about to be deleted and one being written.
     """
     checkpoint, steps, one = config.checkpoint, config.training.max_steps, commit_bytes(config)
     every = steps // checkpoint.keep_every_steps if checkpoint.keep_every_steps else 0
@@ -97,10 +102,7 @@ def commits_room(config: RunConfig) -> tuple[int, str]:
 
 
 def _suffices(config: RunConfig, files: int, train_bytes: int, held_out_bytes: int) -> CheckFinding:
-    """Check that the text is enough for one training batch and one held-out sample.
-
-    A sample takes `sequence_length` tokens, plus one as the target of the last. A token is at least one byte.
-    """
+    """Check that the text is enough for one training batch and one held-out sample; a token is at least one byte."""
     length, batch = config.model.sequence_length, config.training.batch_size
     samples = max(0, train_bytes - 1) // length
     gang = local_gang(config)
@@ -126,26 +128,17 @@ def _suffices(config: RunConfig, files: int, train_bytes: int, held_out_bytes: i
 
 
 def _instead(config: RunConfig, project_root: Path) -> str:
-    """Describe the endings of the files in `data.path`, for the message that none has an expected ending."""
-    if config.data.path is None:
+    folder = project_root / Path(config.data.path or "").expanduser()
+    if config.data.path is None or not folder.is_dir():
         return ""
-    folder = project_root / Path(config.data.path).expanduser()
-    if not folder.is_dir():
-        return ""
-    endings: Counter[str] = Counter()
-    for _, _, names in os.walk(folder):
-        endings.update(Path(name).suffix or "no ending" for name in names)
-        if endings.total() > _OTHERS_LOOKED_AT:
-            break
+    names = (name for _, _, names in os.walk(folder) for name in names)
+    endings = Counter(Path(name).suffix or "no ending" for name in islice(names, _OTHERS_LOOKED_AT))
     found = ", ".join(f"{count} × {ending}" for ending, count in endings.most_common(_OTHERS_NAMED))
     return f"; it holds {found or 'no file at all'}"
 
 
 def _bytes(files: list[SourceFile]) -> int:
     return sum(file.size for file in files)
-
-
-_GPU_DEVICES = "/dev/nvidia[0-9]*"
 
 
 def check_parallel(context: PreflightContext) -> CheckFinding:
@@ -164,7 +157,7 @@ def _place(config: RunConfig) -> RankLayout:
     return RankLayout(
         ranks=ranks,
         ranks_per_node=ranks_per_node,
-        gpu=bool(glob.glob(_GPU_DEVICES)),
+        gpu=bool(glob.glob("/dev/nvidia[0-9]*")),
         parameters=causal_lm_shape(config.model).parameters if config.workload is None else None,
     )
 
@@ -174,12 +167,10 @@ def _arrangement(config: RunConfig, place: RankLayout) -> str:
     if local_gang(config) is None:
         return f"{mode}, on as many ranks as the plan says"
     shard = shard_ranks(config, place.ranks, place.ranks_per_node)
-    ranks, copies = _count(place.ranks, "rank", "ranks"), _count(place.ranks // shard, "copy", "copies")
-    return f"{mode}: {ranks} = {copies} of the model × {_count(shard, 'rank that holds', 'ranks that hold')} one"
-
-
-def _count(number: int, one: str, several: str) -> str:
-    return f"{number} {one if number == 1 else several}"
+    copies = place.ranks // shard
+    ranks = f"{place.ranks} {'rank' if place.ranks == 1 else 'ranks'}"
+    holding = "rank that holds" if shard == 1 else "ranks that hold"
+    return f"{mode}: {ranks} = {copies} {'copy' if copies == 1 else 'copies'} of the model × {shard} {holding} one"
 
 
 def _remarks(config: RunConfig) -> list[str]:
@@ -193,9 +184,8 @@ def _remarks(config: RunConfig) -> list[str]:
         found.append("powersgd is lossy, and begins anew behind every commit, so that a resumed run does the same")
     if config.parallel.mode == "ddp" and config.ddp.static_graph:
         found.append("from three ranks on static_graph resumes to rounding, not bit for bit")
-        accumulation = config.training.gradient_accumulation_steps
-        if accumulation > 1:
-            found.append(f"static_graph reduces gradients {accumulation} times per step, after each micro-batch")
+        if (parts := config.training.gradient_accumulation_steps) > 1:
+            found.append(f"static_graph reduces gradients {parts} times per step, after each micro-batch")
     return found
 
 
@@ -210,8 +200,8 @@ def check_workload(context: PreflightContext) -> CheckFinding:
     try:
         found = examine(config, prepare=False)
     except WorkloadError as error:
-        message, _, fix = str(error).partition("; fix: ")
-        return CheckFinding.failed(message, fix or f"see docs/workloads.md, then: {_command(context)}")
+        examine_it = f"ebbflow examine {context.config_path or 'CONFIG'}"
+        return _failed(error, f"see docs/workloads.md, then: {examine_it}")
     return CheckFinding.passed(found.text)
 
 
@@ -224,22 +214,14 @@ def check_tokenizer(context: PreflightContext) -> CheckFinding:
         tokenizer = open_tokenizer(config.data, project_root=context.project_root)
         check_vocabulary(config, tokenizer.vocab_size)
     except DataError as error:
-        message, _, fix = str(error).partition("; fix: ")
-        return CheckFinding.failed(message, fix)
-    unused = config.model.vocab_size - tokenizer.vocab_size
-    rows = (
-        f"model.vocab_size {config.model.vocab_size} leaves {unused} rows unused"
-        if unused
-        else "as many as the model has"
-    )
-    if config.data.tokenizer == BYTES:
-        return CheckFinding.passed(f"bytes: {tokenizer.vocab_size} tokens, {rows}")
-    between = (
-        "nothing stands between two files"
-        if tokenizer.separator is None
-        else f"token {tokenizer.separator} between files"
-    )
-    return CheckFinding.passed(f"{config.data.tokenizer}: {tokenizer.vocab_size} tokens, {rows}; {between}")
+        return _failed(error)
+    rows, separator = "as many as the model has", tokenizer.separator
+    if unused := config.model.vocab_size - tokenizer.vocab_size:
+        rows = f"model.vocab_size {config.model.vocab_size} leaves {unused} rows unused"
+    found = f"{config.data.tokenizer}: {tokenizer.vocab_size} tokens, {rows}"
+    if config.data.tokenizer != BYTES:
+        found += "; nothing stands between two files" if separator is None else f"; token {separator} between files"
+    return CheckFinding.passed(found)
 
 
 def check_initial_weights(context: PreflightContext) -> CheckFinding:
@@ -251,74 +233,32 @@ def check_initial_weights(context: PreflightContext) -> CheckFinding:
     try:
         found = find_weights(path)
     except WorkloadError as error:
-        message, _, fix = str(error).partition("; fix: ")
-        return CheckFinding.failed(message, fix or "name a safetensors file, or a folder of them")
+        return _failed(error, "name a safetensors file, or a folder of them")
     numbers, files = sum(math.prod(stored.shape) for stored in found.values()), len({s.file for s in found.values()})
     arithmetic = f"{path}: {numbers:,} numbers in {len(found)} tensors, {files} files"
     if config.workload is None and numbers != (wanted := causal_lm_shape(config.model).parameters):
-        return CheckFinding.failed(
-            f"{arithmetic}; the model has {wanted:,}", "the model section that these weights are of"
-        )
+        fix = "the model section that these weights are of"
+        return CheckFinding.failed(f"{arithmetic}; the model has {wanted:,}", fix)
     return CheckFinding.passed(arithmetic)
 
 
-def _command(context: PreflightContext) -> str:
-    return f"ebbflow examine {context.config_path or 'CONFIG'}"
+def _check(
+    id: str,
+    title: str,
+    run: Callable[[PreflightContext], CheckFinding],
+    *symptoms: str,
+    tier: Tier = "quick",
+    seconds: float = 30.0,  # a large tree on a cold disk; the standard library takes a tenth of a second
+) -> Check:
+    return Check(id=id, title=title, severity="error", tier=tier, deadline_seconds=seconds, symptoms=symptoms, run=run)
 
 
+_trial: dict = {"tier": "full", "seconds": EXAMINE_SECONDS + 10}  # it starts a process that imports torch
 CHECKS: list[Check] = [
-    Check(
-        id="dataset",
-        title="there is text enough",
-        severity="error",
-        tier="quick",
-        deadline_seconds=30.0,  # a large tree on a cold disk; the standard library takes a tenth of a second
-        symptoms=("A07", "A08", "E09"),
-        run=check_dataset,
-    ),
-    Check(
-        id="disk",
-        title="disk holds commits and tokens",
-        severity="error",
-        tier="quick",
-        deadline_seconds=30.0,
-        symptoms=("H10",),
-        run=check_disk,
-    ),
-    Check(
-        id="parallel",
-        title="the model can be spread over the ranks",
-        severity="error",
-        tier="quick",
-        deadline_seconds=10.0,
-        symptoms=("A06", "F06"),
-        run=check_parallel,
-    ),
-    Check(
-        id=WORKLOAD_CHECK,
-        title="own workload can be trained",
-        severity="error",
-        tier="full",  # it starts a process that imports torch
-        deadline_seconds=EXAMINE_SECONDS + 10,
-        symptoms=("A01", "D14"),
-        run=check_workload,
-    ),
-    Check(
-        id="initial-weights",
-        title="initial weights can be read",
-        severity="error",
-        tier="quick",
-        deadline_seconds=30.0,
-        symptoms=("H02", "H04"),
-        run=check_initial_weights,
-    ),
-    Check(
-        id="tokenizer",
-        title="tokenizer fits the model",
-        severity="error",
-        tier="quick",
-        deadline_seconds=30.0,
-        symptoms=("A18", "E09"),
-        run=check_tokenizer,
-    ),
+    _check("dataset", "there is text enough", check_dataset, "A07", "A08", "E09"),
+    _check("disk", "disk holds commits and tokens", check_disk, "H10"),
+    _check("parallel", "the model can be spread over the ranks", check_parallel, "A06", "F06", seconds=10.0),
+    _check(WORKLOAD_CHECK, "own workload can be trained", check_workload, "A01", "D14", **_trial),
+    _check("initial-weights", "initial weights can be read", check_initial_weights, "H02", "H04"),
+    _check("tokenizer", "tokenizer fits the model", check_tokenizer, "A18", "E09"),
 ]

@@ -11,30 +11,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 __all__ = ["HashStore", "PrefixStore", "Store", "TCPStore", "all_gather_flat", "compile_module", "open_tcp_store"]
 
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+# Collective: writes every rank's tensor, the second argument, of shape `[k]`, into the first, of shape
+# `[world_size * k]`. Renamed in torch 2.13.
+all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _HAS_RECOMPILE_LIMIT = "recompile_limit" in inspect.signature(torch.compile).parameters
 
 
-def all_gather_flat(gathered: Tensor, own: Tensor, group: dist.ProcessGroup | None = None) -> None:
-    """Write every rank's tensor into `gathered`, in the order of the ranks. Collective.
-
-    Args:
-        gathered: receives the result; shape `[world_size * k]`.
-        own: this rank's tensor; shape `[k]`.
-    """
-    _all_gather(gathered, own, group=group)
-
-
 def open_tcp_store(host: str, port: int, world_size: int, **options: Any) -> TCPStore:
-    """Open a `TCPStore`.
-
-    The libuv server of torch 2.7 refuses the option `master_listen_fd`; then the store uses torch's older server.
-    """
+    """Open a `TCPStore`, with torch's older server if the libuv server of torch 2.7 refuses `master_listen_fd`."""
     try:
         return TCPStore(host, port, world_size, **options)
     except RuntimeError as error:
@@ -44,12 +33,7 @@ def open_tcp_store(host: str, port: int, world_size: int, **options: Any) -> TCP
 
 
 def compile_module(module: nn.Module, *, recompile_limit: int) -> None:
-    """Compile `module` in place when it is first called, for the shapes of that call.
-
-    Args:
-        recompile_limit: how often the module may be compiled. Older releases of torch have no limit per module; there
-            the limit of the whole process is raised to this number.
-    """
+    """Compile `module` in place at most `recompile_limit` times (in torch 2.7, at most that often per process)."""
     if _HAS_RECOMPILE_LIMIT:
         module.compile(dynamic=False, recompile_limit=recompile_limit)
         return

@@ -40,9 +40,8 @@ class NoRoom(CheckpointError):
 class CorruptCommit(CheckpointError):
     """A commit whose stored bytes differ from the bytes that were saved: flipped, truncated, swapped or missing.
 
-    Args:
-        object_key: the key of the damaged data object; "" if the manifest or another record is damaged.
-        chunk: the index of the damaged chunk in that object; None if the whole object is missing or has a wrong size.
+    `object_key` is the key of the damaged data object, "" for another record; `chunk` is the index of its damaged
+    chunk.
     """
 
     def __init__(self, message: str, *, object_key: str = "", chunk: int | None = None) -> None:
@@ -155,10 +154,7 @@ class RankNotStarted(TrainingError):
 
 
 class DeviceUnavailable(TrainingError):
-    """GPUs that should be available on this machine but that the ranks cannot use.
-
-    Training on the CPU instead would still be billed as a machine with GPUs.
-    """
+    """GPUs that should be available on this machine but that the ranks cannot use."""
 
     outcome = Outcome.CONFIG
     curable = False
@@ -209,9 +205,7 @@ class TooManyRewinds(TrainingError):
 class GangError(TrainingError):
     """A gang that ended before its work was done. The message names the culprit.
 
-    Args:
-        user_code: whether an exception in the user's code ended the gang, not the loss of a process or machine.
-        curable, outcome: those of the exception that ended the gang.
+    `user_code` means that an exception in the user's code ended it, not the loss of a process or machine.
     """
 
     def __init__(

@@ -49,14 +49,11 @@ class Gang:
             rows = torch.frombuffer(bytearray(self.peers.gather(own)), dtype=row.dtype)
         else:
             rows = row.new_empty(self.world_size * row.numel())
-            all_gather_flat(rows, row, self.group)
+            all_gather_flat(rows, row, group=self.group)
         return rows.view(self.world_size, -1)
 
     def gather_numbers(self, numbers: Sequence[float]) -> list[tuple[float, ...]]:
-        """Return the numbers of each rank as float64, the same on every rank. Collective.
-
-        Every step calls this, so it makes no tensors when it can use the peer sockets.
-        """
+        """Return the numbers of each rank as float64, the same on every rank. Collective."""
         layout = struct.Struct(f"{len(numbers)}d")
         rows = layout.pack(*numbers)
         if self.peers is not None and layout.size <= LARGEST_ROW_BYTES:
@@ -77,12 +74,9 @@ def connect(
 ) -> Gang:
     """Join the gang that torchrun's environment variables describe. Without them, return a gang of one rank.
 
-    Args:
-        start_seconds: deadline for all ranks to join.
-        collective_seconds: deadline of each collective.
-        generation: prefix of this gang's keys in the key-value store, which an earlier gang may have used too.
-        device_choice: the value of `cluster.device`.
-        promised_gpus: the number of GPUs on each node according to the chosen placement; 0 if it names none.
+    `start_seconds` is the deadline for all ranks to join, `collective_seconds` that of each collective, `generation`
+    the prefix of this gang's keys in the key-value store. `promised_gpus` is the number of GPUs that each node should
+    have, 0 if unknown.
 
     Raises:
         RendezvousError: if ranks are missing; the message names them.
@@ -92,8 +86,7 @@ def connect(
     own_gpus = detect_gpus(device_choice, promised=promised_gpus)
     seen, store, peers = [own_gpus], None, None
     if "MASTER_ADDR" in os.environ:
-        store = _open_store(os.environ, rank, world_size, start_seconds)
-        store = PrefixStore(generation, store)
+        store = PrefixStore(generation, _open_store(os.environ, rank, world_size, start_seconds))
         seen = _roll_call(store, rank, world_size, start_seconds, own_gpus)
     assigned = assign_gpus(seen, device_choice)
     device = torch.device("cpu")
@@ -120,11 +113,11 @@ def connect(
                 start_seconds=start_seconds,
                 seconds=collective_seconds,
             )
-    ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     return Gang(
         rank=rank,
         world_size=world_size,
-        ranks_per_node=ranks_per_node,
+        ranks_per_node=per_node,
         device=device,
         store=store,
         peers=peers,
@@ -135,8 +128,8 @@ def connect(
 def leave(code: int) -> NoReturn:
     """Exit at once with `code`, without the interpreter's clean-up.
 
-    The clean-up would destroy the process group, which can wait for a dead peer. Even after an orderly end of a gloo
-    group, torch 2.13 aborts in about one of ten interpreter exits ("terminate called without an active exception").
+    The clean-up would destroy the process group, which can wait for a dead peer, and in which torch 2.13 aborts in
+    about one of ten exits even after an orderly end ("terminate called without an active exception").
     """
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, OSError, ValueError):  # the user's code may have closed it
@@ -178,7 +171,7 @@ def _loopback_listener(host: str, port: int) -> int | None:
     """Return the descriptor of a listening loopback socket for the key-value store, or None.
 
     torch's own socket listens on every interface, and any process that can reach it may read and write keys. The result
-    is None if the ranks are on several machines, or if the port is taken; torch then reports the taken port.
+    is None if the ranks are on several machines, or if the port is taken, which torch then reports.
     """
     if not is_loopback(host):
         return None
@@ -190,10 +183,7 @@ def _loopback_listener(host: str, port: int) -> int | None:
 
 
 def _stay_on_loopback(host: str, environment: MutableMapping[str, str]) -> None:
-    """Set the variables that make gloo and NCCL use the loopback interface, if all ranks are on this machine.
-
-    Variables that the user has set are not changed.
-    """
+    """Make gloo and NCCL use the loopback interface if all ranks are here, unless the user set another."""
     name = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     if is_loopback(host) and name is not None:
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
@@ -201,7 +191,6 @@ def _stay_on_loopback(host: str, environment: MutableMapping[str, str]) -> None:
 
 
 def _roll_call(store: Store, rank: int, world_size: int, seconds: float, own_gpus: VisibleGpus) -> list[VisibleGpus]:
-    """Wait until all ranks have joined, and return the GPUs that each rank sees."""
     keys = [f"joined/{number}" for number in range(world_size)]
     store.set(keys[rank], own_gpus.to_json())
     try:

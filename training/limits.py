@@ -18,8 +18,6 @@ from ebbflow.training.launch.messages import OrderRecord
 
 @dataclass(frozen=True)
 class Position:
-    """A point between two steps of a job."""
-
     step: int = 0  # the number of steps taken
     cursor: int = 0  # the index of the next sample to read, counted over all ranks and epochs
 
@@ -29,8 +27,6 @@ class Position:
 
 @dataclass(frozen=True)
 class LoopResult:
-    """The result of the training loop, the same on all ranks."""
-
     outcome: Outcome
     step: int  # the last step that was taken
     message: str = ""  # the reason if the loop stopped early, else ""
@@ -43,10 +39,7 @@ _LOOK_SECONDS = 0.01
 
 
 class Stop(IntEnum):
-    """A reason to stop before the last step.
-
-    If ranks report different reasons, the largest value wins: the more urgent a reason, the larger its value.
-    """
+    """A reason to stop before the last step. The more urgent a reason, the larger its value."""
 
     NONE = 0
     DEADLINE = 1
@@ -59,14 +52,7 @@ class Stop(IntEnum):
 
 
 class Limits:
-    """The checks for a reason to stop: the budget, the deadline, SIGTERM and the requests of this node's agent.
-
-    Args:
-        terms: prices, budget and deadline of the job; None if the job has none.
-        elapsed_seconds: returns the seconds since this rank's process started.
-        stop_seconds: the seconds between SIGTERM and SIGKILL.
-        control: the agent's requests; None without an agent.
-    """
+    """The checks for a reason to stop: the budget, the deadline, SIGTERM and requests of the agent (`control`)."""
 
     def __init__(
         self,
@@ -77,15 +63,11 @@ class Limits:
         stop_seconds: float = math.inf,
         control: OrderRecord | None = None,
     ) -> None:
-        self.terms = terms
-        self._stop_seconds = stop_seconds
+        self.terms, self._control = terms, control
+        self._stop_seconds, self._elapsed_seconds = stop_seconds, elapsed_seconds
         self._killed_at = math.inf  # on the clock of time.monotonic(); infinite until a drain is requested
-        self._control = control
-        self._saves_answered = 0
         self.usd_per_second = terms.usd_per_rank_second * world_size if terms else 0.0
-        self._elapsed_seconds = elapsed_seconds
-        self._asked = False
-        self._left_spot = ""
+        self._asked, self._left_spot, self._saves_answered = False, "", 0
         self._steps: deque[float] = deque(maxlen=_STEPS_REMEMBERED)  # seconds between calls of `stop`
         self._looked_at: float | None = None
         self._told = {share for share in BUDGET_THRESHOLDS if terms and share <= terms.last_notified_threshold}
@@ -95,11 +77,7 @@ class Limits:
         signal.signal(signal.SIGTERM, lambda *_: self.request_drain(self._stop_seconds - _LEAVING_SECONDS))
 
     def request_drain(self, seconds: float) -> None:
-        """Request a stop at the end of the current step.
-
-        Args:
-            seconds: the time left for a last save. After several requests the earliest deadline counts.
-        """
+        """Request a stop at the end of the current step, with `seconds` left for a last save, or fewer if known."""
         self._asked = True
         self._killed_at = min(self._killed_at, time.monotonic() + seconds)
 
@@ -111,13 +89,11 @@ class Limits:
         return self._asked
 
     def wait_for_drain(self, seconds: float) -> None:
-        """Return when a drain is requested, or after `seconds`."""
         limit = time.monotonic() + seconds
         while not self.drain_requested and time.monotonic() < limit:
             time.sleep(_LOOK_SECONDS)
 
     def save_wanted(self) -> bool:
-        """Return whether the agent has asked for a save since the last call."""
         asked = 0 if self._control is None else self._control.saves
         wanted = asked > self._saves_answered
         self._saves_answered = asked
@@ -125,7 +101,6 @@ class Limits:
 
     @property
     def stop_seconds(self) -> float:
-        """Seconds left for a last save; infinite if no drain was requested."""
         return max(self._killed_at - time.monotonic(), 0.0)
 
     @property
@@ -136,14 +111,14 @@ class Limits:
         return self.terms.spent_usd + self.usd_per_second * self._elapsed_seconds()
 
     def stop(self, steps_left: int = 0) -> Stop:
-        """Return the reason to stop now, or `Stop.NONE`.
+        """Return the reason to stop now. Call this once per step, because the calls measure what a step costs.
 
-        Call this once per step: the time between two calls is used to estimate the cost of the next step.
-
-        Args:
-            steps_left: the steps that remain after this one.
+        `steps_left` are the steps that remain after this one.
         """
-        self._look()
+        now = self._elapsed_seconds()
+        if self._looked_at is not None:
+            self._steps.append(now - self._looked_at)
+        self._looked_at = now
         if self.drain_requested:
             return Stop.INTERRUPTED
         terms = self.terms
@@ -165,28 +140,16 @@ class Limits:
         slowness = max(1.0, median(self._steps) / terms.step_seconds) if enough else 1.0
         return terms.why_leave_spot(steps_left, spent_usd=self.spent_usd, now_utc=time.time(), slowness=slowness)
 
-    def _look(self) -> None:
-        now = self._elapsed_seconds()
-        if self._looked_at is not None:
-            self._steps.append(now - self._looked_at)
-        self._looked_at = now
-
     @property
     def next_step_usd(self) -> float:
-        """An upper estimate of the next step's cost, in US dollars.
-
-        It is the cost of the longest recent step, including its save or evaluation. Before the first step it is the
-        plan's estimate.
-        """
+        """Upper estimate of the next step's dollars: the longest recent step, with its save; at first the plan's."""
         expected = self.terms.step_seconds if self.terms else 0.0
         return self.usd_per_second * max(self._steps, default=expected)
 
     def new_budget_thresholds(self, stop: Stop) -> list[dict[str, float]]:
         """Return the budget thresholds that were reached since the last call, each as the data of a `budget` event.
 
-        Args:
-            stop: the reason to stop that all ranks agreed on. `Stop.BUDGET` counts as reaching every threshold, because
-                the unspent rest of the budget is reserved for the last save.
+        A `stop` for the budget reaches every threshold, because the unspent rest is reserved for the last save.
         """
         terms = self.terms
         if terms is None or terms.budget_usd is None:
@@ -201,7 +164,6 @@ class Limits:
         return [{"threshold": share, **known} for share in fresh]
 
     def describe(self, stop: Stop) -> str:
-        """Return the reason for `stop` with its numbers, for the outcome's message."""
         terms = self.terms
         if stop is Stop.BUDGET and terms and terms.budget_usd is not None:
             return (

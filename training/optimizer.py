@@ -16,10 +16,7 @@ _CLIP_EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 
 def make_optimizer(module: nn.Module, training: TrainingConfig) -> torch.optim.Optimizer:
-    """Return AdamW, with weight decay for matrices but not for vectors such as the weights of norms.
-
-    The optimizer is fused: each group of parameters is updated by one kernel, and dispatched through DTensor once.
-    """
+    """Return fused AdamW, with weight decay for matrices but not for vectors such as the weights of norms."""
     parameters = list(module.parameters())
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": training.weight_decay},
@@ -36,14 +33,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) ->
 
 
 def scale_and_clip(gradients: list[Tensor], *, scale: float, norm: float, limit: float | None) -> None:
-    """Multiply all gradients by `scale`, then clip their norm to `limit`, in place and in one pass.
-
-    The result equals scaling followed by `torch.nn.utils.clip_grad_norm_`.
-
-    Args:
-        norm: the norm of all gradients together, after scaling.
-        limit: the largest norm; None to leave the norm as it is.
-    """
+    """Multiply all gradients by `scale`, then clip their `norm` after scaling to `limit`, in place and in one pass."""
     if limit is not None:
         scale *= min(1.0, limit / (norm + _CLIP_EPSILON))
     torch._foreach_mul_(gradients, scale)  # pyright: ignore[reportPrivateImportUsage]  not in torch's type information
@@ -55,11 +45,9 @@ _WSD_DECAY_SHARE = 0.2  # of all steps: warm-up, stable, decay (Hu et al. 2024, 
 def learning_rate(training: TrainingConfig, step: int) -> float:
     """Return the learning rate of a step, where steps count from 1 to `max_steps`.
 
-    Every schedule rises linearly to the peak at step `warmup_steps`, and then differs by its type:
-    - constant: remains at the peak.
-    - linear_warmup: falls linearly to `final_ratio` × peak at `max_steps`.
-    - cosine: falls along half a cosine to `final_ratio` × peak at `max_steps`.
-    - wsd: remains at the peak, then falls linearly to `final_ratio` × peak over the last fifth of all steps.
+    Every schedule rises linearly to the peak at step `warmup_steps`. Then "constant" remains there; "linear_warmup"
+    falls linearly and "cosine" along half a cosine to `final_ratio` × peak at `max_steps`; "wsd" falls linearly over
+    the last fifth of all steps.
     """
     scheduler, peak = training.scheduler, training.learning_rate
     if step < scheduler.warmup_steps:

@@ -3,8 +3,6 @@
 A unit is a part of the model that is sharded, compiled and recomputed as one. To change a unit, its `__class__` is set
 to a subclass of its own class. No wrapper module is added, so parameters keep the names of the unchanged model, and
 hashes and commits do not depend on the parallel mode. Equal units share one subclass, so they are compiled once.
-
-`spread_model` builds the model. The training loop works with its result, a `Spread`.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -40,13 +38,9 @@ from ebbflow.training.workload import Workload
 
 
 def report_compilation(begun: Callable[[], Callable[[], None]]) -> Callable[[], None]:
-    """Report each compilation by torch. Return a function that ends the reports.
+    """Call `begun` when torch begins a compilation, and its result when it ends. Return a function that stops this.
 
-    If the compiler is not loaded, or a torch release lacks these private hooks, nothing is reported, and the time of a
-    compilation counts for the phase in which it happens.
-
-    Args:
-        begun: called when a compilation begins. The function that it returns is called when that compilation ends.
+    If the compiler is not loaded, or a torch release lacks these private hooks, nothing is reported.
     """
     if "torch._dynamo" not in sys.modules:
         return lambda: None
@@ -68,12 +62,7 @@ def report_compilation(begun: Callable[[], Callable[[], None]]) -> Callable[[], 
 
 
 def make_mesh(gang: Gang, *, shard: int) -> DeviceMesh:
-    """Make the device mesh with the dimensions "replicate" and "shard". Collective.
-
-    Args:
-        shard: the number of ranks that share one copy of the model: 1 for DDP, the world size for FSDP2, a number
-            between for HSDP. These ranks have consecutive numbers.
-    """
+    """Make the device mesh "replicate" × "shard", where `shard` consecutive ranks share one copy. Collective."""
     if not dist.is_initialized():  # a single rank without torchrun's environment
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     shape = (gang.world_size // shard, shard)
@@ -86,10 +75,7 @@ _POWERSGD_PLAIN_STEPS = 2
 
 
 def replicate_model(module: nn.Module, ddp: DdpConfig, gang: Gang) -> tuple[DistributedDataParallel, Compression]:
-    """Wrap the model in DDP, and return the wrapper and its gradient compression. Collective.
-
-    No weights are broadcast: they are equal on all ranks already, because all ranks use one seed or restore one commit.
-    """
+    """Wrap the model in DDP with its compression. Weights are not broadcast, being equal already. Collective."""
     group = make_mesh(gang, shard=1)["replicate"].get_group()
     model = DistributedDataParallel(
         module,
@@ -110,9 +96,8 @@ def _build_final_buckets(model: DistributedDataParallel) -> None:
     """Make DDP build its final gradient buckets now, by a backward pass over the parameters alone. Collective.
 
     By default DDP builds them after its first backward pass, in the order in which gradients arrived. The position of
-    an element in its bucket decides the order in which the ranks' values are added. With three or more ranks that order
-    changes the last bit of the sum. So without this function, the first step after a resume would differ from the same
-    step of an uninterrupted run.
+    an element in its bucket decides the order in which three or more ranks' values are added, and so the last bit of
+    the sum. Without this function, the first step after a resume would differ from that of an uninterrupted run.
 
     Do not call this with `find_unused_parameters`, where DDP keeps its first buckets, or with `static_graph`, where DDP
     would count this pass as a step.
@@ -127,8 +112,8 @@ def _build_final_buckets(model: DistributedDataParallel) -> None:
 class Compression:
     """Compression of gradients before they are sent to other ranks.
 
-    PowerSGD adds to each gradient the compression error of the previous step. That error differs between ranks and is
-    not part of a commit. So it is reset at every commit, and a rank that restores the commit computes the same as an
+    PowerSGD adds to each gradient the compression error of the previous step, which differs between ranks and is not
+    part of a commit. So it is reset at every commit, and a rank that restores the commit computes the same as an
     uninterrupted one. Each commit thus loses the error of one step, and two steps run without compression.
     """
 
@@ -148,11 +133,11 @@ class Compression:
                 setattr(self._state, name, getattr(fresh, name))
 
     def _fresh(self) -> PowerSGDState:
-        return PowerSGDState(
-            process_group=self._group,
-            matrix_approximation_rank=_POWERSGD_RANK,
-            start_powerSGD_iter=_POWERSGD_PLAIN_STEPS,
-        )
+        options: dict[str, Any] = {
+            "matrix_approximation_rank": _POWERSGD_RANK,
+            "start_powerSGD_iter": _POWERSGD_PLAIN_STEPS,
+        }
+        return PowerSGDState(process_group=self._group, **options)
 
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -161,32 +146,21 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def shard_model(
     module: nn.Module, units: Iterable[nn.Module], fsdp: FsdpConfig, gang: Gang, *, size: int, keep_gathered: bool
 ) -> None:
-    """Shard the model in place, while its parameters are on the meta device.
+    """Shard the model in place, while its parameters are on the meta device. `size` ranks share one copy.
 
-    Args:
-        units: the parts of the model that are gathered and freed as one.
-        size: the number of ranks that share one copy of the model.
-        keep_gathered: whether weights remain gathered between forward and backward.
+    `units` are gathered and freed as one; if `keep_gathered`, they remain gathered between forward and backward.
     """
     mesh = make_mesh(gang, shard=size)
-    options = {
-        # With one copy of the model, a mesh of one dimension needs one reduction where HSDP's mesh needs two.
-        "mesh": mesh["shard"] if size == gang.world_size else mesh,
-        "mp_policy": _precision(fsdp),
-        # Pinned memory speeds up copies to a GPU. On a CPU the shards are in host memory anyway.
-        "offload_policy": CPUOffloadPolicy(pin_memory=gang.device.type == "cuda")
-        if fsdp.cpu_offload
-        else OffloadPolicy(),
-    }
+    # With one copy of the model, a mesh of one dimension needs one reduction where HSDP's mesh needs two.
+    options: dict[str, Any] = {"mesh": mesh["shard"] if size == gang.world_size else mesh}
+    if fsdp.use_mixed_precision:
+        param, reduce = DTYPES[fsdp.param_dtype], DTYPES[fsdp.reduce_dtype]
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce)
+    if fsdp.cpu_offload:  # pinned memory speeds up copies to a GPU; on a CPU the shards are in host memory anyway
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=gang.device.type == "cuda")
     for unit in units:
         fully_shard(unit, reshard_after_forward=not keep_gathered, **options)
     fully_shard(module, **options)
-
-
-def _precision(fsdp: FsdpConfig) -> MixedPrecisionPolicy:
-    if not fsdp.use_mixed_precision:
-        return MixedPrecisionPolicy()
-    return MixedPrecisionPolicy(param_dtype=DTYPES[fsdp.param_dtype], reduce_dtype=DTYPES[fsdp.reduce_dtype])
 
 
 _aten = torch.ops.aten
@@ -206,12 +180,7 @@ _EXPENSIVE = {
 
 
 def recompute_units(units: Iterable[nn.Module], how: str) -> None:
-    """Make each unit recompute its activations in the backward pass, to save memory.
-
-    Args:
-        how: "full" keeps only the unit's input; "selective" also keeps the outputs of the operations in `_EXPENSIVE`;
-            "none" changes nothing.
-    """
+    """Make each unit recompute activations in the backward pass; "selective" keeps those of `_EXPENSIVE` operations."""
     if how == "none":
         return
     options: dict[str, Any] = {"use_reentrant": False}
@@ -240,18 +209,6 @@ def autocast(model: nn.Module, device_type: str, dtype: torch.dtype) -> None:
     _override_forward([model], in_dtype)
 
 
-def compile_units(units: Sequence[nn.Module]) -> None:
-    """Compile each unit in place when it is first called, for the shapes of that call.
-
-    Fixed shapes suffice because all micro-batches have the same size. Compiling units instead of the whole model means
-    that equal blocks are compiled once, and that FSDP2's hooks between them still run.
-    """
-    # Different units count towards one limit. Beyond it, torch runs further units uncompiled.
-    limit = max(8, 2 * len(units))
-    for unit in units:
-        compile_module(unit, recompile_limit=limit)
-
-
 def _override_forward(units: Iterable[nn.Module], make: Callable[[type[nn.Module]], Callable[..., Any]]) -> None:
     kinds: dict[type[nn.Module], type[nn.Module]] = {}
     for unit in units:
@@ -267,8 +224,6 @@ def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Checkpoi
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """A model distributed over the ranks."""
-
     model: nn.Module  # the module to call; its hooks reduce gradients over the ranks
     module: nn.Module  # the module without wrappers, for saving and hashing
     copies: int  # the number of copies of the model over all ranks
@@ -278,11 +233,7 @@ class Spread:
 
     @contextmanager
     def gradients(self, *, last: bool) -> Iterator[None]:
-        """Return the context for forward and backward of one micro-batch.
-
-        Args:
-            last: whether this is the last micro-batch of the step; then its gradients are reduced over the ranks.
-        """
+        """Return the context for forward and backward of one micro-batch; after the `last`, gradients are reduced."""
         model = self.model
         # A static graph must reduce in its first backward pass, or an assertion in torch fails. So it reduces after
         # every micro-batch, in every step: otherwise a resumed run would add gradients in another order than an
@@ -299,10 +250,10 @@ class Spread:
 
     @contextmanager
     def evaluating(self) -> Iterator[nn.Module]:
-        """Return a context that yields the model in evaluation mode.
+        """Return a context that yields the model in evaluation mode, for equally many forward passes on every rank.
 
-        Every rank must make the same number of forward passes. Units that are compiled for training are not compiled
-        here: evaluation has few passes, and their different batch size would need another compilation.
+        Compiled units run uncompiled here: the few passes have another batch size, for which they would be compiled
+        again.
         """
         self.module.eval()
         try:
@@ -320,10 +271,7 @@ class Spread:
         return [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
 
     def square_sum(self, gradients: Sequence[Tensor]) -> Tensor:
-        """Return this rank's share of the squared gradient norm, in float64.
-
-        The shares of all ranks add up to the squared norm of the whole gradient.
-        """
+        """Return this rank's share, in float64, of the whole gradient's squared norm, to which all shares add up."""
         parts = [gradient for gradient in gradients if gradient.numel()]
         if not parts:  # every parameter has fewer rows than there are ranks
             return torch.zeros((), dtype=torch.float64)
@@ -331,13 +279,7 @@ class Spread:
         # All copies of the model have the same gradient. The ranks of a copy each have a part of it.
         return norms.double().square().sum() / self.copies
 
-    def discarded(self) -> None:
-        """Reset the compression after a step whose gradients were discarded."""
-        if self.compression is not None:
-            self.compression.reset()
-
-    def committed(self) -> None:
-        """Reset the compression after a save, because its state is not part of a commit."""
+    def reset_compression(self) -> None:
         if self.compression is not None:
             self.compression.reset()
 
@@ -348,23 +290,23 @@ def spread_model(
     """Build the workload's model with its initial weights, and distribute it over the ranks. Collective.
 
     The weights are bit-identical in every parallel mode and at any world size. A single rank is neither sharded nor
-    replicated, unless it needs FSDP2 for mixed precision or offloading.
-
-    Args:
-        small_model_bytes: models of at most this size keep their weights gathered from forward to backward.
-
-    Raises:
-        ParallelError: if this gang does not support a configured option.
+    replicated, unless it needs FSDP2 for mixed precision or offloading. Models of at most `small_model_bytes` keep
+    their weights gathered from forward to backward. Raises ParallelError for an unsupported option.
     """
     module = workload.model()
     blank, units = copy.deepcopy(module), list(workload.units(module))
     parameters = sum(parameter.numel() for parameter in module.parameters())
-    size = _checked_shard_size(config, gang, parameters)
+    place = RankLayout(gang.world_size, gang.ranks_per_node, gang.device.type == "cuda", parameters)
+    if found := find_unsupported_options(config, place):
+        raise ParallelError("; and ".join(map(str, found)))
+    size = shard_ranks(config, place.ranks, place.ranks_per_node)
     small = 4 * parameters <= small_model_bytes
     fsdp, sharded = config.fsdp, config.parallel.mode != "ddp"
     recompute_units(units, config.parallel.recompute)
-    if config.parallel.compile:
-        compile_units(units)
+    # Compiling units instead of the whole model means that equal blocks are compiled once, and that FSDP2's hooks
+    # between them still run. Different units count towards one limit, beyond which torch runs units uncompiled.
+    for unit in units if config.parallel.compile else ():
+        compile_module(unit, recompile_limit=max(8, 2 * len(units)))
     if fsdp.use_mixed_precision and not sharded:
         autocast(module, gang.device.type, DTYPES[fsdp.param_dtype])
     if sharded and (not gang.alone or fsdp.use_mixed_precision or fsdp.cpu_offload):
@@ -382,16 +324,3 @@ def spread_model(
         compiled=config.parallel.compile,
         compression=compression,
     )
-
-
-def _checked_shard_size(config: RunConfig, gang: Gang, parameters: int) -> int:
-    place = RankLayout(
-        ranks=gang.world_size,
-        ranks_per_node=gang.ranks_per_node,
-        gpu=gang.device.type == "cuda",
-        parameters=parameters,
-    )
-    found = find_unsupported_options(config, place)
-    if found:
-        raise ParallelError("; and ".join(map(str, found)))
-    return shard_ranks(config, place.ranks, place.ranks_per_node)

@@ -1,7 +1,7 @@
 """Parallel options that a model, gang or machine does not support. Used by preflight and by each rank at its start.
 
-Imports no torch. Rules about the configuration alone are in `ebbflow.infra.config.shape_rules`. Some of them are
-repeated here, because a rank's configuration may not have been checked by those rules.
+Imports no torch. Some rules of `ebbflow.infra.config.shape_rules` are repeated here, because a rank's configuration may
+not have been checked by those.
 """
 
 from __future__ import annotations
@@ -20,10 +20,8 @@ from ebbflow.infra.footprint import shard_ranks
 _COMPILERS = {"CXX": ("g++", "clang++"), "CC": ("gcc", "cc", "clang")}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class RankLayout:
-    """The ranks over which a model will be distributed."""
-
     ranks: int  # the number of ranks
     ranks_per_node: int  # the number of ranks on each node
     gpu: bool  # True for NCCL on GPUs, False for gloo on CPUs
@@ -32,8 +30,6 @@ class RankLayout:
 
 @dataclass(frozen=True)
 class UnsupportedOption:
-    """An option that is not supported here."""
-
     message: str  # the option's key, and the reason with its arithmetic
     fix: str  # an option to use instead
 

@@ -3,8 +3,7 @@
 Every step waits for the step sync, which exchanges a few hundred bytes. gloo's all-gather hands them to another thread
 and back, which takes 0.5 ms if waking a thread is slow. A socket needs a tenth of that (`ebbflow bench overhead`).
 
-Every rank has one connection to every other rank. A gang of more than `MOST_RANKS` would need too many connections; it
-uses the all-gather.
+Every rank has one connection to every other rank. A gang of more than `MOST_RANKS` uses the all-gather instead.
 """
 
 from __future__ import annotations
@@ -35,19 +34,9 @@ _BACKLOG = 128
 
 
 class PeerSockets:
-    """One rank's connections to all other ranks.
-
-    Every rank must call `gather` in the same order, with rows of the same size.
-    """
+    """One rank's connections to all others, with a deadline of `seconds` per exchange."""
 
     def __init__(self, rank: int, peers: Mapping[int, socket.socket], seconds: float) -> None:
-        """Use the given connected sockets, and close them in `close`.
-
-        Args:
-            rank: this rank.
-            peers: the socket to each other rank.
-            seconds: the deadline of one exchange.
-        """
         self._rank, self._peers, self._seconds = rank, dict(sorted(peers.items())), seconds
         self._number = 0
         for peer in self._peers.values():
@@ -55,17 +44,17 @@ class PeerSockets:
             peer.settimeout(seconds)
 
     def gather(self, row: bytes) -> bytes:
-        """Return the rows of all ranks, concatenated in the order of the ranks. Collective.
+        """Return the equally long rows of all ranks, in the order of the ranks. Collective.
 
-        Raises:
-            RuntimeError: if a connection is lost, a rank does not answer before the deadline, or a rank is at another
-                exchange. `is_peer_loss_error` recognises the messages of the first two.
+        Raises RuntimeError if a connection is lost, a rank does not answer in time, or is at another exchange.
         """
         self._number += 1
         message = _HEAD.pack(self._number, len(row)) + row
         for rank in self._peers:
             self._tell(rank, message)
-        rows: list[bytes | memoryview] = [self._hear(rank, message) for rank in self._peers]
+        rows: list[bytes | memoryview] = []
+        for rank in self._peers:  # a comprehension would be a frame of its own, at which a rank seems to stand
+            rows.append(self._hear(rank, message))
         rows.insert(self._rank, row)
         return b"".join(rows)
 
@@ -109,14 +98,8 @@ def connect_peers(
 ) -> PeerSockets:
     """Connect this rank to every other rank; addresses are exchanged through `store`. Collective.
 
-    Args:
-        main: host and port at which all nodes reach the gang's main node. This rank listens on the network interface
-            that connects it to that node.
-        start_seconds: deadline for all connections.
-        seconds: the deadline of one later exchange.
-
-    Raises:
-        RendezvousError: if ranks are missing; the message names them.
+    This rank listens on the network interface that connects it to `main`, host and port of the gang's main node. The
+    deadlines are `start_seconds` for all connections, `seconds` for a later exchange. Raises RendezvousError.
     """
     limit = time.monotonic() + start_seconds
     store.set_timeout(timedelta(seconds=start_seconds))
@@ -167,14 +150,10 @@ def _listen(address: str) -> socket.socket:
 def _await_peers(
     listener: socket.socket, token: bytes, peers: dict[int, socket.socket], wanted: range, limit: float
 ) -> None:
-    """Accept connections until each rank of `wanted` has connected and sent the gang's token.
+    """Accept connections until each rank of `wanted` has connected, sent the gang's token and been added to `peers`.
 
     Other callers, such as a rank of an older gang or a port scan, do not delay the peers: up to `_MOST_CALLERS`
-    connections are read side by side, each for at most `_HELLO_SECONDS`.
-
-    Args:
-        peers: receives the socket of each rank that has connected.
-        limit: monotonic time at which TimeoutError is raised.
+    connections are read side by side, each for at most `_HELLO_SECONDS`. Raises TimeoutError at monotonic time `limit`.
     """
     listener.setblocking(False)
     callers: dict[socket.socket, tuple[float, bytearray]] = {}  # (its deadline, the bytes it has sent)
@@ -203,12 +182,7 @@ def _await_peers(
 def _answered(
     caller: socket.socket, told: bytearray, token: bytes, peers: dict[int, socket.socket], wanted: range
 ) -> bool:
-    """Read from a connection. Return True if no more needs to be read: it became a peer or was closed.
-
-    Args:
-        told: the bytes that this connection has sent so far.
-        peers: receives the connection if it sent the gang's token and the number of a wanted rank.
-    """
+    """Read from a connection, after the bytes `told`. Return True if it became one of `peers` or was closed."""
     try:
         data = caller.recv(_HELLO.size - len(told))
     except BlockingIOError:

@@ -33,17 +33,16 @@ _SIZE = {"cpu": 1024, "cuda": 4096}
 
 
 def peak_flops_per_second(device: torch.device, dtype: torch.dtype, kept: Path | None = None) -> float:
-    """Return the highest measured speed of this device, in floating point operations per second.
+    """Return the highest speed of this device measured so far, since other work makes a measurement only lower.
 
-    The highest is the best estimate: other work on the machine makes a measurement too low, and nothing makes it too
-    high.
-
-    Args:
-        kept: the file with the highest measurement of earlier ranks on this machine; with it, a restart measures only
-            briefly. None to measure from scratch.
+    `kept` is the file with the highest measurement of earlier ranks; with it, a restart measures only briefly.
     """
-    known = {"dtype": str(dtype), "device": str(device)}
-    best = _kept_flops_per_second(kept, known)
+    known, best = {"dtype": str(dtype), "device": str(device)}, 0.0
+    if kept is not None:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            record = json.loads(kept.read_text())
+            if {key: record[key] for key in known} == known:
+                best = float(record["flops_per_second"])
     measured = measure_flops_per_second(device, dtype, _AGAIN_SECONDS if best else _SECONDS)
     if kept is not None and measured > best:
         with contextlib.suppress(OSError):
@@ -51,20 +50,8 @@ def peak_flops_per_second(device: torch.device, dtype: torch.dtype, kept: Path |
     return max(best, measured)
 
 
-def _kept_flops_per_second(kept: Path | None, known: dict[str, str]) -> float:
-    if kept is not None:
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            record = json.loads(kept.read_text())
-            if {key: record[key] for key in known} == known:
-                return float(record["flops_per_second"])
-    return 0.0
-
-
 def measure_flops_per_second(device: torch.device, dtype: torch.dtype, seconds: float = _SECONDS) -> float:
-    """Return the floating point operations per second of the fastest of several matrix products.
-
-    Ranks that share a machine should call this at the same time, because they will also train at the same time.
-    """
+    """Return the speed of the fastest of several matrix products. Ranks of one machine should call this together."""
     size = _SIZE.get(device.type, 1024)
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     torch.mm(left, right)
@@ -83,8 +70,6 @@ _INTERVAL_SECONDS = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class Status:
-    """The figures of one progress line."""
-
     step: int
     loss: float
     tokens: float  # the weight of this step's batch over all ranks, in the unit of the workload
@@ -96,15 +81,7 @@ class Status:
 
 
 class Progress:
-    """Printer of progress lines. Each line shows mean rates since the previous line.
-
-    Args:
-        peak_flops_per_second: the measured peak of all ranks together.
-        terms: prices and budget; None to print no dollars.
-        unit: the unit of a batch's weight, such as "tok".
-        write: prints one line.
-        now: the monotonic clock in seconds.
-    """
+    """Printer of progress lines, with mean rates since the previous line; `unit` is that of a batch's weight."""
 
     def __init__(
         self,
@@ -116,15 +93,10 @@ class Progress:
         write: Callable[[str], None] = lambda line: print(line, flush=True),
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._max_steps = max_steps
-        self._peak = peak_flops_per_second
-        self._terms = terms
-        self._unit = unit
-        self._write = write
-        self._now = now
-        self._since = self._now()
+        self._max_steps, self._peak, self._terms, self._unit = max_steps, peak_flops_per_second, terms, unit
+        self._write, self._now = write, now
+        self._since, self._silent_until = now(), 0.0
         self._steps, self._tokens, self._flops = 0, 0.0, 0.0
-        self._silent_until = 0.0
 
     def step(self, status: Status) -> None:
         """Count a step. Print a line if it is the first or the last step, or if the last line is 10 s old."""
@@ -147,30 +119,21 @@ class Progress:
             f"{self._tokens / seconds:,.0f} {self._unit}/s",
             self._mfu(seconds),
             f"ETA {_duration(remaining)}",
-            self._money(status.spent_usd),
-            f"commit {status.last_commit_step}" if status.last_commit_step is not None else "no commit yet",
-            f"${status.at_risk_usd:.4f} at risk" if self._terms is not None and status.at_risk_usd is not None else "",
-            status.drag,
         ]
-        return " · ".join(part for part in parts if part)
+        if (terms := self._terms) is not None:
+            limit = f" of ${terms.budget_usd:.2f}" if terms.budget_usd is not None else ""
+            parts.append(f"${status.spent_usd:.4f}{limit} ({terms.price_kind} price)")
+        parts.append("no commit yet" if status.last_commit_step is None else f"commit {status.last_commit_step}")
+        if terms is not None and status.at_risk_usd is not None:
+            parts.append(f"${status.at_risk_usd:.4f} at risk")
+        return " · ".join(parts + [status.drag] * bool(status.drag))
 
     def _mfu(self, seconds: float) -> str:
-        """Return the model FLOPs utilisation (MFU) as text.
-
-        It is unknown without a peak, and if the run is faster than the peak: then the machine was busy when it was
-        measured.
-        """
+        """Return the model FLOPs utilisation (MFU); above 100 %, the machine was busy when its peak was measured."""
         share = self._flops / seconds / self._peak if self._peak else None
         if share is None or share > 1.0:
             return "MFU unknown" if share is None else "MFU unknown (faster than the peak measured on a busy machine)"
         return f"MFU {100 * share:.0f}% of measured peak"
-
-    def _money(self, spent_usd: float) -> str:
-        terms = self._terms
-        if terms is None:
-            return ""
-        limit = f" of ${terms.budget_usd:.2f}" if terms.budget_usd is not None else ""
-        return f"${spent_usd:.4f}{limit} ({terms.price_kind} price)"
 
 
 def _duration(seconds: float) -> str:
@@ -184,10 +147,9 @@ Emit = Callable[..., Any]
 
 @contextlib.contextmanager
 def live_metrics(spec: WorkerSpec, *, rank: int, world_size: int, emit: Emit) -> Iterator[Emit]:
-    """Yield a replacement for `emit` that also updates this node's metrics.
+    """Yield a replacement for `emit` that also updates this node's metrics, or `emit` itself without metrics.
 
-    Only local rank 0 has metrics, and only if `metrics.port` or `metrics.push_url` is set; otherwise `emit` itself is
-    yielded. If the port or the push gateway is unavailable, a warning is printed once and training continues.
+    Only local rank 0 has them. If the port or the push gateway is unavailable, a warning is printed.
     """
     config = RunConfig.model_validate(spec.config)
     metrics = config.metrics
@@ -214,22 +176,24 @@ class NodeMetrics:
         constant = {"job": spec.job, "node": str(spec.node)}
         self.board = MetricBoard(NODE_METRICS, constant, before_page=self._look)
         self._terms = Terms.from_json(spec.terms) if spec.terms else None
-        self._started = process_start_monotonic()
-        self._limits = Limits(
-            self._terms, world_size=world_size, elapsed_seconds=lambda: time.monotonic() - self._started
-        )
-        self._heartbeats = _heartbeats(spec, rank)
+        started = process_start_monotonic()
+        self._limits = Limits(self._terms, world_size=world_size, elapsed_seconds=lambda: time.monotonic() - started)
+        self._heartbeats: dict[int, Heartbeat] = {}
+        for one in range(rank, rank + int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) if spec.heartbeat_path else ():
+            path = Path(spec.heartbeat_path or "").with_name(f"rank-{one}.heartbeat")
+            if path.exists():
+                self._heartbeats[one] = Heartbeat(path)
         self._unshown: set[str] = set()
         self._at_risk: tuple[float, float] | None = None  # US dollars, and the monotonic time of the event
-        self._handlers = {
-            STEP: self._on_step,
-            PHASE: self._on_phase,
-            EVALUATION: self._on_evaluation,
-            RESTORE: self._on_restore,
-            COMMIT: self._on_commit,
-            COMMIT_FAILED: lambda step, data: self.board.add("ebbflow_commit_failures_total", 1),
-        }
-        self._begin(spec, config, world_size)
+        board, terms = self.board, self._terms
+        figures = {"generation": spec.generation, "world_size": world_size, "max_steps": config.training.max_steps}
+        for name, value in {**figures, "start_time_seconds": _wall(started)}.items():
+            board.set(f"ebbflow_{name}", value)
+        for name in ("steps_total", "tokens_total", "commit_failures_total"):
+            board.add(f"ebbflow_{name}", 0)
+        if terms is not None:
+            board.set("ebbflow_budget_usd", terms.budget_usd)
+            board.set("ebbflow_deadline_timestamp_seconds", terms.deadline_utc)
 
     def watching(self, emit: Emit) -> Emit:
         """Return a function that calls `emit` and then updates the metrics from the event."""
@@ -247,29 +211,30 @@ class NodeMetrics:
         return emit_and_show
 
     def _show(self, name: str, step: int | None, data: dict[str, Any]) -> None:
-        handler = self._handlers.get(name)
-        if handler is not None:
-            handler(step, data)
+        board = self.board
+        if name == STEP:
+            self._show_step(step, data)
+        elif name == PHASE:
+            board.add("ebbflow_phase_seconds_total", data["seconds"], str(data["class"]))
+        elif name == EVALUATION:
+            board.set("ebbflow_held_out_loss", data["metrics"].get("held_out_loss"))
+        elif name == RESTORE:  # the age of the restored commit is not known here
+            board.set("ebbflow_step", step)
+            board.set("ebbflow_last_commit_step", parse_commit_key(data["key"])[0])
+        elif name == COMMIT:
+            board.set("ebbflow_last_commit_step", step)
+            board.set("ebbflow_last_commit_timestamp_seconds", time.time())
+            board.add("ebbflow_committed_bytes_total", data["bytes"])
+            board.observe("ebbflow_commit_seconds", data["seconds"])
+        elif name == COMMIT_FAILED:
+            board.add("ebbflow_commit_failures_total", 1)
 
-    def _begin(self, spec: WorkerSpec, config: RunConfig, world_size: int) -> None:
-        board, terms = self.board, self._terms
-        board.set("ebbflow_generation", spec.generation)
-        board.set("ebbflow_world_size", world_size)
-        board.set("ebbflow_start_time_seconds", _wall(self._started))
-        board.set("ebbflow_max_steps", config.training.max_steps)
-        for name in ("steps_total", "tokens_total", "commit_failures_total"):
-            board.add(f"ebbflow_{name}", 0)
-        if terms is not None:
-            board.set("ebbflow_budget_usd", terms.budget_usd)
-            board.set("ebbflow_deadline_timestamp_seconds", terms.deadline_utc)
-
-    def _on_step(self, step: int | None, data: dict[str, Any]) -> None:
+    def _show_step(self, step: int | None, data: dict[str, Any]) -> None:
         board, seconds = self.board, data["seconds"]
         busy = seconds.get(LedgerClass.USEFUL_STEP, 0.0) + seconds.get(LedgerClass.DATA_WAIT, 0.0)
         board.set("ebbflow_step", step)
-        board.set("ebbflow_loss", data.get("loss"))
-        board.set("ebbflow_gradient_norm", data.get("gradient_norm"))
-        board.set("ebbflow_learning_rate", data.get("learning_rate"))
+        for figure in ("loss", "gradient_norm", "learning_rate"):
+            board.set(f"ebbflow_{figure}", data.get(figure))
         board.set("ebbflow_tokens_per_second", data["tokens"] / busy if busy > 0 else None)
         board.add("ebbflow_steps_total", 1)
         board.add("ebbflow_tokens_total", data["tokens"])
@@ -283,25 +248,7 @@ class NodeMetrics:
         if "at_risk_usd" in data:
             self._at_risk = data["at_risk_usd"], time.monotonic()
 
-    def _on_phase(self, step: int | None, data: dict[str, Any]) -> None:
-        self.board.add("ebbflow_phase_seconds_total", data["seconds"], str(data["class"]))
-
-    def _on_evaluation(self, step: int | None, data: dict[str, Any]) -> None:
-        self.board.set("ebbflow_held_out_loss", data["metrics"].get("held_out_loss"))
-
-    def _on_restore(self, step: int | None, data: dict[str, Any]) -> None:
-        """Show the step of the restored commit. Its age is not shown, because it is unknown here."""
-        self.board.set("ebbflow_step", step)
-        self.board.set("ebbflow_last_commit_step", parse_commit_key(data["key"])[0])
-
-    def _on_commit(self, step: int | None, data: dict[str, Any]) -> None:
-        self.board.set("ebbflow_last_commit_step", step)
-        self.board.set("ebbflow_last_commit_timestamp_seconds", time.time())
-        self.board.add("ebbflow_committed_bytes_total", data["bytes"])
-        self.board.observe("ebbflow_commit_seconds", data["seconds"])
-
     def _look(self) -> None:
-        """Update the metrics that change between events: dollars, and the heartbeats of the ranks."""
         if self._terms is not None:
             self.board.set("ebbflow_spent_usd", self._limits.spent_usd, self._terms.price_kind)
             if self._at_risk is not None:
@@ -315,11 +262,7 @@ class NodeMetrics:
 
 
 def _address(configured: str | None) -> str:
-    """Return the address on which metrics are served; "" for all interfaces.
-
-    By default, a gang on your own machine can be scraped from that machine only. A container of AWS Batch or Kubernetes
-    can be scraped from outside.
-    """
+    """Return the address for metrics: by default loopback for a gang on your own machine, "" (all) in a container."""
     if configured is not None:
         return configured
     contained = any(name in os.environ for name in ("AWS_BATCH_JOB_ID", "KUBERNETES_SERVICE_HOST"))
@@ -336,14 +279,6 @@ def _serve(board: MetricBoard, port: int, address: str, node: int, ends: context
     taken = f" (metrics.port {port} is taken)" if server.port != port else ""
     host = os.uname().nodename if address in ("", "0.0.0.0", "::") else f"[{address}]" if ":" in address else address
     _say(f"metrics: node {node} at http://{host}:{server.port}/metrics{taken}")
-
-
-def _heartbeats(spec: WorkerSpec, first: int) -> dict[int, Heartbeat]:
-    if spec.heartbeat_path is None:
-        return {}
-    folder, count = Path(spec.heartbeat_path).parent, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    paths = {rank: folder / f"rank-{rank}.heartbeat" for rank in range(first, first + count)}
-    return {rank: Heartbeat(path) for rank, path in paths.items() if path.exists()}
 
 
 def _wall(monotonic_seconds: float) -> float:

@@ -12,56 +12,36 @@ from ebbflow.infra.events import PHASE, LedgerClass
 
 
 class Clock:
-    """A clock that assigns every second of a rank's process to exactly one ledger class.
-
-    Args:
-        emit: takes (name, **data), such as `EventLog.emit`.
-        started: monotonic seconds at which the class STARTUP began; None for the start of the process.
-        now: the monotonic clock in seconds.
-    """
+    """A clock that assigns every second of a rank's process, from its start on, to exactly one ledger class."""
 
     def __init__(
         self, emit: Callable[..., object], *, started: float | None = None, now: Callable[[], float] = time.monotonic
     ) -> None:
-        self._emit = emit
-        self._now = now
+        self._emit, self._now = emit, now
         self._started = self._since = process_start_monotonic() if started is None else started
         self._current = LedgerClass.STARTUP
         self._booked: dict[LedgerClass, float] = {}
         self._own = False
-        self._own_seconds = 0.0
+        self.own_seconds = 0.0  # without waiting for other ranks, from the last `take` to the last `enter`
 
     @property
     def elapsed_seconds(self) -> float:
         return self._now() - self._started
 
     def enter(self, ledger_class: LedgerClass, *, own: bool = False) -> None:
-        """Assign the time from now on to `ledger_class`.
-
-        Args:
-            own: whether the rank works on its own in this time, without waiting for other ranks.
-        """
+        """Assign the time from now on to `ledger_class`; `own` if the rank then does not wait for other ranks."""
         self._book()
         self._current, self._own = ledger_class, own
 
     def booked_seconds(self, ledger_class: LedgerClass) -> float:
-        """Return the seconds of a ledger class since the last call of `take`."""
         self._book()
         return self._booked.get(ledger_class, 0.0)
 
-    @property
-    def own_seconds(self) -> float:
-        """Seconds without waiting for other ranks, from the last call of `take` to the last call of `enter`."""
-        return self._own_seconds
-
     def take(self) -> dict[str, float]:
-        """Return the seconds of each ledger class since the last call, for the event of a step.
-
-        The current class continues.
-        """
+        """Return the seconds of each ledger class since the last call, for the event of a step."""
         self._book()
         booked, self._booked = self._booked, {}
-        self._own_seconds = 0.0
+        self.own_seconds = 0.0
         return {str(name): seconds for name, seconds in booked.items()}
 
     def emit_phases(self) -> None:
@@ -74,16 +54,12 @@ class Clock:
         spent = now - self._since
         self._booked[self._current] = self._booked.get(self._current, 0.0) + spent
         if self._own:
-            self._own_seconds += spent
+            self.own_seconds += spent
         self._since = now
 
 
 def process_start_monotonic() -> float:
-    """Return when this process started, on the monotonic clock, so that the time of imports is counted too.
-
-    The kernel records a process's start in ticks since boot (proc(5), /proc/pid/stat field 22). Without /proc, return
-    the present time.
-    """
+    """Return when this process started, on the monotonic clock, so that the time of imports is counted too."""
     try:
         # The second field is the command in parentheses. It may contain spaces, so split after its end.
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
@@ -125,7 +101,6 @@ class Reporter:
     _on_close: list[Callable[[], object]] = field(default_factory=list)
 
     def enter(self, phase: str, step: int) -> None:
-        """Begin `phase`. Its time is assigned to the phase's ledger class."""
         self._at[0] = (phase, step)
         self.beat(step, phase)
         self.clock.enter(_CLASS_OF_PHASE[phase], own=phase in _OWN_PHASES)
@@ -140,6 +115,5 @@ class Reporter:
         self._on_close.append(undo)
 
     def close(self) -> None:
-        """Call the functions registered with `on_close`, the last one first."""
         while self._on_close:
             self._on_close.pop()()

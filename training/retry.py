@@ -17,10 +17,7 @@ _PERMANENT = (StoreForbidden, StoreMisconfigured)  # a full store is transient: 
 
 
 def run_while(work: Callable[[], T], meanwhile: Callable[[], object]) -> T:
-    """Run `work` in a thread, and return its result or raise its error.
-
-    Until it ends, this thread calls `meanwhile` every 10 ms. `work` must have deadlines of its own.
-    """
+    """Run `work` in a thread, and return its result or raise its error. Meanwhile call `meanwhile` every 10 ms."""
     with ThreadPoolExecutor(1, thread_name_prefix="retry") as pool:
         future = pool.submit(work)
         while not future.done():
@@ -30,7 +27,6 @@ def run_while(work: Callable[[], T], meanwhile: Callable[[], object]) -> T:
 
 
 def is_transient(error: Exception) -> bool:
-    """Return whether an error may disappear with time alone."""
     if isinstance(error, TrainingError):
         return error.curable
     return isinstance(error, InfraError) and not isinstance(error, _PERMANENT)
@@ -41,8 +37,7 @@ def retry_until_deadline(
 ) -> T:
     """Call `work` and return its result. For so many seconds repeat it when it fails with a curable error.
 
-    Raises:
-        TrainingError, InfraError: the error of the last try.
+    The error of the last try is raised.
     """
     limit = time.monotonic() + seconds
     return retry(

@@ -34,12 +34,11 @@ _FIRST_SECONDS = 60.0  # with "auto" the first save is early, to measure its cos
 _REMEMBERED = 8  # the number of saves from which the next is estimated
 _STEPS_REMEMBERED = 64
 _STEPS_TO_COMPARE = 3
+Hazard = GammaHazard | PlannedHazard
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """The optimal save interval and the figures it was computed from."""
-
     seconds: float  # the interval
     stall_seconds: float  # the time that training stops for one save
     slow_down_seconds: float  # the time that one upload costs by slowing down steps
@@ -47,17 +46,9 @@ class Choice:
     hazard_per_hour: float  # expected interruptions per hour
     predicted_loss: float  # the share of the time that is lost to saves and repeated steps, from 0 to 1
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 class SaveSchedule:
-    """Rank 0's rule for when to save, from the configuration and the measured cost of saves.
-
-    Args:
-        hazard: the estimate of interruptions per hour at the start of this generation.
-        now: the monotonic clock in seconds.
-    """
+    """Rank 0's rule for when to save, from the configuration, the hazard per hour and the measured cost of saves."""
 
     def __init__(
         self,
@@ -66,9 +57,7 @@ class SaveSchedule:
         *,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._config = config
-        self._hazard = hazard
-        self._now = now
+        self._config, self._hazard, self._now = config, hazard, now
         self._began = self._saved_at = self._safe_at = now()
         self._asked_at: dict[int, float] = {}  # start of each save that is not durable yet, by step
         self._exposed_before = 0.0
@@ -91,18 +80,12 @@ class SaveSchedule:
         return since >= self.choice().seconds
 
     def record_step(self, seconds: float, *, busy: bool) -> None:
-        """Record the duration of a step.
-
-        Args:
-            seconds: the duration without the step's save.
-            busy: whether an upload was in progress.
-        """
+        """Record the duration of a step without its save; `busy` if an upload was in progress."""
         self._steps += 1
         (self._busy if busy else self._quiet).append(seconds)
         self._busy_steps += busy
 
     def saved(self, step: int, stall_seconds: float) -> None:
-        """Record that the save of `step` stopped training for `stall_seconds`."""
         self._saves += 1
         self._saved_at = self._now()
         self._asked_at[step] = self._saved_at - stall_seconds
@@ -116,20 +99,13 @@ class SaveSchedule:
             self._safe_at = self._asked_at.pop(step, self._safe_at)
 
     def remember(self, exposed_seconds: float) -> None:
-        """Add the running time of the job's earlier generations to the estimate of interruptions per hour.
-
-        Args:
-            exposed_seconds: that time in seconds, as recorded in the restored commit.
-        """
+        """Add the running time of the job's earlier generations to the estimate of the hazard."""
         self._hazard = self._hazard.seen(0, exposed_seconds / 3600.0)
         self._exposed_before = exposed_seconds
 
     @property
     def exposed_seconds(self) -> float:
-        """The time in which an interruption could have happened, over all generations of the job, in seconds.
-
-        It is stored with each commit.
-        """
+        """Seconds in which an interruption could have happened, over all generations of the job."""
         return self._exposed_before + self._now() - self._began
 
     @property
@@ -144,30 +120,17 @@ class SaveSchedule:
         slow_down = self._slow_down_seconds()
         hazard = self._hazard.seen(0, (self._now() - self._began) / 3600.0).per_hour
         best = daly_interval_seconds(stall + slow_down, hazard)
-        seconds = max(min(best, _LONGEST_SECONDS), upload)
+        seconds = used = max(min(best, _LONGEST_SECONDS), upload)
+        if self._config.interval != "auto" and self._saves:  # the mean interval so far is in use
+            used = (self._saved_at - self._began) / self._saves
         return Choice(
             seconds=seconds,
             stall_seconds=stall,
             slow_down_seconds=slow_down,
             upload_seconds=upload,
             hazard_per_hour=hazard,
-            predicted_loss=self._loss(stall + slow_down, upload, hazard, seconds),
+            predicted_loss=expected_loss(max(used, 1e-3), stall + slow_down, hazard, exposed_seconds=upload),
         )
-
-    def _loss(self, cost: float, upload: float, hazard: float, best: float) -> float:
-        """Return the predicted loss for the interval in use.
-
-        Args:
-            cost: seconds that one save costs.
-            upload: seconds until a save is durable.
-            hazard: interruptions per hour.
-            best: the optimal interval in seconds. If the interval is not "auto", the mean interval so far is used
-                instead.
-        """
-        used = best
-        if self._config.interval != "auto" and self._saves:
-            used = max((self._saved_at - self._began) / self._saves, 1e-3)
-        return expected_loss(max(used, 1e-3), cost, hazard, exposed_seconds=upload)
 
     def _slow_down_seconds(self) -> float:
         """Return the seconds per save by which an upload slows down the steps that run meanwhile."""
@@ -178,18 +141,9 @@ class SaveSchedule:
 
 
 def prior_hazard(planned_per_hour: float | None, *, interruptions: int) -> PlannedHazard:
-    """Return the estimate of interruptions at the start of a generation.
+    """Return the estimate of the hazard at the start of a generation, after the job's interruptions so far."""
+    return PlannedHazard(max(planned_per_hour or 0.0, _HAZARD_PER_HOUR)).seen(interruptions, 0.0)
 
-    Args:
-        planned_per_hour: the plan's estimate; None without a plan.
-        interruptions: the number of interruptions of the job so far.
-    """
-    plan = PlannedHazard(max(planned_per_hour or 0.0, _HAZARD_PER_HOUR))
-    return plan.seen(interruptions, 0.0)
-
-
-# The ledger classes of a step, without its save.
-_STEP_CLASSES = (str(LedgerClass.USEFUL_STEP), str(LedgerClass.DATA_WAIT))
 
 _LOOK_SECONDS = 0.02
 
@@ -210,21 +164,18 @@ class SaveController:
     save_schedule: SaveSchedule | None = None  # the rule for when to save, on rank 0; None on other ranks
 
     def due(self, step: int) -> bool:
-        """Return this rank's vote for a save after `step`; only the vote of rank 0 counts.
-
-        A save that the agent requests is made when no other save is in flight, so it is never skipped.
-        """
+        """Return this rank's vote for a save after `step`; only the vote of rank 0 counts."""
         asked = not self.saver.busy and self.limits.save_wanted()
         return asked or (self.save_schedule is not None and self.save_schedule.due(step))
 
     def save_if_due(self, at: Position, sync: StepSync, *, last: bool) -> None:
-        """Make or skip the save after a step, as the step sync requires; all ranks decide alike.
-
-        Args:
-            last: whether this is the last step.
-        """
         if sync.stop is Stop.INTERRUPTED:
-            self._save_before_exit(at, sync)
+            needed, left = sync.last_save
+            self.saver.hurry()
+            if needed > left:  # it would not be durable when the process is killed
+                self._skip(at, f"a save takes {needed:.1f} s and {left:.1f} s are left; the last commit counts")
+            else:
+                self.save(at, deadline_seconds=max(min(left, self.config.deadline_seconds), 1.0))
         elif last or sync.renew:
             self.save(at)
         elif sync.save_due and sync.saving and self.config.when_busy == "skip":
@@ -241,26 +192,13 @@ class SaveController:
             extra["exposed_seconds"] = self.save_schedule.exposed_seconds
         module = self.spread.module
         stall = self.saver.save(at.step, module, self.optimizer, extra, deadline_seconds=deadline_seconds)
-        self.spread.committed()
+        self.spread.reset_compression()  # its state is not part of a commit
         if self.save_schedule is not None:
             self.save_schedule.saved(at.step, stall)
-            self.reporter.emit(INTERVAL, step=at.step, **self.save_schedule.choice().to_json())
-
-    def _save_before_exit(self, at: Position, sync: StepSync) -> None:
-        """Make a last save if it is expected to be durable before the process is killed. Otherwise skip it."""
-        needed, left = sync.last_save
-        self.saver.hurry()
-        if needed > left:
-            self._skip(at, f"a save takes {needed:.1f} s and {left:.1f} s are left; the last commit counts")
-        else:
-            limit = self.config.deadline_seconds
-            self.save(at, deadline_seconds=max(min(left, limit), 1.0))
+            self.reporter.emit(INTERVAL, step=at.step, **asdict(self.save_schedule.choice()))
 
     def finish(self) -> None:
-        """Wait until the newest save is a commit, within the saver's deadlines.
-
-        If a drain is requested, upload without the bandwidth limit.
-        """
+        """Wait until the newest save is a commit; after a drain request, without the bandwidth limit."""
         self.saver.before_step()
         over = self.reporter.enter_temporarily("store")
         limit = time.monotonic() + self.config.deadline_seconds
@@ -286,25 +224,18 @@ class SaveController:
             print(f"step {at.step}: not saved: {reason}", flush=True)
 
     def record_step_time(self, seconds: dict[str, float], *, saving: bool) -> dict[str, float]:
-        """Record a step's duration in the save schedule, and return the fields about saves for the step's event.
-
-        Args:
-            seconds: the seconds of the step by ledger class.
-            saving: whether any rank had a save in flight.
-        """
-        save_schedule = self.save_schedule
-        if save_schedule is None:
+        """Record a step's seconds in the save schedule, and return the fields about saves for its event."""
+        schedule = self.save_schedule
+        if schedule is None:
             return {}
-        save_schedule.record_step(sum(seconds.get(name, 0.0) for name in _STEP_CLASSES), busy=saving)
+        own_seconds = (seconds.get(str(name), 0.0) for name in (LedgerClass.USEFUL_STEP, LedgerClass.DATA_WAIT))
+        schedule.record_step(sum(own_seconds), busy=saving)
         if (durable := self.saver.last_durable) is not None:
-            save_schedule.committed(*durable)
-        return {"at_risk_usd": save_schedule.seconds_at_risk * self.limits.usd_per_second}
+            schedule.committed(*durable)
+        return {"at_risk_usd": schedule.seconds_at_risk * self.limits.usd_per_second}
 
     @property
     def last_save_seconds(self) -> float:
-        """The expected duration of the last save before exit, in seconds; 0 if unknown.
-
-        It is unknown if uploads have a bandwidth limit: the last save has none, so earlier durations do not apply.
-        """
+        """Expected seconds of the last save before exit; 0 if unknown, as if other saves have a bandwidth limit."""
         capped = self.config.upload_mib_per_second is not None
         return 0.0 if capped else self.saver.expected_seconds or 0.0

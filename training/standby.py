@@ -11,6 +11,7 @@ It talks with its node's agent over stdin and stdout, in lines of JSON:
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import importlib
@@ -38,10 +39,7 @@ _LATER = (
 
 
 def serve(agent_pid: int) -> None:
-    """Fork ranks until the agent closes the pipe, then exit.
-
-    This returns in each forked rank, with the environment that the agent requested.
-    """
+    """Fork ranks until the agent closes the pipe, then exit. Return in each forked rank, with its environment."""
     die_with_parent(agent_pid)
     for number in _LEFT_TO_THE_AGENT:
         signal.signal(number, signal.SIG_IGN)
@@ -54,57 +52,39 @@ def serve(agent_pid: int) -> None:
     gc.freeze()  # the collector does not write to these pages, so they remain shared
     gc.enable()
     own_pid = os.getpid()
-    request = _Desk().await_birth()
-    _become(request, own_pid)
+    _become(_await_request(), own_pid)
 
 
-class _Desk:
-    """The connection to the agent: it reads requests to fork, and reports ranks that were started or ended."""
-
-    def __init__(self) -> None:
-        self._woken, waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
-        self._heard = b""
-        self._fds = (self._woken, waker)
-        _answer({"ready": os.getpid()})
-
-    def await_birth(self) -> dict[str, Any]:
-        """Fork a child for each request. In each child, return the request. The parent never returns."""
-        while True:
-            ready, _, _ = select.select([0, self._woken], [], [])
-            if self._woken in ready:
-                os.read(self._woken, 4096)
-                _reap()
-            if 0 in ready:
-                data = os.read(0, 1 << 20)
-                if not data:
-                    os._exit(0)  # the agent has closed the pipe and wants no more ranks
-                *lines, self._heard = (self._heard + data).split(b"\n")
-                for line in lines:
-                    request = json.loads(line)
-                    pid = os.fork()
-                    if pid == 0:
-                        self._leave()
-                        return request
-                    _answer({"started": request["start"], "pid": pid})
-
-    def _leave(self) -> None:
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for descriptor in self._fds:
-            os.close(descriptor)
-
-
-def _reap() -> None:
+def _await_request() -> dict[str, Any]:
+    """Fork a child for each request of the agent, and report its end. Return in each child, with the request."""
+    woken, waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
+    _answer({"ready": os.getpid()})
+    unread = b""
     while True:
-        try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return
-        if pid == 0:
-            return
-        _answer({"ended": pid, "status": os.waitstatus_to_exitcode(status)})
+        ready, _, _ = select.select([0, woken], [], [])
+        if woken in ready:
+            os.read(woken, 4096)
+            with contextlib.suppress(ChildProcessError):
+                while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                    _answer({"ended": ended[0], "status": os.waitstatus_to_exitcode(ended[1])})
+        if 0 not in ready:
+            continue
+        data = os.read(0, 1 << 20)
+        if not data:
+            os._exit(0)  # the agent has closed the pipe and wants no more ranks
+        *lines, unread = (unread + data).split(b"\n")
+        for line in lines:
+            request = json.loads(line)
+            pid = os.fork()
+            if pid == 0:
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                os.close(woken)
+                os.close(waker)
+                return request
+            _answer({"started": request["start"], "pid": pid})
 
 
 def _answer(message: dict[str, Any]) -> None:
@@ -113,12 +93,7 @@ def _answer(message: dict[str, Any]) -> None:
 
 
 def _become(request: dict[str, Any], parent_pid: int) -> None:
-    """Finish the fork in the child: set the session, signal handlers, output files, environment and name of its rank.
-
-    Args:
-        request: the agent's request.
-        parent_pid: the standby process; this process dies with it.
-    """
+    """Give a forked child the session, signal handlers, output files, environment and name of its rank."""
     die_with_parent(parent_pid)
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)

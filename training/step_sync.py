@@ -3,10 +3,7 @@
 From it all ranks learn the same facts at the same step: the exact mean loss, the total weight, the gradient norm,
 non-finite losses, stragglers, requests to stop or save, and whether all ranks are at the same step.
 
-The host reads the result at once. On a GPU, this makes the host wait for the device at every step. `Row` and `StepSync`
-are written so that a later version can avoid the wait: it would keep the rows on the device, scale the gradients and
-guard the optimizer step there (`found_inf` of fused AdamW), and read the rows of step s during step s + 1. Every
-decision would then be made one step later, on all ranks alike.
+The host reads the result at once. On a GPU, this makes it wait for the device at every step.
 """
 
 from __future__ import annotations
@@ -14,7 +11,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ebbflow.infra.events import GuardAction
@@ -32,8 +29,6 @@ DATA_SHARE = 0.15
 
 @dataclass(frozen=True, kw_only=True)
 class Slowdown:
-    """A straggler, or a rank that waits for its data."""
-
     action: GuardAction  # SLOW_RANK for a straggler, DATA_BOUND for a rank that waits for data
     rank: int  # the straggler, or the rank that waits longest for its data
     share: float  # the share of the step's time that is lost, as the mean over consecutive steps, from 0 to 1
@@ -47,11 +42,7 @@ class Slowdown:
 
 
 def slowest(own_seconds: Sequence[float]) -> tuple[int, float]:
-    """Return the slowest rank, and the ratio of its time to the median of the other ranks'.
-
-    Args:
-        own_seconds: for each rank, its time in the step without waiting for other ranks.
-    """
+    """Return the slowest rank by its own time, and the ratio of that to the median of the other ranks'."""
     rank = max(range(len(own_seconds)), key=own_seconds.__getitem__)
     others = [seconds for other, seconds in enumerate(own_seconds) if other != rank]
     if not others:
@@ -60,22 +51,13 @@ def slowest(own_seconds: Sequence[float]) -> tuple[int, float]:
 
 
 class PaceMonitor:
-    """Detector of slowdowns that last for `STEPS_IN_A_ROW` steps.
-
-    A slowdown is reported once. It is reported again if it comes back after a normal step.
-    """
+    """Detector of slowdowns that last for `STEPS_IN_A_ROW` steps. A slowdown is reported once, until a normal step."""
 
     def __init__(self) -> None:
         self._streaks = {action: _Streak() for action in (GuardAction.SLOW_RANK, GuardAction.DATA_BOUND)}
 
     def note(self, own_seconds: Sequence[float], data_seconds: Sequence[float], step_seconds: float) -> list[Slowdown]:
-        """Record a step, and return the slowdowns to report now.
-
-        Args:
-            own_seconds: for each rank, its time for data and forward.
-            data_seconds: for each rank, its time for data alone.
-            step_seconds: the time of the slowest rank up to the step sync.
-        """
+        """Record a step by each rank's seconds for data and forward, for data alone, and the slowest rank's seconds."""
         whole = max(step_seconds, 1e-9)
         rank, ratio = slowest(own_seconds)
         lost = (1 - 1 / ratio) * own_seconds[rank] / whole if ratio > SLOW_RATIO else 0.0
@@ -102,32 +84,17 @@ class _Streak:
         self.told: Slowdown | None = None
 
     def note(self, drag: Slowdown, dragging: bool) -> Slowdown | None:
-        """Record a step.
-
-        Args:
-            drag: the slowdown as measured in this step alone.
-            dragging: whether this step was slow enough to count.
-
-        Returns:
-            The slowdown with its mean figures, at the step at which it has lasted long enough to be reported; else
-            None.
-        """
+        """Record a step, slow if `dragging`. Return the mean slowdown once when it has lasted long enough."""
         same = not self._drags or self._drags[-1].rank == drag.rank or drag.action is GuardAction.DATA_BOUND
         if not dragging or not same:
             self._drags, self.told = [], None
-        if not dragging:
-            return None
-        if self.told is not None:
+        if not dragging or self.told is not None:
             return None
         self._drags.append(drag)
         if len(self._drags) < STEPS_IN_A_ROW:
             return None
-        self.told = Slowdown(
-            action=drag.action,
-            rank=drag.rank,
-            share=statistics.fmean(one.share for one in self._drags),
-            ratio=statistics.fmean(one.ratio for one in self._drags),
-        )
+        share, ratio = (statistics.fmean(getattr(one, name) for one in self._drags) for name in ("share", "ratio"))
+        self.told = replace(drag, share=share, ratio=ratio)
         return self.told
 
 
@@ -171,10 +138,7 @@ class StepSync:
 
     @property
     def scale(self) -> float:
-        """Factor by which gradients are multiplied to become gradients of the mean loss.
-
-        DDP and FSDP2 average gradients over the ranks, where the mean loss has the sum divided by the total weight.
-        """
+        """Factor that makes gradients, which DDP and FSDP2 average over the ranks, those of the exact mean loss."""
         return len(self.rows) / self.weight
 
     @property
@@ -183,26 +147,19 @@ class StepSync:
         return self.scale * math.sqrt(sum(row.square_sum for row in self.rows))
 
     @property
-    def flops(self) -> float:
-        return sum(row.flops for row in self.rows)
-
-    @property
     def stop(self) -> Stop:
         return Stop(int(max(row.stop for row in self.rows)))
 
     @property
     def save_due(self) -> bool:
-        """Whether rank 0 asks all ranks to save after this step."""
         return bool(self.rows[0].save_due)
 
     @property
     def saving(self) -> list[int]:
-        """Ranks with a save in flight."""
         return [rank for rank, row in enumerate(self.rows) if row.saving]
 
     @property
     def failed_save(self) -> int:
-        """The newest step that a rank failed to save, or 0."""
         return int(max(row.failed_save for row in self.rows))
 
     @property
@@ -217,17 +174,14 @@ class StepSync:
     @property
     def non_finite(self) -> str:
         """A message that names the ranks with a non-finite loss or gradient; "" if all are finite."""
-        ranks = [str(rank) for rank, row in enumerate(self.rows) if not math.isfinite(row.loss_sum)]
-        if ranks:
+        if ranks := [str(rank) for rank, row in enumerate(self.rows) if not math.isfinite(row.loss_sum)]:
             return f"loss is not finite on rank {', '.join(ranks)}"
-        ranks = [str(rank) for rank, row in enumerate(self.rows) if not math.isfinite(row.square_sum)]
-        if ranks:
+        if ranks := [str(rank) for rank, row in enumerate(self.rows) if not math.isfinite(row.square_sum)]:
             return f"gradient is not finite on rank {', '.join(ranks)}, though every loss is"
         return ""
 
     @property
     def slowest(self) -> tuple[int, float]:
-        """The slowest rank, and the ratio of its own time to the median of the other ranks'."""
         return slowest(self.own_seconds)
 
     @property
@@ -235,30 +189,15 @@ class StepSync:
         return [row.own_seconds for row in self.rows]
 
     @property
-    def data_seconds(self) -> list[float]:
-        return [row.data_seconds for row in self.rows]
-
-    @property
     def step_seconds(self) -> float:
-        """Seconds of the slowest rank up to the step sync."""
         return max(row.compute_seconds + row.data_seconds for row in self.rows)
 
     @property
-    def weights_checksums(self) -> list[float]:
-        return [row.weights_checksum for row in self.rows]
-
-    @property
     def renew(self) -> list[int]:
-        """Ranks whose memory is about to run out."""
         return [rank for rank, row in enumerate(self.rows) if row.renew]
 
     def check(self) -> None:
-        """Check that all ranks are at the same step and sample, and that the batch has a weight.
-
-        Raises:
-            DivergenceError: if not. It names the ranks in the minority; in a tie, those that differ from the lowest
-                rank.
-        """
+        """Raise DivergenceError if ranks are at different steps or samples, or if the batch has no weight."""
         places = [(int(row.step), int(row.cursor)) for row in self.rows]
         if len(set(places)) > 1:
             usual = max(places, key=lambda place: (places.count(place), -places.index(place)))

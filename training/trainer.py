@@ -2,9 +2,8 @@
 
 After a drain request, all ranks leave a running evaluation together. A rank must not leave alone, because others may
 wait for it in a collective. Nor can the ranks agree through a collective of our own, because it would mix with those of
-the user's code. So they vote through the gang's key-value store. A rank with a drain request votes before its next
-forward pass and waits for the votes of the others. If all ranks vote in time, all leave. Otherwise the vote fails, and
-the evaluation continues.
+the user's code. So a rank with a drain request votes through the gang's key-value store before its next forward pass,
+and waits for the votes of the others. If not all ranks vote in time, the evaluation continues.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from ebbflow.infra.errors import Outcome, StoreError
 from ebbflow.infra.events import BUDGET, EVALUATION, FAULT_INJECTED, NOTICE, OUTCOME, STEP, LedgerClass
 from ebbflow.training.checkpoint import Checkpointer
 from ebbflow.training.compat import PrefixStore, Store
-from ebbflow.training.errors import CheckpointError, GenerationSuperseded
+from ebbflow.training.errors import CheckpointError, GenerationSuperseded, MemoryGrowth
 from ebbflow.training.gang import Gang
 from ebbflow.training.guards.guards import Action, Guards, Judgement
 from ebbflow.training.limits import Limits, LoopResult, Position, Stop
@@ -52,12 +51,7 @@ class _Left(BaseException):
 
 
 class Evaluation:
-    """The evaluations of one rank. All ranks can leave an evaluation together after a drain request.
-
-    Args:
-        vote_seconds: the minimum time in which a vote waits for the other ranks. It waits longer if a forward pass took
-            longer, because ranks then reach their votes at different times.
-    """
+    """The evaluations of one rank. A vote waits for `vote_seconds`, or as long as the longest forward pass took."""
 
     def __init__(self, gang: Gang, limits: Limits, *, vote_seconds: float = VOTE_SECONDS) -> None:
         self._gang, self._limits, self._vote_seconds = gang, limits, vote_seconds
@@ -65,11 +59,7 @@ class Evaluation:
         self._pass_seconds, self._looked_at = 0.0, math.inf
 
     def run(self, workload: Workload[Any], spread: Spread) -> Mapping[str, float] | None:
-        """Evaluate the model. Ranks can leave only between forward passes of the whole model. Collective.
-
-        Returns:
-            The metrics by name, or None if all ranks left after a drain request.
-        """
+        """Return the metrics by name, or None if all ranks left between two forward passes, to drain. Collective."""
         self._evaluations, self._votes = self._evaluations + 1, 0
         self._pass_seconds, self._looked_at = 0.0, math.inf
         with spread.evaluating() as model:
@@ -104,9 +94,8 @@ class Evaluation:
     def _vote(self, store: Store) -> bool:
         """Vote for leaving the evaluation, and return whether all ranks leave.
 
-        The vote is decided by the first value of the key `word-<ballot>` in the key-value store, where the ballot is
-        the vote's number. The last rank to vote sets the key to "leave". A rank that has waited too long sets it to a
-        refusal instead.
+        The first value of the key `word-<ballot>` decides, where the ballot is the vote's number. The last rank to vote
+        sets it to "leave". A rank that has waited too long sets it to a refusal instead.
         """
         ballot = store.add("ballots", 0)
         if store.add(f"votes-{ballot}", 1) == self._gang.world_size:
@@ -130,8 +119,6 @@ _WORD_SECONDS = 2.0  # less than any hang threshold
 
 @dataclass(kw_only=True)
 class Rehearsal:
-    """A fault to inject into this run, and the facts about this rank that it needs."""
-
     fault: Fault  # the fault
     node: int  # the number of this rank's node
     nodes: int  # the number of nodes
@@ -142,8 +129,6 @@ class Rehearsal:
 
 @dataclass(frozen=True, kw_only=True)
 class Trainer:
-    """The parts of one rank's training, which the training loop calls."""
-
     config: RunConfig
     gang: Gang
     workload: Workload
@@ -161,27 +146,16 @@ class Trainer:
 
     @cached_property
     def save_controller(self) -> SaveController:
-        return SaveController(
-            config=self.config.checkpoint,
-            rank=self.gang.rank,
-            spread=self.spread,
-            optimizer=self.optimizer,
-            saver=self.saver,
-            limits=self.limits,
-            reporter=self.reporter,
-            extra=self.extra,
-            carried=self.guards.commit_fields,
-            save_schedule=self.save_schedule,
-        )
+        names = ("spread", "optimizer", "saver", "limits", "reporter", "extra", "save_schedule")
+        parts: dict[str, Any] = {name: getattr(self, name) for name in names}
+        carried, rank = self.guards.commit_fields, self.gang.rank
+        return SaveController(config=self.config.checkpoint, rank=rank, carried=carried, **parts)
 
     def enter(self, phase: str, step: int) -> None:
         self.reporter.enter(phase, step)
 
     def seed_random_numbers(self, step: int) -> None:
-        """Set torch's seed to a hash of the configured seed, the step and the rank.
-
-        So a resumed run draws the same random numbers as an uninterrupted one.
-        """
+        """Set torch's seed to a hash of seed, step and rank, so that a resumed run draws the same numbers."""
         text = f"{self.config.training.seed}\n{step}\n{self.gang.rank}"
         seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
         if self.gang.device.type == "cpu":  # torch.manual_seed also seeds other devices: 0.1 to 0.3 ms a step
@@ -193,19 +167,21 @@ class Trainer:
         return Cursor(at.cursor, self.config.training.batch_size).share(self.gang.rank, self.gang.world_size)
 
     def stop_before_first_step(self) -> Stop:
-        """Return INTERRUPTED if any rank was asked to drain during start-up, else NONE. Collective.
-
-        After INTERRUPTED no rank takes a step.
-        """
-        asked = torch.tensor([float(self.limits.drain_requested)], dtype=torch.float64, device=self.gang.device)
-        return Stop.INTERRUPTED if bool(self.gang.gather(asked).any()) else Stop.NONE
+        """Return INTERRUPTED if any rank was asked to drain during start-up, else NONE. Collective."""
+        asked = self.gang.gather_numbers([self.limits.drain_requested])
+        return Stop.INTERRUPTED if any(rank for (rank,) in asked) else Stop.NONE
 
     def sync_step(self, at: Position, batch: Batch, loss: Loss, gradients: Sequence[Tensor]) -> StepSync:
         clock = self.reporter.clock
+        taken, to_go = at.step - self.start.step, self.config.training.max_steps - at.step
+        seconds_to_go = clock.elapsed_seconds / taken * to_go if taken else 0.0  # by the mean step since this start
+        spoiled = self.rehearsal is not None and self.rehearsal.spoils_loss
+        if self.rehearsal is not None:
+            self.rehearsal.spoils_loss = False
         row = Row(
             step=at.step + 1,
             cursor=at.cursor,
-            loss_sum=self._loss_sum(loss),
+            loss_sum=math.nan if spoiled else float(loss.sum),
             weight=loss.weight,
             square_sum=float(self.spread.square_sum(gradients)),
             flops=self.workload.flops(batch),
@@ -218,7 +194,7 @@ class Trainer:
             stop_seconds=self.limits.stop_seconds,
             own_seconds=clock.own_seconds,
             weights_checksum=self.guards.weights_checksum(at.step, self.spread.module),
-            renew=self.guards.is_memory_running_out(self._seconds_to_go(at)),
+            renew=self.guards.is_memory_running_out(seconds_to_go),
             failed_save=self.saver.failed_step or 0,
         )
         sync = exchange(self.gang, row)
@@ -226,35 +202,18 @@ class Trainer:
             self.saver.abandon(sync.failed_save)
         return sync
 
-    def _loss_sum(self, loss: Loss) -> float:
-        """Return the sum of the loss, or NaN if a rehearsed fault asks for it. The gradients are not changed."""
-        if self.rehearsal is not None and self.rehearsal.spoils_loss:
-            self.rehearsal.spoils_loss = False
-            return math.nan
-        return float(loss.sum)
-
-    def _seconds_to_go(self, at: Position) -> float:
-        """Estimate the seconds until the last step from the mean step time since this start."""
-        taken, to_go = at.step - self.start.step, self.config.training.max_steps - at.step
-        return self.reporter.clock.elapsed_seconds / taken * to_go if taken else 0.0
-
     def judge(self, at: Position, sync: StepSync) -> Judgement:
-        """Return the decision whether the optimizer takes this step; all ranks decide alike."""
-        judgement = self.guards.judge(at, sync, lambda: self._settle(at))
+        def settle() -> None:
+            self.enter("checkpoint", at.step)
+            self.saver.wait()
+
+        judgement = self.guards.judge(at, sync, settle)
         if judgement.action is Action.SKIP:
-            self.spread.discarded()
+            self.spread.reset_compression()
         return judgement
 
-    def _settle(self, at: Position) -> None:
-        self.enter("checkpoint", at.step)
-        self.saver.wait()
-
     def record_step(self, at: Position, sync: StepSync, learning_rate: float, judgement: Judgement) -> None:
-        """Emit the event of a step that was just taken.
-
-        The event has all seconds since the previous step's event, by ledger class. On rank 0 it also has figures of the
-        whole gang, and rank 0 prints a progress line if one is due.
-        """
+        """Emit the event of a step with all seconds since the previous one, and print a progress line if one is due."""
         data: dict[str, Any] = {
             "loss": sync.loss,
             "tokens": sync.weight,
@@ -268,44 +227,33 @@ class Trainer:
             self.guards.record_pace(at.step, sync)
         data |= self.save_controller.record_step_time(data["seconds"], saving=bool(sync.saving))
         if self.progress is not None:
-            slowest, ratio = sync.slowest
-            data |= {"flops": sync.flops, "slowest_rank": slowest, "slowest_ratio": ratio}
+            flops, (slowest, ratio) = sum(row.flops for row in sync.rows), sync.slowest
+            data |= {"flops": flops, "slowest_rank": slowest, "slowest_ratio": ratio}
             commit = self.saver.last_commit
-            self.progress.step(
-                Status(
-                    step=at.step,
-                    loss=sync.loss,
-                    tokens=sync.weight,
-                    flops=sync.flops,
-                    spent_usd=self.limits.spent_usd,
-                    last_commit_step=commit.step if commit else None,
-                    at_risk_usd=data.get("at_risk_usd"),
-                    drag=self.guards.pace.now,
-                )
+            status = Status(
+                step=at.step,
+                loss=sync.loss,
+                tokens=sync.weight,
+                flops=flops,
+                spent_usd=self.limits.spent_usd,
+                last_commit_step=commit.step if commit else None,
+                at_risk_usd=data.get("at_risk_usd"),
+                drag=self.guards.pace.now,
             )
+            self.progress.step(status)
         self.reporter.emit(STEP, step=at.step, **data)
-        if self.gang.rank == 0:
-            self._report_budget(at, sync.stop)
-
-    def _report_budget(self, at: Position, stop: Stop) -> None:
-        for news in self.limits.new_budget_thresholds(stop):
+        for news in self.limits.new_budget_thresholds(sync.stop) if self.gang.rank == 0 else ():
             self.reporter.emit(BUDGET, step=at.step, **news)
             share = f"{news['threshold']:.0%} of the budget ${news['budget_usd']:.4f}"
-            print(
-                f"step {at.step}: {share} is reached: ${news['spent_usd']:.4f} spent, ${news['reserve_usd']:.4f} kept",
-                flush=True,
-            )
+            spent = f"${news['spent_usd']:.4f} spent, ${news['reserve_usd']:.4f} kept"
+            print(f"step {at.step}: {share} is reached: {spent}", flush=True)
 
     def rehearse_fault(self, step: int) -> None:
-        """Inject the rehearsed fault if it is due after `step` on this rank.
-
-        Call this before the step is saved, so that the fault loses the step.
-        """
-        aim = self.rehearsal
-        if aim is None or not aim.fault.due(step, self.config.training.max_steps):
+        """Inject the rehearsed fault if it is due on this rank. Call this before `step` is saved, to lose it."""
+        aim, gang = self.rehearsal, self.gang
+        if aim is None or step != aim.fault.due_step(self.config.training.max_steps):
             return
-        world_size = self.gang.world_size
-        if not aim.fault.targets(node=aim.node, rank=self.gang.rank, nodes=aim.nodes, world_size=world_size):
+        if not aim.fault.targets(node=aim.node, rank=gang.rank, nodes=aim.nodes, world_size=gang.world_size):
             return
         try:
             self.reporter.emit(FAULT_INJECTED, step=step, flush=True, kind=aim.fault.kind, target=str(aim.fault))
@@ -321,24 +269,18 @@ class Trainer:
             self.limits.wait_for_drain(_WORD_SECONDS)  # short steps could end the job before the agent has the notice
 
     def renew_if_due(self, at: Position, sync: StepSync, *, last: bool) -> None:
-        """Raise MemoryGrowth if the memory of any rank is about to run out. Call this after the save.
-
-        Args:
-            last: whether this is the last step; then nothing is raised.
-        """
+        """Raise MemoryGrowth after the save if any rank's memory is about to be full, unless the job ends."""
         if sync.renew and not last:
-            self.guards.renew(at, sync, self.saver)
+            self.saver.wait()
+            ranks = ", ".join(map(str, sync.renew))
+            raise MemoryGrowth(f"memory of rank {ranks} would have run out; saved at step {at.step}, to go on anew")
 
     @cached_property
     def evaluation(self) -> Evaluation:
         return Evaluation(self.gang, self.limits)
 
     def evaluate(self, at: Position) -> Stop:
-        """Evaluate the model and emit the metrics. Collective.
-
-        Returns:
-            INTERRUPTED if all ranks left the evaluation after a drain request, else NONE.
-        """
+        """Evaluate the model and emit the metrics. Return INTERRUPTED if all ranks left to drain. Collective."""
         self.enter("evaluation", at.step)
         metrics = self.evaluation.run(self.workload, self.spread)
         if metrics is None:
@@ -375,7 +317,6 @@ class Trainer:
         # After a drain request there is no time to hash all weights; a later attempt will complete the job.
         sha256 = None if outcome is Outcome.INTERRUPTED else weights_sha256(self.spread.module)
         if self.gang.rank == 0:
-            self.reporter.emit(
-                OUTCOME, step=at.step, flush=True, outcome=str(outcome), weights_sha256=sha256, message=message
-            )
+            ending = {"outcome": str(outcome), "weights_sha256": sha256, "message": message}
+            self.reporter.emit(OUTCOME, step=at.step, flush=True, **ending)
         return LoopResult(outcome, at.step, message, sha256)

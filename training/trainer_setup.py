@@ -18,14 +18,7 @@ from ebbflow.infra.events import INITIAL_WEIGHTS, PEAK, RESTORE
 from ebbflow.infra.layout import job_prefix
 from ebbflow.infra.store import Store
 from ebbflow.infra.terms import Terms
-from ebbflow.training.checkpoint import (
-    Checkpointer,
-    Generation,
-    RejectedCommit,
-    RestoreResult,
-    RetentionPolicy,
-    read_generation,
-)
+from ebbflow.training.checkpoint import Checkpointer, RejectedCommit, RestoreResult, RetentionPolicy, read_generation
 from ebbflow.training.errors import DataError
 from ebbflow.training.gang import Gang
 from ebbflow.training.guards.guards import apply_overrides, fit_micro_batch, make_guards
@@ -51,12 +44,7 @@ _RECORD_SECONDS = 30.0  # to read the generation's record, with retries
 
 
 def build_trainer(spec: WorkerSpec, gang: Gang, *, nodes: int, reporter: Reporter, saver: Checkpointer) -> Trainer:
-    """Build the trainer of one rank. Collective.
-
-    Raises:
-        WorkloadError: if the workload cannot be trained as it is.
-        ParallelError: if this gang does not support a configured parallel option.
-    """
+    """Build the trainer of one rank. Raises WorkloadError or ParallelError if this gang cannot train it. Collective."""
     config = apply_overrides(RunConfig.model_validate(spec.config), Overrides.from_json(spec.overrides))
     terms = Terms.from_json(spec.terms) if spec.terms else None
     clock = reporter.clock
@@ -92,7 +80,7 @@ def build_trainer(spec: WorkerSpec, gang: Gang, *, nodes: int, reporter: Reporte
             "batch_size": config.training.batch_size,
             "schedule": config.training.scheduler.model_dump(mode="json"),
         },
-        progress=_progress(gang, config, terms, reporter, unit=_unit(spec), kept=_kept_peak(spec)),
+        progress=_progress(spec, gang, config, terms, reporter),
         save_schedule=_save_schedule(spec, config, terms) if gang.rank == 0 else None,
         rehearsal=_rehearsal(spec, nodes),
         guards=guards,
@@ -105,22 +93,24 @@ def build_trainer(spec: WorkerSpec, gang: Gang, *, nodes: int, reporter: Reporte
 def open_saver(
     spec: WorkerSpec, gang: Gang, emit: Emit, waiting: Callable[[], Callable[[], None]] | None = None
 ) -> Checkpointer:
-    """Open the saver of this rank for the gang's generation.
+    """Open the saver of this rank for the gang's generation. Raises DamagedLineage or StoreError.
 
-    Args:
-        waiting: called when the saver begins to wait for the store; the function that it returns is called when the
-            wait ends.
-
-    Raises:
-        DamagedLineage, StoreError: if the generation's record cannot be read.
+    `waiting` is called when the saver begins to wait for the store, and the function that it returns when the wait
+    ends.
     """
     checkpoint = RunConfig.model_validate(spec.config).checkpoint
     job_store = Store.open(spec.store_uri).sub(job_prefix(spec.job))
     rate = checkpoint.upload_mib_per_second
+    # Its parent need not be the first candidate: the launcher may have passed over an unreadable commit. Retries keep
+    # a short outage of the store from failing the start.
+    generation = retry_until_deadline(
+        lambda: read_generation(job_store, spec.generation, spec.generation_id),
+        _RECORD_SECONDS,
+        curable=lambda error: isinstance(error, StoreUnavailable),
+    )
     return Checkpointer(
         job_store.uri,
-        # Its parent need not be the first candidate: the launcher may have passed over an unreadable commit.
-        generation=_read_generation(job_store, spec),
+        generation=generation,
         rank=gang.rank,
         world_size=gang.world_size,
         node=spec.node,
@@ -129,15 +119,6 @@ def open_saver(
         upload_bytes_per_second=rate and rate * 2**20,
         emit=emit,
         waiting=waiting,
-    )
-
-
-def _read_generation(job_store: Store, spec: WorkerSpec) -> Generation:
-    """Read the record of the generation. Retry, so that a short outage of the store does not fail the start."""
-    return retry_until_deadline(
-        lambda: read_generation(job_store, spec.generation, spec.generation_id),
-        _RECORD_SECONDS,
-        curable=lambda error: isinstance(error, StoreUnavailable),
     )
 
 
@@ -154,14 +135,10 @@ def retention_policy(checkpoint: CheckpointConfig) -> RetentionPolicy:
 
 
 def restore(trainer: Trainer, saver: Checkpointer, candidates: list[str]) -> Position:
-    """Load the newest sound commit, and return the position at which training continues. Collective.
+    """Load the newest sound commit of `candidates`, newest first, and return the position at which training continues.
 
-    Args:
-        candidates: the keys of the commits to try, newest first. Without any, the job starts from its beginning.
-
-    Raises:
-        DataError: if the commit was trained with other data or another seed.
-        CheckpointError: if no candidate can be restored.
+    Without candidates, the job starts from its beginning. Raises DataError if the commit was trained with other data or
+    another seed, CheckpointError if no candidate can be restored. Collective.
     """
     if candidates:
         trainer.enter("restore", 0)
@@ -194,13 +171,7 @@ def report_restore(reporter: Reporter, restored: RestoreResult, seconds: float) 
 
 
 def begin(trainer: Trainer) -> Position:
-    """Start a job from its beginning, and return its first position.
-
-    Load `training.initial_weights` if they are configured.
-
-    Raises:
-        WorkloadError: if the initial weights do not fit the model.
-    """
+    """Start a job with its initial weights, if any, and return its first position. Raises WorkloadError."""
     path = trainer.config.training.initial_weights
     if path is not None:
         trainer.enter("restore", 0)
@@ -215,11 +186,7 @@ def begin(trainer: Trainer) -> Position:
 
 
 def _rejected(rejected: RejectedCommit, restored: RestoreResult) -> dict[str, Any]:
-    """Return the fields of the `restore` event for a damaged commit, in place of which an older one was restored.
-
-    They include the number of steps lost by this. They include the dollars paid for these steps if both the damaged and
-    the restored commit record the dollars spent until then; else these are None.
-    """
+    """Return the fields of the `restore` event for a damaged commit, with the steps and dollars lost by it."""
     at_rejected, at_restored = ((extra or {}).get("spent_usd") for extra in (rejected.extra, restored.extra))
     lost_usd = None if at_rejected is None or at_restored is None else at_rejected - at_restored
     loss = {"lost_steps": rejected.step - restored.step, "lost_usd": lost_usd}
@@ -241,39 +208,25 @@ def _optimizer(workload: Workload, module: nn.Module, config: RunConfig) -> torc
         return own(module)
 
 
-def _kept_peak(spec: WorkerSpec) -> Path | None:
-    """Return the file with this rank's measured peak speed, which later ranks with the same local rank reuse.
-
-    The name has the number of ranks on the machine, because it changes the measurement. None without an agent.
-    """
-    name = f"peak-{os.environ.get('LOCAL_RANK', '0')}-of-{spec.colocated_ranks}.json"
-    return Path(spec.kept_path) / name if spec.kept_path else None
-
-
 def _progress(
-    gang: Gang, config: RunConfig, terms: Terms | None, reporter: Reporter, *, unit: str, kept: Path | None
+    spec: WorkerSpec, gang: Gang, config: RunConfig, terms: Terms | None, reporter: Reporter
 ) -> Progress | None:
-    """Measure the peak speed on all ranks at the same time. Collective.
-
-    Returns:
-        On rank 0 the printer of progress lines, else None.
-    """
+    """Measure the peak speed on all ranks at once; return the printer of progress lines on rank 0. Collective."""
+    # Later ranks with the same local rank reuse the file. The number of ranks on the machine changes the measurement.
+    name = f"peak-{os.environ.get('LOCAL_RANK', '0')}-of-{spec.colocated_ranks}.json"
+    kept = Path(spec.kept_path) / name if spec.kept_path else None
     dtype = torch.bfloat16 if config.fsdp.use_mixed_precision else torch.float32
     own = peak_flops_per_second(gang.device, dtype, kept)
     reporter.emit(PEAK, flops_per_second=own, dtype=str(dtype).removeprefix("torch."))
-    peak = float(gang.gather(torch.tensor([own], dtype=torch.float64, device=gang.device)).sum())
+    peak = sum(one for (one,) in gang.gather_numbers([own]))
     if gang.rank != 0:
         return None
+    unit = str(spec.prepared.get("weight_unit", "tokens"))
+    unit = "tok" if unit == "tokens" else unit
     return Progress(max_steps=config.training.max_steps, peak_flops_per_second=peak, terms=terms, unit=unit)
 
 
-def _unit(spec: WorkerSpec) -> str:
-    unit = spec.prepared.get("weight_unit", "tokens")
-    return "tok" if unit == "tokens" else str(unit)
-
-
 def _save_schedule(spec: WorkerSpec, config: RunConfig, terms: Terms | None) -> SaveSchedule:
-    """Return the save schedule. Every generation after the first counts as one interruption."""
     planned = terms.hazard_per_hour if terms is not None else None
     return SaveSchedule(config.checkpoint, prior_hazard(planned, interruptions=max(0, spec.generation - 1)))
 
@@ -281,10 +234,5 @@ def _save_schedule(spec: WorkerSpec, config: RunConfig, terms: Terms | None) -> 
 def _rehearsal(spec: WorkerSpec, nodes: int) -> Rehearsal | None:
     if spec.rehearse is None:
         return None
-    return Rehearsal(
-        fault=Fault.from_json(spec.rehearse),
-        node=spec.node,
-        nodes=nodes,
-        agent_pid=spec.agent_pid,
-        notice_path=spec.notice_path,
-    )
+    fault, notice = Fault(**spec.rehearse), spec.notice_path
+    return Rehearsal(fault=fault, node=spec.node, nodes=nodes, agent_pid=spec.agent_pid, notice_path=notice)

@@ -62,8 +62,6 @@ from ebbflow.training.workloads.trial import try_workload
 
 @dataclass(frozen=True)
 class Request:
-    """The command line of `torchrun -m ebbflow.training`."""
-
     config: RunConfig  # the configuration
     job: str  # the name of the job; "" to derive one
     sources: dict[str, str]  # where each value of the configuration comes from, by key
@@ -73,11 +71,7 @@ class Request:
 
 
 def parse_arguments(arguments: list[str]) -> Request:
-    """Parse CONFIG [--set KEY=VALUE ...] [--job NAME] and the other options.
-
-    Raises:
-        ConfigError: if the configuration is invalid; the message lists every problem.
-    """
+    """Parse CONFIG [--set KEY=VALUE ...] [--job NAME] and the other options. Raises ConfigError."""
     parser = argparse.ArgumentParser(
         prog="torchrun -m training",
         description="Train without the pipeline: no plan, no retry, commits and events.",
@@ -102,10 +96,9 @@ def parse_arguments(arguments: list[str]) -> Request:
 
 
 def share_spec(request: Request, gang: Gang) -> WorkerSpec:
-    """Return the `WorkerSpec` for a run without an agent. Collective.
+    """Return the `WorkerSpec` that rank 0 makes for a run without an agent. Collective.
 
-    Rank 0 makes it: it claims the job, prepares the data and opens a generation. All ranks receive it. If rank 0 fails,
-    it prints the error in one line, and every rank exits with the error's exit code.
+    If rank 0 fails, it prints the error in one line, and every rank exits with the error's exit code.
     """
     if gang.alone:
         made = _make_spec_or_exit_code(request)
@@ -157,13 +150,17 @@ def _make_spec(request: Request) -> WorkerSpec:
 
 
 def main(arguments: list[str]) -> NoReturn:
-    """Train, and exit. The task comes from the agent's environment variables if there are any, else from the arguments.
+    """Train, and exit: with 0 for an outcome that all ranks share, 75 after a drain request, else the error's code.
 
-    The exit code is 0 for an outcome on which all ranks agree, 75 after a drain request, and that of the exception
-    otherwise.
+    The task comes from the agent's environment variables if there are any, else from the arguments.
     """
     spec = WorkerSpec.from_environment()
-    task = spec or _request(arguments)
+    try:
+        task = spec or parse_arguments(arguments)
+    except InfraError as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(error, file=sys.stderr)
+        leave(error.outcome.exit_code)
     tie_forked_children()
     observed = WatchHooks(Path(spec.heartbeat_path), spec.agent_pid) if spec and spec.heartbeat_path else None
     with contextlib.suppress(RuntimeError, ValueError, OSError):  # fails if stderr is closed
@@ -191,33 +188,16 @@ def main(arguments: list[str]) -> NoReturn:
     leave(code)
 
 
-def _request(arguments: list[str]) -> Request:
-    try:
-        return parse_arguments(arguments)
-    except InfraError as error:
-        if os.environ.get("RANK", "0") == "0":
-            print(error, file=sys.stderr)
-        leave(error.outcome.exit_code)
-
-
 def _record_exception(error: BaseException, *, one_line: bool = False) -> None:
-    """Print the error, and write it to the file from which the agent reads it, in the format of torch's `@record`.
+    """Print the error, and write it to the file from which the agent reads it, as torch's `@record` would.
 
-    `@record` itself does not suffice: it fails if `__str__` raises, does not limit the length of the text, does not
-    catch sys.exit and GeneratorExit, and prints nothing.
-
-    Args:
-        one_line: whether to print the message alone, without the traceback.
+    `@record` fails if `__str__` raises, does not limit the text, does not catch sys.exit, and prints nothing.
     """
     text = describe_traceback(error)
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
-        kind = type(error)
-        known = {
-            "py_callstack": text,
-            "timestamp": str(int(time.time())),
-            "class": f"{kind.__module__}.{kind.__qualname__}",
-        }
+        name = f"{type(error).__module__}.{type(error).__qualname__}"
+        known = {"py_callstack": text, "timestamp": str(int(time.time())), "class": name}
         record = {"message": {"message": describe_exception(error), "extraInfo": known}}
         with contextlib.suppress(OSError):  # such as a full disk; the exit code and the log remain
             write_whole(Path(path), json.dumps(record))
@@ -227,12 +207,7 @@ def _record_exception(error: BaseException, *, one_line: bool = False) -> None:
 
 
 def _exit_code(error: BaseException, *, alone: bool) -> int:
-    """Return the exit code for an error.
-
-    Args:
-        alone: whether torchrun started this process, without an agent of `ebbflow run`. Then an exception of the user's
-            code has the exit code of FAILED.
-    """
+    """Return the exit code for an error; that of FAILED for the user's exceptions without an agent (`alone`)."""
     if alone and _is_user_failure(error):
         return Outcome.FAILED.exit_code
     outcome = getattr(error, "outcome", Outcome.FAILED)
@@ -244,16 +219,23 @@ def _train(task: WorkerSpec | Request) -> LoopResult:
     config = task.config if isinstance(task, Request) else RunConfig.model_validate(task.config)
     use_signing_key(config.checkpoint.signing_key_env)
     signer()  # raises at once if this node lacks the key
-    _settle_threads(spec.colocated_ranks if spec else int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    # This rank's share of the cores. The number of threads decides the order in which sums are computed.
+    colocated = spec.colocated_ranks if spec else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // colocated))
+    torch.set_num_interop_threads(1)
+    # It differs after each restart by torchrun, whose key-value store keeps the keys of dead workers.
+    restart = os.environ.get("TORCHELASTIC_RUN_ID", "none"), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     gang = connect(
         start_seconds=config.cluster.start_deadline_seconds,
         collective_seconds=config.cluster.step_deadline_seconds,
-        generation=generation_name(spec.generation, spec.generation_id) if spec else _torchrun_generation(),
+        generation=generation_name(spec.generation, spec.generation_id) if spec else "-".join(restart),
         device_choice=config.cluster.device,
         promised_gpus=spec.promised_gpus if spec else 0,
     )
-    if gang.device.type == "cpu":
-        _compute_alike()
+    if gang.device.type == "cpu":  # equal runs give results that are equal bit for bit
+        torch.use_deterministic_algorithms(True)
+        # Deterministic mode would fill every new tensor, a debugging aid that costs time.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
     if gang.device_note and gang.rank == 0:
         print(gang.device_note, flush=True)
     ending = run_rank(share_spec(task, gang) if isinstance(task, Request) else task, gang)
@@ -262,17 +244,9 @@ def _train(task: WorkerSpec | Request) -> LoopResult:
 
 
 def run_rank(spec: WorkerSpec, gang: Gang) -> LoopResult:
-    """Train, write the result file, and return the result.
-
-    Events are flushed even if training raises an exception.
-    """
+    """Train, write the result file, and return the result. Events are flushed even if training raises an exception."""
     origin = Origin(
-        job=spec.job,
-        run=spec.run,
-        attempt=spec.attempt,
-        generation=spec.generation,
-        node=spec.node,
-        rank=gang.rank,
+        job=spec.job, run=spec.run, attempt=spec.attempt, generation=spec.generation, node=spec.node, rank=gang.rank
     )
     nodes = gang.world_size // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     job_store = Store.open(spec.store_uri).sub(job_prefix(spec.job))
@@ -296,28 +270,3 @@ def run_rank(spec: WorkerSpec, gang: Gang) -> LoopResult:
     if spec.result_path:
         write_result(Path(spec.result_path), ending)
     return ending
-
-
-def _settle_threads(colocated_ranks: int) -> None:
-    """Give this rank its share of the machine's cores as threads.
-
-    The number of threads is fixed because it decides the order in which sums are computed.
-    """
-    cores = len(os.sched_getaffinity(0))
-    torch.set_num_threads(max(1, cores // colocated_ranks))
-    torch.set_num_interop_threads(1)
-
-
-def _compute_alike() -> None:
-    """Make equal runs on the CPU give results that are equal bit for bit."""
-    torch.use_deterministic_algorithms(True)
-    # Deterministic mode would fill every new tensor, a debugging aid that costs time.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]  a property
-
-
-def _torchrun_generation() -> str:
-    """Return a prefix for the gang's keys in torchrun's key-value store.
-
-    It differs after each restart, so that restarted workers do not read the keys of dead ones.
-    """
-    return f"{os.environ.get('TORCHELASTIC_RUN_ID', 'none')}-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from torch import nn
 
+from benchmarks.chaos.hooks import HOOKS, NOT_A_NUMBER
 from benchmarks.chaos.orders import Order, Orders
-from ebbflow.training.rehearse import HOOKS, NOT_A_NUMBER
 from ebbflow.training.workload import Cursor, Loss, WorkloadContext
 from ebbflow.training.workloads.language_model import TextBatch, TextWorkload
 

@@ -161,7 +161,7 @@ def ended_by(
     else:
         monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
     monkeypatch.setattr(worker_module, "_train", trains)
-    monkeypatch.setattr(worker_module, "_request", lambda arguments: None)
+    monkeypatch.setattr(worker_module, "parse_arguments", lambda arguments: None)
     monkeypatch.setattr(worker_module, "tie_forked_children", lambda: None)
     monkeypatch.setattr(worker_module, "leave", left.append)
     worker_module.main([])

@@ -14,6 +14,7 @@ from typing import cast
 import pytest
 
 from benchmarks.chaos.fault import Aim, Symptom
+from benchmarks.chaos.hooks import HOOKS
 from benchmarks.chaos.kinds import FAULTS
 from benchmarks.chaos.orders import Order, Orders, Strike
 from benchmarks.chaos.proxy import Conduct, FaultProxy
@@ -23,7 +24,6 @@ from benchmarks.training import main
 from benchmarks.training.survival.figures import survival_figures
 from benchmarks.training.survival.judge import judge
 from ebbflow.infra.events import FAULT_DETECTED, GENERATION_ENDED, STEP, Event
-from ebbflow.training.rehearse import HOOKS
 
 SLEEPER = Aim(node=1, rank=1, number=0)
 

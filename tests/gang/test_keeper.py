@@ -200,5 +200,5 @@ def test_a_culprits_daemon_is_ended_and_the_other_ranks_are_not(tmp_path: Path, 
     group.workers[0].process.kill()
     group._kill_leftovers(group.workers[:1])
     assert gone(hidden[0])() and group.workers[1].process.poll() is None
-    assert group.end(grace_seconds=0.0) == []
+    assert group.end(grace_seconds=0.0) == {}
     assert gone(*hidden)() and not descendants(keeper.pid)

@@ -130,7 +130,7 @@ def trainer_of(saver: Saver, events: list, **checkpoint: Any) -> Trainer:
         config=config,
         gang=gang,
         workload=None,
-        spread=SimpleNamespace(module=None, committed=lambda: None),
+        spread=SimpleNamespace(module=None, reset_compression=lambda: None),
         optimizer=None,
         saver=saver,
         limits=Limits(None, world_size=2, elapsed_seconds=lambda: 0.0),

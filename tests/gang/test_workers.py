@@ -83,7 +83,7 @@ def test_a_rank_that_the_kernel_does_not_let_go_is_not_waited_for_without_end(
     stuck = SimpleNamespace(ready=True, lost=False, pid=1, fork=lambda *_: InTheKernel(), abandon=abandoned.append)
     group = WorkerGroup(range(2), 2, tmp_path, spec, ("127.0.0.1", 1), stuck)
     held: list[None] = []
-    assert group.end(grace_seconds=0.0, meanwhile=lambda: held.append(None)) == [0, 1]
+    assert list(group.end(grace_seconds=0.0, meanwhile=lambda: held.append(None))) == [0, 1]
     assert held and abandoned == [1, 1], "the agent stays in touch with the others, and waits for these no more"
 
 
@@ -106,7 +106,7 @@ def test_what_a_rank_has_started_does_not_outlive_it(
     try:
         stuck = [int(pid) for pid in wait_until("its children", lambda: told.exists() and told.read_text().split(), 60)]
         assert len(stuck) == 3 and all(process_state(pid) in ("S", "R") for pid in stuck)
-        assert group.end(culprits, grace_seconds=0.1) == []
+        assert group.end(culprits, grace_seconds=0.1) == {}
         wait_until("the end of all", lambda: {process_state(pid) for pid in stuck} <= {"", "Z"}, timeout=5)
         assert bystander.poll() is None
     finally:

@@ -36,7 +36,7 @@ def compare(config: RunConfig, gang: Gang, *, save: bool) -> bool:
     for number in range(5):
         step(trained, config, gang, number)
     if save:
-        trained.committed()
+        trained.reset_compression()
     resumed = spread_model(ModelOnly(config), config, gang)
     resumed.module.load_state_dict(trained.module.state_dict())
     pairs = [[step(spread, config, gang, number) for spread in (trained, resumed)] for number in range(5, 10)]

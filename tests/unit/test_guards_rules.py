@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
 import statistics
 from collections.abc import Callable
@@ -39,9 +40,9 @@ from ebbflow.training.guards.memory import (
     host_bytes_left,
     is_out_of_memory,
     more_micro_batches,
-    resident_bytes,
 )
 from ebbflow.training.guards.overrides import Overrides, read_overrides, record_rewind, record_split, rewind_parent
+from ebbflow.training.launch.watch import resident_bytes
 from ebbflow.training.step_sync import STEPS_IN_A_ROW, PaceMonitor
 
 
@@ -58,7 +59,7 @@ def test_the_window_is_median_and_mad_of_the_last_values() -> None:
             assert window.z_score(value) == 0.0, "too little is known"
         window.add(value)
         values.append(value)
-    assert window.values == values[-size:]
+    assert list(window.values) == values[-size:]
 
 
 def test_equal_values_make_no_spike_of_the_next_rounding() -> None:
@@ -191,11 +192,11 @@ def test_memory_that_runs_out_soon_is_seen_coming(
 def test_files_that_are_mapped_or_cached_are_no_memory_that_runs_out(tmp_path: Path) -> None:
     path = tmp_path / "data"
     path.write_bytes(bytes(64 * 2**20))
-    before = resident_bytes()
+    before = resident_bytes(os.getpid())
     data = np.memmap(path, dtype=np.uint8, mode="r")
-    assert int(data[::4096].sum()) == 0 and resident_bytes() - before < 16 * 2**20
+    assert int(data[::4096].sum()) == 0 and resident_bytes(os.getpid()) - before < 16 * 2**20
     held = np.ones(64 * 2**20, dtype=np.uint8)
-    assert resident_bytes() - before > 0.9 * held.nbytes
+    assert resident_bytes(os.getpid()) - before > 0.9 * held.nbytes
     for name, text in (("max", "1000"), ("current", "900"), ("stat", "anon 300\ninactive_file 200\nactive_file 400\n")):
         (tmp_path / f"memory.{name}").write_text(text)
     paths = str(tmp_path / "memory.max"), str(tmp_path / "memory.current")

@@ -6,8 +6,8 @@ part of every commit, so a resumed job judges each step as an uninterrupted one 
 
 from __future__ import annotations
 
+import os
 import statistics
-import time
 from bisect import bisect_left, insort
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,13 +23,11 @@ from ebbflow.infra.config.schema import GuardsConfig, RunConfig
 from ebbflow.infra.events import GUARD, GuardAction
 from ebbflow.infra.layout import job_prefix
 from ebbflow.infra.store import Store
-from ebbflow.training.checkpoint import Checkpointer
 from ebbflow.training.errors import (
     BatchCannotBeSplit,
     CheckpointError,
     DivergenceError,
     GenerationSuperseded,
-    MemoryGrowth,
     MicroBatchTooLarge,
     Rewind,
     TooManyRewinds,
@@ -41,11 +39,11 @@ from ebbflow.training.guards.memory import (
     host_bytes_left,
     is_out_of_memory,
     more_micro_batches,
-    resident_bytes,
     try_micro_batch,
 )
 from ebbflow.training.guards.overrides import Overrides, record_rewind, record_split
 from ebbflow.training.launch.messages import WorkerSpec
+from ebbflow.training.launch.watch import resident_bytes
 from ebbflow.training.limits import Position
 from ebbflow.training.parallel import Spread
 from ebbflow.training.step_sync import PaceMonitor, StepSync
@@ -60,29 +58,20 @@ _SMALLEST_SHARE = 1e-3
 
 
 class RobustWindow:
-    """The last `size` values, which give a robust z-score for the next value.
-
-    Scores are 0 until the window is half full.
-    """
+    """The last `size` values. The robust z-score of the next value is 0 until the window is half full."""
 
     def __init__(self, size: int, values: Iterable[float] = ()) -> None:
-        self._values: deque[float] = deque(values, maxlen=size)
-        self._sorted = sorted(self._values)
-
-    @property
-    def values(self) -> list[float]:
-        """The values, oldest first."""
-        return list(self._values)
+        self.values: deque[float] = deque(values, maxlen=size)
+        self._sorted = sorted(self.values)
 
     @property
     def median(self) -> float:
         return statistics.median(self._sorted)
 
     def add(self, value: float) -> None:
-        """Add a finite value."""
-        if len(self._values) == self._values.maxlen:
-            del self._sorted[bisect_left(self._sorted, self._values[0])]
-        self._values.append(value)
+        if len(self.values) == self.values.maxlen:
+            del self._sorted[bisect_left(self._sorted, self.values[0])]
+        self.values.append(value)
         insort(self._sorted, value)
 
     def z_score(self, value: float) -> float:
@@ -90,15 +79,13 @@ class RobustWindow:
 
         The score of a value below the median is 0, because only larger values are spikes.
         """
-        if 2 * len(self._values) < (self._values.maxlen or 0) or value <= (median := self.median):
+        if 2 * len(self.values) < (self.values.maxlen or 0) or value <= (median := self.median):
             return 0.0
         mad = statistics.median([abs(other - median) for other in self._sorted])
         return (value - median) / max(_SIGMA_PER_MAD * mad, _SMALLEST_SHARE * abs(median), 1e-12)
 
 
 class Action(Enum):
-    """The decision of a guard about a step."""
-
     STEP = "step"  # take the optimizer step
     SKIP = "skip"  # discard the gradients of this step
     REWIND = "rewind"  # go back to an older commit
@@ -107,14 +94,9 @@ class Action(Enum):
 
 @dataclass(frozen=True)
 class Judgement:
-    """The decision about one step, and its reason."""
-
     action: Action
     reason: str = ""  # why the step is not taken; "" if it is
     finite: bool = True  # False if the reason is a non-finite loss or gradient
-
-
-_GOOD = Judgement(Action.STEP)
 
 
 class LossGuard:
@@ -122,44 +104,31 @@ class LossGuard:
 
     def __init__(self, config: GuardsConfig) -> None:
         self._config = config
-        self._losses = RobustWindow(config.spike_window_steps)
-        self._norms = RobustWindow(config.spike_window_steps)
-        self.skipped_in_a_row = 0
+        self.restore({})
 
     def judge(self, *, loss: float, gradient_norm: float, non_finite: str) -> Judgement:
-        """Judge one step.
+        """Judge a step by its mean loss and its gradient norm before clipping.
 
-        Args:
-            loss: the mean loss.
-            gradient_norm: the norm before clipping.
-            non_finite: a message that names the ranks with a non-finite loss or gradient; "" if all are finite.
+        `non_finite` is a message that names the ranks with a non-finite loss or gradient; "" if all are finite.
         """
         config = self._config
         if non_finite:
             return self._bad(config.non_finite, non_finite, finite=False)
-        if config.spike == "off":
-            self.skipped_in_a_row = 0
-            return _GOOD
-        reason = self._spike("loss", loss, self._losses) or self._spike("gradient norm", gradient_norm, self._norms)
-        if reason:
-            return self._bad(config.spike, reason, finite=True)
-        self._losses.add(loss)
-        self._norms.add(gradient_norm)
+        if config.spike != "off":
+            reason = self._spike("loss", loss, self._losses) or self._spike("gradient norm", gradient_norm, self._norms)
+            if reason:
+                return self._bad(config.spike, reason, finite=True)
+            self._losses.add(loss)
+            self._norms.add(gradient_norm)
         self.skipped_in_a_row = 0
-        return _GOOD
+        return Judgement(Action.STEP)
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "losses": self._losses.values,
-            "gradient_norms": self._norms.values,
-            "skipped_in_a_row": self.skipped_in_a_row,
-        }
+        windows = {"losses": list(self._losses.values), "gradient_norms": list(self._norms.values)}
+        return {**windows, "skipped_in_a_row": self.skipped_in_a_row}
 
     def restore(self, data: Mapping[str, Any]) -> None:
-        """Restore the state that `to_json` returned.
-
-        An empty dict, as from a commit that was saved without guards, resets the state.
-        """
+        """Restore the state that `to_json` returned; {}, as from a commit that was saved without guards, resets it."""
         size = self._config.spike_window_steps
         self._losses = RobustWindow(size, data.get("losses", ()))
         self._norms = RobustWindow(size, data.get("gradient_norms", ()))
@@ -194,8 +163,8 @@ _CHUNK = 2**22
 def weights_checksum(module: nn.Module) -> int:
     """Return a checksum of this rank's shards of all parameters, from 1 to 2**47.
 
-    The bits of each tensor are added up as integers on the tensor's device, and the sums are combined in the order of
-    the parameters. A flipped bit or a different value changes the checksum. Swapped values within one tensor do not.
+    The bits of each tensor are added up as integers on its device, and the sums are combined in the order of the
+    parameters. A flipped bit or a different value changes the checksum. Swapped values within one tensor do not.
     """
     sums = []
     for parameter in module.parameters():
@@ -211,12 +180,8 @@ def weights_checksum(module: nn.Module) -> int:
 def find_divergent_ranks(sums: Sequence[float], copies: int) -> tuple[list[int], bool]:
     """Return the ranks whose weights differ from those of their replicas, and whether a majority shows which are wrong.
 
-    Replicas are ranks with the same shard of the model: consecutive ranks share one copy, so the replicas of a rank are
-    at the same place in the other copies. If the replicas of a shard have no majority, all of them are returned.
-
-    Args:
-        sums: the checksums of all ranks.
-        copies: the number of copies of the model.
+    Consecutive ranks share one of the `copies`; replicas are ranks at the same place in their copies. If the replicas
+    of a shard have no majority, all of them are returned.
     """
     shards = len(sums) // copies
     odd: list[int] = []
@@ -240,8 +205,6 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(kw_only=True)
 class Guards:
-    """All guards of one rank."""
-
     config: RunConfig
     gang: Gang
     copies: int  # the number of copies of the model over all ranks
@@ -258,23 +221,14 @@ class Guards:
         self.numbers = LossGuard(self.config.guards)
 
     def commit_fields(self, step: int) -> dict[str, Any]:
-        """Return the guards' fields for the commit of `step`, and remember that `step` was saved.
-
-        The next step then compares the weights of replicas after `step`. If they are equal, this commit is known to be
-        sound.
-        """
+        """Return the guards' fields for the commit of `step`, after which the weights of replicas will be compared."""
         self.saved_step = step
         return {"guards": self.numbers.to_json() | {"first_sample": self.overrides.first_sample}}
 
     def resume(self, at: Position, extra: Mapping[str, Any]) -> Position:
-        """Restore the guards' state, and return the position at which to continue.
+        """Restore the guards' state from a commit's fields, and return the position at which to continue.
 
-        After a rewind, training skips the samples before the override's `first_sample`, so the returned position is
-        later than `at`.
-
-        Args:
-            at: the position of the restored commit.
-            extra: the fields of the restored commit.
+        After a rewind it is later than `at`: training skips the samples before the override's `first_sample`.
         """
         self.numbers.restore(extra.get("guards", {}))
         first = self.overrides.first_sample
@@ -294,29 +248,18 @@ class Guards:
         return weights_checksum(module) if due else 0
 
     def compare_at_end(self, at: Position, module: torch.nn.Module) -> None:
-        """Compare the weights of replicas after the last step. All ranks must call this, because it is a collective.
-
-        During training the step sync of the next step compares them, but no step follows the last one.
-
-        Raises:
-            DivergenceError: the replicas differ.
-        """
-        if self.config.guards.hash_interval_steps is None or self.copies == 1:
-            return
-        own = torch.tensor([float(weights_checksum(module))], dtype=torch.float64, device=self.gang.device)
-        self._compare(at, self.gang.gather(own).flatten().tolist(), seen_at=at.step)
+        """Compare the weights of replicas after the last step. Raises DivergenceError if they differ. Collective."""
+        if self.config.guards.hash_interval_steps is not None and self.copies > 1:
+            sums = self.gang.gather_numbers([weights_checksum(module)])
+            self._compare(at, [one for (one,) in sums], seen_at=at.step)
 
     def judge(self, at: Position, sync: StepSync, settle: Callable[[], object]) -> Judgement:
         """Decide whether to take the step after `at`; all ranks decide alike.
 
-        Args:
-            settle: waits until no save is in flight; raises CheckpointError if the last save failed.
-
-        Raises:
-            Rewind, TooManyRewinds: if the job must go back to an older commit.
-            DivergenceError: if the weights of replicas differ.
+        `settle` waits until no save is in flight. Raises Rewind or TooManyRewinds if the job must go back to an older
+        commit, DivergenceError if the weights of replicas differ.
         """
-        self._compare(at, sync.weights_checksums, seen_at=at.step + 1)
+        self._compare(at, [row.weights_checksum for row in sync.rows], seen_at=at.step + 1)
         finite = not (reason := sync.non_finite)
         loss, norm = (sync.loss, sync.gradient_norm) if finite else (0.0, 0.0)
         before = self.numbers.skipped_in_a_row
@@ -330,47 +273,23 @@ class Guards:
         return judgement
 
     def record_pace(self, step: int, sync: StepSync) -> None:
-        """Record the durations of a step, and emit slowdowns. Call this on rank 0."""
-        if self.gang.alone and not sync.data_seconds[0]:
+        data_seconds = [row.data_seconds for row in sync.rows]
+        if self.gang.alone and not data_seconds[0]:
             return
-        for drag in self.pace.note(sync.own_seconds, sync.data_seconds, sync.step_seconds):
+        for drag in self.pace.note(sync.own_seconds, data_seconds, sync.step_seconds):
             self.emit(GUARD, step=step, action=drag.action, rank=drag.rank, share=drag.share, reason=drag.reason)
 
     def is_memory_running_out(self, needed_seconds: float) -> bool:
-        """Return whether this rank's memory will soon reach its limit. If so, emit an event and print the figures.
-
-        Args:
-            needed_seconds: the time until the job is done.
-        """
+        """Return whether this rank's memory will soon be full, and before the job is done. Emit the reason."""
         for watch in self.growth:
-            reason = watch.look(needed_seconds)
-            if reason:
+            if reason := watch.look(needed_seconds):
                 self.emit(GUARD, action=GuardAction.RENEW, rank=self.gang.rank, reason=reason)
                 print(f"rank {self.gang.rank}: {reason}; saved, to go on in new processes", flush=True)
                 return True
         return False
 
-    def renew(self, at: Position, sync: StepSync, saver: Checkpointer) -> None:
-        """Wait for the save, and raise MemoryGrowth, so that the ranks are started again in new processes.
-
-        Call this after the save of a step in which a rank's memory was about to run out (`StepSync.renew`).
-        """
-        saver.wait()
-        ranks = ", ".join(map(str, sync.renew))
-        raise MemoryGrowth(f"memory of rank {ranks} would have run out; saved at step {at.step}, to go on anew")
-
     def raise_if_out_of_memory(self, error: BaseException, step: int, accumulation: int) -> None:
-        """Raise an exception that ends the gang if `error` means out of memory.
-
-        Args:
-            error: the exception of forward or backward.
-            step: the step in which it was raised.
-            accumulation: the number of micro-batches per step.
-
-        Raises:
-            MicroBatchTooLarge: to start again with more micro-batches per step.
-            BatchCannotBeSplit: if there cannot be more micro-batches.
-        """
+        """If `error` means out of memory, raise MicroBatchTooLarge or, with one sample each, BatchCannotBeSplit."""
         if not is_out_of_memory(error) or self.config.guards.out_of_memory == "stop":
             return
         first, rank = " ".join(str(error).split())[:200], self.gang.rank
@@ -378,10 +297,8 @@ class Guards:
             more = more_micro_batches(self.config, self.gang.world_size, accumulation)
         except BatchCannotBeSplit as refusal:
             raise BatchCannotBeSplit(f"rank {rank}, step {step}: out of memory: {refusal}; {first}") from error
-        reason = (
-            f"rank {rank}, step {step}: out of memory in one of {accumulation} micro-batches; from the last commit on "
-            f"with {more}"
-        )
+        place = f"rank {rank}, step {step}"
+        reason = f"{place}: out of memory in one of {accumulation} micro-batches; from the last commit on with {more}"
         if self.store is not None:
             record_split(self.store, generation=self.generation, rank=rank, accumulation=more)
         self.emit(GUARD, step=step, flush=True, action=GuardAction.SPLIT, rank=rank, accumulation=more, reason=reason)
@@ -400,11 +317,10 @@ class Guards:
             found = f"weights of ranks {names} differ, and no majority shows which are right"
         if self.agreed_step is None:
             found += f" at the start, step {at.step}"
-            self._tell(seen_at, GuardAction.DIVERGED, ranks=odd, reason=found)
         else:
             found += f" after step {at.step}; they were equal after step {self.agreed_step}, to where the job goes back"
             self._order_rewind(limit=self.agreed_step, first_sample=0, sound=False)
-            self._tell(seen_at, GuardAction.DIVERGED, ranks=odd, reason=found)
+        self._tell(seen_at, GuardAction.DIVERGED, ranks=odd, reason=found)
         raise DivergenceError(found)
 
     def _rewind(self, at: Position, judgement: Judgement, *, first_bad: int, settle: Callable[[], object]) -> Judgement:
@@ -422,33 +338,22 @@ class Guards:
             print(f"step {at.step}: the last save did not become a commit: {error}", flush=True)
         limit = max(0, first_bad - 1 - guards.rewind_margin_steps)
         first_sample = at.cursor + self.config.training.batch_size
-        reason = (
-            f"step {at.step + 1}: {judgement.reason}; back to the newest commit up to step {limit}, and on from sample "
-            f"{first_sample}"
-        )
+        back = f"back to the newest commit up to step {limit}, and on from sample {first_sample}"
+        reason = f"step {at.step + 1}: {judgement.reason}; {back}"
         self._order_rewind(limit=limit, first_sample=first_sample, sound=True)
         self._tell(at.step + 1, GuardAction.REWIND, reason=reason, limit=limit, first_sample=first_sample)
         raise Rewind(reason)
 
     def _order_rewind(self, *, limit: int, first_sample: int, sound: bool) -> None:
         if self.gang.rank == 0 and self.store is not None:
-            record_rewind(
-                self.store,
-                generation=self.generation,
-                rank=0,
-                limit=limit,
-                first_sample=first_sample,
-                sound=sound,
-            )
+            own = {"generation": self.generation, "rank": 0}
+            record_rewind(self.store, **own, limit=limit, first_sample=first_sample, sound=sound)
 
     def _tell(self, step: int, action: GuardAction, **data: Any) -> None:
         """Emit the guard's event on rank 0. On every rank, return only when rank 0 has done so. Collective."""
         if self.gang.rank == 0:
             self.emit(GUARD, step=step, flush=True, action=action, **data)
-        self.gang.gather(torch.zeros(1, dtype=torch.float64, device=self.gang.device))
-
-
-_REPLICATED = "ddp"
+        self.gang.gather_numbers([0.0])
 
 
 def apply_overrides(config: RunConfig, overrides: Overrides) -> RunConfig:
@@ -462,9 +367,6 @@ def apply_overrides(config: RunConfig, overrides: Overrides) -> RunConfig:
 
 def make_guards(spec: WorkerSpec, config: RunConfig, gang: Gang, *, copies: int, emit: Callable[..., object]) -> Guards:
     """Build the guards of one rank. `copies` is the number of copies of the model over all ranks."""
-    growth: tuple[MemoryGrowthMonitor, ...] = ()
-    if config.guards.memory_growth == "renew":
-        growth = _growth_monitors(gang, spec.colocated_ranks)
     return Guards(
         config=config,
         gang=gang,
@@ -473,24 +375,20 @@ def make_guards(spec: WorkerSpec, config: RunConfig, gang: Gang, *, copies: int,
         store=Store.open(spec.store_uri).sub(job_prefix(spec.job)),
         generation=spec.generation,
         overrides=Overrides.from_json(spec.overrides),
-        growth=growth,
+        growth=_growth_monitors(gang, spec.colocated_ranks) if config.guards.memory_growth == "renew" else (),
     )
 
 
 def fit_micro_batch(guards: Guards, workload: Workload, spread: Spread, optimizer: torch.optim.Optimizer) -> RunConfig:
     """Return the configuration with the smallest number of micro-batches that fits into memory. Collective.
 
-    The configuration is returned unchanged if `training.micro_batch` is "fixed". The number is found once per job, by
-    trying the first batch. It is stored as an override, so that all later starts add up gradients of the same
-    micro-batches. Sharded models are not tried, because one rank alone cannot run them; a batch that is too large fails
-    in their first step.
-
-    Raises:
-        BatchCannotBeSplit: if not even one sample fits.
+    The number is found once per job, by trying the first batch, and stored as an override, so that all later starts add
+    up gradients of the same micro-batches. Nothing is tried for sharded models, because one rank alone cannot run them.
+    Raises BatchCannotBeSplit if not even one sample fits.
     """
     config, gang = guards.config, guards.gang
     known = guards.overrides.gradient_accumulation_steps is not None
-    if config.training.micro_batch == "fixed" or known or not (gang.alone or config.parallel.mode == _REPLICATED):
+    if config.training.micro_batch == "fixed" or known or not (gang.alone or config.parallel.mode == "ddp"):
         return config
     cursor = Cursor(0, config.training.batch_size).share(gang.rank, gang.world_size)
     batch = workload.next_batch(spread.module, cursor)
@@ -511,21 +409,18 @@ def fit_micro_batch(guards: Guards, workload: Workload, spread: Spread, optimize
 
 
 def _growth_monitors(gang: Gang, colocated_ranks: int) -> tuple[MemoryGrowthMonitor, ...]:
+    own = os.getpid()
     host = MemoryGrowthMonitor(
-        "memory", held=resident_bytes, left=host_bytes_left, sharers=max(1, colocated_ranks), now=time.monotonic
+        "memory", held=lambda: resident_bytes(own), left=host_bytes_left, sharers=max(1, colocated_ranks)
     )
     if gang.device.type != "cuda":
         return (host,)
-    device = MemoryGrowthMonitor(
-        "memory of the GPU",
-        held=lambda: float(torch.cuda.memory_allocated(gang.device)),
-        left=lambda: float(torch.cuda.mem_get_info(gang.device)[0] + _cached_bytes(gang.device)),
-        sharers=1,
-        now=time.monotonic,
-    )
-    return host, device
 
+    def allocated() -> int:
+        return torch.cuda.memory_allocated(gang.device)
 
-def _cached_bytes(device: torch.device) -> int:
-    """Return the bytes that torch's allocator holds but no tensor uses."""
-    return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    def left() -> int:
+        cached = torch.cuda.memory_reserved(gang.device) - allocated()  # held by torch's allocator, used by no tensor
+        return torch.cuda.mem_get_info(gang.device)[0] + cached
+
+    return host, MemoryGrowthMonitor("memory of the GPU", held=allocated, left=left, sharers=1)

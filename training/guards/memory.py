@@ -2,13 +2,14 @@
 
 A rank that runs out of memory must not continue alone: the other ranks wait for it in the next collective, and a
 sharded model remains half gathered. So the rank records that the next start needs more micro-batches, and ends. The
-batch, its samples and their order do not change. The gradient is the same sum, added up from more micro-batches.
+gradient is then the same sum, added up from more micro-batches.
 """
 
 from __future__ import annotations
 
 import gc
 import statistics
+import time
 from collections import deque
 from collections.abc import Callable
 from itertools import combinations
@@ -20,6 +21,7 @@ from torch import nn
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.training.errors import BatchCannotBeSplit
 from ebbflow.training.gang import Gang
+from ebbflow.training.launch.watch import available_bytes
 from ebbflow.training.workload import Batch, Workload
 
 _SAMPLE_SECONDS = 1.0
@@ -30,39 +32,34 @@ _GIB = 2**30
 
 
 class MemoryGrowthMonitor:
-    """Monitor that samples memory once a second and predicts the time until it is full.
+    """Monitor that samples memory once a second and predicts the time until it is full, after a minute of samples.
 
-    It warns if all of these hold:
-    - The predicted time is less than `HORIZON_SECONDS`. The slope is the Theil-Sen estimator, the median over all pairs
-      of samples, so a single jump, such as a first save, changes it little.
-    - Three quarters of the pairs rise, because memory that goes up and down is not a leak.
-    - The predicted time is less than the time since the first sample, so that growth at the start is not taken for a
-      leak.
+    It warns if that time is less than `HORIZON_SECONDS`, less than the time needed, and less than the time since the
+    first sample, so that growth at the start is not taken for a leak. The slope is the Theil-Sen estimator, the median
+    over all pairs of samples, which a single jump changes little. Three quarters of the pairs must rise, because memory
+    that goes up and down is not a leak.
 
-    Args:
-        what: the name of the memory, for messages.
-        held: returns the bytes that this process holds.
-        left: returns the bytes that can still be allocated.
-        sharers: the number of processes that share those bytes and grow alike.
-        now: the monotonic clock in seconds.
+    `held` returns the bytes that this process holds, `left` the bytes that can still be allocated; `sharers` processes
+    share those and grow alike.
     """
 
     def __init__(
-        self, what: str, *, held: Callable[[], float], left: Callable[[], float], sharers: int, now: Callable[[], float]
+        self,
+        what: str,
+        *,
+        held: Callable[[], float],
+        left: Callable[[], float],
+        sharers: int,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._what = what
-        self._held, self._left, self._sharers, self._now = held, left, sharers, now
+        self._what, self._held, self._left, self._sharers, self._now = what, held, left, sharers, now
         self._next = 0.0
         self._first: float | None = None
         self._count = 0
         self._taken: deque[tuple[float, float]] = deque(maxlen=_SAMPLES)
 
     def look(self, needed_seconds: float) -> str:
-        """Take a sample if one is due. Return a description of the growth if memory will soon run out, else "".
-
-        Args:
-            needed_seconds: the time until the job is done. Growth that reaches the limit later is ignored.
-        """
+        """Take a sample if one is due. Describe the growth if memory will soon be full, within `needed_seconds`."""
         now = self._now()
         if now < self._next:
             return ""
@@ -91,23 +88,11 @@ def _slope(taken: deque[tuple[float, float]]) -> float:
     return statistics.median(slopes)
 
 
-def resident_bytes() -> float:
-    """Return the bytes of this process's resident memory without mapped files; 0 without /proc.
-
-    Mapped files are not counted because the kernel drops them when memory is short; data read through a map would look
-    like a leak (proc(5), /proc/pid/status).
-    """
-    try:
-        lines = [line.split() for line in Path("/proc/self/status").read_text().splitlines()]
-    except OSError:
-        return 0.0
-    return sum(1024.0 * int(line[1]) for line in lines if line and line[0] in ("RssAnon:", "RssShmem:"))
-
-
 def host_bytes_left() -> float:
     """Return the bytes that this machine or container can still allocate; infinite if unknown."""
-    left = [_meminfo_available(), *(_cgroup_left(*names) for names in _CGROUP_FILES)]
-    return min(left)
+    available = available_bytes()
+    machine = float("inf") if available is None else available
+    return min(machine, *(_cgroup_left(*names) for names in _CGROUP_FILES))
 
 
 # Files with the limit and the use, and the lines of memory.stat with the page cache, for cgroup v2 and v1. The kernel
@@ -122,22 +107,8 @@ _CGROUP_FILES = (
 )
 
 
-def _meminfo_available() -> float:
-    try:
-        text = Path("/proc/meminfo").read_text()
-        return float(text.partition("MemAvailable:")[2].split()[0]) * 1024
-    except (OSError, IndexError, ValueError):
-        return float("inf")
-
-
 def _cgroup_left(limit: str, use: str, droppable: tuple[str, ...]) -> float:
-    """Return the bytes left in this container's control group, which the container sees as the root group.
-
-    Args:
-        limit: the file with the limit.
-        use: the file with the bytes in use.
-        droppable: the lines of memory.stat with the page cache, which the kernel can free.
-    """
+    """Return the bytes left in this container's control group; the kernel can free the `droppable` ones."""
     try:
         stat = Path(use).with_name("memory.stat").read_text()
         fields = dict(line.split() for line in stat.splitlines())
@@ -153,25 +124,16 @@ _HOST_SIGNS = ("can't allocate memory", "not enough memory", "out of memory")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an exception means out of memory, on the device or on the host.
-
-    The kernel's OOM killer raises no exception; the agent detects it.
-    """
+    """Return whether an exception means out of memory, on the device or on the host."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in _HOST_SIGNS)
 
 
 def more_micro_batches(config: RunConfig, world_size: int, accumulation: int, *, factor: int = 2) -> int:
-    """Return the next larger number of micro-batches that divides a rank's samples evenly.
+    """Return the next number of micro-batches, from `factor` × `accumulation` on, that divides samples evenly.
 
-    Args:
-        accumulation: the present number of micro-batches.
-        factor: the result is at least `factor` × `accumulation`, up to one sample per micro-batch.
-
-    Raises:
-        BatchCannotBeSplit: if each micro-batch is one sample already, or other options allow only one micro-batch
-            (`ebbflow.training.parallel_limits`).
+    Raises BatchCannotBeSplit if each has one sample already, or if other options allow only one micro-batch.
     """
     ddp = config.ddp
     if config.parallel.mode == "ddp" and ddp.static_graph and ddp.gradient_compression != "none":
@@ -195,19 +157,10 @@ def more_micro_batches(config: RunConfig, world_size: int, accumulation: int, *,
 def fitting_accumulation(
     config: RunConfig, gang: Gang, fits: Callable[[int], bool], *, tell: Callable[[str], None] = lambda text: None
 ) -> int:
-    """Return the smallest number of micro-batches, at least the configured one, that fits on all ranks. Collective.
-
-    Args:
-        fits: takes a number of micro-batches, and returns whether the heaviest of them fits into this rank's memory.
-        tell: prints a message for each number that does not fit.
-
-    Raises:
-        BatchCannotBeSplit: if not even one sample fits.
-    """
+    """Return the smallest number of micro-batches, from the configured one on, that fits on all ranks. Collective."""
     accumulation = config.training.gradient_accumulation_steps
     while True:
-        own = torch.tensor([float(fits(accumulation))], dtype=torch.float64, device=gang.device)
-        short = [rank for rank, fitted in enumerate(gang.gather(own).flatten().tolist()) if not fitted]
+        short = [rank for rank, (fitted,) in enumerate(gang.gather_numbers([fits(accumulation)])) if not fitted]
         if not short:
             return accumulation
         ranks = ", ".join(map(str, short[:5]))
@@ -216,13 +169,10 @@ def fitting_accumulation(
 
 
 def try_micro_batch(workload: Workload, module: nn.Module, batch: Batch, parts: int, *, has_state: bool) -> bool:
-    """Return whether forward and backward of one micro-batch fit into memory next to gradients and optimizer state.
+    """Return whether forward and backward of the heaviest of `parts` micro-batches fit into memory.
 
     The bare module is called, so that no other rank waits for this one. Gradients and buffers are restored afterwards.
-
-    Args:
-        parts: the number of micro-batches into which `batch` is split; the heaviest is tried.
-        has_state: whether the optimizer has allocated its state. If not, memory for AdamW's state is allocated first.
+    Without `has_state`, memory for the optimizer's state is allocated first, as AdamW would.
     """
     part = max(batch.split(parts), key=lambda one: one.weight)
     buffers = [buffer.clone() for buffer in module.buffers()]

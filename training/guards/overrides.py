@@ -44,43 +44,22 @@ class Overrides:
 
 
 def record_split(job_store: Store, *, generation: int, rank: int, accumulation: int) -> None:
-    """Record that all later starts split a step into `accumulation` micro-batches.
-
-    Args:
-        generation: the generation that writes the record.
-        rank: the rank that writes the record.
-
-    Raises:
-        StoreError: if the record cannot be written.
-    """
+    """Record that all later starts split a step into `accumulation` micro-batches. Raises StoreError."""
     _put(job_store, GuardAction.SPLIT, generation, rank, accumulation=accumulation)
 
 
 def record_rewind(job_store: Store, *, generation: int, rank: int, limit: int, first_sample: int, sound: bool) -> None:
-    """Record that the next start must restore an older commit and skip samples.
+    """Record that the next start must restore a commit up to step `limit` and skip samples before `first_sample`.
 
-    Args:
-        generation: the generation that writes the record.
-        rank: the rank that writes the record.
-        limit: the newest step whose commit may be restored.
-        first_sample: the first sample that may be read afterwards.
-        sound: whether commits after `limit` are sound. If True and there is no older commit, the next start may restore
-            one of them. If False, they are never used again.
-
-    Raises:
-        StoreError: if the record cannot be written.
+    If `sound` is True and there is no such commit, a later one may be restored. If False, later ones are never used
+    again.
     """
     order = {"limit": limit, "first_sample": first_sample, "sound": int(sound)}
     _put(job_store, GuardAction.REWIND, generation, rank, **order)
 
 
 def read_overrides(job_store: Store) -> Overrides:
-    """Return the overrides for the job's next start.
-
-    Raises:
-        StoreError: if the store is unavailable.
-        CorruptOverride: if a record cannot be read.
-    """
+    """Return the overrides for the job's next start. Raises StoreError, or CorruptOverride for an unreadable record."""
     records = _records(job_store)
     splits = [record["accumulation"] for record in records if record["action"] == GuardAction.SPLIT]
     rewinds = [record for record in records if record["action"] == GuardAction.REWIND]
@@ -94,12 +73,11 @@ def read_overrides(job_store: Store) -> Overrides:
 def rewind_parent(job_store: Store) -> str | None:
     """Return the key of the commit that the next generation must restore because of a rewind, or None.
 
-    Call this before that generation is opened: once a generation has started after a rewind, the rewind is done. If no
-    rewind is to be done, the result is None, and the newest commit is restored.
+    Call this before that generation is opened: once a generation has started after a rewind, the rewind is done.
 
-    For a rewind, the result is the newest readable commit up to the rewind's limit. If there is none, the result
-    depends on the commits after the limit. If they are sound, it is the oldest readable one of them. If their weights
-    may be wrong, it is `NO_PARENT`, and training starts from scratch.
+    For a rewind, the result is the newest readable commit up to the rewind's limit. If there is none and the commits
+    after the limit are sound, it is the oldest readable one of them. If their weights may be wrong, it is `NO_PARENT`,
+    and training starts from scratch.
     """
     rewinds = [record for record in _records(job_store) if record["action"] == GuardAction.REWIND]
     newest = max(rewinds, key=lambda record: record["generation"], default=None)
@@ -121,12 +99,7 @@ def _put(job_store: Store, action: GuardAction, generation: int, rank: int, **or
 
 
 def _records(job_store: Store) -> list[dict[str, Any]]:
-    """Return all override records of the job.
-
-    Raises:
-        StoreError: if the store is unavailable.
-        CorruptOverride: if a record cannot be read. It is not ignored, because the start would then train differently.
-    """
+    """Return all override records of the job. Raise at an unreadable one, since training would then differ."""
 
     def parse(data: bytes, what: str) -> dict[str, Any]:
         try:

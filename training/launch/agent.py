@@ -4,10 +4,6 @@ Node 0's agent is the coordinator; the agents of all other nodes are followers. 
 fails, every agent ends its ranks, and the coordinator names the rank or node that failed first. If the remaining nodes
 can continue, the next generation starts at once in the same attempt, from the newest commit. An agent does not import
 torch, and each of its waits has a deadline.
-
-The flow calls `run_gang` in Metaflow's task, which makes that task's process the agent.
-`python -m ebbflow.training.launch.agent SPEC.json RESULT.json` runs an agent as a separate process; `LocalGang` starts
-one such process per node on this machine.
 """
 
 from __future__ import annotations
@@ -46,22 +42,15 @@ from ebbflow.training.launch.transport import control_ports
 
 
 def run_follower(own: NodeRuntime) -> GenerationEnd:
-    """Run the agent of a node other than node 0, and return the end of this node's part of the gang.
-
-    Raises:
-        GangError: node 0 cannot be reached.
-    """
+    """Run the agent of a node other than node 0, and return the end of this node's part of the gang."""
     notice = own.find_pending_notice()
+
+    def opened(generation: int) -> None:
+        own.log.open(own.spec, generation)
+
+    target = (own.spec, own.host, own.start_seconds, own.is_leaving)
     try:
-        peers = FollowerPeers(
-            own.spec,
-            own.host,
-            own.start_seconds,
-            own.is_leaving,
-            secret=own.fetch_secret,
-            pending_notice=notice,
-            opened=lambda number: own.log.open(own.spec, number),
-        )
+        peers = FollowerPeers(*target, secret=own.fetch_secret, pending_notice=notice, opened=opened)
     except GangError:
         if own.drain.leaving:
             return end_from_stop_request(own.drain.cause)
@@ -85,7 +74,7 @@ def run_follower(own: NodeRuntime) -> GenerationEnd:
             peers.ready()
             following = peers.await_start(own.start_seconds + REGROUP_SECONDS)
         if following.generation and not own.log.is_open:  # a gang that never started is paid for as well
-            own.log.open(own.spec, following.generation)
+            opened(following.generation)
         last = following
         return following
     finally:
@@ -96,11 +85,7 @@ def run_follower(own: NodeRuntime) -> GenerationEnd:
 
 
 def _wait_out_notice(own: NodeRuntime, peers: FollowerPeers, notice: RankOrder) -> GenerationEnd | None:
-    """Wait until a pending spot interruption notice has expired.
-
-    Returns:
-        The end of this node's part if the gang ends, or this node is asked to stop, during the wait; else None.
-    """
+    """Wait until a pending notice has expired. Return the end of this node's part if it ends meanwhile, else None."""
     ends: list[GenerationEnd] = []
 
     def report(seconds: float) -> str:
@@ -115,14 +100,10 @@ def _wait_out_notice(own: NodeRuntime, peers: FollowerPeers, notice: RankOrder) 
 
 
 class LocalGang:
-    """A gang on this machine, with one agent process per node, without Metaflow.
+    """A gang on this machine, with one agent process per node, without Metaflow. All agents write to the file `output`.
 
-    Args:
-        spec: Node 0's spec; the specs of the other nodes are copies with another `node`.
-        folder: Folder for each agent's spec and result files.
-        output: File for the output of all agents.
-        alter: Function that returns a node's changed spec, or None to leave that node out.
-        command: Function that returns the words to put before the command of a node's agent, such as `nsenter …`.
+    `spec` is node 0's. `alter` returns a node's changed spec, or None to leave that node out; `command` returns the
+    words to put before the command of a node's agent, such as `nsenter …`.
     """
 
     def __init__(
@@ -156,11 +137,7 @@ class LocalGang:
         return list(self.agents_by_node.values())
 
     def wait(self, timeout_seconds: float) -> GangOutcome:
-        """Wait until all agents have exited, and return the outcome that node 0's agent reported.
-
-        Raises:
-            GangError: the gang failed, or did not end within the timeout; then its agents are killed.
-        """
+        """Wait until all agents have exited, and return node 0's outcome. Raises GangError, also at the timeout."""
         limit = time.monotonic() + timeout_seconds
         try:
             for agent in self.agents:
@@ -177,7 +154,6 @@ class LocalGang:
         return GangOutcome(**result)
 
     def kill(self) -> None:
-        """Kill all agents; their ranks end with them."""
         for agent in self.agents:
             if agent.poll() is None:
                 agent.kill()
@@ -185,17 +161,13 @@ class LocalGang:
 
 
 def run_gang(spec: GangSpec) -> GangOutcome:
-    """Run this node's ranks as part of a gang until the gang has ended.
+    """Run this node's ranks as part of a gang until it has ended, and return the outcome that all ranks agreed on.
 
     Call it on every node, in the main thread. Every process that it started has ended when it returns or raises.
 
-    Returns:
-        The outcome that all ranks agreed on. If the other nodes continue without this one, `goes_on` is set.
-
     Raises:
         GangError: the gang failed, and another generation in this attempt cannot succeed. The message names the
-            culprit. `curable` is true if a new attempt may succeed, as after the loss of a node, and false if not, as
-            after a crash loop.
+            culprit; `curable` tells whether a new attempt may succeed.
         InfraError, TrainingError: the first generation could not be opened.
     """
     use_signing_key(spec.config.get("checkpoint", {}).get("signing_key_env"))  # ranks and uploaders inherit it
@@ -211,8 +183,8 @@ def run_gang(spec: GangSpec) -> GangOutcome:
             own.close()
             flush_output()
     if end.outcome is None:
-        outcome = Outcome(end.failed_as)
-        raise GangError(end.culprit, user_code=end.user_code, curable=end.curable, outcome=outcome)
+        failed_as = Outcome(end.failed_as)
+        raise GangError(end.culprit, user_code=end.user_code, curable=end.curable, outcome=failed_as)
     return end.outcome
 
 
@@ -236,14 +208,7 @@ def _handle_signals(asked_to_leave: Callable[[], object]) -> Iterator[None]:
 
 
 def main(argv: list[str]) -> int:
-    """Run one agent and write its outcome or its error to the result file.
-
-    Args:
-        argv: Paths of the spec file and the result file.
-
-    Returns:
-        Exit code: 0 after an outcome, 1 after an error.
-    """
+    """Run one agent, whose spec and result files `argv` names. Return 0 after an outcome, 1 after an error."""
     guard_terminal()
     spec_path, result_path = map(Path, argv)
     die_with_parent()

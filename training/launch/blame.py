@@ -72,12 +72,7 @@ class Culprit:
 
 
 def blame(evidence: Sequence[WorkerFailure]) -> Culprit:
-    """Find the culprit of a failure.
-
-    Args:
-        evidence: Failures, and witnesses (positions of ranks that have not failed). It must include a failure, or
-            witnesses that called different collectives.
-    """
+    """Find the culprit of a failure from failures and witnesses (positions of ranks that have not failed)."""
     failures = [one for one in evidence if not one.witness]
     for rule in (_died, _stopped):
         if (found := rule(failures)) is not None:
@@ -91,22 +86,14 @@ def blame(evidence: Sequence[WorkerFailure]) -> Culprit:
 
 
 def detect_mismatch(evidence: Sequence[WorkerFailure]) -> Mismatch | None:
-    """Compare the last collectives of the ranks.
-
-    Returns:
-        The first place at which the ranks called different collectives, which proves a failure before any deadline has
-        passed; None if they agree.
-    """
+    """Return the first place at which ranks called different collectives, a proof of failure; None if they agree."""
     return find_mismatch({one.rank: one.calls for one in _latest(evidence) if one.calls})
 
 
 def settle_seconds(failures: Sequence[WorkerFailure], *, all_heard: bool = False) -> float:
-    """Return how many seconds to wait for more evidence after the first failure.
+    """Return how many seconds to wait after the first failure, since the report about its cause may arrive later.
 
-    The report about the cause may arrive later than a report about one of its effects.
-
-    Args:
-        all_heard: Whether every rank has reported; then no more evidence about a hang will arrive.
+    `all_heard` is True if every rank has reported; then no more evidence about a hang will arrive.
     """
     if any(one.killed_by or one.stopped for one in failures):
         return 1.0 if all(one.cascade for one in failures if not one.hung) else 0.3
@@ -139,10 +126,7 @@ def _stopped(failures: Sequence[WorkerFailure]) -> tuple[WorkerFailure, str] | N
 
 
 def _outside_collective(evidence: Sequence[WorkerFailure]) -> tuple[WorkerFailure, str] | None:
-    """Return a living rank that does not wait in a collective; None if there is no such rank.
-
-    None is also returned if several ranks live and all of them are outside of collectives in the same place.
-    """
+    """Return a living rank that does not wait in a collective; None if all living ranks are in the same place."""
     alive = [one for one in _latest(evidence) if not one.cascade and not one.left and one.where]
     outside = [one for one in alive if not one.waiting]
     if not outside or (len(outside) == len(alive) > 1 and len({_place(one) for one in alive}) == 1):
@@ -151,7 +135,6 @@ def _outside_collective(evidence: Sequence[WorkerFailure]) -> tuple[WorkerFailur
 
 
 def _left(evidence: Sequence[WorkerFailure]) -> tuple[WorkerFailure, str] | None:
-    """Return the rank that finished after the fewest steps; None if no rank has finished."""
     gone = [one for one in evidence if one.left]
     return (min(gone, key=lambda one: one.step), "it left while the others went on") if gone else None
 
@@ -159,9 +142,9 @@ def _left(evidence: Sequence[WorkerFailure]) -> tuple[WorkerFailure, str] | None
 def _odd_call(evidence: Sequence[WorkerFailure]) -> tuple[WorkerFailure, str] | None:
     """Return the rank whose failed collective was the most unusual; None if all of them failed at the same location.
 
-    Only ranks that failed because of a peer are compared. Each criterion decides among ranks that are equal by the one
-    before: a last call that never followed the call before it earlier on; too few recorded calls to tell; the rarest
-    code location; a location outside of the engine's own collectives, which all ranks call.
+    Only ranks that failed because of a peer are compared. The criteria, most important first: a last call that never
+    followed the call before it earlier on; too few recorded calls to tell; the rarest code location; a location outside
+    of the engine's own collectives, which all ranks call.
     """
     broken = [one for one in evidence if one.cascade and one.where]
     places = Counter(one.where for one in broken)
@@ -228,12 +211,7 @@ def _mismatched(mismatch: Mismatch, evidence: Sequence[WorkerFailure]) -> Culpri
 
 
 def _culprit(
-    one: WorkerFailure,
-    because: str,
-    evidence: Sequence[WorkerFailure],
-    *,
-    message: str = "",
-    certainty: str = "",
+    one: WorkerFailure, because: str, evidence: Sequence[WorkerFailure], *, message: str = "", certainty: str = ""
 ) -> Culprit:
     kind = _kind(one, because)
     return Culprit(
@@ -284,10 +262,7 @@ def _next_action(one: WorkerFailure, kind: str) -> str:
 
 
 def _latest(evidence: Sequence[WorkerFailure]) -> list[WorkerFailure]:
-    """Return one record per rank: its failure, else its last witness.
-
-    A location or calls that the record lacks are copied from the rank's other record.
-    """
+    """Return one record per rank: its failure, else its last witness, completed from the rank's other record."""
     ranks: dict[int, WorkerFailure] = {}
     for one in sorted(evidence, key=lambda one: not one.witness):
         before = ranks.get(one.rank, one)

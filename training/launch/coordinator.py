@@ -75,11 +75,7 @@ class Coordinator:
         self._planner = GenerationPlanner(own.spec, own.job_store, born=own.log.since)
 
     def run(self) -> GenerationEnd:
-        """Run generations until one ends the gang, and return that end.
-
-        Raises:
-            InfraError, TrainingError: the first generation cannot be opened.
-        """
+        """Run generations until one ends the gang, and return that end. Raises if the first one cannot be opened."""
         spec, nodes, last = self._own.spec, list(range(self._own.spec.nodes)), self._own.end_if_stopped()
         try:
             generation = self._open_first()
@@ -116,11 +112,7 @@ class Coordinator:
                 self._secret_thread.join(_SECRET_SECONDS)
 
     def _open_first(self) -> Generation | GenerationEnd:
-        """Open the first generation, or return the end of the gang if this node is asked to stop.
-
-        If a spot interruption notice is pending, the wait until it expires comes afterwards, so that the event log and
-        the bill contain that wait.
-        """
+        """Open the first generation, or return the end of the gang if this node is asked to stop."""
 
         def publish_and_open() -> Generation:
             if self._own.spec.nodes > 1:
@@ -143,39 +135,29 @@ class Coordinator:
         """Run `work` in a thread, retrying failed store requests until the start deadline, and return its result.
 
         Ending the attempt instead would not help: a new attempt would use the same store.
-
-        Args:
-            meanwhile: Called repeatedly in this thread during the work.
         """
-
-        def retry() -> T:
-            seconds = self._own.start_seconds
-            return retry_until_deadline(
-                work, seconds, curable=lambda error: is_transient(error) and not self._drain.leaving
-            )
 
         def wait() -> None:
             meanwhile()
             self._log.beat()
 
-        return run_while(retry, wait)
+        def curable(error: Exception) -> bool:
+            return is_transient(error) and not self._drain.leaving
+
+        return run_while(partial(retry_until_deadline, work, self._own.start_seconds, curable=curable), wait)
 
     def _run_generation(self, generation: Generation, spec: GangSpec, nodes: list[int]) -> GenerationEnd:
-        """Run one generation: wait until all nodes have joined, start the ranks, and return the generation's end."""
         peers, planner = self._peers, self._planner
         self._ranks_started = False
-        self._log.emit(
-            GENERATION_STARTED,
-            parent=generation.parent,
-            parent_step=generation.parent_step,
-            nodes=spec.nodes,
-            processes_per_node=spec.processes_per_node,
-        )
+        size = {"nodes": spec.nodes, "processes_per_node": spec.processes_per_node}
+        self._log.emit(GENERATION_STARTED, parent=generation.parent, parent_step=generation.parent_step, **size)
         if planner.rolled_back is not None:
             self._log.emit(ROLLBACK, step=planner.rolled_back.known.step, **planner.rolled_back.to_json())
             planner.rolled_back = None
         try:
-            self._wait_out_notice()
+            notice, self._pending_notice = self._pending_notice, None
+            if notice is not None and (why := self._own.wait_out_notices(peers.announce_wait)):
+                raise GangError(why, outcome=Outcome.INTERRUPTED)
             peers.roll_call(self._own.start_seconds, self._own.is_leaving)
             self._update_secret(self._own.secret.withdraw)
             start = self._retry_store(lambda: planner.plan(generation, nodes, peers.hosts(nodes)), peers.keep_in_touch)
@@ -183,9 +165,8 @@ class Coordinator:
             if refusal := end_if_unaffordable(start, generation.parent_step, max_steps=steps, restart=again):
                 print_line(refusal.message)
                 self._log.emit(OUTCOME, **asdict(refusal))
-                return peers.give_up(
-                    GenerationEnd(outcome=refusal, reason=refusal.outcome, generation=generation.number)
-                )
+                end = GenerationEnd(outcome=refusal, reason=refusal.outcome, generation=generation.number)
+                return peers.give_up(end)
             self._ranks_started = True
             peers.start(start)
             end = self._own.run_ranks(spec, start, peers)
@@ -206,16 +187,6 @@ class Coordinator:
             self._secret_thread = threading.Thread(target=update, name="secret", daemon=True)
             self._secret_thread.start()
 
-    def _wait_out_notice(self) -> None:
-        """Wait until the notice that node 0 had when it started has expired; later calls return at once.
-
-        Raises:
-            GangError: a notice or signal asked this node to stop during the wait.
-        """
-        notice, self._pending_notice = self._pending_notice, None
-        if notice is not None and (why := self._own.wait_out_notices(self._peers.announce_wait)):
-            raise GangError(why, outcome=Outcome.INTERRUPTED)
-
     def _end_before_start(self, error: TrainingError | InfraError) -> GenerationEnd:
         if error.outcome is Outcome.INTERRUPTED:
             return end_from_stop_request(str(error))
@@ -227,16 +198,7 @@ class Coordinator:
     def _open_next(
         self, ended: GenerationEnd, number: int, world_size: int
     ) -> tuple[Generation, list[int]] | GenerationEnd:
-        """Wait until every node has ended its ranks, then open the next generation.
-
-        Args:
-            ended: End of the generation before.
-            number: Number of that generation.
-            world_size: Number of ranks that it had.
-
-        Returns:
-            The next generation and the nodes that take part in it, or the end of the gang.
-        """
+        """Wait until every node's ranks have ended. Return the next generation and its nodes, or the gang's end."""
         if not ended.again:
             return ended
         nodes = self._peers.regroup(REGROUP_SECONDS, self._own.is_leaving)
@@ -261,14 +223,8 @@ class Coordinator:
         self._log.beat()
 
     def _record_end(self, ended: GenerationEnd, last: GenerationEnd) -> None:
-        self._log.emit(
-            GENERATION_ENDED,
-            reason=ended.reason,
-            culprit=ended.culprit,
-            user_code=ended.user_code,
-            fingerprint=ended.fingerprint,
-            **({} if self._ranks_started else {"ranks_started": False}),
-        )
+        data = {name: getattr(ended, name) for name in ("reason", "culprit", "user_code", "fingerprint")}
+        self._log.emit(GENERATION_ENDED, **data, **({} if self._ranks_started else {"ranks_started": False}))
         incurable = last.outcome is None and not last.curable and last.failed_as == Outcome.FAILED
         if incurable or last.failed_as in _RECORDED_HERE:
             print_line(last.culprit)
@@ -276,15 +232,13 @@ class Coordinator:
 
 
 class GenerationPlanner:
-    """Planner for the generations of one attempt: opens them, plans their starts and detects crash loops.
-
-    `born` is the reading of the clock `now` at which the gang's paid time began.
-    """
+    """Planner of the generations of one attempt, whose paid time began at `born` on the clock `now`."""
 
     def __init__(
         self, spec: GangSpec, job_store: Store, born: float, *, now: Callable[[], float] = time.monotonic
     ) -> None:
         self._spec, self._job_store, self._now = spec, job_store, now
+        self._terms = None if spec.terms is None else Terms.from_json(spec.terms)
         self._paid_until, self._spent_usd = born, 0.0
         self._world_size = spec.world_size
         self._failed: list[FailedGeneration] = []
@@ -300,25 +254,16 @@ class GenerationPlanner:
             self.rolled_back = check_rollback(self._job_store, events)
             # A store restored from a snapshot may lack generations: their numbers are not used again.
             self._opening.number = max(self._opening.number, newest_generation_in_events(events))
-        generation = open_generation(
-            self._job_store,
-            run=self._spec.run,
-            attempt=self._spec.attempt,
-            parent=rewind_parent(self._job_store),
-            opening=self._opening,
-        )
+        run, parent = {"run": self._spec.run, "attempt": self._spec.attempt}, rewind_parent(self._job_store)
+        generation = open_generation(self._job_store, **run, parent=parent, opening=self._opening)
         self._opening = GenerationOpening()
         self._number += 1
         return generation
 
     def plan(self, generation: Generation, nodes: Sequence[int], hosts: Sequence[str]) -> GenerationStart:
-        """Build the message that starts `generation` on every node, with the commits to restore from and the budget.
-
-        Args:
-            nodes: Nodes that take part, in the order of their ranks.
-            hosts: Host names of these nodes, in the same order.
-        """
-        spec = self._spec
+        spec, fault = self._spec, self._spec.rehearse
+        if fault is not None and any(event.name == FAULT_INJECTED for event in read_events(self._job_store)):
+            fault = None
         address = "127.0.0.1" if spec.main_address == "127.0.0.1" else ""
         start = GenerationStart(
             generation=generation.number,
@@ -326,7 +271,7 @@ class GenerationPlanner:
             candidates=[commit.key for commit in reachable_commits(self._job_store, limit=CANDIDATES)],
             rendezvous_port=rendezvous_port(address, f"{spec.run}/{generation.id}", spec.attempt),
             terms=self._current_terms(),
-            rehearse=self._pending_fault(),
+            rehearse=None if fault is None else asdict(Fault.parse(fault)),
             hosts=list(hosts),
             nodes=list(nodes),
             overrides=read_overrides(self._job_store).to_json(),
@@ -335,13 +280,7 @@ class GenerationPlanner:
         return start
 
     def check_crash_loop(self, ended: GenerationEnd, generation: int, rank_seconds: float) -> GenerationEnd | None:
-        """Return the end of the gang if this failure completes a crash loop, else None.
-
-        Args:
-            ended: End of the failed generation.
-            generation: Number of that generation.
-            rank_seconds: Duration of that generation in seconds, times the number of its ranks.
-        """
+        """Return the end of the gang if the failure of this generation completes a crash loop, else None."""
         if not ended.fingerprint:
             return None
         failed = FailedGeneration(generation=generation, fingerprint=ended.fingerprint, rank_seconds=rank_seconds)
@@ -350,46 +289,30 @@ class GenerationPlanner:
         loop = find_crash_loop(self._failed, 0 if newest is None else newest.generation)
         if not loop:
             return None
-        terms = self._spec.terms
-        usd = None if terms is None else Terms.from_json(terms).usd_per_rank_second
-        return GenerationEnd(
-            culprit=describe_crash_loop(loop, ended.culprit, usd_per_rank_second=usd),
-            reason=ended.reason,
-            user_code=ended.user_code,
-            curable=False,
-            failed_as=Outcome.CRASH_LOOP.value,
-        )
+        usd = None if self._terms is None else self._terms.usd_per_rank_second
+        culprit = describe_crash_loop(loop, ended.culprit, usd_per_rank_second=usd)
+        cause = {"reason": ended.reason, "user_code": ended.user_code}
+        return GenerationEnd(culprit=culprit, curable=False, failed_as=Outcome.CRASH_LOOP.value, **cause)
 
     def measure_lost_work(self, since: float, world_size: int) -> dict[str, float]:
-        """Return the rank-seconds and dollars of work that a failure undid, as fields of its event.
-
-        Args:
-            since: time.monotonic() at which the generation began. If a commit is newer, only the work after that commit
-                is lost.
-            world_size: Number of ranks of the generation.
-        """
+        """Return rank-seconds and dollars of the work since the newest commit or, if it is older, since `since`."""
         seconds = time.monotonic() - since
         with contextlib.suppress(TrainingError, InfraError):
             newest = next(newest_commits(self._job_store), None)
             meta = self._job_store.head(newest.key) if newest else None
             if meta is not None:
                 seconds = min(seconds, max(time.time() - meta.modified, 0.0))
-        rank_seconds = seconds * world_size
-        if self._spec.terms is None:
-            return {"lost_rank_seconds": rank_seconds}
-        usd = rank_seconds * Terms.from_json(self._spec.terms).usd_per_rank_second
-        return {"lost_rank_seconds": rank_seconds, "usd_lost": usd}
+        lost = {"lost_rank_seconds": seconds * world_size}
+        if self._terms is not None:
+            lost["usd_lost"] = lost["lost_rank_seconds"] * self._terms.usd_per_rank_second
+        return lost
 
     def _current_terms(self) -> dict | None:
-        """Return budget, price and the amount spent so far, including this attempt; None if the job has no price.
-
-        The amount also includes the time between generations: each rank counts only the time in which it runs.
-        """
-        now = self._now()
+        """Return budget, price and spending so far, with the time between generations, which no rank counts."""
+        now, terms = self._now(), self._terms
         waited, self._paid_until = now - self._paid_until, now
-        if self._spec.terms is None:
+        if terms is None:
             return None
-        terms = Terms.from_json(self._spec.terms)
         self._spent_usd += waited * terms.usd_per_rank_second * self._world_size
         spent = terms.spent_usd + self._spent_usd
         notified = terms.last_notified_threshold
@@ -397,32 +320,19 @@ class GenerationPlanner:
             notified = max([notified, *(share for share in terms.reached(spent) if share < BUDGET_THRESHOLDS[-1])])
         return replace(terms, spent_usd=spent, last_notified_threshold=notified).to_json()
 
-    def _pending_fault(self) -> dict | None:
-        """Return the fault to rehearse; None if there is none or it has already been injected in this job."""
-        if self._spec.rehearse is None:
-            return None
-        if any(event.name == FAULT_INJECTED for event in read_events(self._job_store)):
-            return None
-        return Fault.parse(self._spec.rehearse).to_json()
-
 
 def end_from_open_error(error: TrainingError | InfraError) -> GenerationEnd:
-    """Return the end of a gang whose next generation cannot be opened."""
-    return GenerationEnd(
-        culprit=str(error),
-        reason=EndReason.STORE,
-        curable=isinstance(error, InfraError) or error.curable,
-        failed_as=error.outcome.value,
-    )
+    curable, outcome = isinstance(error, InfraError) or error.curable, error.outcome.value
+    return GenerationEnd(culprit=str(error), reason=EndReason.STORE, curable=curable, failed_as=outcome)
 
 
 SAME_LIMIT = 3  # equal failures since the newest commit
 ANY_LIMIT = 10  # failures of any kind since the newest commit
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class FailedGeneration:
-    """A generation that failed, and the paid rank-seconds: the sum of its nodes' seconds times their ranks."""
+    """A generation that failed, and the sum of its nodes' paid seconds times their ranks."""
 
     generation: int
     fingerprint: str
@@ -430,7 +340,6 @@ class FailedGeneration:
 
 
 def read_failed_generations(events: Iterable[Event]) -> list[FailedGeneration]:
-    """Collect the failed generations of all attempts of a job, oldest first."""
     ended: dict[int, str] = {}
     seconds: dict[int, float] = {}
     ranks: dict[tuple[str, int, int, int], int] = {}
@@ -443,23 +352,12 @@ def read_failed_generations(events: Iterable[Event]) -> list[FailedGeneration]:
             seconds[event.generation] = seconds.get(event.generation, 0.0) + paid
         elif event.name == GENERATION_ENDED and event.data.get("fingerprint"):
             ended[event.generation] = event.data["fingerprint"]
-    return [
-        FailedGeneration(generation=number, fingerprint=ended[number], rank_seconds=seconds.get(number, 0.0))
-        for number in sorted(ended)
-    ]
+    return [FailedGeneration(number, ended[number], seconds.get(number, 0.0)) for number in sorted(ended)]
 
 
 def find_crash_loop(failures: Sequence[FailedGeneration], newest_commit_generation: int) -> list[FailedGeneration]:
-    """Return the failures that form a crash loop, or [] while another generation may succeed.
-
-    Args:
-        failures: All failed generations, oldest first.
-        newest_commit_generation: Number of the generation that wrote the newest commit; 0 if there is no commit.
-            Earlier failures do not count, since the job has progressed since.
-    """
+    """Return the failures, oldest first, that form a crash loop since the newest commit, or []."""
     since = [failure for failure in failures if failure.generation >= newest_commit_generation]
-    if not since:
-        return []
     same = [failure for failure in since if failure.fingerprint == since[-1].fingerprint]
     if len(same) >= SAME_LIMIT:
         return same
@@ -467,16 +365,14 @@ def find_crash_loop(failures: Sequence[FailedGeneration], newest_commit_generati
 
 
 def describe_crash_loop(loop: Sequence[FailedGeneration], culprit: str, *, usd_per_rank_second: float | None) -> str:
-    """Describe the repeated failure, its count and its cost, as the message of the outcome."""
     seconds = sum(failure.rank_seconds for failure in loop)
     cost = f"{seconds:.0f} rank-seconds"
     if usd_per_rank_second is not None:
         cost += f", ${seconds * usd_per_rank_second:.4f} at the planned price"
     numbers = ", ".join(str(failure.generation) for failure in loop)
-    kinds = {failure.fingerprint for failure in loop}
-    what = (
-        f"the same failure {len(loop)} times ({loop[-1].fingerprint})" if len(kinds) == 1 else f"{len(loop)} failures"
-    )
+    what = f"{len(loop)} failures"
+    if len({failure.fingerprint for failure in loop}) == 1:
+        what = f"the same failure {len(loop)} times ({loop[-1].fingerprint})"
     return (
         f"crash loop: {what} with no new commit in between, in generations {numbers}, which cost {cost}; "
         f"the last one: {' '.join(culprit.split())[:300]}"

@@ -25,8 +25,6 @@ _RANKS_NAMED = 4
 
 @dataclass(frozen=True, kw_only=True)
 class VisibleGpus:
-    """The GPUs that one rank sees."""
-
     gpus: tuple[str, ...] = ()  # identities of the GPUs, in the order of torch's indices
     trouble: str = ""  # reason why CUDA does not work although this machine has GPUs or should have them; "" otherwise
     promised: int = 0  # GPUs per node that the chosen machines have; 0 if unknown
@@ -37,24 +35,16 @@ class VisibleGpus:
     @classmethod
     def from_json(cls, text: str | bytes) -> VisibleGpus:
         known = json.loads(text)
-        return cls(gpus=tuple(known["gpus"]), trouble=known["trouble"], promised=known["promised"])
+        return cls(**known | {"gpus": tuple(known["gpus"])})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Assignment:
-    """The device of each rank."""
-
     indices: tuple[int, ...] | None = None  # torch's index of each rank's GPU in that rank; None: the CPU
     note: str = ""  # message for the user if GPUs remain unused; "" otherwise
 
 
 def detect_gpus(choice: DeviceChoice, *, promised: int = 0) -> VisibleGpus:
-    """Detect the GPUs that this rank sees, using torch.
-
-    Args:
-        choice: The setting `cluster.device`.
-        promised: GPUs per node that the chosen machines have; 0 if unknown.
-    """
     if choice == "cpu":
         return VisibleGpus()
     import torch
@@ -69,11 +59,7 @@ def detect_gpus(choice: DeviceChoice, *, promised: int = 0) -> VisibleGpus:
 def assign_gpus(seen: Sequence[VisibleGpus], choice: DeviceChoice) -> Assignment:
     """Assign one GPU to each rank, or the CPU to all ranks, since all ranks must use one kind of device.
 
-    Each rank gets the first GPU that it sees and that no lower rank has.
-
-    Args:
-        seen: The GPUs that each rank sees, in the order of the ranks.
-        choice: The setting `cluster.device`.
+    `seen` has the GPUs that each rank sees. Each rank gets the first of these that no lower rank has.
 
     Raises:
         DeviceUnavailable: CUDA does not work on a machine with GPUs. Or there are fewer GPUs than ranks, although
@@ -89,19 +75,18 @@ def assign_gpus(seen: Sequence[VisibleGpus], choice: DeviceChoice) -> Assignment
             "fix: run nvidia-smi there, or set cluster.device to cpu"
         )
     taken: set[str] = set()
-    indices: list[int | None] = []
-    for one in seen:
-        index = next((index for index, gpu in enumerate(one.gpus) if gpu not in taken), None)
-        indices.append(index)
-        if index is not None:
-            taken.add(one.gpus[index])
-    found = tuple(index for index in indices if index is not None)
-    if len(found) == len(seen):
-        return Assignment(indices=found)
+    indices: dict[int, int] = {}
+    for rank, one in enumerate(seen):
+        free = [index for index, gpu in enumerate(one.gpus) if gpu not in taken]
+        if free:
+            indices[rank] = free[0]
+            taken.add(one.gpus[free[0]])
+    if len(indices) == len(seen):
+        return Assignment(indices=tuple(indices.values()))
     wanted = choice == "cuda" or any(one.promised for one in seen)
     if not taken and not wanted:
         return Assignment()
-    without = [rank for rank, index in enumerate(indices) if index is None]
+    without = [rank for rank in range(len(seen)) if rank not in indices]
     named = ", ".join(map(str, without[:_RANKS_NAMED])) + (", …" if len(without) > _RANKS_NAMED else "")
     short = f"{len(seen)} ranks and {len(taken)} GPUs: no GPU is left for rank {named}"
     fewer = "set cluster.nodes and cluster.processes_per_node to one rank per GPU"
@@ -111,32 +96,19 @@ def assign_gpus(seen: Sequence[VisibleGpus], choice: DeviceChoice) -> Assignment
 
 
 class NodeGpuCheck:
-    """Check of a node's GPUs for its agent, which starts on creation and runs in a thread.
-
-    Child processes of that thread import torch and query the driver, since either could block the agent.
-
-    Args:
-        choice: The setting `cluster.device`.
-        promised: GPUs per node that the chosen machines have; 0 if unknown.
-        check: Function that tries the GPUs and returns a finding and their number.
-    """
+    """Check of a node's GPUs in a thread, and in child processes, since CUDA could block the agent."""
 
     def __init__(
-        self,
-        choice: DeviceChoice,
-        *,
-        promised: int,
-        check: Callable[[int], tuple[CheckFinding, int]] = try_gpus,
+        self, choice: DeviceChoice, *, promised: int, check: Callable[[int], tuple[CheckFinding, int]] = try_gpus
     ) -> None:
         self._finding: CheckFinding | None = None
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._run, args=(check, promised), name="gpu-check", daemon=True)
         if choice != "cpu" and may_have_gpus(promised=promised, wanted=choice == "cuda", by_tool=False):
-            self._thread = threading.Thread(target=self._run, args=(check, promised), name="gpu-check", daemon=True)
             self._thread.start()
 
     @property
     def done(self) -> bool:
-        return self._thread is None or not self._thread.is_alive()
+        return not self._thread.is_alive()
 
     @property
     def refusal(self) -> DeviceUnavailable | None:
@@ -157,19 +129,12 @@ def _identity(torch: object, index: int) -> str:
     """Return the identity of a GPU, which is equal in all processes and containers of its machine."""
     properties = torch.cuda.get_device_properties(index)  # type: ignore[attr-defined]
     uuid = getattr(properties, "uuid", None)
-    return str(uuid) if uuid is not None else f"{socket.gethostname()}/{_visible_name(index)}"
-
-
-def _visible_name(index: int) -> str:
     names = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
-    return names[index] if index < len(names) else str(index)
+    name = names[index] if index < len(names) else str(index)
+    return str(uuid) if uuid is not None else f"{socket.gethostname()}/{name}"
 
 
 def _why_no_cuda(torch: object) -> str:
-    """Return the reason why torch finds no GPU.
-
-    Without a better one, it is torch's error: AssertionError of its CPU build, or RuntimeError with a broken driver.
-    """
     if gpus_hidden():
         return f"CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']!r} hides all GPUs"
     try:

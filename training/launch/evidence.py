@@ -26,10 +26,11 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ebbflow.infra.process import process_state
 from ebbflow.infra.program import PACKAGE_ROOT
-from ebbflow.training.launch.heartbeat import DUMP_SIGNAL, recorder_socket_path, stacks_path
+from ebbflow.training.launch.heartbeat import DUMP_SIGNAL, RECORDER, STACKS
 
 _SPY_SECONDS = 3.0
 _STACK_SECONDS = 1.0
@@ -57,26 +58,21 @@ def is_engine_location(where: str) -> bool:
 
 @dataclass(frozen=True)
 class Frame:
-    """One frame of a Python stack."""
-
     file: str
     line: int
     name: str
 
     @property
     def own_code(self) -> bool:
-        """Whether the code is the project's or the user's, not a library's or the interpreter's."""
         parts = ("site-packages", "dist-packages", "/lib/python3")
         return not self.file.startswith("<") and not any(part in self.file for part in parts)
 
     @property
     def exchange(self) -> bool:
-        """Whether the function exchanges numbers between ranks for its caller."""
         return self.file.endswith(_EXCHANGE_FILES) and self.name.endswith(_EXCHANGE)
 
     @property
     def collective(self) -> bool:
-        """Whether the function waits for other ranks."""
         if "/torch/distributed/" in self.file:
             return not any(part in self.file for part in _NOT_WAITING)
         return (
@@ -94,8 +90,6 @@ class Frame:
 
 @dataclass(frozen=True)
 class StackTrace:
-    """Stacks of one process at one moment."""
-
     frames: Sequence[Frame]  # frames of the main thread, innermost first
     text: str  # stacks of all threads, as text
     idle: bool = False  # whether the main thread used no CPU
@@ -104,8 +98,8 @@ class StackTrace:
     def where(self) -> str:
         """Code location of the process, as "file.py:123 in function"; "" without frames.
 
-        It is the innermost frame in code of Ebbflow or of the user. Functions that only exchange numbers between ranks
-        are skipped, since their caller tells more. If no such frame exists, it is the innermost frame of all.
+        It is the innermost frame in code of Ebbflow or of the user, without functions that only exchange numbers
+        between ranks, since their caller tells more. If no such frame exists, it is the innermost frame of all.
         """
         own = [frame for frame in self.frames if frame.own_code and not frame.exchange]
         return next((str(frame) for frame in [*own, *self.frames]), "")
@@ -120,8 +114,8 @@ class StackTrace:
     def waiting(self) -> bool:
         """Whether the main thread waits for other ranks.
 
-        On a CPU, backward runs its collectives in C++ below the frame `_engine_run_backward`: an idle thread in that
-        frame counts as waiting.
+        On a CPU, backward runs its collectives in C++ below the frame `_engine_run_backward`: an idle thread there
+        counts as waiting.
         """
         for frame in self.frames:
             if frame.collective or (self.idle and frame.name.endswith("_engine_run_backward")):
@@ -129,15 +123,6 @@ class StackTrace:
             if frame.own_code:
                 return False
         return False
-
-
-def take_stack(pid: int, output: Path | None) -> StackTrace | None:
-    """Return a rank's stacks, after at most 4 s; None if both py-spy and faulthandler fail.
-
-    Args:
-        output: File to which the rank's faulthandler writes; None if it has no handler.
-    """
-    return _run_py_spy(pid) or (_signal_faulthandler(pid, output) if output else None)
 
 
 def parse_py_spy(text: str) -> StackTrace:
@@ -149,12 +134,14 @@ def parse_py_spy(text: str) -> StackTrace:
 def parse_faulthandler(text: str) -> StackTrace:
     """Parse faulthandler's output.
 
-    The frames are those of the "current" thread, which received the signal and is usually the main thread. If the
-    current thread is a C++ thread without Python frames, the frames are those of the last thread listed, which is the
-    oldest.
+    The frames are those of the "current" thread, which received the signal and is usually the main thread. If it has
+    none, being a C++ thread, they are those of the last thread listed, which is the oldest.
     """
     blocks = re.split(r"^(?=Thread |Current thread )", text, flags=re.MULTILINE)
-    stacks = [(block.startswith("Current"), _frames(block)) for block in blocks]
+    stacks = [
+        (one.startswith("Current"), [Frame(at["file"], int(at["line"]), at["name"]) for at in _FRAME.finditer(one)])
+        for one in blocks
+    ]
     stacks = [(current, frames) for current, frames in stacks if frames]
     frames = next((frames for current, frames in stacks if current), stacks[-1][1] if stacks else [])
     return StackTrace(frames, text, idle=True)
@@ -185,26 +172,19 @@ def _run_py_spy(pid: int) -> StackTrace | None:
     if program is None:
         return None
     try:
-        done = subprocess.run(
-            [*_DIE_WITH_CALLER, program, "dump", "--nonblocking", "--json", "--pid", str(pid)],
-            capture_output=True,
-            text=True,
-            timeout=_SPY_SECONDS,
-        )
+        command = [*_DIE_WITH_CALLER, program, "dump", "--nonblocking", "--json", "--pid", str(pid)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SPY_SECONDS)
         return parse_py_spy(done.stdout) if done.returncode == 0 else None
     except (OSError, subprocess.SubprocessError, ValueError, KeyError, IndexError):
         return None
 
 
 def _signal_faulthandler(pid: int, output: Path) -> StackTrace | None:
-    """Request the stacks from a process's faulthandler, by signal.
-
-    Returns:
-        The stacks; None without an answer. A process without a handler gets no signal, since that would kill it.
-    """
-    if not _handles(pid, DUMP_SIGNAL):
-        return None
-    try:
+    """Request the stacks by signal. A process without a handler gets no signal, since that would kill it."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        caught = Path(f"/proc/{pid}/status").read_text().partition("SigCgt:")[2].split()[0]
+        if not int(caught, 16) >> (DUMP_SIGNAL - 1) & 1:
+            return None
         before, text = output.stat().st_size, ""
         os.kill(pid, DUMP_SIGNAL)
         limit = time.monotonic() + _STACK_SECONDS
@@ -216,22 +196,7 @@ def _signal_faulthandler(pid: int, output: Path) -> StackTrace | None:
             if newer and newer == text:
                 return parse_faulthandler(newer)
             text = newer
-    except OSError:
-        return None
     return None
-
-
-def _handles(pid: int, number: int) -> bool:
-    try:
-        status = Path(f"/proc/{pid}/status").read_text()
-        caught = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
-        return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
-    except (OSError, StopIteration, ValueError):
-        return False
-
-
-def _frames(text: str) -> list[Frame]:
-    return [Frame(found["file"], int(found["line"]), found["name"]) for found in _FRAME.finditer(text)]
 
 
 def _spy_frames(thread: dict) -> list[Frame]:
@@ -239,11 +204,9 @@ def _spy_frames(thread: dict) -> list[Frame]:
 
 
 def _describe(thread: dict) -> str:
-    state = "active" if thread["active"] else "idle"
+    state = ("active" if thread["active"] else "idle") + (", holds the GIL" if thread["owns_gil"] else "")
     lines = [f"  {frame.file}:{frame.line} in {frame.name}" for frame in _spy_frames(thread)]
-    return "\n".join(
-        [f"thread {thread['thread_name']} ({state}{', holds the GIL' if thread['owns_gil'] else ''})", *lines]
-    )
+    return "\n".join([f"thread {thread['thread_name']} ({state})", *lines])
 
 
 BUFFER_VARIABLE = "TORCH_FR_BUFFER_SIZE"
@@ -258,8 +221,6 @@ Calls = Sequence[Sequence]
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Collective that differs between ranks."""
-
     ranks: Sequence[int]  # ranks that are at fault, which called `operation`
     group: str  # name of the process group
     sequence: int  # number of the collective in the group
@@ -286,18 +247,12 @@ def parse_records(raw: bytes) -> list[list]:
 
 
 def fetch_records(socket_path: Path) -> bytes:
-    """Fetch the content of a rank's flight recorder as JSON; b"" if there is no answer within 0.5 s.
-
-    A C++ thread of the rank answers, so the request works even if the GIL is held.
-    """
+    """Fetch a rank's flight recorder from one of its C++ threads, as JSON; b"" without an answer within 0.5 s."""
     connection = _UnixConnection(socket_path)
-    try:
+    with contextlib.suppress(OSError, http.client.HTTPException), contextlib.closing(connection):
         connection.request("POST", "/handler/fr_trace_json")
         return connection.getresponse().read()
-    except (OSError, http.client.HTTPException):
-        return b""
-    finally:
-        connection.close()
+    return b""
 
 
 def find_mismatch(calls: Mapping[int, Calls]) -> Mismatch | None:
@@ -305,27 +260,17 @@ def find_mismatch(calls: Mapping[int, Calls]) -> Mismatch | None:
 
     The ranks in the minority are at fault. If both sides are equally many, their earlier calls decide: at fault is the
     side that has more rarely called its operation after the same preceding one.
-
-    Args:
-        calls: Last collectives of each rank, as `parse_records` returns them.
     """
     for group, sequence, by_rank in _common_places(calls):
         operations = Counter(by_rank.values())
         if len(operations) == 1:
             continue
-        usual = max(
-            operations,
-            key=lambda operation: (operations[operation], _habit(calls, group, sequence, by_rank, operation)),
-        )
+        habits = {one: (count, _habit(calls, group, sequence, by_rank, one)) for one, count in operations.items()}
+        usual = max(operations, key=habits.__getitem__)
+        ranks = sorted(rank for rank, operation in by_rank.items() if operation != usual)
+        others = sorted(rank for rank, operation in by_rank.items() if operation == usual)
         odd = next(operation for operation in by_rank.values() if operation != usual)
-        return Mismatch(
-            ranks=sorted(rank for rank, operation in by_rank.items() if operation != usual),
-            group=group,
-            sequence=sequence,
-            operation=odd,
-            expected=usual,
-            others=sorted(rank for rank, operation in by_rank.items() if operation == usual),
-        )
+        return Mismatch(ranks, group, sequence, odd, usual, others)
     return None
 
 
@@ -344,9 +289,6 @@ def find_furthest_behind(calls: Mapping[int, Calls]) -> list[int]:
 
     These ranks are behind in one of their process groups and ahead in none. With several groups (HSDP), a rank that
     waits in one group is behind in another, but it is also ahead of the rank that it waits for.
-
-    Args:
-        calls: Last collectives of each rank, as `parse_records` returns them.
     """
     last: dict[str, dict[int, int]] = {}
     for rank, records in calls.items():
@@ -388,11 +330,7 @@ def _common_places(calls: Mapping[int, Calls]) -> list[tuple[str, int, dict[int,
 
 
 def _habit(calls: Mapping[int, Calls], group: str, sequence: int, by_rank: Mapping[int, str], operation: str) -> int:
-    """Count how often these ranks have made the same two calls in a row before.
-
-    The ranks are those that call `operation` at `sequence`. The two calls are the one before `sequence` and
-    `operation`.
-    """
+    """Count how often the ranks that call `operation` at `sequence` called it after the same preceding call."""
     count = 0
     for rank in (rank for rank, called in by_rank.items() if called == operation):
         own = [(number, name) for name_of_group, number, name in calls[rank] if name_of_group == group]
@@ -405,10 +343,7 @@ def _habit(calls: Mapping[int, Calls], group: str, sequence: int, by_rank: Mappi
 
 
 class _UnixConnection(http.client.HTTPConnection):
-    """HTTP connection over a Unix socket.
-
-    It opens the socket through a descriptor of its folder, because socket paths are limited to 108 bytes.
-    """
+    """HTTP connection over a Unix socket, opened through its folder: socket paths are limited to 108 bytes."""
 
     def __init__(self, path: Path) -> None:
         super().__init__("localhost", timeout=_RECORDER_SECONDS)
@@ -482,10 +417,7 @@ class WorkerFailure:
 
 
 def is_peer_loss_error(message: str) -> bool:
-    """Return whether this is a message of gloo, NCCL or torch's TCP store about a dead or missing peer.
-
-    A rank whose collective differs from the others' gets such a message too, and so do the ranks without a fault.
-    """
+    """Return whether this is a message of gloo, NCCL or torch's TCP store about a dead or missing peer."""
     return any(sign in message.lower() for sign in _COLLECTIVE_SIGNS)
 
 
@@ -504,24 +436,8 @@ _COLLECTIVE_SIGNS = (
 )
 
 
-@dataclass(frozen=True)
-class RankPosition:
-    """Position of a rank, in fields of `WorkerFailure`; `path` is the file with its stacks, "" if not written."""
-
-    where: str = ""
-    waiting: bool = False
-    calls: tuple = ()
-    path: str = ""
-
-
 class Dump:
-    """Dump of the stacks and flight recorders of several ranks, collected in threads of `pool`.
-
-    Args:
-        folder: Folder for the files of the dump.
-        heartbeats: (pid, path of the heartbeat file) of each rank.
-        at: Time of the request, on the caller's clock.
-    """
+    """Dump of the stacks and flight recorders of several ranks (pid, heartbeat file), in threads of `pool`."""
 
     def __init__(
         self, pool: ThreadPoolExecutor, folder: Path, heartbeats: Mapping[int, tuple[int, Path]], at: float
@@ -529,7 +445,7 @@ class Dump:
         with contextlib.suppress(OSError):  # on a full disk the files are missing, the positions are not
             folder.mkdir(parents=True, exist_ok=True)
         self.at = at
-        self._futures: dict[int, Future[RankPosition]] = {
+        self._futures: dict[int, Future[dict[str, Any]]] = {
             rank: pool.submit(_locate, pid, heartbeat, folder / f"rank-{rank}.txt")
             for rank, (pid, heartbeat) in heartbeats.items()
         }
@@ -538,24 +454,18 @@ class Dump:
     def done(self) -> bool:
         return all(future.done() for future in self._futures.values())
 
-    def position(self, rank: int) -> RankPosition:
-        """Return a rank's position; the dump must be done."""
+    def position(self, rank: int) -> dict[str, Any]:
         future = self._futures.get(rank)
-        return RankPosition() if future is None or future.exception() else future.result()
+        return {"where": ""} if future is None or future.exception() else future.result()
 
 
-def _locate(pid: int, heartbeat: Path, path: Path) -> RankPosition:
-    stack = take_stack(pid, stacks_path(heartbeat))
-    raw = b"" if process_state(pid) == "T" else fetch_records(recorder_socket_path(heartbeat))
+def _locate(pid: int, heartbeat: Path, path: Path) -> dict[str, Any]:
+    stack = _run_py_spy(pid) or _signal_faulthandler(pid, heartbeat.with_suffix(STACKS)) or StackTrace((), "")
+    raw = b"" if process_state(pid) == "T" else fetch_records(heartbeat.with_suffix(RECORDER))
     kept = ""
     with contextlib.suppress(OSError):
-        path.write_text(stack.text if stack else "no stack: py-spy and faulthandler were both refused\n")
+        path.write_text(stack.text or "no stack: py-spy and faulthandler were both refused\n")
         kept = str(path)
         if raw:
             path.with_suffix(".recorder.json").write_bytes(raw)
-    return RankPosition(
-        where=stack.where if stack else "",
-        waiting=stack.waiting if stack else False,
-        calls=tuple(parse_records(raw)),
-        path=kept,
-    )
+    return {"where": stack.where, "waiting": stack.waiting, "calls": tuple(parse_records(raw)), "dump": kept}

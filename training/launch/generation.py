@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,13 +37,7 @@ _WAITING_SECONDS = 1.0  # between two reports that a rank of this node waits for
 
 
 class NodeGeneration:
-    """One node's ranks in one generation. All of them have ended when `run` returns.
-
-    Args:
-        spec: This node's spec, with its number in this generation.
-        gpus: GPU counters, which all generations of the agent share.
-        gpu_check: Check of the GPUs, which all generations of the agent share.
-    """
+    """One node's ranks in one generation, in which `spec` numbers the nodes. All have ended when `run` returns."""
 
     def __init__(
         self,
@@ -67,30 +61,30 @@ class NodeGeneration:
     def run(self, standby: Standby | None, kept: Path, keeper: Keeper | None = None) -> GenerationEnd:
         """Start the ranks, watch them until the generation has ended, and return its end.
 
-        Args:
-            standby: Process that forks the ranks; None to start each rank as a new interpreter.
-            kept: Folder in which ranks cache measurements for later generations.
-            keeper: Process that starts and reaps all processes; None to make them children of this process.
+        Ranks cache measurements in the folder `kept`.
         """
         if (end := self._await_readiness(standby)) is not None:
             return end
         if self._gpu_check is not None and (refusal := self._gpu_check.refusal):
-            return self._report_not_started(refusal)
+            return self._report_own(refusal)
         rendezvous = (self._spec.main_address, self._start.rendezvous_port)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             spec = self._worker_spec(kept)
             group = WorkerGroup(self._spec.ranks, self._spec.world_size, self.folder, spec, rendezvous, standby, keeper)
         except OSError as error:
-            return self._report_not_started(RankNotStarted(f"its ranks cannot be started: {error}"))
-        end, output, stuck = None, None, []
+            return self._report_own(RankNotStarted(f"its ranks cannot be started: {error}"))
+        end, output, stuck = None, None, {}
         try:
             output = RankOutput(group, self._spec, self._start.generation, self._job_store)
             end = self._watch(group, output)
         except (TrainingError, InfraError):
             raise
         except Exception as error:
-            end = self._report_agent_error(error)
+            text = describe_traceback(error)
+            print_line(text)
+            cause = f"the agent of node {self._spec.node} raised {describe_exception(error)}"
+            end = self._report_own(AgentFailure(cause), where=parse_traceback(text))
         finally:
             stuck = group.end(end.ranks if end is not None else (), meanwhile=self._keep_in_touch)
             place = f"node {self._spec.node}: rank"
@@ -99,91 +93,55 @@ class NodeGeneration:
             if output is not None:
                 output.close()
         assert end is not None
-        return self._leave_if_device_held(end, {rank: group.device_held_by(rank) for rank in stuck})
+        devices = [f"rank {rank} is in state D and holds {device}" for rank, device in stuck.items() if device]
+        if not devices or not end.again:
+            return end
+        # The rank of the next generation would need that GPU.
+        culprit = f"node {self._spec.node} cannot go on: {'; '.join(devices)}; fix: reboot the machine"
+        print_line(culprit)
+        return GenerationEnd(culprit=culprit, reason=EndReason.NODE_LOST)
 
     def _keep_in_touch(self) -> None:
         self._peers.keep_in_touch()
         self._log.beat()
 
-    def _leave_if_device_held(self, end: GenerationEnd, held: Mapping[int, str]) -> GenerationEnd:
-        """Return the end for a node that must leave the gang because a stuck rank holds a GPU, else `end`.
-
-        The rank of the next generation would need that GPU.
-
-        Args:
-            held: For each rank in uninterruptible sleep (state D), the GPU device file that it has open, or "".
-        """
-        devices = [f"rank {rank} is in state D and holds {device}" for rank, device in held.items() if device]
-        if not devices or not end.again:
-            return end
-        culprit = f"node {self._spec.node} cannot go on: {'; '.join(devices)}; fix: reboot the machine"
-        print_line(culprit)
-        return GenerationEnd(culprit=culprit, reason=EndReason.NODE_LOST)
-
-    def _report_not_started(self, error: TrainingError) -> GenerationEnd:
-        return self._report_own(type(error).__name__, f"{type(error).__name__}: {error}")
-
-    def _report_agent_error(self, error: Exception) -> GenerationEnd:
-        print_line(describe_traceback(error))
-        place = parse_traceback(describe_traceback(error))
-        message = f"{AgentFailure.__name__}: the agent of node {self._spec.node} raised {describe_exception(error)}"
-        return self._report_own(AgentFailure.__name__, message, where=place)
-
-    def _report_own(self, error: str, message: str, where: str = "") -> GenerationEnd:
+    def _report_own(self, error: TrainingError, where: str = "") -> GenerationEnd:
         """Report a failure of this node as one of its first rank. Wait for the end of the generation and return it."""
-        print_line(f"node {self._spec.node}: {message}")
-        self._peers.report(
-            WorkerFailure(
-                rank=self._spec.ranks[0],
-                node=self._spec.node,
-                message=message,
-                error=error,
-                where=where,
-                timestamp=time.time(),
-            )
-        )
+        name, node = type(error).__name__, self._spec.node
+        message = f"{name}: {error}"
+        print_line(f"node {node}: {message}")
+        failure = WorkerFailure(rank=self._spec.ranks[0], node=node, message=message, error=name, where=where)
+        self._peers.report(replace(failure, timestamp=time.time()))
         while (verdict := self._peers.poll()) is None:
-            self._drain.forward_orders(self._peers, self._log.emit)
-            self._log.beat()
-            time.sleep(_POLL_SECONDS)
+            self._turn()
         return verdict
 
-    def _await_readiness(self, standby: Standby | None) -> GenerationEnd | None:
-        """Wait for the standby's imports and the GPU check, until the start deadline at most.
+    def _turn(self) -> None:
+        self._drain.forward_orders(self._peers, self._log.emit)
+        self._log.beat()
+        time.sleep(_POLL_SECONDS)
 
-        Returns:
-            The end of the generation if it ends during the wait, else None.
-        """
+    def _await_readiness(self, standby: Standby | None) -> GenerationEnd | None:
+        """Wait for standby and GPU check, at most until the start deadline. Return the generation's end, if any."""
         limit = time.monotonic() + self._cluster.start_deadline_seconds
-        while not self._ready_to_start(standby) and time.monotonic() < limit:
+        while time.monotonic() < limit:
+            checked = self._gpu_check is None or self._gpu_check.done
+            if checked and (standby is None or standby.is_settled):
+                break
             if (end := self._peers.poll()) is not None:
                 return end
-            self._drain.forward_orders(self._peers, self._log.emit)
-            self._log.beat()
-            time.sleep(_POLL_SECONDS)
+            self._turn()
         return None
-
-    def _ready_to_start(self, standby: Standby | None) -> bool:
-        checked = self._gpu_check is None or self._gpu_check.done
-        return checked and (standby is None or standby.is_settled)
 
     def _worker_spec(self, kept: Path) -> WorkerSpec:
         spec, start = self._spec, self._start
+        fields = ("job", "run", "attempt", "node", "config", "store_uri", "prepared", "promised_gpus")
+        same: dict[str, Any] = {name: getattr(spec, name) for name in fields}
+        same |= {name: getattr(start, name) for name in ("generation", "generation_id", "candidates", "overrides")}
         return WorkerSpec(
-            job=spec.job,
-            run=spec.run,
-            attempt=spec.attempt,
-            node=spec.node,
-            generation=start.generation,
-            generation_id=start.generation_id,
-            candidates=start.candidates,
-            config=spec.config,
-            store_uri=spec.store_uri,
-            prepared=spec.prepared,
+            **same,
             terms=self._terms_now(),
             rehearse=start.rehearse,
-            overrides=start.overrides,
-            promised_gpus=spec.promised_gpus,
             colocated_ranks=start.colocated_nodes(spec.node) * spec.processes_per_node,
             kept_path=str(kept),
             control_path=str(self._drain.create_order_record(self.folder)),
@@ -192,11 +150,7 @@ class NodeGeneration:
         )
 
     def _terms_now(self) -> dict | None:
-        """Return the budget, the price and the amount spent until now; None if the job has no price.
-
-        Node 0's start message has the amount spent until then. The gang's cost since then is added, because each rank
-        counts only the time from its own start.
-        """
+        """Return node 0's terms with the gang's cost since then: a rank counts only the time from its own start."""
         if self._start.terms is None:
             return None
         terms = Terms.from_json(self._start.terms)
@@ -204,7 +158,6 @@ class NodeGeneration:
         return replace(terms, spent_usd=terms.spent_usd + waited_usd).to_json()
 
     def _watch(self, group: WorkerGroup, output: RankOutput) -> GenerationEnd:
-        """Report this node's failures and results and forward orders until the generation has ended; return its end."""
         reported: dict[int, WorkerFailure] = {}
         finished = False
         limits = HangLimits.from_config(RunConfig.model_validate(self._spec.config))
@@ -215,13 +168,13 @@ class NodeGeneration:
                     watch.request_witnesses()
                 store_wait = self._check_store_wait(group)
                 for failure in watch.check(store_wait=store_wait) + self._drain.find_overstaying_ranks(group):
-                    if failure.witness:
-                        self._peers.report(failure)
-                    elif failure.rank not in reported:
+                    if not failure.witness and failure.rank in reported:
+                        continue
+                    if not failure.witness:
                         reported[failure.rank] = failure
                         print_line(f"node {self._spec.node}: rank {failure.rank}: {failure.headline}")
-                        self._peers.report(failure)
-                if not finished and not reported and group.all_succeeded():
+                    self._peers.report(failure)
+                if not (finished or reported) and group.all_exited() and len(group.results()) == len(group.workers):
                     finished = True
                     self._peers.report_results(group.results())
                 self._drain.forward_orders(self._peers, self._log.emit)
@@ -237,8 +190,7 @@ class NodeGeneration:
     def _check_store_wait(self, group: WorkerGroup) -> bool:
         """Return whether a rank of any node waits for the store. If a rank of this node does, tell the other nodes.
 
-        All other ranks then wait in a collective for that rank, which must not count as a hang. The deadline of the
-        save limits the wait.
+        All other ranks then wait in a collective for that rank, which must not count as a hang.
         """
         here = any(worker.beat.phase == STORE_PHASE for worker in group.workers)
         if here and not self._store_wait_reported.holds:
@@ -270,33 +222,33 @@ class NodeLog:
 
     @property
     def since(self) -> float:
-        """time.monotonic() at which this node's part of the generation began."""
         return self._since[1]
 
     def open(self, spec: GangSpec, generation: int, *, left_for: str = "") -> None:
-        """Record the start of a generation, after the end of the one before. Do nothing if it has begun already.
-
-        Args:
-            left_for: Reason for the end of the generation before, for its event.
-        """
+        """Record the start of a generation, after the end of the one before, which ended for the reason `left_for`."""
         if self._log is not None and self._log.origin.generation == generation:
             return
         if self._log is not None:
             now = (time.time(), time.monotonic())
             self.emit(NODE_ENDED, at=now, seconds=now[1] - self._since[1], reason=left_for)
             self._since = now
-            self._close_behind(self._log)
+            # Upload the rest of its events while the next generation starts.
+            self._closing = [thread for thread in self._closing if thread.is_alive()]
+            self._closing.append(threading.Thread(target=self._log.close, name="events-close", daemon=True))
+            self._closing[-1].start()
         origin = Origin(
             job=spec.job, run=spec.run, attempt=spec.attempt, generation=generation, node=spec.node, process="agent"
         )
         self._log = EventLog(self._job_store, origin)
-        self.emit(
-            NODE_STARTED, at=self._since, ranks=list(spec.ranks), host=self._host, **self._describe_machine(spec.node)
-        )
+        if self._machine is None:
+            machine = identify_machine()
+            if machine.problem:
+                print_line(f"node {spec.node}: instance type unknown: {machine.problem}")
+            self._machine = machine.to_json()
+        self.emit(NODE_STARTED, at=self._since, ranks=list(spec.ranks), host=self._host, **self._machine)
 
     @property
     def is_open(self) -> bool:
-        """Whether a generation has begun and not ended."""
         return self._log is not None
 
     def emit(self, name: str, **data: Any) -> None:
@@ -304,11 +256,7 @@ class NodeLog:
             self._log.emit(name, **data)
 
     def beat(self, sample: Callable[[], dict] = dict) -> None:
-        """Count a turn of the agent's loop, and record a heartbeat once per second.
-
-        Args:
-            sample: Function that measures the node, for the heartbeat.
-        """
+        """Count a turn of the agent's loop, and record a heartbeat with `sample()` once per second."""
         self.turns += 1
         now = time.monotonic()
         if now - self._last_beat >= _HEARTBEAT_SECONDS:
@@ -324,18 +272,3 @@ class NodeLog:
         limit = time.monotonic() + _CLOSE_SECONDS
         for thread in self._closing:
             thread.join(max(0.0, limit - time.monotonic()))
-
-    def _close_behind(self, log: EventLog) -> None:
-        """Upload the rest of a generation's events in a thread while the next generation starts."""
-        self._closing = [thread for thread in self._closing if thread.is_alive()]
-        thread = threading.Thread(target=log.close, name="events-close", daemon=True)
-        thread.start()
-        self._closing.append(thread)
-
-    def _describe_machine(self, node: int) -> dict:
-        if self._machine is None:
-            machine = identify_machine()
-            if machine.problem:
-                print_line(f"node {node}: instance type unknown: {machine.problem}")
-            self._machine = machine.to_json()
-        return self._machine

@@ -42,8 +42,6 @@ _FIELDS = _ENTERED + len(PHASES)
 
 @dataclass(frozen=True)
 class HeartbeatReading:
-    """The last heartbeat of a rank."""
-
     pid: int
     step: int
     phase: str
@@ -54,7 +52,7 @@ class HeartbeatReading:
 class Heartbeat:
     """A rank's heartbeat in shared memory. The agent creates the file and the rank writes it, without a lock.
 
-    Each field is one aligned 8-byte integer, which is written at once. A reader may see fields of two heartbeats, but
+    Each field is one aligned 8-byte integer, which is written at once: a reader may see fields of two heartbeats, but
     never a part of a number. (`struct.pack_into` would clear the buffer first, so a reader could see zeros.)
     """
 
@@ -85,47 +83,25 @@ class Heartbeat:
 
     def read(self) -> HeartbeatReading:
         record = self._record
-        number = record[_PHASE]
-        number = number if 0 <= number < len(PHASES) else 0  # user code may overwrite the rank's memory
-        return HeartbeatReading(
-            record[_PID], record[_STEP], PHASES[number], record[_NANOSECONDS] / 1e9, record[_ENTERED + number]
-        )
+        number = record[_PHASE] if 0 <= record[_PHASE] < len(PHASES) else 0  # user code may overwrite it
+        at = record[_NANOSECONDS] / 1e9
+        return HeartbeatReading(record[_PID], record[_STEP], PHASES[number], at, record[_ENTERED + number])
 
 
 _PR_SET_PTRACER = 0x59616D61  # <linux/prctl.h>
-
-
-def stacks_path(heartbeat: Path) -> Path:
-    """Return the path of the file to which a rank's faulthandler writes."""
-    return heartbeat.with_suffix(".stacks")
-
-
-def recorder_socket_path(heartbeat: Path) -> Path:
-    """Return the path of the socket at which a rank serves its flight recorder."""
-    return heartbeat.with_suffix(".recorder")
-
-
-def records_path(heartbeat: Path) -> Path:
-    """Return the path of the file to which a rank saves its flight recorder after an exception."""
-    return heartbeat.with_suffix(".records.json")
+# Endings of files beside a rank's heartbeat: faulthandler's output, the flight recorder's socket, its last content.
+STACKS, RECORDER, RECORDS = ".stacks", ".recorder", ".records.json"
 
 
 class WatchHooks:
-    """Hooks in a rank through which its agent gets evidence: stacks by a signal, the flight recorder by a socket.
-
-    The rank must keep this object until it ends.
-
-    Args:
-        heartbeat: Path of the rank's heartbeat file; the other files are beside it.
-        agent_pid: Process id of the agent, which may trace the rank; None without an agent.
-    """
+    """Hooks in a rank through which its agent gets evidence: stacks by a signal, the flight recorder by a socket."""
 
     def __init__(self, heartbeat: Path, agent_pid: int | None) -> None:
         self._heartbeat = heartbeat
         if sys.platform.startswith("linux") and agent_pid is not None:
             # With Yama only ancestors may trace a process, but py-spy is a child of the agent.
             ctypes.CDLL(None).prctl(_PR_SET_PTRACER, agent_pid, 0, 0, 0)
-        self._stacks = open(stacks_path(heartbeat), "w")  # noqa: SIM115
+        self._stacks = open(heartbeat.with_suffix(STACKS), "w")  # noqa: SIM115
         faulthandler.register(DUMP_SIGNAL, file=self._stacks, all_threads=True)
         self._server = self._serve_recorder()
 
@@ -135,17 +111,16 @@ class WatchHooks:
             # The stubs of torch do not list it.
             from torch._C._distributed_c10d import _dump_fr_trace_json  # pyright: ignore[reportAttributeAccessIssue]
 
-            records_path(self._heartbeat).write_bytes(_dump_fr_trace_json(includeCollectives=True, onlyActive=False))
+            self._heartbeat.with_suffix(RECORDS).write_bytes(
+                _dump_fr_trace_json(includeCollectives=True, onlyActive=False)
+            )
 
     def _serve_recorder(self) -> object | None:
-        """Start torch's server for debug requests, which runs in C++ threads, and return it.
-
-        The interface is private: the result is None if this version of torch lacks it.
-        """
+        """Start torch's private server for debug requests, which runs in C++ threads; None if this torch lacks it."""
         try:
             from torch._C._distributed_c10d import _WorkerServer
 
-            path = recorder_socket_path(self._heartbeat)
+            path = self._heartbeat.with_suffix(RECORDER)
             path.unlink(missing_ok=True)
             folder = os.open(path.parent, os.O_RDONLY)
             try:
@@ -170,10 +145,7 @@ _BUCKETS = 96  # up to 1.4e4 s
 
 
 class DurationHistogram:
-    """Histogram of durations for approximate quantiles: counter k of 96 counts durations up to 1 ms × 2^(k/4).
-
-    A quantile is at most 19 % too high and never too low.
-    """
+    """Histogram of durations: counter k counts those up to 1 ms × 2^(k/4). A quantile is at most 19 % too high."""
 
     def __init__(self) -> None:
         self._counts = [0] * _BUCKETS
@@ -187,8 +159,8 @@ class DurationHistogram:
     def quantile(self, share: float) -> float:
         """Return the seconds that a `share` of the durations do not exceed, rounded up to a counter's bound.
 
-        The result is 0 without durations. From 20 durations on, the longest one is ignored, so that one stall early in
-        a run does not raise the hang threshold.
+        From 20 durations on, the longest one is ignored, so that one stall early in a run does not raise the hang
+        threshold.
         """
         wanted, seen = share * self._total, 0
         if self._total >= _ENOUGH:
@@ -202,8 +174,6 @@ class DurationHistogram:
 
 @dataclass(frozen=True, kw_only=True)
 class HangLimits:
-    """Configured limits for the time that a rank may spend in a phase without progress."""
-
     floor_seconds: float  # lower bound of every learned hang threshold
     start_seconds: float  # hang threshold of the phases init and restore
     store_seconds: float  # hang threshold of the phase store, a wait until a save is durable
@@ -224,8 +194,8 @@ class HangLimits:
 class PhaseThresholds:
     """Hang thresholds for one rank, learned from the heartbeats that the agent reads at intervals.
 
-    A phase that begins and ends between two reads is not measured. The duration of every other phase is known to within
-    one interval. Since only short phases are missed, the p99 may be too high but hardly too low.
+    A phase that begins and ends between two reads is not measured. Since only short phases are missed, the p99 may be
+    too high but hardly too low.
     """
 
     def __init__(self, limits: HangLimits) -> None:
@@ -250,10 +220,7 @@ class PhaseThresholds:
         self._seen.setdefault(last.phase, DurationHistogram()).add(seconds)
 
     def suspicion_threshold(self, beat: HeartbeatReading) -> float:
-        """Return the seconds after which a phase is suspiciously long: 10 × its p99, at least 3 s.
-
-        The agent then collects evidence, but does not end the rank.
-        """
+        """Return the seconds after which the agent collects evidence about a phase: 10 × its p99, at least 3 s."""
         if (own := self._fixed_limit(beat)) is not None:
             return own
         if self._is_first(beat):
@@ -262,13 +229,11 @@ class PhaseThresholds:
         return min(max(FACTOR * seen.quantile(0.99) if seen else 0.0, MINIMUM_SECONDS), self._limits.longest_seconds)
 
     def hang_threshold(self, beat: HeartbeatReading) -> float:
-        """Return the seconds without progress after which a rank counts as hung."""
         if (own := self._fixed_limit(beat)) is not None:
             return own
         return min(max(self.suspicion_threshold(beat), self._limits.floor_seconds), self._limits.longest_seconds)
 
     def _fixed_limit(self, beat: HeartbeatReading) -> float | None:
-        """Return the configured threshold of the phases init, restore and store; None for other phases."""
         if beat.phase in _START_PHASES:
             return self._limits.start_seconds
         return self._limits.store_seconds if beat.phase == STORE_PHASE else None

@@ -34,7 +34,7 @@ from ebbflow.infra.store import Store
 from ebbflow.training.launch.evidence import WorkerFailure
 from ebbflow.training.launch.heartbeat import HeartbeatReading
 from ebbflow.training.launch.messages import GangSpec
-from ebbflow.training.launch.workers import Worker, WorkerGroup
+from ebbflow.training.launch.workers import WorkerGroup
 
 _TRACEBACK = "Traceback (most recent call last)"
 METRICS_PREFIX = "metrics: "
@@ -54,9 +54,8 @@ _NATIVE_STACK = re.compile(r"Exception raised from |frame #\d+: ")
 class TerminalEcho:
     """Printer of new lines from the log of the node's first rank to the agent's output.
 
-    It prints rank 0's lines. On other nodes it prints only the line with the address of the metrics. From a traceback
-    on, it prints only rank 0's progress lines and that address, because the traceback may not be the cause of the
-    failure. Warnings of torch's C++ code are not printed.
+    It prints rank 0's lines; on other nodes only the line with the address of the metrics. From a traceback on, it
+    prints only rank 0's progress lines and that address, because the traceback may not be the cause of the failure.
     """
 
     def __init__(self, group: WorkerGroup) -> None:
@@ -77,7 +76,8 @@ class TerminalEcho:
             return
         whole = b"".join(piece for piece, _ in split_lines(data, at_end=False))
         self._passed += len(whole)
-        before, traceback, after = _without_hole(whole).decode(errors="replace").partition(_TRACEBACK)
+        # The freed middle of a log file is read as NUL bytes.
+        before, traceback, after = whole.replace(b"\0", b"").decode(errors="replace").partition(_TRACEBACK)
         if self._muted:
             before, after = "", before + traceback + after
         self._muted = self._muted or bool(traceback)
@@ -85,11 +85,6 @@ class TerminalEcho:
             lines = text.removesuffix("\n").split("\n") if text else []
             lines = [line for line in lines if line.startswith(prefixes)]
             _OWN_OUTPUT.write("".join(f"{escape_controls(line)}\n" for line in self._native.remove_from(lines)))
-
-
-def _without_hole(data: bytes) -> bytes:
-    """Remove NUL bytes. They are read where the middle of a log file was freed by punching a hole (a sparse file)."""
-    return data.replace(b"\0", b"")
 
 
 class NativeWarnings:
@@ -108,11 +103,7 @@ class NativeWarnings:
 
 
 def show_failed_logs(group: WorkerGroup, failures: Sequence[WorkerFailure], *, job: str, generation: int) -> None:
-    """Print the last lines of the rank that failed first, and the log paths of the other failed ranks.
-
-    The last line printed is the `ebbflow logs` command that shows more. Ranks that failed only because they lost a peer
-    are omitted.
-    """
+    """Print the last lines of the rank that failed first, and where to find more. Skip ranks that lost a peer."""
     workers = {worker.rank: worker for worker in group.workers}
     own = sorted((failure for failure in failures if not failure.cascade), key=lambda failure: failure.priority)
     if not own:
@@ -123,7 +114,8 @@ def show_failed_logs(group: WorkerGroup, failures: Sequence[WorkerFailure], *, j
         print_line(f"| {line}")
     for failure in own[1:]:
         print_line(f"rank {failure.rank} failed as well: {workers[failure.rank].log_path}")
-    print_line(f"more: {_logs_command(job, generation, first)}")
+    place = f"--rank {first.rank} --generation {generation} --around step:{first.beat.step}"
+    print_line(f"more: {own_command()} logs {shlex.quote(job)} {place}")
 
 
 def _last_lines(path: Path) -> list[str]:
@@ -136,11 +128,6 @@ def _last_lines(path: Path) -> list[str]:
     lines = [line for line in text.split("\n") if line.strip()]
     lines = [*NativeWarnings().remove_from(lines)] or lines  # warnings are better than nothing
     return [escape_controls(line) for line in lines[-_LAST_LINES:]] or ["(it printed nothing)"]
-
-
-def _logs_command(job: str, generation: int, worker: Worker) -> str:
-    place = f"--rank {worker.rank} --generation {generation} --around step:{worker.beat.step}"
-    return f"{own_command()} logs {shlex.quote(job)} {place}"
 
 
 class NonBlockingOutput:
@@ -169,7 +156,6 @@ class NonBlockingOutput:
             self._paused = True
 
     def flush(self, seconds: float) -> bool:
-        """Wait until all text is written, at most `seconds`; return whether it is."""
         with self._guard:
             if self._thread is None:
                 return True
@@ -244,29 +230,14 @@ _PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 
 
 class RankLog:
-    """One rank's raw log, and the file of records that is written from it.
+    """One rank's raw log, and the file of records that is written from it, at most about four times as large.
 
-    A raw log that is too large keeps its first part and its last part, the tail.
-
-    Args:
-        raw: Path of the raw log.
-        limit_bytes: Size limit of the raw log. Its records are limited to about four times as much.
-        tail_bytes: Size of the tail. The default, None, means an eighth of `limit_bytes`, at most 1 MiB.
+    A raw log above `limit_bytes` keeps its first part and its last part, the tail: an eighth of the limit, at most
+    1 MiB. `place` has the fields job, generation, node and rank of all records.
     """
 
-    def __init__(
-        self,
-        raw: Path,
-        *,
-        job: str,
-        generation: int,
-        node: int,
-        rank: int,
-        limit_bytes: int,
-        tail_bytes: int | None = None,
-    ) -> None:
-        self._raw, self._records = raw, raw.with_suffix(".jsonl")
-        self._job, self._generation, self._node, self._rank = job, generation, node, rank
+    def __init__(self, raw: Path, *, limit_bytes: int, tail_bytes: int | None = None, **place: Any) -> None:
+        self._raw, self._records, self._place = raw, raw.with_suffix(".jsonl"), place
         self._tail = min(TAIL_BYTES, limit_bytes // _TAIL_SHARE) if tail_bytes is None else tail_bytes
         self._head = limit_bytes - 2 * self._tail  # the tail reaches twice its size before it is cut
         self._records_left = _RECORDS_FACTOR * self._head
@@ -307,14 +278,16 @@ class RankLog:
     def _left(self) -> int:
         return self._raw.stat().st_size - self._read
 
-    def _take(self, size: int, beat: HeartbeatReading, *, at_end: bool) -> list[bytes]:
+    def _pieces(self, start: int, size: int, *, at_end: bool) -> list[tuple[bytes, bool]]:
         with open(self._raw, "rb") as log:
-            log.seek(self._read)
-            pieces = split_lines(log.read(size), at_end=at_end)
+            log.seek(start)
+            return list(split_lines(log.read(size), at_end=at_end))
+
+    def _take(self, size: int, beat: HeartbeatReading, *, at_end: bool) -> list[bytes]:
+        pieces = self._pieces(self._read, size, at_end=at_end)
         now, at, records, room, full = time.time(), self._read, [], self._records_left, False
         for piece, more in pieces:
-            text = piece.removesuffix(b"\n").decode(errors="replace")
-            record = self._encode(now, beat, text, start=at, end=at + len(piece), more=more)
+            record = self._encode(now, beat, piece, start=at, end=at + len(piece), more=more)
             if full := len(record) >= room:
                 break
             room -= len(record) + 1
@@ -326,41 +299,28 @@ class RankLog:
 
     def _take_tail(self, beat: HeartbeatReading) -> list[bytes]:
         """Write and return the records of the tail. The first one has the number of bytes that were omitted, if any."""
-        begin = end = max(self._read, self._raw.stat().st_size - self._tail)
-        with open(self._raw, "rb") as log:
-            log.seek(begin)
-            pieces = split_lines(log.read(self._tail), at_end=True)
+        begin = max(self._read, self._raw.stat().st_size - self._tail)
+        pieces = self._pieces(begin, self._tail, at_end=True)
         now, kept, room = time.time(), [], _RECORDS_FACTOR * self._tail
         end = at = begin + sum(len(piece) for piece, _ in pieces)
         for piece, more in reversed(pieces):
-            text = piece.removesuffix(b"\n").decode(errors="replace")
-            record = self._encode(now, beat, text, start=at - len(piece), end=at, more=more)
+            record = self._encode(now, beat, piece, start=at - len(piece), end=at, more=more)
             if kept and len(record) >= room:
                 break
             room -= len(record) + 1
             kept.append(record)
             at -= len(piece)
-        if at > self._read:
-            text = (
-                f"[{at - self._read} bytes are left out here: the rank printed more than survival.rank_log_mib keeps]"
-            )
-            kept.append(self._encode(now, beat, text, start=self._read, end=self._read, dropped=at - self._read))
+        if (left_out := at - self._read) > 0:
+            text = f"[{left_out} bytes are left out here: the rank printed more than survival.rank_log_mib keeps]"
+            place = {"start": self._read, "end": self._read, "dropped": left_out}
+            kept.append(self._encode(now, beat, text.encode(), **place))
         self._append(kept[::-1])
         self._read = end
         return kept[::-1]
 
-    def _encode(self, now: float, beat: HeartbeatReading, text: str, **place: Any) -> bytes:
-        line = LogLine(
-            t=utc_text(now),
-            job=self._job,
-            generation=self._generation,
-            node=self._node,
-            rank=self._rank,
-            step=beat.step,
-            phase=beat.phase,
-            text=text,
-            **place,
-        )
+    def _encode(self, now: float, beat: HeartbeatReading, piece: bytes, **place: Any) -> bytes:
+        text = piece.removesuffix(b"\n").decode(errors="replace")
+        line = LogLine(t=utc_text(now), step=beat.step, phase=beat.phase, text=text, **self._place, **place)
         return line.to_json().encode()
 
     def _append(self, records: list[bytes]) -> None:
@@ -379,16 +339,7 @@ class RankLog:
 
 
 def punch_hole(descriptor: int, start: int, size: int) -> None:
-    """Free the disk blocks of a part of a file, which then reads as zeros.
-
-    Args:
-        descriptor: Descriptor of the file, open for writing.
-        start: Offset of the part in bytes.
-        size: Size of the part in bytes.
-
-    Raises:
-        OSError: the part cannot be freed; EOPNOTSUPP if the system does not support it.
-    """
+    """Free the disk blocks of a part of a file, which then reads as zeros. Raises OSError if that fails."""
     fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate64", None)
     if fallocate is None:
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
@@ -405,13 +356,8 @@ _QUEUE_BYTES = 8 * 1024 * 1024
 class LogUploader:
     """Uploader of records, which runs in a thread.
 
-    It writes a new object `logs/<generation>/<node>-<rank>-<segment>.jsonl` at each upload, because objects cannot be
-    appended to. While the store is unavailable, up to `queue_bytes` of records are kept in memory. Later records are
-    dropped and counted.
-
-    Args:
-        say: Function that prints one line.
-        interval_seconds: Time between two uploads.
+    Each upload writes a new object `logs/<generation>/<node>-<rank>-<segment>.jsonl`. While the store is unavailable,
+    up to `queue_bytes` of records are kept in memory. Later records are dropped and counted.
     """
 
     def __init__(
@@ -436,7 +382,6 @@ class LogUploader:
         self._thread.start()
 
     def add(self, rank: int, records: list[bytes]) -> None:
-        """Queue records of a rank for the next upload, without blocking."""
         with self._changed:
             for record in records:
                 if self._pending_bytes + len(record) > self._queue_limit:
@@ -494,11 +439,7 @@ class LogUploader:
 
 
 class RankOutput:
-    """All output of a node's ranks in one generation: on the terminal, in records on disk, and in the store.
-
-    If records cannot be written, as on a full disk, training continues: the error is printed once, and each call tries
-    to write again.
-    """
+    """Output of a node's ranks in one generation. If records cannot be written, each call tries to write again."""
 
     def __init__(self, group: WorkerGroup, spec: GangSpec, generation: int, job_store: Store) -> None:
         self._echo = TerminalEcho(group)
@@ -507,14 +448,11 @@ class RankOutput:
         if local is None or local.resolve() != Path(spec.log_folder).resolve():
             self._uploader = LogUploader(job_store, generation=generation, node=spec.node, say=print_line)
         place = {"job": spec.job, "generation": generation, "node": spec.node}
-        limit = spec.survival.rank_log_mib * 2**20
-        self._logs = [
-            (worker, RankLog(worker.log_path, rank=worker.rank, limit_bytes=limit, **place)) for worker in group.workers
-        ]
+        place["limit_bytes"] = spec.survival.rank_log_mib * 2**20
+        self._logs = [(one, RankLog(one.log_path, rank=one.rank, **place)) for one in group.workers]
         self._write_failed = self._unlimited = False
 
     def follow(self) -> None:
-        """Print, record and queue the output of the ranks since the last call."""
         self._echo.echo_new_lines()
         self._record(RankLog.follow)
 
@@ -527,7 +465,15 @@ class RankOutput:
 
     def _record(self, read: Callable[[RankLog, HeartbeatReading], list[bytes]]) -> None:
         for worker, log in self._logs:
-            self._free_middle(log)
+            try:
+                if not self._unlimited:
+                    log.free_middle()
+            except FileNotFoundError:  # user code has removed the log
+                pass
+            except OSError as error:
+                trouble = f"their middle cannot be freed: {error}"
+                print_line(f"logs: WARNING: raw logs exceed survival.rank_log_mib, {trouble}")
+                self._unlimited = True
             try:
                 records = read(log, worker.beat)
             except OSError as error:
@@ -537,14 +483,3 @@ class RankOutput:
                 continue
             if records and self._uploader:
                 self._uploader.add(worker.rank, records)
-
-    def _free_middle(self, log: RankLog) -> None:
-        if self._unlimited:
-            return
-        try:
-            log.free_middle()
-        except FileNotFoundError:  # user code has removed the log
-            return
-        except OSError as error:
-            print_line(f"logs: WARNING: raw logs exceed survival.rank_log_mib, their middle cannot be freed: {error}")
-            self._unlimited = True

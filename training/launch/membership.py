@@ -32,8 +32,6 @@ STORE_WAIT_SECONDS = 3.0  # waits are reported once per second; the rest is for 
 
 
 class StickyFlag:
-    """A flag that stays set for `seconds` after each `mark`."""
-
     def __init__(self, seconds: float, now: Callable[[], float] = time.monotonic) -> None:
         self._seconds, self._now = seconds, now
         self._marked = float("-inf")
@@ -58,7 +56,6 @@ class _Peers:
         self._store_wait = StickyFlag(STORE_WAIT_SECONDS)
 
     def orders(self) -> list[RankOrder]:
-        """Return the orders that the coordinator has sent since the last call."""
         orders, self._orders = self._orders, []
         return orders
 
@@ -69,7 +66,6 @@ class _Peers:
 
     @property
     def store_wait_active(self) -> bool:
-        """Whether a rank of any node reported a wait for the store in the last 3 s."""
         return self._store_wait.holds
 
 
@@ -106,7 +102,6 @@ class CoordinatorPeers(_Peers):
 
     @property
     def leave_cause(self) -> str:
-        """Cause of the first order to exit; "" without such an order."""
         return self._leave_orders[0].cause if self._leave_orders else ""
 
     @property
@@ -129,7 +124,6 @@ class CoordinatorPeers(_Peers):
         self._broadcast({"kind": "generation", "generation": number})
 
     def admit_nodes(self) -> None:
-        """Admit waiting followers and read their messages, without blocking."""
         if self._server is not None:
             self._server.admit(self._spec.nodes)
             self._add_joined()
@@ -144,14 +138,8 @@ class CoordinatorPeers(_Peers):
     def roll_call(self, deadline_seconds: float, stopped: Callable[[], bool]) -> None:
         """Wait until all followers have joined, then until no node waits for a pending notice to expire.
 
-        Before later generations, return at once: the followers are still connected.
-
-        Args:
-            deadline_seconds: Deadline for each of the two waits.
-            stopped: Function that returns whether this agent was asked to stop.
-
-        Raises:
-            GangError: a follower is missing, was lost or is still waiting; or a node was asked to stop.
+        Before later generations, return at once. Raises GangError if a follower is missing, was lost or is still
+        waiting at the deadline of its wait, or if a node was asked to stop.
         """
 
         def should_stop() -> bool:
@@ -219,11 +207,10 @@ class CoordinatorPeers(_Peers):
         self._broadcast({"kind": "start", **asdict(start)})
 
     def regroup(self, deadline_seconds: float, stopped: Callable[[], bool]) -> list[int] | GenerationEnd:
-        """Wait until every node has ended its ranks. A node that misses the deadline counts as lost.
+        """Wait until every node's ranks have ended, and return the nodes for the next generation.
 
-        Returns:
-            Numbers of the nodes for the next generation; or the end of the gang if too few nodes are left, or if this
-            agent was asked to stop.
+        A late node counts as lost. Return the end of the gang if too few nodes are left, or if this agent was asked to
+        stop.
         """
         limit = time.monotonic() + deadline_seconds
         while True:
@@ -361,10 +348,7 @@ class CoordinatorPeers(_Peers):
         return replace(end, again=True, left_out=sorted(noticed))
 
     def _go_on_without_reader(self, end: GenerationEnd) -> GenerationEnd:
-        """Return an end after which the node that reads commits wrongly is left out, if enough others remain.
-
-        Node 0 is never left out: its agent is the coordinator.
-        """
+        """Return an end after which the node that reads commits wrongly, if not node 0, is left out, if possible."""
         node = self._start.nodes[end.ranks[0] // self._spec.processes_per_node]
         if node == 0 or not self._is_enough(set(self.nodes) - {node}):
             return end
@@ -390,8 +374,6 @@ class CoordinatorPeers(_Peers):
 
 
 class FollowerPeers(_Peers):
-    """A follower's connection to node 0."""
-
     def __init__(
         self,
         spec: GangSpec,
@@ -403,15 +385,10 @@ class FollowerPeers(_Peers):
         pending_notice: RankOrder | None = None,
         opened: Callable[[int], object] = lambda number: None,
     ) -> None:
-        """Join the gang.
+        """Join the gang. Raises GangError if node 0 cannot be reached within the deadline.
 
-        Args:
-            secret: As in `join_gang`.
-            pending_notice: Notice to this node that must expire before its ranks can start.
-            opened: Called with the number of the generation that is about to start, as soon as node 0 sends it.
-
-        Raises:
-            GangError: node 0 cannot be reached within the deadline.
+        `secret` is as in `join_gang`, `pending_notice` the notice that must expire before this node's ranks can start.
+        `opened` is called with the number of the generation that is about to start, as soon as node 0 sends it.
         """
         super().__init__()
         hello: Message = {"node": spec.node, "host": host}
@@ -455,7 +432,6 @@ class FollowerPeers(_Peers):
         self._connection.send({"kind": "notice_wait", **RankOrder(seconds=0.0, cause="", node=0).to_json()})
 
     def ready(self) -> None:
-        """Report that this node's ranks of the last generation have ended."""
         self._send("ready")
 
     def report(self, failure: WorkerFailure) -> None:

@@ -31,24 +31,28 @@ _SHORTEST_SILENCE_SECONDS = 4.0  # agents ping each other once per second
 
 
 @dataclass(frozen=True, kw_only=True)
-class GangSpec:
-    """Specification of a gang, for the agent of one node."""
-
+class _StartSpec:
     job: str
     run: str  # Metaflow's run id. Without Metaflow, the job's name
     attempt: int  # Metaflow's retry count of the step, 0 at first. `ebbflow certify` counts its own restarts instead
     node: int  # number of this node
-    nodes: int
-    processes_per_node: int
-    main_address: str  # address at which node 0's agent listens
     config: dict  # `RunConfig.model_dump(mode="json")`
     store_uri: str
     prepared: dict  # result of the workload's `prepare`, with its fingerprint
-    log_folder: str  # folder for the ranks' logs and the files that agent and ranks share
-    terms: dict | None = None  # budget and price (`ebbflow.infra.terms.Terms`); only node 0's value is used
-    rehearse: str | None = None  # fault to inject; only node 0's value is used
-    candidate_ports: list[int] = field(default_factory=list)  # for the agents' connections, in order
+    terms: dict | None = None  # budget and price (`ebbflow.infra.terms.Terms`)
     promised_gpus: int = 0  # GPUs per node that the chosen machines have; 0 if unknown
+
+
+@dataclass(frozen=True, kw_only=True)
+class GangSpec(_StartSpec):
+    """Specification of a gang, for the agent of one node. Only node 0's `terms` and `rehearse` are used."""
+
+    nodes: int
+    processes_per_node: int
+    main_address: str  # address at which node 0's agent listens
+    log_folder: str  # folder for the ranks' logs and the files that agent and ranks share
+    rehearse: str | None = None  # fault to inject
+    candidate_ports: list[int] = field(default_factory=list)  # for the agents' connections, in order
 
     @property
     def world_size(self) -> int:
@@ -75,27 +79,15 @@ class GangSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerSpec:
-    """Specification for one rank. Rank and world size come from torchrun's environment variables.
+class WorkerSpec(_StartSpec):
+    """Specification for one rank. Rank and world size come from torchrun's environment variables."""
 
-    Attributes without a comment have the meaning that `GangSpec` gives them.
-    """
-
-    job: str
-    run: str
-    attempt: int
-    node: int
     generation: int
     generation_id: str
     candidates: list[str]  # keys of commits to restore from, newest first; empty for a start from scratch
-    config: dict
-    store_uri: str
-    prepared: dict
-    terms: dict | None = None
     rehearse: dict | None = None
     overrides: dict = field(default_factory=dict)  # changes ordered by guards (`guards.overrides.Overrides`)
     colocated_ranks: int = 1  # number of ranks that share this machine's cores
-    promised_gpus: int = 0
     control_path: str | None = None  # file that holds the `OrderRecord`
     kept_path: str | None = None  # folder for measurements that later generations reuse
     notice_path: str | None = None  # file into which a rank writes a rehearsed spot interruption notice
@@ -117,7 +109,7 @@ class WorkerSpec:
         return cls.from_json(Path(path).read_text()) if path else None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class GangOutcome:
     """Result of a gang that ended without a failure. `goes_on`: whether the other nodes continue without this one."""
 
@@ -194,12 +186,10 @@ class OrderRecord:
 
     @property
     def leave_at(self) -> float:
-        """time.monotonic() by which the ranks must have exited; infinite without such an order."""
         return self._record[_LEAVE_AT] / 1e9 or math.inf
 
     @property
     def saves(self) -> int:
-        """Number of orders to save and continue."""
         return self._record[_SAVES]
 
     @property
@@ -218,8 +208,6 @@ _EXTERNAL_SIGNALS = {number.name for number in (signal.SIGKILL, signal.SIGTERM, 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationStart:
-    """Node 0's message that starts a generation."""
-
     generation: int
     generation_id: str
     candidates: list[str]  # keys of commits to restore from, newest first
@@ -266,12 +254,7 @@ def end_from_stop_request(cause: str) -> GenerationEnd:
 
 
 def end_for_left_out_node(end: GenerationEnd, cause: str) -> GenerationEnd:
-    """Return the end for a node that the other nodes continue without.
-
-    Args:
-        end: End of the last generation in which the node took part.
-        cause: Cause of the notice to this node; "" without a notice.
-    """
+    """Return the end for a node that the others continue without. `end` is that of its last generation."""
     step = end.outcome.step if end.outcome else int(end.details.get("step", 0))
     why = f"asked to leave ({cause})" if cause else f"left out: {' '.join(end.culprit.split())[:300]}"
     message = f"{why}; the others go on"
@@ -318,12 +301,7 @@ def end_from_failures(evidence: Sequence[WorkerFailure]) -> GenerationEnd:
 
 
 def end_from_results(finished: Mapping[int, dict[int, dict]], generation: int) -> GenerationEnd:
-    """Return the end of a generation whose ranks have all finished: the outcome that all report, or a failure if they
-    differ.
-
-    Args:
-        finished: Result of each rank, by node and rank.
-    """
+    """Return the end of a generation whose ranks have all finished: a failure if they report different outcomes."""
     results = {rank: result for node in finished.values() for rank, result in node.items()}
     endings = {
         rank: (result["outcome"], int(result["step"]), result.get("weights_sha256"))

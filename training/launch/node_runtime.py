@@ -38,14 +38,10 @@ _REQUESTS_PER_START = 4  # requests that may time out one after the other within
 
 
 class LoopWatchdog:
-    """Watchdog thread that kills the agent's process if the agent's main loop is stuck.
+    """Watchdog thread that calls `end`, which kills the agent's process, if its main loop is stuck.
 
-    The scheduler then retries the process. Time during which the process was suspended does not count.
-
-    Args:
-        turns: Function that returns how many turns (passes) the loop has made.
-        limit_seconds: Seconds without a new turn after which the loop counts as stuck.
-        end: Function that kills the process.
+    The loop is stuck if `turns` returns the same number for `limit_seconds`, without the time in which the process was
+    suspended. The scheduler then retries the process.
     """
 
     def __init__(
@@ -70,11 +66,9 @@ class LoopWatchdog:
             awake, turns = clock.tick(), self._turns()
             if turns != seen:
                 seen, since = turns, awake
-            elif awake - since > self._limit:
+            elif (stuck := awake - since) > self._limit:
                 try:
-                    print_line(
-                        f"this node's agent made no progress for {awake - since:.0f} s: killing it for a restart"
-                    )
+                    print_line(f"this node's agent made no progress for {stuck:.0f} s: killing it for a restart")
                 finally:
                     self._end()
                 return
@@ -102,29 +96,17 @@ class NodeRuntime:
         self._node_numbers: set[int] = set()  # in all generations; its pushed metrics are grouped by them
 
     def find_pending_notice(self) -> RankOrder | None:
-        """Return the order for a notice that must expire before this node starts its ranks, or None.
-
-        Without such a notice, this also starts the keeper and the standby.
-        """
+        """Return the order for a notice to wait out; without one, start the keeper and the standby and return None."""
         notice = self.drain.find_pending(self.start_seconds - _JOIN_SECONDS)
         if notice is None:
             self._prepare_processes()
         return notice
 
     def fetch_secret(self) -> bytes | None:
-        """Read the secret of this start; None if node 0 has not published it yet. Raises StoreError."""
         return run_while(self.secret.fetch, self.is_leaving)
 
     def wait_out_notices(self, meanwhile: Callable[[float], str]) -> str:
-        """Wait until all pending notices to this node have expired.
-
-        Args:
-            meanwhile: Called repeatedly with the seconds that remain. If it returns a text, the wait ends for that
-                reason.
-
-        Returns:
-            "" if this node's ranks may start, else the reason why not.
-        """
+        """Wait until all pending notices to this node have expired; see `Drain.wait_out_notices`."""
 
         def look(seconds: float) -> str:
             self.log.beat()
@@ -138,7 +120,6 @@ class NodeRuntime:
         return why
 
     def run_ranks(self, spec: GangSpec, start: GenerationStart, peers: Peers) -> GenerationEnd:
-        """Run this node's ranks of one generation and return how the generation ended."""
         self._node_numbers.add(spec.node)
         if self._keeper is not None and self._keeper.lost:
             print_line(f"node {spec.node}: the keeper process was lost; starting another one")
@@ -155,11 +136,7 @@ class NodeRuntime:
         return generation.run(self._standby, self._cache_folder, self._keeper)
 
     def spec_among(self, nodes: list[int]) -> GangSpec:
-        """Return this node's spec for a generation with these nodes.
-
-        Args:
-            nodes: Nodes that take part, by their numbers in `GangSpec.node`, in the order of their ranks.
-        """
+        """Return this node's spec for a generation with these nodes, which are in the order of their ranks."""
         return replace(self.spec, node=nodes.index(self.spec.node), nodes=len(nodes))
 
     def is_leaving(self) -> bool:
@@ -173,14 +150,15 @@ class NodeRuntime:
         return GenerationEnd(culprit=culprit, reason=EndReason.AGENT_STOPPED)
 
     def close(self) -> None:
-        self._watchdog.close()
-        if self._standby is not None:
-            self._standby.close()
-        if self._keeper is not None:
-            self._keeper.close()
-        self._gpus.close()
-        self.drain.close()
-        self._withdraw_metrics()
+        for process in (self._watchdog, self._standby, self._keeper, self._gpus, self.drain):
+            if process is not None:
+                process.close()
+        url = self.spec.config.get("metrics", {}).get("push_url")
+        if url is not None:  # pushed metrics do not expire, and a killed rank cannot delete them
+            from ebbflow.infra.metrics import PushGroup, delete_group
+
+            for node in self._node_numbers:
+                delete_group(PushGroup(url, self.spec.job, node), say=print_line)
 
     def _prepare_processes(self) -> None:
         """Start the keeper and the standby unless they run. Errors are ignored, since ranks can start without them."""
@@ -195,27 +173,17 @@ class NodeRuntime:
                 log = folder / f"standby-node-{spec.node}.log"
                 self._standby = Standby(log, colocated_ranks=local_ranks, keeper=self._keeper)
 
-    def _withdraw_metrics(self) -> None:
-        """Delete the pushed metrics of this node's ranks: they do not expire, and a killed rank cannot delete them."""
-        url = self.spec.config.get("metrics", {}).get("push_url")
-        if url is not None:
-            from ebbflow.infra.metrics import PushGroup, delete_group
-
-            for node in self._node_numbers:
-                delete_group(PushGroup(url, self.spec.job, node), say=print_line)
-
 
 def end_from_agent_error(error: Exception, node: int) -> GenerationEnd:
     """Return the end of a gang whose agent raised an unexpected exception; a new attempt may succeed."""
     text = describe_traceback(error)
     print_line(text)
-    place = parse_traceback(text)
-    kind = f"{AgentFailure.__name__} ({type(error).__name__})"
+    name, place = AgentFailure.__name__, parse_traceback(text)
     return GenerationEnd(
         culprit=f"the agent of node {node} failed: {describe_exception(error)}{f' in {place}' if place else ''}",
         reason=EndReason.AGENT_FAILED,
-        error=AgentFailure.__name__,
-        fingerprint=f"{kind} at {place}" if place else kind,
+        error=name,
+        fingerprint=f"{name} ({type(error).__name__}){f' at {place}' if place else ''}",
         at=(time.time(), time.monotonic()),
         user_code=True,
     )

@@ -43,7 +43,6 @@ def may_be_repeated(notice: Notice) -> bool:
 
 
 def seconds_until_expired(notice: Notice) -> float:
-    """Return the seconds until a notice has expired, which is STALE_SECONDS after the time that it announced."""
     return max(notice.ends_at + STALE_SECONDS - time.monotonic(), 0.0)
 
 
@@ -60,10 +59,7 @@ _COORDINATOR_SECONDS = 1.0  # for the coordinator's order after a report; afterw
 
 
 class Drain:
-    """Converter of one node's notices and signals into orders to its ranks, over all generations.
-
-    Only the agent's main thread may use it.
-    """
+    """Converter of a node's notices and signals into orders to its ranks. For the agent's main thread only."""
 
     def __init__(self, spec: GangSpec) -> None:
         self._node = spec.node
@@ -90,7 +86,6 @@ class Drain:
         self._record: OrderRecord | None = None
 
     def on_signal(self) -> None:
-        """Record a SIGTERM or Ctrl-C. Safe in a signal handler."""
         if self._signalled_at is None:
             self._signalled_at = time.monotonic()
 
@@ -101,14 +96,9 @@ class Drain:
         return self._leave_at < float("inf")
 
     def find_pending(self, longest_seconds: float) -> RankOrder | None:
-        """Look for a notice that must expire before this node starts its ranks.
+        """Return the order for a notice that must expire before this node starts its ranks; None if they may start.
 
-        Args:
-            longest_seconds: Longest wait. If a notice expires later, the ranks start at once, since they have time to
-                train.
-
-        Returns:
-            Order with the seconds to wait and the notice's cause; None if the ranks may start.
+        A notice that expires after more than `longest_seconds` is none: the ranks have time to train.
         """
         self._watcher.wait_for_first_poll(_FIRST_LOOK_SECONDS)
         self._waits = True
@@ -129,14 +119,10 @@ class Drain:
         return min(self._pending, key=lambda notice: notice.ends_at, default=None)
 
     def wait_out_notices(self, meanwhile: Callable[[float], str]) -> str:
-        """Wait until all pending notices have expired, including those that arrive during the wait.
+        """Wait until all pending notices have expired. Return "" if the ranks may start, else the reason why not.
 
-        Args:
-            meanwhile: Called repeatedly with the seconds that remain. If it returns a text, the wait ends for that
-                reason.
-
-        Returns:
-            "" if this node's ranks may start, else the reason why not.
+        `meanwhile` is called repeatedly with the seconds that remain. If it returns a text, the wait ends for that
+        reason.
         """
         announced, why = False, ""
         while not why and (soonest := self._take_pending()) is not None:
@@ -179,7 +165,6 @@ class Drain:
 
     @property
     def cause(self) -> str:
-        """Cause of the first order to exit, for messages; "" without such an order."""
         first = next((order for _, order in self._ordered if order.leave), self._own)
         if first is None or first.cause == "SIGTERM":
             return "" if first is None else first.cause
@@ -222,7 +207,6 @@ class Drain:
             self._emit_notice(self._unrecorded.pop(0), None, emit, waits=True)
 
     def record_notices(self, emit: Callable[..., object]) -> list[RankOrder]:
-        """Record new notices as events, and return the orders for them."""
         self.record_pending(emit)
         orders = [(notice, self._order_for(notice)) for notice in self._unsent]
         for notice, order in orders:

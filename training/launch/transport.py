@@ -47,18 +47,12 @@ def new_nonce() -> str:
 
 
 def proof_of(role: str, secret: bytes, token: str, hello: Mapping[str, Any], nonces: tuple[str, str]) -> str:
-    """Return the HMAC with which one side proves that it knows the secret.
-
-    Args:
-        role: COORDINATOR for node 0's answer to a follower's hello, FOLLOWER for a follower's answer to node 0's nonce.
-        nonces: the follower's nonce and node 0's.
-    """
+    """Return the HMAC by which COORDINATOR answers a hello, and FOLLOWER node 0's nonce, the second one."""
     covered = json.dumps([role, token, *nonces, dict(hello)], sort_keys=True, separators=(",", ":"))
     return hmac.new(secret, covered.encode(), hashlib.sha256).hexdigest()
 
 
 def is_proof(given: object, expected: str) -> bool:
-    """Return whether `given` equals the expected proof, comparing in constant time."""
     return isinstance(given, str) and hmac.compare_digest(given.encode("utf-8", "replace"), expected.encode())
 
 
@@ -73,7 +67,6 @@ class StartSecret:
         self._store, self._key = job_store, secret_key(run, attempt)
 
     def publish(self, secret: bytes) -> None:
-        """Write the secret to the store; if the store is a folder, only this user can read it."""
         self._store.put(self._key, secret.hex().encode(), private=True)
 
     def refuse(self, error: TrainingError) -> None:
@@ -83,12 +76,7 @@ class StartSecret:
             self._store.put(self._key, json.dumps(refusal).encode(), private=True)
 
     def fetch(self) -> bytes | None:
-        """Return the secret; None if node 0 has not published it yet.
-
-        Raises:
-            StoreError: the store cannot be read.
-            GangError: node 0 refuses the start.
-        """
+        """Return the secret; None if there is none yet. Raises StoreError, or GangError if node 0 refuses."""
         try:
             content = self._store.get(self._key).decode("utf-8", "replace")
         except ObjectNotFound:
@@ -128,7 +116,6 @@ def control_ports(run: str, attempt: int, *, tries: int = 8) -> list[int]:
 
 
 def rendezvous_port(address: str, run: str, attempt: int) -> int:
-    """Return a free port on node 0 for torch's store. Raises GangError if no candidate is free."""
     ports = control_ports(f"{run}/rendezvous", attempt)
     with _bind_first(address, ports, "rendezvous") as probe:
         return probe.getsockname()[1]
@@ -156,16 +143,9 @@ _STRING_OR_BRACKET = re.compile(rb'"(?:[^"\\]|\\.)*"?|[\[\]{}]', re.DOTALL)
 
 
 class Connection:
-    """Connection to the agent of one other node, the peer.
+    """Connection to the agent of one other node, the peer, which is lost after `silence_seconds` of silence.
 
-    Time during which this process was suspended does not count as silence of the peer (`AwakeClock`).
-
-    Args:
-        silence_seconds: Seconds without a message after which the peer counts as lost.
-        largest_bytes: Size limit for one message from the peer.
-
-    Attributes:
-        closed: Reason why the peer counts as lost; "" while it is connected.
+    Time during which this process was suspended does not count as silence (`AwakeClock`).
     """
 
     def __init__(
@@ -221,7 +201,6 @@ class Connection:
         return [message for message in messages if message.get("kind") != "ping"]
 
     def refuse(self, reason: str) -> None:
-        """Close the connection for this reason, unless it is closed already."""
         self.closed = self.closed or reason
 
     def keep_alive(self) -> None:
@@ -310,19 +289,10 @@ class _Caller:
 
 
 class RollCallServer:
-    """Server on node 0 that accepts one connection per follower until all have joined (the roll-call).
-
-    Attributes:
-        joined: Connection and hello of each follower that has joined, by its number.
-    """
+    """Server on node 0 that accepts one connection per follower until all have joined (the roll-call)."""
 
     def __init__(
-        self,
-        address: str,
-        ports: Sequence[int],
-        token: str,
-        secret: bytes,
-        silence_seconds: float = SILENCE_SECONDS,
+        self, address: str, ports: Sequence[int], token: str, secret: bytes, silence_seconds: float = SILENCE_SECONDS
     ) -> None:
         self._token, self._secret, self._silence_seconds = token, secret, silence_seconds
         # A gang on one machine accepts no connections from elsewhere.
@@ -349,11 +319,7 @@ class RollCallServer:
     def roll_call(
         self, nodes: int, deadline_seconds: float, stopped: Callable[[], bool] = lambda: False
     ) -> dict[int, tuple[Connection, Message]]:
-        """Wait until all followers have joined, and return `joined`.
-
-        Raises:
-            GangError: a follower is missing (the message names it), or `stopped` returned True.
-        """
+        """Wait until all followers have joined, and return `joined`. Raises GangError if one is missing."""
         limit = time.monotonic() + deadline_seconds
         while len(self.joined) < nodes - 1:
             if stopped():
@@ -369,7 +335,6 @@ class RollCallServer:
         return self.joined
 
     def close(self) -> None:
-        """Accept no further followers; joined connections stay open."""
         self._listener.close()
         for caller in self._callers:
             caller.connection.close()
@@ -386,7 +351,6 @@ class RollCallServer:
             self._drop_excess()
 
     def _drop_excess(self) -> None:
-        """If too many handshakes are unfinished, close the oldest one from the address with the most of them."""
         source, count = Counter(caller.source for caller in self._callers).most_common(1)[0]
         if len(self._callers) > MOST_CALLERS or count > MOST_CALLERS_OF_ONE_SOURCE:
             oldest = next(caller for caller in self._callers if caller.source == source)
@@ -442,17 +406,11 @@ def join_gang(
 ) -> Connection:
     """Connect to node 0 as a follower, and return the connection after a successful handshake.
 
-    Args:
-        ports: Ports to try, in order.
-        token: `GangSpec.token`.
-        hello: First message to node 0, with number and host name of this node.
-        deadline_seconds: Deadline for the whole call.
-        stopped: Function that returns whether this agent was asked to stop.
-        secret: Function that reads the secret of this start; it returns None if there is none yet, and may raise
-            InfraError. It is called again after a failed handshake, since the secret may be that of an earlier start.
+    `token` is `GangSpec.token`, `hello` the first message with number and host name of this node. `secret` reads the
+    secret of this start; it returns None if there is none yet, and may raise InfraError. It is called again after a
+    failed handshake, since the secret may be that of an earlier start.
 
-    Raises:
-        GangError: node 0 cannot be reached before the deadline, or this agent was asked to stop.
+    Raises GangError if node 0 cannot be reached before the deadline, or if `stopped` returned True.
     """
     limit = time.monotonic() + deadline_seconds
     last, known = "no answer", None

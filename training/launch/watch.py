@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ebbflow.infra.process import process_state
 from ebbflow.training.errors import bounded_text
@@ -25,17 +26,15 @@ from ebbflow.training.launch.evidence import (
     parse_traceback,
     read_crash_stack,
 )
-from ebbflow.training.launch.heartbeat import STORE_PHASE, HangLimits, HeartbeatReading, PhaseThresholds, records_path
+from ebbflow.training.launch.heartbeat import RECORDS, STORE_PHASE, HangLimits, PhaseThresholds
+from ebbflow.training.launch.workers import Worker
 
 _CLOCK_SECONDS = 2.0  # difference between the clock of the kernel's log and CLOCK_BOOTTIME
 _LOG_RECORDS = 100_000
 
 
 class MemoryKills:
-    """Detector for a process that the kernel kills because its cgroup or the machine runs out of memory.
-
-    It compares the kill counters of the process's cgroups with their first values, and reads the kernel log.
-    """
+    """Detector for kills by the kernel for memory, from the counters of the process's cgroups and the kernel log."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -49,10 +48,7 @@ class MemoryKills:
             self._before.setdefault(file, _kills(file))
 
     def kernel_message(self) -> str:
-        """Return the kernel log's line about the kill; "" without one.
-
-        In a container there is none, because the log shows other process ids or cannot be read.
-        """
+        """Return the kernel log's line about the kill; "" without one, as in a container."""
         for seconds, text in _kernel_log():
             if seconds >= self._since - _CLOCK_SECONDS and f"Killed process {self._pid} (" in text:
                 return text
@@ -63,12 +59,7 @@ class MemoryKills:
 
 
 def resident_bytes(pid: int) -> int:
-    """Return the bytes of a process's resident memory without mapped files; 0 if the process has ended.
-
-    Mapped files are excluded since all ranks share their pages, and the kernel drops these before it kills a process.
-    Memory that a forked rank shares with the standby is included; only smaps_rollup, which takes tens of milliseconds,
-    could exclude it.
-    """
+    """Return a process's resident bytes without mapped files, which the kernel drops first; 0 if it has ended."""
     try:
         lines = [line.split() for line in Path(f"/proc/{pid}/status").read_text().splitlines()]
         return sum(1024 * int(line[1]) for line in lines if line and line[0] in ("RssAnon:", "RssShmem:"))
@@ -77,25 +68,13 @@ def resident_bytes(pid: int) -> int:
 
 
 def node_sample(pids: Iterable[int], folder: Path) -> dict[str, int]:
-    """Measure the bytes of memory and disk for the node's heartbeat. This takes less than 1 ms per process."""
     sample = {"resident_bytes": sum(map(resident_bytes, pids))}
-    if (available := _available_bytes()) is not None:
+    if (available := available_bytes()) is not None:
         sample["memory_available_bytes"] = available
     for name, path in (("disk_free_bytes", folder), ("shared_memory_free_bytes", Path("/dev/shm"))):
-        try:
+        with contextlib.suppress(OSError):
             sample[name] = shutil.disk_usage(path).free
-        except OSError:
-            continue
     return sample
-
-
-def cpu_seconds(pid: int) -> float | None:
-    """Return the CPU seconds of all threads of a process (proc(5), stat fields 14 and 15); None if it has ended."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError, IndexError):
-        return None
 
 
 def _kernel_log() -> Iterable[tuple[float, str]]:
@@ -117,21 +96,15 @@ def _kernel_log() -> Iterable[tuple[float, str]]:
         os.close(log)
 
 
-def _available_bytes() -> int | None:
+def available_bytes() -> int | None:
     try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except (OSError, ValueError):
-        pass
-    return None
+        return int(Path("/proc/meminfo").read_text().partition("MemAvailable:")[2].split()[0]) * 1024
+    except (OSError, ValueError, IndexError):
+        return None
 
 
 def _counter_files(pid: int) -> Iterable[Path]:
-    """Return the files that count kills for memory: those of the process's cgroups (v1 and v2), else the machine's.
-
-    In a container, the process's own cgroup is the root of the mount.
-    """
+    """Return the files that count kills for memory: those of the process's cgroups (v1 and v2), else the machine's."""
     root = Path("/sys/fs/cgroup")
     try:
         lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
@@ -150,24 +123,17 @@ def _counter_files(pid: int) -> Iterable[Path]:
 
 def _kills(file: Path) -> int:
     try:
-        for line in file.read_text().splitlines():
-            name, _, count = line.partition(" ")
-            if name == "oom_kill":
-                return int(count)
-    except (OSError, ValueError):
-        pass
-    return 0
+        fields = (line.split() for line in file.read_text().splitlines())
+        return next((int(words[1]) for words in fields if words[:1] == ["oom_kill"]), 0)
+    except (OSError, ValueError, IndexError):
+        return 0
 
 
 _FRESH_SECONDS = 5.0
 
 
 class GpuCounters:
-    """Reader of GPU counters from NVIDIA's management library (pynvml), if that is installed.
-
-    It reads in a thread, because a broken driver may never answer. An agent uses one instance for all generations, so
-    that at most one thread hangs.
-    """
+    """Reader of GPU counters by pynvml, if installed, in one thread, because a broken driver may never answer."""
 
     def __init__(self) -> None:
         self._wanted = threading.Event()
@@ -176,12 +142,10 @@ class GpuCounters:
         self._closed = False
 
     def sample(self) -> dict[str, int]:
-        """Return the last measurement without waiting, and request the next one.
+        """Return the last measurement without waiting, {} if it is older than 5 s, and request the next one.
 
-        Returns:
-            Fields gpus (number of GPUs), gpu_memory_used_bytes (sum), gpu_memory_free_bytes (smallest),
-            gpu_busy_percent (smallest) and gpu_celsius (highest). The result is {} before the first measurement,
-            without GPUs, and if the last measurement is older than 5 s.
+        Fields: gpus (number), gpu_memory_used_bytes (sum), gpu_memory_free_bytes (smallest), gpu_busy_percent
+        (smallest) and gpu_celsius (highest).
         """
         if self._thread is None:
             self._thread = threading.Thread(target=self._ask, name="gpu counters", daemon=True)
@@ -191,7 +155,6 @@ class GpuCounters:
         return found if time.monotonic() - at < _FRESH_SECONDS else {}
 
     def close(self) -> None:
-        """End the thread after its current query."""
         self._closed = True
         self._wanted.set()
 
@@ -225,10 +188,8 @@ def _counters(library: Any, devices: list[Any]) -> dict[str, int]:
 def _query(function: Any, devices: list[Any], *more: Any) -> list[Any]:
     answers = []
     for device in devices:
-        try:
+        with contextlib.suppress(Exception):  # not supported by this device, or not permitted
             answers.append(function(device, *more))
-        except Exception:  # not supported by this device, or not permitted
-            continue
     return answers
 
 
@@ -240,34 +201,16 @@ _DUMP_FRESH_SECONDS = 5.0  # age up to which a dump shows a rank's position
 _SUSPICION_SECONDS = 30.0  # between two dumps of ranks that are only suspiciously slow
 
 
-class WatchedWorker(Protocol):
-    """Protocol for a rank's process, log and heartbeat. The rank's other files are in the folder of its log."""
-
-    rank: int
-    log_path: Path
-    process: Any
-
-    @property
-    def beat(self) -> HeartbeatReading: ...
-    def result(self) -> dict | None: ...
-    def failure(self) -> WorkerFailure | None: ...
-
-
 class RankWatch:
     """Supervisor of a node's ranks, which reports each rank that died, is stopped, or is hung. It reports a rank once.
 
-    Before it reports a stopped or hung rank, it dumps stacks and flight recorders of all ranks to files. It also
-    reports the positions of the other ranks. Such a report about a rank that has not failed is called a witness.
-
-    Args:
-        folder: Folder for the dumps.
-        node: Number of the node, for the reports.
-        gpus: GPU counters of the agent; None to omit them from samples.
+    Before it reports a stopped or hung rank, it dumps stacks and flight recorders of all ranks to files in `folder`. It
+    also reports the positions of the other ranks. Such a report about a rank that has not failed is called a witness.
     """
 
     def __init__(
         self,
-        workers: Sequence[WatchedWorker],
+        workers: Sequence[Worker],
         limits: HangLimits,
         folder: Path,
         *,
@@ -275,15 +218,12 @@ class RankWatch:
         gpus: GpuCounters | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._now = now
         self._ranks = [_Rank(worker, limits, node) for worker in workers]
-        self._folder = folder
+        self._folder, self._gpus, self._now = folder, gpus, now
         self._pool = ThreadPoolExecutor(max_workers=len(self._ranks), thread_name_prefix="dump")
-        self._gpus = gpus
         self._dump: Dump | None = None
-        self._dumps = 0
         self._reported_dump: Dump | None = None
-        self._witnesses_wanted = False
+        self._dumps, self._witnesses_wanted = 0, False
         self._suspected_at = -_SUSPICION_SECONDS
         self._checked_at = now()
         self._absent_seconds = self._store_wait_seconds = 0.0
@@ -291,9 +231,7 @@ class RankWatch:
     def check(self, *, store_wait: bool = False) -> list[WorkerFailure]:
         """Return new failures and witnesses. If there are none, a call takes microseconds per rank.
 
-        Args:
-            store_wait: Whether a rank of the gang waits for the store. The other ranks then wait for that rank, so this
-                time does not count towards their hang thresholds.
+        While a rank of the gang waits for the store, the others wait for it, which is not counted as a hang.
         """
         now = self._now()
         if now - self._checked_at > _LONGEST_TURN_SECONDS:
@@ -314,11 +252,9 @@ class RankWatch:
         return found
 
     def request_witnesses(self) -> None:
-        """Request witnesses of all ranks from the next checks, because a rank of another node has failed."""
         self._witnesses_wanted = True
 
     def sample(self) -> dict[str, int]:
-        """Measure the node's memory, disk and GPUs for its heartbeat."""
         for rank in self._ranks:
             rank.sample()
         node = node_sample([rank.pid for rank in self._ranks if rank.living], self._folder)
@@ -328,10 +264,10 @@ class RankWatch:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _report_dump(self, living: list[_Rank], due: list[_Rank], suspicious: bool, now: float) -> list[WorkerFailure]:
-        """Start a dump of the stacks and flight recorders of all living ranks, unless one is running or up to 5 s old.
+        """Start a dump of stacks and flight recorders of all living ranks, unless one is running or up to 5 s old.
 
-        The dump runs in threads, so this does not block. While it runs, return an empty list. Once it is done, return
-        the failures of the ranks in `due` and, once per dump or on request, a witness for each other rank.
+        Once it is done, return the failures of the ranks in `due` and, once per dump or on request, witnesses of the
+        others.
         """
         if self._dump is None or (self._dump.done and now - self._dump.at > _DUMP_FRESH_SECONDS):
             self._dumps += 1
@@ -350,9 +286,7 @@ class RankWatch:
 
 
 class _Rank:
-    """State of one rank: its last heartbeat, whether it is stopped, hung or suspicious, and whether it was reported."""
-
-    def __init__(self, worker: WatchedWorker, limits: HangLimits, node: int) -> None:
+    def __init__(self, worker: Worker, limits: HangLimits, node: int) -> None:
         self._worker = worker
         self._node = node
         self._thresholds = PhaseThresholds(limits)
@@ -382,13 +316,7 @@ class _Rank:
         return self._worker.process.poll() is None
 
     def check(self, now: float, absent: float, store_wait: float) -> None:
-        """Decide from the last heartbeat and the process's state whether the rank is stopped, hung or suspicious.
-
-        Args:
-            now: Time on the clock of `RankWatch`.
-            absent: Seconds in the generation during which the agent did not check its ranks.
-            store_wait: Seconds in the generation during which a rank waited for the store.
-        """
+        """Decide whether the rank is stopped, hung or suspicious, without seconds in which all waited for the store."""
         beat = self._worker.beat
         if absent != self._absent_at_check:  # the rank may have been stopped together with the agent
             self._absent_at_check, self._stopped_since = absent, None
@@ -402,10 +330,8 @@ class _Rank:
         self.suspicious = self._silent > self._thresholds.suspicion_threshold(beat)
         if now - self._state_at >= _STATE_SECONDS:
             self._state_at = now
-            if process_state(self.pid) != "T":  # "t" means stopped by a debugger
-                self._stopped_since = None
-            elif self._stopped_since is None:
-                self._stopped_since = now
+            since = now if self._stopped_since is None else self._stopped_since
+            self._stopped_since = since if process_state(self.pid) == "T" else None  # "t": stopped by a debugger
         self.stopped = self._stopped_since is not None and now - self._stopped_since > _STOPPED_SECONDS
 
     def sample(self) -> None:
@@ -431,6 +357,9 @@ class _Rank:
             message += f" by the kernel: out of memory{size}{f' ({kernel})' if kernel else ''}"
         if crash:
             message += f" in {where}{f': {crash.reason}' if crash.reason else ''}"
+        calls: list[list] = []
+        with contextlib.suppress(OSError):
+            calls = parse_records(self.heartbeat.with_suffix(RECORDS).read_bytes())
         return replace(
             failure,
             node=self._node,
@@ -441,7 +370,7 @@ class _Rank:
             phase=beat.phase,
             where=where,
             waiting=crash.waiting if crash else False,
-            calls=self._read_last_calls(),
+            calls=calls,
         )
 
     def exit_witness(self) -> WorkerFailure | None:
@@ -453,30 +382,20 @@ class _Rank:
         return replace(self._record(message), left=True, witness=True, step=int(result.get("step", 0)))
 
     def failure(self, dump: Dump) -> WorkerFailure:
-        """Return the failure of a stopped or hung rank, with its position in the dump."""
         self.reported = True
-        seen, beat = dump.position(self.number), self._beat
-        place = f", {seen.where}" if seen.where else ""
-        limit = "" if self.stopped else f" (limit {self._thresholds.hang_threshold(beat):.3g} s)"
-        text = f"no progress for {self._silent:.1f} s{limit} at step {beat.step} in {beat.phase}{place}"
+        seen = self.witness(dump)
+        limit = "" if self.stopped else f" (limit {self._thresholds.hang_threshold(self._beat):.3g} s)"
+        text = f"no progress for {self._silent:.1f} s{limit} {seen.message}"
         if process_state(self.pid) == "D":
             text += ", in uninterruptible sleep (state D: a disk or network file system does not answer)"
-        return replace(
-            self.witness(dump),
-            message=text + (", stopped by a signal" if self.stopped else ""),
-            witness=False,
-            hung=True,
-            stopped=self.stopped,
-            certainty=PROVEN if self.stopped else SLOW,
-        )
+        text += ", stopped by a signal" if self.stopped else ""
+        certainty = PROVEN if self.stopped else SLOW
+        return replace(seen, message=text, witness=False, hung=True, stopped=self.stopped, certainty=certainty)
 
     def witness(self, dump: Dump) -> WorkerFailure:
-        """Return the rank's position in the dump, as a witness."""
-        seen = dump.position(self.number)
-        found = self._record(
-            f"at step {self._beat.step} in {self._beat.phase}{f', {seen.where}' if seen.where else ''}"
-        )
-        return replace(found, witness=True, where=seen.where, waiting=seen.waiting, calls=seen.calls, dump=seen.path)
+        seen, beat = dump.position(self.number), self._beat
+        place = f", {seen['where']}" if seen["where"] else ""
+        return replace(self._record(f"at step {beat.step} in {beat.phase}{place}"), witness=True, **seen)
 
     def _record(self, message: str) -> WorkerFailure:
         return WorkerFailure(
@@ -495,9 +414,3 @@ class _Rank:
             return bounded_text(parse_traceback(record["extraInfo"]["py_callstack"]), _LONGEST_PLACE)
         except (OSError, ValueError, LookupError, TypeError, RecursionError):
             return ""
-
-    def _read_last_calls(self) -> list[list]:
-        try:
-            return parse_records(records_path(self.heartbeat).read_bytes())
-        except OSError:
-            return []

@@ -4,12 +4,9 @@ Ranks get torchrun's environment variables, but torchrun does not start them. It
 process, replaces a killed rank several times more slowly (docs/benchmarks.md, Injected faults), and waits up to 1,801 s
 for a frozen rank.
 
-The standby, one process per node, has imported torch and the engine, and forks a rank on request. Without a standby
-each rank is a new interpreter, which starts more slowly because of its imports.
-
-The keeper (`ebbflow.infra.keeper`) is an ancestor of all processes that the ranks start, so they can be found and
-killed. Without a keeper, only processes in a rank's session are found; the kernel kills those that a rank's main thread
-has forked (`ebbflow.infra.process`).
+The standby, one process per node, has imported torch and the engine, and forks a rank on request; without it, each rank
+is a new interpreter. The keeper (`ebbflow.infra.keeper`) is an ancestor of all processes that the ranks start, so they
+can be found and killed. Without it, only processes in a rank's session are found.
 """
 
 from __future__ import annotations
@@ -26,7 +23,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ebbflow.infra.errors import Outcome
 from ebbflow.infra.keeper import Keeper, RemoteChild, kill_until_none
@@ -49,100 +46,23 @@ from ebbflow.training.launch.messages import SPEC_VARIABLE, WorkerSpec
 _LEFT_BEHIND_SECONDS = 3.0
 
 
-class RankSession:
-    """Session of a rank that was just started (setsid(2)); the rank's process is its leader.
-
-    Args:
-        pid: Process id of the rank.
-        parents: Ids of the processes that may have started the rank.
-    """
-
-    def __init__(self, pid: int, parents: Collection[int]) -> None:
-        stat = process_stat(pid)
-        # If the rank has ended already, its pid may belong to another process.
-        self._rank = stat if stat is not None and stat.parent in parents else None
-
-    def leftovers(self, living: Sequence[ProcessStat]) -> list[ProcessStat]:
-        """Return those of the `living` processes that belong to this session, without the rank itself."""
-        rank = self._rank
-        if rank is None:
-            return []
-        # The kernel does not reuse a pid while a session with that id has members. If another process has this pid, the
-        # session is empty.
-        now = process_stat(rank.pid)
-        if now is not None and now.started_ticks != rank.started_ticks:
-            return []
-        return [
-            one
-            for one in living
-            if one.pid != rank.pid and one.session == rank.pid and one.started_ticks >= rank.started_ticks
-        ]
-
-
-def kill_leftovers(
-    sessions: Sequence[RankSession],
-    keeper: Keeper | None,
-    *,
-    spare: Collection[int] = (),
-    spare_trees: Collection[int] = (),
-) -> list[int]:
-    """Kill all descendants of the keeper; without a keeper or descendants of it, all processes in `sessions`.
-
-    Args:
-        spare: Ids of processes that are not killed; their descendants are.
-        spare_trees: Ids of processes that are not killed, nor any of their descendants.
-
-    Returns:
-        Ids of the processes that are still alive 3 s after SIGKILL, in uninterruptible sleep (state D).
-    """
-    spared = [stat for pid in {*spare, *spare_trees} if (stat := process_stat(pid)) is not None]
-
-    def find() -> list[ProcessStat]:
-        below = [] if keeper is None or keeper.lost else descendants(keeper.pid, spare, spare_trees)
-        if below:
-            return below
-        living = list(all_processes())
-        return [one for session in sessions for one in session.leftovers(living)]
-
-    return kill_until_none(find, _LEFT_BEHIND_SECONDS, spare_groups={stat.group for stat in spared})
-
-
 _FORK_DEADLINE_SECONDS = 10.0
 _END_DEADLINE_SECONDS = 10.0
 STANDBY_VARIABLE = "EBBFLOW_STANDBY_OF"
 
 
-class Process(Protocol):
-    """A rank's process: `subprocess.Popen` or `RemoteChild`."""
-
-    @property
-    def pid(self) -> int: ...
-    def poll(self) -> int | None: ...
-    def send_signal(self, number: int, /) -> None: ...
-    def kill(self) -> None: ...
-    def wait(self, timeout: float) -> int: ...
+Process = subprocess.Popen[bytes] | RemoteChild
 
 
 class Standby:
-    """Handle for a node's standby process, which forks ranks.
+    """Handle for a node's standby process, which forks ranks. Raises OSError if it cannot be started.
 
-    Args:
-        log: File for the process's error output.
-        colocated_ranks: Number of ranks that will share this machine's cores.
-        keeper: Keeper that starts the process. If None, the process is a child of this one and ends with the calling
-            thread, which must be the main thread.
-
-    Attributes:
-        ready: Whether the process has finished its imports, so that it can fork.
-        lost: Whether the process has ended or was killed. All ranks that it forked end with it.
-
-    Raises:
-        OSError: the process cannot be started.
+    Without a keeper it is a child of this process and ends with the calling thread, which must be the main thread.
     """
 
     def __init__(self, log: Path, *, colocated_ranks: int, keeper: Keeper | None = None) -> None:
-        environment = dict(with_project_path(os.environ), PYTHONUNBUFFERED="1")
-        environment["OMP_NUM_THREADS"] = str(threads_per_rank(colocated_ranks))  # read by libraries when they load
+        environment = dict(os.environ, PYTHONPATH=python_path(os.environ), PYTHONUNBUFFERED="1")
+        environment["OMP_NUM_THREADS"] = threads_per_rank(colocated_ranks)  # read by libraries when they load
         environment[STANDBY_VARIABLE] = str(os.getpid() if keeper is None else keeper.pid)
         its_input, self._requests = os.pipe()
         self._answers, its_output = os.pipe()
@@ -165,8 +85,8 @@ class Standby:
         self._started: dict[int, int] = {}
         self._living: set[int] = set()
         self._ended: dict[int, int] = {}
-        self.ready = False
-        self.lost = False
+        self.ready = False  # whether it has finished its imports, so that it can fork
+        self.lost = False  # whether it has ended or was killed, and all ranks that it forked with it
 
     @property
     def pid(self) -> int:
@@ -179,16 +99,7 @@ class Standby:
         return self.ready or self.lost
 
     def fork(self, name: str, log: Path, environment: Mapping[str, str]) -> RemoteChild | None:
-        """Ask the standby to fork a rank.
-
-        Args:
-            name: Name of the rank, for its process.
-            log: File for the rank's output.
-            environment: Environment variables of the rank.
-
-        Returns:
-            The rank's process. If the standby does not answer within 10 s, the standby is killed and None returned.
-        """
+        """Ask the standby to fork a rank with this process name. None if it does not answer within 10 s."""
         self._number += 1
         request = {"start": self._number, "environment": dict(environment), "log": str(log), "name": name}
         limit = time.monotonic() + _FORK_DEADLINE_SECONDS
@@ -206,12 +117,10 @@ class Standby:
         return None if pid is None or self.lost else RemoteChild(pid, self)
 
     def ended(self, pid: int) -> int | None:
-        """Return the exit status of a rank, negative for a signal; None while it is alive."""
         self._receive()
         return self._ended.get(pid, -signal.SIGKILL if self.lost else None)
 
     def close(self) -> None:
-        """Kill the standby and every rank that it has forked."""
         self._lose()
         if self._open:
             self._open = False
@@ -223,10 +132,7 @@ class Standby:
         self._living.discard(pid)
 
     def _ask(self, request: bytes, limit: float) -> bool:
-        """Write a request to the pipe; return whether all of it was written before time.monotonic() `limit`.
-
-        A frozen standby reads nothing, and a pipe holds only 64 KiB.
-        """
+        """Write a request to the pipe, which a frozen standby does not read; return whether all was written."""
         pipe, unsent = self._requests, memoryview(request)
         while unsent and (left := limit - time.monotonic()) > 0:
             select.select([], [pipe], [], left)
@@ -265,25 +171,10 @@ class Standby:
             self._ended[message["ended"]] = message["status"]
 
 
-def start_cold(log: Path, environment: Mapping[str, str], keeper: Keeper | None = None) -> Process:
-    """Start a rank as a new interpreter."""
-    command = [sys.executable, "-m", "ebbflow.training"]
-    with open(log, "ab") as output, open(os.devnull, "rb") as nothing:
-        return start_process(command, environment, (nothing.fileno(), output.fileno(), output.fileno()), keeper)
-
-
 def start_process(
     command: list[str], environment: Mapping[str, str], streams: tuple[int, int, int], keeper: Keeper | None
 ) -> Process:
-    """Start a program in its own session, so that a signal to the agent's process group does not reach it.
-
-    Args:
-        streams: File descriptors for its stdin, stdout and stderr.
-        keeper: Keeper that starts the program; None to start it as a child of this process.
-
-    Raises:
-        OSError: the program cannot be started.
-    """
+    """Start a program in its own session, so that a signal to the agent's process group does not reach it."""
     if keeper is not None and not keeper.lost:
         return keeper.spawn(command, environment, *streams)
     stdin, stdout, stderr = streams
@@ -292,13 +183,8 @@ def start_process(
     )
 
 
-def threads_per_rank(colocated_ranks: int) -> int:
-    """Return the number of CPU threads for each rank: its share of this process's cores, at least 1."""
-    return max(1, len(os.sched_getaffinity(0)) // max(1, colocated_ranks))
-
-
-def with_project_path(environment: Mapping[str, str]) -> dict[str, str]:
-    return dict(environment, PYTHONPATH=python_path(environment))
+def threads_per_rank(colocated_ranks: int) -> str:
+    return str(max(1, len(os.sched_getaffinity(0)) // max(1, colocated_ranks)))
 
 
 _EXIT_SECONDS = 1.0
@@ -306,19 +192,10 @@ _LONGEST_RECORD = 8 * 1024 * 1024
 _LONGEST_NAME = 200
 _DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/")
 _KILLED_SECONDS = 10.0
-_StartProcess = Callable[[str, Path, Mapping[str, str]], Process]
 
 
 class Worker:
-    """One rank's process, with its log, heartbeat and result files in `folder`.
-
-    Args:
-        rank: Number of the rank in the gang.
-        local_rank: Number of the rank on its node.
-        spec: Specification of the rank, without the paths of its files.
-        start: Function that starts a process from a name, a log file and an environment.
-        parents: Ids of other processes than this one that may be the parent of the rank's process.
-    """
+    """One rank's process, with its log, heartbeat and result files in `folder`."""
 
     def __init__(
         self,
@@ -327,7 +204,7 @@ class Worker:
         folder: Path,
         spec: WorkerSpec,
         environment: Mapping[str, str],
-        start: _StartProcess,
+        start: Callable[[str, Path, Mapping[str, str]], Process],
         parents: Collection[int] = (),
     ) -> None:
         self.rank = rank
@@ -339,23 +216,31 @@ class Worker:
         self._heartbeat = Heartbeat.create(heartbeat_path)
         own = replace(spec, heartbeat_path=str(heartbeat_path), result_path=str(self._result_path))
         spec_path.write_text(own.to_json())
-        own_environment = dict(
-            environment,
-            RANK=str(rank),
-            LOCAL_RANK=str(local_rank),
-            TORCHELASTIC_ERROR_FILE=str(self._error_path),
-            **{SPEC_VARIABLE: str(spec_path)},
-        )
+        ranks = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "TORCHELASTIC_ERROR_FILE": str(self._error_path)}
         self.log_path.write_bytes(b"")
-        self.process = start(f"rank {rank}", self.log_path, own_environment)
-        self.session = RankSession(self.process.pid, {os.getpid(), *parents})
+        self.process = start(f"rank {rank}", self.log_path, {**environment, **ranks, SPEC_VARIABLE: str(spec_path)})
+        stat = process_stat(self.process.pid)
+        # If the rank has ended already, its pid may belong to another process.
+        self._leader = stat if stat is not None and stat.parent in {os.getpid(), *parents} else None
 
     @property
     def beat(self) -> HeartbeatReading:
         return self._heartbeat.read()
 
+    def leftovers(self, living: Sequence[ProcessStat]) -> list[ProcessStat]:
+        """Return those of the `living` processes that belong to the rank's session (setsid(2)), without the rank."""
+        rank = self._leader
+        if rank is None:
+            return []
+        # The kernel does not reuse a pid while a session with that id has members. If another process has this pid, the
+        # session is empty.
+        now = process_stat(rank.pid)
+        if now is not None and now.started_ticks != rank.started_ticks:
+            return []
+        members = [one for one in living if one.session == rank.pid and one.pid != rank.pid]
+        return [one for one in members if one.started_ticks >= rank.started_ticks]
+
     def result(self) -> dict | None:
-        """Return the outcome that the rank has written; None without a valid one."""
         result = _read_object(self._result_path)
         outcomes = [outcome.value for outcome in Outcome]
         valid = result.get("outcome") in outcomes and isinstance(result.get("step"), int)
@@ -373,14 +258,7 @@ class Worker:
         return WorkerFailure(**place, **self._error(code))
 
     def _error(self, code: int) -> dict[str, Any]:
-        """Read the rank's exception from its error file, which has the format of torch's @record.
-
-        Args:
-            code: Exit code of the process, for the message if there is no such file.
-
-        Returns:
-            Fields of the rank's `WorkerFailure`.
-        """
+        """Return fields of the rank's `WorkerFailure` from its error file, which has the format of torch's @record."""
         record = _read_object(self._error_path).get("message")
         text = record.get("message") if isinstance(record, dict) else record
         if not isinstance(text, str):
@@ -392,22 +270,12 @@ class Worker:
         name = bounded_text(name or message.partition(":")[0], _LONGEST_NAME)
         if module and module != errors.__name__ and error_class(name) is not errors.GangError:
             name = f"{module}.{name}"  # a user's exception with the name of one of ours
-        return {
-            "message": message,
-            "cascade": is_peer_loss_error(message),
-            "error": name,
-            "timestamp": _unix_time(extra.get("timestamp")),
-        }
+        ended_at = _unix_time(extra.get("timestamp"))
+        return {"message": message, "cascade": is_peer_loss_error(message), "error": name, "timestamp": ended_at}
 
 
 class WorkerGroup:
-    """The processes of all ranks of a node, which are started on creation.
-
-    Args:
-        ranks: Numbers of the node's ranks.
-        world_size: Number of ranks of the gang.
-        rendezvous: Address and port of torch's store.
-    """
+    """The processes of all ranks of a node, started on creation; torch's store is at the address `rendezvous`."""
 
     def __init__(
         self,
@@ -423,7 +291,11 @@ class WorkerGroup:
 
         def start(name: str, log: Path, environment: Mapping[str, str]) -> Process:
             forked = standby.fork(name, log, environment) if standby and standby.ready and not standby.lost else None
-            return forked or start_cold(log, environment, keeper)
+            if forked is not None:
+                return forked
+            command = [sys.executable, "-m", "ebbflow.training"]
+            with open(log, "ab") as output, open(os.devnull, "rb") as nothing:
+                return start_process(command, environment, (nothing.fileno(), output.fileno(), output.fileno()), keeper)
 
         self.workers: list[Worker] = []
         self._standby, self._keeper = standby, keeper
@@ -438,9 +310,6 @@ class WorkerGroup:
     def all_exited(self) -> bool:
         return all(worker.process.poll() is not None for worker in self.workers)
 
-    def all_succeeded(self) -> bool:
-        return self.all_exited() and len(self.results()) == len(self.workers)
-
     def results(self) -> dict[int, dict]:
         return {worker.rank: result for worker in self.workers if (result := worker.result())}
 
@@ -450,27 +319,22 @@ class WorkerGroup:
         *,
         grace_seconds: float = _EXIT_SECONDS,
         meanwhile: Callable[[], object] = lambda: None,
-    ) -> list[int]:
-        """End every rank and all processes that the ranks have started.
+    ) -> dict[int, str]:
+        """End every rank and all processes that the ranks have started, the `culprits` first.
 
-        When the culprits are killed, ranks that wait for them in a collective get an error. They then write their last
-        events and exit within the grace period. They cannot save, because a save is a collective too.
-
-        Args:
-            culprits: Ranks to kill first, with SIGKILL, since they may be stopped.
-            grace_seconds: Time for the other ranks to exit before they are killed.
-            meanwhile: Called repeatedly during the wait.
+        Ranks that wait for a culprit in a collective get an error. They then write their last events and exit within
+        the grace period. They cannot save, because a save is a collective too.
 
         Returns:
-            Ranks that are alive 10 s after SIGKILL, in uninterruptible sleep (state D).
+            For each rank that is alive 10 s after SIGKILL, in uninterruptible sleep (state D), the path of a GPU device
+            file that it has open, or "".
         """
-        for worker in self.workers:
-            if worker.rank in culprits:
-                worker.process.kill()
+        guilty = [worker for worker in self.workers if worker.rank in culprits]
+        for worker in guilty:
+            worker.process.kill()
         # A child process has copies of its rank's sockets: other ranks see a closed connection only if both have ended.
-        self._kill_leftovers([worker for worker in self.workers if worker.rank in culprits])
-        limit = time.monotonic() + grace_seconds
-        self._await_exits(limit, meanwhile)
+        self._kill_leftovers(guilty)
+        self._await_exits(time.monotonic() + grace_seconds, meanwhile)
         for worker in self.workers:
             worker.process.kill()
         self._await_exits(time.monotonic() + _KILLED_SECONDS, meanwhile)
@@ -479,11 +343,7 @@ class WorkerGroup:
         for worker in stuck:
             if self._standby is not None:
                 self._standby.abandon(worker.process.pid)
-        return [worker.rank for worker in stuck]
-
-    def device_held_by(self, rank: int) -> str:
-        pid = next(worker.process.pid for worker in self.workers if worker.rank == rank)
-        return find_open_device(pid)
+        return {worker.rank: find_open_device(worker.process.pid) for worker in stuck}
 
     def _await_exits(self, limit: float, meanwhile: Callable[[], object]) -> None:
         while not self.all_exited() and time.monotonic() < limit:
@@ -491,24 +351,27 @@ class WorkerGroup:
             time.sleep(0.01)
 
     def _kill_leftovers(self, ended: Sequence[Worker]) -> None:
-        """Kill the processes that these ranks have started, except the standby and the living other ranks."""
+        """Kill what is below the keeper, else in the sessions of the `ended` ranks; spare the trees of other ranks."""
+        keeper, spare = self._keeper, () if self._standby is None else (self._standby.pid,)
+        others = [worker.process for worker in self.workers if worker not in ended]
+        trees = [process.pid for process in others if process.poll() is None]
+
+        def find() -> list[ProcessStat]:
+            below = [] if keeper is None or keeper.lost else descendants(keeper.pid, spare, trees)
+            living = [] if below else list(all_processes())
+            return below or [one for worker in ended for one in worker.leftovers(living)]
+
         if ended:
-            spare = () if self._standby is None else (self._standby.pid,)
-            others = [worker.process for worker in self.workers if worker not in ended]
-            living = [process.pid for process in others if process.poll() is None]
-            kill_leftovers([worker.session for worker in ended], self._keeper, spare=spare, spare_trees=living)
+            groups = {stat.group for pid in (*spare, *trees) if (stat := process_stat(pid)) is not None}
+            kill_until_none(find, _LEFT_BEHIND_SECONDS, spare_groups=groups)
 
 
 def find_open_device(pid: int) -> str:
-    """Return the path of a GPU device file that a process has open; "" if there is none or it cannot be read."""
-    try:
+    with contextlib.suppress(OSError):
         for descriptor in os.listdir(f"/proc/{pid}/fd"):
             with contextlib.suppress(OSError):
-                target = os.readlink(f"/proc/{pid}/fd/{descriptor}")
-                if target.startswith(_DEVICES):
+                if (target := os.readlink(f"/proc/{pid}/fd/{descriptor}")).startswith(_DEVICES):
                     return target
-    except OSError:
-        pass
     return ""
 
 
@@ -523,22 +386,22 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def _unix_time(text: object) -> float:
-    try:
-        seconds = float(text)  # type: ignore[arg-type]
-    except (TypeError, ValueError, OverflowError):
-        return time.time()
-    return seconds if math.isfinite(seconds) else time.time()
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
+        if math.isfinite(seconds := float(text)):  # type: ignore[arg-type]
+            return seconds
+    return time.time()
 
 
 def _environment(rendezvous: tuple[str, int], world_size: int, local_world_size: int, colocated: int) -> dict[str, str]:
     address, port = rendezvous
     environment = dict(
-        with_project_path(os.environ),
+        os.environ,
+        PYTHONPATH=python_path(os.environ),
         MASTER_ADDR=address,
         MASTER_PORT=str(port),
         WORLD_SIZE=str(world_size),
         LOCAL_WORLD_SIZE=str(local_world_size),
-        OMP_NUM_THREADS=str(threads_per_rank(colocated)),
+        OMP_NUM_THREADS=threads_per_rank(colocated),
         PYTHONUNBUFFERED="1",
     )
     environment.setdefault(BUFFER_VARIABLE, BUFFER_RECORDS)

@@ -18,8 +18,8 @@ from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.chaos.hooks import HOOKS, NOT_A_NUMBER
 from benchmarks.chaos.orders import Orders
-from ebbflow.training.rehearse import HOOKS, NOT_A_NUMBER
 
 _SAVE_STEPS = 10
 _STEP_SECONDS = 0.05
