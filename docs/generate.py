@@ -65,6 +65,42 @@ def _type(node: dict[str, Any]) -> str:
     return " ".join([kind, *(f"{sign} {node[name]:g}" for name, sign in signs.items() if name in node)])
 
 
+SYMPTOMS_HEAD = """# Symptoms, causes and fixes
+
+Written by `python docs/generate.py` from the rules in `infra/diagnose/rules/`; do not edit. `ebbflow diagnose` finds
+these symptoms in logs, and `ebbflow explain ID` prints one of them. The numbers of guides are those of the five guides
+that this project answers.
+"""
+
+
+def symptoms_page() -> str:
+    """The page with every symptom, its causes with their likelihood, and its fixes."""
+    from ebbflow.infra.diagnose.rules import load_rules
+
+    book = load_rules()
+    parts = [SYMPTOMS_HEAD]
+    for family in book.families:
+        parts += [
+            f"## {family.title} ({family.name})\n",
+            "| id | symptom | causes | fixes | guides |",
+            "|---|---|---|---|---|",
+        ]
+        for rule in (each for each in book.rules if each.family == family.name):
+            causes = "; ".join(f"{cause} ({share:.0%})" for cause, share in rule.causes.items())
+            cells = (rule.id, rule.title, causes, "; ".join(rule.fix), "; ".join(rule.guides))
+            parts.append("| " + " | ".join(_plain(cell) for cell in cells) + " |")
+        parts.append("")
+    return "\n".join(parts)
+
+
+def _plain(text: str) -> str:
+    """The text with what Markdown would interpret escaped."""
+    for mark in "\\|<>*_[]`":
+        text = text.replace(mark, f"\\{mark}")
+    return text
+
+
 if __name__ == "__main__":
     sys.path.insert(0, str(DOCS.parent))
     (DOCS / "configuration-keys.md").write_text(keys_page(), encoding="utf-8")
+    (DOCS / "symptoms.md").write_text(symptoms_page(), encoding="utf-8")

@@ -134,6 +134,8 @@ def _rule(entry: dict[str, Any], family: str) -> SymptomRule:
     kind = entry.get("kind", "cause")
     if kind not in KINDS:
         raise ValueError(f"kind {kind!r} is none of {', '.join(KINDS)}")
+    if not all(isinstance(share, int | float) for share in entry.get("causes", {}).values()):
+        raise ValueError(f"each cause needs its likelihood: {entry['causes']}")
     values = {**entry, "kind": kind, "family": family, "weight": entry.get("weight", KINDS[kind])}
     for name in ("look", "hint", "need", "unless", "collect", "fix", "guides", "examples", "others"):
         values[name] = _texts(values.get(name, ()))

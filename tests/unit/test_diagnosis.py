@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import time
 from pathlib import Path
 
 import pytest
 import yaml
 
+from ebbflow.command import COMMANDS
 from ebbflow.infra.__main__ import main
 from ebbflow.infra.diagnose.judging import diagnose_files, diagnose_lines
 from ebbflow.infra.diagnose.matching import load_matcher
@@ -116,3 +118,8 @@ def test_a_large_log_takes_little_processor_time_and_memory(tmp_path: Path) -> N
     diagnosis = diagnose_files([tmp_path / "large.log"])
     assert diagnosis.findings[0].rule.id == "H10" and diagnosis.scans[0].lines == 100_001
     assert time.process_time() - start < 5  # 10 MB; 100 MB took 4.9 s of processor time
+
+
+def test_each_advised_command_of_ours_exists() -> None:
+    advised = {word for rule in RULES for fix in rule.fix for word in re.findall(r"\bebbflow ([a-z]+)\b", fix)}
+    assert advised and advised <= set(COMMANDS)
