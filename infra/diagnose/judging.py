@@ -16,6 +16,7 @@ from ebbflow.infra.untrusted_text import one_line
 THIN = 0.5  # a root below this confidence is not named
 _MOST_FINDINGS = 3
 _LEVELS = {"cause": 4, "effect": 2, "echo": 1, "summary": 0, "advice": -1}
+_LASTING = ("quality", "throughput", "hardware", "cost")
 _GENERIC_LEVEL = 3  # of causes that only say that there was an exception
 _GENERIC_RANK = 3
 _TEXT_LENGTH = 300
@@ -144,21 +145,24 @@ def _level(found: Seen) -> int:
 
 
 def _root(suspects: list[Seen], series: Series) -> Seen | None:
-    able = [found for found in suspects if _confidence(found) >= THIN]
+    # What training went on after did not end it; these families damage a run that goes on.
+    able = [
+        found
+        for found in suspects
+        if _confidence(found) >= THIN and (found.rule.family in _LASTING or not series.survived(found.last))
+    ]
     if not able:
         return None
     level = max(_level(found) for found in able)
     first = _earliest(able)
     top = [found for found in able if _level(found) == level]
-    # Failures that the run survived count only if no other failure follows.
-    final = [found for found in top if not series.survived(found.last)]
-    if not final and level >= _GENERIC_LEVEL and series.went_on(top):
+    if level >= _GENERIC_LEVEL and series.went_on(top) and not any(each.rule.family in _LASTING for each in top):
         return None
-    chosen = _earliest(final or top)
+    chosen = _earliest(top)
     effects = [found for found in able if _level(found) < level and found.rule.kind == "effect"]
     if effects and chosen.rule.rank <= 2 and _gap(_earliest(effects), chosen) > _AFTERMATH_SECONDS:
         return _earliest(effects)  # a generic exception long after the timeout is only clean-up
-    return chosen if chosen.rule.rank > 1 or chosen is first else _prefer_exact(final or top, chosen)
+    return chosen if chosen.rule.rank > 1 or chosen is first else _prefer_exact(top, chosen)
 
 
 def _prefer_exact(found: list[Seen], generic: Seen) -> Seen:
