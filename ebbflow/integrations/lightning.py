@@ -91,7 +91,7 @@ class CommitCallback(Callback):
         self._global_step = trainer.global_step
         job.watch_signals()  # Lightning ends at SIGTERM, some steps before the save that all ranks agree on
 
-    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._attach(trainer).begin_step()
 
     def on_train_batch_end(
@@ -119,7 +119,9 @@ class CommitCallback(Callback):
         if former is not None and trainer.is_global_zero:
             former.unlink(missing_ok=True)
 
-    def on_validation_batch_start(self, trainer: Trainer, *_: Any) -> None:
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
         self._attach(trainer).begin_evaluation()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

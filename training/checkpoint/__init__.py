@@ -26,8 +26,6 @@ _HOME = {
     "verify_commit": "ebbflow.training.checkpoint.reader",
 }
 
-__all__ = sorted(_HOME)
-
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
