@@ -1,4 +1,4 @@
-"""The preflight checks of all rooms together, for the flow and for `ebbflow preflight`."""
+"""The preflight checks of all packages (infra, cost, training, flows), for the flow and for `ebbflow preflight`."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ def all_checks() -> list[Check]:
 
 
 def check_before_launch(config: RunConfig, config_path: str, *, job: str | None, words: Sequence[str]) -> str | None:
-    """Return why a `run` or `resume` must not start, as text for the user, or None. Called before Metaflow's import.
+    """Return why a `run` or `resume` must not start, as text for the user, or None if it may start.
 
-    This also sets Metaflow's environment variables for the backend. words: the command line.
+    Call this before Metaflow is imported: it also sets Metaflow's environment variables for the backend. words: the
+    words of the command line.
     """
     from ebbflow.infra.preflight import failed_results, render_results
 
@@ -53,11 +54,12 @@ def run_all_checks(
     job: str | None = None,
     target: Target | None = "local",
 ) -> list[CheckResult]:
-    """Run the checks and return their results.
+    """Run the preflight checks and return their results.
 
-    quick_only: run only checks that take well under a second, plus a probe of a remote store. target: backend to which
-    the run is sent; "batch" always checks its queues, "local" checks no AWS account, and None follows the
-    configuration.
+    Args:
+        quick_only: run only the checks that take well under a second, and a few slower ones that every launch needs.
+        target: backend of the job. "batch" always checks the AWS Batch queues, "local" skips all checks of an AWS
+            account, and None follows the configuration.
     """
     from ebbflow.infra.preflight import PreflightContext, run_checks
 

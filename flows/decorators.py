@@ -1,11 +1,11 @@
-"""Decorators of the flow (`@capacity`, `--with cloud`, `--with local`) and the contents of its code package.
+"""Metaflow decorators of the flow (`@capacity`, `--with cloud`, `--with local`), and the files of its code package.
 
-By itself, Metaflow runs every attempt of a step in the place that the step's decorators name. `@capacity` chooses
-queue, machine and number of nodes anew for each attempt. It does so in the hook `runtime_step_cli`, which is private:
+Without `@capacity`, Metaflow runs every attempt of a step where the step's decorators say. `@capacity` chooses the
+queue, machine type and number of nodes anew for each attempt. It uses the private hook `runtime_step_cli`, because
 Metaflow has no public hook for this (docs/architecture.md).
 
 The code package is the archive of source files that Metaflow copies into a container. Metaflow before 2.19.39 has no
-`@package_sources` to choose these files; there, `@capacity` adds them in its hook `add_to_package`.
+`@package_sources` to choose these files. For those releases, `@capacity` adds the files in its hook `add_to_package`.
 """
 
 # Metaflow's stubs neither re-export its public names nor know the attributes that it adds at run time.
@@ -51,9 +51,9 @@ REMOTE = ("batch", "kubernetes")
 
 
 class local(StepMutator):  # noqa: N801 - the name follows --with
-    """Mutator of `--with local`: it removes @batch and @kubernetes before they demand a remote datastore.
+    """Step mutator for `--with local`. It removes @batch and @kubernetes before they demand a remote datastore.
 
-    It runs in the process of every task too, so it prints nothing.
+    The mutator prints nothing, because it also runs in the process of every task.
     """
 
     def mutate(self, mutable_step):
@@ -63,7 +63,7 @@ class local(StepMutator):  # noqa: N801 - the name follows --with
 
 
 class cloud(StepMutator):  # noqa: N801
-    """Mutator of `--with cloud`: it sends the training steps to AWS Batch and keeps all others on this machine."""
+    """Step mutator for `--with cloud`. It sends the training steps to AWS Batch; all others stay on this machine."""
 
     def mutate(self, mutable_step):
         names = _decorator_names(mutable_step)
@@ -73,7 +73,7 @@ class cloud(StepMutator):  # noqa: N801
 
 
 def _init_decorator(mutable_step: Any, name: str) -> None:
-    """Initialise a decorator that a mutator added. Metaflow up to 2.19.20 does not do it by itself."""
+    """Initialise a decorator that a mutator added, because Metaflow up to 2.19.20 does not."""
     for decorator in getattr(getattr(mutable_step, "_my_step", None), "decorators", ()):
         if decorator.name == name:
             decorator.external_init()
@@ -95,7 +95,7 @@ _SHIPPED: list[Path] = []
 
 
 def package_sources() -> Callable[[type], Any]:
-    """Return a class decorator that adds the package `ebbflow`, and in a checkout `examples`, to the code package."""
+    """Return a class decorator that adds `ebbflow` to the flow's code package and, in a source checkout, `examples`."""
     folders = [IMPORT_ROOT / "ebbflow", *([] if INSTALLED else [IMPORT_ROOT / "examples"])]
     folders = [folder for folder in folders if folder.is_dir()]  # in a code package itself there may be no examples
     if not OWN:
@@ -109,7 +109,10 @@ def package_sources() -> Callable[[type], Any]:
 
 
 def packaged_files() -> Iterator[tuple[str, str]]:
-    """Yield (path, name in the package) of each file that `@capacity` must add; none if Metaflow adds the files."""
+    """Yield (path, name in the code package) for each file that `@capacity` must add.
+
+    Yields nothing if Metaflow has `@package_sources`, which then adds the files.
+    """
     for folder in _SHIPPED:
         for parent, _, names in sorted(os.walk(folder, followlinks=True)):  # the rooms are links in a checkout
             for path in (Path(parent, name) for name in sorted(names)):
@@ -126,7 +129,10 @@ _ARTIFACTS = ("job", "settings", "capacity", "examined", "rounds", "num_nodes")
 
 
 class CapacityDecorator(StepDecorator):
-    """Step decorator that writes queue, resources, time limit and number of nodes into each attempt's command line."""
+    """Step decorator that sets the queue, resources, time limit and number of nodes of each attempt.
+
+    It writes them into the command line with which Metaflow launches the attempt.
+    """
 
     name = "capacity"
     defaults: ClassVar[dict[str, Any]] = {}
@@ -197,12 +203,12 @@ class CapacityDecorator(StepDecorator):
             cli_args.env[SUBMIT_VARIABLE] = json.dumps(submit)
 
     def _unplaced(self, cli_args: Any, task: Any, trouble: str) -> None:
-        """Handle an attempt that could not be placed.
+        """Handle an attempt for which no placement could be chosen.
 
-        If the user named a queue (`--with batch:queue=…`), and always on Kubernetes, the attempt runs with the settings
-        of @batch or @kubernetes. Otherwise it runs on the scheduler's machine and fails there with the message
-        `trouble`, because the default queue is for the steps around training. Metaflow then retries the step, and the
-        next attempt is placed anew.
+        If the user named a queue (`--with batch:queue=…`), or the backend is Kubernetes, the attempt runs with the
+        settings of @batch or @kubernetes. Otherwise it runs on the scheduler's machine and fails with the message
+        `trouble`, because the default queue is only for the steps around training. Metaflow then retries the step, and
+        a placement is chosen anew.
         """
         backend = cli_args.commands[0]
         if self._named or backend == "kubernetes":
@@ -216,7 +222,7 @@ class CapacityDecorator(StepDecorator):
 
 
 def apply_to_batch(cli_args: Any, order: AttemptOrder, config: dict[str, Any]) -> None:
-    """Write the order's placement into the command line of `batch step`, in place of the values of @batch."""
+    """Set the options of Metaflow's `batch step` from the placement in `order`, replacing the values of @batch."""
     placement, batch = order.placement or {}, config["batch"]
     options = cli_args.command_options
     options.update({
@@ -238,7 +244,7 @@ def apply_to_batch(cli_args: Any, order: AttemptOrder, config: dict[str, Any]) -
 
 
 def run_locally(cli_args: Any, step: str) -> None:
-    """Change a step's command line so that the step runs on the scheduler's machine, for attempts that do not train."""
+    """Rewrite a step's command line to run on the scheduler's machine. This is for attempts that do not train."""
     cli_args.commands, cli_args.command_args = ["step"], [step]
     options = cli_args.command_options
     cli_args.command_options = {key: value for key, value in options.items() if key in _LOCAL_OPTIONS}

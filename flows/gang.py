@@ -1,8 +1,8 @@
-"""The work of the steps `train` and `train_node`: start this node's agent, and turn its outcome into the step's result.
+"""The steps `train` and `train_node`: start this node's agent, and turn its outcome into the step's result.
 
 In a multi-node job, AWS Batch gives each container two network interfaces: one in the VPC, and one of the ECS agent,
-whose link-local address is the same in all containers. gloo and NCCL could choose the second one and wait for ever.
-`set_network_interface` therefore names the first.
+whose link-local address is the same in all containers. If gloo or NCCL chose the second one, they would wait forever.
+`set_network_interface` therefore selects the first one.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ _ANY_PORT = 9
 
 
 def set_network_interface(main_address: str, environment: MutableMapping[str, str] = os.environ) -> str | None:
-    """Make gloo and NCCL use the network interface that leads to node 0, by environment variables the user has not set.
+    """Make gloo and NCCL use the network interface that routes to node 0.
 
-    Returns the interface's name; None if no interface leads to node 0, and nothing is set.
+    Sets NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME, unless the user has set them. Returns the interface's name, or None
+    (and sets nothing) if no interface routes to node 0.
     """
     name = route_interface(main_address)
     if name is not None:
@@ -53,7 +54,7 @@ def set_network_interface(main_address: str, environment: MutableMapping[str, st
 
 
 def route_interface(address: str) -> str | None:
-    """Return the network interface by which this machine reaches an IPv4 address, or None. Sends nothing."""
+    """Return the network interface that routes to an IPv4 address, or None. No packet is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((address, _ANY_PORT))
@@ -78,7 +79,7 @@ _STOPPED = {"step": None, "weights_sha256": None}
 
 @dataclass(frozen=True)
 class GangShape:
-    """Number of nodes of a gang, and number of ranks per node."""
+    """The number of nodes in a gang and the number of ranks per node."""
 
     nodes: int
     processes_per_node: int
@@ -87,8 +88,8 @@ class GangShape:
 def gang_shape(flow: Any, order: AttemptOrder | None = None) -> GangShape:
     """Return the gang's shape from the attempt's order or, without an order, from the configuration.
 
-    A configured `auto` takes the value of the chosen plan. On this machine, `auto` ranks per node use the local GPUs
-    first.
+    The order is the scheduler's decision about one attempt. A value that the configuration leaves to `auto` comes from
+    the chosen plan. On this machine, `auto` ranks per node means one rank per local GPU if there are GPUs.
     """
     if order is not None:
         return GangShape(order.nodes, order.processes_per_node)
@@ -104,7 +105,10 @@ def gang_shape(flow: Any, order: AttemptOrder | None = None) -> GangShape:
 
 
 def ranks_of_local_gpus(config: RunConfig, nodes: int) -> int | None:
-    """Return the most ranks per node with a local GPU each that divide the batch evenly; None if there are none."""
+    """Return the largest number of ranks per node for which each has a local GPU and the batch divides evenly.
+
+    Returns None if there is no such number.
+    """
     from ebbflow.infra.checks.gpu import visible_gpus  # with the preflight checks, which each task would import
 
     most = 0 if config.cluster.device == "cpu" else visible_gpus() // nodes
@@ -115,11 +119,11 @@ def ranks_of_local_gpus(config: RunConfig, nodes: int) -> int | None:
 def end_stopped_tasks(
     launcher: int, *, limit_seconds: float = STOPPED_TASK_SECONDS, done: threading.Event | None = None
 ) -> None:
-    """Kill local tasks that have been stopped by SIGSTOP for `limit_seconds`, until `done` is set (None: for ever).
+    """Kill local tasks that have been suspended by SIGSTOP for `limit_seconds`. Runs until `done` is set, or forever.
 
-    Metaflow, whose scheduler has the process id `launcher`, would wait for a stopped task without end. The agent of the
-    task's node is stopped as well, so the job recovers from the kill as from a lost node. Tasks that submit to AWS
-    Batch are spared: without them, their Batch job would run on.
+    Without this, Metaflow's scheduler (the process with id `launcher`) would wait forever for a suspended task. The
+    node's agent is suspended together with its task, so the job recovers from the kill as it does from a lost node.
+    Tasks that submit to AWS Batch are spared, because without them their Batch jobs would run on.
     """
     watched, done = StoppedProcesses(limit_seconds), done or threading.Event()
     while not done.wait(min(_LOOK_SECONDS, limit_seconds / 4)):
@@ -141,15 +145,15 @@ def _is_local_task(pid: int) -> bool:
 
 
 def initial_branch(flow: Any) -> str:
-    """Return the branch after `prepare`: "node" (`train_node`) for a single node in AWS Batch, else "gang"."""
+    """Return the flow's branch after `prepare`: "node" (`train_node`) for a single node in AWS Batch, else "gang"."""
     return "node" if training_backend(flow) == "batch" and flow.num_nodes == 1 else "gang"
 
 
 def train_node(flow: Any, this: Any) -> tuple[dict, str]:
-    """Run one round of the step `train_node`: train on a single node until the job ends or the machine is reclaimed.
+    """Run one round of the step `train_node`: train on one node until the job ends or the machine is reclaimed.
 
-    A drain after a Spot notice ends the round as planned, and the step repeats. Returns the outcome as JSON, and the
-    next branch of the flow: "again", "gang" or "done". Raises StepFailed for a failure that a new attempt may cure.
+    Returns the outcome as JSON, and the next branch of the flow: "again", "gang" or "done". A drain after a Spot notice
+    ends the round normally, and "again" repeats the step. Raises StepFailed for a failure that a new attempt may cure.
     """
     flow.rounds += 1
     order = _order(flow, this)
@@ -166,7 +170,7 @@ def train_node(flow: Any, this: Any) -> tuple[dict, str]:
 
 
 def train(flow: Any, this: Any) -> dict:
-    """Run this node's part of the gang, and return its outcome as JSON. Raises StepFailed if a new attempt may help."""
+    """Run this node's agent in the gang and return the outcome as JSON. Raises StepFailed if a new attempt may help."""
     return _run_node(flow, this, _order(flow, this), node=this.parallel.node_index, main_address=this.parallel.main_ip)
 
 
@@ -198,9 +202,9 @@ def _run_node(flow: Any, this: Any, order: AttemptOrder | None, *, node: int, ma
 
 
 def _order(flow: Any, this: Any) -> AttemptOrder | None:
-    """Return the order that the scheduler wrote for this attempt, or None if there is none, as on this machine.
+    """Return the scheduler's order for this attempt, or None if there is none, as for training on this machine.
 
-    Raises StepFailed if the attempt could not be placed, or the store fails.
+    Raises StepFailed if no placement could be chosen for the attempt, or if the store fails.
     """
     if training_backend(flow) is None:
         return None
@@ -241,7 +245,7 @@ def _gang_spec(flow: Any, this: Any, order: AttemptOrder | None, *, node: int, m
 
 
 def _terms(flow: Any, job: Job, order: AttemptOrder | None) -> dict:
-    """Return this attempt's money terms as JSON: its price per rank-second, the job's limits, and its costs so far."""
+    """Return the attempt's cost terms as JSON: price per rank-second, the job's limits, and the job's costs so far."""
     from ebbflow.cost.errors import CostError
     from ebbflow.cost.ledger.ledger import compute_spent_usd, last_notified_threshold
     from ebbflow.cost.plan.plan import Plan

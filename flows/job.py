@@ -22,7 +22,7 @@ RUNS = runs_folder(PROJECT_ROOT)
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A job in one Metaflow run."""
+    """One job in one Metaflow run: its name, configuration, store and local folder."""
 
     name: str  # kept over all runs of the job
     run: str  # id of this Metaflow run
@@ -31,12 +31,12 @@ class Job:
 
     @classmethod
     def of(cls, flow: Any, run: str) -> Job:
-        """Return the job that a flow's artifacts describe, in the run with this id."""
+        """Build the job from a flow's artifacts. run: the id of the Metaflow run."""
         return cls(name=flow.job, run=run, config=RunConfig.model_validate_json(json.dumps(flow.settings["config"])))
 
     @cached_property
     def root_store(self) -> Store:
-        """Store of all jobs. It is opened once, so that credentials and connections are kept."""
+        """The store that holds all jobs. It is opened once, so that credentials and connections are reused."""
         return Store.open(self.config.store, request_timeout_seconds=self.request_seconds)
 
     @property
@@ -48,18 +48,18 @@ class Job:
         return local_folder(self.name, self.config.store)
 
     def remember(self) -> None:
-        """Record in runs/<job> where the job is stored, so that commands on this machine find it by name."""
+        """Write the store's address to runs/<job>, so that commands on this machine find the job by its name."""
         write_atomically(self.folder / NOTE, KnownJob(self.name, self.config.store).note())
 
     def events(self, process: str) -> EventLog:
-        """Open a log for one step of the flow. Close it before the step ends."""
+        """Open the job's event log for one step of the flow. The caller must close it before the step ends."""
         return EventLog(self.store, Origin(job=self.name, run=self.run, process=process))
 
 
 def local_folder(job: str, store_uri: str) -> Path:
-    """Return the folder runs/<job> on this machine, which is created if it is missing.
+    """Return the folder runs/<job> on this machine, and create it if it is missing.
 
-    If the store is the folder runs/ itself, runs/<job> is a link to the job's data there.
+    If the store is the folder runs/ itself, runs/<job> is a symbolic link to the job's data in the store.
     """
     folder = RUNS / job
     in_store = RUNS / job_prefix(job)
@@ -82,7 +82,7 @@ def mark_latest(job: str) -> None:
 
 
 def _link(link: Path, target: Path) -> None:
-    """Create or replace a link atomically. If a folder has its name, nothing is changed."""
+    """Create or replace a symbolic link atomically. If `link` is a folder, change nothing."""
     if link.is_symlink() and link.readlink() == target:
         return
     if link.exists() and not link.is_symlink():
@@ -98,19 +98,22 @@ CLOCK_TOLERANCE_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class ClockReading:
-    """The time by the store's clock and by this machine's. A clock that jumps must not move a job's deadline."""
+    """The current time by the store's clock and by this machine's clock.
+
+    Both are read, because a jump of this machine's clock must not move a job's deadline.
+    """
 
     utc: float  # of the store, if the two differ by more than `CLOCK_TOLERANCE_SECONDS`; else of this machine
     own_utc: float
 
     @classmethod
     def of(cls, store: Store, own_utc: float | None = None) -> ClockReading:
-        """Ask the store for its time. If it does not answer, this machine's time is used."""
+        """Read both clocks. If the store does not answer, use this machine's time for both."""
         own = time.time() if own_utc is None else own_utc
         there = StoreClock().now(store, own)
         return cls(there if abs(there - own) > CLOCK_TOLERANCE_SECONDS else own, own)
 
     @property
     def ahead_seconds(self) -> float:
-        """Seconds by which the store's clock is ahead of this machine's; 0 if they agree."""
+        """Seconds by which the store's clock is ahead of this machine's, or 0 if they differ by at most 60 s."""
         return self.utc - self.own_utc

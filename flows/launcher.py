@@ -1,6 +1,6 @@
 """The launcher: the process of `run` and `resume`, which prepares and runs Metaflow.
 
-It exits with the job's exit code, because Metaflow itself turns every failure into exit code 1.
+The launcher exits with the job's exit code, whereas Metaflow alone would exit with 1 after every failure.
 """
 
 # Metaflow's stubs neither re-export its public names nor know the attributes that it adds at run time.
@@ -59,10 +59,10 @@ _COMMANDS = frozenset({
 
 
 class _Launch:
-    """This process as the job's launcher: its claim on the job, and its handling of SIGTERM, SIGHUP and Ctrl-C.
+    """State of this launcher: its claim on the job, and its handling of SIGTERM, SIGHUP and Ctrl-C.
 
-    Before Metaflow starts, a signal ends the process. While Metaflow runs, a signal makes the tasks save and exit.
-    While the report is written, only a second Ctrl-C ends the process.
+    Before Metaflow starts, a signal ends the process. While Metaflow runs, a signal makes the tasks save a checkpoint
+    and exit. While the report is written, only a second Ctrl-C ends the process.
     """
 
     def __init__(self) -> None:
@@ -85,10 +85,11 @@ class _Launch:
                 signal.signal(number, self._leave)
 
     def claim_job(self, job: str, config: RunConfig, command: str, permits: Sequence[str] = ()) -> None:
-        """Claim the job, then record the permits. A job without a name ("") is claimed later, by the id of its run.
+        """Claim the job, then record the user's permits to give up commits (`options.give_permits`).
 
-        If the store does not answer, a message is printed and the run goes on without a claim. Exits with 3 if another
-        launcher runs the job, or if the permits (`options.give_permits`) cannot be recorded.
+        A job without a name ("") is claimed later, once its run has an id. If the store does not answer, a message is
+        printed and the run goes on without a claim. Exits with 3 if another launcher runs the job, or if the permits
+        cannot be recorded.
         """
         if not job:
             self._unnamed = config
@@ -120,7 +121,7 @@ class _Launch:
             sys.exit(Outcome.PREFLIGHT.exit_code)
 
     def run(self, flow_class: type, run_id_file: Path) -> int:
-        """Run Metaflow and return its exit code, or 75 if a signal asked the run to leave."""
+        """Run Metaflow and return its exit code, or 75 if a signal asked the run to exit."""
         if self._unnamed is not None and claim_of_parent() is None:
             threading.Thread(target=self._claim_by_run, args=(run_id_file,), daemon=True).start()
         try:
@@ -138,7 +139,7 @@ class _Launch:
             self.claim.release()
 
     def _claim_by_run(self, run_id_file: Path) -> None:
-        """Claim a job that is named after its run as soon as the run has an id; no other launcher can have it."""
+        """Wait until the run has an id, and claim the job of that name. No other launcher can have that job."""
         assert self._unnamed is not None
         while not self._ended.wait(_RUN_ID_SECONDS):
             if run_id_file.is_file() and (run := run_id_file.read_text().strip()):
@@ -189,12 +190,12 @@ _launch = _Launch()
 def prepare(module_name: str) -> None:
     """Prepare this process for Metaflow, before Metaflow is imported. module_name: `__name__` of the flow file.
 
-    It sets the environment variables that Metaflow reads at import. For `run`, it replaces the user's options by one
-    checked configuration; for `run` and `resume`, it claims the job. If the flow file is imported and not run, it does
-    nothing.
+    Sets the environment variables that Metaflow reads at import. For `run`, replaces the user's options with one
+    checked configuration. For `run` and `resume`, claims the job. Does nothing if the flow file is imported instead of
+    run.
 
-    Exits with 2 for a bad configuration, and with 3 if a quick check fails or another launcher runs the job. By then
-    nothing has been written except the claim.
+    Exits with 2 for a bad configuration, and with 3 if a quick check fails or another launcher runs the job. In these
+    cases nothing but the claim has been written.
     """
     if module_name != "__main__":
         return
@@ -244,7 +245,7 @@ def prepare(module_name: str) -> None:
 
 
 def run(flow_class: type) -> None:
-    """Run Metaflow's command line; after `run` or `resume`, print the report and exit with the outcome's code."""
+    """Run Metaflow's command line. After `run` or `resume`, print the report and exit with the job's exit code."""
     at = _command_index(sys.argv)
     if not _is_launch(at):
         flow_class()
@@ -283,13 +284,13 @@ def _tell_main_thread() -> None:
 
 
 def write_to_stderr(text: str) -> None:
-    """Write a line to stderr without Python's buffers, which the current signal handler may have interrupted."""
+    """Write a line to stderr without Python's buffers, which is safe in a signal handler."""
     with contextlib.suppress(OSError):
         os.write(2, f"{text}\n".encode())
 
 
 def reorder_words(words: Sequence[str]) -> list[str]:
-    """Move options of `run` that precede the command behind it, where Metaflow accepts them.
+    """Return the command line with options of `run` moved behind the command, where Metaflow accepts them.
 
     Exits with 2 if there are such options and no command.
     """
@@ -317,9 +318,9 @@ def reorder_words(words: Sequence[str]) -> list[str]:
 
 
 def _tie_to_parent(by: signal.Signals) -> bool:
-    """Make the kernel send a task the signal `by` when its parent dies; return whether the parent is on this machine.
+    """Make the kernel send this task the signal `by` when its parent dies. Return False if the parent is remote.
 
-    The parent is the launcher or, for a task of another node, the control task.
+    The parent is the launcher or, for a task of another node of a local run, Metaflow's control task.
     """
     parent = os.environ.get(_PARENT_VARIABLE)  # set on the launching machine only
     if parent:
@@ -329,9 +330,10 @@ def _tie_to_parent(by: signal.Signals) -> bool:
 
 
 def _join_in(words: list[str]) -> None:
-    """Install handlers and fixes in a process that Metaflow started to submit an attempt, or as a task in a container.
+    """Install signal handlers and Metaflow fixes in a process that Metaflow started.
 
-    words: the command line from Metaflow's command on.
+    Such a process either submits an attempt to a backend or is a task in a container. words: the command line, starting
+    with Metaflow's command.
     """
     from ebbflow.flows import metaflow_fixes
 
@@ -376,7 +378,7 @@ def _set_environment() -> None:
 
 
 def _command_index(argv: list[str]) -> int | None:
-    """Return the index of Metaflow's command in the command line, or None; the value of `--with` is not the command."""
+    """Return the index of Metaflow's command in the command line, or None. The value of `--with` is not a command."""
     return next((at for at, word in enumerate(argv) if at and word in _COMMANDS and argv[at - 1] != "--with"), None)
 
 
@@ -401,7 +403,7 @@ def _metaflow(flow_class: type) -> int:
 
 
 def _read_run_id(file: Path) -> str:
-    """Return the run id that Metaflow wrote to `file`, or "", and delete the file if the launcher created it."""
+    """Return the run id that Metaflow wrote to `file`, or "". Delete the file if the launcher created it."""
     run_id = file.read_text().strip() if file.is_file() else ""
     if file.name.startswith(_RUN_ID_PREFIX):
         file.unlink(missing_ok=True)
@@ -409,9 +411,9 @@ def _read_run_id(file: Path) -> str:
 
 
 def _job_of(flow_name: str, run_id: str, *, without: str = "no report") -> Job | None:
-    """Return a run's job from the artifacts of its start step. If they cannot be read, print that and return None.
+    """Return a run's job, read from the artifacts of its start step. If this fails, print why and return None.
 
-    without: the consequence that the message names, such as "no report".
+    without: what will be missing because of the failure, such as "no report"; it begins the message.
     """
     from metaflow import Run, namespace
 
@@ -426,10 +428,12 @@ def _job_of(flow_name: str, run_id: str, *, without: str = "no report") -> Job |
 
 
 def finish_job(job: Job, code: int, started: float, *, asked: bool) -> int:
-    """Print the job's report, written from the event log if the run died before it, and return the exit code.
+    """Print the job's report and return the exit code. If the run died before writing a report, write it first.
 
-    started: Unix time at which the run began. asked: a signal asked the run to exit; then Metaflow's exit code `code`
-    is returned, unless the job completed in this run.
+    Args:
+        code: Metaflow's exit code.
+        started: Unix time at which the run began.
+        asked: a signal asked the run to exit. Then `code` is returned, unless the job completed in this run.
     """
     from ebbflow.cost.errors import CostError, ReportError
     from ebbflow.cost.report.render_text import render
@@ -470,7 +474,7 @@ def finish_job(job: Job, code: int, started: float, *, asked: bool) -> int:
 
 
 def _completed_since(job: Job, started: float) -> bool:
-    """Return whether the job's final outcome is completion, recorded at `started` (Unix time) or later."""
+    """Return whether the job completed at `started` (Unix time) or later, and no later outcome is recorded."""
     from ebbflow.cost.ledger.generations import find_final_outcome
     from ebbflow.infra.events import read_events
 

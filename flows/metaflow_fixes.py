@@ -2,17 +2,18 @@
 
 With local metadata, these releases have four faults:
 
-- the command of the other nodes is made by replacing the task's id as a bare string, wherever it occurs
-  (Netflix/metaflow#2564, #2574);
-- a task in a container is missing from the metadata there, so its cards cannot be rendered;
-- node 0 waits for the other nodes by asking the metadata of its own container, which does not have them;
-- if a job left no metadata, its submitter ends with an error about that, which hides why the job failed
+- Metaflow makes the commands of the other nodes from node 0's by replacing the task's id wherever that string occurs
+  (Netflix/metaflow#2564, #2574).
+- A task in a container is missing from the metadata in that container, so its cards cannot be rendered.
+- Node 0 waits for the other nodes by reading the metadata in its own container, which do not list them.
+- If a job left no metadata, its submitter ends with an error about that, which hides why the job failed
   (Netflix/metaflow#2557).
 
-With a metadata service, Metaflow is not changed, and two faults remain. The first one above can occur in the first
-tasks of a new service, whose ids are short numbers; the command is then corrected in the request to AWS, with a
-message. And Metaflow relies on fields of an ended multi-node job that AWS may set late. Missing fields are filled in;
-without them, a gang that succeeded would count as failed, and would be started and paid for again.
+With a metadata service, Metaflow itself is not changed, and two faults remain. First, the commands of the other nodes
+can still be wrong in the first tasks of a new service, whose ids are short numbers. The command is then corrected in
+the request to AWS, and a message is printed. Second, Metaflow relies on fields of an ended multi-node job that AWS may
+set late. Missing fields are filled in; otherwise a gang that succeeded would count as failed, and would be run and paid
+for again.
 """
 
 # Metaflow's stubs neither re-export its public names nor know the attributes that it adds at run time.
@@ -47,7 +48,7 @@ FIXES = ("#2564 command of other nodes", "#2557 reason of a failure", "end of ot
 
 
 def is_known_release(text: str | None = None) -> bool:
-    """Return whether the fixes were tested with this release of Metaflow; None: the installed one."""
+    """Return whether the fixes were tested with a Metaflow version (`text`; None means the installed one)."""
     return tuple(int(part) for part in re.findall(r"\d+", text or version("metaflow"))[:3]) in KNOWN
 
 
@@ -87,7 +88,10 @@ def check_metadata(context: PreflightContext) -> CheckFinding:
 
 
 def _asked_service(follows: str) -> CheckFinding:
-    """Return the finding of whether the metadata service answers. Metaflow would try for 15 s and print a traceback."""
+    """Ask the metadata service for its version, and return the check's finding.
+
+    Metaflow itself would try for 15 s and print a traceback. follows: text that is added to the message if it answers.
+    """
     url = metaflow_setting("METAFLOW_SERVICE_URL")
     if not url:
         return skipped("METAFLOW_SERVICE_URL is not set; see the check aws-metaflow")
@@ -120,9 +124,9 @@ CHECKS = [
 
 
 def drop_interrupt_advice() -> None:
-    """Suppress Metaflow's line that advises against Ctrl-C, which is safe here. For the launcher's process.
+    """Suppress Metaflow's advice against Ctrl-C, which is safe with Ebbflow. Call this in the launcher.
 
-    Has no effect on a release without the private attribute that this changes.
+    Has no effect on a Metaflow release without the private attribute that this changes.
     """
     from metaflow.runtime import NativeRuntime
 
@@ -138,10 +142,10 @@ def drop_interrupt_advice() -> None:
 
 
 def keep_terminal_from_tasks() -> None:
-    """Start each task in its own process group, out of reach of a terminal's Ctrl-C. For the launcher's process.
+    """Start each task in its own process group, so that a terminal's Ctrl-C does not reach it.
 
-    Ctrl-C would end a starting task in a traceback; the launcher passes it on as SIGTERM instead. Has no effect on a
-    release without the private attribute that this changes.
+    Call this in the launcher. Ctrl-C would end a starting task with a traceback. The launcher sends tasks SIGTERM
+    instead. Has no effect on a Metaflow release without the private attribute that this changes.
     """
     from metaflow import runtime
 
@@ -161,7 +165,7 @@ def fix_submitter() -> None:
 
 
 def fix_batch_requests() -> None:
-    """Correct this process's requests to AWS Batch, and the answers, without changes to Metaflow."""
+    """Correct this process's requests to AWS Batch, and Batch's answers, in botocore. Metaflow is not changed."""
     from botocore import handlers
 
     handlers.BUILTIN_HANDLERS.append(("before-parameter-build.batch.SubmitJob", correct_node_commands))
@@ -183,7 +187,7 @@ def fix_task() -> None:
 
 
 def correct_node_commands(params: dict[str, Any], **_: Any) -> None:
-    """Rebuild the other nodes' commands in a submit request from node 0's, where Metaflow has made them wrongly."""
+    """Correct the other nodes' commands in a SubmitJob request, where Metaflow derived them wrongly from node 0's."""
     overrides = (params.get("nodeOverrides") or {}).get("nodePropertyOverrides") or []
     if len(overrides) < 2:
         return
@@ -197,7 +201,7 @@ def correct_node_commands(params: dict[str, Any], **_: Any) -> None:
 
 
 def complete_gang_descriptions(parsed: dict[str, Any], **_: Any) -> None:
-    """Fill in the fields of multi-node jobs that Metaflow reads, if AWS has not set them."""
+    """Fill in the fields of multi-node jobs that Metaflow reads but AWS has not set."""
     for job in parsed.get("jobs") or []:
         if job.get("nodeProperties"):
             job["attempts"] = job.get("attempts") or [{"container": {}}]
@@ -205,7 +209,10 @@ def complete_gang_descriptions(parsed: dict[str, Any], **_: Any) -> None:
 
 
 def node_command(main: str) -> str:
-    """Return the shell command of the other nodes, made from node 0's. Their shell inserts the node's index."""
+    """Return the shell command for the other nodes, derived from node 0's command.
+
+    All of these nodes share the command; the shell on each node inserts the node's index.
+    """
     found = re.search(r"--task-id (\S+)", main)
     if found is None:
         return main
@@ -244,7 +251,7 @@ def _pass_over_missing_metadata() -> None:
 
 
 def _wait_for_mappers(self: Any, flow: Any, step_name: str) -> None:
-    """Wait until the datastore has the other nodes' results, because the end of node 0 ends the Batch job."""
+    """Make node 0 wait until the other nodes' results are in the datastore, because the Batch job ends with node 0."""
     from metaflow import current
 
     waiting = [path.split("/") for path in flow._control_mapper_tasks[1:]]
@@ -259,7 +266,7 @@ def _wait_for_mappers(self: Any, flow: Any, step_name: str) -> None:
 
 
 def _is_done(datastore: Any, path: list[str], attempt: int) -> bool:
-    """Return whether a task has succeeded in this attempt; an earlier one may have done so on this node alone."""
+    """Return whether a task has succeeded in this attempt. Success in an earlier attempt does not count."""
     from metaflow.datastore.exceptions import DataException
 
     try:

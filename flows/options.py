@@ -34,11 +34,11 @@ _FIXED_FOR_A_JOB = ("workload", "workload_options", "model", "data", "training.s
 
 
 def check_run_options(options: list[str]) -> list[str]:
-    """Check the options of `run`, and return them with --config and --set replaced by one configuration as JSON.
+    """Check the options of `run`, and return them with --config and --set merged into one configuration as JSON.
 
-    --from-scratch and --accept-rollback are left out. The launcher records these permits once it has claimed the job
-    (`parse_permits`, `give_permits`). Exits with 2 for a bad configuration, fault or job name, and with 3 if a quick
-    check forbids the run.
+    The result lacks --from-scratch and --accept-rollback. The launcher records these permits once it has claimed the
+    job (`parse_permits`, `give_permits`). Exits with 2 for a bad configuration, fault or job name, and with 3 if a
+    quick check forbids the run.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config", default=str(DEFAULT_CONFIG))
@@ -75,7 +75,7 @@ def check_run_options(options: list[str]) -> list[str]:
 
 
 def add_permits(parser: argparse.ArgumentParser) -> None:
-    """Add the options with which a person (nothing that runs unattended) permits a job to give up commits."""
+    """Add the options with which a user permits a job to give up commits. Unattended programs must not set them."""
     parser.add_argument(
         "--from-scratch", action="store_true", help="begin anew if no commit of the job can be restored"
     )
@@ -89,7 +89,7 @@ def requested_permits(known: argparse.Namespace) -> list[str]:
 
 
 def parse_permits(options: list[str]) -> tuple[list[str], list[str]]:
-    """Return the permits that the user gives, and the other options."""
+    """Return the permits in the options (see `add_permits`), and all other options."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     add_permits(parser)
     known, rest = parser.parse_known_args(options)
@@ -99,20 +99,20 @@ def parse_permits(options: list[str]) -> tuple[list[str], list[str]]:
 def give_permits(permits: Sequence[str], job: str, store: str) -> None:
     """Record in the job's store that the user permits the job to give up commits. Raises InfraError.
 
-    Call this only while this process has claimed the job: a launcher that is refused must not change the job.
+    Call this only after this process has claimed the job, because a launcher without the claim must not change the job.
     """
     if permits:
         record_permits(Store.open(store, request_timeout_seconds=_REQUEST_SECONDS).sub(job_prefix(job)), *permits)
 
 
 def parse_checked_options(words: list[str]) -> tuple[str, RunConfig]:
-    """Return the job's name ("" without one) and configuration from the result of `check_run_options`."""
+    """Return the job's name ("" if it has none) and configuration from the result of `check_run_options`."""
     values = dict(zip(words[0:6:2], words[1:6:2], strict=True))
     return values["--job"], RunConfig.model_validate_json(json.dumps(json.loads(values["--config"])["config"]))
 
 
 def _loaded(known: argparse.Namespace, backend: str | None) -> LoadedConfig:
-    """Load the configuration; `--with` also sets cluster.plan_for. Raises ConfigError."""
+    """Load the configuration. The backend that `--with` names becomes cluster.plan_for. Raises ConfigError."""
     load = partial(load_config, known.config, project_root=PROJECT_ROOT, cwd=Path.cwd())
     loaded = load(known.overrides)
     if backend is None or loaded.config.cluster.plan_for == backend:
@@ -122,7 +122,7 @@ def _loaded(known: argparse.Namespace, backend: str | None) -> LoadedConfig:
 
 
 def _check_place(job: str, store: str) -> None:
-    """Exit with 2 if runs/<job> on this machine belongs to a job of this name in another store."""
+    """Exit with 2 if runs/<job> on this machine belongs to a job of the same name in another store."""
     known = known_job(RUNS / job)
     if known is not None and known.store != store:
         _refuse(
@@ -178,11 +178,13 @@ _MOST_ASKED = 8
 
 
 def check_resume(words: list[str]) -> tuple[str, RunConfig, list[str]] | None:
-    """Find the job to resume, set Metaflow's environment for it, and run the quick checks of `run`.
+    """Find the job to resume, set Metaflow's environment variables for it, and run the same quick checks as `run`.
 
-    Returns (job name, configuration, requested permits), or None, with a message, if this machine does not know the
-    job or its store does not answer. --from-scratch and --accept-rollback are removed from `words` in place. Exits with
-    2 for options of `run`, since `resume` keeps the settings of the resumed run, and with 3 if a check forbids the run.
+    Returns (job name, configuration, requested permits). If this machine does not know the job, or its store does not
+    answer, prints a message and returns None. Removes --from-scratch and --accept-rollback from `words`.
+
+    Exits with 2 if options of `run` are given, since `resume` keeps the settings of the resumed run, and with 3 if a
+    check forbids the run.
     """
     from ebbflow.flows.launcher import RUN_OPTIONS
 
@@ -206,7 +208,7 @@ def check_resume(words: list[str]) -> tuple[str, RunConfig, list[str]] | None:
 
 
 def _job_of(words: Sequence[str]) -> tuple[str, str, RunConfig] | None:
-    """Return (name, path of the configuration's file, configuration) of the job to resume, or None."""
+    """Return (name, path of the configuration file, configuration) of the job to resume, or None if it is unknown."""
     run = (option_values(words, "--origin-run-id") or [""])[-1]
     try:
         job = known_job(RUNS / run) or _find_job_of_run(run) if run else known_job(RUNS / "latest")
@@ -228,7 +230,7 @@ def _job_of(words: Sequence[str]) -> tuple[str, str, RunConfig] | None:
 
 
 def _find_job_of_run(run: str) -> KnownJob | None:
-    """Return the job to which a Metaflow run belongs, searched among the newest jobs of this machine, or None."""
+    """Return the job of a Metaflow run, searched among the newest jobs of this machine, or None if not found."""
     folders = [RUNS / "latest", *(RUNS / name for name in list_known_jobs(RUNS)[-_MOST_ASKED:][::-1])]
     jobs = dict.fromkeys(job for folder in folders if (job := known_job(folder)) is not None)
     return next((job for job in jobs if _is_run_of(job, run)), None)

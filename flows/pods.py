@@ -1,8 +1,8 @@
-"""Attempts as pods of a Kubernetes cluster with Karpenter (`--with kubernetes`). Never run on a cluster.
+"""Placement of attempts as pods on Kubernetes with Karpenter (`--with kubernetes`). Not tested on a real cluster.
 
-A pool is chosen as for AWS Batch, and requested by node labels (https://karpenter.sh/docs/concepts/scheduling, v1)
-instead of a queue. So several nodes can be on Spot. The number of nodes cannot change within a run, because Metaflow
-creates the tasks of a JobSet before the attempt.
+A pool is chosen as for AWS Batch, but requested by node labels (https://karpenter.sh/docs/concepts/scheduling, v1)
+instead of a queue. Therefore a gang of several nodes can run on Spot. The number of nodes cannot change within a run,
+because Metaflow creates the tasks of a JobSet before the attempt.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ _KUBELET_MIB, _OWN_PODS_MIB = 255 + 11 * 30 + 100, 339
 
 
 def node_selector(placement: Mapping[str, Any]) -> dict[str, str]:
-    """Return the node labels that select the machines of a placement (JSON); with a zone, all nodes are in it."""
+    """Return the node labels that select the machines of a placement (JSON).
+
+    If the placement names a zone, all nodes are in that zone.
+    """
     chosen = {
         CAPACITY_TYPE: "spot" if placement["market"] == "spot" else "on-demand",
         INSTANCE_TYPE: placement["instance_type"],
@@ -46,13 +49,16 @@ def node_selector(placement: Mapping[str, Any]) -> dict[str, str]:
 
 
 def tolerations(placement: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Return the tolerations, as keys of V1Toleration, that let a pod run on the tainted training nodes."""
+    """Return tolerations (with V1Toleration's fields as keys) that let a pod run on the tainted training nodes."""
     keys = [TAINT, *([GPU_TAINT] if placement["gpu"] else [])]
     return [{"key": key, "operator": "Exists", "effect": "NoSchedule"} for key in keys]
 
 
 def pod_annotations(metrics_port: int | None) -> dict[str, str]:
-    """Return annotations that forbid Karpenter to remove the node and, with a port, let Prometheus find the metrics."""
+    """Return pod annotations that keep Karpenter from removing the node.
+
+    If `metrics_port` is given, further annotations let Prometheus find the metrics.
+    """
     found = {"karpenter.sh/do-not-disrupt": "true"}
     if metrics_port is not None:
         metrics = {"scrape": "true", "port": str(metrics_port), "path": "/metrics"}
@@ -61,7 +67,7 @@ def pod_annotations(metrics_port: int | None) -> dict[str, str]:
 
 
 def pod_memory_mib(batch_memory_mib: int) -> int:
-    """Return the MiB that a pod can request where a Batch job could request `batch_memory_mib`."""
+    """Return the memory in MiB that a pod can request on a machine where a Batch job could get `batch_memory_mib`."""
     return max(batch_memory_mib - _KUBELET_MIB - _OWN_PODS_MIB, 1024)
 
 
@@ -74,7 +80,10 @@ def is_single_pod() -> bool:
 
 
 def pod_markets() -> dict[str, QueueState]:
-    """Return two stand-ins for queues, which accept every type and number of nodes, because Karpenter creates any."""
+    """Return two placeholder queues, Spot and on-demand, so that Kubernetes can be planned like AWS Batch.
+
+    They accept every instance type and number of nodes, because Karpenter creates the machines that a pod needs.
+    """
     markets: dict[str, Market] = {"spot": "spot", "on-demand": "on_demand"}
     return {
         name: QueueState(
@@ -89,7 +98,7 @@ def with_nodes(config: RunConfig, nodes: int) -> RunConfig:
 
 
 def apply_to_pod(cli_args: Any, order: AttemptOrder, config: dict[str, Any]) -> None:
-    """Write the order's placement into the command line of `kubernetes step`, in place of the values of @kubernetes."""
+    """Set the options of Metaflow's `kubernetes step` from the placement in `order`, replacing those of @kubernetes."""
     placement, options = order.placement or {}, cli_args.command_options
     options.update({
         "cpu": str(max(placement["cpu"] - 1, 1)),  # one for the node's own pods
@@ -116,8 +125,8 @@ def _of(options: dict[str, Any], name: str) -> dict[str, str]:
 def exit_when_asked() -> None:
     """Make SIGTERM, SIGINT and SIGHUP end the submitting process through `sys.exit`.
 
-    Metaflow deletes its pods in an `atexit` handler, which runs only then. Later signals are ignored, since one inside
-    that handler would leave pods behind. The launcher waits 60 s for it.
+    Only then does Metaflow's `atexit` handler run, which deletes the pods. Later signals are ignored, because
+    interrupting that handler would leave pods behind. The launcher waits 60 s for this process.
     """
     numbers = [
         number
@@ -135,11 +144,11 @@ def exit_when_asked() -> None:
 
 
 def set_grace_period() -> None:
-    """Give pods the time between SIGTERM and SIGKILL that a last checkpoint needs, and pass SIGTERM to their tasks.
+    """Give pods time for a last checkpoint between SIGTERM and SIGKILL, and pass SIGTERM on to their tasks.
 
-    Call this in the submitting process. Metaflow sets that time to 0, and its shell, which is process 1 of the
-    container, passes no signal on. Both are changed in the Kubernetes client's class V1PodSpec, of which every pod is
-    made.
+    Call this in the submitting process. Metaflow sets the grace period to 0, and its shell, which is process 1 of the
+    container, passes no signal on. This function changes both by patching V1PodSpec, the class in the Kubernetes client
+    from which every pod is made.
     """
     from kubernetes.client import V1PodSpec
 

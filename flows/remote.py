@@ -1,4 +1,4 @@
-"""Metaflow's settings for runs on AWS Batch or Kubernetes, and reasons to refuse them, before Metaflow is imported."""
+"""Metaflow's settings for AWS Batch and Kubernetes, and reasons to refuse a run. Used before Metaflow is imported."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ _BACKENDS: dict[str, Target] = {"batch": "batch", "cloud": "batch", "kubernetes"
 
 
 def in_container() -> bool:
-    """Return whether this process is a task that Metaflow sent to another machine, not a launcher in a container."""
+    """Return whether this process is a task that Metaflow sent to another machine.
+
+    A launcher that runs in a container does not count.
+    """
     return os.environ.get("METAFLOW_RUNTIME_ENVIRONMENT", "local") != "local"
 
 
@@ -41,7 +44,8 @@ def option_values(words: Sequence[str], option: str) -> list[str]:
 def set_environment(config: RunConfig, backend: str) -> None:
     """Set Metaflow's environment variables for a run on the backend.
 
-    The configuration comes first, then variables and settings that exist already, then values derived from the store.
+    Values in the configuration take precedence, then existing variables and Metaflow settings, then values derived from
+    the store.
     """
     batch = config.batch
     configured = {
@@ -75,8 +79,8 @@ def _is_set(name: str) -> bool:
 def light_queue(config: RunConfig) -> str | None:
     """Choose the queue for the steps around training if the user named none, and print the reason.
 
-    It is one of the configured queues or, without these, one of the account's. Returns None if no queue is found, for
-    example because Batch does not answer; preflight names the cause.
+    The choice is among the configured queues or, if none is configured, the account's queues. Returns None if no queue
+    is found, for example because Batch does not answer; preflight then reports the cause.
     """
     from ebbflow.infra.batch import batch_client, declared_queues, lightest_queue, training_queues
 
@@ -92,7 +96,10 @@ def light_queue(config: RunConfig) -> str | None:
 
 
 def refusal_reason(config: RunConfig, backend: str | None, words: Sequence[str] = ()) -> str | None:
-    """Return why the run cannot be sent to the backend, with the fix, or None if it can. words: the command line."""
+    """Return why the run cannot be sent to the backend and how to fix this, or None if it can be sent.
+
+    words: the words of the command line.
+    """
     if backend is not None and "://" not in config.store:
         return (
             f"--with {backend}: store {config.store} is a folder of this machine, which containers cannot read\n"

@@ -1,4 +1,4 @@
-"""The report of a job, written by the `report` step, or by the launcher if the run died before it."""
+"""Writer of a job's report, called by the `report` step or, if the run died before that step, by the launcher."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _COMPARED_JOBS = 8
 
 
 def record_prices(job: Job) -> None:
-    """Record in the job's events how prices changed since the plan. Without such prices the plan's are used."""
+    """Record in the job's events how prices changed since the plan. If they are unknown, the plan's prices are used."""
     pools: list[dict[str, Any]] = []
     for kind, plan in _paid_types(read_events(job.store)).items():
         try:
@@ -36,9 +36,9 @@ def record_prices(job: Job) -> None:
 
 
 def _paid_types(events: Sequence[Event]) -> dict[str, dict[str, Any]]:
-    """Return the instance types that the job may have paid for, each with the plan since which its prices are needed.
+    """Map each instance type that the job may have paid for to the plan since which its prices are needed.
 
-    This is the first plan that chose the type or, for a type that no plan chose, the first plan with real prices.
+    That is the first plan that chose the type. For a type that no plan chose, it is the first plan with real prices.
     """
     plans = [event.data for event in events if event.name == PLAN and event.data.get("chosen")]
     first = {plan["chosen"]["instance_type"]: plan for plan in reversed(plans)}
@@ -48,13 +48,13 @@ def _paid_types(events: Sequence[Event]) -> dict[str, dict[str, Any]]:
 
 
 def write_report(job: Job) -> RunReport:
-    """Build the report from the job's events, and write it with the metrics to runs/<job>/ and to the store.
+    """Build the report from the job's events, and write it and the metrics to runs/<job>/ and to the store.
 
-    The local files are written first, so that they exist even if the store is full. The job's history for later plans
+    The local files are written first, so that they exist even if the store is full. The job's entry in the job history
     is written last; if that fails, only a message is printed.
 
     Raises:
-        StoreError: the store does not accept the report.
+        StoreError: the store rejected the report or did not answer.
     """
     from ebbflow.flows.attempts.settlement import (
         settle_for_report,  # not at module level, since every card's process imports this

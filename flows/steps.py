@@ -1,6 +1,6 @@
-"""The work of the flow's steps around training, such as preflight, plan and report.
+"""The work of the flow's steps before and after training, such as preflight, plan and report.
 
-Each function combines `training`, `cost` and `infra`. `flows/gang.py` has the work of the training steps.
+The functions combine the packages `training`, `cost` and `infra`. `flows/gang.py` does the work of the training steps.
 """
 
 # Metaflow's stubs neither re-export its public names nor know the attributes that it adds at run time.
@@ -41,12 +41,12 @@ def current_job(flow: Any) -> Job:
 
 
 def is_local(flow: Any) -> bool:
-    """Return whether the ranks run on this machine. Then nothing is paid for, and prices are simulated."""
+    """Return whether the ranks run on this machine, where nothing is paid for and prices are simulated."""
     return training_backend(flow) is None
 
 
 def with_queue_region(flow: Any, config: RunConfig) -> RunConfig:
-    """Return the configuration; on AWS Batch, its only priced region is the region of the queues."""
+    """Return the configuration. For AWS Batch, limit `cost.regions` to the region of the queues."""
     from ebbflow.infra.batch import limit_to_queue_region
 
     there = limit_to_queue_region(config) if training_backend(flow) == "batch" else config
@@ -59,9 +59,9 @@ def with_queue_region(flow: Any, config: RunConfig) -> RunConfig:
 
 
 def available_queues(flow: Any, config: RunConfig) -> dict[str, QueueState] | None:
-    """Return the queues of AWS Batch for training by name, or None if no queue is known or the job runs elsewhere.
+    """Return the AWS Batch queues for training by name, or None if none is known or the job runs elsewhere.
 
-    If Batch does not answer, for example from inside a container, these are the configured queues.
+    If Batch does not answer, which may happen in a container, return the configured queues.
     """
     from ebbflow.infra.batch import batch_client, declared_queues, training_queues
 
@@ -77,7 +77,7 @@ def available_queues(flow: Any, config: RunConfig) -> dict[str, QueueState] | No
 
 
 def read_job_history(job: Job) -> JobHistory:
-    """Read the history of the store's jobs. If the store does not answer, print a message and return an empty one."""
+    """Read the store's job history. If the store does not answer, print a message and return an empty history."""
     from ebbflow.cost.job_history import JobHistory, load_job_history
 
     try:
@@ -88,7 +88,10 @@ def read_job_history(job: Job) -> JobHistory:
 
 
 def read_progress(job: Job) -> JobProgress:
-    """Read the job's progress, so that only the remaining work is planned; without one, print why and plan it all."""
+    """Read the job's progress, so that only the remaining work is planned.
+
+    If the progress is unknown, print why and return no progress, so that the whole job is planned.
+    """
     from ebbflow.cost.errors import CostError
     from ebbflow.cost.plan.candidates import NO_PROGRESS, read_progress
 
@@ -103,7 +106,7 @@ T = TypeVar("T")
 
 
 class StepFailed(MetaflowException):
-    """Failure of a step for a known reason. Metaflow prints its message without a traceback."""
+    """Failure of a step for a known reason. Metaflow prints the message without a traceback."""
 
     headline = "This attempt ended"
 
@@ -113,9 +116,9 @@ class StepFailed(MetaflowException):
 
 
 def record_failure(step: Callable[[Any], T]) -> Callable[[Any], T]:
-    """Decorate the function of a step: an error is recorded as the job's outcome and ends the run with one message.
+    """Decorate a step's function so that an error is recorded as the job's outcome and ends the run with one message.
 
-    Not for the training steps, where a new attempt may help.
+    Do not use this for the training steps, where a new attempt may help.
     """
 
     @functools.wraps(step)
@@ -138,7 +141,7 @@ def record_failure(step: Callable[[Any], T]) -> Callable[[Any], T]:
 
 
 def record_outcome(flow: Any, outcome: Outcome, message: str) -> None:
-    """Record the job's outcome in its events. If the store cannot be opened, print a message instead."""
+    """Record the job's outcome in its event log. If the store cannot be opened, print a message instead."""
     try:
         with current_job(flow).events(str(current.step_name)) as events:
             events.emit(OUTCOME, outcome=outcome.value, message=message)
@@ -148,7 +151,7 @@ def record_outcome(flow: Any, outcome: Outcome, message: str) -> None:
 
 @record_failure
 def begin_job(flow: Any) -> None:
-    """Create the job's folder on this machine. Nothing is written to its store before the checks have passed."""
+    """Create the job's folder on this machine. Nothing is written to the store before preflight has passed."""
     job = current_job(flow)
     job.folder.mkdir(parents=True, exist_ok=True)
     job.remember()
@@ -158,7 +161,7 @@ def begin_job(flow: Any) -> None:
 
 @record_failure
 def run_preflight(flow: Any) -> list[dict]:
-    """Run the checks of all rooms and return their results as JSON. Raises StepFailed if one forbids the run."""
+    """Run all preflight checks and return their results as JSON. Raises StepFailed if a check forbids the run."""
     from ebbflow.infra.preflight import failed_results, render_results
     from ebbflow.training.checks import WORKLOAD_CHECK
 
@@ -183,9 +186,10 @@ def run_preflight(flow: Any) -> list[dict]:
 
 @record_failure
 def plan_capacity(flow: Any) -> dict:
-    """Plan the job and return the plan with its best pools as JSON. plan.json in the job's store has all pools.
+    """Plan the job, and return the plan with its best pools as JSON.
 
-    Raises StepFailed if budget, deadline or capacity do not allow the job.
+    The plan with all pools is written to plan.json in the job's store. Raises StepFailed if budget, deadline or
+    capacity do not allow the job.
     """
     from ebbflow.cost.plan.plan import make_plan
     from ebbflow.cost.plan.plan_text import render_plan
@@ -220,7 +224,7 @@ def plan_capacity(flow: Any) -> dict:
 def examine_workload(flow: Any) -> dict | None:
     """Prepare the data of the user's own workload, and try the workload on one sample.
 
-    Returns the workload's shape and the prepared data as JSON, None for the default workload.
+    Returns the model's shape and a description of the prepared data as JSON, or None for the default workload.
     """
     from ebbflow.training.workloads.examine import examine
 
@@ -235,10 +239,10 @@ def examine_workload(flow: Any) -> dict | None:
 
 @record_failure
 def prepare_data(flow: Any) -> dict:
-    """Prepare the training data in the store, and return their fingerprint and statistics as JSON.
+    """Prepare the training data in the store, and return the data's fingerprint and statistics as JSON.
 
-    Equal data are prepared once for all jobs of a store. The data of a user's own workload are only recorded here
-    (`examine_workload` has prepared them).
+    Jobs with equal data in one store share the prepared data. For a user's own workload, `examine_workload` has already
+    prepared the data, and this function only records them.
     """
     from ebbflow.training.data import prepare_tokens
 
@@ -290,7 +294,7 @@ def say(text: str) -> None:
 
 @record_failure
 def certify(flow: Any) -> dict | None:
-    """Return the resume certificate as JSON, or None if the user did not ask for one.
+    """Certify that the job resumes exactly, if the user asked for it. Return the certificate as JSON, else None.
 
     Raises TrainingError if the job would not resume exactly.
     """

@@ -1,9 +1,10 @@
-"""Supervise a job until it is done, or until a failure, budget or deadline ends it. Run it with
+"""Supervise a job until it is complete, or until a failure, the budget or the deadline ends it. Run it with
 
     python flows/supervise.py CONFIG [--job NAME] [options of `run`, such as --set …, --with batch]
 
-It starts the flow again and again under the job's name: beyond Metaflow's five attempts, after a killed launcher, and
-when there was no capacity. It keeps its state in the job's store, so it can be killed and started again on any machine.
+The supervisor starts the flow again under the same job name when Metaflow's five attempts are used up, when the
+launcher was killed, or when there was no capacity. It keeps its state in the job's store, so it can be killed and
+started again on any machine.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""The story of a job: check, plan, prepare, train, report. Run it with
+"""The flow of a job: check, plan, prepare, train, report. Run it with
 
     python flows/train_flow.py run [--config configs/laptop.yaml] [--set model.num_layers=8] [--rehearse node-loss@60%]
 
-Each step is a few lines; the work is in `training/`, `cost/` and `infra/`. `train` runs on every node of the gang,
-`train_node` on a single node in AWS Batch, because Batch runs no job of several nodes on Spot. Metaflow retries both
-from the last commit when something dies, and `@capacity` (`flows/decorators.py`) chooses where each attempt runs.
-Neither step decides how the run ends: `report` always runs and shows it, and `end` fails the run when the job is not
-complete.
+Each step is a few lines; the work is in `training/`, `cost/` and `infra/`. `train` runs on every node of the gang.
+`train_node` runs on a single node in AWS Batch, because Batch runs no multi-node job on Spot. After a failure, Metaflow
+retries both steps from the last commit, and `@capacity` (`flows/decorators.py`) chooses where each attempt runs.
+Neither step decides how the run ends: `report` always runs, and `end` fails the run if the job is not complete.
 """
 
 # Metaflow's stubs neither re-export its public names nor know the attributes that it adds at run time.
@@ -71,7 +70,7 @@ class TrainFlow(FlowSpec):
 
     @step
     def start(self):
-        """Name the job, which outlives this run, and record its configuration."""
+        """Name the job, which can span several runs, and record its configuration."""
         self.job = self.job_name or current.run_id
         self.config_sources = self.settings["sources"]  # source of each value: default, file:line, environment or --set
         steps.begin_job(self)
@@ -85,14 +84,14 @@ class TrainFlow(FlowSpec):
 
     @step
     def plan(self):
-        """Choose the cheapest capacity that fits and meets the deadline, or refuse and name the limit."""
+        """Choose the cheapest capacity that meets the deadline, or refuse the job and name the limit it exceeds."""
         self.examined = steps.examine_workload(self)
         self.capacity = steps.plan_capacity(self)
         self.next(self.prepare)
 
     @step
     def prepare(self):
-        """Prepare the data once for all ranks, such as text as token shards, then choose the branch for training."""
+        """Prepare the data once for all ranks, such as token shards from text, and choose the branch for training."""
         self.prepared = steps.prepare_data(self)
         self.certificate = steps.certify(self)
         self.num_nodes = gang.gang_shape(self).nodes
@@ -104,7 +103,7 @@ class TrainFlow(FlowSpec):
     @retry(times=4, minutes_between_retries=0)
     @step
     def train_node(self):
-        """Train on a single node in AWS Batch. If its machine is reclaimed, repeat on a new one; this is no failure."""
+        """Train on a single node in AWS Batch. If the machine is reclaimed, repeat the step on a new one."""
         self.gang_outcome, self.next_branch = gang.train_node(self, current)
         self.next({"again": self.train_node, "gang": self.fan_out, "done": self.report}, condition="next_branch")
 
@@ -133,7 +132,7 @@ class TrainFlow(FlowSpec):
     @card(type="blank", id="report")
     @step
     def report(self):
-        """Build one report from the events of all attempts: the training, its cost, and the losses."""
+        """Build one report on the job's training and cost from the events of all attempts, and show it as a card."""
         from ebbflow.flows import cards, reporting  # a fifth of the time in which each other task starts
 
         self.run_report = steps.write_report(self)

@@ -1,1 +1,1 @@
-"""The supervisor of `flows/supervise.py`: start the flow, judge its end by the job's record, and go on or stop."""
+"""The supervisor of `flows/supervise.py`: it starts the flow, judges how each run ended, and continues or stops."""

@@ -1,6 +1,7 @@
-"""One run of the flow as a child process, which dies with the supervisor and receives the supervisor's signals.
+"""The flow as a child process that dies with the supervisor and receives the supervisor's signals.
 
-As a program (`child.py PID COMMAND…`), this file makes its process die with process PID and then becomes COMMAND.
+When run as a program (`child.py PID COMMAND…`), this file makes the kernel end its process when the parent PID dies,
+and then replaces itself with COMMAND.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ STOPPED_SECONDS = 60.0  # how long a launcher may be stopped before it is contin
 
 
 class FlowProcess:
-    """Runner of commands, one after the other. It remembers whether a signal asked to leave.
+    """Runner of commands, one at a time. It remembers whether a signal asked the supervisor to exit.
 
-    Use it in the main thread only: the kernel ties a child to the thread that started it, and Python handles signals in
-    the main thread.
+    Use it in the main thread only: the kernel ends a child when the thread that started it ends, and Python handles
+    signals in the main thread.
     """
 
     def __init__(self) -> None:
@@ -46,13 +47,16 @@ class FlowProcess:
         return self._left.is_set()
 
     def listen(self) -> None:
-        """Pass SIGTERM, SIGHUP and Ctrl-C on to the child."""
+        """Install handlers that pass SIGTERM, SIGHUP and Ctrl-C on to the child."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores it
                 signal.signal(number, self._leave)
 
     def run(self, command: Sequence[str]) -> int:
-        """Run a command and return its exit code, negative for a signal; 75 if a signal has already asked to leave."""
+        """Run a command and return its exit code, which is negative if a signal ended it.
+
+        If a signal has already asked the supervisor to exit, return 75 without running the command.
+        """
         if self.asked_to_leave:
             return Outcome.INTERRUPTED.exit_code
         tied = [sys.executable, __file__, str(os.getpid()), *command]
@@ -68,11 +72,11 @@ class FlowProcess:
         return code
 
     def pause(self, seconds: float) -> None:
-        """Sleep for this time, or until a signal asks to leave."""
+        """Sleep for `seconds`, or until a signal asks the supervisor to exit."""
         self._left.wait(seconds)
 
     def _end_stop(self) -> None:
-        """Continue a launcher that has been stopped (SIGSTOP) for 60 s. Kill it if it is stopped as long again."""
+        """Continue a launcher that has been suspended (SIGSTOP) for 60 s. Kill it if it is suspended for 60 s again."""
         assert self._process is not None
         for seconds in self._stopped.look([self._process.pid]).values():
             does = "killed" if self._continued else "continued"

@@ -47,7 +47,7 @@ class SupervisorOptions:
 
 
 def read_options(arguments: list[str], *, project_root: Path) -> SupervisorOptions:
-    """Parse the supervisor's command line; exits with 2 for a wrong one. Raises ConfigError or LayoutError."""
+    """Parse the supervisor's command line. Exits with 2 if it is invalid. Raises ConfigError or LayoutError."""
     parser = _parser()
     if arguments[:1] in (["-h"], ["--help"]):
         parser.print_help()

@@ -1,4 +1,4 @@
-"""The supervisor's view of a job, read from the job's store, and the verdict on each run."""
+"""The state of a job as the supervisor reads it from the store, and the verdict on each run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class SupervisedRun:
 
 @dataclass(frozen=True, kw_only=True)
 class JobRecord:
-    """State of a job, as its store has it."""
+    """The state of a job, read from its store."""
 
     interruptions: frozenset[int] = frozenset()  # numbers of the generations that an interruption ended
     failures: frozenset[int] = frozenset()  # numbers of the generations that the user's program ended by a failure
@@ -68,7 +68,10 @@ def _money(usd: Decimal) -> str:
 
 
 def read_record(job_store: Store, config: RunConfig) -> JobRecord:
-    """Read the record from the store. If no report can be built, the record lacks only that. Raises StoreError."""
+    """Read the job's record from its store. Raises StoreError.
+
+    If no report can be built, the record is complete except for the report.
+    """
     use_signing_key(config.checkpoint.signing_key_env)
     events = read_events(job_store)
     if not events:
@@ -117,7 +120,7 @@ def _newest_commit(job_store: Store) -> str | None:
 
 
 def _written_config(job_store: Store) -> dict | None:
-    """Return the configuration of the newest run that passed preflight, or None without one."""
+    """Return the configuration of the newest run that passed preflight, or None if no run has."""
     if job_store.head("config.json") is None:
         return None
     return json.loads(job_store.get("config.json")).get("config")
@@ -148,10 +151,11 @@ class RunVerdict(StrEnum):
 
 
 def judge_run(exit_code: int, before: JobRecord, after: JobRecord) -> RunVerdict:
-    """Judge one run by its exit code (negative for a signal) and the job's record before and after.
+    """Return the verdict on one run, from its exit code and the job's record before and after the run.
 
-    Exit codes 1 and 75 are ambiguous: a run that died before any training has them too. Then the record decides. The
-    run was interrupted if it left an interrupted generation, or a Batch job that was reclaimed or terminated.
+    The exit code is negative if a signal ended the run. Exit codes 1 and 75 are ambiguous, because a run that died
+    before any training has them too. In this case the record decides: the run was interrupted if it left an interrupted
+    generation, or a Batch job that was reclaimed or terminated.
     """
     if exit_code == Outcome.COMPLETED.exit_code:
         return RunVerdict.COMPLETED
@@ -175,16 +179,21 @@ def judge_run(exit_code: int, before: JobRecord, after: JobRecord) -> RunVerdict
 
 
 def count_failures(before: JobRecord, after: JobRecord) -> int:
-    """Return the failures that a run counts as: 1 if it made a commit, else its failed Batch jobs, at least 1."""
+    """Return how many failures a failed run counts as.
+
+    A run that made a commit counts as one failure. Any other run counts as many as it has failed Batch jobs, but at
+    least one.
+    """
     if before.commit != after.commit:
         return 1
     return max(1, sum(cause == "user_code" for job, cause in after.attempts.items() if job not in before.attempts))
 
 
 def count_in_a_row(record: JobRecord, verdict: RunVerdict) -> int:
-    """Count the runs with this verdict since the newest commit; for FAILURE, add up their failures.
+    """Count the runs with this verdict since the newest commit; for FAILURE, add up the failures of these runs.
 
-    Runs with other verdicts in between are skipped. Runs before a period without a supervisor count for FAILURE only.
+    Runs with other verdicts in between are skipped. Runs before a gap in which no supervisor ran count for FAILURE
+    only.
     """
     failure = verdict is RunVerdict.FAILURE
     runs = record.runs if failure else _since_alone(record.runs, LONGEST_PAUSE_SECONDS)
@@ -195,8 +204,8 @@ def count_in_a_row(record: JobRecord, verdict: RunVerdict) -> int:
 def pause_seconds(record: JobRecord, verdict: RunVerdict, first_seconds: float) -> float:
     """Return the pause in seconds before the next run.
 
-    It is 0 after an interrupted run that made a commit. Otherwise it is `first_seconds`, doubled for each further run
-    with this verdict since the newest commit, and at most 600.
+    The pause is 0 after an interrupted run that made a commit. Otherwise it starts at `first_seconds` and doubles with
+    each further run with this verdict since the newest commit, up to 600 s.
     """
     times = count_in_a_row(record, verdict)
     if verdict is RunVerdict.INTERRUPTION:
@@ -207,11 +216,11 @@ def pause_seconds(record: JobRecord, verdict: RunVerdict, first_seconds: float) 
 def waited_seconds(
     record: JobRecord, verdict: RunVerdict, now_utc: float, *, usual_pause_seconds: float = LONGEST_PAUSE_SECONDS
 ) -> float:
-    """Return for how many seconds every run has had this verdict (no capacity, or not ready).
+    """Return for how many seconds all runs have had this verdict (no capacity, or not ready).
 
-    The time is counted from the end of the first of these runs; it is 0 if the newest run has another verdict. Runs
-    before a period without a supervisor do not count. usual_pause_seconds: the longest pause that it makes between
-    runs.
+    The time starts at the end of the first of these runs; it is 0 if the newest run has another verdict. Runs before a
+    gap in which no supervisor ran do not count. usual_pause_seconds: the longest pause that a supervisor makes between
+    runs; only a much longer one is such a gap.
     """
     since = now_utc
     for past_run in reversed(_since_alone(record.runs, usual_pause_seconds)):
@@ -222,7 +231,10 @@ def waited_seconds(
 
 
 def _since_alone(runs: tuple[SupervisedRun, ...], usual_pause_seconds: float) -> tuple[SupervisedRun, ...]:
-    """Return the runs since the last period without a supervisor: a gap that exceeds its pauses (`ALONE_SECONDS`)."""
+    """Return the runs since the last gap in which no supervisor ran.
+
+    A gap is a pause that exceeds the supervisor's usual pause by more than `ALONE_SECONDS`.
+    """
     longest = usual_pause_seconds + ALONE_SECONDS
     pairs = enumerate(itertools.pairwise(runs), start=1)
     first = max(

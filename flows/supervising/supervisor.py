@@ -1,6 +1,6 @@
 """The supervisor of a job, and its command line.
 
-It starts the flow, judges each run by the job's record in the store, and starts another run or stops.
+The supervisor starts the flow, judges each run by the job's record in the store, and starts another run or stops.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _WAITS = {
 
 
 class Supervisor:
-    """Supervisor of one job. flow: path of the program whose command `run` is started."""
+    """Supervisor of one job. flow: path of the flow file that it starts with the command `run`."""
 
     def __init__(self, options: SupervisorOptions, say: Callable[[str], None], *, flow: Path = _FLOW) -> None:
         self._options, self._say, self._flow = options, say, flow
@@ -60,7 +60,7 @@ class Supervisor:
         self._claim: Claim | None = None
 
     def supervise(self) -> int:
-        """Run the job until it is over and return its exit code. Raises JobIsRunning or StoreError."""
+        """Start runs until the job is over, and return the exit code. Raises JobIsRunning or StoreError."""
         self._child.listen()
         try:
             return self._supervise()
@@ -102,7 +102,7 @@ class Supervisor:
                 return self._leave(before)
 
     def _claim_job(self) -> None:
-        """Claim the job. The supervisor and all its runs share this claim."""
+        """Claim the job, for the supervisor and all its runs together."""
         options = self._options
         try:
             self._claim = claim_job(
@@ -154,9 +154,9 @@ class Supervisor:
         return None
 
     def _too_many_failures(self, code: int, record: JobRecord) -> int:
-        """Record that the job ended as a crash loop, and return the exit code.
+        """Record that a crash loop ended the job, and return the exit code.
 
-        The agents cannot detect this crash loop, because each failure ended a run together with its agents.
+        The agents cannot detect this crash loop, because each failure ended the agents together with the run.
         """
         count = count_in_a_row(record, RunVerdict.FAILURE)
         message = (
@@ -176,7 +176,7 @@ class Supervisor:
         return Outcome.CRASH_LOOP.exit_code
 
     def _why(self, record: JobRecord, outcome: Outcome) -> str:
-        """Return the job's own message about the outcome of the last run, or a reference to the run's output."""
+        """Return the job's own message about the last run's outcome, or a reference to the run's output."""
         if record.report is not None and record.report.outcome is outcome:
             events = record.report.events
             culprits = [failure.get("culprit") for failure in events["failures"][-1:]]
@@ -221,7 +221,10 @@ class Supervisor:
         return Job(name=self._job.name, run=record.run, config=self._job.config, request_seconds=_REQUEST_SECONDS)
 
     def _write(self, verdict: RunVerdict, code: int, seconds: float, record: JobRecord, failures: int) -> JobRecord:
-        """Record the end of a run, for a job without events in this process only, and return the new record."""
+        """Record how a run ended, and return the new record of the job.
+
+        The run is recorded in the job's events or, if the job has none yet, only in this process.
+        """
         recorded = {"verdict": verdict.value, "commit": record.commit, "failures": failures}
         past_run = SupervisedRun(**recorded, ended_utc=time.time(), seconds=seconds)
         if record.begun:
@@ -232,10 +235,11 @@ class Supervisor:
         return record.with_runs(past_run)
 
     def _read(self, *, end_leftovers_too: bool = True) -> JobRecord | None:
-        """Read the job's record, and terminate Batch jobs that a run left behind (unless another launcher has the job).
+        """Read the job's record, and terminate Batch jobs that an earlier run left behind.
 
-        While the store does not answer, try again every 30 s. Returns None if a signal asked the supervisor to leave
-        meanwhile. Raises StoreUnavailable after --wait-hours.
+        If another launcher has taken the job over, no Batch job is terminated. While the store does not answer, the
+        read is repeated every 30 s. Returns None if a signal asks the supervisor to exit meanwhile. Raises
+        StoreUnavailable after --wait-hours.
         """
         limit = time.monotonic() + self._options.wait_hours * 3600
         while True:
