@@ -16,6 +16,7 @@ from ebbflow.infra.events import COMMIT_SKIPPED, FAULT_DETECTED, GENERATION_ENDE
 from ebbflow.infra.layout import job_prefix
 from ebbflow.infra.process import all_processes, children, process_state
 from ebbflow.infra.store import Store
+from ebbflow.infra.terms import Fallback, Terms
 from ebbflow.training.checkpoint import reachable_commits
 from ebbflow.training.checkpoint.lineage import CommitRef
 from ebbflow.training.errors import GangError
@@ -121,6 +122,17 @@ def test_a_gang_bears_a_pause_a_frozen_and_a_killed_rank_and_saves_when_a_node_i
         for before, ended, after in zip(starts[:-1], ends, starts[1:], strict=True):
             assert before.t_mono + ended.data["seconds"] == pytest.approx(after.t_mono, abs=1e-6)
             assert ended.t_mono == after.t_mono
+
+
+def test_a_gang_leaves_spot_if_a_restart_of_its_ranks_would_break_the_guarantee(spec: GangSpec, tmp_path: Path) -> None:
+    reserve = Fallback(seconds=60, restart_seconds=4000, restart_usd=0, step_seconds=0, usd=0, step_usd=0)
+    terms = Terms(usd_per_rank_second=0.001, deadline_utc=time.time() + 3600, fallback=reserve)
+    gang = start(replace(spec, terms=terms.to_json()), tmp_path / "gang")
+    await_commit(spec)
+    os.kill(beat(spec, rank=1).pid, signal.SIGKILL)
+    outcome = gang.wait(60)
+    assert outcome.outcome == "interrupted" and outcome.generation == 2
+    assert "leaves Spot for on-demand" in outcome.message and "finishing on demand may take 1.13 h" in outcome.message
 
 
 def test_a_node_told_to_leave_without_time_to_save_says_so(spec: GangSpec, tmp_path: Path) -> None:

@@ -70,7 +70,8 @@ class Coordinator:
         self._pending_notice = own.find_pending_notice()
         self._secret = secrets.token_bytes(SECRET_BYTES)
         self._secret_thread: threading.Thread | None = None
-        self._ranks_started = False
+        self._ranks_started = False  # in the running generation
+        self._restarting = False  # an earlier generation of this attempt started ranks
         self._peers = CoordinatorPeers(own.spec, own.host, self._secret)
         self._planner = GenerationPlanner(own.spec, own.job_store, born=own.log.since)
 
@@ -148,7 +149,7 @@ class Coordinator:
 
     def _run_generation(self, generation: Generation, spec: GangSpec, nodes: list[int]) -> GenerationEnd:
         peers, planner = self._peers, self._planner
-        self._ranks_started = False
+        self._restarting, self._ranks_started = self._restarting or self._ranks_started, False
         size = {"nodes": spec.nodes, "processes_per_node": spec.processes_per_node}
         self._log.emit(GENERATION_STARTED, parent=generation.parent, parent_step=generation.parent_step, **size)
         if planner.rolled_back is not None:
@@ -161,8 +162,13 @@ class Coordinator:
             peers.roll_call(self._own.start_seconds, self._own.is_leaving)
             self._update_secret(self._own.secret.withdraw)
             start = self._retry_store(lambda: planner.plan(generation, nodes, peers.hosts(nodes)), peers.keep_in_touch)
-            steps, again = spec.config["training"]["max_steps"], self._ranks_started
-            if refusal := end_if_unaffordable(start, generation.parent_step, max_steps=steps, restart=again):
+            refusal = end_if_unaffordable(
+                start,
+                generation.parent_step,
+                max_steps=spec.config["training"]["max_steps"],
+                restart=self._restarting,
+            )
+            if refusal:
                 print_line(refusal.message)
                 self._log.emit(OUTCOME, **asdict(refusal))
                 end = GenerationEnd(outcome=refusal, reason=refusal.outcome, generation=generation.number)
