@@ -1,4 +1,4 @@
-"""`ebbflow.attach`: commits, notices, watching and the ledger for a training loop that the user keeps."""
+"""Implement `ebbflow.attach`: commits, notices, hang detection and the ledger for a user's own training loop."""
 
 from __future__ import annotations
 
@@ -43,14 +43,15 @@ def attach(
 ) -> AttachedJob:
     """Attach this process to a job, and restore the job's newest commit if there is one. Every rank calls it.
 
-    The job is completed when its outermost loop (`batches` with `epochs`, `epochs` or `steps`) ends, or, as a context
-    manager, when the `with` block ends. After a notice or SIGTERM it saves and exits with code 75.
+    The job is completed when its outermost loop (`batches` with `epochs`, `epochs` or `steps`) ends, or, if the job is
+    used as a context manager, when the `with` block ends. After a notice or SIGTERM the job saves, and the process
+    exits with code 75.
 
     Args:
-        model: the model as it is called: plain, DDP or FSDP2.
-        store: folder or s3://bucket/prefix; default: that of the configuration, else `runs`.
+        model: the model that the training loop calls: plain, DDP or FSDP2.
+        store: folder or s3://bucket/prefix; default: the store of the configuration, else `runs`.
         name: name of the job; default: EBBFLOW_JOB, else the name of the script.
-        config: configuration file; default: EBBFLOW__SECTION__KEY variables and defaults alone.
+        config: configuration file; default: none, only EBBFLOW__SECTION__KEY variables and default values.
         states: further objects to save and restore.
     """
     if scheduler is not None:
@@ -86,10 +87,13 @@ def _check_arguments(model: nn.Module, optimizer: Optimizer | None, states: dict
 
 
 def open_attached(make: Callable[[WorkerSpec, Gang], Job], **wanted: str | Path | None) -> Job:
-    """Make the job of this process, for the spec of its agent or for a new generation. Collective.
+    """Create and return the job of this process with `make`. Collective.
+
+    The agent that started this process describes the job's generation. Without an agent, rank 0 opens a new generation
+    from `wanted`, which are the arguments `store`, `name` and `config` of `attach`.
 
     Raises:
-        AttachError: this process has a job already, or no process group although there are several ranks.
+        AttachError: this process has a job already, or there are several ranks and no process group.
     """
     if (current := attached_job.current) is not None:
         raise AttachError(
@@ -119,7 +123,10 @@ def _join_gang() -> Gang:
 
 
 def _share(gang: Gang, make: Callable[[], WorkerSpec]) -> WorkerSpec:
-    """Return rank 0's spec on every rank. Collective. If rank 0 fails, it raises and the others exit silently."""
+    """Call `make` on rank 0 and return its result on every rank. Collective.
+
+    If `make` fails, rank 0 raises the error, and the other ranks exit silently with its exit code.
+    """
     made, error = None, None
     if gang.rank == 0:
         try:
@@ -138,7 +145,7 @@ def _share(gang: Gang, make: Callable[[], WorkerSpec]) -> WorkerSpec:
 
 
 def _open(store: str | Path | None, name: str | Path | None, config: str | Path | None) -> WorkerSpec:
-    """Open a generation of the job that the arguments and the environment name. Rank 0 calls this."""
+    """Open a new generation of the job that the arguments and the environment name. Only rank 0 calls this."""
     loaded = load_config(config, [f"store={store}"] if store else [], project_root=Path.cwd())
     settings = settings_of_script(loaded)
     job = check_job_name(job_of_script(None if name is None else str(name), sys.argv[0] if sys.argv else ""))

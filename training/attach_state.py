@@ -1,7 +1,7 @@
-"""State of a user's script beside model and optimizer, as JSON and named tensors; and the order of its data.
+"""Save the state of a user's script besides model and optimizer, and keep the order of its data.
 
-A state dict becomes a form, which is JSON without tensors, and its tensors by path. `split_state` and `join_state` are
-each other's inverse.
+`split_state` separates a state dict into tensors, each under a path, and a form: JSON that has a path in place of each
+tensor. `join_state` is the inverse.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MAPPINGS = {"dict": dict, "ordered": OrderedDict, "counter": Counter}
 
 
 def split_state(state: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    """Return the form of `state`, and add its tensors to `tensors`.
+    """Return the form of `state`, which is JSON with paths in place of tensors, and add its tensors to `tensors`.
 
     Raises:
         AttachError: a value is neither a tensor nor plain data.
@@ -71,7 +71,7 @@ def _key(key: Any, path: str) -> Any:
 
 
 def join_state(form: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return the state whose form and tensors `split_state` has made."""
+    """Rebuild a state from the form and tensors that `split_state` returned."""
     if not isinstance(form, dict):
         return form
     (kind, value), *_ = form.items()
@@ -98,7 +98,7 @@ def from_bytes(tensor: Tensor) -> Any:
 
 
 def own_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers that can differ between ranks, such as the statistics of BatchNorm, by name."""
+    """Return the buffers whose values may differ between ranks, such as BatchNorm statistics, by name."""
     known = model.state_dict(keep_vars=True)
     found = {}
     for name, buffer in model.named_buffers():
@@ -121,7 +121,7 @@ def _seed_all(seed: int) -> None:
 
 @contextlib.contextmanager
 def _random_numbers_of(seed: int) -> Iterator[None]:
-    """Draw the random numbers of the context from `seed`; the generators go on from their state before it."""
+    """Seed the random generators for the duration of the context; afterwards restore their previous states."""
     numpy = sys.modules.get("numpy")
     kept = torch.get_rng_state(), random.getstate(), numpy and numpy.random.get_state()
     _seed_all(seed)
@@ -135,13 +135,13 @@ def _random_numbers_of(seed: int) -> Iterator[None]:
 
 
 class _SeededBatch(list):
-    """The indices of a batch, with the seed from which a worker process draws the random numbers for it."""
+    """The sample indices of a batch, with the seed that a worker process sets before it loads the batch."""
 
     seed = 0
 
 
 class _SeededDataset:
-    """A map-style dataset whose random numbers depend on the batch alone, and not on the batches before it."""
+    """A map-style dataset that seeds the random generators for each batch, so that skipped batches change nothing."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
@@ -165,7 +165,7 @@ class _SeededDataset:
 
 
 class _EpochOrder:
-    """The batch sampler of a loader for one epoch, from the first batch that is not skipped."""
+    """A loader's batch sampler for one epoch, without the first `skip` batches."""
 
     def __init__(self, sampler: Any, seed: int, skip: int, *, for_workers: bool) -> None:
         self._sampler, self._seed, self._skip, self._for_workers = sampler, seed, skip, for_workers
@@ -188,15 +188,15 @@ class _EpochOrder:
 
 
 class BatchSource:
-    """A user's loader, read from any batch of any epoch.
+    """A user's data loader that can start at any batch of any epoch.
 
-    The order of an epoch is a function of the seed and the epoch, and batches are skipped in the sampler. A loader or
-    dataset with state_dict and load_state_dict goes on through its own state instead.
+    The order of samples depends only on the seed and the epoch, and the sampler skips batches without loading them. If
+    the loader or its dataset has state_dict and load_state_dict, its saved state is restored instead.
 
     Args:
         seed: this rank's seed.
         say: prints a warning.
-        iterate: makes an iterator of the loader; default: its own method.
+        iterate: makes an iterator of the loader; default: the loader's own `__iter__`.
     """
 
     def __init__(self, loader: Any, seed: int, say: Callable[[str], None], iterate: _Iterate | None = None) -> None:
@@ -219,14 +219,14 @@ class BatchSource:
 
     @property
     def same_data(self) -> str:
-        """How the order of the data is kept; "" if a resumed run may read other data."""
+        """The mechanism by which a resumed run reads the same data, such as "sampler"; "" if there is none."""
         if self._stateful is not None:
             return f"state_dict of {type(self._stateful).__name__}"
         return "sampler" if self._in_sampler else ""
 
     @property
     def length(self) -> int | None:
-        """Number of batches of an epoch; None if it is unknown."""
+        """Number of batches per epoch; None if it is unknown."""
         try:
             return len(self.loader)
         except (TypeError, NotImplementedError):
@@ -239,7 +239,7 @@ class BatchSource:
         self._pending_state = state
 
     def epoch(self, epoch: int, skip: int) -> Iterator[Any]:
-        """Return the batches of `epoch` from number `skip` on."""
+        """Return an iterator over the batches of `epoch`, without the first `skip`."""
         own = (getattr(self.loader, name, None) for name in ("sampler", "batch_sampler", "dataset"))
         for one in (self.loader, *own):
             if callable(set_epoch := getattr(one, "set_epoch", None)):

@@ -1,7 +1,7 @@
-"""The job of a framework that writes its own checkpoints: each commit holds the files of one folder.
+"""Run the job of a framework that writes its own checkpoints: each commit holds the files of one folder.
 
-The framework trains, and writes a folder when the job asks for one. The files become tensors of bytes of an ordinary
-commit, so they are staged, uploaded, verified and kept like any other.
+The framework trains, and writes a folder when the job asks for one. Each file becomes a byte tensor of an ordinary
+commit, so files are staged, uploaded, verified and retained like any other state.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _PREFIX = f"{SHARED_PREFIX}file."
 def attach_folder(
     into: Path | str, *, store: str | None = None, name: str | None = None, config: str | Path | None = None
 ) -> FolderJob:
-    """Attach this process to a job whose commits are folders, and restore the newest one into `into`.
+    """Attach this process to a job whose commits are folders, and restore the newest one into the folder `into`.
 
-    Every rank calls it. The other arguments are those of `ebbflow.attach`.
+    Every rank calls this. The other arguments are those of `ebbflow.attach`.
     """
     try:
         folder = Path(into)
@@ -43,10 +43,10 @@ def attach_folder(
 
 
 class FolderJob(AttachedJob):
-    """A job whose steps are counted, and whose commits are written, by a framework.
+    """A job whose training loop belongs to a framework, which reports each step and writes the files of each commit.
 
     Attributes:
-        restored: the restored folder or file; None if the job begins.
+        restored: the restored folder or file; None if there was no commit.
     """
 
     def __init__(self, spec: WorkerSpec, gang: Gang, into: Path) -> None:
@@ -60,16 +60,16 @@ class FolderJob(AttachedJob):
 
     @property
     def is_committed(self) -> bool:
-        """Whether the state after the last step was committed."""
+        """Whether the state after the last completed step has been committed."""
         return self._saved_step == self.step
 
     def log_last_step(self, loss: float) -> None:
-        """Record the loss of the last step, which the framework knows after the step's end."""
+        """Record the loss of the last step, which the framework computes only after `end_step`."""
         if self._steps:
             self._steps[-1] = (*self._steps[-1][:3], loss)
 
     def watch_signals(self) -> None:
-        """Handle SIGTERM alone: save and leave."""
+        """Make SIGTERM save and exit, replacing the framework's handler."""
         self._limits.watch_signals()
 
     def begin_step(self) -> None:
@@ -80,10 +80,10 @@ class FolderJob(AttachedJob):
         self._reporter.enter("evaluation", self.step)
 
     def end_step(self, samples: int = 1, *, learning_rate: float | None = None, updated: bool = True) -> bool:
-        """Count a step, and return whether the framework must write a folder now, equally on all ranks. Collective.
+        """Count a step. Return whether the framework must write a folder now, equal on all ranks. Collective.
 
         Args:
-            updated: whether the optimizer has used all gradients, so that the state can be saved.
+            updated: whether the optimizer has applied all gradients, so that the state can be saved.
         """
         self.step += 1
         self._samples += samples
@@ -104,7 +104,7 @@ class FolderJob(AttachedJob):
     def commit(self, folder: Path | str) -> None:
         """Commit a folder or file that the framework has written on all ranks. Collective.
 
-        Exits with code 75 if the job was asked to leave.
+        If the job must stop, for example after a notice, exit when the commit is done.
         """
         sync, self._pending = self._pending, None
         self._reporter.enter("checkpoint", self.step)
@@ -127,7 +127,7 @@ class FolderJob(AttachedJob):
         self._reporter.enter("data", self.step + 1)
 
     def complete(self) -> None:
-        """End the job; its last commit stands."""
+        """Complete the job without another save; its newest commit is the final one."""
         self._saved_step = self.step
         self._complete()
 
@@ -148,7 +148,7 @@ class FolderJob(AttachedJob):
         return {"folder": {"name": folder.name, "empty": empty}}
 
     def _restore(self) -> None:
-        """Write the folder of the newest commit, on one rank of each node. Collective."""
+        """Write the files of the newest commit to the folder, on one rank of each node. Collective."""
         writes = self._gang.rank % self._spec.colocated_ranks == 0
         partial = self._into / ".ebbflow-restored"
         if writes:

@@ -1,7 +1,7 @@
-"""The job of a script that keeps its own loop: it saves and leaves between two steps.
+"""Run the job of a script that keeps its own training loop: between two steps, the job may save or stop.
 
-All ranks agree at some steps, the syncs, whether to save and whether to leave. A sync is an all-gather over gloo, about
-twice a second.
+At certain steps, the syncs, all ranks agree whether to save and whether to stop. A sync is an all-gather over gloo, and
+happens about twice a second.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ current: AttachedJob | None = None  # the job of this process
 
 
 def refuse(error: TrainingError | InfraError) -> NoReturn:
-    """Print the error in one line, and exit with its exit code."""
+    """Print the error in one line, and exit with the exit code of its outcome."""
     release_job()
     print(f"ebbflow: {error}", file=sys.stderr, flush=True)
     sys.exit(error.outcome.exit_code)
@@ -75,12 +75,12 @@ class Stateful(Protocol):
 
 
 class AttachedJob:
-    """A job to which `attach` has attached this process.
+    """The job to which `attach` has attached this process.
 
     Attributes:
         name: name of the job.
-        step: number of completed steps; one step is one batch of `batches`, or one number of `steps`.
-        epoch: number of the epoch, from 0.
+        step: number of completed steps. A step is one batch of `batches`, or one number of `steps`.
+        epoch: number of the current epoch, from 0.
         resumed: whether a commit was restored.
     """
 
@@ -173,17 +173,17 @@ class AttachedJob:
             self._fail(error)
 
     def log(self, **values: Any) -> None:
-        """Record figures of this step: `loss` and `tokens` for the report and live metrics, others as metrics.
+        """Record figures of this step. `loss` and `tokens` appear in the report and live metrics; others are metrics.
 
-        A loss that is a tensor is read later, so that the device need not be waited for.
+        A loss that is a tensor is read later, so that this call does not wait for the device.
         """
         self._logged |= {name: value.detach() if isinstance(value, Tensor) else value for name, value in values.items()}
 
     def epochs(self, count: int, loader: Any = None) -> Iterator[int]:
-        """Yield the numbers of the epochs that are left.
+        """Yield the numbers of the remaining epochs.
 
-        With `loader`, the user's own loop over it within an epoch goes on where the last commit was made. Without it,
-        use `batches(loader)` for that loop.
+        If `loader` is given, the user iterates over it within each epoch, and after a resume this continues at the
+        batch of the last commit. Otherwise use `batches(loader)` within each epoch.
         """
         if loader is not None:
             self._open_source(loader)
@@ -200,7 +200,7 @@ class AttachedJob:
                     self._sync(held)
 
     def batches(self, loader: Any, *, epochs: int | None = None) -> Iterator[Any]:
-        """Yield the batches that are left of `epochs` epochs; without `epochs`, those of the epoch of `job.epochs`."""
+        """Yield the remaining batches of `epochs` epochs or, without `epochs`, of the current epoch of `job.epochs`."""
         if epochs is None:
             if not self._looping:
                 refuse(AttachError("job.batches(loader) without epochs; fix: give it epochs, or loop over job.epochs"))
@@ -210,7 +210,7 @@ class AttachedJob:
             yield from self._epoch(loader)
 
     def steps(self, max_steps: int) -> Iterator[int]:
-        """Yield the numbers of the steps that are left, from 0 to `max_steps` - 1."""
+        """Yield the remaining step numbers, from 0 to `max_steps` - 1."""
         with self._outermost_loop():
             while self.step < max_steps:
                 self._begin_step()
@@ -237,7 +237,7 @@ class AttachedJob:
             self._complete()
 
     def restore_random_states(self) -> None:
-        """Bring back the random states of the commit, once: code may have drawn numbers since it was restored."""
+        """Set the random states of the commit, since code may have drawn numbers after the restore. Effective once."""
         rng, self._rng = self._rng, {}
         restore_rng(self._gang.rank, {rng_name(self._gang.rank, name): state for name, state in rng.items()})
 
@@ -265,7 +265,7 @@ class AttachedJob:
 
     @contextlib.contextmanager
     def _counting(self) -> Iterator[None]:
-        """Count the step in which the user's code leaves the loop, if its optimizer took a step."""
+        """Count the current step if the user's code leaves the loop in it after the optimizer took a step."""
         try:
             yield
         except GeneratorExit:
@@ -281,10 +281,10 @@ class AttachedJob:
         self._reporter.enter("forward", self.step + 1)
 
     def _end_step(self, samples: int, *, last: bool = False) -> None:
-        """Count the step, and sync if it is due.
+        """Count the step, and sync if a sync is due.
 
-        After the last step of an epoch the sync waits until the user's code of the epoch's end has run. A script that
-        resumed before that code would lack the variables of the epoch, such as its last loss.
+        After the last step of an epoch, the sync waits until the user's code at the end of the epoch has run. Otherwise
+        a resumed script would run that code without the variables of the epoch, such as its last loss.
         """
         self.step += 1
         self._samples += samples
@@ -314,7 +314,7 @@ class AttachedJob:
             self._saves.extra["metrics"] = {**metrics, "step": self.step}
 
     def _flush_steps(self, keep: int = 0) -> float:
-        """Emit the events of the steps since the last call but the last `keep`, and return the last loss, or 0."""
+        """Emit the events of all pending steps except the last `keep`. Return the last loss among them, or 0."""
         last, count = 0.0, len(self._steps) - keep
         for step, at, data, loss in self._steps[:count]:
             if loss is not None:
@@ -326,7 +326,7 @@ class AttachedJob:
         return last
 
     def _sync(self, unsettled: bool) -> None:
-        """Agree with the other ranks on saves and stops, and act on them. Collective."""
+        """Agree with the other ranks whether to save and whether to stop, and do it. Collective."""
         sync = self._agree(unsettled)
         stopping, wanted = sync.stop is not Stop.NONE, sync.stop is not Stop.NONE or sync.save_due
         if wanted and not sync.settled and sync.last_save[1] > _LAST_SECONDS:
@@ -345,7 +345,7 @@ class AttachedJob:
         self._saves.save_if_due(Position(self.step, self._samples), sync, last=last)
 
     def _agree(self, unsettled: bool = False) -> StepSync:
-        """Exchange the wishes of all ranks. Collective."""
+        """Exchange every rank's step, loss and requests to save or stop, and return the common result. Collective."""
         now, saves = time.monotonic(), self._saves
         row = Row(
             step=self.step,
@@ -371,7 +371,7 @@ class AttachedJob:
         return sync
 
     def _plan_next_sync(self, sync: StepSync) -> None:
-        """Choose the step of the next sync, equally on all ranks: from rank 0's duration of a step."""
+        """Choose the step of the next sync from rank 0's step time, so that all ranks choose the same."""
         seconds = sync.own_seconds[0] / max(1, self.step - self._synced_step)
         self._next_sync = self.step + max(1, min(_MOST_STEPS, int(_SYNC_SECONDS / max(seconds, 1e-6))))
         if self._config.checkpoint.interval == "steps":
@@ -380,7 +380,7 @@ class AttachedJob:
         self._synced_at, self._synced_step = time.monotonic(), self.step
 
     def _capture(self, step: int) -> dict[str, Any]:
-        """Return the fields of a commit, and give the saver the tensors that belong to them."""
+        """Return the JSON state of a commit, and pass the tensors that belong to it to the saver."""
         shared: dict[str, Tensor] = {}
         forms = {
             name: split_state(one.state_dict(), f"{SHARED_PREFIX}{name}", shared) for name, one in self._states.items()
@@ -393,7 +393,7 @@ class AttachedJob:
         return {"attach": {"epoch": self.epoch, "batch": self._batch, "states": forms}}
 
     def _restore(self) -> None:
-        """Restore the newest commit. Collective."""
+        """Restore the newest commit: model, optimizer, further states, and position in the data. Collective."""
         shared: dict[str, Tensor] = {}
         for name, one in self._states.items():
             split_state(one.state_dict(), f"{SHARED_PREFIX}{name}", shared)
@@ -429,7 +429,7 @@ class AttachedJob:
                 buffer.copy_(stored)
 
     def _read_commit(self, place: Place) -> RestoreResult | None:
-        """Read the newest commit, and go on from its step. Collective."""
+        """Load the newest commit into model and optimizer, and continue from its step. Collective."""
         if self._spec.candidates:
             self._reporter.enter("restore", 0)
         begun = time.monotonic()
@@ -448,7 +448,7 @@ class AttachedJob:
         return restored
 
     def _watch_model(self) -> None:
-        """Follow the optimizer's steps, and the evaluations of the model."""
+        """Register hooks that notice optimizer steps and evaluations of the model."""
         if self._optimizer is not None:
             self._optimizer.register_step_pre_hook(lambda *_: self._saver.before_step())
             self._optimizer.register_step_post_hook(self._on_optimizer_step)
@@ -459,7 +459,7 @@ class AttachedJob:
         self._updated = True
 
     def _on_forward(self, module: nn.Module, _: Any) -> None:
-        """Tell an evaluation from a step, which is usually much shorter: the agent has a hang threshold for each."""
+        """Report whether an evaluation or a training step runs, because they have separate hang thresholds."""
         if not module.training:
             self._reporter.enter("evaluation", self.step)
         elif self._looping:
@@ -479,7 +479,7 @@ class AttachedJob:
         raise SystemExit(self._exit_code)
 
     def _complete(self) -> None:
-        """Make the final commit, and end the job. Collective."""
+        """Save the final commit if it is missing, and end the job. Collective."""
         if self._closed:
             return
         self._flush_steps()
@@ -508,7 +508,7 @@ class AttachedJob:
         self._close()
 
     def close_at_exit(self) -> None:
-        """Complete a job whose loop was left by `break`, and close it."""
+        """Close the job when the script exits. If `break` left its loop, complete the job first."""
         if self._left_loop and not self._closed and not hasattr(sys, "last_value"):
             self._complete()
         self._close()
@@ -531,7 +531,7 @@ class AttachedJob:
         current = None
 
     def say(self, text: str) -> None:
-        """Print a line on rank 0."""
+        """Print a line if this is rank 0."""
         if self._gang.rank == 0:
             print(f"ebbflow: {text}", flush=True)
             if text.startswith("reading"):
@@ -539,7 +539,7 @@ class AttachedJob:
 
 
 def _count_samples(batch: Any) -> int:
-    """Return the first dimension of the first tensor in a batch; 1 if there is none."""
+    """Return the size of the first dimension of the first tensor in a batch; 1 if there is none."""
     if isinstance(batch, Tensor):
         return batch.shape[0] if batch.ndim else 1
     if isinstance(batch, dict):

@@ -28,7 +28,7 @@ _READABLE_LOOKED_AT = 200
 
 
 def _failed(error: Exception, fix: str = "", *, more: str = "") -> CheckFinding:
-    """Return the finding for an error "MESSAGE; fix: FIX". `fix` is used if it has none, `more` follows MESSAGE."""
+    """Convert an error "MESSAGE; fix: FIX" to a finding. `fix` is the default fix; `more` is appended to MESSAGE."""
     message, _, own_fix = str(error).partition("; fix: ")
     return CheckFinding.failed(message + more, own_fix or fix)
 
@@ -82,9 +82,9 @@ def check_disk(context: PreflightContext) -> CheckFinding:
 
 
 def commits_room(config: RunConfig) -> tuple[int, str]:
-    """Return the most bytes that a job's commits take, and the arithmetic as text.
+    """Return the maximum bytes that a job's commits occupy, and the calculation as text.
 
-    Two commits are added to those that retention keeps: one that is about to be deleted and one being written.
+    Two commits are added to those that retention keeps: one that is about to be deleted and one that is being written.
     """
     checkpoint, steps, one = config.checkpoint, config.training.max_steps, commit_bytes(config)
     every = steps // checkpoint.keep_every_steps if checkpoint.keep_every_steps else 0

@@ -1,7 +1,7 @@
-"""One interface to the supported releases of torch, 2.7 to 2.13, where their interfaces differ.
+"""Offer one interface to torch 2.7 to 2.13 where these releases differ.
 
-The classes of torch's key-value stores are imported from here too: torch's private module has their type information,
-its public module does not.
+Import the classes of torch's key-value stores from this module: only torch's private module has type information for
+them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _HAS_RECOMPILE_LIMIT = "recompile_limit" in inspect.signature(torch.compile).par
 
 
 def open_tcp_store(host: str, port: int, world_size: int, **options: Any) -> TCPStore:
-    """Open a `TCPStore`, with torch's older server if the libuv server of torch 2.7 refuses `master_listen_fd`."""
+    """Open a `TCPStore`. Use torch's older server if the libuv server of torch 2.7 refuses `master_listen_fd`."""
     try:
         return TCPStore(host, port, world_size, **options)
     except RuntimeError as error:
@@ -33,7 +33,7 @@ def open_tcp_store(host: str, port: int, world_size: int, **options: Any) -> TCP
 
 
 def compile_module(module: nn.Module, *, recompile_limit: int) -> None:
-    """Compile `module` in place at most `recompile_limit` times (in torch 2.7, at most that often per process)."""
+    """Compile `module` in place at most `recompile_limit` times (with torch 2.7, at most that often per process)."""
     if _HAS_RECOMPILE_LIMIT:
         module.compile(dynamic=False, recompile_limit=recompile_limit)
         return

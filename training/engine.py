@@ -1,4 +1,4 @@
-"""The training loop. It calls the `Trainer` for all that concerns the model, prices or the store.
+"""Run the training loop. The `Trainer` does everything that concerns the model, prices or the store.
 
 One step: next_batch → split → forward and backward → step sync → guards → clip → optimizer step → heartbeat
 """
@@ -19,7 +19,7 @@ def train(trainer: Trainer) -> LoopResult:
     """Train until the last step, a limit, or a non-finite loss that ends the job. Collective.
 
     Returns:
-        The result of the loop, the same on all ranks.
+        The result of the loop, equal on all ranks.
     """
     training, optimizer, spread = trainer.config.training, trainer.optimizer, trainer.spread
     at, stop = trainer.start, trainer.stop_before_first_step()
@@ -63,9 +63,10 @@ def train(trainer: Trainer) -> LoopResult:
 
 
 def forward_backward(trainer: Trainer, batch: Batch, step: int) -> Loss:
-    """Run forward and backward for all micro-batches of `batch`, and return the sums of their losses and weights.
+    """Run forward and backward on all micro-batches of `batch`. Return the sums of their losses and of their weights.
 
-    The gradients are sums too. They are divided by the total weight after the step sync, which knows it for all ranks.
+    The gradients are sums too. After the step sync, which computes the total weight over all ranks, they are divided by
+    it.
     """
     accumulation = trainer.config.training.gradient_accumulation_steps
     parts = batch.split(accumulation)

@@ -1,4 +1,4 @@
-"""The exceptions of training. Each has the outcome of a job that ends with it."""
+"""Define the exceptions of training. Each class has the outcome of a job that it ends."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ class TrainingError(Exception):
 
 
 class CheckpointError(TrainingError):
-    """A failed save, commit or restore. The message names the rank, the key and the cause."""
+    """A save, commit or restore failed. The message names the rank, the key and the cause."""
 
 
 class AttachError(TrainingError):
-    """A script that `ebbflow.attach` cannot serve as it is. The message has the fix."""
+    """A script or its arguments cannot be used with `ebbflow.attach`. The message has the fix."""
 
     outcome = Outcome.CONFIG
     curable = False
 
 
 class NoRoom(CheckpointError):
-    """A store that is full or over its quota, and from which no commit may be deleted."""
+    """The store is full or over its quota, and no commit may be deleted from it."""
 
     curable = False
 
 
 class CorruptCommit(CheckpointError):
-    """A commit whose stored bytes differ from the bytes that were saved: flipped, truncated, swapped or missing.
+    """The stored bytes of a commit differ from the saved ones: flipped, truncated, swapped or missing.
 
-    `object_key` is the key of the damaged data object, "" for another record; `chunk` is the index of its damaged
-    chunk.
+    `object_key` is the key of the damaged data object, or "" if another object is damaged; `chunk` is the number of its
+    damaged chunk.
     """
 
     def __init__(self, message: str, *, object_key: str = "", chunk: int | None = None) -> None:
@@ -50,20 +50,23 @@ class CorruptCommit(CheckpointError):
 
 
 class CorruptOverride(CorruptCommit):
-    """An unreadable override: without this instruction of a guard, the next start would train on excluded samples."""
+    """An override, a guard's instruction to the next start, is unreadable.
+
+    Without it, the next start would train on samples that the guard excluded.
+    """
 
     curable = False
     end_reason = EndReason.STORE
 
 
 class UnreliableReader(CheckpointError):
-    """A process that read damaged bytes from a commit that another process or node read correctly."""
+    """This process read damaged bytes from a commit that another process or node read correctly."""
 
     end_reason = EndReason.STORE
 
 
 class NothingToRestore(CheckpointError):
-    """A job whose commits all fail to restore. Starting from scratch would lose them, so the user has to ask for it."""
+    """No commit of the job can be restored. A start from scratch would lose them all, so the user must ask for it."""
 
     outcome = Outcome.NO_RESTORE
     curable = False
@@ -71,22 +74,22 @@ class NothingToRestore(CheckpointError):
 
 
 class RefusedCommit(CheckpointError):
-    """A commit without the signature that the job's configuration requires. Its data may be undamaged."""
+    """A commit lacks the valid signature that the job's configuration requires. Its data may be undamaged."""
 
 
 class NoSigningKey(CheckpointError):
-    """A signing key whose environment variable, which the message names, is missing, empty or too short."""
+    """The environment variable with the signing key is missing, empty or too short. The message names it."""
 
     outcome = Outcome.CONFIG
     curable = False
 
 
 class MisplacedCommit(CorruptCommit):
-    """A sound manifest that is stored under the key of another step or generation."""
+    """A sound manifest is stored under the key of another step or generation."""
 
 
 class RolledBack(CheckpointError):
-    """A store whose newest commit is older than the newest commit in the job's events."""
+    """The newest commit in the store is older than the newest commit in the job's event log."""
 
     outcome = Outcome.ROLLED_BACK
     curable = False
@@ -94,67 +97,67 @@ class RolledBack(CheckpointError):
 
 
 class CommitMismatch(CheckpointError):
-    """A sound commit that was saved from a different model or optimizer than the one that loads it."""
+    """A sound commit was saved from a different model or optimizer than the one that loads it."""
 
     outcome = Outcome.CONFIG
     curable = False
 
 
 class DamagedLineage(CheckpointError):
-    """Generation records that do not form one chain, so it is unclear which commit is the newest."""
+    """The generation records do not form one chain, so it is unclear which commit is the newest."""
 
     curable = False
 
 
 class TwoLaunchers(DamagedLineage):
-    """Two launchers that opened the same generation of a job. The message names both records."""
+    """Two launchers opened the same generation of a job. The message names both records."""
 
     curable = False
 
 
 class GenerationSuperseded(CheckpointError):
-    """A gang that still runs although the job has started a newer generation. Its later commits would never be used."""
+    """The job has started a newer generation while this gang still runs. Its later commits would never be used."""
 
     curable = False
 
 
 class DataError(TrainingError):
-    """Training data that is missing, too small or changed. The message names the path and the fix."""
+    """Training data is missing, too small or changed. The message names the path and the fix."""
 
     outcome = Outcome.CONFIG
     curable = False
 
 
 class WorkloadError(TrainingError):
-    """A model or workload that cannot be trained as it is. The message names the module and the fix."""
+    """A model or workload cannot be trained as it is. The message names the module and the fix."""
 
     outcome = Outcome.CONFIG
     curable = False
 
 
 class ParallelError(TrainingError):
-    """A parallel mode that this gang or machine does not support. The message has the key, the reason and the fix."""
+    """This gang or machine does not support the parallel mode. The message has the key, the reason and the fix."""
 
     outcome = Outcome.CONFIG
     curable = False
 
 
 class RendezvousError(TrainingError):
-    """A gang whose ranks did not all join within the deadline. The message names the missing ranks."""
+    """Some ranks did not join the gang before the deadline. The message names them."""
 
 
 class DivergenceError(TrainingError):
-    """Ranks that should have equal state and do not. The message names them and the difference."""
+    """Ranks that should have equal state differ. The message names them and the difference."""
 
 
 class RankNotStarted(TrainingError):
-    """A node that could not start its ranks because disk space or processes ran out."""
+    """A node could not start its ranks because it ran out of disk space or processes."""
 
     end_reason = EndReason.ROLL_CALL
 
 
 class DeviceUnavailable(TrainingError):
-    """GPUs that should be available on this machine but that the ranks cannot use."""
+    """The ranks cannot use GPUs that this machine should have."""
 
     outcome = Outcome.CONFIG
     curable = False
@@ -162,50 +165,50 @@ class DeviceUnavailable(TrainingError):
 
 
 class AgentFailure(TrainingError):
-    """An exception in a node's agent while it watched its ranks."""
+    """A node's agent raised an exception while it watched its ranks."""
 
     end_reason = EndReason.AGENT_FAILED
 
 
 class StartAnew(TrainingError):
-    """The deliberate end of a gang, to start the ranks again with an override (see `training/guards/overrides.py`)."""
+    """Raised to end a gang and start its ranks again with an override (see `training/guards/overrides.py`)."""
 
 
 class Rewind(StartAnew):
-    """The end of a gang because steps went wrong: the next start restores an older commit and skips samples."""
+    """Raised to end a gang after steps went wrong. The next start restores an older commit and skips samples."""
 
     end_reason = EndReason.REWIND
 
 
 class MicroBatchTooLarge(StartAnew):
-    """The end of a gang because a micro-batch does not fit into memory: the next start splits a step further."""
+    """Raised to end a gang whose micro-batch does not fit into memory. The next start uses smaller micro-batches."""
 
     end_reason = EndReason.SPLIT
 
 
 class MemoryGrowth(StartAnew):
-    """The end of a gang, after a save, because a rank's memory would soon have run out: new processes continue."""
+    """Raised to end a gang, after a save, before a rank runs out of memory. New processes continue the job."""
 
     end_reason = EndReason.RENEWAL
 
 
 class BatchCannotBeSplit(TrainingError):
-    """A batch that runs out of memory and cannot be split further, as when each micro-batch is one sample."""
+    """A batch does not fit into memory and cannot be split, for example because each micro-batch is one sample."""
 
     outcome = Outcome.CONFIG
     curable = False
 
 
 class TooManyRewinds(TrainingError):
-    """A job that has used up `guards.max_rewinds` and whose steps still go wrong."""
+    """A job has used all `guards.max_rewinds` rewinds, and its steps still go wrong."""
 
     curable = False
 
 
 class GangError(TrainingError):
-    """A gang that ended before its work was done. The message names the culprit.
+    """A gang ended before its work was done. The message names the culprit.
 
-    `user_code` means that an exception in the user's code ended it, not the loss of a process or machine.
+    `user_code` is True if an exception in the user's code ended it, and not the loss of a process or machine.
     """
 
     def __init__(
@@ -218,20 +221,20 @@ class GangError(TrainingError):
 
 
 def error_class(name: str) -> type[TrainingError]:
-    """Return the exception class of this module with the given name, or GangError if there is none."""
+    """Return this module's exception class of the given name, or GangError if there is none."""
     found = globals().get(name)
     return found if isinstance(found, type) and issubclass(found, TrainingError) else GangError
 
 
 def describe_exception(error: BaseException) -> str:
-    """Return `error` as "Type: text", shortened; works even if its `__str__` raises."""
+    """Return `error` as "Type: text", truncated. This works even if its `__str__` raises."""
     if isinstance(error, SystemExit):
         return f"SystemExit: the program called sys.exit({_text_of(error)}) before the training was done"
     return bounded_text(f"{type(error).__name__}: {_text_of(error)}")
 
 
 def describe_traceback(error: BaseException) -> str:
-    """Return the traceback of `error`, shortened; works even if its `__str__` raises."""
+    """Return the traceback of `error`, truncated. This works even if its `__str__` raises."""
     try:
         lines = traceback.format_exception(error)
     except Exception:
@@ -241,7 +244,7 @@ def describe_traceback(error: BaseException) -> str:
 
 
 def bounded_text(text: str, limit: int = LONGEST_MESSAGE) -> str:
-    """Return `text` as valid UTF-8. If it has more than `limit` characters, a note replaces its middle."""
+    """Return `text` as valid UTF-8. If it is longer than `limit` characters, replace its middle by a note."""
     if len(text) > limit:
         first, last = limit * 3 // 4, limit // 4
         text = f"{text[:first]}\n[{len(text) - first - last} characters left out]\n{text[-last:]}"

@@ -1,4 +1,4 @@
-"""The gang: all ranks that train together, and the exchange of data between them."""
+"""Connect the ranks that train together, the gang, and let them exchange data."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ebbflow.training.peer_sockets import LARGEST_ROW_BYTES, MOST_RANKS, PeerSoc
 
 @dataclass(frozen=True, kw_only=True)
 class Gang:
-    """One rank's identity in its gang, and its means to exchange data with the other ranks."""
+    """One rank's place in its gang, and its connections to the other ranks."""
 
     rank: int = 0  # the number of this rank, from 0 to `world_size` - 1
     world_size: int = 1  # the number of ranks
@@ -41,7 +41,7 @@ class Gang:
         return self.world_size == 1
 
     def gather(self, row: Tensor) -> Tensor:
-        """Return the rows `[k]` of all ranks as `[world_size, k]`, the same on every rank. Collective."""
+        """Gather each rank's row `[k]` into `[world_size, k]`, equal on every rank. Collective."""
         if self.alone:
             return row[None]
         if self.peers is not None and 0 < row.nbytes <= LARGEST_ROW_BYTES:
@@ -53,7 +53,7 @@ class Gang:
         return rows.view(self.world_size, -1)
 
     def gather_numbers(self, numbers: Sequence[float]) -> list[tuple[float, ...]]:
-        """Return the numbers of each rank as float64, the same on every rank. Collective."""
+        """Gather each rank's numbers as 64-bit floats; return one tuple per rank, in rank order. Collective."""
         layout = struct.Struct(f"{len(numbers)}d")
         rows = layout.pack(*numbers)
         if self.peers is not None and layout.size <= LARGEST_ROW_BYTES:
@@ -74,13 +74,15 @@ def connect(
 ) -> Gang:
     """Join the gang that torchrun's environment variables describe. Without them, return a gang of one rank.
 
-    `start_seconds` is the deadline for all ranks to join, `collective_seconds` that of each collective, `generation`
-    the prefix of this gang's keys in the key-value store. `promised_gpus` is the number of GPUs that each node should
-    have, 0 if unknown.
+    Args:
+        start_seconds: deadline for all ranks to join.
+        collective_seconds: timeout of each collective.
+        generation: prefix of this gang's keys in the key-value store.
+        promised_gpus: number of GPUs that each node should have; 0 if unknown.
 
     Raises:
-        RendezvousError: if ranks are missing; the message names them.
-        DeviceUnavailable: if the ranks cannot use the configured device.
+        RendezvousError: ranks are missing; the message names them.
+        DeviceUnavailable: the ranks cannot use the configured device.
     """
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     own_gpus = detect_gpus(device_choice, promised=promised_gpus)
@@ -128,8 +130,8 @@ def connect(
 def leave(code: int) -> NoReturn:
     """Exit at once with `code`, without the interpreter's clean-up.
 
-    The clean-up would destroy the process group, which can wait for a dead peer, and in which torch 2.13 aborts in
-    about one of ten exits even after an orderly end ("terminate called without an active exception").
+    The clean-up would destroy the process group. That can block on a dead peer, and torch 2.13 aborts in about one of
+    ten such exits, even after an orderly end ("terminate called without an active exception").
     """
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, OSError, ValueError):  # the user's code may have closed it
@@ -144,7 +146,7 @@ def disconnect() -> None:
 
 
 def _open_store(environment: Mapping[str, str], rank: int, world_size: int, seconds: float) -> Store:
-    """Connect to the gang's key-value store. It is served by torchrun's agent if there is one, else by rank 0."""
+    """Connect to the gang's key-value store. Torchrun's agent serves it if there is one, otherwise rank 0 does."""
     host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
     kept_by_agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     is_master = rank == 0 and not kept_by_agent
@@ -170,8 +172,8 @@ def _open_store(environment: Mapping[str, str], rank: int, world_size: int, seco
 def _loopback_listener(host: str, port: int) -> int | None:
     """Return the descriptor of a listening loopback socket for the key-value store, or None.
 
-    torch's own socket listens on every interface, and any process that can reach it may read and write keys. The result
-    is None if the ranks are on several machines, or if the port is taken, which torch then reports.
+    By default torch's server listens on every interface, so any process that can reach it may read and write keys.
+    Return None if the ranks are on several machines, or if the port is taken, which torch then reports.
     """
     if not is_loopback(host):
         return None
@@ -183,7 +185,7 @@ def _loopback_listener(host: str, port: int) -> int | None:
 
 
 def _stay_on_loopback(host: str, environment: MutableMapping[str, str]) -> None:
-    """Make gloo and NCCL use the loopback interface if all ranks are here, unless the user set another."""
+    """Make gloo and NCCL use the loopback interface if all ranks are on this machine and the user chose no other."""
     name = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     if is_loopback(host) and name is not None:
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):

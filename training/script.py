@@ -1,7 +1,8 @@
-"""`ebbflow run SCRIPT.py [options] [-- ARGUMENTS]`: a script on this machine's ranks, under a node's agent.
+"""Implement `ebbflow run SCRIPT.py [options] [-- ARGUMENTS]`: run a script's ranks on this machine.
 
-The agent starts the ranks with torchrun's environment, watches them, and starts them again after a failure, without
-Metaflow. A script that calls `ebbflow.attach` goes on from its last commit; any other script begins anew.
+A node's agent starts the ranks with torchrun's environment, watches them, and restarts them after a failure, without
+Metaflow. A script that calls `ebbflow.attach` continues from its last commit; any other script starts from the
+beginning.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _LEAST_CPU_SECONDS = 0.005  # within a look, by which a rank shows that it is no
 
 
 def main(words: list[str]) -> int:
-    """Run a script's ranks until they have ended, and return the exit code of the outcome."""
+    """Run a script's ranks until they have ended, and return the exit code of the job's outcome."""
     own, arguments = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
     parser = argparse.ArgumentParser(prog="ebbflow run", description="Run a script's ranks on this machine.")
     parser.add_argument("script", help="the script; its arguments follow after --")
@@ -98,7 +99,7 @@ def _run(given: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def run_script(spec: WorkerSpec) -> LoopResult:
-    """Run the script of this rank, and return its result: that of its attached job, else completed at step 0."""
+    """Run the script in this rank. Return the result of its attached job or, if it has none, completed at step 0."""
     script, result = Path(spec.prepared["script"]), Path(spec.result_path or os.devnull)
     if spec.heartbeat_path:
         heartbeat = Heartbeat(Path(spec.heartbeat_path))
@@ -124,7 +125,7 @@ def run_script(spec: WorkerSpec) -> LoopResult:
 
 
 def _beat_while_working(heartbeat: Heartbeat) -> None:
-    """Show progress while no attached job does: as long as the process uses the processor."""
+    """Send heartbeats while this process uses CPU time, as long as no attached job sends its own."""
     used = 0.0
     while True:
         time.sleep(_LOOK_SECONDS)

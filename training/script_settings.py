@@ -1,4 +1,4 @@
-"""Settings of a job whose code is a script: its name, and its configuration without a file. Torch-free."""
+"""Derive the settings of a job whose code is a script: its name and its configuration. Torch-free."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _INTERVALS = ("checkpoint.interval", "checkpoint.interval_steps", "checkpoint.in
 
 
 def settings_of_script(loaded: LoadedConfig) -> dict[str, Any]:
-    """Return the configuration as JSON; the save interval is "auto" unless one was chosen.
+    """Return the configuration as JSON. The save interval is "auto" unless the user chose one.
 
-    Steps of unknown scripts take microseconds or minutes, so a number of steps would be arbitrary.
+    A default in steps would be arbitrary, because the steps of an unknown script may take microseconds or minutes.
     """
     settings = loaded.config.model_dump(mode="json")
     if all(loaded.sources.get(key, "default") == "default" for key in _INTERVALS):
@@ -27,12 +27,12 @@ def settings_of_script(loaded: LoadedConfig) -> dict[str, Any]:
 
 
 def job_of_script(name: str | None, script: str) -> str:
-    """Return the wanted name of a job, else that of the environment, else one made of the script's."""
+    """Return the job's name: `name` if given, else EBBFLOW_JOB, else a name derived from the script's file name."""
     stem = re.sub(r"^\W+", "", plain_name(Path(script).stem)) if script not in ("", "-c") else ""
     return name or os.environ.get(JOB_VARIABLE) or stem or "job"
 
 
 def plain_name(text: str) -> str:
-    """Return a valid job name for any text. If characters are replaced, a hash is added to keep names unique."""
+    """Convert any text to a valid job name. If this replaces characters, append a hash to keep names distinct."""
     plain = re.sub(r"[^A-Za-z0-9._-]", "-", text)[:_LONGEST_NAME]
     return plain if plain == text else f"{plain}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"

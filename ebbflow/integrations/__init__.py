@@ -1,1 +1,1 @@
-"""Adapters to training libraries, each in a module of the library's name, which needs that library."""
+"""Adapters to training libraries. Each module has the name of its library, and needs it installed."""

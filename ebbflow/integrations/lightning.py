@@ -1,11 +1,11 @@
-"""Commits for the Trainer of Lightning.
+"""Make commits from Lightning's Trainer.
 
     trainer = Trainer(..., callbacks=[CommitCallback()])
     trainer.fit(model, loader, ckpt_path=CommitCallback.restore(trainer, loader))
 
-A commit holds a checkpoint file of Lightning. Lightning alone reads the first samples of an epoch again when it resumes
-in the middle of it, and restores no random states. This callback makes the order of the loader's samples a function of
-the seed and the epoch, skips the batches that were read, and restores the random states.
+A commit holds a checkpoint file of Lightning. On its own, Lightning restores no random states, and when it resumes in
+the middle of an epoch it reads the first samples of that epoch again. This callback makes the order of samples depend
+only on the seed and the epoch, skips the batches that were already read, and restores the random states.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ebbflow.training.errors import AttachError
 
 
 class CommitCallback(Callback):
-    """Callback that saves and commits when a commit is due. The arguments are those of `ebbflow.attach`."""
+    """Callback that saves and commits whenever a commit is due. The arguments are those of `ebbflow.attach`."""
 
     def __init__(self, *, store: str | None = None, name: str | None = None, config: str | Path | None = None) -> None:
         self._wanted = {"store": store, "name": name, "config": config}
@@ -38,9 +38,9 @@ class CommitCallback(Callback):
 
     @staticmethod
     def restore(trainer: Trainer, loader: Any = None) -> str | None:
-        """Restore the newest commit, and return the checkpoint from which `fit` resumes.
+        """Restore the newest commit, and return the path of the checkpoint for `fit`; None if there is no commit.
 
-        With the training loader, a resumed run reads the same samples as an uninterrupted one.
+        If the training loader is given, a resumed run reads the same samples as an uninterrupted one.
         """
         found = [one for one in getattr(trainer, "callbacks", []) if isinstance(one, CommitCallback)]
         if len(found) != 1:

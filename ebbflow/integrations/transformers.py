@@ -1,4 +1,4 @@
-"""Commits for the Trainer of Hugging Face transformers, and of libraries that build on it, such as TRL and PEFT.
+"""Make commits from the Trainer of Hugging Face transformers, and of libraries that extend it, such as TRL and PEFT.
 
     trainer = Trainer(..., callbacks=[CommitCallback()])
     trainer.train(resume_from_checkpoint=CommitCallback.restore(trainer))
@@ -20,10 +20,9 @@ from ebbflow.training.errors import AttachError
 
 
 class CommitCallback(TrainerCallback):
-    """Callback that lets a Trainer save when a commit is due, and commits what it saves.
+    """Callback that makes a Trainer save when a commit is due, and commits every folder that the Trainer saves.
 
-    The arguments are those of `ebbflow.attach`. The Trainer still saves when its own arguments say so; these folders
-    are committed as well.
+    The arguments are those of `ebbflow.attach`. The Trainer also saves when its own arguments say so.
     """
 
     def __init__(self, *, store: str | None = None, name: str | None = None, config: str | Path | None = None) -> None:
@@ -32,7 +31,7 @@ class CommitCallback(TrainerCallback):
 
     @staticmethod
     def restore(trainer: Trainer) -> str | None:
-        """Restore the newest commit into the Trainer's output folder, and return what `train` resumes from."""
+        """Restore the newest commit into the Trainer's output folder. Return the path for `train`, or None."""
         found = [one for one in trainer.callback_handler.callbacks if isinstance(one, CommitCallback)]
         if len(found) != 1:
             refuse(AttachError(f"the Trainer has {len(found)} CommitCallbacks; fix: callbacks=[CommitCallback()]"))

@@ -1,13 +1,14 @@
 """Decide which commits a new generation may start from. Torch-free.
 
 A generation is one start of the gang. Its record names its parent, the commit from which it started, so the records
-form a chain from the newest generation back to the first. A commit counts if its generation is in this chain and its
-step is not above the step from which the next generation in the chain started.
+form a chain from the newest generation back to the first. A commit is reachable if its generation is in this chain and
+its step is not above the step from which the next generation in the chain started. Only reachable commits may be
+restored.
 
-Hence the newest commit is decided by lineage, not by step: commits that a superseded gang makes late and steps that a
-rewind abandoned never count, although their step is higher. A generation saves only steps after its start, so among the
-commits that count the newest has the highest step. Commits are listed highest step first: the newest is usually on the
-first page.
+So a higher step alone does not make a commit the newest one: commits that a superseded gang makes late, and commits of
+steps that a rewind abandoned, are unreachable. Each generation saves only steps after its start, so the reachable
+commit with the highest step is the newest. Commits are listed highest step first, so the newest is usually on the first
+page of a listing.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ NO_PARENT = ""  # instead of a parent: start from scratch although there are com
 
 @dataclass(frozen=True)
 class Generation:
-    """One start of the gang."""
+    """One start of the gang, with the commit from which it started."""
 
     number: int
     id: str  # random text that distinguishes two launchers which open the same number
@@ -71,8 +72,8 @@ class Generation:
 def read_generation(job_store: Store, number: int, generation_id: str) -> Generation:
     """Read a generation's record.
 
-    Raises ObjectNotFound (there is no record), DamagedLineage (the record is damaged, or belongs to another
-    generation).
+    Raises ObjectNotFound if there is no record, and DamagedLineage if the record is damaged or belongs to another
+    generation.
     """
     key = generation_key(number, generation_id)
     try:
@@ -85,10 +86,10 @@ def read_generation(job_store: Store, number: int, generation_id: str) -> Genera
 
 
 def amend_parent(job_store: Store, opened: Generation, actual: Generation) -> None:
-    """Change the record of generation `opened`: it starts from the older commit that `actual` names.
+    """Record that the generation `opened` started from the parent of `actual`, an older commit than the recorded one.
 
-    This is needed if the recorded parent cannot be restored. Otherwise abandoned commits between the two would count.
-    One process calls it, before the generation's first save. Raises StoreError, CorruptCommit.
+    Call this if the recorded parent could not be restored. Otherwise the abandoned commits between the two parents
+    would stay reachable. One process calls it, before the generation's first save. Raises StoreError or CorruptCommit.
     """
     key = generation_key(opened.number, opened.id)
     record = fetch_verified(job_store, key, unseal, f"{job_store.uri}/{key}")
@@ -97,16 +98,17 @@ def amend_parent(job_store: Store, opened: Generation, actual: Generation) -> No
 
 
 def newest_generation_number(job_store: Store, *, near: int = 0) -> int:
-    """Return the highest generation number on record, or 0 if there is none. `near` is as in `GenerationRecords`."""
+    """Return the highest recorded generation number, or 0 if there is none. For `near` see `GenerationRecords`."""
     return GenerationRecords(job_store, near=near).newest
 
 
 def await_listed_ids(job_store: Store, generation: Generation) -> list[str]:
-    """Wait until the store lists the record of `generation`, and return all ids recorded under the same number.
+    """Wait until the store lists the record of `generation`, and return all ids recorded under its number.
 
-    More than one id means that several launchers opened this number. Listings may lag behind puts. A launcher that
-    waits until its own record is listed also sees the records that were listed before, and the next launcher sees this
-    number and takes a higher one. Raises StoreUnavailable (the record is not listed within 10 s).
+    More than one id means that several launchers opened this number at once. A store may list a new object only after a
+    delay. A launcher that waits until its own record is listed also sees every record that was listed earlier, and the
+    next launcher sees this number and takes a higher one. Raises StoreUnavailable if the record is not listed within 10
+    s.
     """
     limit = time.monotonic() + LISTING_SECONDS
     for pause in backoff_pauses(longest_seconds=0.5):
@@ -123,10 +125,10 @@ def await_listed_ids(job_store: Store, generation: Generation) -> list[str]:
 
 
 class GenerationRecords:
-    """The numbers and ids of the recorded generations, from a listing of the store.
+    """The numbers and ids of the recorded generations, read by listing the store.
 
-    `near` is a number that the newest generation has or exceeds. The listing begins 500 numbers before it and takes one
-    request per 1,000 records; if it finds no such generation, everything is listed.
+    `near` is a lower bound of the newest generation's number. The listing starts 500 numbers below it and takes one
+    request per 1,000 records. If it finds no number of at least `near`, all records are listed.
     """
 
     def __init__(self, job_store: Store, *, near: int = 0) -> None:
@@ -139,13 +141,13 @@ class GenerationRecords:
         self.newest = max(self._ids, default=0)
 
     def ids(self, number: int) -> list[str]:
-        """Return the ids under `number`: usually one; none without a record; two if two launchers worked at once."""
+        """Return the ids recorded under `number`: usually one, or none, or two if two launchers opened it."""
         if number not in self._ids:
             self._list(max(0, number - _BEFORE), number)
         return self._ids.get(number, [])
 
     def _list(self, first: int, last: int | None) -> None:
-        """List the records with numbers from `first` to `last`; without `last`, all from `first` on."""
+        """List the records with numbers from `first` to `last`, or from `first` on if `last` is None."""
         found: dict[int, list[str]] = defaultdict(list)
         for page in self._store.pages("generations", after=f"generations/{first:06d}"):
             for meta in page:
@@ -158,11 +160,10 @@ class GenerationRecords:
 
 
 class LineageChain:
-    """The newest generation and its ancestors. Records are read one by one, only as far back as a call needs.
+    """The newest generation and its ancestors. It reads records one by one, only as far back as a call needs.
 
-    `near` is as in `GenerationRecords`. Raises DamagedLineage (a record is missing or wrong), TwoLaunchers (a number
-    has
-    two records).
+    For `near` see `GenerationRecords`. Raises DamagedLineage if a record is missing or wrong, and TwoLaunchers if a
+    number has two records.
     """
 
     def __init__(self, job_store: Store, *, near: int = 0) -> None:
@@ -182,17 +183,16 @@ class LineageChain:
     def is_in_history(self, number: int, step: int) -> bool:
         """Return whether the commit of generation `number` at `step` is part of the newest generation's history.
 
-        This requires that the generation is the newest one or an ancestor of it, and that the step is not above its
-        limit: the step from which its successor resumed. Records of ancestors are read only as far as needed. The limit
-        never rises from an ancestor to an older one, so the search stops at the first ancestor whose limit is below
-        `step`.
+        It is if that generation is the newest one or one of its ancestors, and `step` is not above the step from which
+        the next generation in the chain started. These limits never rise from a generation to an older one, so the
+        search stops at the first ancestor whose limit is below `step`.
         """
         while self._ahead is not None and number <= self._ahead[0] and step <= self._ahead[1]:
             self._follow(*self._ahead)
         return number in self.limits and step <= self.limits[number]
 
     def back_to(self, oldest: int) -> dict[int, float]:
-        """Return the last step that counts of each generation in the chain, by number, back to `oldest` or further."""
+        """Return the last reachable step of each generation, by number, from the newest back to at least `oldest`."""
         while self._ahead is not None and self._ahead[0] >= oldest:
             self._follow(*self._ahead)
         return self.limits
@@ -221,7 +221,7 @@ class LineageChain:
 
 @dataclass(frozen=True)
 class CommitRef:
-    """A commit's key, and its parts: step, generation number, SHA-256 of the manifest."""
+    """The key of a commit, and what the key contains: step, generation number and SHA-256 of the manifest."""
 
     key: str
     step: int
@@ -230,13 +230,13 @@ class CommitRef:
 
     @classmethod
     def from_key(cls, key: str) -> CommitRef:
-        """Parse a commit key. Raises ValueError for other keys."""
+        """Parse a commit key. Raises ValueError if `key` is not a commit key."""
         return cls(key, *parse_commit_key(key))
 
 
 @dataclass(frozen=True)
 class TracedCommit:
-    """A commit, and whether it counts."""
+    """A commit, and whether it is reachable, which means that it may be restored."""
 
     ref: CommitRef
     unreachable_because: str | None  # why it does not count; None if it counts
@@ -247,11 +247,11 @@ class TracedCommit:
 
 @dataclass
 class GenerationOpening:
-    """The tries of a launcher to open one generation. Each try takes a new number.
+    """A launcher's attempts to open one generation. Each attempt takes a new number.
 
-    A put that timed out may still arrive. If a later try used the same number and id, the late record could overwrite
-    the newer one. With a number of its own, the late record is a generation without descendants; it conflicts only with
-    another launcher's record of that number.
+    A put that timed out may still reach the store later. If a later attempt reused the number and id, that late record
+    could overwrite the newer one. With separate numbers, the late record is a generation without descendants. It
+    conflicts only with another launcher's record of the same number.
     """
 
     id: str = field(default_factory=lambda: secrets.token_hex(4))  # the same for all tries
@@ -268,13 +268,14 @@ def open_generation(
 ) -> Generation:
     """Record the next generation and return it. One process per start calls this.
 
-    Its parent is the newest readable commit that counts. `parent` is the key of a commit to start from instead (a
-    rewind: later commits no longer count), or `NO_PARENT`. `opening` is the same object for each try at one start.
+    By default the generation starts from the newest readable commit that is reachable. `parent` is the key of another
+    commit to start from (a rewind, which makes later commits unreachable), or `NO_PARENT`. Pass the same `opening` to
+    every attempt at one start.
 
     Raises:
         NothingToRestore: the job has commits, none can be restored, and no permit (a person's consent, see
             `checkpoint.rollback`) allows a start from scratch.
-        UnreliableReader: this process reads a manifest wrongly that another process finds sound.
+        UnreliableReader: this process finds a manifest damaged that another process reads correctly.
         TwoLaunchers: another launcher opened the same number; this record has been withdrawn.
         CheckpointError: the parent is being deleted.
     """
@@ -334,13 +335,13 @@ def nothing_to_restore_error(job_store: Store, cause: str) -> NothingToRestore:
 
 
 def permitted_generation(job_store: Store, what: str) -> int:
-    """Return the newest generation whose commits a start may abandon by a user's permit of the kind `what`; else 0."""
+    """Return the newest generation that a permit of the kind `what` covers, or 0 if there is none."""
     names = (meta.key.rsplit("/", 1)[-1].removesuffix(".json") for meta in job_store.list(permit_prefix(what)))
     return max((int(name) for name in names if name.isascii() and name.isdigit()), default=0)
 
 
 def newest_commits(job_store: Store) -> Iterator[CommitRef]:
-    """Yield the commits that may be restored, newest first, listing no more pages than needed.
+    """Yield the commits that may be restored, newest first, listing only as many pages as needed.
 
     If this process checks signatures, commits without a valid one are left out. Raises DamagedLineage or TwoLaunchers.
     """
@@ -348,7 +349,7 @@ def newest_commits(job_store: Store) -> Iterator[CommitRef]:
 
 
 def _newest_with_refusals(job_store: Store) -> Iterator[tuple[CommitRef, str]]:
-    """Yield the commits that count, newest first, each with the reason why its signature is refused, or ""."""
+    """Yield the reachable commits, newest first, each with the reason why its signature is refused, or ""."""
     chain, out, signs = None, set(), signer()
     for page in _commit_pages(job_store):
         if chain is None:
@@ -369,7 +370,7 @@ def _refusal_reason(signs: Signer | None, job_store: Store, ref: CommitRef) -> s
 
 
 def _report_refused(job_store: Store, chosen: CommitRef | None) -> str:
-    """Warn of each commit newer than `chosen` whose signature is refused; return the newest one's reason, or ""."""
+    """Warn of each commit newer than `chosen` whose signature is refused. Return the newest one's reason, or ""."""
     first = ""
     for ref, refused in _newest_with_refusals(job_store) if signer() is not None else ():
         if ref == chosen:
@@ -381,12 +382,12 @@ def _report_refused(job_store: Store, chosen: CommitRef | None) -> str:
 
 
 def reachable_commits(job_store: Store, *, limit: int | None = None) -> list[CommitRef]:
-    """Return the newest `limit` (default: all) commits that may be restored. Raises as `newest_commits`."""
+    """Return the newest `limit` (default: all) commits that may be restored. Raises the errors of `newest_commits`."""
     return list(islice(newest_commits(job_store), limit))
 
 
 def trace_lineage(job_store: Store) -> list[TracedCommit]:
-    """List all commits: first those that count, newest first, then the others with the reasons why they do not."""
+    """List all commits: first the reachable ones, newest first, then the others with the reason why they are not."""
     found = [commit for page in _commit_pages(job_store) for commit in page]
     if not found:
         return []
@@ -412,7 +413,7 @@ def trace_lineage(job_store: Store) -> list[TracedCommit]:
 
 
 def _commit_pages(job_store: Store) -> Iterator[list[tuple[CommitRef, float]]]:
-    """Yield non-empty pages of commits, highest step first, each with the Unix time of its manifest."""
+    """Yield non-empty pages of commits, highest step first, each commit with the Unix time of its manifest."""
     for page in job_store.pages("commits"):
         found = []
         for meta in page:
@@ -433,10 +434,10 @@ def _names_below(job_store: Store, prefix: str) -> set[str]:
 
 
 def is_readable_commit(job_store: Store, ref: CommitRef) -> bool:
-    """Return whether a commit's manifest is readable, so that a generation can start from it; print a warning if not.
+    """Return whether a generation can start from a commit, which needs a readable manifest. Warn if it is not readable.
 
-    A new process reads a damaged manifest again. Raises UnreliableReader (the new process finds the manifest sound, so
-    this machine reads wrongly).
+    If the manifest looks damaged, a new process reads it again. Raises UnreliableReader if that process finds it sound,
+    because then this process misreads data.
     """
     try:
         fetch_verified(job_store, ref.key, Manifest.from_bytes)
@@ -452,7 +453,7 @@ def is_readable_commit(job_store: Store, ref: CommitRef) -> bool:
 
 
 def _commits_of_lineage(job_store: Store) -> list[CommitRef]:
-    """List the commits that would count if all were readable, quarantined ones included; not those being deleted."""
+    """List the commits that would be reachable if all were readable, with quarantined but without deleted ones."""
     found = [ref for page in _commit_pages(job_store) for ref, _ in page]
     if not found:
         return []

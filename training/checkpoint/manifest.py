@@ -1,10 +1,10 @@
-"""The objects of a commit: one index per rank, merged into one canonical manifest. Versioned JSON, no pickle.
+"""Define the objects of a commit: one index per rank, and a canonical manifest merged from them. JSON, no pickle.
 
-data object   the rank's pieces of tensors as little-endian bytes, each start aligned to 64 bytes
+data object   a rank's pieces of tensors as little-endian bytes, each piece aligned to 64 bytes
 index         the position of each piece, a checksum per chunk (16 MiB by default) and a checksum of the index itself;
-              rank 0's also has `extra`
-manifest      all indexes merged: the pieces of each tensor and their positions. It contains no host and no time, so
-              every rank writes the same bytes, under a key that contains their SHA-256
+              the index of rank 0 also has `extra`
+manifest      all indexes merged: the pieces of each tensor and their positions. It contains no host name and no time,
+              so every rank writes the same bytes, under a key that contains their SHA-256
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointId:
-    """The identity of a checkpoint, which all its objects contain."""
+    """The identity of a checkpoint. All objects of the checkpoint contain it."""
 
     job: str
     generation: str  # name of the generation, that is its number and its random id
@@ -40,7 +40,7 @@ class CheckpointId:
 
 @dataclass(frozen=True, kw_only=True)
 class IndexEntry:
-    """A rectangular piece of a tensor, and its position in a rank's data object."""
+    """A rectangular piece of a tensor, and the position of its bytes in a rank's data object."""
 
     name: str
     dtype: str  # as torch names it, without "torch."
@@ -60,7 +60,7 @@ class IndexEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class DataObject:
-    """The bytes that one rank uploaded, described by a CRC64NVME of the whole object and one of each chunk."""
+    """The bytes that one rank uploaded: key, size and CRC64NVME checksums of the whole object and of each chunk."""
 
     key: str
     size: int  # size of the object in bytes
@@ -122,7 +122,7 @@ class RankIndex:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorPiece:
-    """A rectangular piece of a tensor, as in `IndexEntry`, in the data object of `rank`."""
+    """A rectangular piece of a tensor, and the position of its bytes in the data object of `rank`."""
 
     rank: int
     offsets: tuple[int, ...]
@@ -174,8 +174,8 @@ class Manifest:
     def from_bytes(cls, data: bytes, key: str) -> Manifest:
         """Parse the manifest with the commit key `key`.
 
-        Raises CorruptCommit (the bytes do not have the SHA-256 in the key, or are no manifest of this format),
-        MisplacedCommit (the manifest belongs to the key of another commit).
+        Raises CorruptCommit if the bytes do not have the SHA-256 in the key or are not a manifest of this format, and
+        MisplacedCommit if the manifest belongs to another commit's key.
         """
         step, generation, stated = parse_commit_key(key)
         if (actual := sha256_text(data)) != stated:
@@ -209,7 +209,7 @@ class Manifest:
         return manifest
 
     def _inconsistencies(self) -> Iterator[str]:
-        """Yield a description of each count or size that contradicts another one."""
+        """Yield a description of each count or size that contradicts another part of the manifest."""
         world_size = self.save.world_size
         if not len(self.data) == len(self.indexes) == world_size:
             yield f"{len(self.data)} data objects, {len(self.indexes)} indexes, {world_size} ranks"
@@ -222,7 +222,7 @@ class Manifest:
                 yield f"{item.key}: {len(item.sha256)} SHA-256 for {len(item.chunks)} chunks"
 
     def problems(self) -> Iterator[str]:
-        """Yield a description of each tensor piece that does not fit its data object or its own shape."""
+        """Yield a description of each tensor piece that exceeds its data object or does not match its own shape."""
         for name, entry in self.tensors.items():
             for piece in entry.pieces:
                 if not 0 <= piece.rank < len(self.data):
@@ -235,10 +235,10 @@ class Manifest:
 
 
 def merge_indexes(save: CheckpointId, indexes: Sequence[tuple[RankIndex, bytes]]) -> Manifest:
-    """Merge each rank's index, given with its serialised bytes in the order of ranks, into a manifest.
+    """Merge the indexes of all ranks into a manifest. Each index is given with its serialised bytes, in rank order.
 
-    Raises CheckpointError (an index belongs to another save or names another rank's data object, or the pieces do not
-    cover a tensor exactly once).
+    Raises CheckpointError if an index belongs to another save or names another rank's data object, or if the pieces do
+    not cover every tensor exactly once.
     """
     for rank, (index, _) in enumerate(indexes):
         if index.save != save or index.rank != rank:
@@ -264,7 +264,7 @@ def merge_indexes(save: CheckpointId, indexes: Sequence[tuple[RankIndex, bytes]]
 
 
 def dtype_bytes(dtype: str) -> int:
-    """Return the bytes per element of a torch dtype. Its name has the size in bits; `bool` takes one byte."""
+    """Return the bytes per element of a torch dtype, computed from the number of bits in its name; 1 for `bool`."""
     bits = re.search(r"\d+", dtype)
     return int(bits[0]) // 8 if bits else 1
 
@@ -278,7 +278,7 @@ def _entry(name: str, kind: tuple[str, tuple[int, ...]], boxes: dict[tuple[int, 
 
 
 def _fields(kind: type, row: Sequence[Any]) -> dict[str, Any]:
-    """Return the fields of a dataclass from their values in a JSON list, with tuples in place of lists."""
+    """Convert the values of a JSON list to a dataclass's field values: nested lists become tuples."""
     values = [tuple(value) if isinstance(value, list) else value for value in row]
     return dict(zip(kind.__dataclass_fields__, values, strict=True))
 

@@ -1,6 +1,6 @@
 """Upload one object in parallel parts, each with a checksum and retries, until a deadline.
 
-A part's checksum is computed just before it is sent, so the store compares what it received with the bytes in memory.
+A part's checksum is computed from memory just before the part is sent, so the store detects any change in transit.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LONGEST_PAUSE_SECONDS = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class PartSettings:
-    """The sizes into which an object is divided for its upload."""
+    """The part and chunk sizes of an upload, and its parallelism."""
 
     part_bytes: int = 2 * CHUNK_BYTES  # bytes per part, a multiple of `chunk_bytes`
     chunk_bytes: int = CHUNK_BYTES  # bytes per checksum in the index
@@ -50,7 +50,7 @@ class _Sent:
 
 
 class PartUploader:
-    """Uploader of objects. Its threads and their connections are reused for the next object."""
+    """Uploader of objects in parallel parts. It reuses its threads and connections for each object."""
 
     def __init__(self, sink: UploadSink, settings: PartSettings, throttle: Throttle) -> None:
         self._sink = sink
@@ -143,7 +143,7 @@ class PartUploader:
         return self._sink.sweep(prefix, older_than_seconds=older_than_seconds, seconds=seconds)
 
     def _try_seconds(self, deadline: Deadline, part_bytes: int) -> float:
-        """Return the timeout of a try: a third of the deadline, or more if the bandwidth cap requires it for a part."""
+        """Return the timeout of one try: a third of the deadline, or more if a bandwidth cap makes a part slower."""
         usual = min(_LONGEST_TRY_SECONDS, deadline.seconds / 3)
         if (rate := self._throttle.bytes_per_second) is not None:
             usual = max(usual, 2.0 * part_bytes * self._settings.parallel / rate)
@@ -151,7 +151,7 @@ class PartUploader:
 
 
 def _results(futures: list[Future[_Sent]], stop: threading.Event) -> list[_Sent]:
-    """Wait for all parts and return them. The first permanent failure stops the others, and is raised."""
+    """Wait for all parts and return them. On the first permanent failure, stop the other parts and raise it."""
     done, rest = wait(futures, return_when=FIRST_EXCEPTION)
     failed = next((future for future in done if future.exception() is not None), None)
     if failed is not None:

@@ -1,4 +1,4 @@
-"""Read and write whole commits in one process, for exports to other formats and imports from them. Imports torch."""
+"""Read and write whole commits in one process, for export to and import from other formats. Imports torch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _OBJECT_BYTES = 2 * 2**30  # per data object: memory that an import needs in add
 
 @dataclass(kw_only=True)
 class PortableState:
-    """The state in a commit, independent of ranks."""
+    """The model and optimizer state of a commit, independent of the number of ranks."""
 
     weights: dict[str, Tensor]  # tensors by name
     # optimizer tensors by parameter name and then state name, such as exp_avg
@@ -49,14 +49,12 @@ class PortableState:
     source: Source | None = None
 
     def stream(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the named tensors with their values, in this order. Each is valid only until the next, which reuses its
-        memory.
-        """
+        """Yield the named tensors with their values, in this order. Each is valid only until the next is yielded."""
         named = self.named()
         yield from ((name, named[name]) for name in names) if self.source is None else self.source(list(names))
 
     def named(self) -> dict[str, Tensor]:
-        """Return all tensors under their names in a commit, `model.<name>` and `optimizer.<name>.<state>`."""
+        """Return all tensors under their names in a commit: `model.<name>` and `optimizer.<name>.<state>`."""
         named = {f"model.{name}": tensor for name, tensor in self.weights.items()}
         for name, states in self.moments.items():
             named |= {f"optimizer.{name}.{key}": tensor for key, tensor in states.items()}
@@ -67,9 +65,9 @@ class PortableState:
 
 
 def unwrap_weights(state: Mapping[str, Any], what: str) -> dict[str, Tensor]:
-    """Return the weights of a state dict under their names without wrapper prefixes. A tied tensor is kept once.
+    """Return the weights of a state dict under their names without wrapper prefixes, each tied tensor once.
 
-    Raises CheckpointError (a value is not a tensor, two names become equal, or there are no weights).
+    Raises CheckpointError if a value is not a tensor, two names become equal, or there are no weights.
     """
     weights: dict[str, Tensor] = {}
     seen: set[tuple[Any, ...]] = set()
@@ -90,9 +88,7 @@ def unwrap_weights(state: Mapping[str, Any], what: str) -> dict[str, Tensor]:
 
 
 def unwrap_name(name: str) -> str:
-    """Strip the prefixes that DDP (only in front), torch.compile and activation checkpointing add to a parameter's
-    name.
-    """
+    """Strip the prefixes of DDP (only at the start), torch.compile and activation checkpointing from a name."""
     name = name.removeprefix(_PREFIXES[0])
     for prefix in _PREFIXES[1:]:
         name = name.replace(prefix, "")
@@ -102,7 +98,8 @@ def unwrap_name(name: str) -> str:
 def add_optimizer(content: PortableState, document: Mapping[str, Any], what: str) -> None:
     """Add an optimizer's state dict to `content`. It identifies parameters by number (torch) or by name (DCP).
 
-    Raises CheckpointError (it is unclear which number is which parameter, or a state has not its parameter's shape).
+    Raises CheckpointError if a number cannot be assigned to a parameter, or a state differs in shape from its
+    parameter.
     """
     groups, states = document["param_groups"], document["state"]
     names = _parameter_names(content, groups, states, what)
@@ -125,7 +122,7 @@ def add_optimizer(content: PortableState, document: Mapping[str, Any], what: str
 
 
 def torch_optimizer(content: PortableState) -> dict[str, Any]:
-    """Return the optimizer's state dict for `Optimizer.load_state_dict`: parameters are numbered by group."""
+    """Return the optimizer's state dict for `Optimizer.load_state_dict`, with parameters numbered in group order."""
     named = named_optimizer(content)
     names = [name for group in named["param_groups"] for name in group["params"]]
     numbers = {name: number for number, name in enumerate(names)}
@@ -137,7 +134,7 @@ def torch_optimizer(content: PortableState) -> dict[str, Any]:
 
 
 def named_optimizer(content: PortableState) -> dict[str, Any]:
-    """Return the optimizer's state dict for torch's `set_state_dict`: parameters are identified by name."""
+    """Return the optimizer's state dict for torch's `set_state_dict`, with parameters identified by name."""
     assert content.settings is not None
     scalars = content.settings["scalars"]
     names = [name for group in content.settings["param_groups"] for name in group["params"]]
@@ -180,7 +177,7 @@ def _plain(value: Any) -> Any:
 
 
 def read_commit(store: Store, key: str) -> PortableState:
-    """Return the state in a commit, without random states. `PortableState.stream` reads and verifies the tensors."""
+    """Return the state in a commit, without random states. Its tensors are read and verified later, by `stream`."""
     reader = CommitReader(store, key)
     manifest = reader.manifest
     content = PortableState(weights={}, step=manifest.save.step, extra=manifest.common.get("extra") or {})
@@ -205,9 +202,9 @@ def read_commit(store: Store, key: str) -> PortableState:
 def _stream(reader: CommitReader, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
     """Read the named tensors in groups ("windows"), and yield them in order.
 
-    Whole chunks are verified, and a chunk is usually larger than a tensor, so single tensors would read it repeatedly.
-    A window is at least two chunks of each object, because a chunk at its edge may be read twice. All windows share the
-    same memory: allocating and freeing pieces would fragment the heap.
+    Only whole chunks can be verified, and a chunk is usually larger than a tensor. Reading tensor by tensor would read
+    each chunk many times. A window is at least two chunks of each object, because the chunks at its edges may be read
+    twice. All windows share one block of memory, since repeated allocation would fragment the heap.
     """
     manifest = reader.manifest
     most_bytes = max([_WINDOW_BYTES, *(2 * len(manifest.data) * data.chunk_bytes for data in manifest.data)])
@@ -221,7 +218,7 @@ def _stream(reader: CommitReader, names: Sequence[str]) -> Iterator[tuple[str, T
 
 
 def _tensor_in(memory: memoryview, start: int, entry: TensorEntry) -> Tensor:
-    """Return a part of `memory` as a tensor with a storage of its own size: some writers write whole storages."""
+    """Return a part of `memory` as a tensor with its own storage, because some writers write a whole storage."""
     dtype, length = getattr(torch, entry.dtype), _bytes(entry)
     if not length:
         return torch.empty(entry.shape, dtype=dtype)
@@ -231,8 +228,8 @@ def _tensor_in(memory: memoryview, start: int, entry: TensorEntry) -> Tensor:
 def commit_portable_state(store: Store, content: PortableState, *, source: str, seconds: float = 3600.0) -> CommitRef:
     """Write `content` as the first commit of a new job, within `seconds`. The job's first start continues from it.
 
-    The commit records `source`, the name of the imported file. Raises CheckpointError (the job has been started before,
-    or the import failed).
+    The commit records `source`, the name of the imported file. Raises CheckpointError if the job has been started
+    before or the import fails.
     """
     if newest_generation_number(store):
         raise CheckpointError(f"{store.uri}: the job has been started already; hint: import into a new job's name")
@@ -259,7 +256,7 @@ def commit_portable_state(store: Store, content: PortableState, *, source: str, 
 
 
 def _windows(sizes: dict[str, int], most_bytes: int) -> Iterator[dict[str, int]]:
-    """Group tensors into windows of at most `most_bytes`; a larger tensor is alone. Yields at least one window."""
+    """Group tensors into windows of at most `most_bytes`; a larger tensor gets its own. Yield at least one window."""
     found: dict[str, int] = {}
     size = 0
     for name, length in sizes.items():
@@ -272,7 +269,7 @@ def _windows(sizes: dict[str, int], most_bytes: int) -> Iterator[dict[str, int]]
 
 
 def _align_window(sizes: dict[str, int]) -> tuple[dict[str, int], int]:
-    """Return the aligned start of each tensor in a window's memory, and the end of the last tensor, in bytes."""
+    """Return the aligned start of each tensor in a window's memory and the end of the last one, in bytes."""
     starts: dict[str, int] = {}
     end = 0
     for name, length in sizes.items():

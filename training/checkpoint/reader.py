@@ -1,12 +1,12 @@
 """Read a commit and verify every byte. Torch-free.
 
-A checksum covers a whole chunk, so whole chunks are read, even if a rank needs only a part of one. Several chunks are
-read at once. From a local store, bytes go straight into their destination and are checked there.
+A checksum covers a whole chunk, so whole chunks are read even if a rank needs only a part of one. Several chunks are
+read in parallel. From a local store, bytes are read directly into their destination and verified there.
 
     python -m ebbflow.training.checkpoint.reader PARENT_PID STORE_URI COMMIT_KEY [OBJECT_KEY [CHUNK]]
 
-This program reads a part of a commit again in a new process. It prints {"problem": text}, where the text is empty if
-the bytes are as they were saved, or {"error": text} if the store cannot be read.
+This program verifies a part of a commit in a new process. It prints {"problem": text}, with an empty text if the bytes
+are as they were saved, or {"error": text} if the store cannot be read.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _READ_SECONDS = 120.0
 
 @dataclass(frozen=True)
 class WantedRange:
-    """A range to read: `len(view)` bytes of data object number `object`, from byte `start` on, into `view`."""
+    """A byte range to read into `view`: `len(view)` bytes of data object number `object`, from byte `start` on."""
 
     object: int
     start: int
@@ -65,7 +65,7 @@ class WantedRange:
 
 @dataclass(frozen=True)
 class _Part:
-    """A range of a chunk to copy: `len(view)` bytes from byte `at` of the chunk on, into `view`."""
+    """A byte range of a chunk to copy into `view`: `len(view)` bytes from offset `at` of the chunk."""
 
     at: int
     view: memoryview
@@ -93,7 +93,7 @@ class ChunkRead:
         )
 
     def buffers(self, gap: memoryview) -> list[memoryview]:
-        """Return the memory views that a scattered read of the whole chunk fills, in order.
+        """Return the memory views that one scattered read of the whole chunk fills, in order.
 
         `gap` is scratch memory for the bytes that no part needs.
         """
@@ -113,9 +113,9 @@ class ChunkRead:
 
 
 def plan_chunks(wanted: Iterable[WantedRange], objects: Sequence[DataObject]) -> list[ChunkRead]:
-    """List the chunks that hold the wanted ranges, each chunk once, in the order of objects and bytes.
+    """List the chunks that hold the wanted ranges, each chunk once, ordered by object and position.
 
-    Raises CorruptCommit (a range is beyond the end of its object).
+    Raises CorruptCommit if a range is beyond the end of its object.
     """
     parts: dict[tuple[int, int], list[_Part]] = defaultdict(list)
     for want in wanted:
@@ -139,8 +139,8 @@ def plan_chunks(wanted: Iterable[WantedRange], objects: Sequence[DataObject]) ->
 def read_manifest(store: Store, key: str) -> Manifest:
     """Read the manifest with the commit key `key`.
 
-    Raises CorruptCommit (it is missing or damaged), RefusedCommit (this process checks signatures, and the commit
-    has no valid one).
+    Raises CorruptCommit if it is missing or damaged, and RefusedCommit if this process checks signatures and the commit
+    has no valid one.
     """
     signs = signer()
     try:
@@ -152,7 +152,7 @@ def read_manifest(store: Store, key: str) -> Manifest:
 
 @dataclass
 class ReadFigures:
-    """Bytes read, repeated reads included, and seconds by activity, which are totals over the reader's threads."""
+    """Bytes read, repeated reads included, and seconds per activity, summed over the reader's threads."""
 
     bytes: int = 0
     download_seconds: float = 0.0
@@ -169,9 +169,9 @@ class ReadFigures:
 
 
 class VerifiedReader:
-    """Reader of ranges of a commit's data objects, which verifies every byte.
+    """Reader of byte ranges of a commit's data objects. It verifies every byte.
 
-    `parallel` chunks are read at once; default: 2 from a local store, 8 from a remote one.
+    It reads `parallel` chunks at once; default: 2 from a local store, 8 from a remote one.
     """
 
     def __init__(self, store: Store, data: Sequence[DataObject], *, parallel: int | None = None) -> None:
@@ -186,15 +186,15 @@ class VerifiedReader:
     def read(self, wanted: Iterable[WantedRange]) -> None:
         """Fill the wanted ranges with verified bytes. After an error the content of the ranges is undefined.
 
-        Raises CorruptCommit (the commit is damaged), StoreError (the store cannot be read; the commit may be
-        sound).
+        Raises CorruptCommit if the commit is damaged, and StoreError if the store cannot be read; then the commit may
+        be sound.
         """
         for outcome in self._run(plan_chunks(wanted, self._data), stop_at_first=True):
             if outcome is not None:
                 raise outcome
 
     def problems(self) -> Iterator[CorruptCommit]:
-        """Read all chunks of all objects, and yield an error for each damaged one. Raises StoreError."""
+        """Read all chunks of all objects, and yield an error for each damaged chunk or object. Raises StoreError."""
         chunks = [
             ChunkRead(number, place, base, min(data.chunk_bytes, data.size - base), ())
             for number, data in enumerate(self._data)
@@ -210,8 +210,8 @@ class VerifiedReader:
         """Verify one chunk of the data object `key`. A local chunk is read from the disk, not from the page cache.
 
         `number` is the number of the chunk; None checks only that the object exists and has the right size. Raises
-        CorruptCommit (the object or chunk is damaged or not part of this commit), StoreError (the store cannot be
-        read).
+        CorruptCommit if the object or chunk is damaged or not part of this commit, and StoreError if the store cannot
+        be read.
         """
         place = next((place for place, data in enumerate(self._data) if data.key == key), None)
         if place is None:
@@ -246,9 +246,9 @@ class VerifiedReader:
                 pool.shutdown(wait=True, cancel_futures=True)
 
     def _read_chunk(self, chunk: ChunkRead) -> None:
-        """Read and verify a chunk. A damaged one is read once more, since the damage may have happened in transit.
+        """Read and verify a chunk. Read a damaged one once more, since the damage may have happened in transit.
 
-        Raises CorruptCommit (both readings are damaged).
+        Raises CorruptCommit if both reads are damaged.
         """
         data = self._data[chunk.object]
         stated = " ".join([data.chunks[chunk.number], *data.sha256[chunk.number : chunk.number + 1]])
@@ -262,9 +262,9 @@ class VerifiedReader:
                 raise CorruptCommit(message, object_key=data.key, chunk=chunk.number)
 
     def _fetch(self, data: DataObject, chunk: ChunkRead) -> str:
-        """Fetch a chunk to its destinations, and return its CRC as text, with the SHA-256 if the manifest has one.
+        """Fetch a chunk into its destinations. Return its CRC as text, followed by its SHA-256 if the manifest has one.
 
-        Store errors are retried, up to four tries within 120 s.
+        Store errors are retried: up to four tries within 120 s.
         """
         deadline = Deadline(_CHUNK_SECONDS)
 
@@ -314,7 +314,7 @@ class VerifiedReader:
         return value
 
     def _damage(self, data: DataObject) -> CorruptCommit | None:
-        """Return CorruptCommit if the object is missing or has another size; None if not, or if that is unknown."""
+        """Return a CorruptCommit error if the object is missing or has another size; None if it is sound or unknown."""
         try:
             meta = self._store.head(data.key)
         except StoreError:
@@ -347,10 +347,10 @@ def _drop_from_page_cache(path: Path | None, start: int, length: int) -> None:
 
 
 def find_problem(store: Store, key: str, object_key: str = "", chunk: int | None = None) -> str:
-    """Check a commit's manifest and, if given, one data object. Return a description of the problem; "" for none.
+    """Check a commit's manifest and, if given, one data object. Return a description of the problem, or "".
 
-    `chunk` is the number of the object's chunk to verify; None checks only the object's presence and size. Raises
-    StoreError (the store cannot be read), CheckpointError (the manifest has another version).
+    `chunk` is the number of the object's chunk to verify; None checks only that the object exists and has the right
+    size. Raises StoreError if the store cannot be read, and CheckpointError if the manifest has another format version.
     """
     try:
         manifest = read_manifest(store, key)
@@ -366,7 +366,7 @@ def find_problem(store: Store, key: str, object_key: str = "", chunk: int | None
 def find_problem_in_new_process(store_uri: str, key: str, object_key: str = "", chunk: int | None = None) -> str:
     """Run `find_problem` in a new process, which shares no memory with this one, and return its result.
 
-    Raises StoreUnavailable (the process gave no result).
+    Raises StoreUnavailable if the process gives no result.
     """
     arguments = [str(os.getpid()), store_uri, key]
     if object_key:
@@ -401,11 +401,11 @@ def main(argv: list[str]) -> int:
 
 
 def verify_commit(store: Store, key: str) -> list[str]:
-    """Verify a commit and return the problems, one line per object; the list is empty if the commit is sound.
+    """Verify a commit and return its problems, one line per object; the list is empty if the commit is sound.
 
-    The manifest is compared with its key, each index with its hash in the manifest, each data object's size and chunks
-    with their checksums, and the objects in the store with those that the manifest names. Raises StoreError if the
-    store cannot be read.
+    Compare the manifest with its key, each index with its hash in the manifest, each data object's size and chunks with
+    their checksums, and the objects in the store with those that the manifest names. Raises StoreError if the store
+    cannot be read.
     """
     try:
         manifest = read_manifest(store, key)
@@ -418,8 +418,8 @@ def verify_commit(store: Store, key: str) -> list[str]:
 def find_uncommitted(store: Store) -> Iterator[tuple[int, str]]:
     """Yield (step, index prefix) of each save that all ranks finished but that no manifest names.
 
-    Such a save is being committed or deleted, its processes were killed before the manifest was written, or its
-    manifest is lost. Only a person can distinguish these cases.
+    Such a save is being committed or deleted, or its processes were killed before they wrote the manifest, or its
+    manifest was lost. Only a person can tell these cases apart.
     """
     ranks: dict[tuple[str, str], set[str]] = defaultdict(set)
     for meta in store.list("index"):  # before the commits, so that a commit made meanwhile is seen

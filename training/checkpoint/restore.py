@@ -1,8 +1,8 @@
-"""Restore the newest commit that verifies on every rank; quarantine and report damaged ones.
+"""Restore the newest commit that every rank can verify; quarantine and report damaged ones.
 
-A commit is never given up because a single reader found it damaged. A rank of another node reads the damaged part
-again, or a new process does if there is only one node. If this second reading is sound, the commit counts as sound, and
-the first reader fails with `UnreliableReader`.
+One reader's report of damage is not enough to reject a commit. A rank of another node reads the damaged part again, or,
+if there is only one node, a new process does. If the second read is sound, the commit is treated as sound, and the
+first reader fails with `UnreliableReader`.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ _AGAIN_SECONDS = (0.5, 1.0, 2.0, 4.0)
 
 @dataclass(frozen=True, kw_only=True)
 class RejectedCommit:
-    """A commit that was skipped because it is damaged or its signature was refused."""
+    """A commit that a restore skipped because it is damaged or its signature was refused."""
 
     key: str
     reason: str
@@ -82,7 +82,7 @@ class RejectedCommit:
 
 @dataclass(frozen=True, kw_only=True)
 class RestoreSeconds:
-    """Seconds of one rank's restore by activity; they add up to `RestoreResult.seconds`."""
+    """How long each activity of one rank's restore took. The values add up to `RestoreResult.seconds`."""
 
     list: float  # reading manifests, and failed attempts
     # reading bytes from the store. Threads download, verify and load at the same time; wall-clock time is divided
@@ -95,7 +95,7 @@ class RestoreSeconds:
 
 @dataclass(frozen=True, kw_only=True)
 class RestoreResult:
-    """The outcome of a restore. All ranks have equal values, except for bytes_read, seconds and split."""
+    """The outcome of a restore. All ranks have equal values, except for `bytes_read`, `seconds` and `split`."""
 
     step: int
     extra: dict[str, Any]  # what was stored in the commit beside the tensors
@@ -130,13 +130,15 @@ def restore_newest(
     Args:
         candidates: commit keys, newest first.
         node: number of this rank's node.
-        place: chooses the tensors into which those of `FurtherState.shared` are read; default: none is read.
+        place: returns the tensor into which a named tensor of `FurtherState.shared` is read; default: none is read.
         read_again: makes another process read a doubtful part again; default: a new process on this machine.
 
-    Raises UnreliableReader (some ranks read wrongly what a second reader finds sound. Those ranks raise it 20 s
-    before the others, so that they are blamed), CommitMismatch (the commit belongs to another model),
-    NothingToRestore (no commit of the job is left), CheckpointError (a candidate could not be read, or all
-    candidates are damaged and the job has older commits).
+    Raises:
+        UnreliableReader: some ranks found damage that a second read did not confirm. Those ranks raise it 20 s before
+            the others, so that the failure is attributed to them.
+        CommitMismatch: the commit belongs to another model.
+        NothingToRestore: no commit of the job is left.
+        CheckpointError: a candidate could not be read, or all candidates are damaged and the job has older commits.
     """
     began = time.monotonic()
     rejected: list[RejectedCommit] = []
@@ -209,7 +211,7 @@ class _Reader:
 
 @dataclass(frozen=True, kw_only=True)
 class _Verdict:
-    """The verdict on a commit of one rank, or of all ranks together."""
+    """What one rank, or all ranks together, found when they tried to load a commit."""
 
     kind: str
     reason: str = ""
@@ -229,9 +231,8 @@ def _attempt_with_retries(
 ) -> tuple[float, _Loaded | None, _Verdict, float]:
     """Attempt to restore one commit; try again while the store is unavailable.
 
-    Return the start of the last try (`time.monotonic()`), what it loaded, the verdict of all ranks, and the seconds
-    that
-    the ranks needed to agree on it.
+    Return the start of the last try (`time.monotonic()`), what this rank loaded, the verdict of all ranks, and the
+    seconds that the ranks needed to agree on it.
     """
     pauses = iter(_AGAIN_SECONDS)
     while True:
@@ -247,9 +248,9 @@ def _attempt_with_retries(
 def _attempt(
     store: Store, key: str, model: nn.Module, optimizer: Optimizer | None, own: _Reader
 ) -> tuple[_Loaded | None, _Verdict]:
-    """Load this rank's part, and return it with a verdict.
+    """Load this rank's part of a commit, and return it with a verdict.
 
-    Every exception becomes a verdict: a rank that raised instead of voting would block the others.
+    Every exception becomes a verdict, because a rank that raised one instead of voting would block the other ranks.
     """
     try:
         return _load(store, key, model, optimizer, own), _Verdict(kind=_SOUND, node=own.node)
@@ -290,9 +291,10 @@ def _load(store: Store, key: str, model: nn.Module, optimizer: Optimizer | None,
 
 
 def _agree_on_verdict(own: _Verdict, key: str, reader: _Reader) -> _Verdict:
-    """Exchange verdicts in small all-gathers and return the worst, equal on all ranks, naming the rank that gave it.
+    """Exchange verdicts in small all-gathers. Return the worst one, equal on all ranks, naming the rank that gave it.
 
-    A commit that a rank finds damaged is rejected only if a second reader agrees. Otherwise that rank is a suspect.
+    A commit that a rank finds damaged is rejected only if a second reader confirms it. Otherwise that rank is a
+    suspect.
     """
     row = {"kind": own.kind, "reason": _shorten(own.reason), "node": own.node}
     row |= {"host": socket.gethostname()[:_HOST_CHARACTERS], "object_key": own.object_key, "chunk": own.chunk}
@@ -318,7 +320,7 @@ def _agree_on_verdict(own: _Verdict, key: str, reader: _Reader) -> _Verdict:
 def _signature_disagreement(verdicts: Sequence[_Verdict]) -> str:
     """Describe which ranks refuse a signature that others accept; return "" if the ranks agree.
 
-    All ranks read the same signature: if it were wrong, all would refuse it.
+    All ranks read the same signature, so a disagreement means that some ranks have a wrong key or misread it.
     """
     refusing = [rank for rank, verdict in enumerate(verdicts) if verdict.kind == _REFUSED]
     accepting = [rank for rank, verdict in enumerate(verdicts) if verdict.kind in (_SOUND, _MISMATCH)]
@@ -369,11 +371,15 @@ def _settle_doubts(verdicts: Sequence[_Verdict], key: str, reader: _Reader) -> _
 
 
 def assign_second_readers(nodes: Sequence[int], doubting: Sequence[bool]) -> list[tuple[int, int]]:
-    """Choose ranks to read again what other ranks found damaged. Return pairs of (doubting rank, second reader).
+    """Choose which rank reads again what another rank found damaged. Return pairs of (doubting rank, second reader).
 
     The first doubting rank of each node gets a second reader, up to four in total. The second reader is on another
-    node, preferably a rank without doubts. With one node, it is the doubting rank itself, which starts a new process.
-    Both arguments are by rank: its node, and whether it found the commit damaged.
+    node, preferably a rank without doubts. If there is only one node, it is the doubting rank itself, which starts a
+    new process.
+
+    Args:
+        nodes: the node of each rank.
+        doubting: whether each rank found the commit damaged.
     """
     tasks: list[tuple[int, int]] = []
     seen: set[int] = set()
@@ -389,7 +395,7 @@ def assign_second_readers(nodes: Sequence[int], doubting: Sequence[bool]) -> lis
 
 
 def _shorten(text: str) -> str:
-    """Convert text to ASCII, and cut it so that it fits into one row of an all-gather."""
+    """Convert text to ASCII, and truncate it so that it fits into one row of an all-gather."""
     return " ".join(text.split()).encode("ascii", "replace").decode()[:_REASON_CHARACTERS]
 
 
@@ -398,7 +404,7 @@ def _with_rank(rank: int, reason: str, reader: _Reader) -> str:
 
 
 def _gather(row: dict[str, Any], world_size: int) -> list[dict[str, Any]]:
-    """Exchange one row of JSON by a small all-gather, and return the rows in the order of ranks."""
+    """Exchange one row of JSON in a small all-gather, and return the rows of all ranks in rank order."""
     if not (dist.is_available() and dist.is_initialized()) or world_size == 1:
         return [row]
     text = json.dumps(row).encode()
@@ -441,7 +447,7 @@ def _read_extra(store: Store, key: str) -> dict[str, Any] | None:
 
 
 def _finish(loaded: _Loaded, key: str, model: nn.Module, optimizer: Optimizer | None, rank: int) -> str:
-    """Apply the commit's optimizer settings, and restore the random states or reseed them. Return which of the two."""
+    """Apply the commit's optimizer settings and restore the random states, or reseed them. Return which was done."""
     settings = loaded.reader.manifest.common["optimizer"]
     if optimizer is not None and settings is not None:
         apply_settings(settings, model, optimizer)
@@ -455,7 +461,7 @@ def _finish(loaded: _Loaded, key: str, model: nn.Module, optimizer: Optimizer | 
 def _divide_seconds(loaded: _Loaded, *, before: float, agree: float, total: float) -> RestoreSeconds:
     """Divide the seconds of a restore by activity. Seconds that belong to no other activity count as `load`.
 
-    `before` are the seconds until this commit was tried, `agree` those of waiting for the other ranks' verdicts.
+    `before` is the time until this commit was tried, and `agree` the time spent waiting for the other ranks' verdicts.
     """
     figures = loaded.reader.figures
     threads = figures.download_seconds + figures.verify_seconds + figures.place_seconds

@@ -1,13 +1,14 @@
 """Choose which commits a job keeps, and delete the others.
 
-A deletion may be cut short at any point. So a tombstone, the record of a deletion, is put before the first key is
-deleted, and a later run finishes the deletion and removes the tombstone. Opening a generation from a commit and pinning
-a commit put their own records first and then check for a tombstone; a deletion puts its tombstone first and then checks
-for these records. So of two concurrent writers at least one sees the other and gives way.
+A deletion may be interrupted at any point. So it first writes a tombstone, a record of the deletion; a later run
+finishes the deletion and removes the tombstone. Two operations can conflict with a deletion: starting a generation from
+the commit, and pinning it. Each of them writes its own record first and then looks for a tombstone, while a deletion
+writes its tombstone first and then looks for these records. So of two concurrent writers at least one sees the other
+and gives way.
 
-Never deleted are the newest whole commit (all its data objects are present), pinned commits, and anything at all while
-no commit is whole. Quarantined commits and commits outside the lineage are kept for `orphan_seconds`, so that a person
-can inspect them.
+A commit is whole if all its data objects are present. The newest whole commit and pinned commits are never deleted, and
+nothing is deleted while no commit is whole. Quarantined and unreachable commits (see `checkpoint.lineage`) are kept for
+`orphan_seconds`, so that a person can inspect them.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ _RECORD_MISSING_SECONDS = 60.0  # a listing may lag by seconds, hardly by a minu
 
 @dataclass(frozen=True, kw_only=True)
 class RetentionPolicy:
-    """The rules of retention. A commit is kept if any rule keeps it; only whole commits count."""
+    """The rules that select the commits to keep. A commit is kept if any rule keeps it; only whole commits count."""
 
     keep_last: int = 3  # number of newest commits to keep
     keep_every_steps: int | None = None  # also keep the first commit at or after each multiple of this step count
@@ -78,7 +79,7 @@ class WholeCommit:
 
 
 def choose_commits(commits: Sequence[WholeCommit], policy: RetentionPolicy) -> dict[str, str]:
-    """Choose the commits to keep. Return the reason for each of them, by the SHA-256 of its manifest.
+    """Choose the commits to keep. Return the reason for each one, by the SHA-256 of its manifest.
 
     `commits` are all whole commits, newest first.
     """
@@ -96,7 +97,7 @@ def choose_commits(commits: Sequence[WholeCommit], policy: RetentionPolicy) -> d
 
 
 def metric_at_step(extra: Mapping[str, Any], step: int, name: str) -> float | None:
-    """Return the metric `name` from a commit's `extra` if it was measured at exactly this step; else None."""
+    """Return the metric `name` from a commit's `extra` if it was measured at exactly this step, else None."""
     metrics = extra.get("metrics")
     if not isinstance(metrics, Mapping) or metrics.get("step") != step:
         return None
@@ -123,9 +124,10 @@ def _beyond_cap(
     *,
     expendable: Sequence[WholeCommit],
 ) -> set[str]:
-    """Return the commits to drop so that the others meet the size cap, by manifest SHA-256, like `kept`.
+    """Return the manifest SHA-256 of the commits to drop so that the remaining ones meet the size cap.
 
-    `expendable` is the order of dropping. A commit that occurs twice in it is dropped at its last position.
+    `kept` has the kept commits by manifest SHA-256. `expendable` lists commits in the order in which to drop them; a
+    commit that occurs twice is dropped at its last position.
     """
     if policy.max_total_bytes is None:
         return set()
@@ -143,14 +145,14 @@ def _beyond_cap(
 
 
 def delete_commit(store: Store, ref: CommitRef, generation: str | None, *, newest: int, full: bool = False) -> bool:
-    """Delete a commit and its data. Return False if the commit was pinned meanwhile.
+    """Delete a commit and its data. Return False if the commit has been pinned in the meantime.
 
     Args:
         generation: name of the generation that saved the commit; None if the manifest is unreadable. Without it only
             the manifest is deleted now, and the data is deleted later as orphans.
         newest: number of the generation that deletes the commit.
-        full: the store is full, so a failure to write the tombstone is ignored. If the deletion is then cut short, the
-            remaining objects become orphans.
+        full: whether the store is full, so that a failure to write the tombstone is ignored. If the deletion is then
+            interrupted, the remaining objects become orphans.
 
     Raises GenerationSuperseded, and deletes nothing, if a newer generation is on record: another gang owns the job.
     """
@@ -178,9 +180,9 @@ def delete_commit(store: Store, ref: CommitRef, generation: str | None, *, newes
 
 
 def finish_deletions(store: Store, interrupted: Callable[[], bool] = lambda: False) -> None:
-    """Finish the deletions of earlier runs and remove the tombstones of deleted commits.
+    """Finish the deletions that earlier runs left incomplete, and remove their tombstones.
 
-    `interrupted` is called after each tombstone; returns True to stop. So every run finishes at least one deletion.
+    After each tombstone `interrupted` is called, and True stops the work. So every run finishes at least one deletion.
     """
     for meta in store.list("tombstones"):
         try:
@@ -227,11 +229,11 @@ def _delete_objects(store: Store, tombstone: dict[str, Any]) -> None:
 
 
 def find_orphans(store: Store, clock: StoreClock, *, older_than_seconds: float) -> list[ObjectMeta]:
-    """List objects that no commit needs and that are older than the limit, in seconds by the store's own clock.
+    """List objects that no commit needs and that are older than the given age, according to the store's clock.
 
-    These are data and indexes of checkpoints without a commit, signatures without a commit, and the secrets that the
-    agents of earlier starts shared. The objects of a checkpoint are listed together or not at all: a single young
-    object means that its upload may still be running.
+    These are data and indexes of checkpoints without a commit, signatures without a commit, and secrets that agents
+    shared for earlier starts. The objects of a checkpoint are listed together or not at all, because a single young
+    object means that the upload may still be running.
     """
     # Listed before the commits: whatever is committed meanwhile is then seen as committed.
     listed = {prefix: store.list(prefix) for prefix in ("data", "index", "signatures", "secrets")}
@@ -271,7 +273,7 @@ def _sweep_orphans(
 
 @dataclass(frozen=True)
 class RetentionChoice:
-    """The commits that a policy keeps and deletes."""
+    """The decision of a retention policy: which commits to keep and which to delete."""
 
     keep: dict[CommitRef, str]  # the commits to keep, each with the reason
     # the commits to delete, each with the name of the generation that saved it; None if its manifest is
@@ -280,7 +282,7 @@ class RetentionChoice:
 
 
 class Retention:
-    """Retention of a job's commits: it deletes those that a policy does not keep, and warns of what it repaired."""
+    """Enforcer of a retention policy on a job's commits. It also warns when it had to repair the store."""
 
     def __init__(self, policy: RetentionPolicy, warn: Callable[[str], object] = lambda _: None) -> None:
         self._policy, self._warn = policy, warn
@@ -294,17 +296,16 @@ class Retention:
         """After `save` was committed, delete the commits that the policy does not keep. Return the deleted commits.
 
         If `interrupted` returns True because other work is waiting, the next run continues. Raises
-        GenerationSuperseded, and
-        deletes nothing, if a newer generation than `save`'s is on record.
+        GenerationSuperseded, and deletes nothing, if a newer generation than that of `save` is on record.
         """
         end = time.monotonic() + _RUN_SECONDS
         return self._run(store, save, lambda: interrupted() or time.monotonic() >= end)
 
     def make_room(self, store: Store, save: CheckpointId, *, deadline_seconds: float) -> list[CommitRef]:
-        """Free space in a full store, and return the deleted commits. Raises as `run`.
+        """Free space in a full store, and return the deleted commits. Raises the errors of `run`.
 
-        Commits are deleted, the least valued first, until two more fit. Orphans are deleted once they are older than
-        any running save can be. `deadline_seconds` is the deadline of a save, from which the age of orphans is derived.
+        Commits are deleted, least valuable first, until there is room for two more. Orphans are deleted once they are
+        too old to belong to a running save; this age follows from `deadline_seconds`, the deadline of a save.
         """
         limit = min(self._policy.orphan_seconds, max(2 * deadline_seconds, _SHORTEST_ORPHAN_SECONDS))
         end = time.monotonic() + _RUN_SECONDS
@@ -332,9 +333,9 @@ class Retention:
         return self._enforce(store, number, interrupted, full=full)
 
     def _record_is_listed(self, store: Store, save: CheckpointId, newest: int) -> bool:
-        """Return whether the store lists this generation's record; put it back if it has been missing for a minute.
+        """Return whether the store lists this generation's record. Write it again if it has been missing for a minute.
 
-        Raises DamagedLineage (the record is missing and its content is unknown).
+        Raises DamagedLineage if the record is missing and its content is unknown.
         """
         key = generation_key(save.generation_number, save.generation.partition("-")[2])
         if newest == save.generation_number:
@@ -378,8 +379,9 @@ class Retention:
         return deleted
 
     def choose_commits(self, store: Store, *, full: bool = False) -> RetentionChoice:
-        """Decide which commits the policy keeps and which it deletes; with `full`, make room for two more. Change
-        nothing.
+        """Return which commits the policy keeps and which it deletes, without deleting any.
+
+        With `full`, choose so that there is room for two more commits.
         """
         policy = self._policy
         traced = trace_lineage(store)
@@ -427,10 +429,10 @@ class Retention:
         return None if manifest is None else (manifest.save.generation, manifest.save.step)
 
     def _whole_commit(self, store: Store, ref: CommitRef, pinned: set[str]) -> WholeCommit | None:
-        """Return a commit as the policy sees it, or None if it is torn.
+        """Return a commit with the properties that the policy uses, or None if it is torn.
 
-        A commit is torn if its manifest is unreadable, or a data object is missing or has another size. Contents are
-        not read: they were verified when they were stored, and are verified again on restore.
+        A commit is torn if its manifest is unreadable, or if a data object is missing or has another size. The data
+        itself is not read: it was verified when it was stored, and is verified again on restore.
         """
         manifest = self._manifest(store, ref)
         if manifest is None:
@@ -444,7 +446,7 @@ class Retention:
         )
 
     def _stale(self, store: Store, traced: list[TracedCommit]) -> list[CommitRef]:
-        """List the commits that do not count and are older than the policy's `orphan_seconds`, by the store's clock."""
+        """List the unreachable commits that are older than `orphan_seconds`, according to the store's clock."""
         out = [found for found in traced if found.unreachable_because is not None and not found.refused]
         if not out:
             return []

@@ -1,4 +1,4 @@
-"""Permits: a person's consent, recorded in the job's store, that a start may give up commits. Torch-free.
+"""Permits: a person's recorded consent that a start may give up commits. Torch-free.
 
 There are two kinds. With --from-scratch a start may give up all commits. With --accept-rollback it may continue without
 commits that the store no longer has, for example because the store was restored from an older snapshot. Both lose work,
@@ -33,7 +33,7 @@ PERMITS = {"from_scratch": FROM_SCRATCH, "accept_rollback": ROLLBACK}
 
 @dataclass(frozen=True)
 class MissingCommits:
-    """Commits that the events mention and the store lacks."""
+    """Commits that the event log mentions but the store no longer has."""
 
     known: CommitRef  # the newest of them
     found: CommitRef | None  # the newest commit in the store that counts; None if there is none
@@ -55,8 +55,8 @@ class MissingCommits:
 def record_permits(job_store: Store, *whats: str) -> None:
     """Record permits that cover all generations of the job so far.
 
-    `whats` are kinds of permit: FROM_SCRATCH, ROLLBACK or both. Raises StoreError (the store cannot be read or
-    written).
+    `whats` are the kinds of permit: FROM_SCRATCH, ROLLBACK or both. Raises StoreError if the store cannot be read or
+    written.
     """
     if not whats:
         return
@@ -68,11 +68,11 @@ def record_permits(job_store: Store, *whats: str) -> None:
 
 
 def find_missing_commits(job_store: Store, events: Sequence[Event]) -> MissingCommits | None:
-    """Compare the events with the store, and return the commits of the newest generation that the store lacks.
+    """Return the commits of the newest generation that the events mention and the store lacks; None if there are none.
 
-    Commits are missing, for example, after the store was restored from a snapshot. A commit that retention deleted does
-    not count as missing, since the store has newer ones. A commit that exists but is unreadable does not count either.
-    Returns None if nothing is missing. Raises as `newest_commits`.
+    Commits are missing, for example, after the store was restored from a snapshot. A commit that retention deleted is
+    not missing, since the store has newer ones, nor is one that exists but is unreadable. Raises the errors of
+    `newest_commits`.
     """
     known = _newest_known(events)
     if known is None or job_store.head(known.key) is not None:
@@ -84,9 +84,9 @@ def find_missing_commits(job_store: Store, events: Sequence[Event]) -> MissingCo
 
 
 def check_rollback(job_store: Store, events: Sequence[Event]) -> MissingCommits | None:
-    """Return the missing commits that a permit covers, so that the caller can report them; None if nothing is missing.
+    """Return missing commits if a permit covers them, so that the caller can report them; None if nothing is missing.
 
-    Raises RolledBack (commits are missing and no permit covers them), and as `newest_commits`.
+    Raises RolledBack if commits are missing without a permit, and the errors of `newest_commits`.
     """
     missing = find_missing_commits(job_store, events)
     if missing is None or missing.permitted:
@@ -103,9 +103,7 @@ def newest_generation_in_events(events: Sequence[Event]) -> int:
 
 
 def _newest_known(events: Sequence[Event]) -> CommitRef | None:
-    """Return the last commit that the newest generation made or, if none, from which it started, according to the
-    events.
-    """
+    """Return the newest generation's last commit according to the events or, if it made none, its parent."""
     started = [event for event in events if event.name == GENERATION_STARTED]
     if not started:
         return None

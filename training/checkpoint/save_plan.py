@@ -1,13 +1,13 @@
 """Decide which rank writes which bytes, and lay them out in a staging buffer.
 
 Every rank computes the same assignment without communication. A piece of a DTensor is written by the rank that holds
-it, or by one of the ranks that hold replicas (HSDP); a plain tensor, which all ranks hold, by one rank. The largest
-tensors are assigned first, each to the rank with the fewest bytes. DCP's planner gives the position of a DTensor's
-piece in the whole. Its global plan, which gathers the plans of all ranks, is not used: without a collective, a save
-cannot deadlock with training.
+it; if several ranks hold replicas of it (HSDP), by one of them. A plain tensor, which all ranks hold, is written by one
+rank. The largest tensors are assigned first, each to the rank with the fewest bytes so far. The planner of torch's
+distributed checkpointing (DCP) gives the position of a DTensor's piece in the whole tensor. Its global plan, which
+gathers the plans of all ranks, is not used: without a collective, a save cannot deadlock with training.
 
-The plan is kept while model and optimizer hold the same tensors in the same memory: planning takes milliseconds, the
-comparison microseconds.
+The plan is reused as long as model and optimizer hold the same tensors in the same memory: planning takes milliseconds,
+this comparison microseconds.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MOMENTS_AT_MOST = 2  # for optimizers with betas; one for those with momentum o
 
 @dataclass(frozen=True)
 class TensorShard:
-    """The local piece of a tensor, and its position in the whole tensor."""
+    """A rank's piece of a tensor, and its position in the whole tensor."""
 
     name: str
     local: Tensor  # the piece, of shape `sizes`
@@ -70,7 +70,7 @@ def assign_shards(state: dict[str, Tensor], rank: int, world_size: int) -> list[
 
 
 def _written_replicas(sharded: dict[str, DTensor]) -> dict[str, DTensor]:
-    """Return the DTensors whose local piece this rank writes: one of the ranks that hold replicas writes each."""
+    """Return the DTensors whose local piece this rank writes; only one of the ranks that hold a replica writes it."""
     by_count: dict[int, dict[str, int]] = defaultdict(dict)
     place: dict[str, int] = {}
     for name, tensor in sharded.items():
@@ -93,7 +93,15 @@ def _written_replicas(sharded: dict[str, DTensor]) -> dict[str, DTensor]:
 
 
 def _spread(sizes: dict[str, int], writers: int) -> dict[str, int]:
-    """Return a writer's number by name: by decreasing size, the writer with the fewest bytes so far."""
+    """Assign tensors to writers: the largest first, each to the writer with the fewest bytes so far.
+
+    Args:
+        sizes: bytes by tensor name.
+        writers: number of writers.
+
+    Returns:
+        The number of the writer, from 0, by tensor name.
+    """
     loads = [(0, writer) for writer in range(writers)]
     chosen = {}
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
@@ -105,7 +113,7 @@ def _spread(sizes: dict[str, int], writers: int) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class BufferLayout:
-    """Positions of all pieces in a staging buffer."""
+    """The positions of all pieces in a staging buffer."""
 
     number: int  # increases each time the layout changes, so it identifies a layout
     items: tuple[IndexEntry, ...]
@@ -130,7 +138,8 @@ class SavePlanner:
     ) -> list[Tensor]:
         """Return the tensors to copy, in the order of `self.layout`, which this call updates.
 
-        `own` are further tensors of this rank, such as random states, and `shared` of all ranks, both new at each save.
+        Besides model and optimizer, a save contains tensors that change at each call: `own`, which only this rank
+        holds, such as random states, and `shared`, which all ranks hold.
         """
         if not self._is_known(model, optimizer):
             state = named_state(model, optimizer)
@@ -151,11 +160,11 @@ class SavePlanner:
         return sources
 
     def forget(self) -> None:
-        """Release the references to tensors. The next call of `plan` starts afresh."""
+        """Release the references to tensors. The next call of `plan` computes a new plan."""
         self._owner, self._known, self._wholes, self._shards = None, [], [], []
 
     def expected_bytes(self, model: nn.Module, optimizer: Optimizer | None) -> int:
-        """Estimate the bytes of this rank's part of a save. The estimate is rather too high than too low."""
+        """Estimate the bytes of this rank's part of a save, erring on the high side."""
         shards = assign_shards(named_state(model, optimizer), self._rank, self._world_size)
         size = sum(_bytes(shard.local) + ALIGNMENT for shard in shards)
         if optimizer is not None and not optimizer.state:

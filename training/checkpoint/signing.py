@@ -1,12 +1,12 @@
 """Sign commits with HMAC-SHA256 and a key that other writers of the store do not have. Torch-free.
 
-A signature covers the job, the commit's key (step, generation and the SHA-256 of the manifest) and, through the
-manifest, the SHA-256 of every chunk of data. It is put before the manifest, so every visible commit has its signature.
-The manifest is merged from the ranks' indexes, which also come from the store: each index carries an HMAC, and one
-without a valid HMAC counts as missing.
+A signature covers the job, the commit's key (step, generation and the SHA-256 of the manifest) and the SHA-256 of every
+chunk of data. It is written before the manifest, so every visible commit has its signature. The manifest is merged from
+the ranks' indexes, which are also read from the store. So each index carries an HMAC, and an index without a valid one
+is treated as missing.
 
-A process signs and checks if the environment variable `infra.signing_key.NAME_VARIABLE` names the variable that holds
-the key. Ranks, uploaders and second readers inherit both variables.
+The environment variable `infra.signing_key.NAME_VARIABLE` holds the name of a second variable, which holds the key. A
+process signs and checks signatures if the first variable is set. Ranks, uploaders and second readers inherit both.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _INDEX_PURPOSE = b"ebbflow index 1"
 
 
 class Signer:
-    """Signer of commits and checker of their signatures, with the key in the variable `name`. Raises NoSigningKey."""
+    """Signer and checker of commits, with the key in the environment variable `name`. Raises NoSigningKey."""
 
     def __init__(self, name: str) -> None:
         if problem := signing_key_problem(name):
@@ -43,18 +43,18 @@ class Signer:
         self._index_key = hmac.digest(secret, _INDEX_PURPOSE, "sha256")
 
     def sign(self, store: Store, key: str, data: dict[str, list[str]] | None = None) -> None:
-        """Put the signature of commit `key` and read it back. Raises StoreError.
+        """Write the signature of commit `key` and read it back. Raises StoreError.
 
-        `data` has the SHA-256 of each chunk by data object, if the manifest does not.
+        `data` has the SHA-256 of each chunk, by data object; it is needed only if the manifest lacks these values.
         """
         document = {"version": _VERSION, "key": key, "data": data, "hmac": self._hmac(store, key, data)}
         put_verified(store, _signature_key(key), canonical_json(document))
 
     def check(self, store: Store, key: str) -> dict[str, list[str]]:
-        """Check the signature of commit `key`. Return the SHA-256 of each chunk by data object, if the manifest lacks
-        them.
+        """Check the signature of commit `key`. Return the SHA-256 of each chunk, by data object.
 
-        Raises RefusedCommit (the signature is missing or wrong), StoreError (the store cannot be read).
+        The result is empty if the manifest itself has these values. Raises RefusedCommit if the signature is missing or
+        wrong, and StoreError if the store cannot be read.
         """
         try:
             return fetch_verified(store, _signature_key(key), lambda raw, _: self._checked(store, key, raw))
@@ -70,7 +70,7 @@ class Signer:
             ) from error
 
     def check_index(self, store: Store, key: str, index: RankIndex) -> None:
-        """Raise CorruptCommit unless the index has an HMAC that is valid for this job and the store's `key`."""
+        """Raise CorruptCommit unless the index has a valid HMAC for this job and the store's `key`."""
         right = self.index_hmac(store, key, index).encode()
         if not hmac.compare_digest(right, index.hmac.encode(errors="replace")):
             raise CorruptCommit(
@@ -79,7 +79,10 @@ class Signer:
             )
 
     def check_manifest(self, store: Store, key: str, manifest: Manifest) -> Manifest:
-        """Check a commit's signature, and return the manifest with the SHA-256 of every chunk. Raises as `check`."""
+        """Check a commit's signature, and return the manifest completed with the SHA-256 of every chunk.
+
+        Raises the errors of `check`.
+        """
         signed = self.check(store, key)
         data = tuple(replace(one, sha256=tuple(signed.get(one.key, one.sha256))) for one in manifest.data)
         for one in data:
@@ -109,7 +112,10 @@ class Signer:
 
 
 def use_signing_key(name: str | None) -> None:
-    """Make this process and its children sign and check with the key in the variable `name`; with None, not at all."""
+    """Make this process and its children sign and check with the key in the environment variable `name`.
+
+    With None they neither sign nor check.
+    """
     if name is None:
         os.environ.pop(NAME_VARIABLE, None)
     else:
@@ -127,7 +133,7 @@ def sha256_of_chunks(data: memoryview, chunk_bytes: int) -> list[str]:
 
 
 def signed_index_bytes(store: Store, key: str, index: RankIndex) -> bytes:
-    """Serialise an index for the store's `key`, with its HMAC if this process signs."""
+    """Serialise an index that will be stored under `key`. Include its HMAC if this process signs."""
     if (signs := signer()) is not None:
         index = replace(index, hmac=signs.index_hmac(store, key, index))
     return index.to_bytes()

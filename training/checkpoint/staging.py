@@ -1,11 +1,12 @@
-"""Copy a rank's tensors into shared-memory staging buffers that its uploader process reads.
+"""Copy a rank's tensors into shared-memory staging buffers, from which its uploader process reads.
 
-The buffers are anonymous files (memfd): the uploader inherits their file descriptors, they leave no names behind, and
-the limit of /dev/shm does not apply. Two buffers alternate: one is filled while the other is uploaded.
+The buffers are anonymous files (memfd): the uploader inherits their file descriptors, no files remain after the
+processes end, and the size limit of /dev/shm does not apply. Two buffers alternate: one is filled while the other is
+uploaded.
 
-Tensors on a CPU are copied when `stage` returns. Tensors on a CUDA device are copied into page-locked memory on a
-stream of their own, while the next forward and backward pass run; `Checkpointer.before_step` waits for this copy before
-the optimizer changes the state.
+`stage` copies CPU tensors before it returns. It copies CUDA tensors into page-locked memory on a separate stream, while
+the next forward and backward pass run; `Checkpointer.before_step` waits for this copy before the optimizer changes the
+state.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _GROWTH = 1.05  # a state that has grown is likely to grow again
 
 
 class StagingBuffer:
-    """A shared-memory buffer. `prepare` allocates it and touches its pages in a thread, for which `view` waits."""
+    """A shared-memory buffer. `prepare` allocates it in a background thread; `view` waits for that thread."""
 
     def __init__(self, name: str) -> None:
         if hasattr(os, "memfd_create"):
@@ -45,7 +46,7 @@ class StagingBuffer:
         self._pinned = False
 
     def prepare(self, length: int) -> None:
-        """Allocate `length` bytes in the background, unless the buffer is large enough. Its content may be lost."""
+        """Allocate `length` bytes in the background if the buffer is smaller. This may discard its content."""
         self.join()
         if self._view is not None and self._view.numel() >= length:
             return
@@ -54,7 +55,7 @@ class StagingBuffer:
         self._thread.start()
 
     def view(self, length: int) -> Tensor:
-        """Return the buffer as a uint8 tensor of at least `length` bytes, after enlarging it if necessary."""
+        """Return the buffer as a uint8 tensor of at least `length` bytes, enlarging it if necessary."""
         self.join()
         if self._view is None or self._view.numel() < length:
             self._allocate(length if self._view is None else int(length * _GROWTH))
@@ -63,7 +64,7 @@ class StagingBuffer:
         return self._view
 
     def pin(self) -> None:
-        """Page-lock the buffer, so that a CUDA device copies into it without the CPU."""
+        """Page-lock the buffer, so that a CUDA device can copy into it directly, without the CPU."""
         if not self._pinned and self._view is not None:
             cuda: Any = torch.cuda.cudart()
             result = cuda.cudaHostRegister(self._view.data_ptr(), self._view.numel(), 0)
@@ -92,7 +93,7 @@ class StagingBuffer:
         self._view = torch.frombuffer(self._map, dtype=torch.uint8)
 
     def _fault(self) -> None:
-        """Touch each page, so that later copies cause no page faults. Each block releases the interpreter lock."""
+        """Touch each page, so that later copies cause no page faults. Release the interpreter lock (GIL) meanwhile."""
         view = self._view
         assert view is not None
         for start in range(0, view.numel(), _BLOCK):
@@ -107,7 +108,7 @@ class StagingBuffer:
 
 @dataclass(frozen=True)
 class StagedState:
-    """A state that is copied, or being copied, into a staging buffer."""
+    """A state that has been copied, or is being copied, into a staging buffer."""
 
     buffer: int  # number of the buffer
     layout: BufferLayout
@@ -116,7 +117,7 @@ class StagedState:
 
 
 class StagingArea:
-    """Two staging buffers, and the tensor views into them. The uploader inherits their file `descriptors`."""
+    """Two staging buffers and the tensor views into them. The uploader inherits their file `descriptors`."""
 
     def __init__(self) -> None:
         if sys.byteorder != "little":
@@ -132,7 +133,10 @@ class StagingArea:
             buffer.prepare(length)
 
     def stage(self, sources: list[Tensor], layout: BufferLayout) -> StagedState:
-        """Copy tensors into the next of the two buffers, at the positions in `layout`. No upload may read it."""
+        """Copy tensors into the next of the two buffers, at the positions in `layout`.
+
+        The caller ensures that no upload is reading this buffer.
+        """
         number, self._next = self._next, 1 - self._next
         targets = self._views(number, layout)
         on_device = [index for index, source in enumerate(sources) if source.is_cuda]
@@ -142,7 +146,7 @@ class StagingArea:
         return StagedState(number, layout, self._copy_from_device(number, targets, sources, on_device))
 
     def close(self) -> None:
-        """Free the memory. Call it after the uploader has ended."""
+        """Free the memory. Call this after the uploader has exited."""
         self._targets = [(-1, []), (-1, [])]
         for buffer in self._buffers:
             buffer.close()

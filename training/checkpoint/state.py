@@ -1,14 +1,15 @@
-"""State of model and optimizer by name, and the random states of a rank.
+"""Name the tensors of model and optimizer, and the random states of a rank, as a commit stores them.
 
-    model.<fqn>                parameters and persistent buffers (a DTensor where FSDP2 made it one)
+    model.<fqn>                parameters and persistent buffers (DTensors where FSDP2 shards them)
     optimizer.<fqn>.<state>    optimizer states that are tensors, such as exp_avg, exp_avg_sq and step
-    rng.<rank>.<source>        random states of a rank: torch, python, numpy, cuda; and other tensors of one rank
-    state.<name>               other tensors of all ranks (`FurtherState`)
+    rng.<rank>.<source>        random states of a rank (torch, python, numpy, cuda) and other tensors of one rank
+    state.<name>               other tensors that all ranks hold (`FurtherState`)
 
 Param groups and optimizer states that are not tensors are stored as JSON (`optimizer_settings`).
 
-A fully qualified name (fqn) is that of the unwrapped model, without the prefixes of DDP, torch.compile and activation
-checkpointing, so that any mode reads what any other wrote. Tied parameters are kept once, under their first name.
+A fully qualified name (fqn) is the parameter's name in the unwrapped model, without the prefixes of DDP, torch.compile
+and activation checkpointing. So a job in any parallel mode can read what a job in another mode wrote. Tied parameters
+are stored once, under their first name.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ _PREFIX = "rng"
 
 @dataclass(frozen=True)
 class FurtherState:
-    """Tensors of a commit besides those of model and optimizer and the random states.
+    """The tensors of a commit that belong neither to model and optimizer nor to the random states.
 
     Attributes:
-        own: tensors of one rank, by name. A restore at another world size lacks them.
-        shared: tensors that all ranks hold, plain or as DTensors, by names that begin with `SHARED_PREFIX`.
+        own: tensors of one rank, by name. A restore with another world size does not get them.
+        shared: tensors that all ranks hold, plain or as DTensors, by name; names begin with `SHARED_PREFIX`.
     """
 
     own: dict[str, Tensor] = field(default_factory=dict)
@@ -49,8 +50,9 @@ class FurtherState:
 
 
 def named_state(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Tensor]:
-    """Return the tensors to save, by name, sharing their memory. Raises CheckpointError for state that has no such
-    form.
+    """Return the tensors to save, by name, without copying them.
+
+    Raises CheckpointError if a state cannot be stored under such a name.
     """
     state = {f"model.{name}": tensor.detach() for name, tensor in _model_tensors(model).items()}
     if optimizer is None:
@@ -65,7 +67,7 @@ def named_state(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Tens
 
 
 def optimizer_settings(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Return the param groups, with parameters by name, and the states that are not tensors, as JSON."""
+    """Return the param groups, with parameters by name, and the optimizer states that are not tensors, as JSON."""
     names = {id(parameter): fqn for fqn, parameter in _optimized(model, optimizer)}
     groups = []
     for group in optimizer.param_groups:
@@ -80,9 +82,9 @@ def optimizer_settings(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]
 
 
 def prepare_for_loading(manifest: Manifest, model: nn.Module, optimizer: Optimizer | None) -> dict[str, Tensor]:
-    """Return the tensors to fill from a commit, by name. Missing optimizer state is allocated, surplus state dropped.
+    """Return the tensors into which a commit is loaded, by name. Allocate missing optimizer state and drop surplus.
 
-    Raises CommitMismatch (names or global shapes differ, equally on all ranks). The model is compared first, because a
+    Raises CommitMismatch, on all ranks alike, if names or global shapes differ. The model is compared first, because a
     different model also has different optimizer state.
     """
     targets = {f"model.{name}": tensor.detach() for name, tensor in _model_tensors(model).items()}
@@ -98,7 +100,7 @@ def prepare_for_loading(manifest: Manifest, model: nn.Module, optimizer: Optimiz
 
 
 def apply_settings(settings: Mapping[str, Any], model: nn.Module, optimizer: Optimizer) -> None:
-    """Set the optimizer to `settings`, matching param groups by position. Raises CommitMismatch."""
+    """Apply `settings` to the optimizer, matching param groups by position. Raises CommitMismatch."""
     groups = settings["param_groups"]
     if len(groups) != len(optimizer.param_groups):
         raise CommitMismatch(f"{len(groups)} optimizer groups in the commit, {len(optimizer.param_groups)} here")
@@ -165,7 +167,10 @@ def _prepare_optimizer(manifest: Manifest, model: nn.Module, optimizer: Optimize
 
 
 def _allocate(fqn: str, key: str, entry: TensorEntry, parameter: nn.Parameter, optimizer: Optimizer) -> Tensor:
-    """Allocate a state as `Optimizer.load_state_dict` does: `step` on the CPU, unless fused or capturable."""
+    """Allocate a zero state on the device that `Optimizer.load_state_dict` would use.
+
+    That is the CPU for `step`, unless the optimizer is fused or capturable, and the parameter's device otherwise.
+    """
     dtype = getattr(torch, entry.dtype)
     if key != "step" and entry.shape == tuple(parameter.shape):
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False).detach()
@@ -223,7 +228,7 @@ def rng_name(rank: int, source: str = "") -> str:
 
 
 def restore_rng(rank: int, states: dict[str, Tensor]) -> None:
-    """Restore the random states that `capture_rng` returned, as far as this process has their sources."""
+    """Restore the random states from `capture_rng`. Skip CUDA and NumPy if this process does not use them."""
     for source in ("torch", "python", "numpy", "cuda"):
         state = states.get(rng_name(rank, source))
         if state is None:

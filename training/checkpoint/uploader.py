@@ -1,21 +1,21 @@
-"""The process that uploads a rank's staged bytes to the store while training continues.
+"""Run the process that uploads a rank's staged bytes to the store while training continues.
 
     python -m ebbflow.training.checkpoint.uploader PARENT_PID RANK STORE_URI BUFFER_FD [BUFFER_FD ...]
 
-The process is started, not forked, imports no torch, and takes one JSON command per line. The commands with the names
-of their fields:
+The process is started as a new program, not forked. It does not import torch. It reads one JSON command per line from
+stdin. These are the commands and their fields:
 
     {"command": "save",  "buffer", "length", "layout", "items", "common", "save", "data_key", "seconds",
                          "retention", "upload": {"bytes_per_second", "deadline_seconds", "chunk_bytes"}}
     {"command": "await", "save", "seconds"}       wait until any rank has committed this checkpoint
     {"command": "abandon", "step"}                another rank failed to save this step: stop waiting for its commit
-    {"command": "hurry"}                          lift the cap on bandwidth, also for the upload in flight
+    {"command": "hurry"}                          lift the bandwidth cap, also for the upload in progress
     {"command": "finish"}                         exit after all earlier commands
 
-It answers with one JSON line for each event: uploaded, committed, failed, superseded, warning.
+It writes one JSON line per event to stdout: uploaded, committed, failed, superseded or warning.
 
-The kernel kills the process when its parent dies. It ignores SIGINT, SIGTERM and SIGHUP: Ctrl-C and a drain send them
-to the whole process group, just when the trainer needs its last checkpoint uploaded.
+The kernel kills the process when its parent dies. The process ignores SIGINT, SIGTERM and SIGHUP, because Ctrl-C and a
+drain send them to the whole process group, just when the trainer needs its last checkpoint uploaded.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _YOUNGEST_SWEPT_SECONDS = 900.0  # another generation's save may have been given
 
 
 def main(argv: list[str]) -> int:
-    """Execute commands from stdin until "finish" or the end of the input."""
+    """Execute commands from stdin until "finish" or end of input."""
     parent_pid, rank, store_uri, *buffers = argv
     die_with_parent(int(parent_pid))
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -72,7 +72,7 @@ def main(argv: list[str]) -> int:
 
 
 class Uploader:
-    """Executor of the trainer's commands, one after the other. It answers each with its result or failure on stdout."""
+    """Executor of the trainer's commands, one at a time. It writes the result or failure of each to stdout."""
 
     def __init__(self, store_uri: str, rank: int, buffers: list[int], commands: CommandQueue) -> None:
         self._store_uri = store_uri
@@ -104,17 +104,17 @@ class Uploader:
             _answer("failed", save=save, message=f"rank {self._rank}: {error}", cause=cause)
 
     def _open_store(self, deadline: Deadline) -> Store:
-        """Return the store, opened with a request timeout that leaves time for retries before the deadline."""
+        """Open the store with a request timeout that leaves time for retries before the deadline."""
         limit = min(_LONGEST_REQUEST_SECONDS, max(1.0, deadline.seconds / 3))
         if self._store is None or limit < self._request_seconds:  # the last save has little time
             self._store, self._request_seconds = Store.open(self._store_uri, request_timeout_seconds=limit), limit
         return self._store
 
     def _save_in_room(self, store: Store, save: CheckpointId, command: dict[str, Any], deadline: Deadline) -> None:
-        """Save. If the store is full, save again after another rank may have made room, and then after making room.
+        """Upload and commit a checkpoint. If the store is full, try again later, and then after deleting commits.
 
-        All ranks find the store full at once. Rank 0 does not wait, and rank n waits n × 2 s, so that usually a single
-        rank deletes commits for all.
+        All ranks find the store full at the same time. Rank 0 does not wait, and rank n waits n × 2 s, so that usually
+        a single rank deletes commits for all.
         """
         waited, made_room = self._rank == 0, False
         while True:
@@ -151,7 +151,7 @@ class Uploader:
             commit_as_backup(store, save, self._rank, deadline, self._commands.wait)
 
     def _index_entries(self, command: dict[str, Any]) -> tuple[IndexEntry, ...]:
-        """Return the index entries of a command's layout, which the trainer sends with its first command only."""
+        """Return the index entries of a command's layout, which only the first command with a layout contains."""
         if command["items"] is not None:
             self._layout, self._items = command["layout"], tuple(IndexEntry.from_json(row) for row in command["items"])
         if command["layout"] != self._layout:
@@ -159,7 +159,7 @@ class Uploader:
         return self._items
 
     def _upload(self, store: Store, command: dict[str, Any], deadline: Deadline) -> DataObject:
-        """Upload the data within 90 % of the time that is left; the rest is for the index and the commit."""
+        """Upload the data within 90 % of the remaining time, which leaves the rest for the index and the commit."""
         self._throttle.bytes_per_second = None if self._commands.hurried else command["upload"]["bytes_per_second"]
         if self._parts is None:
             chunk_bytes = command["upload"]["chunk_bytes"]
@@ -201,9 +201,9 @@ class Uploader:
 
 
 class CommandQueue:
-    """The commands of the trainer, read from stdin by a thread.
+    """The trainer's commands, which a thread reads from stdin.
 
-    It applies "hurry" and "abandon" at once, and ends the process when the trainer has died, even during an upload.
+    The thread applies "hurry" and "abandon" at once, even during an upload, and ends the process when the trainer dies.
     """
 
     def __init__(self) -> None:
@@ -220,11 +220,11 @@ class CommandQueue:
             return json.loads(self._lines.popleft())
 
     def abandoned(self, step: int) -> Callable[[], bool]:
-        """Return a function that returns True once "abandon" for `step` was received more than 2 s ago."""
+        """Return a function that tells whether "abandon" for `step` arrived more than 2 s ago."""
         return lambda: time.monotonic() - self._abandoned.get(step, math.inf) > _ABANDONED_SECONDS
 
     def wait(self, seconds: float) -> bool:
-        """Wait up to `seconds` for a command, and return whether one is waiting."""
+        """Wait up to `seconds` for a command, and return whether there is one."""
         with self._changed:
             return bool(self._changed.wait_for(lambda: self._lines, seconds))
 
@@ -244,7 +244,7 @@ class CommandQueue:
 
 
 class _SharedBuffer:
-    """A staging buffer of the trainer, mapped into this process. It is mapped again after it has grown."""
+    """A staging buffer of the trainer, mapped into this process. After the buffer has grown, it is mapped again."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor

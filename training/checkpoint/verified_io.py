@@ -1,7 +1,7 @@
-"""Checksums, retries until a deadline, and verified reads and writes for objects of the store.
+"""Compute checksums, retry until a deadline, and read and write objects of the store with verification.
 
-Data has a CRC64NVME per chunk. It is computed at 8 GB/s per core, and the checksum of a whole object is combined from
-those of its chunks without a second read.
+Each chunk of data has a CRC64NVME checksum, computed at 8 GB/s per core. The checksum of a whole object is combined
+from those of its chunks, so the data is read only once.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ def crc_text(data: Buffer) -> str:
 
 
 def chunk_crcs(data: memoryview, chunk_bytes: int = CHUNK_BYTES) -> list[tuple[int, int]]:
-    """Return (CRC64NVME, length in bytes) of each chunk. Empty data counts as one empty chunk."""
+    """Return (CRC64NVME, length in bytes) of each chunk. Empty data is one empty chunk."""
     starts = range(0, max(len(data), 1), chunk_bytes)
     return [(_crc(data[start : start + chunk_bytes]), len(data[start : start + chunk_bytes])) for start in starts]
 
 
 def combine_crcs(sums: Sequence[tuple[int, int]]) -> int:
-    """Combine the CRC64NVME of consecutive pieces, given as (checksum, length in bytes), to that of the whole."""
+    """Return the CRC64NVME of consecutive pieces together, given each piece's (checksum, length in bytes)."""
     whole = 0
     for number, (value, length) in enumerate(sums):
         whole = combine_crc64nvme(whole, value, length) if number else value
@@ -46,14 +46,14 @@ def combine_crcs(sums: Sequence[tuple[int, int]]) -> int:
 
 
 def crc_of_pieces(pieces: Sequence[Buffer], value: int = 0) -> int:
-    """Return the CRC64NVME of consecutive pieces as one; `value` is the checksum of the bytes before them."""
+    """Return one CRC64NVME over consecutive pieces; `value` is the checksum of any bytes before them."""
     for piece in pieces:
         value = _crc(piece, value)
     return value
 
 
 def canonical_json(document: dict[str, Any]) -> bytes:
-    """Serialise to JSON with sorted keys, without spaces, in ASCII. Raises ValueError for NaN and infinity."""
+    """Serialise to ASCII JSON with sorted keys and no spaces. Raises ValueError for NaN and infinity."""
     return json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
@@ -67,12 +67,15 @@ def sha256_text(data: Buffer) -> str:
 
 
 def seal(document: dict[str, Any]) -> bytes:
-    """Serialise a document to canonical JSON with a checksum in "seal", for objects whose key contains no checksum."""
+    """Serialise a document to canonical JSON with its checksum in the field "seal".
+
+    This is for objects whose key contains no checksum.
+    """
     return canonical_json({**document, "seal": crc_text(canonical_json(document))})
 
 
 def unseal(data: bytes, what: str) -> dict[str, Any]:
-    """Parse a document that `seal` wrote. Raises CorruptCommit, which names `what`, if any byte has changed."""
+    """Parse a document that `seal` wrote. Raises CorruptCommit if any byte has changed; its message names `what`."""
     try:
         document = json.loads(data)
         stated = document.pop("seal")
@@ -89,7 +92,7 @@ def unseal(data: bytes, what: str) -> dict[str, Any]:
 
 
 class Deadline:
-    """A point in time, given in seconds from now. It uses the monotonic clock."""
+    """A deadline a number of seconds from now, on the monotonic clock."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -114,9 +117,9 @@ def retry_until(
     where: str = "",
     sleep: Callable[[float], object] = time.sleep,
 ) -> T:
-    """Call `operation` and return its result. Until the deadline, repeat it while it raises a curable StoreError.
+    """Call `operation` and return its result. If it raises an error that `curable` accepts, retry until the deadline.
 
-    In the end raise CheckpointError, which names `what`, the part `where` it failed, the number of tries and the cause.
+    Then raise CheckpointError, whose message has `what`, `where` it failed, the number of tries and the cause.
     """
 
     def give_up(error: Exception, tries: int) -> Exception:
@@ -136,11 +139,10 @@ def retry_until(
 
 
 def fetch_verified(store: Store, key: str, parse: Callable[[bytes, str], T], what: str | None = None) -> T:
-    """Fetch an object and return `parse(bytes, what)`. Damaged bytes are read again.
+    """Fetch an object and return `parse(bytes, what)`. Fetch it again if `parse` raises CorruptCommit.
 
-    Bytes may be damaged in the store or only in transit. Damage in transit differs between readings, so CorruptCommit,
-    with which `parse` refuses them, is raised when two consecutive readings are equal, at the latest after six
-    readings.
+    Damage in transit differs between reads, while damage in the store does not. So CorruptCommit is raised when two
+    consecutive reads are equal, or after six reads.
     """
     before, readings = None, 0
     while True:
@@ -154,7 +156,7 @@ def fetch_verified(store: Store, key: str, parse: Callable[[bytes, str], T], wha
 
 
 def put_verified(store: Store, key: str, data: bytes) -> None:
-    """Put an object and read it back. If a failed put has arrived, there is no error. Raises StoreError."""
+    """Put an object and read it back. A put that failed but did store the object is no error. Raises StoreError."""
     try:
         store.put(key, data)
         cause = None

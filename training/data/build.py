@@ -1,4 +1,4 @@
-"""Find text files, split them into train and held-out text, and build token shards without loading whole files."""
+"""Find text files, split them into training and held-out text, and build token shards without loading whole files."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ _LINE_SEARCH_BYTES = 2**20
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file to read, or a part of one."""
+    """A text file, or a contiguous part of one."""
 
     name: str  # path below the data's root, with "/" on every system
     path: Path
@@ -87,7 +87,10 @@ class SourceFile:
 
 
 def find_files(data: DataConfig, *, project_root: Path) -> list[SourceFile]:
-    """List the text files of `data.path` by name; without a path, those of the standard library. Raises DataError."""
+    """List the text files of `data.path`, sorted by name. Raises DataError.
+
+    If no path is configured, list the source files of Python's standard library.
+    """
     if data.path is None:
         root = Path(sysconfig.get_path("stdlib"))
         return _find_below(root, tuple(data.suffixes), f"the standard library at {root}")
@@ -106,17 +109,18 @@ def find_files(data: DataConfig, *, project_root: Path) -> list[SourceFile]:
 
 
 def is_held_out(name: str, fraction: float) -> bool:
-    """Return whether one of several files is in the share `fraction`, from 0 to 1, that is held out for evaluation.
+    """Return whether a file is held out for evaluation. `fraction`, from 0 to 1, is the share of files to hold out.
 
-    This depends on the file's name alone, so adding a file moves no other file between train and held out. Whole files
-    are held out, because windows of one file share vocabulary and copied passages.
+    The decision depends on the file's name alone, so adding a file moves no other file between the training and
+    held-out text. Whole files are held out, because windows of one file share vocabulary and copied passages.
     """
     return _hash_fraction(name) < fraction
 
 
 def split_files(files: list[SourceFile], fraction: float) -> tuple[list[SourceFile], list[SourceFile]]:
-    """Split files, or a single file's bytes, into train and a held-out `fraction`. Raises DataError for too short a
-    text.
+    """Split files, or the bytes of a single file, into a training part and a held-out `fraction`.
+
+    Raises DataError if the text is too short to split.
     """
     if len(files) == 1:
         return _split_inside(files[0], fraction)
@@ -129,7 +133,7 @@ def split_files(files: list[SourceFile], fraction: float) -> tuple[list[SourceFi
 
 @contextmanager
 def open_source(file: SourceFile) -> Iterator[BinaryIO]:
-    """Open a file at the first byte of its part, without blocking on a FIFO. Raises DataError."""
+    """Open a file at the first byte of its part. Do not block if it is a FIFO. Raises DataError."""
     try:
         descriptor = os.open(file.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(descriptor, "rb") as stream:
@@ -143,7 +147,7 @@ def open_source(file: SourceFile) -> Iterator[BinaryIO]:
 
 
 class TextDetector:
-    """Detector of binary files: text is UTF-8 without NUL bytes and with up to 10 % of invalid bytes."""
+    """Detector of binary files. Text is UTF-8 without NUL bytes and with at most 10 % of invalid bytes."""
 
     def __init__(self, file: SourceFile) -> None:
         self._file = file
@@ -151,7 +155,7 @@ class TextDetector:
         self._signature = ""
 
     def examine(self, piece: bytes) -> None:
-        """Examine the next bytes. Raises DataError as soon as the file cannot be text."""
+        """Examine the next bytes. Raises DataError as soon as the content is certainly not text."""
         if not self._bytes and self._file.start == 0:
             self._signature = next((name for head, name in _SIGNATURES if piece.startswith(head)), "")
             if piece.startswith(_ASCII_ONLY):
@@ -182,7 +186,7 @@ class TextDetector:
 
 
 def check_head(file: SourceFile) -> None:
-    """Check that a file is readable and that its first 64 KiB are text. Raises DataError."""
+    """Check that a file is readable and that its first 64 KiB look like text. Raises DataError."""
     with open_source(file) as stream:
         head = stream.read(_HEAD_BYTES)
     detector = TextDetector(file)
@@ -191,8 +195,9 @@ def check_head(file: SourceFile) -> None:
 
 
 def _split_inside(file: SourceFile, fraction: float) -> tuple[list[SourceFile], list[SourceFile]]:
-    """Split a file before its last `fraction` of bytes, at the next line end within 1 MiB, or else between two
-    characters.
+    """Split a file so that its last `fraction` of bytes is held out.
+
+    Cut at the next line end within 1 MiB; if there is none, between two characters.
     """
     with open_source(file) as stream:
         size = os.fstat(stream.fileno()).st_size
@@ -217,7 +222,7 @@ def _describe_kind(mode: int) -> str:
 
 
 def _hash_fraction(name: str) -> float:
-    """Return a number from 0 to 1 (excluded) that depends only on the name."""
+    """Return a number from 0 up to but excluding 1 that depends only on the name."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big") / 2**48
 
 
@@ -250,7 +255,7 @@ def _find_matching(pattern: str, written: str) -> list[SourceFile]:
 
 @dataclass(frozen=True)
 class _Hashed:
-    """A source file, with SHA-256 and size in bytes of its content when it was first read."""
+    """A source file with the SHA-256 and size in bytes that its content had when it was first read."""
 
     file: SourceFile
     sha256: str
@@ -267,8 +272,9 @@ class _Shard:
 def prepare_tokens(data: DataConfig, store: Store, *, project_root: Path) -> Tokens:
     """Build the token shards of `data` in `store` unless they exist, and return their description.
 
-    The shards' fingerprint covers format, tokenizer, split rule, and each file's name and content, and nothing about
-    this machine. Raises DataError (files or tokenizer are missing or unusable), StoreError (the store failed).
+    The shards are identified by a fingerprint of the format, the tokenizer, the split rule, and each file's name and
+    content. It does not depend on this machine. Raises DataError if files or tokenizer are missing or unusable, and
+    StoreError if the store failed.
     """
     tokenizer = open_tokenizer(data, project_root=project_root)
     files = find_files(data, project_root=project_root)
@@ -303,7 +309,7 @@ def prepare_tokens(data: DataConfig, store: Store, *, project_root: Path) -> Tok
 
 
 def _hash(file: SourceFile) -> _Hashed:
-    """Read a whole file or part, and return it with its SHA-256. Raises DataError if it is not text."""
+    """Read a file or part of a file, and return it with its SHA-256. Raises DataError if it is not text."""
     digest, size, detector = hashlib.sha256(), 0, TextDetector(file)
     for piece in _pieces_of(file):
         detector.examine(piece)
@@ -314,7 +320,7 @@ def _hash(file: SourceFile) -> _Hashed:
 
 
 def _build(side: list[_Hashed], tokenizer: Tokenizer, shards: Store, key: str) -> _Shard:
-    """Build one shard under `key`. It is first written to a temporary file, since its size is known only at the end."""
+    """Build one shard under `key`, through a temporary file because its size is known only at the end."""
     counts, digest = np.zeros(tokenizer.vocab_size, dtype=np.int64), hashlib.sha256()
     with tempfile.TemporaryFile() as file:
         for tokens in encode_files((_pieces_if_unchanged(one) for one in side), tokenizer):
@@ -332,7 +338,7 @@ def _build(side: list[_Hashed], tokenizer: Tokenizer, shards: Store, key: str) -
 
 
 def _pieces_if_unchanged(one: _Hashed) -> Iterator[bytes]:
-    """Yield the pieces of a file again. Raises DataError after the last one if the file has changed meanwhile."""
+    """Yield a file's pieces in a second pass. Raises DataError at the end if the file has changed since the first."""
     digest = hashlib.sha256()
     for piece in _pieces_of(one.file):
         digest.update(piece)

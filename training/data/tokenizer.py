@@ -1,7 +1,7 @@
-"""Turn text into token IDs: bytes, or a vocabulary of Hugging Face's optional package `tokenizers`.
+"""Turn text into token IDs: one token per byte, or a vocabulary that the optional package `tokenizers` reads.
 
 Files are cut into pieces of whole lines before they are encoded, so that neither a large file nor its tokens need to
-fit in memory. The cuts depend on the file alone.
+fit into memory. Where the cuts are depends only on the file.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", 
 
 
 class Tokenizer(Protocol):
-    """Converter of text into token IDs."""
+    """Interface of tokenizers, which convert text into token IDs."""
 
     identity: str  # changes with anything that could change a token
     vocab_size: int
     separator: int | None  # token between two files, so that a window across both does not read as one text
 
     def encode(self, piece: bytes) -> np.ndarray:
-        """Return the token IDs of a piece of a file, of shape [tokens] and dtype `dtype_of(vocab_size)`."""
+        """Return the token IDs of a piece of a file, with shape [tokens] and dtype `dtype_of(vocab_size)`."""
         ...
 
 
 class ByteTokenizer:
-    """A tokenizer with one token per byte. Byte 0, which no text file contains, is the separator."""
+    """Tokenizer with one token per byte. The separator between files is byte 0, which no text file contains."""
 
     identity = BYTES
     vocab_size = 256
@@ -49,7 +49,7 @@ class ByteTokenizer:
 
 
 class VocabularyTokenizer:
-    """A tokenizer with the vocabulary of a tokenizer.json. Invalid UTF-8 becomes U+FFFD."""
+    """Tokenizer with the vocabulary of a tokenizer.json file. It reads invalid UTF-8 as U+FFFD."""
 
     def __init__(self, path: Path) -> None:
         content = _read(path)
@@ -75,7 +75,7 @@ class VocabularyTokenizer:
 
 
 def open_tokenizer(data: DataConfig, *, project_root: Path) -> Tokenizer:
-    """Open the configured tokenizer. Raises DataError if its file or the package `tokenizers` is missing or damaged."""
+    """Open the configured tokenizer. Raises DataError if its file or the package `tokenizers` is unusable."""
     if data.tokenizer == BYTES:
         return ByteTokenizer()
     path = project_root / Path(data.tokenizer).expanduser()
@@ -98,7 +98,7 @@ def dtype_of(vocab_size: int) -> np.dtype:
 
 
 def text_pieces(file: BinaryIO, *, limit: int | None = None) -> Iterator[bytes]:
-    """Yield up to `limit` bytes of a file in pieces of about 1 MiB that end with a line; longer lines are cut."""
+    """Yield up to `limit` bytes of a file in pieces of about 1 MiB. Pieces end with a line; longer lines are cut."""
     rest, left = b"", sys.maxsize if limit is None else limit
     while block := file.read(min(PIECE_BYTES, left)):
         left -= len(block)
@@ -112,7 +112,7 @@ def text_pieces(file: BinaryIO, *, limit: int | None = None) -> Iterator[bytes]:
 
 
 def _whole_characters(text: bytes) -> int:
-    """Return how many bytes of `text` are certainly whole characters: one at the very end may be incomplete."""
+    """Return how many bytes of `text` form complete characters. The last character may be cut off."""
     end = len(text)
     while end > len(text) - 4 and text[end - 1] & 0xC0 == 0x80:
         end -= 1
@@ -120,7 +120,7 @@ def _whole_characters(text: bytes) -> int:
 
 
 def encode_files(files: Iterable[Iterable[bytes]], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
-    """Yield the tokens of files, each given as its pieces: one array per piece, and a separator between files."""
+    """Yield the tokens of files: one array for each piece of a file, and a separator between files."""
     for number, content in enumerate(files):
         if number and tokenizer.separator is not None:
             yield np.array([tokenizer.separator], dtype=dtype_of(tokenizer.vocab_size))

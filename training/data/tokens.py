@@ -1,10 +1,10 @@
-"""Token shards in the store, and the order in which samples are drawn from them.
+"""Store token shards, and define the order in which samples are drawn from them.
 
-The text is divided into n windows of equal length. Sample i belongs to epoch i // n and takes window permutation(seed,
+The text is divided into n windows of equal length. Sample i belongs to epoch i // n and is the window permutation(seed,
 epoch)(i % n). The permutation is a keyed Feistel network over the next power of four, with cycle walking down to n
-(Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002, methods 2 and 3): it needs no table, takes
-constant time per index, and visits every window exactly once per epoch, in another order each time. It shuffles; it
-does not encrypt.
+(Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002, methods 2 and 3). It needs no table, takes
+constant time per index, and visits every window exactly once per epoch, in a different order in each epoch. It
+shuffles; it does not encrypt.
 
 <store>/tokens/<fingerprint>/train.bin  held_out.bin    unsigned little-endian integers of 1, 2 or 4 bytes
                              tokens.json                written last: if it exists, the shards are complete
@@ -38,7 +38,7 @@ _READ_BYTES = 2**24
 
 
 class SampleOrder:
-    """A pseudo-random order of the `windows` non-overlapping windows of a text, determined by `seed`."""
+    """A pseudo-random order of a text's `windows` non-overlapping windows, determined by `seed`."""
 
     def __init__(self, windows: int, seed: int) -> None:
         if windows < 1:
@@ -50,7 +50,7 @@ class SampleOrder:
         self._remembered: tuple[int, np.ndarray] = (-1, np.empty(0, dtype=np.int64))
 
     def window(self, first: int, count: int) -> np.ndarray:
-        """Return the window numbers of the samples from `first` to `first + count - 1`, as int64 [count]."""
+        """Return the window numbers of `count` samples, starting at sample `first`, as int64 of shape [count]."""
         parts = []
         while count > 0:
             number, start = divmod(first, _BLOCK)
@@ -113,7 +113,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class TokenArrays:
-    """The train and held-out shards as memory-mapped unsigned integers of shape [tokens], and their description."""
+    """The training and held-out shards as memory-mapped unsigned integers of shape [tokens], with their description."""
 
     train: np.ndarray
     held_out: np.ndarray
@@ -123,8 +123,8 @@ class TokenArrays:
 def open_tokens(store: Store, fingerprint: str, *, cache: Path | None = None) -> TokenArrays:
     """Open shards as memory-mapped arrays: in place in a local store, otherwise downloaded once into `cache`.
 
-    A download is verified by SHA-256 and appears whole or not at all. The default of `cache` is a folder of this user
-    below the temporary folder. Raises DataError (the shards are missing, incomplete or changed).
+    A download is verified by SHA-256, and becomes visible only when it is complete. By default `cache` is a folder per
+    user in the system's temporary folder. Raises DataError if the shards are missing, incomplete or changed.
     """
     shards = store.sub(tokens_prefix(fingerprint))
     about = read_description(shards)
@@ -147,7 +147,7 @@ def open_tokens(store: Store, fingerprint: str, *, cache: Path | None = None) ->
 
 
 def count_tokens(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
-    """Return how often each token occurs, as int64 [vocab_size]."""
+    """Return how often each token occurs, as an int64 array of shape [vocab_size]."""
     counts = np.zeros(vocab_size, dtype=np.int64)
     for start in range(0, tokens.size, _CHUNK_TOKENS):  # bincount widens its input to eight bytes per token
         counts += np.bincount(tokens[start : start + _CHUNK_TOKENS], minlength=vocab_size)
@@ -160,7 +160,7 @@ def entropy_nats(counts: np.ndarray) -> float:
 
 
 def read_description(shards: Store) -> Tokens | None:
-    """Return the description of complete shards; None if there are none. Raises DataError if it is damaged."""
+    """Return the description of complete shards, or None if there are none. Raises DataError if it is damaged."""
     try:
         return Tokens(**json.loads(shards.get(DESCRIPTION)))
     except ObjectNotFound:
@@ -170,8 +170,9 @@ def read_description(shards: Store) -> Tokens | None:
 
 
 def _download(shards: Store, key: str, sha256: str, size: int, cache: Path) -> Path:
-    """Download a shard into a file of `cache` that is named by its SHA-256. Ranks that do so at once write the same
-    file.
+    """Download a shard into a file of `cache` that is named after its SHA-256.
+
+    Several ranks may do this at once, since they write the same content.
     """
     path = cache / f"{sha256}.bin"
     if path.is_file():

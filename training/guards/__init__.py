@@ -1,1 +1,1 @@
-"""Guards that check losses, weights and memory during training, and act on problems (docs/survival.md)."""
+"""Guards: checks of losses, weights and memory during training that act on problems (see docs/survival.md)."""
