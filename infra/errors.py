@@ -1,4 +1,4 @@
-"""Outcomes of a job with their exit codes, and the exceptions of `ebbflow.infra`."""
+"""Outcomes of a job with their exit codes, and the exceptions that `ebbflow.infra` raises."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class Outcome(StrEnum):
-    """Final outcome of a job. Exit codes are part of the public interface and never change their meaning."""
+    """Final outcome of a job. Exit codes are a public interface, and their meaning never changes."""
 
     COMPLETED = "completed"
     FAILED = "failed"
@@ -49,61 +49,61 @@ class InfraError(Exception):
 
 
 class LayoutError(InfraError):
-    """A name that is not valid in a store, such as that of a job."""
+    """A name that cannot be used in a store, such as an invalid job name."""
 
     outcome = Outcome.CONFIG
 
 
 class JobIsRunning(InfraError):
-    """A job that another launcher runs or has taken over. Nothing was changed."""
+    """A job that this process must not run, because another launcher runs it or has taken it over."""
 
     outcome = Outcome.PREFLIGHT
 
 
 class StoreError(InfraError):
-    """A failed operation on the object store, or one that missed its deadline. The message has store, key and cause."""
+    """A store operation that failed or missed its deadline. The message contains store, key and cause."""
 
 
 class ObjectNotFound(StoreError):
-    """A request for a key without an object."""
+    """A key without an object in the store."""
 
 
 class StoreUnavailable(StoreError):
-    """A store that cannot be reached, timed out, or reports an internal error. A retry may succeed."""
+    """A store that cannot be reached, timed out, or reported an internal error. A retry may succeed."""
 
 
 class StoreTimeout(StoreUnavailable):
-    """An operation on a folder that missed its deadline. It was abandoned, and may still finish later."""
+    """A file operation in a folder store that missed its deadline. It was abandoned, but may still complete later."""
 
 
 class StoreForbidden(StoreError):
-    """A store that denied access: credentials are missing, wrong, expired, or lack a right."""
+    """A store that denied access: credentials are missing, wrong or expired, or lack a permission."""
 
 
 class StoreFull(StoreError):
-    """A store without space or quota: nothing can be written until something is deleted."""
+    """A store that is full or has reached its quota: nothing can be written until something is deleted."""
 
 
 class StoreMisconfigured(StoreError):
-    """A store that does not exist: an unknown kind, no such bucket, or a bucket of another region."""
+    """A wrong store setting: an unknown kind of store, a bucket that does not exist, or the wrong region."""
 
     outcome = Outcome.CONFIG
 
 
 class CloudError(InfraError):
-    """A failed request to AWS, or one that missed its deadline. The message has action, region and cause."""
+    """An AWS request that failed or missed its deadline. The message contains action, region and cause."""
 
 
 class CloudUnavailable(CloudError):
-    """A request to AWS that could not be sent, timed out, or was throttled. A retry may succeed."""
+    """An AWS request that could not be sent, timed out, or was throttled. A retry may succeed."""
 
 
 class CloudForbidden(CloudError):
-    """A request that AWS denied: credentials are missing, wrong, expired, or lack a right."""
+    """An AWS request that was denied: credentials are missing, wrong or expired, or lack a permission."""
 
 
 class CloudRefused(CloudError):
-    """A request that AWS rejected. `code` is AWS's error code; "" if the request was not sent."""
+    """An invalid AWS request. `code` is AWS's error code, or "" if AWS did not reject the request itself."""
 
     outcome = Outcome.CONFIG
 

@@ -1,4 +1,4 @@
-"""Writer of the event log: a background thread puts a process's events into the store, several in one object."""
+"""Writer of the event log: a background thread writes a process's events to the store, several per object."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.05, 2.0
 
 @dataclass(frozen=True)
 class _Sealed:
-    """A segment that is ready to be put."""
+    """A segment (one object with several events) that is ready to be written to the store."""
 
     key: str  # key of the object
     content: bytes  # bytes of the object
@@ -34,11 +34,11 @@ class _Sealed:
 
 
 class EventLog:
-    """Buffer of a process's events, which a background thread puts into the job's part of the store.
+    """Buffer of a process's events, which a background thread writes to the job's store.
 
-    An event is put at most `flush_seconds` after it was emitted: by default 2 s into a local folder and 10 s into a
-    remote store. While the store is unavailable, events stay in memory and are retried. Only `emit(..., flush=True)`,
-    `flush` and `close` wait for the store, each within a deadline.
+    The thread writes an event at most `flush_seconds` after it was emitted: by default 2 s for a local folder and 10 s
+    for a remote store. While the store is unavailable, events stay in memory and the thread retries. Only `emit(...,
+    flush=True)`, `flush` and `close` wait for the store, each within a deadline.
     """
 
     def __init__(self, job_store: Store, origin: Origin, *, flush_seconds: float | None = None) -> None:
@@ -48,11 +48,11 @@ class EventLog:
             flush_seconds = _REMOTE_FLUSH_SECONDS if job_store.local_path("events") is None else _LOCAL_FLUSH_SECONDS
         self._flush_seconds = flush_seconds
         self._changed = threading.Condition()  # guards the fields below
-        self._lines: list[str] = []  # emitted, not yet durable
-        self._emitted = self._durable = self._wanted = 0  # numbers of events; wanted: to be put at once
-        self._error: BaseException | None = None  # of the last failed put
+        self._lines: list[str] = []  # events that are emitted, but not yet durable
+        self._emitted = self._durable = self._wanted = 0  # numbers of events; wanted: to be written at once
+        self._error: BaseException | None = None  # error of the last failed write
         self._closed = self._given_up = False
-        self._complete = False  # the segment that is sealed as the last one is durable
+        self._complete = False  # whether the last segment is durable
         self._segment = 0
         self._unanswered: _Sealed | None = None  # being put; retried unchanged, because a failed put may arrive late
         self._writer = secrets.token_hex(3)  # unique, so that two processes never share a segment
@@ -68,11 +68,13 @@ class EventLog:
         at: tuple[float, float] | None = None,
         **data: Any,
     ) -> Event:
-        """Append one event; with `flush`, return when it is durable. at: (Unix time, monotonic time) of a past event.
+        """Append one event; with `flush`, also wait until it is durable.
+
+        at: (Unix time, monotonic time) of an event in the past; None for now.
 
         Raises:
-            StoreError: with `flush`, the event was not durable within 10 s; it is kept and retried.
-            TypeError: the data is not JSON.
+            StoreError: with `flush`, the event was not durable within 10 s. It stays in memory and is retried.
+            TypeError: the data cannot be written as JSON.
         """
         shared = {key: value for key, value in vars(self.origin).items() if key != "process"}
         t_wall, t_mono = at or (time.time(), time.monotonic())
@@ -92,7 +94,7 @@ class EventLog:
         return event
 
     def flush(self, *, deadline_seconds: float = _DURABLE_DEADLINE_SECONDS) -> None:
-        """Wait until all emitted events are durable. Raises StoreError at the deadline; no event is dropped."""
+        """Wait until all emitted events are durable. At the deadline, raise StoreError but keep the events."""
         with self._changed:
             target = self._emitted
             self._wanted = max(self._wanted, target)
@@ -104,7 +106,7 @@ class EventLog:
                 ) from self._error
 
     def close(self, *, deadline_seconds: float = _CLOSE_DEADLINE_SECONDS) -> None:
-        """Put the remaining events into the store within the deadline, and report lost ones on stderr. Never raises."""
+        """Write the remaining events within the deadline, and report events that are lost on stderr. Never raises."""
         with self._changed:
             if self._closed:
                 return
@@ -136,7 +138,10 @@ class EventLog:
                     self._changed.wait_for(lambda: self._given_up, next(pauses))
 
     def _next_segment(self) -> _Sealed | None:
-        """Wait for the next segment to put and return it; None if the log is closed and all its events are put."""
+        """Wait for the next segment to write, and return it.
+
+        Returns None if all events of a closed log are written, or `close` has reached its deadline.
+        """
         with self._changed:
             while not (self._given_up or self._complete):
                 self._changed.wait_for(lambda: self._closed or self._wanted > self._durable, self._flush_seconds)

@@ -1,10 +1,10 @@
-"""Typed events of a job's history, the ledger classes of paid time, and the reader of a job's event log.
+"""Typed events of a job, the ledger classes of paid time, and the reader of a job's event log.
 
     event = {v, t_wall, t_mono, job, run, attempt, generation, node, rank, step, name, data}
 
-Object stores cannot append, so each process writes its own objects, called segments (`infra.segments`). Events that the
-ledger reads are constants here; other names are free. `_DATA` has the types of their data. `read_log` reports an event
-that does not match them, and a line that does not match its checksum, as damage.
+Object stores cannot append, so each process writes a series of objects, called segments (`infra.segments`). Constants
+in this module name the events that the ledger reads; events may also have other names. `_DATA` defines the types of an
+event's data. `read_log` reports damage if an event does not match these types or a line does not match its checksum.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ebbflow.infra.store import Store
 
 
 class LedgerClass(StrEnum):
-    """Class of paid time by its use. Ranks report those up to HANG; the ledger derives the others from all events."""
+    """Use of paid time. Ranks report the classes up to HANG; the ledger derives the others from all events."""
 
     USEFUL_STEP = "useful_step"  # forward, backward, optimizer of a completed step that is in the final weights
     DATA_WAIT = "data_wait"  # waiting for the next batch
@@ -44,7 +44,7 @@ class LedgerClass(StrEnum):
     MINIMUM_CHARGE = "minimum_charge"  # an instance is billed for at least 60 s
 
 
-VERSION = 2  # of a line; 1: segments without a seal
+VERSION = 2  # version of a line's format; segments of version 1 have no seal
 
 # Written by the coordinator, which is node 0's agent. started: parent (commit key or null), parent_step, nodes,
 # processes_per_node. ended: reason (an EndReason, or the Outcome of a planned end), culprit (text), user_code (bool);
@@ -119,7 +119,7 @@ SUPERVISED = "supervised"
 
 
 class EndReason(StrEnum):
-    """Reason why a generation, or one node's part of it, ended. A planned end has an `Outcome` instead."""
+    """Reason why a generation, or a node's part of it, ended unplanned. A planned end has an `Outcome` instead."""
 
     RANK_FAILED = "rank_failed"
     RANK_KILLED = "rank_killed"
@@ -136,7 +136,7 @@ class EndReason(StrEnum):
 
 
 class GuardAction(StrEnum):
-    """Action of a guard. `ebbflow.training.guards.overrides` passes rewind and split to the gang's next start."""
+    """Reaction of a guard. `ebbflow.training.guards.overrides` passes rewind and split on to the gang's next start."""
 
     SKIP = "skip"
     REWIND = "rewind"
@@ -156,7 +156,7 @@ def _is_dollars(value: Any) -> bool:
 
 
 def _is_measurement(value: Any) -> bool:
-    """Return whether a value is a finite number of any size; the norm of an overflowing gradient is up to 3e38."""
+    """Return whether a value is a finite number. It may be large: an overflowing gradient has a norm of up to 3e38."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
@@ -257,7 +257,7 @@ _FLOW_STEPS = frozenset(f"events/000000/0-{step}" for step in ("preflight", "pla
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """One event of the log."""
+    """One event in the event log of a job."""
 
     name: str
     job: str
@@ -277,16 +277,19 @@ class Event:
         return cls(**json.loads(line))
 
     def to_json(self) -> str:
-        """Return one line of strict JSON, in which non-finite numbers are null. Raises TypeError for other objects."""
+        """Return the event as a line of strict JSON, with null for non-finite numbers.
+
+        Raises TypeError if the data contains an object that JSON cannot represent.
+        """
         try:
             return json.dumps(self.__dict__, separators=(",", ":"), allow_nan=False)
-        except ValueError:  # rare: only these events pay for the walk
+        except ValueError:  # rare: only events with non-finite numbers are copied
             return json.dumps(_finite(self.__dict__), separators=(",", ":"), allow_nan=False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """Fields that all events of a process share."""
+    """Fields that are the same in all events of a process."""
 
     job: str
     run: str = ""
@@ -303,7 +306,7 @@ class Origin:
 
 @dataclass(frozen=True, kw_only=True)
 class LogContent:
-    """All events of a job, sorted by wall time, and the damaged or missing parts of its log."""
+    """All events of a job, sorted by wall time, and the damaged or missing parts of its event log."""
 
     events: list[Event]
     damage: tuple[Damage, ...]
@@ -315,7 +318,7 @@ _warned: set[str] = set()
 def read_events(job_store: Store) -> list[Event]:
     """Return all events of a job, sorted by wall time. Raises StoreError.
 
-    A damaged log gives a warning on stderr, once per job; `read_log` returns the damage instead.
+    If the log is damaged, print a warning to stderr, once per job. `read_log` returns the damage instead.
     """
     content = read_log(job_store)
     if content.damage and job_store.uri not in _warned:
@@ -328,7 +331,7 @@ def read_events(job_store: Store) -> list[Event]:
 
 
 def read_log(job_store: Store) -> LogContent:
-    """Return all events of a job and the damage of its log. Raises StoreError."""
+    """Return all events of a job, and the damaged or missing parts of its event log. Raises StoreError."""
     unsealed = unseal(read_segments(job_store))
     events: list[Event] = []
     damage = list(unsealed.damage)
@@ -352,7 +355,7 @@ def read_log(job_store: Store) -> LogContent:
 
 
 def _parse(line: Line) -> tuple[Event | None, str]:
-    """Return the event of a line and "", or None and the reason why the line is not an event."""
+    """Parse a line of the log. Return (event, ""), or (None, reason) if the line is not a valid event."""
     try:
         fields = json.loads(line.content, parse_constant=lambda word: None)  # old logs contain NaN and infinities
     except (ValueError, RecursionError):
@@ -366,14 +369,15 @@ def _parse(line: Line) -> tuple[Event | None, str]:
         problem = "its time is out of range"
     try:
         return (None, f"{problem}; the event is left out") if problem else (Event(**fields), "")
-    except TypeError as error:  # a field that this version does not know
+    except TypeError as error:  # the event has a field that this version lacks
         return None, f"{error}; the event is left out"
 
 
 def _mismatch(value: Any, shape: Any, path: str) -> str:
-    """Describe the first part of `value` that does not match `shape`, written as in `_DATA`; "" if all match.
+    """Describe the first part of `value` that does not match `shape`; return "" if everything matches.
 
-    path: prefix of the path in the description, with a dot at its end, such as "data.".
+    shape: the expected type, written as in `_DATA`. path: location of `value` for the description, with a dot at the
+    end, such as "data.".
     """
     here = path.removesuffix(".")
     if isinstance(shape, tuple):
@@ -422,9 +426,9 @@ def _is_wrong(path: str, value: Any) -> str:
 
 
 def _missing_writers(unsealed: Unsealed, events: Sequence[Event], newest: Mapping[str, float]) -> Iterator[Damage]:
-    """Yield damage for each process that must have written events and did not, and for each log without its end.
+    """Yield damage for each process whose log should exist and does not, or should have an end and has none.
 
-    newest: Unix time of the newest event, by segment.
+    newest: Unix time of the newest event in each segment.
     """
     prefixes = {prefix for prefix, _ in unsealed.writers}
     closed_by_plan = {
@@ -452,9 +456,10 @@ def _missing_writers(unsealed: Unsealed, events: Sequence[Event], newest: Mappin
 
 
 def _expected_writers(events: Sequence[Event], closed_by_plan: set[int], heard: set[str]) -> set[str]:
-    """Return the key prefixes of the agents, ranks and flow steps that must have written events; none for version 1.
+    """Return the key prefixes of the agents, ranks and flow steps that must have written events.
 
-    closed_by_plan: generations that ended as planned. heard: prefixes that have events.
+    The set is empty for logs of version 1. closed_by_plan: generations that ended as planned. heard: key prefixes of
+    the processes that have written events.
     """
     if all(event.v == 1 for event in events):
         return set()
@@ -479,9 +484,10 @@ def _generations_of_ranks(events: Sequence[Event], closed_by_plan: set[int], wit
     """Return the generations in which every rank must have written at least one event.
 
     - Completed generations.
-    - Generations with another planned end, if some rank wrote events: a job without budget ends before its ranks start.
-    - Generations in which some rank reported steps for more than 30 s. Ranks step together, so the others had events to
-      write. Before its first step, a rank may be killed without an event.
+    - Generations with another planned end, if any rank wrote events. Without a budget, a job ends before its ranks
+      start.
+    - Generations in which any rank reported steps for more than 30 s. Ranks step together, so the other ranks also had
+      events to write. A rank that is killed before its first step may leave no event.
     """
     completed = {
         event.generation

@@ -1,6 +1,7 @@
-"""Shape of a model, and estimates of the memory that a rank, a machine and a commit need for it.
+"""Model sizes, and estimates of the memory that a rank, a machine and a commit need.
 
-Tests of `training` compare these numbers with the real modules; `cost` uses them for memory fit and throughput.
+Tests of `training` compare the estimates with real modules. `cost` uses them to check whether a job fits into memory,
+and to estimate its throughput.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ from typing import Any
 from ebbflow.infra.config.schema import ModelConfig, RunConfig
 
 BLOCK_FLOATS = 16  # activations of a block per token and unit of width: see `causal_lm_shape`
-STREAM_FLOATS = 2  # of these, the residual stream: the inputs of both norms
-NORM_FLOATS = 2  # added where a norm is not one kernel (CPUs): each also keeps its normalized input
+STREAM_FLOATS = 2  # the part of these in the residual stream: the inputs of both norms
+NORM_FLOATS = 2  # in addition, if norms are not fused (CPUs): their normalized inputs
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """Size of a model in numbers."""
+    """Size of a model: parameters, and memory and floating point operations per sample."""
 
     parameters: int  # number of all parameters
     largest_unit_parameters: int  # parameters of the largest unit that FSDP gathers at once
@@ -39,16 +40,19 @@ class ModelShape:
 
 
 def causal_lm_shape(model: ModelConfig) -> ModelShape:
-    """Compute the shape of `ebbflow.training.workloads.language_model.CausalLM`, with L layers, T tokens and width d.
+    """Compute the size of the built-in model, `ebbflow.training.workloads.language_model.CausalLM`.
 
-    Flops: 6 per matmul parameter and token, plus 12·L·T·d per token for attention scores and values (Chowdhery et al.
-    2022, PaLM, appendix B).
+    The formulas use L for layers, T for tokens per sequence and d for width.
 
-    Activations per block and token in floats, as autograd keeps them without recomputation: input and output of each of
-    two norms (4·d), qkv 3·d, attention output d, the MLP's hidden layer before and after its activation (4·d each):
-    16·d. `scaled_dot_product_attention` keeps one float per head (its log-sum-exp) and makes no matrix of T × T. Fused
-    norms are assumed, as on CUDA (`NORM_FLOATS`). Backward holds the gradients of the residual stream and of the MLP's
-    hidden layer: 5·d, and 6·d with temporaries.
+    Floating point operations: 6 per matmul parameter and token, plus 12·L·T·d per token for attention scores and values
+    (Chowdhery et al. 2022, PaLM, appendix B).
+
+    Activations that autograd keeps without recomputation, in floats per block and token: input and output of each of
+    two norms (4·d), qkv (3·d), attention output (d), and the MLP's hidden layer before and after its activation
+    function (4·d each), in total 16·d. `scaled_dot_product_attention` adds one float per head (its log-sum-exp) and
+    stores no T × T matrix. Norms are assumed to be fused, as on CUDA; see `NORM_FLOATS`.
+
+    Backward pass: the gradients of the residual stream and of the MLP's hidden layer take 5·d, or 6·d with temporaries.
     """
     d, layers, heads = model.hidden_size, model.num_layers, model.num_heads
     length, vocab = model.sequence_length, model.vocab_size
@@ -60,7 +64,7 @@ def causal_lm_shape(model: ModelConfig) -> ModelShape:
     per_token = layers * (BLOCK_FLOATS * d + heads + 2) + 3 * d
     return ModelShape(
         parameters=parameters,
-        largest_unit_parameters=max(block, embeddings, head + d),  # the last norm travels with the head
+        largest_unit_parameters=max(block, embeddings, head + d),  # the last norm is in the head's unit
         activation_bytes_per_sample=4 * length * per_token,
         logits_bytes_per_sample=3 * 4 * length * vocab,
         flops_per_sample=float(length) * (6.0 * matmul_parameters + 12.0 * layers * length * d),
@@ -93,7 +97,7 @@ NODE_PROCESSES_BYTES = 3 << 28
 
 @dataclass(frozen=True, kw_only=True)
 class HostGang:
-    """Nodes and ranks of a gang. In a local run, one machine stands for all nodes."""
+    """Number of nodes and of ranks per node. In a local run, one machine stands for all nodes."""
 
     nodes: int
     processes_per_node: int
@@ -107,7 +111,7 @@ class HostGang:
 
 
 def local_gang(config: RunConfig) -> HostGang | None:
-    """Return the gang of the configuration, or None if the plan chooses its size ("auto")."""
+    """Return the numbers of nodes and ranks in the configuration; None if the plan chooses them ("auto")."""
     nodes, processes = config.cluster.nodes, config.cluster.processes_per_node
     if nodes == "auto" or processes == "auto":
         return None
@@ -115,9 +119,9 @@ def local_gang(config: RunConfig) -> HostGang | None:
 
 
 def shard_ranks(config: RunConfig, ranks: int, ranks_per_node: int | None = None) -> int:
-    """Return the number of ranks that share one copy of the model: 1 in mode ddp, all in fsdp2.
+    """Return the number of ranks over which one copy of the model is sharded: 1 in mode ddp, all in fsdp2.
 
-    In hsdp without parallel.shard_size these are `ranks_per_node`; all `ranks` if that is None.
+    In hsdp it is parallel.shard_size, or by default `ranks_per_node`, or all `ranks` if that is None.
     """
     if config.parallel.mode == "hsdp":
         return config.parallel.shard_size or ranks_per_node or ranks
@@ -125,22 +129,22 @@ def shard_ranks(config: RunConfig, ranks: int, ranks_per_node: int | None = None
 
 
 def stays_gathered(parameters: int) -> bool:
-    """Return whether FSDP2 keeps this many float32 parameters gathered: at most SMALL_MODEL_BYTES."""
+    """Return whether FSDP2 keeps this number of parameters gathered: up to SMALL_MODEL_BYTES (1 GiB) in float32."""
     return FLOAT32_BYTES * parameters <= SMALL_MODEL_BYTES
 
 
 def reduced_bytes_per_parameter(config: RunConfig) -> int:
-    """Return the bytes per parameter of the gradients that a sharded mode reduces: 4, or 2 in bfloat16."""
+    """Return the bytes per parameter of the gradients that a sharded mode reduces: 4, or 2 with bfloat16."""
     halves = config.fsdp.use_mixed_precision and config.fsdp.reduce_dtype == "bfloat16"
     return BFLOAT16_BYTES if halves else FLOAT32_BYTES
 
 
 def gathered_bytes(config: RunConfig, shape: ModelShape, ranks: int) -> int:
-    """Return the bytes that a rank of fsdp2 or hsdp holds beside its shards at the peak of a step; 0 with ddp.
+    """Return the bytes that a rank holds in addition to its shards at the peak of a step; 0 in mode ddp.
 
-    For a small model (`stays_gathered`) these are all parameters, the newest gradient of one unit and, with several
-    micro-batches per step, the gradients that accumulate until the last of them. For a larger model, they are the unit
-    in use, the prefetched unit, and one unit's gradient.
+    A small model (`stays_gathered`) needs all parameters, one FSDP unit's newest gradient and, with several
+    micro-batches per step, the accumulated gradients. A larger model needs the unit in use, the prefetched unit, and
+    one unit's gradient.
     """
     fsdp = config.fsdp
     if config.parallel.mode == "ddp" or (ranks == 1 and not fsdp.use_mixed_precision and not fsdp.cpu_offload):
@@ -155,7 +159,7 @@ def gathered_bytes(config: RunConfig, shape: ModelShape, ranks: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class RankBytes:
-    """Bytes of tensors that one rank holds at the peak of a step, by kind."""
+    """Bytes of one rank's tensors at the peak of a step, by kind of tensor."""
 
     parameters: int
     gradients: int
@@ -180,15 +184,15 @@ def rank_bytes(
 ) -> RankBytes:
     """Estimate the bytes of one rank's tensors at the peak of a step.
 
-    Three moments can be the peak: the loss (all activations and the logits), the backward pass of the last block (all
-    activations but no logits), and its end (all gradients, one block's activations). Between two of these moments, one
-    kind of tensor shrinks evenly while another grows. State is float32: parameters 4 bytes, gradients 4, AdamW's
-    moments 8 per parameter.
+    The peak is at one of three moments: at the loss (all activations and the logits), in the backward pass of the last
+    block (all activations but no logits), or at the end of the backward pass (all gradients, one block's activations).
+    Between two of these moments, one kind of tensor shrinks evenly while another grows. Parameters (4 bytes), gradients
+    (4 bytes) and AdamW's two moments (8 bytes per parameter) are float32.
 
     Args:
         samples: number of samples of one rank in one micro-batch.
-        ranks_per_node: as for `shard_ranks`.
-        fused_norms: whether a norm is one kernel, as on CUDA.
+        ranks_per_node: as in `shard_ranks`.
+        fused_norms: whether each norm is a single kernel, as on CUDA.
     """
     mode, several = config.parallel.mode, config.training.gradient_accumulation_steps > 1
     state = -(-shape.parameters // min(ranks, shard_ranks(config, ranks, ranks_per_node)))
@@ -207,7 +211,7 @@ def rank_bytes(
     backward = shape.backward_bytes_per_sample * (1.0 if mode == "ddp" else _compute_share(config))
     blocks = max(1, shape.units - 2) if shape.kind == "computed" else shape.units
     kept, one = whole * _KEPT_FLOATS[config.parallel.recompute] / BLOCK_FLOATS, whole / blocks
-    again = one - kept / blocks  # of the recomputed block
+    again = one - kept / blocks  # activations of the recomputed block
     if config.parallel.recompute != "none":
         kept += one * STREAM_FLOATS / BLOCK_FLOATS  # the inputs of the head and of the recomputed block
     logits = shape.logits_bytes_per_sample
@@ -236,10 +240,10 @@ def _compute_share(config: RunConfig) -> float:
 
 
 def _activation_bytes(config: RunConfig, shape: ModelShape, *, fused_norms: bool) -> float:
-    """Return the activation bytes per sample of the whole model without recomputation.
+    """Return the bytes of the whole model's activations per sample, without recomputation.
 
-    FSDP2 computes all of a unit in bfloat16. Under autocast (ddp) the residual stream stays float32. A norm of several
-    kernels also keeps its normalized input, and with bfloat16 a float32 copy of its input.
+    With mixed precision, FSDP2 computes everything in bfloat16, whereas under autocast (ddp) the residual stream stays
+    float32. A norm that is not fused also keeps its normalized input and, with bfloat16, a float32 copy of its input.
     """
     mixed = config.fsdp.use_mixed_precision
     narrow = BFLOAT16_BYTES if mixed else FLOAT32_BYTES
@@ -258,12 +262,12 @@ def commit_bytes(config: RunConfig) -> int:
 
 
 def staging_bytes(config: RunConfig) -> int:
-    """Return the bytes of all ranks' staging buffers, two per rank; the size of /dev/shm does not limit them."""
+    """Return the bytes of all ranks' staging buffers, two per rank. They may exceed the size of /dev/shm."""
     return STAGING_SLABS * commit_bytes(config)
 
 
 def host_memory_bytes(config: RunConfig, gang: HostGang) -> int:
-    """Estimate the main memory, in bytes, of a gang that trains on the CPUs of one machine, at the peak of a step."""
+    """Estimate the peak main memory, in bytes, of a gang that trains on the CPUs of one machine."""
     shape = causal_lm_shape(config.model)
     parts = gang.ranks * config.training.gradient_accumulation_steps
     here = config.model_copy(update={"fsdp": config.fsdp.model_copy(update={"cpu_offload": False})})
@@ -279,10 +283,11 @@ def host_memory_bytes(config: RunConfig, gang: HostGang) -> int:
 
 
 def gpu_host_bytes(config: RunConfig, shape: ModelShape, gang: HostGang) -> int:
-    """Estimate the main memory, in bytes, of one node with GPUs: processes, staging buffers, offloaded tensors.
+    """Estimate the main memory, in bytes, of one node with GPUs: processes, staging buffers and offloaded tensors.
 
     Each rank keeps STAGING_SLABS page-locked buffers for its share of a commit. The built-in data pipeline maps its
-    tokens and has no worker processes; the workers of other workloads are unknown and not counted.
+    token files into memory and has no worker processes. Data workers of other workloads are not counted, because their
+    memory is unknown.
     """
     here = gang.processes_per_node
     staged = STAGING_SLABS * COMMIT_BYTES_PER_PARAMETER * shape.parameters * here // gang.ranks
@@ -295,12 +300,12 @@ def gpu_host_bytes(config: RunConfig, shape: ModelShape, gang: HostGang) -> int:
 
 
 def open_files_per_rank(gang: HostGang) -> int:
-    """Estimate the file descriptors of the busiest process: those of Python and torch, and a socket per rank."""
+    """Estimate the open file descriptors of the busiest process: a base for Python and torch, and sockets per rank."""
     return 256 + 16 * gang.ranks
 
 
 def size_text(size: float) -> str:
-    """Render bytes in a binary unit: ``11.3 MiB``."""
+    """Render a number of bytes in a binary unit, such as ``11.3 MiB``."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"

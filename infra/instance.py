@@ -1,8 +1,7 @@
-"""The machine that a process runs on: EC2 instance metadata, hardware and file systems.
+"""Identification of the machine that a process runs on: EC2 instance metadata, hardware and file systems.
 
-`identify_machine` looks, in this order, at environment variables that the container's creator sets, at the metadata
-service (IMDSv2) if something indicates EC2, and at the firmware of a Nitro instance. On other machines it makes no
-request.
+`identify_machine` tries, in this order, environment variables from the container's definition, the metadata service
+(IMDSv2) if the machine seems to be on EC2, and the firmware of a Nitro instance. Elsewhere it sends no request.
 """
 
 from __future__ import annotations
@@ -40,10 +39,10 @@ def metadata_endpoint(environment: Mapping[str, str]) -> str:
 
 
 def metadata_unavailable_reason(environment: Mapping[str, str], system: Path = Path("/")) -> str:
-    """Return why the metadata service must not be queried; "" if it may be.
+    """Return why the metadata service must not be queried; "" if it may be queried.
 
-    It is queried only if something indicates EC2, because elsewhere the request would wait until its timeout. system:
-    folder that contains /sys, whose firmware files identify an EC2 instance.
+    Only a machine that seems to be on EC2 is queried; on others, the request would wait until its timeout. system: the
+    folder that contains /sys, in which firmware files identify an EC2 instance.
     """
     if environment.get(DISABLED_VARIABLE, "").lower() == "true":
         return f"{DISABLED_VARIABLE} is true"
@@ -54,19 +53,19 @@ def metadata_unavailable_reason(environment: Mapping[str, str], system: Path = P
 
 
 class MetadataService:
-    """Client of an instance metadata service. It ignores the proxies of the environment."""
+    """Client of the EC2 instance metadata service. It ignores proxy settings in the environment."""
 
     def __init__(self, address: str) -> None:
         self.endpoint = address.rstrip("/")
 
     def ask(self, method: str, path: str, headers: Mapping[str, str], *, seconds: float) -> tuple[int, str]:
-        """Send a request and return status and body, within `seconds`.
+        """Send a request and return (HTTP status, body), within `seconds`.
 
         Raises:
-            TimeoutError: the service accepted the connection and did not answer in time.
+            TimeoutError: the service accepted the connection but did not respond in time.
             ConnectionError: the service did not accept the connection in time.
             OSError: the connection failed for another reason.
-            HTTPException: the answer is not HTTP.
+            HTTPException: the response is not HTTP.
             ValueError: the address is invalid.
         """
         limit = time.monotonic() + seconds
@@ -90,11 +89,11 @@ class MetadataService:
             connection.close()
 
     def token(self, *, ttl_seconds: int, seconds: float) -> tuple[int, str]:
-        """Start an IMDSv2 session, and return status and token. Raises as `ask` does."""
+        """Start an IMDSv2 session and return (HTTP status, token). Raises the same errors as `ask`."""
         return self.ask("PUT", "/latest/api/token", {_TTL_HEADER: str(ttl_seconds)}, seconds=seconds)
 
     def get(self, path: str, token: str, *, seconds: float) -> tuple[int, str]:
-        """Return status and body of /latest/PATH; with token "", by a request of IMDSv1. Raises as `ask` does."""
+        """Return (HTTP status, body) of /latest/PATH; an empty token sends an IMDSv1 request. Raises as `ask` does."""
         return self.ask("GET", f"/latest/{path}", {TOKEN_HEADER: token} if token else {}, seconds=seconds)
 
 
@@ -127,7 +126,7 @@ HINT = (
 
 @dataclass(frozen=True, kw_only=True)
 class MachineIdentity:
-    """Known facts of a machine; None: unknown."""
+    """Known facts about a machine; None means unknown."""
 
     instance_id: str | None = None
     instance_type: str | None = None
@@ -141,15 +140,18 @@ class MachineIdentity:
     problem: str = ""  # why an AWS instance is unidentified; empty elsewhere
 
     def to_json(self) -> dict[str, Any]:
-        """Return the known facts; empty for a machine that is not an instance."""
+        """Return the known facts, by name; the result is empty for a machine outside AWS."""
         return {key: value for key, value in asdict(self).items() if value not in (None, "")}
 
 
 def identify_machine(
     environment: Mapping[str, str] = os.environ, *, system: Path = Path("/"), deadline_seconds: float = 2.0
 ) -> MachineIdentity:
-    """Identify this machine within the deadline for all requests together. Never raises. system: has /proc and /sys."""
-    job = environment.get("AWS_BATCH_JOB_ID", "").split("#")[0]  # of a multi-node job: "<job>#<node>"
+    """Identify this machine. Never raises.
+
+    system: the folder that contains /proc and /sys. deadline_seconds: limit for all requests together.
+    """
+    job = environment.get("AWS_BATCH_JOB_ID", "").split("#")[0]  # a multi-node job has "<job>#<node>"
     return replace(_identify(environment, system, deadline_seconds), batch_job_id=job or None)
 
 
@@ -175,7 +177,10 @@ def _identify(environment: Mapping[str, str], system: Path, deadline_seconds: fl
 
 
 def _metadata(service: MetadataService, deadline_seconds: float) -> dict[str, Any]:
-    """Return the facts of the metadata service. Raises OSError, ValueError, KeyError, TypeError or HTTPException."""
+    """Query the metadata service about this machine.
+
+    Raises OSError, ValueError, KeyError, TypeError or HTTPException.
+    """
     limit = time.monotonic() + deadline_seconds
 
     def left() -> float:
@@ -205,12 +210,12 @@ def _metadata(service: MetadataService, deadline_seconds: float) -> dict[str, An
         try:
             found[name] = ask(f"meta-data/{path}")
         except (OSError, ValueError, http.client.HTTPException):
-            continue  # unknown to an older service
+            continue  # an older service lacks this path
     return found
 
 
 def _firmware(system: Path) -> dict[str, Any]:
-    """Return id and type from the DMI files of a Nitro instance, else {}. This is not verified on an instance."""
+    """Read instance id and type from the DMI files of a Nitro instance; {} on others. Not tested on a real instance."""
     board = _text(system / "sys/class/dmi/id/board_asset_tag")
     if not board.startswith("i-"):
         return {}
@@ -225,7 +230,7 @@ def _uptime(system: Path) -> float | None:
 
 
 def describe_machine() -> dict[str, object]:
-    """Describe this machine (CPU, usable cores, load in the last minute, versions) for a figure measured on it."""
+    """Describe this machine (CPU, usable cores, load average, versions), for the record of a measurement made on it."""
     import importlib.metadata
 
     return {
@@ -240,7 +245,7 @@ def describe_machine() -> dict[str, object]:
 
 
 def file_system(folder: Path) -> str:
-    """Return the kind of a folder's file system, such as ext4 or tmpfs; "unknown" if /proc/mounts does not list it."""
+    """Return the type of a folder's file system, such as ext4 or tmpfs; "unknown" if /proc/mounts does not list it."""
     path = str(folder.resolve())
     best, kind = "", "unknown"
     for _, mount, mounted, *_ in _lines("/proc/mounts"):

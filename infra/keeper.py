@@ -1,10 +1,11 @@
-"""The keeper: a small process on each node that starts all programs for the agent, and ends all of them with it.
+"""The keeper: a small process on each node that starts all programs for the agent and kills them if the agent ends.
 
-The keeper is a subreaper (`PR_SET_CHILD_SUBREAPER`): a process below it that loses its parent becomes its child, even a
-daemon with its own session and environment. So every process that a rank ever started is found by parentage alone. When
-the agent ends for whatever reason, the keeper kills everything below it and exits.
+The keeper is a subreaper (`PR_SET_CHILD_SUBREAPER`): if a process below it loses its parent, the keeper becomes the
+parent, even of a daemon with its own session and environment. All processes that a rank started can therefore be found
+as descendants of the keeper. When the agent ends for any reason, the keeper kills all its descendants and exits.
 
-The agent and the keeper exchange lines of JSON over a socket. Here 7 is the number of a request, 4711 a process id:
+The agent and the keeper exchange lines of JSON over a socket. In this example, 7 is a request number and 4711 a process
+id:
 
     agent → {"spawn": 7, "argv": […], "environment": {…}} and three file descriptors: stdin, stdout, stderr
     agent ← {"spawned": 7, "pid": 4711}  {"refused": 7, "errno": 12}  {"ended": 4711, "status": -9}
@@ -31,7 +32,7 @@ from ebbflow.infra.program import IMPORT_ROOT
 _PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
 _ANSWER_SECONDS = 10.0
 _LOOK_SECONDS = 1.0  # between checks that the agent is still the parent
-_UNREAPED_SECONDS = 1.0  # a parent that does not report an ended child for this long is stopped
+_UNREAPED_SECONDS = 1.0  # a parent that does not report an ended child for this long must be stopped
 _LINGER_SECONDS = 1.0
 _STUCK_SECONDS = 0.5  # a process killed this long ago and in state D cannot be ended
 _END_SECONDS = 30.0
@@ -42,7 +43,7 @@ _PROGRAM = (
 )
 # Helpers of Python and torch that release resources of killed processes (shared memory, semaphores), then exit.
 _CLEANERS = (b"multiprocessing.resource_tracker", b"torch_shm_manager")
-# Signals that the keeper leaves as they are: its own faults, and those that no process can handle.
+# Signals that keep their default action: the keeper's own faults, and those that no process can handle.
 _NOT_IGNORED = {
     *(signal.SIGKILL, signal.SIGSTOP, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT),
     *(signal.SIGSYS, signal.SIGTRAP, signal.SIGCONT),
@@ -50,18 +51,18 @@ _NOT_IGNORED = {
 
 
 class Parent(Protocol):
-    """The process that starts and reaps children for the agent: a keeper, or a standby."""
+    """A process that starts and reaps children for the agent: a keeper or a standby."""
 
     @property
     def pid(self) -> int: ...
     def ended(self, pid: int) -> int | None:
-        """Return the exit status of a child, negative for the signal that killed it; None while the child lives."""
+        """Return a child's exit status, or None while it runs; -9 means that signal 9 killed it."""
 
 
 class RemoteChild:
-    """Handle of a process whose parent is not this process, but a `Parent` that reports the exit status.
+    """Handle of a process that is not a child of this process; its `Parent` reports its exit status.
 
-    If the parent does not report it within 1 s, because it is stopped, the status is read from the kernel.
+    If the parent is stopped and does not report within 1 s, the status is read from the kernel.
     """
 
     def __init__(self, pid: int, parent: Parent) -> None:
@@ -88,7 +89,7 @@ class RemoteChild:
     def send_signal(self, number: int) -> None:
         if self.poll() is not None:
             return
-        # Its parent reaps it before the report arrives here: by then the number may belong to another process.
+        # The parent reaps the child before its report arrives; meanwhile another process may get the same id.
         stat = process_stat(self.pid)
         if stat is None or stat.parent == self._parent.pid:
             try:
@@ -102,8 +103,8 @@ class RemoteChild:
     def wait(self, timeout: float) -> int:
         """Wait for the process to end, and return its exit status.
 
-        Raises subprocess.TimeoutExpired if it still lives after `timeout` seconds; in state D even SIGKILL does not end
-        it.
+        Raises subprocess.TimeoutExpired if the process still lives after `timeout` seconds. A process in
+        uninterruptible sleep (state D) may do so even after SIGKILL.
         """
         import subprocess
 
@@ -116,7 +117,7 @@ class RemoteChild:
 
 
 class Keeper:
-    """The agent's handle of its keeper. log: file for the keeper's own errors."""
+    """A running keeper, as the agent uses it. log: file for the keeper's own errors."""
 
     def __init__(self, log: Path) -> None:
         import subprocess
@@ -153,7 +154,7 @@ class Keeper:
     def spawn(
         self, argv: Iterable[str], environment: Mapping[str, str], stdin: int, stdout: int, stderr: int
     ) -> RemoteChild:
-        """Start a program (argv[0] is its absolute path) in its own session below the keeper. Raises OSError."""
+        """Start a program in its own session as a child of the keeper; argv[0] is its absolute path. Raises OSError."""
         self._number += 1
         request = {"spawn": self._number, "argv": list(argv), "environment": dict(environment)}
         limit = time.monotonic() + _ANSWER_SECONDS
@@ -175,7 +176,7 @@ class Keeper:
         return self._ended.get(pid, -signal.SIGKILL if self.lost else None)
 
     def close(self) -> None:
-        """End everything below the keeper; only processes in uninterruptible sleep (state D) may remain."""
+        """End the keeper and all processes below it; only those in uninterruptible sleep (state D) may remain."""
         import subprocess
 
         self._channel.close()
@@ -186,7 +187,7 @@ class Keeper:
         self._lose()
 
     def _ask(self, request: bytes, descriptors: list[int], limit: float) -> None:
-        """Send a request with its file descriptors; kill a stopped keeper, which reads nothing, at `limit`."""
+        """Send a request with its file descriptors; at `limit`, kill a keeper that is stopped and does not read it."""
         unsent = memoryview(request)
         while unsent and not self.lost:
             left = limit - time.monotonic()
@@ -209,7 +210,7 @@ class Keeper:
     def _note(self, message: dict[str, Any]) -> None:
         if "spawned" in message:
             self._spawned[message["spawned"]] = message["pid"]
-            self._ended.pop(message["pid"], None)  # of an earlier process with this number
+            self._ended.pop(message["pid"], None)  # status of an earlier process with this id
         elif "refused" in message:
             number = message["errno"]
             self._spawned[message["refused"]] = OSError(number, os.strerror(number))
@@ -217,7 +218,7 @@ class Keeper:
             self._ended[message["ended"]] = message["status"]
 
     def _lose(self) -> None:
-        """Kill the keeper and record it as lost. The kernel then kills its children, and the ranks of a standby."""
+        """Kill the keeper and mark it as lost. The kernel then kills its children, and the ranks of a standby."""
         import subprocess
 
         self.lost = True
@@ -231,10 +232,10 @@ class Keeper:
 def kill_descendants(
     keeper: int, seconds: float, *, spare: Collection[int] = (), spare_trees: Collection[int] = ()
 ) -> list[int]:
-    """Kill the processes below the keeper, and return the ids of those that still live after `seconds`.
+    """Kill the processes below the keeper, and return the ids of those that are still alive after `seconds`.
 
-    `spare` has ids of processes that are not killed although their descendants are; `spare_trees`, ids of processes
-    that are spared with their descendants.
+    spare: ids of processes that are not killed, although their descendants are. spare_trees: ids of processes that are
+    not killed, nor are their descendants.
     """
     spared = [stat for pid in {*spare, *spare_trees} if (stat := process_stat(pid)) is not None]
     groups = {stat.group for stat in spared}
@@ -248,16 +249,16 @@ def kill_until_none(
     spare_groups: Collection[int] = (),
     reap: Callable[[], bool] = lambda: True,
 ) -> list[int]:
-    """Kill the processes that `find` returns, again and again, until it returns none and `reap` returns True.
+    """Kill the processes that `find` returns, repeatedly, until `find` and `reap` report that none is left.
 
-    Processes may fork faster than they are found. From the third round, if `find` returns new processes, whole process
-    groups are killed, because no fork escapes a signal to its group. All processes found are also stopped before any of
-    them is killed, so that none can fork meanwhile. A group has no members outside the keeper's tree, because
-    everything that the keeper starts has its own session.
+    Processes may fork faster than `find` lists them. If `find` still returns new processes in the third round, their
+    whole process groups are killed, because a fork cannot escape a signal to its group. All processes found are also
+    stopped before any of them is killed one by one, so that none can fork meanwhile. Every group is entirely below the
+    keeper, because the keeper starts each program in its own session.
 
     Args:
         spare_groups: process groups that are not killed as a whole.
-        reap: reaps ended children; returns whether no child remains.
+        reap: function that reaps ended children, and returns whether no child is left.
 
     Returns:
         Ids of the processes that still exist after `seconds`, or earlier if all are in uninterruptible sleep (state D).
@@ -301,7 +302,7 @@ def _cleans_up(pid: int) -> bool:
 
 
 def serve(agent: int, channel: int) -> None:
-    """Run the keeper in this process until the agent ends; then kill everything below it and exit. Does not return.
+    """Run the keeper until the agent ends; then kill everything below the keeper and exit. Does not return.
 
     agent: process id of the agent. channel: file descriptor of the socket to the agent.
     """
@@ -316,7 +317,7 @@ def serve(agent: int, channel: int) -> None:
     signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
     os.set_inheritable(channel, False)
     try:
-        if die_with_parent(agent, by=signal.SIGUSR1):  # only wakes the keeper
+        if die_with_parent(agent, by=signal.SIGUSR1):  # the signal only wakes the keeper
             _Desk(agent, socket.socket(fileno=channel), woken).serve()
     finally:
         with contextlib.suppress(OSError):
@@ -326,7 +327,7 @@ def serve(agent: int, channel: int) -> None:
 
 
 class _Desk:
-    """The main loop of the keeper."""
+    """Main loop of the keeper: it starts programs on request and reports ended children."""
 
     def __init__(self, agent: int, channel: socket.socket, woken: int) -> None:
         self._agent, self._channel, self._woken = agent, channel, woken
@@ -335,7 +336,7 @@ class _Desk:
         self._descriptors: list[int] = []
 
     def serve(self) -> None:
-        """Serve requests and reap children until the agent has closed its end of the socket or has ended."""
+        """Serve requests and reap children until the agent ends or closes its end of the socket."""
         while os.getppid() == self._agent:
             ready, _, _ = select.select([self._channel, self._woken], [], [], _LOOK_SECONDS)
             if self._woken in ready:
@@ -386,9 +387,10 @@ class _Desk:
 
 
 def _become(argv: list[str], environment: dict[str, str], fds: list[int], mask: Collection[int]) -> NoReturn:
-    """Replace a forked child by a program in its own session, which inherits no other descriptors of the keeper.
+    """Turn a forked child of the keeper into a program in its own session.
 
-    fds: its stdin, stdout and stderr. mask: signals that the program starts with blocked.
+    The program inherits no file descriptors of the keeper except `fds`, which become stdin, stdout and stderr. mask:
+    signals that are blocked when the program starts.
     """
     try:
         keeper = os.getppid()
@@ -409,7 +411,7 @@ def _become(argv: list[str], environment: dict[str, str], fds: list[int], mask: 
 
 
 def _reap_one() -> tuple[int, int] | None:
-    """Return (pid, status) of a finished child, (0, 0) if none has finished, None without children."""
+    """Reap one ended child; return (pid, status), (0, 0) if all children still run, or None without children."""
     try:
         pid, status = os.waitpid(-1, os.WNOHANG)
     except ChildProcessError:
@@ -418,7 +420,7 @@ def _reap_one() -> tuple[int, int] | None:
 
 
 def _reap_all() -> bool:
-    """Reap all ended children, and return whether waitpid reports that this process has no child any more."""
+    """Reap all ended children, and return whether this process has no children left."""
     while (ended := _reap_one()) is not None:
         if not ended[0]:
             return False

@@ -1,12 +1,13 @@
 """Claims on a job: each launcher (`run`, `resume`, `supervise`, torchrun) writes one, so that no two run the same job.
 
-A claim is the object launchers/<number>.json in the job's part of the store. It is created only if no object of that
-number exists, so of two launchers that start together one succeeds. The highest number holds the job. Its launcher
-renews the claim while it lives, and marks it as released when it ends. A launcher takes over by creating the next
-number; the former launcher looks for that number, and exits when it exists.
+A claim is the object launchers/<number>.json in the job's part of the store. A launcher creates it only if no object
+with that number exists, so only one of two simultaneous launchers succeeds. The launcher whose claim has the highest
+number holds the job. It renews the claim while it runs, and marks it as released when it ends. Another launcher takes
+over by creating the next number; the former launcher checks regularly for that number, and exits once it exists.
 
-A claim without renewal for 60 s is stale, and the next launcher takes the job. If the claim's process is on this
-machine, the process decides: while it lives, even stopped (Ctrl-Z), it holds the job; once gone, its claim is free.
+A claim that was not renewed for 60 s is stale, and the next launcher takes the job. If the former launcher was on the
+same machine, its process decides instead: while it exists, even stopped (Ctrl-Z), it holds the job; once it is gone,
+the job is free.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from ebbflow.infra.process import process_stat
 from ebbflow.infra.store import Store
 from ebbflow.infra.store.objects import StoreClock
 
-# Id of the claim of the supervisor that started this run of the flow, which then makes no claim of its own.
+# Id of the claim of the supervisor that started this run of the flow; the run then makes no claim of its own.
 CLAIM_VARIABLE = "EBBFLOW_LAUNCHER"
 # Id of the claim that this launcher's child processes work under. It does not replace a claim.
 RUN_CLAIM_VARIABLE = "EBBFLOW_RUN_CLAIM"
@@ -46,7 +47,7 @@ _LONGEST_READ = 200  # claims to try; if another launcher takes all of them, the
 
 @dataclass(frozen=True, kw_only=True)
 class Launcher:
-    """Content of a claim: the launcher that wrote it.
+    """Content of a claim, which describes the launcher that wrote it.
 
     Attributes:
         boot_id, pid_namespace, started_ticks: identify the process, together with pid, even after pids are reused.
@@ -70,7 +71,7 @@ class Launcher:
 
     @classmethod
     def from_json(cls, content: bytes) -> Launcher:
-        """Read a claim. Raises StoreError if the content is not one."""
+        """Parse the content of a claim. Raises StoreError if it is not valid."""
         try:
             document = json.loads(content)
             return cls(**{field.name: document[field.name] for field in fields(cls) if field.name in document})
@@ -82,7 +83,7 @@ class Launcher:
         return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.since_utc))
 
     def describe(self) -> str:
-        """Render "`run` of ann on host node-7 (pid 4711), since 2026-11-22 20:51:03 UTC"."""
+        """Render the launcher, such as "`run` of ann on host node-7 (pid 4711), since 2026-11-22 20:51:03 UTC"."""
         if self.id == _UNREADABLE:
             return f"an unknown launcher, whose claim {launcher_key(self.number)} cannot be read"
         return f"`{self.command}` of {self.user} on host {self.host} (pid {self.pid}), since {self.since}"
@@ -101,14 +102,14 @@ class Launcher:
 
     @property
     def _state_here(self) -> str:
-        """Return the kernel's state letter of the launcher's process; "" if it is gone or not on this machine."""
+        """State letter of the launcher's process, from the kernel; "" if it has ended or is not on this machine."""
         stat = process_stat(self.pid) if self.was_here else None
         return stat.state if stat is not None and stat.started_ticks == self.started_ticks else ""
 
 
 @dataclass(frozen=True)
 class RunningLauncher:
-    """The launcher that holds the job now."""
+    """The launcher that holds a job, and the age of its last renewal."""
 
     launcher: Launcher  # content of its claim
     heartbeat_age_seconds: float  # time since its last renewal by the store's clock
@@ -128,8 +129,8 @@ class RunningLauncher:
 def running_launcher(job_store: Store) -> RunningLauncher | None:
     """Return the launcher that holds the job, or None if the job is not running. Raises StoreError.
 
-    A launcher on this machine holds the job while its process lives; one on another machine while its last renewal is
-    at most 60 s old by the store's clock.
+    A launcher on this machine holds the job while its process exists. A launcher on another machine holds it while its
+    last renewal is at most 60 s old by the store's clock.
     """
     newest = _newest(job_store)
     if newest is None or newest[0].released:
@@ -145,9 +146,9 @@ def running_launcher(job_store: Store) -> RunningLauncher | None:
 
 
 class Claim:
-    """Claim of this process on a job, already written to the store. A thread renews it until `release`.
+    """This process's claim on a job, already written to the store. A thread renews it until `release`.
 
-    on_fenced: called in the thread when another launcher has taken the job over.
+    on_fenced: called in that thread when another launcher has taken over the job.
     """
 
     def __init__(self, job_store: Store, launcher: Launcher, on_fenced: Callable[[], None]) -> None:
@@ -162,19 +163,19 @@ class Claim:
         self._thread.start()
 
     def successor(self) -> Launcher | None:
-        """Return the launcher that has taken the job over, read from the store; None while this one holds it.
+        """Return the launcher that has taken over the job, or None while this launcher holds it. Raises StoreError.
 
-        Call it after a pause (stopped process, network outage), before changing anything that a successor may own.
-        Raises StoreError.
+        It reads the store. Call it after a pause (stopped process, network outage), before you change anything that a
+        successor may own.
         """
         if self.fenced_by is None:
             self.fenced_by = self._successor()
         return self.fenced_by
 
     def release(self) -> None:
-        """Mark the claim as released, so that the next launcher need not wait until it is stale. Never raises.
+        """Mark the claim as released, so that the next launcher does not wait until it is stale. Never raises.
 
-        A second call returns at once: a signal handler that interrupts the first would otherwise wait for its own
+        A second call returns at once. Otherwise a signal handler that interrupts the first call would wait for its own
         thread.
         """
         if self._releasing:
@@ -206,9 +207,9 @@ class Claim:
         return None if newest is None else newest[0]
 
     def _renew(self) -> None:
-        """Renew the claim, unless another launcher has written a claim with the same number.
+        """Renew the claim, or give up the job if another launcher has written a claim with the same number.
 
-        That happens if the store ignores the condition of `create`. This launcher then gives the job up.
+        Such a duplicate arises if the store ignores the condition that `create` must not overwrite an object.
         """
         written = _read(self._store, self.launcher.number)
         if written is not None and written.id not in (_UNREADABLE, self.launcher.id):
@@ -237,16 +238,16 @@ def claim_job(
     on_fenced: Callable[[], None] = lambda: None,
     say: Callable[[str], None] = lambda text: print(text, flush=True),
 ) -> Claim:
-    """Claim the job for this process, and return the claim; release it at the end.
+    """Claim the job for this process, and return the claim. The caller releases it at the end.
 
-    If another machine's launcher renewed its claim within the last 60 s, that launcher may still live. This function
-    then waits for its next renewal, which shows that the job is running, or until the claim is stale and the job can be
-    taken.
+    If a launcher on another machine renewed its claim within the last 60 s, it may still be running. This function then
+    waits until that launcher renews again, and raises JobIsRunning, or until its claim is stale, and takes the job.
 
     Args:
         command: the command of `ebbflow`, shown to other launchers.
-        take_over: take the job from a living launcher, and wait at most 90 s until it has saved and exited.
-        on_fenced: called in its own thread when another launcher takes the job over.
+        take_over: take the job from a running launcher, and wait at most 90 s until it has saved and exited.
+        on_fenced: called in a separate thread when another launcher takes over the job.
+        say: prints a progress message.
 
     Raises:
         JobIsRunning: another launcher runs the job.
@@ -271,7 +272,7 @@ def claim_job(
 
 
 def check_inherited_claim(job_store: Store, job: str, claim_id: str) -> None:
-    """Raise JobIsRunning if the claim of the process that started this one no longer holds the job."""
+    """Raise JobIsRunning if a claim other than the one inherited from the parent process now holds the job."""
     newest = _newest(job_store)
     if newest is not None and newest[0].id not in (_UNREADABLE, claim_id):  # a living holder renews a damaged claim
         raise JobIsRunning(f"job {job} was taken over: {newest[0].describe()}")
@@ -284,7 +285,7 @@ def check_run_claim(job_store: Store, job: str) -> None:
 
 
 def claim_of_parent() -> str | None:
-    """Return the id of the claim that this process runs under; None if it needs its own."""
+    """Return the id of the supervisor's claim, under which this process runs; None if it needs its own claim."""
     return os.environ.get(CLAIM_VARIABLE) or None
 
 
@@ -293,8 +294,8 @@ def _living(
 ) -> Launcher | None:
     """Return the launcher that holds the job, or None if its claim is free.
 
-    modified: Unix time of the claim's last write by the store's clock. watch: wait for a renewal if only that can show
-    that the launcher lives.
+    modified: Unix time of the claim's last write, by the store's clock. watch: if necessary, wait for a renewal to find
+    out whether the launcher is still running.
     """
     if launcher.released or (launcher.was_here and not launcher.is_alive_here):
         return None
@@ -340,9 +341,9 @@ def _newest(job_store: Store) -> tuple[Launcher, float] | None:
 
 
 def _read(job_store: Store, number: int) -> Launcher | None:
-    """Return the claim with a number; None if there is none. Raises StoreError.
+    """Return the claim with this number, or None if it does not exist. Raises StoreError.
 
-    A damaged claim is returned as that of an unknown launcher, which holds the job until the claim is stale or renewed.
+    A damaged claim is returned as the claim of an unknown launcher. It holds the job until it is stale or renewed.
     """
     try:
         content = job_store.get(launcher_key(number))
@@ -358,7 +359,7 @@ def _read(job_store: Store, number: int) -> Launcher | None:
 
 
 def _here() -> tuple[str, str]:
-    """Return the current boot and PID namespace of this machine, each "" if it is unknown."""
+    """Return (boot id, PID namespace) of this machine, each "" if it is unknown."""
     boot_id = namespace = ""
     with contextlib.suppress(OSError):
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -1,4 +1,4 @@
-"""Names of everything in a job's store and in runs/ on this machine.
+"""Keys of all objects in a store, and the folder runs/ on this machine.
 
 <store>/jobs/<job>/config.json
                    events/<generation>/<node>-<rank>-<segment>.jsonl
@@ -11,13 +11,13 @@
                    tombstones/<sha256>.json           the commit is being deleted
                    pins/<sha256>.json                 the commit must never be deleted
                    verified/<sha256>.json             every byte of the commit was read and is intact
-                   signatures/<sha256>.json           HMAC of the commit, if the job signs; put before the commit
-                   overrides/<generation>-<rank>-<what>.json  instructions of guards to later starts of the gang
+                   signatures/<sha256>.json           HMAC of the commit if the job signs; written before it
+                   overrides/<generation>-<rank>-<what>.json  instructions from guards for later starts of the gang
                    permits/<what>/<generation>.json           permissions that a user gave for a start
                    orders/<run>-<step>-<task>-<attempt>.json  instructions for an attempt on another machine
                    secrets/<run>-<attempt>    shared secret of a start's agents; deleted once all have joined
                    launchers/<number>.json    claims on the job, one per launcher; the highest number holds it
-                   clock/<random>             put and deleted to read the store's clock
+                   clock/<random>             written and deleted to read the store's clock
                    plan.json                  the newest plan with all pools
                    report.json  report.html  metrics.prom
 <store>/tokens/<sha256>/...                            prepared data of the built-in language model
@@ -49,7 +49,7 @@ _GENERATION_LIMIT = 10**6 - 1
 
 
 def check_job_name(name: str) -> str:
-    """Return a job's name unchanged. Raises LayoutError if it cannot be the name of a folder in every store."""
+    """Return a job's name unchanged. Raises LayoutError if some store could not use it as a folder name."""
     if not _JOB_NAME.fullmatch(name) or name in _TAKEN:
         raise LayoutError(
             f"--job {name!r} cannot be a job's name\n"
@@ -68,17 +68,20 @@ def tokens_prefix(fingerprint: str) -> str:
 
 
 def workload_prefix(workload: str) -> str:
-    """Return the prefix of the prepared data of a workload (``package.module:Name``); file names take no colon."""
+    """Return the key prefix of the prepared data of a workload such as ``package.module:Name``.
+
+    A dot replaces the colon, because some file systems allow no colon in file names.
+    """
     return f"workloads/{workload.replace(':', '.')}"
 
 
 def job_history_key(day: str, job: str) -> str:
-    """Return the key of a job's history. day: a text such as 20261121, so that keys sort by time."""
+    """Return the key of a job's history. day: a date such as 20261121, which makes keys sort by time."""
     return f"{JOB_HISTORY_PREFIX}{day}-{job}.json"
 
 
 def generation_name(generation: int, generation_id: str) -> str:
-    """Return the name of one start of the gang in keys, such as ``000002-9f3c01ab``."""
+    """Return the name that keys use for one start of the gang, such as ``000002-9f3c01ab``."""
     return f"{generation:06d}-{generation_id}"
 
 
@@ -87,10 +90,10 @@ def generation_key(generation: int, generation_id: str) -> str:
 
 
 def event_key(generation: int, node: int | str, rank: int | str, segment: str) -> str:
-    """Return the key of a segment of the event log. generation: 0 before the gang's first start.
+    """Return the key of one segment of the event log.
 
-    rank: number of the rank, or the name of another process, such as ``agent`` or a step of the flow. segment: its
-    number, and a random text that is unique to the process.
+    generation: 0 before the gang's first start. rank: number of the rank, or the name of another process, such as
+    ``agent`` or a step of the flow. segment: its number, and a random text that is unique to the process.
     """
     return f"events/{generation:06d}/{node}-{rank}-{segment}.jsonl"
 
@@ -108,7 +111,7 @@ def permit_prefix(what: str) -> str:
 
 
 def permit_key(what: str, generation: int) -> str:
-    """Return the key of a permission that a user gave (such as ``from-scratch``), valid up to this generation."""
+    """Return the key of a user's permission, such as ``from-scratch``, which is valid up to this generation."""
     return f"{permit_prefix(what)}/{generation:06d}.json"
 
 
@@ -121,7 +124,7 @@ def secret_key(run: str, attempt: int) -> str:
 
 
 def data_key(generation: str, step: int, rank: int) -> str:
-    """Return the key of a rank's data of one save. generation: a `generation_name`, whose id makes the key unique."""
+    """Return the key of one rank's data in one save. generation: from `generation_name`, with a unique id."""
     return f"{data_prefix(generation, step)}{rank:05d}.bin"
 
 
@@ -138,7 +141,7 @@ def index_key(generation: str, step: int, rank: int) -> str:
 
 
 def commit_prefix(step: int, generation: int) -> str:
-    """Return the prefix of a step's commits. The numbers are inverted, so that the newest commit is listed first."""
+    """Return the key prefix of a step's commits. Its numbers are inverted, so that listings start with the newest."""
     return f"commits/{_STEP_LIMIT - step:012d}/{_GENERATION_LIMIT - generation:06d}/"
 
 
@@ -158,7 +161,7 @@ def _key_of_commit(folder: str) -> Callable[[str], str]:
     return lambda sha256: f"{folder}/{sha256}.json"
 
 
-# Keys of objects about the commit whose manifest has a sha256.
+# Keys of objects about the commit whose manifest has this sha256.
 quarantine_key, tombstone_key = _key_of_commit("quarantine"), _key_of_commit("tombstones")
 pin_key, signature_key, verified_key = map(_key_of_commit, ("pins", "signatures", "verified"))
 
@@ -176,16 +179,16 @@ METAFLOW_FOLDER = ".metaflow"
 
 
 def runs_folder(project_root: Path) -> Path:
-    """Return the folder of this machine's reports and logs: EBBFLOW_RUNS, or runs/ in `records_root`."""
+    """Return the folder for reports and logs on this machine: EBBFLOW_RUNS, or runs/ in `records_root`."""
     own = os.environ.get("EBBFLOW_RUNS")
     return Path(own).absolute() if own else records_root(project_root, "runs") / "runs"
 
 
 def records_root(project_root: Path, name: str) -> Path:
-    """Return the folder that contains `name`, which is runs or .metaflow.
+    """Return the folder that contains the folder `name`, which is runs or .metaflow.
 
-    This is the project or, if the project is read-only, the user's state folder. The working directory has no
-    influence, so commands find each other's records.
+    It is the project's folder or, if that is read-only, the user's state folder. It does not depend on the working
+    directory, so all commands find the same records.
     """
     folder = project_root / name
     if os.access(folder if folder.exists() else project_root, os.W_OK | os.X_OK):
@@ -196,14 +199,14 @@ def records_root(project_root: Path, name: str) -> Path:
 
 @dataclass(frozen=True)
 class KnownJob:
-    """A job and its store, as noted in runs/<job>/job.json on this machine."""
+    """A job and its store, as recorded on this machine in runs/<job>/job.json."""
 
     name: str  # name of the job
     store: str  # address of the store as in the configuration, with absolute paths
 
     @property
     def uri(self) -> str:
-        """Return the address of the job's part of the store: a folder, or s3://bucket/prefix/jobs/NAME."""
+        """Address of the job's part of the store: a folder, or s3://bucket/prefix/jobs/NAME."""
         return f"{self.store.rstrip('/')}/{job_prefix(self.name)}"
 
     def note(self) -> bytes:
@@ -211,7 +214,7 @@ class KnownJob:
 
 
 def known_job(folder: Path) -> KnownJob | None:
-    """Return the job that is noted in a folder such as runs/latest; None if there is no readable note."""
+    """Return the job recorded in a folder such as runs/latest; None if its job.json is missing or unreadable."""
     try:
         note = json.loads((folder / NOTE).read_text())
         return KnownJob(str(note["job"]), str(note["store"]))

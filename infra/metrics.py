@@ -1,11 +1,11 @@
-"""Prometheus metrics: the catalogue of names, the boards that hold the values, and how values are served or pushed.
+"""Prometheus metrics: the catalogue of names, the boards that hold the values, and their publication.
 
 Names follow Prometheus' conventions. No label has unbounded values such as steps, paths or messages. A test compares
-the list with docs/observability.md.
+the catalogue with docs/observability.md.
 
 A Pushgateway stores values in groups that never expire, and each push replaces a whole group. Every node therefore
-pushes to its own group, with the key {job, node}. A process of the node deletes this group when training ends there;
-the group remains if the whole machine is lost or the gateway cannot be reached.
+pushes to its own group, identified by job and node. A process on the node deletes this group when training ends there.
+The group remains if the whole machine is lost or the gateway cannot be reached.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class MetricKind(StrEnum):
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric of the catalogue."""
+    """Name, kind, help text and labels of a metric in the catalogue."""
 
     name: str
     kind: MetricKind
@@ -67,7 +67,7 @@ def _gauge(name: str, text: str, *labels: str) -> Metric:
     return Metric(name, MetricKind.GAUGE, text, labels)
 
 
-# metrics.prom, of a whole job. Constant label: job.
+# For metrics.prom: a whole job. Constant label: job.
 JOB_METRICS = (
     _gauge("ebbflow_job_outcome", "How the job ended: 1 for that outcome, 0 for the others.", "outcome"),
     _gauge("ebbflow_job_capacity_info", "The planned capacity; always 1.", "instance_type", "market"),
@@ -108,7 +108,7 @@ JOB_METRICS = (
     _gauge("ebbflow_job_unattributed_ratio", "Share of the paid time that no interval covers, 0 to 1."),
 )
 
-# /metrics and the Pushgateway, of one running node by its local rank 0. Constant labels: job, node.
+# For /metrics and the Pushgateway: one running node, from its local rank 0. Constant labels: job, node.
 NODE_METRICS = (
     _gauge("ebbflow_generation", "Number of this start of the gang."),
     _gauge("ebbflow_world_size", "Ranks of the whole gang."),
@@ -166,12 +166,12 @@ class _Histogram:
 
 
 class MetricBoard(Collector):
-    """The current values of a set of metrics. Another thread may read them safely.
+    """Current values of a set of metrics, which another thread may read safely.
 
-    Values are rendered as a page only on request. The client library's own counters are not used: each adds an
-    undocumented `_created` series, and they are global to the process, where a user's own metrics are.
+    Values are rendered as a page only on request. The client library's own counters are not used, because each adds an
+    undocumented `_created` series, and they share a global registry with the user's own metrics.
 
-    `constant` has names and values of the labels of every metric; `before_page` is called before each rendering, to set
+    constant: names and values of the labels that all metrics have. before_page: called before each rendering, to set
     values that are too costly to update at every step.
     """
 
@@ -187,7 +187,7 @@ class MetricBoard(Collector):
         self._histograms = {one.name: _Histogram(one.buckets, [0] * (len(one.buckets) + 1)) for one in histograms}
 
     def set(self, name: str, value: float | None, *labels: str) -> None:
-        """Set a value; None and NaN remove it. Raises KeyError for a name outside the catalogue."""
+        """Set a value; None or NaN removes it. Raises KeyError for a metric that is not on this board."""
         series = self._numbers[name]
         with self._lock:
             if value is None or math.isnan(value):
@@ -209,13 +209,13 @@ class MetricBoard(Collector):
         return generate_latest(self.registry())
 
     def registry(self) -> CollectorRegistry:
-        """Return a registry with this board, as the client library's server and push need it."""
+        """Return a registry that contains only this board, for the client library's functions."""
         registry = CollectorRegistry(auto_describe=False)
         registry.register(self)
         return registry
 
     def collect(self) -> Iterator[Family]:
-        """Yield the metric families with their values, as the client library requires."""
+        """Yield the metric families with their values; the client library calls this method."""
         self._before_page()
         with self._lock:
             numbers = {name: dict(series) for name, series in self._numbers.items()}
@@ -227,7 +227,7 @@ class MetricBoard(Collector):
                 yield self._family(metric, numbers[name])
 
     def describe(self) -> list[Family]:
-        """Return nothing, so that registering the board does not render a page."""
+        """Return an empty list, so that registering the board does not render a page."""
         return []
 
     def _family(self, metric: Metric, series: Mapping[Labels, float]) -> Family:
@@ -254,7 +254,7 @@ _STRENGTH = ("measured", "live", "recorded", "estimated", "simulated")
 
 
 def render_job_metrics(report: dict[str, Any], events: Sequence[Event]) -> bytes:
-    """Render metrics.prom, the figures of report.json and of the events for Prometheus' textfile collector."""
+    """Render metrics.prom from a job's report and events, for Prometheus' textfile collector."""
     board = MetricBoard(JOB_METRICS, {"job": report["job"]})
     actual, plan = report["actual"], report["plan"] or {}
     for outcome in Outcome:
@@ -304,9 +304,9 @@ def _seconds(hours: float | None) -> float | None:
 
 
 def weakest_kind(*words: str) -> str:
-    """Return the least certain of several kinds of figures: "recorded" for "measured" and "recorded 2026-07-20".
+    """Return the least certain kind among several figures: "recorded" for "measured" and "recorded 2026-07-20".
 
-    The first word of each text is its kind; "" counts as "estimated". An unknown kind is the least certain.
+    The first word of each text is the kind of a figure; "" counts as "estimated". An unknown kind is the least certain.
     """
     kinds = [word.split()[0] if word else "estimated" for word in words]
     return max(kinds, key=lambda kind: _STRENGTH.index(kind) if kind in _STRENGTH else len(_STRENGTH))
@@ -317,7 +317,7 @@ TIMEOUT_SECONDS = 3.0
 
 @dataclass(frozen=True)
 class PushGroup:
-    """A node's group of values at a Pushgateway, with the key (job, node)."""
+    """A node's group of values in a Pushgateway, identified by job and node."""
 
     url: str  # address of the Pushgateway
     job: str
@@ -327,7 +327,7 @@ class PushGroup:
 class Pusher:
     """A thread that pushes metrics to a Pushgateway every `interval_seconds`.
 
-    One warning is printed when pushes begin to fail, and one line when they succeed again.
+    It prints one warning when pushes begin to fail, and one line when they succeed again.
     """
 
     def __init__(
@@ -339,7 +339,7 @@ class Pusher:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop pushing, and wait up to 4 s for a push in progress. The values stay until `delete_group`."""
+        """Stop pushing, and wait up to 4 s for a push in progress. The gateway keeps values until `delete_group`."""
         self._ended.set()
         self._thread.join(TIMEOUT_SECONDS + 1)
 
@@ -361,7 +361,7 @@ class Pusher:
 
 
 def delete_group(group: PushGroup, *, say: Callable[[str], object]) -> None:
-    """Delete a node's group from its Pushgateway, within 4 s. Never raises; a missing group is no error."""
+    """Delete a node's group from its Pushgateway, within 4 s. Never raises; a missing group is not an error."""
     key = {"node": str(group.node)}
     late = TimeoutError(f"no answer within {TIMEOUT_SECONDS + 1:g} s")
     try:  # an absent name server delays a request beyond its time-out
@@ -382,10 +382,10 @@ _LOOK_SECONDS = 0.1  # interval at which the server checks whether it was closed
 
 
 class MetricsServer:
-    """An HTTP server for /metrics, in its own thread, on the first free one of 16 ports from `port` on.
+    """HTTP server for /metrics in its own thread, on the first free port of the 16 ports from `port` on.
 
-    Several nodes may run on one machine; the attribute `port` is the port in use. Raises OSError if no port is free, or
-    the port or address ("" for all) is not allowed.
+    Several nodes may run on one machine; the attribute `port` is the port in use. `address` is the address to listen
+    on, or "" for all addresses. Raises OSError if no port is free, or if the port or address is not permitted.
     """
 
     def __init__(self, port: int, page: Callable[[], bytes], *, address: str) -> None:
@@ -407,12 +407,12 @@ class _Server(ThreadingHTTPServer):
     allow_reuse_address = True
 
     def server_bind(self) -> None:
-        """Bind without HTTPServer's look-up of the host's full name, which blocks if no name server answers."""
+        """Bind without HTTPServer's lookup of the host's full name, which blocks if no name server answers."""
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Ignore clients that disconnect."""
+        """Ignore errors of a connection, such as a client that disconnects."""
 
 
 class _Server6(_Server):

@@ -1,4 +1,4 @@
-"""Typed configuration of a job: its schema, and the loader of a file, environment variables and --set options."""
+"""Typed configuration of a job: its schema, and a loader that reads a file, environment variables and --set options."""
 
 from __future__ import annotations
 

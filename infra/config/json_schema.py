@@ -1,4 +1,4 @@
-"""JSON schema of a configuration file: keys, types and ranges, for completion and checks in editors."""
+"""JSON schema of the configuration file, with which editors complete and check keys, types and ranges."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from typing import Any
 from ebbflow.infra.config.keys import OPTION_NAME
 from ebbflow.infra.config.schema import RENAMED_KEYS, RunConfig
 
-_DIALECT = "http://json-schema.org/draft-07/schema#"  # the newest that YAML language servers understand
+_DIALECT = "http://json-schema.org/draft-07/schema#"  # the newest version that YAML language servers support
 
 
 def json_schema() -> dict[str, Any]:
-    """Return the schema with each $ref replaced by its definition, because draft 7 ignores keywords beside a $ref."""
+    """Return the JSON schema of the configuration file.
+
+    Each $ref is replaced by its definition, because draft 7 of JSON schema ignores other keywords beside a $ref.
+    """
     generated = RunConfig.model_json_schema()
     tree = _inlined(generated, generated.get("$defs", {}))
     for old, new in RENAMED_KEYS.items():

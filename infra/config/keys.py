@@ -1,4 +1,4 @@
-"""Dotted keys of the configuration, and the values given for them in a file, the environment and --set."""
+"""Dotted configuration keys (model.num_heads), and the values given for them in a file, the environment or --set."""
 
 from __future__ import annotations
 
@@ -33,24 +33,27 @@ class Entry:
     given_key: str  # key as the user wrote it; differs from `key` if the key was renamed
 
     def place_of(self, part: Node | None) -> SourceSpan:
-        """Return the location of a node inside the value, such as an item of a list; None: of the whole value."""
+        """Return the location of `part`, a node inside the value such as a list item; None means the whole value."""
         return self.place if part is None else self.source.span_of(part)
 
 
 @cache
 def leaf_fields() -> dict[str, FieldInfo]:
-    """Return the schema field of every key that holds a value, by dotted key in the schema's order."""
+    """Map each dotted key that holds a value, rather than a section, to its schema field, in the schema's order."""
     return dict(_walk(RunConfig, ""))
 
 
 @cache
 def free_mappings() -> frozenset[str]:
-    """Return the keys of the free mappings, in which the user chooses the names, such as workload_options."""
+    """Return the keys of the free mappings: those in which the user chooses the names, such as workload_options."""
     return frozenset(key for key, field in leaf_fields().items() if get_origin(field.annotation) is dict)
 
 
 def mapping_of(key: str) -> str | None:
-    """Return the free mapping that contains a dotted key, workload_options for workload_options.width, or None."""
+    """Return the free mapping that contains a dotted key (see `free_mappings`), or None if no free mapping does.
+
+    The free mapping of workload_options.width is workload_options.
+    """
     parent, dot, name = key.rpartition(".")
     return parent if dot and parent in free_mappings() and OPTION_NAME.fullmatch(name) else None
 
@@ -62,7 +65,7 @@ def annotation_of(key: str) -> Any:
 
 @cache
 def sections() -> dict[str, type[BaseModel]]:
-    """Return the model of every section by the section's dotted name; "" is the whole configuration."""
+    """Map the dotted name of each section to its pydantic model; "" is the whole configuration."""
     found: dict[str, type[BaseModel]] = {"": RunConfig}
     pending = [""]
     while pending:
@@ -77,7 +80,7 @@ def sections() -> dict[str, type[BaseModel]]:
 
 @dataclass
 class Given:
-    """The values that file, environment and --set give, later ones in place of earlier ones, and their problems."""
+    """Values and problems collected from a file, the environment and --set; a later value replaces an earlier one."""
 
     entries: dict[str, Entry] = field(default_factory=dict)  # by dotted key
     problems: list[Problem] = field(default_factory=list)
@@ -86,7 +89,10 @@ class Given:
         self.problems.append(Problem(message=message, key=key, place=place, hint=hint))
 
     def add_section(self, node: Node | None, section: str, source: SourceText, origin: Origin) -> None:
-        """Add the values that a YAML node gives for a section; section: dotted name, "" for the whole configuration."""
+        """Add the values of a section from its YAML node.
+
+        section: dotted name of the section; "" for the whole configuration.
+        """
         if node is None or is_empty(node):
             return
         if not isinstance(node, MappingNode):
@@ -115,18 +121,18 @@ class Given:
         return None
 
     def add_unknown(self, key: str, place: SourceSpan) -> None:
-        """Complain about a key that the schema lacks, with a hint such as the most similar key."""
+        """Report a key that the schema does not have, with a hint such as the most similar key."""
         shown = key if key.isprintable() and len(key) <= 80 else repr(key[:80])
         self.complain(f"unknown key {shown}", key, place, _meant(key))
 
     def add_environment(self, environment: Mapping[str, str]) -> None:
-        """Add the variables named EBBFLOW__…: EBBFLOW__MODEL__NUM_HEADS=8 sets model.num_heads."""
+        """Add values from environment variables: EBBFLOW__MODEL__NUM_HEADS=8 sets model.num_heads."""
         for name in sorted(name for name in environment if name.startswith(PREFIX)):
             key = name.removeprefix(PREFIX).replace("__", ".").lower()
             self._add(key, name, environment[name], f"environment {name}", "environment")
 
     def add_override(self, override: str) -> None:
-        """Add one --set option, "key=value", or a whole section: "model={num_heads: 8}"."""
+        """Add one --set option, either "key=value" or a whole section as in "model={num_heads: 8}"."""
         key, equals, value = override.partition("=")
         stripped = key.strip()
         if equals and stripped:
@@ -137,9 +143,10 @@ class Given:
         )
 
     def _add(self, key: str, written: str, value: str, name: str, origin: Origin) -> None:
-        """Add the value of one key or section, which is called `name` in problems.
+        """Parse the value of one key or section, and add it.
 
-        written: text before the equals sign, as the user wrote it; value: the text after it.
+        written: text before the equals sign, as the user wrote it; value: the text after it; name: how problem messages
+        name the source.
         """
         source = SourceText(name, value, first_column=len(written) + 1, before=f"{written}=")
         is_section = key in sections() or key in free_mappings()
@@ -166,7 +173,7 @@ def _what_goes_into(section: str) -> str:
 
 
 def _meant(key: str) -> str:
-    """Return a hint for an unknown key: a similar key, the section with a key of that name, or the known keys."""
+    """Return a hint for an unknown key: a similar key, the section that has such a key, or the list of known keys."""
     mapping = next((name for name in free_mappings() if key.startswith(f"{name}.")), None)
     if mapping is not None and mapping_of(key):
         return f"write {key.removeprefix(f'{mapping}.')} on a line of its own in the section {mapping}"
@@ -224,7 +231,7 @@ def environment_source(key: str) -> str:
 
 
 def override_name(override: str) -> str:
-    """Return the name of an override in messages: "--set key=value", with unprintable characters escaped."""
+    """Return how messages name an override: "--set key=value", with unprintable characters escaped."""
     return f"--set {override}" if override.isprintable() else f"--set {override!r}"
 
 

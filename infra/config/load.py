@@ -1,4 +1,4 @@
-"""Loading of a typed configuration from a YAML file, the environment and --set; all problems are reported at once."""
+"""Loader of the typed configuration from a YAML file, the environment and --set; it reports all problems at once."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _RULES = (*shape_rules.RULES, *name_rules.RULES)
 
 
 def violations(config: RunConfig, *, without: Collection[str] = ()) -> list[Violation]:
-    """Return the rules that a configuration breaks, except rules about a key in `without`."""
+    """Return all rules that a configuration breaks, without checking rules about a key in `without`."""
     broken = []
     for rule in _RULES:
         if any(key in without for key in rule.keys):
@@ -53,7 +53,10 @@ _BLAME: dict[Origin, int] = {"file": 1, "environment": 2, "set": 3}
 
 
 def _convert(given: Given) -> dict[str, Any]:
-    """Return each value as the type that the schema expects, by dotted key; a mismatch becomes a problem."""
+    """Convert each given value to the type in the schema; return the values by dotted key.
+
+    A value that cannot be converted is left out, and added to the problems of `given`.
+    """
     values: dict[str, Any] = {}
     for key, entry in given.entries.items():
         try:
@@ -64,10 +67,10 @@ def _convert(given: Given) -> dict[str, Any]:
 
 
 def _validate(values: Mapping[str, Any], given: Given, unknown: Collection[str]) -> RunConfig:
-    """Check values against the schema's ranges and against the rules about several keys.
+    """Check values against the schema's ranges and the rules about several keys; return the configuration.
 
-    Rules about a key in `unknown`, whose intended value is unknown, are skipped. Returns the configuration, with
-    defaults in place of wrong values.
+    Problems are added to `given`, and defaults replace wrong values. Rules about a key in `unknown` are not checked,
+    because the value that the user intended for it is unknown.
     """
     good, bad = dict(values), set(unknown)
     try:
@@ -80,7 +83,7 @@ def _validate(values: Mapping[str, Any], given: Given, unknown: Collection[str])
             del good[key]
     config = RunConfig.model_validate(_nested(good))
     for violation in violations(config, without=bad):
-        # Located at the key given with --set, else in the environment, else in the file; the first one wins a tie.
+        # Blame the key given with --set, else in the environment, else in the file; of several, the first.
         found = {key: _entry(key, given.entries) for key in violation.keys}
         ranks = {key: 0 if entry is None else _BLAME[entry.origin] for key, entry in found.items()}
         blamed = max(violation.keys, key=lambda key: ranks[key])
@@ -90,10 +93,10 @@ def _validate(values: Mapping[str, Any], given: Given, unknown: Collection[str])
 
 
 def _errors_by_key(error: ValidationError) -> dict[str, ErrorDetails]:
-    """Return one pydantic error for each key with errors.
+    """Return one pydantic error for each wrong key.
 
-    A union such as `int | Literal["auto"]` has an error per member; an exceeded limit is preferred to "not a valid
-    choice".
+    For a union such as `int | Literal["auto"]`, pydantic reports an error per member. An error about an exceeded limit
+    is then preferred to "not a valid choice".
     """
     found: dict[str, ErrorDetails] = {}
     for details in error.errors():
@@ -118,7 +121,7 @@ def _range_message(entry: Entry, details: ErrorDetails) -> tuple[str, str | None
 
 
 def _entry(key: str, entries: Mapping[str, Entry]) -> Entry | None:
-    """Return the entry of a key; for a free mapping, the entry of the first name in it."""
+    """Return the entry of a key, or for a free mapping, the entry of the first name in it."""
     names = (name for name in entries if mapping_of(name) == key)
     return entries.get(key) or entries.get(next(names, ""))
 
@@ -147,10 +150,10 @@ _PATHS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class LoadedConfig:
-    """A loaded configuration."""
+    """A validated configuration, and the source of each value."""
 
     config: RunConfig  # values of all keys, with absolute paths
-    sources: dict[str, str]  # of each key: "default", "configs/x.yaml:3", "environment EBBFLOW__…" or "--set"
+    sources: dict[str, str]  # source of each key: "default", "configs/x.yaml:3", "environment EBBFLOW__…" or "--set"
     path: Path  # absolute path of the configuration file; the current directory without one
 
 
@@ -162,11 +165,17 @@ def load_config(
     cwd: Path | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> LoadedConfig:
-    """Load the configuration from a YAML file, EBBFLOW__… variables and overrides; later ones win.
+    """Load the configuration from a YAML file, EBBFLOW__… variables and overrides; later sources win.
 
-    A `path` of None means no file. `project_root` is the base of relative paths in the file, `cwd` (None: the current
-    directory) of all others, that of the file included. environment: None reads os.environ. Raises ConfigError with all
-    problems of the configuration.
+    Args:
+        path: the YAML file, or None for no file.
+        overrides: options of --set, such as "model.num_heads=8".
+        project_root: base of relative paths that are written in the file.
+        cwd: base of all other relative paths, such as `path`; None for the current directory.
+        environment: None for os.environ.
+
+    Raises:
+        ConfigError: the configuration has problems; the error lists all of them.
     """
     cwd = Path.cwd() if cwd is None else Path(cwd)
     file = cwd if path is None else Path(os.path.abspath(cwd / Path(path).expanduser()))
@@ -184,7 +193,7 @@ def load_config(
         given.add_override(override)
     values = _convert(given)
     _resolve_paths(values, entries, project_root=project_root, cwd=cwd)
-    # Values that could not be read are unknown: rules about them would compare defaults that nobody chose.
+    # Values that could not be read are unknown: rules about them would judge defaults that the user did not choose.
     unknown = {key for key in leaf_fields() if not readable and key not in entries}
     unknown |= {key for problem in problems for key in leaf_fields() if _hides(problem.key, key, entries, values)}
     config = _validate(values, given, unknown)
@@ -198,7 +207,7 @@ def load_config(
 
 @cache
 def _warn(line: str) -> None:
-    """Print a warning to stderr, once per process: launching loads a configuration more than once."""
+    """Print a warning to stderr, only once per process, because launching loads the configuration several times."""
     print(line, file=sys.stderr)
 
 
@@ -244,7 +253,7 @@ def _configs_there_are(file: Path, project_root: Path, cwd: Path) -> str:
 
 
 def _resolve_paths(values: dict[str, Any], entries: Mapping[str, Entry], *, project_root: Path, cwd: Path) -> None:
-    """Make the paths among `values` absolute, in place; special words and addresses such as s3:// stay as they are."""
+    """Make paths in `values` absolute, in place; keep keywords such as "static" and addresses such as s3://."""
     values.setdefault("store", leaf_fields()["store"].default)
     for key, words in _PATHS.items():
         value = values.get(key)
@@ -260,14 +269,14 @@ def _resolve_paths(values: dict[str, Any], entries: Mapping[str, Entry], *, proj
 
 
 def _hides(bad: str, key: str, entries: Mapping[str, Entry], values: Mapping[str, Any]) -> bool:
-    """Return whether the intended value of `key` is unknown because of a problem with the key `bad`."""
+    """Return whether a problem with the key `bad` means that the intended value of `key` is unknown."""
     if key in values and key in entries:
         return False
     return bool(bad) and (key == bad or key.startswith(f"{bad}."))
 
 
 def _in_reading_order(problems: Sequence[Problem], overrides: Sequence[str]) -> list[Problem]:
-    """Sort problems: the file from top to bottom, then the environment, then the overrides in order."""
+    """Sort problems: first the file from top to bottom, then the environment, then the overrides in order."""
     order = {override_name(override): number for number, override in enumerate(overrides, start=2)}
 
     def position(problem: Problem) -> tuple[int, int, int]:
@@ -281,7 +290,7 @@ def _in_reading_order(problems: Sequence[Problem], overrides: Sequence[str]) -> 
 
 
 def _display(file: Path, cwd: Path) -> str:
-    """Return the path to show for a file: relative if the file is below `cwd`, else absolute."""
+    """Return a file's path for messages: relative if the file is below `cwd`, otherwise absolute."""
     return str(file.relative_to(cwd)) if file.is_relative_to(cwd) else str(file)
 
 
@@ -289,7 +298,7 @@ DEFAULT = "default"
 
 
 def sources_of(entries: Mapping[str, Entry]) -> dict[str, str]:
-    """Return the source of each key's value, in the schema's order; a free mapping has one for each name."""
+    """Return the source of each key's value, in the schema's order; a free mapping has one source per name."""
     sources: dict[str, str] = {}
     for key in leaf_fields():
         names = [name for name in entries if mapping_of(name) == key] if key in free_mappings() else []
@@ -298,12 +307,15 @@ def sources_of(entries: Mapping[str, Entry]) -> dict[str, str]:
 
 
 def values_with_sources(config: Mapping[str, Any], sources: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Return a row {"key", "value", "source"} for each key in `sources`. config: the nested configuration as JSON."""
+    """Return a row {"key", "value", "source"} for each key in `sources`.
+
+    config: the configuration as nested JSON objects.
+    """
     return [{"key": key, "value": _at(config, key), "source": source} for key, source in sources.items()]
 
 
 def render_sources(rows: Sequence[Mapping[str, Any]], *, defaults: bool = True) -> str:
-    """Render one line per key, "model.num_layers 6 --set"; without `defaults`, leave out keys that have theirs."""
+    """Render one line per key, such as "model.num_layers 6 --set"; without `defaults`, omit keys that were not set."""
     shown = [row for row in rows if defaults or row["source"] != DEFAULT]
     texts = [(row["key"], value_text(row["value"]), row["source"]) for row in shown]
     # A long list overflows its column instead of widening it for every line.
@@ -314,7 +326,7 @@ def render_sources(rows: Sequence[Mapping[str, Any]], *, defaults: bool = True) 
 
 
 def value_text(value: Any) -> str:
-    """Render a value as YAML: null, true, [.py, .txt], 0.001."""
+    """Render a value as YAML, such as null, true or 0.001."""
     return value if isinstance(value, str) and value else json.dumps(value, ensure_ascii=False)
 
 

@@ -1,4 +1,4 @@
-"""Rules about names: the store, paths, regions, zones, addresses, queues and tags."""
+"""Configuration rules about names: the store, paths, regions, zones, addresses, queues and tags."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ebbflow.infra.signing_key import NAME_PATTERN
 
 RULES = Rules()
 
-# Such as s3://bucket; s3:/bucket too, because no one means a folder called "s3:".
+# Matches s3://bucket, and also s3:/bucket, because a folder is hardly ever called "s3:".
 ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 _REGION = re.compile(r"([a-z]{2,4})((?:-[a-z]+)+)-([0-9]+)")
 _ZONE_ID = re.compile(r"([a-z]{2,}[0-9]+)(-[a-z]+[0-9]+)?-az[0-9]+")
@@ -26,9 +26,10 @@ _PRICE_SOURCES = ("static", "live")
 
 
 def zone_prefix(region: str) -> str | None:
-    """Return the prefix of an AWS region's zone ids: use1 for us-east-1, apse2 for ap-southeast-2; None for no region.
+    """Return the prefix of an AWS region's zone ids, such as use1 for us-east-1; None if `region` is no region name.
 
-    AWS shortens each compass point and each other word to its first letter: southeast → se, central → c.
+    AWS shortens each compass direction and each other word to its first letter: ap-southeast-2 becomes apse2,
+    eu-central-1 becomes euc1.
     """
     match = _REGION.fullmatch(region)
     if match is None:
@@ -46,7 +47,7 @@ def _repetition(key: str, names: Iterable[str]) -> Breach:
 
 @RULES.about("checkpoint.signing_key_env")
 def _signing_key_env_is_a_name(config: RunConfig) -> Breach:
-    """Check the name of the variable. The message does not show it: a user may have given the key itself by mistake."""
+    """Check that the value is a variable name. The message omits the value, because it may be the secret key itself."""
     name = config.checkpoint.signing_key_env
     if name is None or NAME_PATTERN.fullmatch(name):
         return None
@@ -68,7 +69,7 @@ def _store_is_known(config: RunConfig) -> Breach:
 
 
 def _named(key: str, hint: str) -> None:
-    """Add the rule that the path at `key` is on this machine and not empty; `hint` is shown for an empty path."""
+    """Add a rule: the value of `key` must be a non-empty path on this machine. `hint` is shown for an empty path."""
 
     @RULES.about(key)
     def check(config: RunConfig) -> Breach:

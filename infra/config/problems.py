@@ -1,4 +1,4 @@
-"""Problems of a configuration, each with its location, message and hint, and their rendering for a terminal."""
+"""Problems of a configuration, each with location, message and hint, and their rendering for a terminal."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Problem:
 
 
 class ConfigError(InfraError):
-    """A configuration that cannot be used. `problems` has every problem; the error's text is the rendered list."""
+    """An unusable configuration. `problems` contains every problem; the error's text is the rendered list."""
 
     outcome = Outcome.CONFIG
 
@@ -58,7 +58,7 @@ class ConfigError(InfraError):
 
 
 def render_problems(problems: Sequence[Problem]) -> str:
-    """Render the problems for a terminal: place and message, the line with a caret, the hint."""
+    """Render problems for a terminal: location and message, the source line with carets below the error, and hint."""
     return _PASSWORD.sub(lambda found: "*" * len(found[0]), "\n\n".join(_render(problem) for problem in problems))
 
 
@@ -72,7 +72,10 @@ def _render(problem: Problem) -> str:
 
 
 def _excerpt(place: SourceSpan) -> list[str]:
-    """Return the source line and a line of carets below the error; a line over 160 characters is cut around it."""
+    """Return the source line and a line of carets under the error.
+
+    A line of more than 160 characters is shortened around the error.
+    """
     start = max(0, place.column - 1 - _WIDEST_LINE // 2) if len(place.text) > _WIDEST_LINE else 0
     shown = place.text[start : start + _WIDEST_LINE]
     before = place.column - 1 - start
@@ -84,7 +87,7 @@ def _excerpt(place: SourceSpan) -> list[str]:
 
 
 def _cells(text: str) -> int:
-    """Count the terminal columns of a text: East Asian wide characters take two, combining characters none."""
+    """Return the width of a text in terminal columns: 2 for East Asian wide characters, 0 for combining characters."""
     return sum(
         0 if unicodedata.combining(char) else 2 if unicodedata.east_asian_width(char) in "WF" else 1 for char in text
     )

@@ -1,4 +1,4 @@
-"""Base of the configuration rules: their type, and the arithmetic shown in their messages."""
+"""Base classes of the configuration rules, and helpers that show a rule's arithmetic in messages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Check = Callable[[RunConfig], Breach]
 
 @dataclass(frozen=True, kw_only=True)
 class Violation:
-    """A rule that a configuration breaks."""
+    """A rule that the configuration breaks, with message and hint."""
 
     keys: tuple[str, ...]  # dotted keys that the rule is about, the most likely mistake first
     message: str  # what is wrong
@@ -24,17 +24,17 @@ class Violation:
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule about one or more keys."""
+    """A check of one or more configuration keys."""
 
     keys: tuple[str, ...]  # dotted keys that `check` reads, the most likely mistake first
     check: Check
 
 
 class Rules(list[Rule]):
-    """Rules in the order in which they are checked."""
+    """List of rules, in the order in which they are checked."""
 
     def about(self, *keys: str) -> Callable[[Check], Check]:
-        """Return the decorator that adds a check of these keys, the most likely mistake first."""
+        """Return a decorator that adds a check of these keys. Name the key that is most likely wrong first."""
 
         def add(check: Check) -> Check:
             self.append(Rule(keys, check))
@@ -51,7 +51,7 @@ def value_of(config: RunConfig, key: str) -> Any:
 
 
 def count_ranks(config: RunConfig) -> int | None:
-    """Return the number of ranks, or None if nodes or ranks per node are "auto"."""
+    """Return the number of ranks, or None if the number of nodes or of ranks per node is "auto"."""
     nodes, processes = config.cluster.nodes, config.cluster.processes_per_node
     return None if nodes == "auto" or processes == "auto" else nodes * processes
 
@@ -60,7 +60,7 @@ _LARGEST_FACTORED = 10**12  # limits the search to a million trial divisions
 
 
 def nearest_divisors(number: int, near: int) -> list[int]:
-    """Return the two divisors of `number` nearest to `near` in ascending order; the lower one wins a tie."""
+    """Return the two divisors of `number` closest to `near`, in ascending order; a tie goes to the lower one."""
     if not 1 <= number <= _LARGEST_FACTORED:
         return []
     small = [candidate for candidate in range(1, isqrt(number) + 1) if number % candidate == 0]
@@ -69,23 +69,23 @@ def nearest_divisors(number: int, near: int) -> list[int]:
 
 
 def nearest_multiples(unit: int, near: int) -> list[int]:
-    """Return the positive multiples of `unit` just below and above `near`, which must not be a multiple itself."""
+    """Return the positive multiples of `unit` just below and just above `near`, which is not a multiple itself."""
     below = near // unit * unit
     return [multiple for multiple in (below, below + unit) if multiple > 0]
 
 
 def division(dividend: int, divisor: int) -> str:
-    """Render a division with remainder: "770 = 12 × 64 + 2"."""
+    """Render a division with its remainder, such as "770 = 12 × 64 + 2"."""
     quotient, remainder = divmod(dividend, divisor)
     return f"{dividend} = {divisor} × {quotient} + {remainder}"
 
 
 def product(factors: Sequence[object]) -> str:
-    """Render a product: "2 × 4 × 1", in brackets where there are several factors."""
+    """Render a product, such as "(2 × 4 × 1)", without parentheses if there is only one factor."""
     text = " × ".join(map(str, factors))
     return f"({text})" if len(factors) > 1 else text
 
 
 def suggest_values(*offers: tuple[str, Sequence[object]]) -> str:
-    """Render a hint such as "set a to 1 or 2, or b to 3" from (key, values) pairs, without pairs that lack values."""
+    """Render a hint such as "set a to 1 or 2, or b to 3" from (key, values) pairs; skip pairs with no values."""
     return "set " + ", or ".join(f"{key} to {' or '.join(map(str, values))}" for key, values in offers if values)

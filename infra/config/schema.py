@@ -1,7 +1,7 @@
-"""Schema of a job's configuration: typed sections without I/O and without torch.
+"""Schema of a job's configuration: typed sections, free of I/O and of torch imports.
 
 Rules about several keys are in `ebbflow.infra.config.shape_rules` and `name_rules`; `ebbflow.infra.config.load` reads
-files.
+the files.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 def key(default: Any, description: str, **limits: float) -> Any:
-    """Describe a key of a section. default: ... if it is required. limits: such as ge=1."""
+    """Declare a key of a section. default: `...` makes the key required. limits: pydantic limits such as ge=1."""
     return Field(default=default, description=description, **limits)  # type: ignore[arg-type]
 
 
@@ -179,7 +179,7 @@ class ClusterConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _accept_old_names(cls, data: Any) -> Any:
-        """Accept the old names of keys in configurations that jobs have stored."""
+        """Accept the old names of renamed keys, which stored configurations of earlier jobs may contain."""
         if not isinstance(data, dict):
             return data
         return {_RENAMED_IN_CLUSTER.get(name, name): value for name, value in data.items()}

@@ -1,4 +1,4 @@
-"""Rules about sizes: batches, heads, ranks, shards and the quantities derived from them."""
+"""Configuration rules about sizes: batches, heads, ranks, shards and the quantities derived from them."""
 
 from __future__ import annotations
 
@@ -90,10 +90,10 @@ def _suffixes_are_endings(config: RunConfig) -> Breach:
 
 @dataclass(frozen=True, kw_only=True)
 class Derived:
-    """A whole number that follows from other keys and must be at least 1, such as samples per micro-batch.
+    """A whole number computed from several keys that must be at least 1, such as samples per micro-batch.
 
-    It is the product of the keys `top`, divided by the product of the keys `bottom`, and rounded down. Keys that are
-    "auto" are left out.
+    It is the product of the keys `top` divided by the product of the keys `bottom`, rounded down. Keys set to "auto"
+    are left out.
     """
 
     name: str  # name of the quantity in messages
@@ -107,7 +107,7 @@ class Derived:
         return self._product(config, self.top) // self._product(config, self.bottom)
 
     def formula(self, config: RunConfig) -> str:
-        """Return a text such as "training.batch_size / (cluster.nodes × …) = 4 / (2 × 4) = 0.5"."""
+        """Return the calculation as text: "training.batch_size / (cluster.nodes × …) = 4 / (2 × 4) = 0.5"."""
         top, bottom = self._known(config, self.top), self._known(config, self.bottom)
         values = [product([value_of(config, key) for key in keys]) for keys in (top, bottom)]
         exact = self._product(config, self.top) / self._product(config, self.bottom)
@@ -250,7 +250,7 @@ def _compressed_once(config: RunConfig) -> Breach:
 
 
 def _only_with_modes(key: str, default: object, modes: tuple[str, ...]) -> None:
-    """Add the rule that an option keeps its default in every parallel mode except `modes`; others ignore it."""
+    """Add a rule: an option must keep its default unless parallel.mode is in `modes`; other modes ignore the option."""
 
     @RULES.about(key, "parallel.mode")
     def check(config: RunConfig) -> Breach:
@@ -296,7 +296,7 @@ def _no_more_than_allowed(config: RunConfig) -> Breach:
 
 @RULES.about("parallel.shard_size", "parallel.mode", "cluster.processes_per_node", "cluster.min_nodes", "cluster.nodes")
 def _shards_stay_on_a_node(config: RunConfig) -> Breach:
-    """Check that an hsdp shard group is on one node, if the job may continue with fewer nodes."""
+    """Check that each hsdp shard group is within one node, if the job may continue with fewer nodes."""
     shard, processes = config.parallel.shard_size, config.cluster.processes_per_node
     if config.cluster.min_nodes is None or config.parallel.mode != "hsdp" or shard is None or processes == "auto":
         return None

@@ -1,7 +1,7 @@
-"""YAML 1.2 parser that keeps positions, and the conversion of its nodes to the types that the schema expects.
+"""YAML 1.2 parser that keeps source positions, and the conversion of parsed nodes to the types in the schema.
 
-ruamel.yaml follows YAML 1.2; in YAML 1.1 ``1e-3`` is a text, ``012`` is ten, ``1:30`` is ninety and ``no`` is false.
-Nodes keep their start and end, so that each error can point at the value.
+The parser is ruamel.yaml, because YAML 1.1 parsers read ``1e-3`` as text, ``012`` as ten, ``1:30`` as ninety and ``no``
+as false. Each node keeps its start and end, so that errors can point at the value.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from ebbflow.infra.errors import InfraError, Outcome
 
 Value = None | bool | int | float | str
 
-_LINE_BREAK = re.compile("\r\n|[\n\r\x85\u2028\u2029]")  # what ruamel.yaml counts as one
+_LINE_BREAK = re.compile("\r\n|[\n\r\x85\u2028\u2029]")  # line breaks as ruamel.yaml counts them
 _TAG_PREFIX = "tag:yaml.org,2002:"
 _CORE_KINDS = ("str", "seq", "map", "null", "bool", "int", "float", "timestamp", "merge", "value")
 _CORE_TAGS = {_TAG_PREFIX + kind for kind in _CORE_KINDS}
 _NON_FINITE = re.compile(r"[-+]?\.?(inf|nan|infinity)", re.IGNORECASE)
-_FRACTION = re.compile(r"[-+]?\.[0-9]+[eE][-+]?[0-9]+")  # .5e3: a number by the standard, a text to ruamel.yaml
+_FRACTION = re.compile(r"[-+]?\.[0-9]+[eE][-+]?[0-9]+")  # .5e3 is a number in the standard, but text in ruamel.yaml
 _LEADING_ZERO = re.compile(r"[-+]?0[0-9_]+")
 _GROUPED = re.compile(r"[-+]?[0-9]{1,3}(,[0-9]{3})+")
 _YAML_1_1_BOOLS = {"yes": True, "on": True, "y": True, "no": False, "off": False, "n": False}
@@ -51,7 +51,7 @@ _SYNTAX_HINTS = (
 
 @dataclass(frozen=True)
 class SourceText:
-    """A text to parse."""
+    """A YAML text to parse, with the name and prefix that problems show."""
 
     name: str  # name of the text in problems, such as the file's path
     text: str  # the YAML text
@@ -59,7 +59,7 @@ class SourceText:
     before: str = ""  # these characters, such as "model.num_heads=" of an override
 
     def span(self, start: StringMark, end: StringMark | None = None) -> SourceSpan:
-        """Return the span between two marks, cut at the end of the first line."""
+        """Return the span from `start` to `end`, or to the end of the line if `end` is None or on another line."""
         lines = _LINE_BREAK.split(self.text)
         line = lines[start.line] if start.line < len(lines) else ""
         column = min(start.column, len(line))
@@ -83,7 +83,7 @@ class SourceText:
 
 
 def parse(source: SourceText) -> Node | None:
-    """Parse one YAML document into its graph of nodes; None for an empty one. Raises ConfigError."""
+    """Parse one YAML document into a tree of nodes; return None if it is empty. Raises ConfigError."""
     yaml = YAML(typ="safe", pure=True, plug_ins=[])
     yaml.composer.warn_double_anchors = False
     try:
@@ -99,7 +99,7 @@ def parse(source: SourceText) -> Node | None:
 
 
 def is_empty(node: Node | None) -> bool:
-    """Return whether a node has no content: the value of ``model:`` with nothing after it, or an empty file."""
+    """Return whether a node has no content, as in an empty file or after ``model:`` with no value."""
     return node is None or (isinstance(node, ScalarNode) and node.style is None and node.value == "")
 
 
@@ -124,7 +124,10 @@ def _syntax_problem(source: SourceText, error: MarkedYAMLError) -> Problem:
 
 
 class MismatchError(InfraError):
-    """A value that its key does not accept. The message continues the key's name: "must be a whole number, not …"."""
+    """A value that its key does not accept.
+
+    Callers put the key's name before the message, which begins like "must be a whole number, not …".
+    """
 
     outcome = Outcome.CONFIG
 
@@ -146,7 +149,7 @@ class Expected:
 
     @classmethod
     def of(cls, annotation: Any) -> Expected:
-        """Return the values that a type annotation accepts, such as ``int | Literal["auto"]``."""
+        """Return the values that fit a type annotation such as ``int | Literal["auto"]``."""
         types, choices, nullable, section = set(), [], False, None
         for part in _alternatives(annotation):
             if part in (None, type(None)):
@@ -171,7 +174,7 @@ class Expected:
 
 
 def convert(node: Node, expected: Expected) -> Any:
-    """Convert a node to a Python value. Raises MismatchError if the value is not one of the expected ones."""
+    """Convert a node to a Python value. Raises MismatchError if `expected` does not include the value."""
     if node.tag not in _CORE_TAGS:
         tag = node.tag.replace(_TAG_PREFIX, "!!")  # such as !!python/name:os.system
         raise MismatchError(f"has the tag {tag}, which a configuration has no use for", "remove the tag")
@@ -187,14 +190,14 @@ def convert(node: Node, expected: Expected) -> Any:
 
 
 def describe_node(node: Node) -> str:
-    """Describe a value in words, such as "the number 3"."""
+    """Describe a value for messages, such as "the number 3"."""
     if isinstance(node, ScalarNode):
         return _describe_value(_interpret(node))
     return "a list" if isinstance(node, SequenceNode) else "a section"
 
 
 def closest_match(word: str, known: list[str] | tuple[str, ...]) -> str | None:
-    """Return the known word that was probably meant, ignoring case and dashes; None if no word is close."""
+    """Return the known word most similar to `word`, ignoring case and dashes; None if none is similar."""
     folded = {_fold(name): name for name in known}
     matches = difflib.get_close_matches(_fold(word), folded, n=1, cutoff=0.7)
     return folded[matches[0]] if matches else None
@@ -210,7 +213,7 @@ def _convert_item(node: Node, number: int, section: type[BaseModel] | None) -> A
 
 
 def _convert_section(node: Node, section: type[BaseModel]) -> dict[str, Any]:
-    """Convert a list item that is a section. Raises MismatchError for an unknown, missing or duplicate key."""
+    """Convert a list item that is a section to a dict. Raises MismatchError for a wrong, missing or duplicate key."""
     fields = section.model_fields
     known = _known_keys(section)
     if not isinstance(node, MappingNode):
@@ -296,7 +299,7 @@ def _is_value_unquoted(text: str) -> bool:
 
 
 def _interpret(node: ScalarNode) -> Value:
-    """Convert a scalar as YAML 1.2's core schema defines it. A number with a leading zero stays a text."""
+    """Convert a scalar by the core schema of YAML 1.2, but keep a number with a leading zero as text."""
     text, kind = node.value, node.tag.removeprefix(_TAG_PREFIX)
     if node.style is not None:
         return text
@@ -330,7 +333,7 @@ def _quoted(text: str) -> str:
 
 
 def _alternatives(annotation: Any) -> list[Any]:
-    """Return the member types of a union, without the metadata of `Annotated`."""
+    """Return the member types of a union, or the type itself; metadata of `Annotated` is removed."""
     origin = get_origin(annotation)
     if origin is Annotated:
         return _alternatives(get_args(annotation)[0])

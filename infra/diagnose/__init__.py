@@ -1,1 +1,1 @@
-"""Diagnosis of anybody's training logs: rules as data, streaming reader, judgement of root, cascade and advice."""
+"""Diagnosis of training logs of any framework: the root failure, the failures that followed, and how to fix them."""

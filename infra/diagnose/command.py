@@ -18,7 +18,7 @@ from ebbflow.infra.rank_logs import LogLine, find_logs
 
 
 def add_diagnose_commands(commands: argparse._SubParsersAction, project_root: Path) -> None:
-    """Add `diagnose` and `explain`. project_root: folder of runs/, unless EBBFLOW_RUNS names another."""
+    """Add the commands `diagnose` and `explain`. project_root: folder with runs/, unless EBBFLOW_RUNS names another."""
     command = commands.add_parser("diagnose", help="name the failure in anybody's logs, with its cause and fix")
     command.add_argument("targets", nargs="*", metavar="RUN|FILE|FOLDER|-", help="a job's name, log files, or a folder")
     command.add_argument("--json", action="store_true", help="print the findings for a program")
@@ -31,10 +31,10 @@ def add_diagnose_commands(commands: argparse._SubParsersAction, project_root: Pa
 
 
 def diagnose(options: argparse.Namespace, project_root: Path) -> int:
-    """Print what failed in the named logs.
+    """Print which failure the logs of a job, or the named files and folders, show.
 
     Returns:
-        Exit code 0, also if nothing was found; 1 if no log could be read; 2 for an unknown target.
+        Exit code 0, even if nothing was found; 1 if no log could be read; 2 if a target is missing or unknown.
     """
     if options.list:
         book = load_rules()
@@ -56,7 +56,7 @@ def diagnose(options: argparse.Namespace, project_root: Path) -> int:
 
 
 def explain(options: argparse.Namespace) -> int:
-    """Print the entry of one symptom. Returns 0, or 2 if there is none."""
+    """Print the causes and fixes of one symptom. Return exit code 0, or 2 if the symptom is unknown."""
     rule = load_rules().find(options.symptom)
     if rule is None:
         print(f"explain: no symptom {options.symptom!r}; ebbflow diagnose --list shows all", file=sys.stderr)
@@ -66,7 +66,7 @@ def explain(options: argparse.Namespace) -> int:
 
 
 def _diagnose(targets: list[str], store_uri: str | None, project_root: Path) -> Diagnosis:
-    """Diagnose files and folders, or one job. Raises InfraError."""
+    """Diagnose the named files and folders, or one job by its name. Raises InfraError."""
     if len(targets) == 1 and targets[0] != "-" and not Path(targets[0]).exists() and "/" not in targets[0]:
         logs = find_logs(targets[0], store_uri, project_root)
         for notice in logs.notices:
@@ -87,7 +87,7 @@ def _log_texts(lines: Iterable[LogLine]) -> Iterator[LogText]:
 
 
 def render(diagnosis: Diagnosis) -> str:
-    """Return the text for a terminal."""
+    """Render a diagnosis for a terminal."""
     parts = [text for finding in diagnosis.findings for text in (*_render(finding), "")]
     if diagnosis.abstained:
         lines = sum(scan.lines for scan in diagnosis.scans)

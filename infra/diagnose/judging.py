@@ -1,4 +1,4 @@
-"""Judgement over all matches: which failure is the root, which only followed, and when the evidence is too thin."""
+"""Choice of the root failure among all symptoms found in logs; names none if the evidence is too weak."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ THIN = 0.5  # a root below this confidence is not named
 _MOST_FINDINGS = 3
 _LEVELS = {"cause": 4, "effect": 2, "echo": 1, "summary": 0, "advice": -1}
 _LASTING = ("quality", "throughput", "hardware", "cost")
-_GENERIC_LEVEL = 3  # of causes that only say that there was an exception
+_GENERIC_LEVEL = 3  # level of causes that only report that there was an exception
 _GENERIC_RANK = 3
 _TEXT_LENGTH = 300
-# A cause this long after an effect is not what led to it.
+# A cause that is logged this long after an effect did not lead to it.
 _AFTERMATH_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One symptom that was found, with its part in the story."""
+    """A symptom found in the logs: its rule, its role (root, cascade or advice), the confidence and the evidence."""
 
     rule: SymptomRule
     role: str
@@ -61,7 +61,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The findings, whether no root was named, and what was read."""
+    """Findings in a set of logs, whether the diagnosis abstained from naming a root, and which files were read."""
 
     findings: tuple[Finding, ...]
     abstained: bool
@@ -77,13 +77,13 @@ class Diagnosis:
 
 
 def shorten(text: str) -> str:
-    """Return a line of evidence: printable, at most 300 characters."""
+    """Replace unprintable characters of a log line, and shorten it to at most 300 characters."""
     shown = one_line(text)
     return shown if len(shown) <= _TEXT_LENGTH else f"{shown[: _TEXT_LENGTH - 1]}…"
 
 
 def diagnose_files(files: Sequence[Path | None]) -> Diagnosis:
-    """Diagnose log files. None reads standard input."""
+    """Diagnose log files; None in the list stands for standard input."""
     matcher = load_matcher()
     triggers = (*matcher.triggers, *Series.triggers)
     seen: dict[str, Seen] = {}
@@ -97,7 +97,7 @@ def diagnose_files(files: Sequence[Path | None]) -> Diagnosis:
 
 
 def diagnose_lines(lines: Iterable[LogText]) -> Diagnosis:
-    """Diagnose lines that are read already, such as those of an own job."""
+    """Diagnose parsed log lines, such as those of an Ebbflow job."""
     matcher = load_matcher()
     seen: dict[str, Seen] = {}
     series = Series()
@@ -106,7 +106,10 @@ def diagnose_lines(lines: Iterable[LogText]) -> Diagnosis:
 
 
 def judge(seen: dict[str, Seen], series: Series, scans: Sequence[FileScan]) -> Diagnosis:
-    """Name the root, then what followed, then advice. `seen` is by rule id."""
+    """Choose at most three findings: the root failure, then failures that followed from it, then advice.
+
+    seen: the matches of each rule, by rule id.
+    """
     for identifier, lines in judge_series(series).items():
         rule = load_rules().find(identifier)
         if rule and identifier not in seen:
@@ -130,7 +133,7 @@ def judge(seen: dict[str, Seen], series: Series, scans: Sequence[FileScan]) -> D
 
 
 def _confidence(found: Seen) -> float:
-    """The confidence in one symptom by itself; 0 if what it needs was not seen."""
+    """Return the confidence in one symptom, regardless of others; 0 if a line that its rule needs is missing."""
     rule = found.rule
     if rule.need and not found.needed:
         return 0.0
@@ -145,7 +148,7 @@ def _level(found: Seen) -> int:
 
 
 def _root(suspects: list[Seen], series: Series) -> Seen | None:
-    # What training went on after did not end it; these families damage a run that goes on.
+    # A failure that training survived is no root, except in families that harm a run without ending it.
     able = [
         found
         for found in suspects
@@ -161,12 +164,15 @@ def _root(suspects: list[Seen], series: Series) -> Seen | None:
     chosen = _earliest(top)
     effects = [found for found in able if _level(found) < level and found.rule.kind == "effect"]
     if effects and chosen.rule.rank <= 2 and _gap(_earliest(effects), chosen) > _AFTERMATH_SECONDS:
-        return _earliest(effects)  # a generic exception long after the timeout is only clean-up
+        return _earliest(effects)  # a generic exception long after an effect, such as a timeout, comes from clean-up
     return chosen if chosen.rule.rank > 1 or chosen is first else _prefer_exact(top, chosen)
 
 
 def _prefer_exact(found: list[Seen], generic: Seen) -> Seen:
-    """A generic rule gives way to an exact one nearby: both usually describe the same exception."""
+    """Return the first more specific match within 40 candidate lines of a generic one, or else the generic one.
+
+    Both usually describe the same exception.
+    """
     exact = [each for each in found if each.rule.rank > generic.rule.rank and abs(each.order - generic.order) <= 40]
     return _earliest(exact) if exact else generic
 

@@ -1,8 +1,8 @@
-"""Matching of log lines with the rules' patterns, fast enough for a million lines.
+"""Matching of log lines against the rules' regular expressions, fast enough for a million lines.
 
-Each pattern has literals of which one must be in a line that it matches. `Matcher.triggers` are short texts that every
-such literal contains; the reader looks for them in whole blocks. Lines that differ in digits only are matched once, if
-no pattern in question depends on digits.
+Each expression has required literals: fixed texts, at least one of which is in every line that it matches. Each literal
+contains one of the short texts in `Matcher.triggers`, which the reader searches for in whole blocks of a file. Lines
+that differ only in digits share one cached result, unless an expression that may match them depends on digits.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ebbflow.infra.diagnose.rules import SymptomRule, load_rules
 
 _MOST_CACHED = 200_000
 _TRIGGER_LENGTHS = (7, 6, 5, 4)
-# Too common in logs of sound runs to be triggers.
+# Words that are too common in logs of healthy runs to be triggers.
 _COMMON = ("step", "rank", "info", "train", "torch", "tensor", "model", "data", "time", "loss", " the", "with", "epoch")
 # Lines that quote code, settings or routine output: frames of tracebacks, boxes of rich, Megatron's table of arguments,
 # NCCL's information, commands that a shell echoes.
@@ -34,7 +34,7 @@ _NO_DIGITS = {ord(digit): None for digit in "0123456789"}
 
 @dataclass(frozen=True)
 class Pattern:
-    """A compiled expression of a rule. role: look, hint or need."""
+    """A compiled expression of a rule. rule: index of the rule. role: the field that it is from: look, hint or need."""
 
     regex: re.Pattern[str]
     rule: int
@@ -44,7 +44,7 @@ class Pattern:
 
 @dataclass
 class Seen:
-    """Where one rule matched: the first lines, how often, the ranks, and the first line of each."""
+    """Matches of one rule: the first lines, their number, and the first line of each rank."""
 
     rule: SymptomRule
     lines: list[LogText] = field(default_factory=list)
@@ -58,7 +58,7 @@ class Seen:
     order: int = 0  # position among all candidate lines
 
     def add(self, line: LogText, order: int) -> None:
-        """Count a line once, even if several expressions match it."""
+        """Record a matching line. A line that several expressions match counts once."""
         if self.last is line:
             return
         self.count += 1
@@ -72,7 +72,7 @@ class Seen:
 
 
 class Matcher:
-    """Finds which rules match a line."""
+    """Finder of the rules that match a line."""
 
     def __init__(self, rules: Sequence[SymptomRule]) -> None:
         self.rules = rules
@@ -97,7 +97,10 @@ class Matcher:
         self._cache: dict[str, tuple[tuple[int, str, str], ...] | None] = {}
 
     def match(self, text: str) -> tuple[tuple[int, str, str], ...]:
-        """Return (number of the rule, role, expression) of each match; of "look" only the highest rank."""
+        """Return (index of the rule, role, expression) of each match.
+
+        Of the matches with the role "look", only those of the highest rule rank are returned.
+        """
         skeleton = text.translate(_NO_DIGITS)
         cached = self._cache.get(skeleton, False)
         if cached is not None and cached is not False:
@@ -127,7 +130,10 @@ class Matcher:
         return result
 
     def collect(self, lines: Iterable[LogText], seen: dict[str, Seen], order: int = 0) -> int:
-        """Add the matches of the lines to `seen` (by rule id) and return the new order."""
+        """Add the matches in `lines` to `seen`, by rule id.
+
+        order: number of lines processed so far; the function returns the new number.
+        """
         for line in lines:
             order += 1
             for number, role, expression in self.match(line.text):
@@ -149,9 +155,9 @@ def load_matcher() -> Matcher:
 
 
 def required_literals(expression: str) -> tuple[str, ...]:
-    """Return lower-case texts of which one is in every line that the expression matches.
+    """Return lower-case texts, at least one of which is in every line that the expression matches.
 
-    Raises ValueError if there is none of at least 3 characters.
+    Raises ValueError if the expression requires no text of at least 3 characters.
     """
     from re import _parser  # type: ignore[attr-defined]
 
@@ -162,7 +168,7 @@ def required_literals(expression: str) -> tuple[str, ...]:
 
 
 def _best(sequence: Any) -> set[str]:
-    """The set of literals of a parsed sequence, one of which is required: the longest run, or that of all branches."""
+    """Return the required literals of a parsed expression; of several candidate sets, that with the longest texts."""
     found: list[set[str]] = []
     run = ""
     for name, value in [*sequence, ("END", None)]:
@@ -186,12 +192,12 @@ def _best(sequence: Any) -> set[str]:
 
 
 def _shortest(literals: set[str]) -> int:
-    """The length of the shortest literal, counting only its longest part without digits."""
+    """Return the length of the shortest literal, measured by its longest part without digits and dots."""
     return min(max(map(len, _DIGIT.split(literal))) for literal in literals)
 
 
 def choose_triggers(literals: Iterable[str]) -> list[str]:
-    """Return few texts such that each literal contains one, by a greedy cover."""
+    """Choose a small number of short texts such that each literal contains at least one (greedy set cover)."""
     uncovered = set(literals)
     holders: dict[str, set[str]] = defaultdict(set)
     for literal in uncovered:

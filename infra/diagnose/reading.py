@@ -1,7 +1,7 @@
-"""Streaming reader of foreign logs: finds candidate lines fast, in any encoding, and parses ranks and times.
+"""Streaming reader of logs in any encoding, which finds candidate lines fast and parses their ranks and times.
 
-A log of 100 MB has about a million lines. `candidates` therefore looks in blocks of bytes for trigger words, which the
-rules' patterns need, and yields only the lines that contain one.
+A log of 100 MB has about a million lines. `candidates` therefore searches blocks of bytes for triggers (short texts
+that a line must contain to match a rule), and yields only the lines that contain one.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ LONGEST_LINE_BYTES = 64 * 1024  # a longer line is read in pieces of this size
 _LONGEST_READ_BYTES = 8 << 20  # the rest of a longer line is skipped
 _MOST_FILES = 2000
 _MOST_SKELETONS = 200_000
-# Of lines that differ in digits only, all of the first ones are looked at, then a sample.
+# Of lines that differ only in digits, the first ones are all examined, then a sample.
 _MOST_EQUAL = 500
 _SAMPLE = 64
 
 
 class DiagnoseError(InfraError):
-    """Logs that cannot be diagnosed."""
+    """A log that does not exist, or a folder with too many files."""
 
     outcome = Outcome.CONFIG
 
@@ -40,10 +40,10 @@ class LogText:
 
     Attributes:
         file: the path as given; "-" is standard input.
-        number: line number from 1.
-        text: the line without escape sequences and envelope.
-        rank: rank that wrote the line; None: unknown.
-        time: Unix seconds; None: unknown. A stamp without year is dated into the current one.
+        number: line number, counted from 1.
+        text: the line without terminal escape sequences; of a JSON record, only its message.
+        rank: the rank that wrote the line; None if unknown.
+        time: Unix time in seconds; None if unknown. A timestamp without a year is dated in the current year.
     """
 
     file: str
@@ -55,7 +55,7 @@ class LogText:
 
 @dataclass
 class FileScan:
-    """What was seen of one file: its size in lines, and why it was not read."""
+    """Number of lines read from one file, or the reason why the file was refused."""
 
     file: str
     lines: int = 0
@@ -63,7 +63,7 @@ class FileScan:
 
 
 def log_files(paths: Sequence[str]) -> list[Path]:
-    """Return the files to read: those named, and all text files below folders. Raises DiagnoseError."""
+    """Return the named files and all files below the named folders. Raises DiagnoseError."""
     files: list[Path] = []
     for name in paths:
         path = Path(name)
@@ -82,7 +82,10 @@ def log_files(paths: Sequence[str]) -> list[Path]:
 
 
 def candidates(path: Path | None, triggers: Sequence[bytes], scan: FileScan) -> Iterator[LogText]:
-    """Yield the lines of a file that contain a trigger, in order. path: None reads standard input."""
+    """Yield the lines of a file that contain a trigger, in order; None as `path` reads standard input.
+
+    The number of lines, or the reason why the file cannot be read, is recorded in `scan`.
+    """
     try:
         stream: BinaryIO = sys.stdin.buffer if path is None else open(path, "rb")  # noqa: SIM115
         with stream:
@@ -103,7 +106,7 @@ def candidates(path: Path | None, triggers: Sequence[bytes], scan: FileScan) -> 
 
 
 def _encoding(head: bytes) -> str | None:
-    """Return the encoding of a file from its first bytes; None if it is binary."""
+    """Guess the encoding of a file from its first bytes; return None for a binary file."""
     if head[:2] in (b"\xff\xfe", b"\xfe\xff"):
         return "utf-16"
     nulls = head.count(0)
@@ -116,7 +119,7 @@ def _encoding(head: bytes) -> str | None:
 
 
 def _blocks(head: bytes, stream: BinaryIO, encoding: str) -> Iterator[bytes]:
-    """Yield UTF-8 blocks that end at a line's end, or within a line that is too long."""
+    """Yield the file in UTF-8 blocks that end at line ends; a line longer than a block is divided."""
     import codecs
 
     decoder = None if encoding == "utf-8" else codecs.getincrementaldecoder(encoding)("replace")
@@ -142,11 +145,11 @@ def _blocks(head: bytes, stream: BinaryIO, encoding: str) -> Iterator[bytes]:
 
 
 def _find_lines(blocks: Iterable[bytes], triggers: Sequence[bytes], scan: FileScan) -> Iterator[tuple[int, bytes]]:
-    """Yield (line number, line) for each line that contains a trigger; of thousands of equal lines only a sample.
+    """Yield (line number, line) for each line that contains a trigger; of thousands of equal lines, only a sample.
 
-    Lines are equal if they differ in digits only. Triggers contain no digit, so that one look decides for all of them.
+    Lines count as equal if they differ only in digits. Triggers contain no digits, so equal lines need only one search.
     """
-    counts: dict[bytes, int] = {}  # of a line without digits: how often it was seen; -1: no trigger
+    counts: dict[bytes, int] = {}  # occurrences of each line, digits removed; -1: it contains no trigger
     for block in blocks:
         lines = block.split(b"\n")
         skeletons = block.lower().translate(None, b"0123456789.").split(b"\n")
@@ -212,7 +215,7 @@ _RANK_OF_PATH = re.compile(
 
 
 def rank_of(text: str) -> int | None:
-    """Return the rank that a line names in one of the usual prefixes of torch, Slurm, Lightning, Ray or kubectl."""
+    """Return the rank in a line's prefix, as written by torch, Slurm, Lightning, Ray or kubectl; None without one."""
     match = _RANK.search(text[:200])
     return int(next(group for group in match.groups() if group)) if match else None
 
@@ -231,7 +234,7 @@ _MONTHS = "JanFebMarAprMayJunJulAugSepOctNovDec"
 
 
 def time_of(text: str) -> float | None:
-    """Return the Unix time in the first 120 characters of a line, or None."""
+    """Parse the timestamp in the first 120 characters of a line. Return Unix time, or None without a timestamp."""
     head = text[:120]
     try:
         if match := _ISO.search(head):

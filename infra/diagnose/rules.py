@@ -1,19 +1,25 @@
-"""Rules of the diagnosis: one per symptom, read from `rules/*.yaml`, and rendered as a list, an entry or a page.
+"""Symptom rules of `ebbflow diagnose`: loaded from `rules/*.yaml`, and rendered as text or JSON.
 
-A file holds one family: `family` (name), `letter`, `title`, `defaults` (of fields), `rules`. Fields of a rule:
+A file contains one family of symptoms: `family` (its name), `letter`, `title`, `defaults` (for fields of its rules) and
+`rules`. Fields of a rule:
 
-    id, title       A to J with two digits are the symptoms of the guides; other letters are further families.
-    kind            cause: explains everything below it. effect: a failure that often follows a cause elsewhere.
+    id, title       the family's letter and two digits. A to J are symptoms from the guides that `guides` names.
+    kind            cause: can explain the other failures. effect: a failure that often follows a cause elsewhere.
                     echo: a failure that nearly always follows another one. summary: repeats other failures.
                     advice: never ends a run by itself.
-    look            regular expressions, case ignored; one match in a line is enough evidence.
-    hint            weaker expressions; alone they are too thin, two different ones suffice.
-    need            expressions of which one must match somewhere in the same logs.
-    unless          expressions that, in the same line, rule the symptom out.
-    rank            1 (generic) to 9 (exact); of several rules that match one line only the highest count. Default 5.
-    weight          confidence of a `look`, default by kind.
-    causes          cause: likelihood. collect: evidence to collect. fix: changes and `commands`. cost: what it costs.
-    guides, source  where the symptom is described. examples, others: lines that must and must not match.
+    look            regular expressions, ignoring case; one matching line is enough evidence.
+    hint            weaker expressions; matches of two different ones are enough evidence, of one are not.
+    need            expressions; at least one must match somewhere in the same logs.
+    unless          expressions; a line that matches one of them is no evidence.
+    rank            1 (generic) to 9 (specific); if several rules match a line, the highest rank counts. Default 5.
+    weight          confidence if a `look` matches; the default depends on `kind`.
+    causes          {cause: likelihood}
+    collect         evidence to collect
+    fix             changes to make, and `commands`
+    cost            what the failure costs
+    guides, source  where the symptom is described
+    examples        lines that the rule must match
+    others          lines that the rule must not match
 """
 
 from __future__ import annotations
@@ -28,7 +34,7 @@ from typing import Any
 import yaml
 
 RULES_FOLDER = Path(__file__).resolve().parent / "rules"
-KINDS = {"cause": 0.9, "effect": 0.75, "echo": 0.55, "summary": 0.4, "advice": 0.6}  # with the default weight
+KINDS = {"cause": 0.9, "effect": 0.75, "echo": 0.55, "summary": 0.4, "advice": 0.6}  # kind: default weight
 _NAMES = {
     "id", "title", "kind", "look", "hint", "need", "unless", "rank", "weight", "causes", "collect", "fix", "cost",
     "guides", "source", "examples", "others",
@@ -37,7 +43,7 @@ _NAMES = {
 
 @dataclass(frozen=True, kw_only=True)
 class SymptomRule:
-    """One symptom. Fields are those of the YAML file, described above."""
+    """Rule that detects and explains one symptom. The module's docstring describes its fields."""
 
     id: str
     family: str
@@ -63,7 +69,7 @@ class SymptomRule:
         return {name: getattr(self, name) for name in names}
 
     def render(self) -> str:
-        """Return the text of `ebbflow explain`."""
+        """Render the symptom for `ebbflow explain`."""
         parts = [f"{self.id}  {self.title}  (family {self.family}, {self.kind})"]
         if self.causes:
             parts.append("causes")
@@ -79,7 +85,7 @@ class SymptomRule:
 
 @dataclass(frozen=True)
 class Family:
-    """A group of symptoms: its name, the letter of its ids, and what it contains."""
+    """A group of symptoms: its name, the first letter of their ids, and a title."""
 
     name: str
     letter: str
@@ -88,7 +94,7 @@ class Family:
 
 @dataclass(frozen=True)
 class RuleBook:
-    """All families and rules."""
+    """All families and their rules."""
 
     families: tuple[Family, ...]
     rules: tuple[SymptomRule, ...]
@@ -110,7 +116,7 @@ class RuleBook:
 
 @functools.cache
 def load_rules(folder: Path = RULES_FOLDER) -> RuleBook:
-    """Read all rules. Raises ValueError that names the file and the rule."""
+    """Load all rules. Raises ValueError, which names the file and the rule."""
     families, rules = [], []
     for path in sorted(folder.glob("*.yaml")):
         document = yaml.load(path.read_bytes(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))

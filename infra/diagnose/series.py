@@ -1,4 +1,4 @@
-"""Measurements that a log prints per step (loss, seconds): progress, and symptoms that only a series shows."""
+"""Losses and step times in a log: signs of progress, and symptoms that only a whole series of values shows."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _MOST_POINTS = 20_000
 
 @dataclass
 class Track:
-    """Points of one series: (order, line, value)."""
+    """One series of values: (position among all lines read, line, value)."""
 
     points: list[tuple[int, LogText, float]] = field(default_factory=list)
 
@@ -42,7 +42,7 @@ class Track:
 
 
 class Series:
-    """Series per rank, the last sign of progress, and whether the logs look like those of a sound run."""
+    """Losses and step times of each rank, and whether the run made progress or finished."""
 
     triggers = (
         b"loss", b"train_runtime", b"finished training", b"training complet", b"training finish", b"succeeded",
@@ -59,11 +59,11 @@ class Series:
 
     @property
     def sound(self) -> bool:
-        """Whether the run printed that it finished, or made progress."""
+        """Whether the run printed that it finished, or at least 10 finite losses."""
         return self.finished is not None or self._steps >= 10
 
     def watch(self, lines: Iterable[LogText]) -> Iterator[LogText]:
-        """Pass the lines on, and keep what they measure."""
+        """Yield the lines unchanged, and record the losses, step times and completion messages in them."""
         for order, line in enumerate(lines, start=1):
             low = line.text.lower()
             if "loss" in low and (match := _LOSS.search(line.text)):
@@ -83,14 +83,14 @@ class Series:
             yield line
 
     def went_on(self, found: Sequence[Seen]) -> bool:
-        """Whether training finished in the files of all these failures after the last of them."""
+        """Return whether a completion message follows the last line of each failure, or is in another file."""
         end = self.finished
         return end is not None and all(
             seen.last is not None and (seen.last.file != end.file or seen.last.number < end.number) for seen in found
         )
 
     def survived(self, line: LogText | None) -> bool:
-        """Whether training made at least 3 steps of progress after the line, in the same file."""
+        """Return whether at least 3 finite losses follow the line in the same file."""
         if line is None:
             return False
         later = [
@@ -104,7 +104,7 @@ class Series:
 
 
 def judge_series(series: Series) -> dict[str, list[tuple[int, LogText]]]:
-    """Return the symptoms that series show: rule id and the lines that show it."""
+    """Return the symptoms that the series show: for each rule id, the (position, line) pairs that are its evidence."""
     found: dict[str, list[tuple[int, LogText]]] = {}
     for track in series.losses.values():
         bad = [point for point in track.points if not math.isfinite(point[2])]

@@ -1,1 +1,1 @@
-"""Uploads of large objects in parts, each with a checksum and a deadline, which obstore does not offer."""
+"""Multipart uploads of large objects, with a checksum and a deadline for each part, which obstore does not offer."""

@@ -1,7 +1,7 @@
-"""Signed S3 requests with a deadline, over kept-alive connections and under a shared bandwidth cap.
+"""Signed S3 requests with a deadline, over kept-alive connections and under a shared bandwidth limit.
 
-Signatures follow AWS, "Signature Calculations for the Authorization Header: Transferring Payload in a Single Chunk".
-They do not include the payload: CRC64NVME checksums protect it, and take a quarter of the time.
+Signatures follow AWS's "Signature Calculations for the Authorization Header: Transferring Payload in a Single Chunk".
+They do not cover the payload. CRC64NVME checksums protect it instead, because they take a quarter of the time.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _CREDENTIALS_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class S3Account:
-    """The region, endpoint and access keys for requests to S3."""
+    """Region, endpoint and access keys for requests to S3."""
 
     region: str
     endpoint: str | None  # URL of a store that is not Amazon's, None for Amazon S3
@@ -46,7 +46,7 @@ class S3Account:
 
 
 def find_account() -> Callable[[], S3Account]:
-    """Return a function that gives the account for a request. Raises StoreForbidden, StoreUnavailable."""
+    """Return a function that returns the account with its current keys. Raises StoreForbidden, StoreUnavailable."""
     settings, keys = aws_settings(), os.environ
     provider = credential_provider(_CREDENTIALS_SECONDS)
     signed = keys.get("AWS_ACCESS_KEY_ID") and keys.get("AWS_SECRET_ACCESS_KEY")
@@ -70,9 +70,9 @@ _PAYLOAD = "UNSIGNED-PAYLOAD"
 def signed_headers(
     account: S3Account, method: str, path: str, query: str, headers: Mapping[str, str], *, now: float
 ) -> dict[str, str]:
-    """Return `headers`, which must contain "host", and those of the signature, with all names in lower case.
+    """Return `headers` and the headers of the signature, with all names in lower case.
 
-    Path and query are percent-encoded, as in the request; `now` is Unix time.
+    `headers` must contain "host". `path` and `query` are percent-encoded, as in the request; `now` is Unix time.
     """
     stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(now))
     known = {name.lower(): " ".join(value.split()) for name, value in headers.items()}
@@ -97,7 +97,7 @@ def signed_headers(
 
 
 def encoded_query(parameters: Mapping[str, str]) -> str:
-    """Encode query parameters, sorted by name as the signature requires."""
+    """Percent-encode query parameters, sorted by name as the signature requires."""
     return "&".join(f"{quote(name, safe='-_.~')}={quote(parameters[name], safe='-_.~')}" for name in sorted(parameters))
 
 
@@ -109,7 +109,7 @@ _BURST_SECONDS = 0.05  # short, so that threads share the network evenly
 
 
 class Throttle:
-    """A cap on the bytes per second that all threads of a process send together. It may be changed at any time."""
+    """A limit on the bytes per second that all threads of a process send together. It may be changed at any time."""
 
     def __init__(self, bytes_per_second: float | None = None) -> None:
         if bytes_per_second is not None and bytes_per_second <= 0:
@@ -120,12 +120,12 @@ class Throttle:
 
     @property
     def slice_bytes(self) -> int | None:
-        """Number of bytes to send after each `take`, None without a cap."""
+        """Number of bytes to send after each call of `take`; None without a limit."""
         rate = self.bytes_per_second
         return None if rate is None else max(16 * 1024, int(rate * _BURST_SECONDS))
 
     def take(self, size: int) -> None:
-        """Wait until `size` bytes may be sent."""
+        """Wait until the limit permits `size` more bytes."""
         rate = self.bytes_per_second
         if rate is None:
             return
@@ -140,7 +140,7 @@ class Throttle:
 Buffer = bytes | bytearray | memoryview
 
 _FULL_CODES = frozenset({"EntityTooLarge", "QuotaExceeded", "InsufficientStorage", "XMinioStorageFull"})
-# Corrupted or late on the way: a retry may succeed.
+# The request was corrupted or late: a retry may succeed.
 _AGAIN_CODES = frozenset({"BadDigest", "RequestTimeout", "IncompleteBody", "XAmzContentChecksumMismatch"})
 _LONGEST_TEXT = 300
 
@@ -175,12 +175,15 @@ class S3Client:
     ) -> S3Response:
         """Send a request within `seconds`, and return the response if its status is below 300.
 
-        The key "" addresses the bucket itself. `throttle` caps the speed at which the body is sent. Raises
-        StoreUnavailable
-        (a retry may help: no or late answer, 5xx, 408, 409, 429, corrupted bytes), ObjectNotFound (404),
-        StoreForbidden (401
-        or 403), StoreFull (the store accepts no more bytes), StoreMisconfigured (no such bucket, or another region),
-        StoreError (any other answer).
+        The key "" addresses the bucket itself. `throttle` limits the speed at which the body is sent.
+
+        Raises:
+            StoreUnavailable: no or late response, status 5xx, 408, 409 or 429, or corrupted bytes; a retry may help.
+            ObjectNotFound: status 404.
+            StoreForbidden: status 401 or 403.
+            StoreFull: the store accepts no more bytes.
+            StoreMisconfigured: the bucket does not exist or is in another region.
+            StoreError: any other response.
         """
         account = self._account()
         scheme, host, path = self._place(account, key)
@@ -193,7 +196,7 @@ class S3Client:
         end = time.monotonic() + seconds
         try:
             connection = self._connection(scheme, host, max(seconds, 0.05))
-            # A peer that sends single bytes resets a socket's time-out again and again, but not this one.
+            # A peer that sends single bytes keeps resetting a socket's timeout, but not this timer.
             watch = threading.Timer(max(seconds, 0.05), _break, [connection])
             watch.daemon = True
             watch.start()
@@ -223,7 +226,7 @@ class S3Client:
         return answer
 
     def _place(self, account: S3Account, key: str) -> tuple[str, str, str]:
-        """Return (scheme, host, path) of a key's URL. Only Amazon expects the bucket's name in the host name."""
+        """Return (scheme, host, path) of a key's URL. Only Amazon S3 takes the bucket's name in the host name."""
         if account.endpoint is None:
             if "." in self._bucket:  # would not match Amazon's certificate
                 return "https", f"s3.{account.region}.amazonaws.com", encoded_path(f"{self._bucket}/{key}")
@@ -253,10 +256,10 @@ class S3Client:
 def _send(
     connection: http.client.HTTPConnection, body: memoryview, end: float, throttle: Throttle | None
 ) -> OSError | None:
-    """Send the body. Return the error that stopped it, or None.
+    """Send the body. Return the error that stopped the sending, or None.
 
-    The error is not raised, because a store that refuses a request may answer and close the connection before it has
-    read the body. The caller then still reads this answer.
+    The error is not raised, because a store that refuses a request may respond and close the connection before it has
+    read the body. The caller then still reads the response.
     """
     size = len(body)
     step = (throttle and throttle.slice_bytes) or max(size, 1)
@@ -268,7 +271,7 @@ def _send(
             _limit_sending(connection.sock, max(end - time.monotonic(), 0.001))
             connection.sock.sendall(piece)
         connection.sock.settimeout(max(end - time.monotonic(), 0.001))
-    except (OSError, AttributeError) as error:  # the watch may have closed it
+    except (OSError, AttributeError) as error:  # the timer of `send` may have closed it
         return error if isinstance(error, OSError) else ConnectionAbortedError("closed at its deadline")
     return None
 
@@ -276,8 +279,8 @@ def _send(
 def _limit_sending(connected: socket.socket, seconds: float) -> None:
     """Limit how long one send may block.
 
-    On Linux without TLS the kernel's limit (SO_SNDTIMEO) is used. Python's own time-out makes the socket non-blocking,
-    and a large body then needs a wait and a call per buffer under the interpreter's lock.
+    On Linux without TLS, the kernel enforces the limit (SO_SNDTIMEO). Python's own timeout would make the socket
+    non-blocking. A large body would then need a wait and a call per buffer, and each needs the interpreter's lock.
     """
     if isinstance(connected, ssl.SSLSocket) or not sys.platform.startswith("linux"):
         connected.settimeout(seconds)
@@ -289,7 +292,7 @@ def _limit_sending(connected: socket.socket, seconds: float) -> None:
 
 
 def _is_quiet(connected: socket.socket) -> bool:
-    """Return whether a kept connection can be used again: the server has not closed it, and no bytes are unread."""
+    """Return whether a kept-alive connection can be reused: the server has not closed it, and no bytes are unread."""
     if isinstance(connected, ssl.SSLSocket):
         return True  # TLS allows no peeking, so the connection is tried as it is
     try:
