@@ -1,4 +1,4 @@
 """Infrastructure: configuration, object store, event log, preflight checks and process control.
 
-It imports neither `training`, `cost` nor `flows`.
+It imports none of the packages `training`, `cost` and `flows`.
 """

@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def preflight(options: argparse.Namespace) -> int:
-    """Run the preflight checks, print their results, and return 0, 2 (unusable configuration) or 3 (a check failed)."""
+    """Run the preflight checks and print their results. Return 0, 2 (unusable configuration) or 3 (a check failed)."""
     from ebbflow.flows.checks import all_checks, run_all_checks
 
     if options.list:
@@ -68,7 +68,7 @@ def preflight(options: argparse.Namespace) -> int:
 
 
 def config(options: argparse.Namespace) -> int:
-    """Print every value of the configuration with its source, and return 0, or 2 for an unusable configuration."""
+    """Print every configuration value with its source. Return 0, or 2 if the configuration is unusable."""
     try:
         loaded = load_config(options.config, options.set, project_root=PROJECT_ROOT)
     except ConfigError as error:
@@ -80,7 +80,7 @@ def config(options: argparse.Namespace) -> int:
 
 
 def schema(options: argparse.Namespace) -> int:
-    """Print the JSON schema of configurations, or write configs/schema.json."""
+    """Print the JSON schema of configurations, or write it to configs/schema.json."""
     text = schema_text()
     if not options.write:
         print(text, end="")
@@ -91,7 +91,7 @@ def schema(options: argparse.Namespace) -> int:
 
 
 def _document(outcome: Outcome | None, *, problems: Sequence[dict] = (), results: Sequence[CheckResult] = ()) -> str:
-    """Return the JSON that `preflight --json` prints. outcome: None if no check failed."""
+    """Return the JSON that `preflight --json` prints. outcome: the failure's outcome, or None if no check failed."""
     document = {
         "schema": 1,
         "outcome": outcome,

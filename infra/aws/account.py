@@ -39,7 +39,7 @@ _QUOTAS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Quota:
-    """A limit on the vCPUs that run at the same time in a region."""
+    """An AWS quota: the most vCPUs that may run at the same time in a region."""
 
     code: str  # identifier of the quota in AWS Service Quotas, such as "L-1216C47A"
     name: str  # title of the quota in AWS Service Quotas
@@ -64,9 +64,9 @@ class BucketState:
 
 
 def sibling_client(service: str, batch: Any, region: str | None = None) -> Any:
-    """Make the client of another AWS service for the account that a Batch client talks to.
+    """Make a client of another AWS service, for the account that a Batch client uses.
 
-    Raises CloudRefused if the Batch client talks to a stand-in for AWS but the new client would talk to Amazon.
+    Raises CloudRefused if the Batch client uses an AWS emulator but the new client would send its requests to Amazon.
     """
     client = aws_client(service, region or batch.meta.region_name)
     if is_amazons(client) and not is_amazons(batch):
@@ -91,14 +91,14 @@ def quota_code(instance_type: str, market: str) -> str | None:
 
 
 def vcpu_quota(code: str, client: Any, deadline: RequestDeadline) -> Quota:
-    """Read one vCPU quota through a client of "service-quotas". Raises CloudError."""
+    """Read one vCPU quota. client: a client of "service-quotas". Raises CloudError."""
     answer = call_aws(client, "get_service_quota", deadline, ServiceCode="ec2", QuotaCode=code)
     vcpus = required_field(answer, "Quota.Value", client, "get_service_quota")
     return Quota(code=code, name=answer["Quota"].get("QuotaName", code), vcpus=float(vcpus))
 
 
 def role_state(arn: str, client: Any, deadline: RequestDeadline) -> RoleState | None:
-    """Read a role through a client of "iam", or return None if it does not exist. Raises CloudError."""
+    """Read an IAM role, or return None if it does not exist. client: a client of "iam". Raises CloudError."""
     try:
         answer = call_aws(client, "get_role", deadline, RoleName=arn.rpartition("/")[2])
     except CloudRefused as error:
@@ -125,11 +125,17 @@ def trusted_services(document: Any) -> tuple[str, ...]:
 def denied_actions(
     arn: str, actions: Sequence[str], resources: Sequence[str], client: Any, deadline: RequestDeadline
 ) -> tuple[str, ...]:
-    """Return those of `actions` (such as "s3:PutObject") that a role may not perform on at least one of `resources`
-    (ARNs).
+    """Return the actions that a role may not perform on at least one of the resources.
 
-    IAM's policy simulation decides. It ignores bucket policies and the policies of the AWS organisation, so a bucket
-    policy may still allow a returned action. Raises CloudError.
+    The answer comes from IAM's policy simulator. It ignores bucket policies and the policies of the AWS organisation,
+    so a bucket policy may still allow a returned action.
+
+    Args:
+        actions: IAM actions, such as "s3:PutObject".
+        resources: ARNs.
+
+    Raises:
+        CloudError: AWS gave no complete answer.
     """
     request = {"PolicySourceArn": arn, "ActionNames": list(actions), "ResourceArns": list(resources)}
     answer = call_aws(client, "simulate_principal_policy", deadline, **request)
@@ -146,7 +152,7 @@ def denied_actions(
 
 
 def bucket_state(bucket: str, client: Any, deadline: RequestDeadline) -> BucketState:
-    """Read a bucket's properties through a client of "s3". Raises CloudError if any of them cannot be read."""
+    """Read a bucket's properties. client: a client of "s3". Raises CloudError if any property cannot be read."""
     location = call_aws(client, "get_bucket_location", deadline, Bucket=bucket).get("LocationConstraint")
     block = _call_optional(
         client, "get_public_access_block", deadline, "NoSuchPublicAccessBlockConfiguration",
@@ -176,15 +182,15 @@ def bucket_state(bucket: str, client: Any, deadline: RequestDeadline) -> BucketS
 
 
 def ecr_region(image: str) -> str | None:
-    """Return the region of an image in ECR, or None for an image of another registry."""
+    """Return the AWS region of an image in ECR, or None if the image is in another registry."""
     match = _ECR.fullmatch(image)
     return None if match is None else match["region"]
 
 
 def image_exists(image: str, client: Any, deadline: RequestDeadline) -> bool:
-    """Return whether an image exists in ECR, through a client of "ecr" in the image's region.
+    """Return whether an image exists in ECR. client: a client of "ecr" in the image's region.
 
-    Raises CloudError, or ValueError if the image belongs to another registry.
+    Raises CloudError, or ValueError if the image is not in ECR.
     """
     match = _ECR.fullmatch(image)
     if match is None:
@@ -214,11 +220,11 @@ def _call_optional(
 
 
 def metaflow_settings(environment: Mapping[str, str] | None = None) -> dict[str, tuple[str, str]]:
-    """Return the METAFLOW_* settings of this machine as (value, source) by name; the environment (None: os.environ)
-    wins.
+    """Return this machine's METAFLOW_* settings as (value, source), by name.
 
-    METAFLOW_HOME names another folder than ~/.metaflowconfig for config.json, and METAFLOW_PROFILE selects
-    config_<profile>.json in it. An unreadable file counts as empty.
+    Environment variables (`environment`, by default os.environ) take precedence over Metaflow's configuration file.
+    This file is ~/.metaflowconfig/config.json. METAFLOW_HOME names another folder, and METAFLOW_PROFILE selects
+    config_<profile>.json in the folder. An unreadable file counts as empty.
     """
     variables = os.environ if environment is None else environment
     folder = Path(variables.get("METAFLOW_HOME") or "~/.metaflowconfig").expanduser()

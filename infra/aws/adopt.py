@@ -1,4 +1,7 @@
-"""The command `ebbflow adopt`: write a job's configuration from an AWS account's resources. It changes none of them."""
+"""The command `ebbflow adopt`: write a job's configuration that uses existing resources of an AWS account.
+
+The command does not change these resources.
+"""
 
 from __future__ import annotations
 
@@ -53,12 +56,13 @@ def _bucket_of(uri: str) -> str:
 
 
 class _Account:
-    """The resources of an AWS account in one region that jobs could use, each service read within 15 s.
+    """The resources in one region of an AWS account that jobs could use.
 
-    If a service other than Batch cannot be read, its resources are left out, with a note.
+    Reading each service takes at most 15 s. If a service other than Batch cannot be read, its resources are left out
+    and a note for the user says so.
 
     Raises:
-        CloudError: Batch does not describe its queues.
+        CloudError: the Batch queues cannot be read.
     """
 
     def __init__(self, region: str | None) -> None:
@@ -82,7 +86,10 @@ class _Account:
             return otherwise
 
     def only(self, what: str, options: Sequence[str], how: str) -> str | None:
-        """Return the only option, or None. If there are several, add the note "what: options; how"."""
+        """Return the option if there is exactly one, else None.
+
+        If there are several, add a note for the user: `what` describes the options, and `how` says how to choose one.
+        """
         if len(options) > 1:
             self.notes.append(f"{what}: {', '.join(options)}; {how}")
         return options[0] if len(options) == 1 else None
@@ -98,9 +105,10 @@ def _stacks(client: Any, deadline: RequestDeadline) -> dict[str, dict[str, str]]
 
 
 def _buckets(client: Any, deadline: RequestDeadline) -> list[str]:
-    """Return the buckets in the client's region with "ebbflow" or "metaflow" in their name.
+    """Return the buckets in the client's region that have "ebbflow" or "metaflow" in their name.
 
-    If the account has none, its first 20 buckets are considered. A bucket whose region cannot be read is left out.
+    If no bucket of the account has such a name, return those of its first 20 buckets that are in the region. Buckets
+    whose region cannot be read are left out.
     """
     listed = call_aws(client, "list_buckets", deadline, iam_action="s3:ListAllMyBuckets")["Buckets"]
     names, here = [bucket["Name"] for bucket in listed], []
@@ -141,9 +149,10 @@ class _Setup:
     """The store, queues, image, role and Metaflow settings that a job takes from an account.
 
     Args:
-        given: Metaflow's settings on this machine, as (value, source) by name, which override a stack's outputs.
-        store: address that the user chose; None derives one from the account.
-        stack: name of the CloudFormation stack that the user chose; None uses the only one, if there is exactly one.
+        given: this machine's Metaflow settings, as (value, source) by name. They take precedence over a stack's
+            outputs.
+        store: store address that the user chose. None derives an address from the account.
+        stack: name of the CloudFormation stack that the user chose. None uses the account's stack if there is only one.
     """
 
     def __init__(
@@ -175,7 +184,7 @@ class _Setup:
         return stacks.get(wanted or "", {})
 
     def _choose_queues(self) -> tuple[list[QueueState], str | None]:
-        """Return the queues for training, and the name of the queue for the steps around it, None without one."""
+        """Return the queues for training, and the name of the queue for the steps around training or None."""
         training, light = [], []
         for state in self.account.queues.values():
             if not state.usable:
@@ -219,7 +228,7 @@ class _Setup:
         return None if bucket is None else f"s3://{bucket}/ebbflow"
 
     def _find_metadata(self, given: Mapping[str, tuple[str, str]]) -> dict[str, str | None]:
-        """Return the settings for Metaflow's metadata service, without the service's key because it is a secret."""
+        """Return the settings for Metaflow's metadata service, except for the service's secret key."""
         url = self._known.get("METAFLOW_SERVICE_URL")
         if not url:
             local = "no metadata service found: Metaflow's records stay on the launching machine (docs/aws.md)"
@@ -235,7 +244,7 @@ class _Setup:
         }
 
     def _gang_queues(self) -> list[QueueState]:
-        """Return the queues for jobs of several nodes: those that place all nodes in one zone, if there are any."""
+        """Return the queues for multi-node jobs. If some of them place all nodes in one zone, return only those."""
         able = [state for state in self.queues if state.multi_node]
         near = [state for state in able if state.places_nodes_together]
         if able and not near:
@@ -246,7 +255,7 @@ class _Setup:
         return near or able
 
     def configuration(self, day: str) -> str:
-        """Render the configuration as YAML; fields with default values are left out."""
+        """Render the job's configuration as YAML, without fields that have default values."""
         account, gangs, queues = self.account, self._gang_queues(), []
         for state in self.queues:
             entry: dict[str, Any] = {"name": state.name, "market": state.market}
@@ -271,7 +280,7 @@ class _Setup:
         return "\n".join(head) + yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=120)
 
     def settings(self, day: str) -> str:
-        """Render Metaflow's settings as a shell script without secrets."""
+        """Render Metaflow's settings as a shell script of `export` lines, without secrets."""
         root = self._known.get("METAFLOW_DATASTORE_SYSROOT_S3")
         settings = {
             "AWS_DEFAULT_REGION": self.account.region,
@@ -305,9 +314,10 @@ def add_adopt_command(commands: argparse._SubParsersAction) -> None:
 
 
 def adopt(options: argparse.Namespace) -> int:
-    """Run `ebbflow adopt`, and return its exit code.
+    """Run `ebbflow adopt` and return its exit code.
 
-    It is 0, 1 if there is no queue for training, 2 for a bad request or a file that exists, or that of an AWS error.
+    The exit code is 0 on success, 1 if the account has no queue for training, and 2 for invalid options or an output
+    file that already exists. For an AWS error it is the error's exit code.
     """
     out = options.out
     files = [] if out is None else [out, out.with_name(f"{out.name.removesuffix('.yaml')}.env")]

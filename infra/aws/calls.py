@@ -43,7 +43,7 @@ _AMAZONS = (".amazonaws.com", ".amazonaws.com.cn", ".api.aws")
 
 @dataclass(frozen=True)
 class RequestDeadline:
-    """The time by which a call must have ended, retries included."""
+    """The time by which a request to AWS must have ended, including its retries."""
 
     until: float  # the time, in seconds of the clock `monotonic`
     monotonic: Callable[[], float] = field(default=time.monotonic, repr=False)  # tests replace it and `sleep`
@@ -58,10 +58,10 @@ class RequestDeadline:
 
 
 def aws_client(service: str, region: str | None = None) -> Any:
-    """Make a botocore client with short time-outs and without botocore's own retries, since `call_aws` retries.
+    """Make a botocore client with short timeouts. botocore's own retries are off, since `call_aws` retries.
 
-    AWS_ENDPOINT_URL and AWS_ENDPOINT_URL_<SERVICE> may name another endpoint than Amazon's. region: None uses that of
-    the environment or the AWS profile. Raises CloudRefused if the AWS settings allow no client.
+    region: None uses the region of the environment or of the AWS profile. AWS_ENDPOINT_URL and
+    AWS_ENDPOINT_URL_<SERVICE> replace Amazon's endpoint. Raises CloudRefused if the AWS settings are unusable.
     """
     from botocore.config import Config
     from botocore.exceptions import BotoCoreError
@@ -80,14 +80,14 @@ def aws_client(service: str, region: str | None = None) -> Any:
 
 
 def is_amazons(client: Any) -> bool:
-    """Return whether a client's endpoint belongs to Amazon, and not to a stand-in for AWS such as a test server."""
+    """Return whether a client's endpoint belongs to Amazon, and not to an AWS emulator such as a test server."""
     host = urlsplit(client.meta.endpoint_url).hostname or ""
     return host.endswith(_AMAZONS)
 
 
 @cache
 def _loader(path: str | None) -> Any:
-    """Return a cached loader of service descriptions, since reading EC2's alone takes a second."""
+    """Return a cached loader of botocore's service descriptions. Reading EC2's description alone takes a second."""
     from botocore.loaders import create_loader
 
     return create_loader(path)
@@ -96,7 +96,7 @@ def _loader(path: str | None) -> Any:
 def call_aws(
     client: Any, operation: str, deadline: RequestDeadline, *, iam_action: str = "", **request: Any
 ) -> Mapping[str, Any]:
-    """Send one request to AWS and return the answer. Retry with growing pauses while a retry may help.
+    """Send one request to AWS and return the answer. Retry with backoff while a retry may help.
 
     Args:
         operation: name of the client's method, such as "describe_jobs".
@@ -138,10 +138,10 @@ def paginate(
     token: str = "nextToken",
     **request: Any,
 ) -> Iterator[Any]:
-    """Yield the entries under `key` of each page of a listing, at most 2,000 pages. Raises CloudError as `call_aws`.
+    """Yield the entries under `key` of each page of a listing, at most 2,000 pages. Raises CloudError like `call_aws`.
 
-    The next page is requested only when the entries of the one before are used up. token: the field that asks for the
-    next page; depending on the service "nextToken", "NextToken" or "Marker".
+    A page is requested only after the caller has consumed the previous one. token: the field that requests the next
+    page: "nextToken", "NextToken" or "Marker", depending on the service.
     """
     following: str | None = None
     for _ in range(_MOST_PAGES):
@@ -156,7 +156,12 @@ def paginate(
 def describe_in_parts(
     client: Any, operation: str, asked: str, names: Sequence[str], listed: str, deadline: RequestDeadline
 ) -> list[Mapping[str, Any]]:
-    """Return the entries under `listed` for names given as the parameter `asked`, 100 in a request (Batch's limit)."""
+    """Describe resources by name, 100 names in a request (Batch's limit), and return all described entries.
+
+    Args:
+        asked: the request's parameter that takes the names.
+        listed: the answer's field that holds the entries.
+    """
     found: list[Mapping[str, Any]] = []
     for start in range(0, len(names), _NAMES_IN_A_REQUEST):
         part: dict[str, Any] = {asked: list(names[start : start + _NAMES_IN_A_REQUEST])}
@@ -165,10 +170,10 @@ def describe_in_parts(
 
 
 def required_field(answer: Mapping[str, Any], path: str, client: Any, operation: str) -> Any:
-    """Return the value at a dotted path of an answer, such as "Quota.Value".
+    """Return the value at a dotted path in an answer, such as "Quota.Value".
 
-    A proxy, a stand-in for AWS or another version of the service may leave out a field despite status 200. Raises
-    CloudRefused, which names the call and the path.
+    Raises CloudRefused, which names the call and the path, if there is no value. An answer with status 200 may still
+    lack a field if it comes from a proxy, an AWS emulator or another version of the service.
     """
     found: Any = answer
     for at, name in enumerate(names := path.split("."), start=1):
@@ -204,8 +209,9 @@ class _Request:
 
 
 def _retry_reason(error: Exception, question: _Request) -> tuple[str, int | None]:
-    """Return why a retry may help, and the most tries to make (None: only the deadline limits them), or raise
-    CloudError.
+    """Return why a retry may help and the maximum number of tries, or raise CloudError if none can help.
+
+    A maximum of None means that only the deadline limits the tries.
     """
     if isinstance(error, CloudError):
         raise error

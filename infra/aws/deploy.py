@@ -1,6 +1,6 @@
 """The command `ebbflow deploy`: preview or apply the changes of Ebbflow's CloudFormation template.
 
-CloudFormation does the work. This module waits for it, prints a line of progress for each event, and explains each
+CloudFormation makes the changes. This module waits for them, prints a progress line for each event, and explains each
 failed resource in one line, which the SDK's waiters do not do.
 """
 
@@ -31,7 +31,7 @@ LARGEST_TEMPLATE = 51_200
 
 @dataclass(frozen=True, kw_only=True)
 class ResourceChange:
-    """A change of one resource of the stack."""
+    """A change to one resource of the stack."""
 
     action: str  # "Add", "Modify", "Remove" and so on
     name: str  # the resource's name in the template
@@ -41,7 +41,7 @@ class ResourceChange:
 
 
 class _Loader(yaml.SafeLoader):
-    """Loader of the template's YAML with its short forms, such as `!Ref X` for `{"Ref": "X"}`."""
+    """YAML loader that accepts CloudFormation's short forms, such as `!Ref X` for `{"Ref": "X"}`."""
 
 
 def _short_form(loader: yaml.SafeLoader, name: str, node: yaml.Node) -> dict[str, Any]:
@@ -64,7 +64,10 @@ def read_template(text: str) -> dict[str, Any]:
 
 
 def _given_parameters(pairs: Sequence[str], template: Mapping[str, Any]) -> dict[str, str]:
-    """Return the values of --parameter, by name. Raises CloudRefused with a line for each that is not allowed."""
+    """Return the values given by --parameter, by name.
+
+    Raises CloudRefused for unknown parameters and invalid values, with one line for each.
+    """
     known, given, problems = template["Parameters"], {}, []
     for pair in pairs:
         name, equals, value = pair.partition("=")
@@ -110,7 +113,7 @@ def _not_allowed(parameter: Mapping[str, Any], value: str) -> str:
 
 
 def _holds(condition: Mapping[str, Any], values: Mapping[str, str]) -> bool:
-    """Evaluate a condition of the template, made of Fn::Equals, Fn::Not, Fn::And and Ref."""
+    """Evaluate a condition of the template. Only Fn::Equals, Fn::Not, Fn::And and Ref are supported."""
     [(function, arguments)] = condition.items()
     if function == "Fn::And":
         return all(_holds(one, values) for one in arguments)
@@ -131,10 +134,10 @@ _ANSWER_SECONDS = 20.0
 def _with_found(
     given: Mapping[str, str], state: StackState | None, region: str, say: Callable[[str], None] = print
 ) -> dict[str, str]:
-    """Add to the given parameters those that follow from resources that the account already has.
+    """Return the given parameters, plus parameters whose values follow from resources that the account already has.
 
-    Parameters of an existing stack keep their values. If the account cannot be read, the parameter is left out, so the
-    template's default applies, and `say` reports it.
+    Parameters of an existing stack keep their values. If the account cannot be read, `say` reports it, and the
+    parameter is left out so that the template's default applies.
     """
     decided = {*given, *(state.parameters if state is not None else ())}
 
@@ -184,7 +187,7 @@ class StackState:
 
 
 class Stack:
-    """A CloudFormation stack in the client's region. Each method ends within its deadline; `tell` prints progress."""
+    """A CloudFormation stack in the client's region. Methods end within their deadline and print with `tell`."""
 
     def __init__(self, client: Any, name: str, tell: Callable[[str], None]) -> None:
         self._client = client
@@ -209,10 +212,10 @@ class Stack:
     def changes(
         self, body: str, given: Mapping[str, str], state: StackState, deadline: RequestDeadline
     ) -> list[ResourceChange]:
-        """Return the changes that an update would make; its change set is deleted again. Parameters not given keep
-        their values.
+        """Return the changes that an update would make. Parameters that are not given keep their values.
 
-        Raises CloudError if CloudFormation refuses the update, or the deadline has passed.
+        CloudFormation computes them as a change set, which is deleted again. Raises CloudError if CloudFormation
+        refuses the update or the deadline has passed.
         """
         name = f"dry-run-{uuid.uuid4().hex[:12]}"
         request = {"StackName": self._name, "ChangeSetName": name}
@@ -236,14 +239,17 @@ class Stack:
     def apply(
         self, body: str, given: Mapping[str, str], state: StackState | None, deadline: RequestDeadline
     ) -> StackState:
-        """Create (state None) or update the stack from the template `body`, wait until this is done, and return the new
-        state.
+        """Create or update the stack from the template `body`, wait until this is done, and return the new state.
 
         Parameters that are not given keep their values.
 
+        Args:
+            state: the stack's current state, or None to create the stack.
+
         Raises:
-            CloudError: the stack cannot be changed now, or resources failed; the message names each with its reason.
-            CloudUnavailable: the deadline has passed; CloudFormation continues on its own.
+            CloudError: the stack cannot be changed now, or resources failed. The message names each failed resource
+                with its reason.
+            CloudUnavailable: the deadline has passed. CloudFormation continues on its own.
         """
         if state is not None and (refusal := _why_unchangeable(self._name, state)):
             raise CloudError(refusal)
@@ -316,7 +322,7 @@ def _nothing_to_do(reason: str) -> bool:
 
 
 def _why_unchangeable(name: str, state: StackState) -> str:
-    """Return why a stack cannot be changed now, with the fix; "" if it can."""
+    """Return why a stack cannot be changed now and how to fix this, or "" if it can be changed."""
     if state.status.endswith("_COMPLETE") and state.status not in ("ROLLBACK_COMPLETE", "DELETE_COMPLETE"):
         return ""
     if state.status.endswith("_IN_PROGRESS") and state.status != "REVIEW_IN_PROGRESS":
@@ -369,7 +375,7 @@ def add_deploy_command(commands: Any) -> None:
 
 
 def deploy(options: argparse.Namespace) -> int:
-    """Run `ebbflow deploy`, and return 0, 1 if AWS refuses or a resource fails, or 2 for a bad request."""
+    """Run `ebbflow deploy`. Return 0, 1 if AWS refuses the change or a resource fails, or 2 for invalid options."""
     try:
         if not _STACK_NAME.fullmatch(options.stack):
             raise CloudRefused(f"--stack {options.stack!r}: lower-case letters, digits and -, at most 40")
@@ -432,7 +438,7 @@ def _table(changes: Sequence[ResourceChange]) -> str:
 
 
 def _settings(stack: str, state: StackState, region: str) -> str:
-    """Render the environment variables for launching runs on this stack, as a shell script without secrets."""
+    """Render a shell script that sets the environment variables for runs on this stack. It contains no secrets."""
     outputs = state.outputs
     exports = {
         "AWS_DEFAULT_REGION": region,

@@ -1,4 +1,4 @@
-"""AWS Batch: its queues, its jobs, and why a job ended. botocore is imported only when a client is made."""
+"""Queues and jobs of AWS Batch, and why a job ended. botocore is imported only when a client is made."""
 
 from __future__ import annotations
 

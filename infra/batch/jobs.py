@@ -26,10 +26,10 @@ TERMINATED = "Ebbflow: ended"
 def cancel_job(
     job_id: str, reason: str, client: Any, *, words: str = NEVER_STARTED, deadline_seconds: float = 20.0
 ) -> None:
-    """Terminate a job in any state; one that has ended is not changed. Raises CloudError if Batch does not accept it.
+    """Terminate a Batch job in any state. A job that has already ended is not changed.
 
-    words: NEVER_STARTED, NOT_MADE or TERMINATED, which begin the reason that Batch records; `describe_attempts` derives
-    the job's `Cause` from them.
+    words: NEVER_STARTED, NOT_MADE or TERMINATED. Batch records these words and then `reason`, and `describe_attempts`
+    derives the job's `Cause` from the words. Raises CloudError if Batch does not accept the request.
     """
     text = f"{words}: {reason}"
     # TerminateJob also cancels a job before STARTING; CancelJob silently ignores later states:
@@ -85,7 +85,7 @@ _KILLED = (137, 143)  # 128 + SIGKILL, SIGTERM; the sender is unknown
 
 @dataclass(frozen=True, kw_only=True)
 class BatchAttempt:
-    """A job as AWS Batch describes it. Times are Unix seconds by Batch's clock; None means not yet, or unknown."""
+    """A job as AWS Batch describes it. Times are Unix seconds by Batch's clock, or None if not reached or unknown."""
 
     job_id: str
     job_name: str
@@ -109,7 +109,7 @@ class BatchAttempt:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> BatchAttempt:
-        """Read a record that any version of Ebbflow wrote; unknown keys are ignored."""
+        """Build an attempt from JSON that any version of Ebbflow wrote. Unknown keys are ignored."""
         known = {name: data[name] for name in cls.__dataclass_fields__ if name in data}
         times = tuple((started, stopped) for started, stopped in data.get("node_times") or ())
         return cls(**{**known, "node_times": times})
@@ -118,10 +118,10 @@ class BatchAttempt:
 def describe_attempts(
     job_ids: Sequence[str], client: Any, *, deadline_seconds: float = _SECONDS
 ) -> dict[str, BatchAttempt]:
-    """Describe jobs by id, and classify why each of them ended. Raises CloudError if Batch does not answer.
+    """Return jobs by id, each with the cause of its end. Raises CloudError if Batch does not answer.
 
-    Batch forgets a job some days after its end; the result leaves such jobs out. For an ended multi-node job, the nodes
-    are read too, because only their descriptions show a lost machine and the time of each node.
+    Batch forgets a job some days after it ended; the result lacks such jobs. For an ended multi-node job, the nodes are
+    read too, because only the nodes' descriptions show a lost machine and each node's times.
     """
     deadline = RequestDeadline.after(deadline_seconds)
     jobs = _describe(list(dict.fromkeys(job_ids)), client, deadline)
@@ -146,12 +146,13 @@ def classify_cause(
     ended_by_call: bool = False,
     main_alone: bool = False,
 ) -> Cause:
-    """Return why a job ended, as far as Batch's status and the texts of job, container and nodes show it.
+    """Return why a job ended, as far as Batch's status and messages show it.
 
     Args:
+        reasons: Batch's messages about the job, its containers and its nodes.
         started: the job reached a machine and started there.
         ended_by_call: a call of TerminateJob or CancelJob ended the job.
-        main_alone: the job has several nodes and only the main node's end is known; another node may have been lost.
+        main_alone: the job has several nodes, and only the main node's end is known. Another node may have been lost.
     """
     text = "\n".join(reasons)
     if status != "FAILED":

@@ -94,7 +94,7 @@ class QueueState:
 def describe_queues(
     names: Sequence[str] | None, client: Any, *, deadline_seconds: float = _SECONDS
 ) -> dict[str, QueueState]:
-    """Return queues with their compute environments, by the given names or ARNs; None describes all of the region.
+    """Return queues with their compute environments, by name or ARN. `names` None means all queues of the region.
 
     A queue that does not exist is included with `usable` False. Raises CloudError if Batch does not answer or refuses.
     """
@@ -218,13 +218,13 @@ def _problem(
 
 
 def _unseen(name: str, **fields: Any) -> QueueState:
-    """Return the state of a queue that Batch has not described; it is usable unless `problem` is given."""
+    """Return the state of a queue that Batch has not described. It counts as usable unless `problem` is given."""
     state: dict[str, Any] = {"arn": "", "market": None, "instance_types": (), "multi_node": False, "problem": ""}
     return QueueState(name=name, usable="problem" not in fields, **state | fields)
 
 
 def declared_queues(batch: BatchConfig) -> dict[str, QueueState]:
-    """Return the configuration's queues by name, all marked usable. They are used if Batch does not answer."""
+    """Return the configuration's queues by name, all marked usable. They are the fallback if Batch does not answer."""
     return {
         one.name: _unseen(
             one.name, market=one.market, instance_types=tuple(one.instance_types), multi_node=one.multi_node
@@ -234,10 +234,10 @@ def declared_queues(batch: BatchConfig) -> dict[str, QueueState]:
 
 
 def training_queues(batch: BatchConfig, client: Any, *, deadline_seconds: float = 20.0) -> dict[str, QueueState]:
-    """Return the queues for training by name: the configured ones, or else all EC2 queues of the region.
+    """Return the queues for training by name: the configured ones or, if there are none, all EC2 queues of the region.
 
     A queue's entry in the configuration may narrow its instance types and exclude multi-node jobs. If an entry
-    contradicts Batch, the queue is not usable and `problem` says why. Raises CloudError.
+    contradicts Batch, the queue is not usable, and its `problem` says why. Raises CloudError.
     """
     if not batch.queues:
         found = describe_queues(None, client, deadline_seconds=deadline_seconds)
@@ -249,8 +249,9 @@ def training_queues(batch: BatchConfig, client: Any, *, deadline_seconds: float 
 def limit_to_queue_region(config: RunConfig, *, only_if_set: bool = True) -> RunConfig:
     """Return the configuration with `batch.region` set and with prices limited to this region. Raises StoreError.
 
-    If nothing names a region, `only_if_set` returns the configuration unchanged, because a container may not know the
-    region; otherwise the default region is used, as a client does.
+    If neither the configuration nor the AWS settings name a region, `only_if_set` decides. True returns the
+    configuration unchanged, because a container may not know the region. False uses the default region, as a client
+    does.
     """
     region = config.batch.region
     if region is None:
@@ -263,7 +264,7 @@ def limit_to_queue_region(config: RunConfig, *, only_if_set: bool = True) -> Run
 
 
 def declaration_conflict(state: QueueState, declared: QueueConfig) -> str:
-    """Return how a queue's entry in the configuration contradicts Batch, with a fix; "" if they agree."""
+    """Return how a queue's entry in the configuration contradicts Batch and how to fix this, or "" if they agree."""
     if state.market is not None and state.market != declared.market:
         kinds = ", ".join(dict.fromkeys(one.kind for one in state.compute_environments))
         conflict = f"queue {state.name} is declared {declared.market}, but its compute environments are {kinds}"
@@ -293,9 +294,9 @@ def _narrowed(state: QueueState, declared: QueueConfig) -> QueueState:
 
 
 def _common(declared: Sequence[str], offered: Sequence[str]) -> tuple[str, ...]:
-    """Return the instance types that are both declared and offered; if one list is empty, the other one.
+    """Return the instance types that are both declared and offered. If one list is empty, return the other.
 
-    A declared family, such as g5, is replaced by its single types that Batch lists, such as g5.xlarge.
+    A declared family, such as g5, is replaced by the types of this family that Batch lists, such as g5.xlarge.
     """
     if not declared or not offered:
         return tuple(declared or offered)
@@ -305,13 +306,13 @@ def _common(declared: Sequence[str], offered: Sequence[str]) -> tuple[str, ...]:
 
 
 def _lists_types_of(offered: Sequence[str], kind: str) -> bool:
-    """Return whether `offered` contains single types of the family `kind`, such as g5.xlarge of g5."""
+    """Return whether `offered` contains individual types of the family `kind`, such as g5.xlarge for g5."""
     whole = kind.rstrip(".")
     return any(one != whole and one.startswith(whole if "." in whole else f"{whole}.") for one in offered)
 
 
 def _offered(kind: str, offered: Sequence[str]) -> bool:
-    """Return whether a type or family is among a compute environment's types and families."""
+    """Return whether a compute environment that lists `offered` can provide the instance type or family `kind`."""
     family, _, size = kind.rstrip(".").partition(".")
     for one in offered:
         other, _, its_size = one.partition(".")
@@ -334,10 +335,10 @@ _CPU, _FARGATE, _UNKNOWN, _GPU, _UNFIT = range(5)
 def lightest_queue(queues: Mapping[str, QueueState]) -> tuple[str, str] | None:
     """Choose the on-demand queue with the smallest sufficient machine for the steps around training.
 
-    A machine suffices if it has 5 GiB of memory or more and an x86-64 processor, by the name of its instance type.
-    Queues with CPU machines are preferred, then Fargate (for which Metaflow needs one more IAM role), unknown machines,
-    machines with GPUs, and machines that do not suffice. Returns (name, reason for the user), or None without an
-    on-demand queue.
+    A machine is sufficient if its instance type has at least 5 GiB of memory and an x86-64 processor. Queues are
+    preferred in this order: CPU machines, Fargate (for which Metaflow needs one more IAM role), unknown machines,
+    machines with GPUs, insufficient machines. Returns (name, reason for the user), or None if there is no on-demand
+    queue.
     """
     able = [(name, queue) for name, queue in queues.items() if queue.usable and queue.market == "on_demand"]
     if not able:
@@ -359,7 +360,7 @@ def lightest_queue(queues: Mapping[str, QueueState]) -> tuple[str, str] | None:
 
 
 def has_gpus_only(queue: QueueState) -> bool:
-    """Return whether all sufficient machines of a queue have accelerators, so that light steps would waste them."""
+    """Return whether all sufficient machines of a queue have accelerators, which steps around training do not use."""
     return bool(queue.instance_types) and _rank(queue.instance_types)[0] == _GPU
 
 
@@ -368,7 +369,10 @@ def _rank_of(queue: QueueState) -> tuple[int, float]:
 
 
 def _rank(types: Iterable[str]) -> tuple[int, float]:
-    """Return (kind, vCPUs) of the best machine among the types. Machines without GPUs come first, then small ones."""
+    """Return a sort key for the best machine among the types: its kind and its number of vCPUs.
+
+    Machines without accelerators come first, and among these the smallest.
+    """
     fit = [one for one in types if _gib(one) >= _LEAST_GIB and not is_arm(one)]
     found = [(_GPU if has_accelerator(one) else _CPU, _vcpus(one)) for one in fit]
     return min(found) if found else ((_UNFIT, 0.0) if list(types) else (_UNKNOWN, 0.0))
@@ -399,7 +403,7 @@ MARK = "ebbflow_submit"
 def find_marked_jobs(queue: str, job_name: str, mark: str, client: Any, *, deadline_seconds: float = 20.0) -> list[str]:
     """Return the ids of the queue's jobs that have this name and mark, in any state, oldest first. Raises CloudError.
 
-    mark: value of the job's parameter `MARK`, which is unique to one submit.
+    mark: value of the job's parameter `MARK`, which is unique to one submission.
     """
     deadline = RequestDeadline.after(deadline_seconds)
     by_name = [{"name": "JOB_NAME", "values": [job_name]}]

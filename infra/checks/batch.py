@@ -39,11 +39,11 @@ _ADOPT = "ebbflow adopt shows what there is"
 
 
 class _Skip(Exception):
-    """Why a check has nothing to do."""
+    """Raised if a check does not apply. The message is the reason."""
 
 
 def for_batch(check: Callable[[PreflightContext], CheckFinding]) -> Callable[[PreflightContext], CheckFinding]:
-    """Decorate a check that is skipped if the job does not go to AWS Batch, or if AWS or the store cannot be asked."""
+    """Decorate a check to be skipped if the job does not run on AWS Batch, or if AWS or the store cannot be read."""
 
     @functools.wraps(check)
     def run(context: PreflightContext) -> CheckFinding:
@@ -127,7 +127,10 @@ def check_batch_image(context: PreflightContext) -> CheckFinding:
 
 
 def _metaflow_image() -> str:
-    """Return Metaflow's configured image, in the configured registry if its name has none."""
+    """Return the container image that Metaflow is configured to use.
+
+    If the image's name has no registry, the configured registry is put before it.
+    """
     image, registry = (metaflow_setting(f"METAFLOW_BATCH_CONTAINER_{part}") for part in ("IMAGE", "REGISTRY"))
     host, slash, _ = image.partition("/")
     named = bool(slash) and ("." in host or ":" in host or host == "localhost")
@@ -161,7 +164,7 @@ def _patience() -> RequestDeadline:
 
 
 def skip_reason(context: PreflightContext) -> str:
-    """Return why the AWS account is not checked for this job; "" if it is checked."""
+    """Return why the checks of the AWS account are skipped for this job, or "" if they run."""
     cluster = context.config.cluster
     if context.target not in (None, "batch"):
         return "the job does not go to AWS Batch"
@@ -243,9 +246,9 @@ def _describe_training(usable: Mapping[str, QueueState]) -> list[str]:
 
 
 def _describe_light(light: Mapping[str, QueueState]) -> list[str]:
-    """Return notes on queues of the steps around training that Metaflow cannot use or that waste accelerators.
+    """Return notes on queues for the steps around training that Metaflow cannot use or that waste accelerators.
 
-    They do not fail the check, because `--with cloud` sends no step to such a queue.
+    Such queues do not fail the check, because `--with cloud` sends no step to them.
     """
     role, notes = "METAFLOW_ECS_FARGATE_EXECUTION_ROLE", []
     for name, state in light.items():
@@ -265,10 +268,10 @@ def _kinds(state: QueueState) -> str:
 
 
 def _unanswered(said: str) -> CheckFinding:
-    """Return the finding for a failed request to describe the queues, from the error's message.
+    """Return the finding for a failed request to list the queues. said: the error's message.
 
-    On the launching machine the check fails: Metaflow makes the same request before each job. In a Batch container the
-    check is skipped: a container submits no jobs, and its role may lack the permission.
+    On the launching machine the check fails, because Metaflow makes the same request before each job. In a Batch
+    container the check is skipped, because a container submits no jobs and its role may lack the permission.
     """
     if "AWS_BATCH_JOB_ID" in os.environ:
         return skipped(f"{said}; the launching machine has checked the queues")

@@ -163,7 +163,7 @@ def check_host_name(context: PreflightContext) -> CheckFinding:
 
 
 def _same_environment(python: str) -> bool:
-    """Return whether a Python executable is in the folder of this one, without following a venv's links."""
+    """Return whether an executable is in the same folder as this process's Python, without following symbolic links."""
     return os.path.dirname(os.path.abspath(python)) == os.path.dirname(os.path.abspath(sys.executable))
 
 
@@ -282,7 +282,7 @@ def _is_unknown(name: str, context: PreflightContext) -> bool:
 
 
 def _unknown(name: str) -> tuple[str, str]:
-    """Return problem and fix of an unknown EBBFLOW_ variable, such as an override with one underscore too few."""
+    """Return (problem, fix) for an unknown EBBFLOW_ variable, such as an override that lacks one underscore."""
     close = difflib.get_close_matches(name, _OWN_VARIABLES, n=1, cutoff=0.85)
     if close:
         return f"no program reads {name}", f"{name}: did you mean {close[0]}?"
