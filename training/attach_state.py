@@ -141,7 +141,10 @@ class _SeededBatch(list):
 
 
 class _SeededDataset:
-    """A map-style dataset that seeds the random generators for each batch, so that skipped batches change nothing."""
+    """A map-style dataset that seeds the random generators for each batch.
+
+    So a batch's random numbers do not depend on whether the batches before it were skipped.
+    """
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset

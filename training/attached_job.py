@@ -173,7 +173,7 @@ class AttachedJob:
             self._fail(error)
 
     def log(self, **values: Any) -> None:
-        """Record figures of this step. `loss` and `tokens` appear in the report and live metrics; others are metrics.
+        """Record figures of this step: `loss` and `tokens` for the report and live metrics, and any other metrics.
 
         A loss that is a tensor is read later, so that this call does not wait for the device.
         """
@@ -182,8 +182,8 @@ class AttachedJob:
     def epochs(self, count: int, loader: Any = None) -> Iterator[int]:
         """Yield the numbers of the remaining epochs.
 
-        If `loader` is given, the user iterates over it within each epoch, and after a resume this continues at the
-        batch of the last commit. Otherwise use `batches(loader)` within each epoch.
+        If `loader` is given, the user's own loop over it within an epoch continues, after a resume, at the batch of the
+        last commit. Otherwise use `batches(loader)` for that loop.
         """
         if loader is not None:
             self._open_source(loader)
@@ -237,7 +237,10 @@ class AttachedJob:
             self._complete()
 
     def restore_random_states(self) -> None:
-        """Set the random states of the commit, since code may have drawn numbers after the restore. Effective once."""
+        """Set the random states of the commit, since code may have drawn random numbers after the restore.
+
+        Only the first call has an effect.
+        """
         rng, self._rng = self._rng, {}
         restore_rng(self._gang.rank, {rng_name(self._gang.rank, name): state for name, state in rng.items()})
 
@@ -265,7 +268,7 @@ class AttachedJob:
 
     @contextlib.contextmanager
     def _counting(self) -> Iterator[None]:
-        """Count the current step if the user's code leaves the loop in it after the optimizer took a step."""
+        """Count the current step even if the user's code breaks out of the loop, provided the optimizer took a step."""
         try:
             yield
         except GeneratorExit:

@@ -65,8 +65,7 @@ def train(trainer: Trainer) -> LoopResult:
 def forward_backward(trainer: Trainer, batch: Batch, step: int) -> Loss:
     """Run forward and backward on all micro-batches of `batch`. Return the sums of their losses and of their weights.
 
-    The gradients are sums too. After the step sync, which computes the total weight over all ranks, they are divided by
-    it.
+    The gradients are sums too. The step sync computes the total weight of all ranks, by which they are divided later.
     """
     accumulation = trainer.config.training.gradient_accumulation_steps
     parts = batch.split(accumulation)

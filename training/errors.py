@@ -13,7 +13,7 @@ LONGEST_TRACEBACK = 256 * 1024
 
 
 class TrainingError(Exception):
-    """A failure of training."""
+    """Base class of the errors of training."""
 
     outcome: Outcome = Outcome.FAILED  # the outcome of a job that ends with this error
     curable: bool = True  # whether a new attempt may succeed. If False, the next start would fail in the same way

@@ -1,4 +1,4 @@
-"""Connect the ranks that train together, the gang, and let them exchange data."""
+"""Join a rank to its gang (all ranks that train together), and exchange data between the ranks."""
 
 from __future__ import annotations
 

@@ -31,7 +31,10 @@ class CommitCallback(TrainerCallback):
 
     @staticmethod
     def restore(trainer: Trainer) -> str | None:
-        """Restore the newest commit into the Trainer's output folder. Return the path for `train`, or None."""
+        """Restore the newest commit into the Trainer's output folder, and return its path for `train`.
+
+        The result is None if there is no commit.
+        """
         found = [one for one in trainer.callback_handler.callbacks if isinstance(one, CommitCallback)]
         if len(found) != 1:
             refuse(AttachError(f"the Trainer has {len(found)} CommitCallbacks; fix: callbacks=[CommitCallback()]"))

@@ -3,7 +3,7 @@
 A generation is one start of the gang. Its record names its parent, the commit from which it started, so the records
 form a chain from the newest generation back to the first. A commit is reachable if its generation is in this chain and
 its step is not above the step from which the next generation in the chain started. Only reachable commits may be
-restored.
+restored; messages say that they count.
 
 So a higher step alone does not make a commit the newest one: commits that a superseded gang makes late, and commits of
 steps that a rewind abandoned, are unreachable. Each generation saves only steps after its start, so the reachable
@@ -128,7 +128,7 @@ class GenerationRecords:
     """The numbers and ids of the recorded generations, read by listing the store.
 
     `near` is a lower bound of the newest generation's number. The listing starts 500 numbers below it and takes one
-    request per 1,000 records. If it finds no number of at least `near`, all records are listed.
+    request per 1,000 records. If it finds no number from `near` on, all records are listed.
     """
 
     def __init__(self, job_store: Store, *, near: int = 0) -> None:
@@ -175,7 +175,7 @@ class LineageChain:
                 f"{self._store.uri}: there are commits of generation {near}, its record is missing from generations/ "
                 f"and the newest there is {self.newest}; fix: put the record back, or export a commit into a new job"
             )
-        self.limits: dict[int, float] = {}  # by number, the last step that counts
+        self.limits: dict[int, float] = {}  # by number, the last reachable step
         self._ahead: tuple[int, float] | None = None  # number and limit of the next ancestor to read
         if self.newest:
             self._follow(self.newest, float("inf"))
@@ -192,7 +192,7 @@ class LineageChain:
         return number in self.limits and step <= self.limits[number]
 
     def back_to(self, oldest: int) -> dict[int, float]:
-        """Return the last reachable step of each generation, by number, from the newest back to at least `oldest`."""
+        """Return the last reachable step by generation number, from the newest generation back to at least `oldest`."""
         while self._ahead is not None and self._ahead[0] >= oldest:
             self._follow(*self._ahead)
         return self.limits
@@ -239,7 +239,7 @@ class TracedCommit:
     """A commit, and whether it is reachable, which means that it may be restored."""
 
     ref: CommitRef
-    unreachable_because: str | None  # why it does not count; None if it counts
+    unreachable_because: str | None  # None if it is reachable
     modified: float  # Unix time at which its manifest was written
     # only its signature is missing or wrong. The commit may be sound, so retention does not delete it
     refused: bool = False
@@ -270,7 +270,7 @@ def open_generation(
 
     By default the generation starts from the newest readable commit that is reachable. `parent` is the key of another
     commit to start from (a rewind, which makes later commits unreachable), or `NO_PARENT`. Pass the same `opening` to
-    every attempt at one start.
+    every attempt of one start, so that no attempt reuses a number.
 
     Raises:
         NothingToRestore: the job has commits, none can be restored, and no permit (a person's consent, see
@@ -387,7 +387,7 @@ def reachable_commits(job_store: Store, *, limit: int | None = None) -> list[Com
 
 
 def trace_lineage(job_store: Store) -> list[TracedCommit]:
-    """List all commits: first the reachable ones, newest first, then the others with the reason why they are not."""
+    """List all commits: the reachable ones, newest first, then the others with the reason why they are unreachable."""
     found = [commit for page in _commit_pages(job_store) for commit in page]
     if not found:
         return []
@@ -434,7 +434,7 @@ def _names_below(job_store: Store, prefix: str) -> set[str]:
 
 
 def is_readable_commit(job_store: Store, ref: CommitRef) -> bool:
-    """Return whether a generation can start from a commit, which needs a readable manifest. Warn if it is not readable.
+    """Return whether a commit's manifest is readable, as a start from it requires. Print a warning if it is not.
 
     If the manifest looks damaged, a new process reads it again. Raises UnreliableReader if that process finds it sound,
     because then this process misreads data.
@@ -453,7 +453,10 @@ def is_readable_commit(job_store: Store, ref: CommitRef) -> bool:
 
 
 def _commits_of_lineage(job_store: Store) -> list[CommitRef]:
-    """List the commits that would be reachable if all were readable, with quarantined but without deleted ones."""
+    """List the commits that would be reachable if all were readable.
+
+    This includes quarantined commits, but not those that are being deleted.
+    """
     found = [ref for page in _commit_pages(job_store) for ref, _ in page]
     if not found:
         return []

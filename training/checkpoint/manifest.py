@@ -264,7 +264,7 @@ def merge_indexes(save: CheckpointId, indexes: Sequence[tuple[RankIndex, bytes]]
 
 
 def dtype_bytes(dtype: str) -> int:
-    """Return the bytes per element of a torch dtype, computed from the number of bits in its name; 1 for `bool`."""
+    """Return the bytes per element of a torch dtype, given its name."""
     bits = re.search(r"\d+", dtype)
     return int(bits[0]) // 8 if bits else 1
 
@@ -278,7 +278,7 @@ def _entry(name: str, kind: tuple[str, tuple[int, ...]], boxes: dict[tuple[int, 
 
 
 def _fields(kind: type, row: Sequence[Any]) -> dict[str, Any]:
-    """Convert the values of a JSON list to a dataclass's field values: nested lists become tuples."""
+    """Convert a row of JSON values to the fields of a dataclass: nested lists become tuples."""
     values = [tuple(value) if isinstance(value, list) else value for value in row]
     return dict(zip(kind.__dataclass_fields__, values, strict=True))
 

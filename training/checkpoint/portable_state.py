@@ -96,10 +96,11 @@ def unwrap_name(name: str) -> str:
 
 
 def add_optimizer(content: PortableState, document: Mapping[str, Any], what: str) -> None:
-    """Add an optimizer's state dict to `content`. It identifies parameters by number (torch) or by name (DCP).
+    """Add an optimizer's state dict to `content`.
 
-    Raises CheckpointError if a number cannot be assigned to a parameter, or a state differs in shape from its
-    parameter.
+    The state dict identifies parameters by number, as torch does, or by name, as torch's distributed checkpointing
+    (DCP) does. Raises CheckpointError if a number cannot be assigned to a parameter, or a state differs in shape from
+    its parameter.
     """
     groups, states = document["param_groups"], document["state"]
     names = _parameter_names(content, groups, states, what)
@@ -218,7 +219,10 @@ def _stream(reader: CommitReader, names: Sequence[str]) -> Iterator[tuple[str, T
 
 
 def _tensor_in(memory: memoryview, start: int, entry: TensorEntry) -> Tensor:
-    """Return a part of `memory` as a tensor with its own storage, because some writers write a whole storage."""
+    """Return a part of `memory` as a tensor with a storage of its own.
+
+    Some export formats write a tensor's whole storage, which would otherwise be all of `memory`.
+    """
     dtype, length = getattr(torch, entry.dtype), _bytes(entry)
     if not length:
         return torch.empty(entry.shape, dtype=dtype)

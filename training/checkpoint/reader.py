@@ -314,7 +314,10 @@ class VerifiedReader:
         return value
 
     def _damage(self, data: DataObject) -> CorruptCommit | None:
-        """Return a CorruptCommit error if the object is missing or has another size; None if it is sound or unknown."""
+        """Return a CorruptCommit error if the object is missing or has another size, else None.
+
+        If the store cannot be read, the damage is unknown, and the result is None.
+        """
         try:
             meta = self._store.head(data.key)
         except StoreError:

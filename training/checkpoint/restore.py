@@ -82,7 +82,7 @@ class RejectedCommit:
 
 @dataclass(frozen=True, kw_only=True)
 class RestoreSeconds:
-    """How long each activity of one rank's restore took. The values add up to `RestoreResult.seconds`."""
+    """Durations of the activities of one rank's restore, in seconds. They add up to `RestoreResult.seconds`."""
 
     list: float  # reading manifests, and failed attempts
     # reading bytes from the store. Threads download, verify and load at the same time; wall-clock time is divided
@@ -211,7 +211,7 @@ class _Reader:
 
 @dataclass(frozen=True, kw_only=True)
 class _Verdict:
-    """What one rank, or all ranks together, found when they tried to load a commit."""
+    """The result of loading a commit, of one rank or of all ranks together."""
 
     kind: str
     reason: str = ""
@@ -459,7 +459,7 @@ def _finish(loaded: _Loaded, key: str, model: nn.Module, optimizer: Optimizer | 
 
 
 def _divide_seconds(loaded: _Loaded, *, before: float, agree: float, total: float) -> RestoreSeconds:
-    """Divide the seconds of a restore by activity. Seconds that belong to no other activity count as `load`.
+    """Split the duration of a restore into activities. Time that belongs to no other activity counts as `load`.
 
     `before` is the time until this commit was tried, and `agree` the time spent waiting for the other ranks' verdicts.
     """

@@ -79,7 +79,7 @@ class WholeCommit:
 
 
 def choose_commits(commits: Sequence[WholeCommit], policy: RetentionPolicy) -> dict[str, str]:
-    """Choose the commits to keep. Return the reason for each one, by the SHA-256 of its manifest.
+    """Choose the commits to keep. Return the reason for keeping each one, keyed by the SHA-256 of its manifest.
 
     `commits` are all whole commits, newest first.
     """
@@ -182,7 +182,8 @@ def delete_commit(store: Store, ref: CommitRef, generation: str | None, *, newes
 def finish_deletions(store: Store, interrupted: Callable[[], bool] = lambda: False) -> None:
     """Finish the deletions that earlier runs left incomplete, and remove their tombstones.
 
-    After each tombstone `interrupted` is called, and True stops the work. So every run finishes at least one deletion.
+    `interrupted` is called after each deletion, and stops the work by returning True. So every call finishes at least
+    one.
     """
     for meta in store.list("tombstones"):
         try:
@@ -446,7 +447,10 @@ class Retention:
         )
 
     def _stale(self, store: Store, traced: list[TracedCommit]) -> list[CommitRef]:
-        """List the unreachable commits that are older than `orphan_seconds`, according to the store's clock."""
+        """List the unreachable commits that are older than `orphan_seconds`, according to the store's clock.
+
+        Commits that are only refused for their signature are not among them, since they may be sound.
+        """
         out = [found for found in traced if found.unreachable_because is not None and not found.refused]
         if not out:
             return []

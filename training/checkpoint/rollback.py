@@ -36,7 +36,7 @@ class MissingCommits:
     """Commits that the event log mentions but the store no longer has."""
 
     known: CommitRef  # the newest of them
-    found: CommitRef | None  # the newest commit in the store that counts; None if there is none
+    found: CommitRef | None  # the newest reachable commit in the store; None if there is none
     permitted: bool  # whether a permit allows a start without the missing commits
 
     def describe(self) -> str:
@@ -103,7 +103,7 @@ def newest_generation_in_events(events: Sequence[Event]) -> int:
 
 
 def _newest_known(events: Sequence[Event]) -> CommitRef | None:
-    """Return the newest generation's last commit according to the events or, if it made none, its parent."""
+    """Return the last commit of the newest generation in the events or, if it has none, the commit it started from."""
     started = [event for event in events if event.name == GENERATION_STARTED]
     if not started:
         return None

@@ -138,7 +138,7 @@ class SavePlanner:
     ) -> list[Tensor]:
         """Return the tensors to copy, in the order of `self.layout`, which this call updates.
 
-        Besides model and optimizer, a save contains tensors that change at each call: `own`, which only this rank
+        Besides model and optimizer, a save contains tensors that are new at each call: `own`, which only this rank
         holds, such as random states, and `shared`, which all ranks hold.
         """
         if not self._is_known(model, optimizer):

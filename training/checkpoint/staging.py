@@ -93,7 +93,10 @@ class StagingBuffer:
         self._view = torch.frombuffer(self._map, dtype=torch.uint8)
 
     def _fault(self) -> None:
-        """Touch each page, so that later copies cause no page faults. Release the interpreter lock (GIL) meanwhile."""
+        """Touch each page, so that later copies cause no page faults.
+
+        The work is done in blocks, each of which releases the interpreter lock (GIL).
+        """
         view = self._view
         assert view is not None
         for start in range(0, view.numel(), _BLOCK):

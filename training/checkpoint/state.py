@@ -228,7 +228,7 @@ def rng_name(rank: int, source: str = "") -> str:
 
 
 def restore_rng(rank: int, states: dict[str, Tensor]) -> None:
-    """Restore the random states from `capture_rng`. Skip CUDA and NumPy if this process does not use them."""
+    """Restore the random states from `capture_rng`. Skip CUDA and NumPy if this process does not have them."""
     for source in ("torch", "python", "numpy", "cuda"):
         state = states.get(rng_name(rank, source))
         if state is None:

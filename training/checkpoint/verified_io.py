@@ -92,7 +92,7 @@ def unseal(data: bytes, what: str) -> dict[str, Any]:
 
 
 class Deadline:
-    """A deadline a number of seconds from now, on the monotonic clock."""
+    """A point in time on the monotonic clock, a given number of seconds after this object is created."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -141,8 +141,8 @@ def retry_until(
 def fetch_verified(store: Store, key: str, parse: Callable[[bytes, str], T], what: str | None = None) -> T:
     """Fetch an object and return `parse(bytes, what)`. Fetch it again if `parse` raises CorruptCommit.
 
-    Damage in transit differs between reads, while damage in the store does not. So CorruptCommit is raised when two
-    consecutive reads are equal, or after six reads.
+    Damage in transit differs between reads, while damage in the store does not. So CorruptCommit is raised only when
+    two consecutive reads return the same bytes, or after six reads.
     """
     before, readings = None, 0
     while True:

@@ -222,7 +222,7 @@ def _describe_kind(mode: int) -> str:
 
 
 def _hash_fraction(name: str) -> float:
-    """Return a number from 0 up to but excluding 1 that depends only on the name."""
+    """Map a name to a number from 0 to 1 (excluded) by its hash."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big") / 2**48
 
 

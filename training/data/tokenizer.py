@@ -1,7 +1,7 @@
 """Turn text into token IDs: one token per byte, or a vocabulary that the optional package `tokenizers` reads.
 
 Files are cut into pieces of whole lines before they are encoded, so that neither a large file nor its tokens need to
-fit into memory. Where the cuts are depends only on the file.
+fit into memory. The positions of the cuts depend only on the file.
 """
 
 from __future__ import annotations
