@@ -1,12 +1,12 @@
-"""Notices that the machine or the process is about to end: their sources, and the thread that polls the sources.
+"""Notices that this machine or process is about to be ended: their sources, and the thread that polls the sources.
 
 Sources:
 
 - EC2's metadata service announces a Spot interruption two minutes before the machine is stopped or terminated (AWS:
-  "Spot Instance interruption notices"), or recommends leaving it (AWS: "EC2 instance rebalance recommendations"). It
-  answers 404 while there is no notice.
+  "Spot Instance interruption notices"), or recommends leaving the machine (AWS: "EC2 instance rebalance
+  recommendations"). While there is no notice, it answers 404.
 - Metaflow's spot monitor writes a file.
-- A rehearsal (`--rehearse`) writes a file that stands for a notice.
+- A rehearsal (`--rehearse`) writes a file that simulates a notice.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ STALE_SECONDS = 10.0  # a notice whose time passed longer ago is void, since the
 
 @dataclass(frozen=True, kw_only=True)
 class Notice:
-    """A notice from one source, identified by source and action: if the source repeats it, it is not a new notice."""
+    """A notice from one source. The same source and action again is a repetition of the notice, not a new one."""
 
     source: NoticeSource
     action: str  # one of `RECLAIMS`, LEAVE or REBALANCE
@@ -62,7 +62,7 @@ class Notice:
 
 
 class Source(Protocol):
-    """A source of notices. Only the thread of `NoticeWatcher` calls it."""
+    """A source of notices. Only the thread of `NoticeWatcher` calls its methods."""
 
     name: NoticeSource
     poll_seconds: float
@@ -72,7 +72,7 @@ class Source(Protocol):
         ...
 
     def look(self) -> list[Notice]:
-        """Ask the source once, and return its current notices. Raises OSError if the source does not answer in time."""
+        """Poll the source once and return its current notices. Raises OSError if it does not answer in time."""
         ...
 
 
@@ -83,9 +83,10 @@ _CLOSE_SECONDS = 3.0
 
 
 class NoticeWatcher:
-    """A thread that polls sources of notices until it is closed, except those that are unavailable at the start.
+    """A thread that polls sources of notices until it is closed.
 
-    A slow source delays the others by its own deadline at most (about 2 s).
+    It skips the sources that are unavailable at the start. A slow source delays the others by at most its own deadline
+    (about 2 s).
     """
 
     def __init__(self, sources: Sequence[Source]) -> None:
@@ -101,13 +102,13 @@ class NoticeWatcher:
     def new_notices(self) -> list[Notice]:
         """Return the notices that arrived since the last call.
 
-        A repeated notice is returned again in two cases: it takes effect more than 1 s earlier than before, or its
-        earlier time passed more than 10 s ago and a later time is given.
+        A repeated notice is returned again only if it takes effect more than 1 s earlier than before, or if its earlier
+        time passed more than 10 s ago and its new time did not.
         """
         return _all(self._notices)
 
     def wait_for_first_poll(self, seconds: float) -> bool:
-        """Wait until each available source was polled once. Returns False if this takes longer than `seconds`."""
+        """Wait until each available source has been polled once. Return False if this takes longer than `seconds`."""
         return self._looked.wait(seconds)
 
     def problems(self) -> list[str]:
@@ -115,7 +116,7 @@ class NoticeWatcher:
         return _all(self._problems)
 
     def source_problems(self) -> dict[str, str] | None:
-        """Return why each source is unavailable, by its name ("": it is available), or None in the first second."""
+        """Return why each source is unavailable, by name ("": it is available); None in the first second."""
         return dict(self._absent) if self._decided.is_set() else None
 
     def close(self) -> None:
@@ -180,7 +181,7 @@ _UNSAID_SECONDS = 30.0  # for unreadable times: as long as the shortest notices 
 
 
 class MetadataSource:
-    """Interruptions and rebalance recommendations from EC2's metadata service (arguments as in `infra.instance`)."""
+    """Source of Spot interruptions and rebalance recommendations: EC2's metadata service."""
 
     name = NoticeSource.METADATA
 
@@ -222,9 +223,9 @@ class MetadataSource:
         return found
 
     def _without_token(self, seconds: float) -> str:
-        """Try version 1 of the service, which needs no token. Returns "" if it works, else why it does not.
+        """Try version 1 of the service, which needs no token. Return "" if it works, else the reason why it does not.
 
-        In a container, the answer with the token may be lost, because of its small hop limit, while others arrive.
+        In a container, a small hop limit can block the response that carries the token, but not the other responses.
         """
         problem = f"{self._service.endpoint} gave no token in time"
         try:
@@ -247,7 +248,7 @@ class MetadataSource:
         return ""
 
     def _get(self, path: str) -> str | None:
-        """Return the text at a path, or None for 404. If the service refuses the token, one new token is tried."""
+        """Return the text at a path, or None for status 404. If the token is refused, try once with a new one."""
         if not self._version_1 and time.monotonic() >= self._token_until and (problem := self._renew(_ANSWER_SECONDS)):
             raise OSError(problem)
         status, text = self._service.get(path, self._token, seconds=_ANSWER_SECONDS)
@@ -284,10 +285,10 @@ class MetadataSource:
 
 
 class EffectiveTime:
-    """Conversion of the time in a source's notice to time.monotonic().
+    """Converter of the time in a source's notice to time.monotonic().
 
-    While the source repeats the same text, the first result is kept, so that neither an unreadable time nor a change of
-    the machine's clock moves it.
+    While the source repeats the same text, the first result is returned again. So the result stays the same even if the
+    time is unreadable or the system clock changes.
     """
 
     def __init__(self) -> None:
@@ -295,7 +296,7 @@ class EffectiveTime:
         self._ends_at = 0.0
 
     def of(self, moment: object) -> float:
-        """Return the time.monotonic() of an ISO 8601 time, or that of 30 s from now if the time cannot be read."""
+        """Return an ISO 8601 time on the clock of time.monotonic(); 30 s from now if the time cannot be read."""
         moment_text = str(moment)
         if moment_text != self._text:
             seconds = _UNSAID_SECONDS
@@ -310,8 +311,7 @@ METAFLOW_FILE = "/tmp/spot_termination_notice"  # as in Metaflow 2.19's current.
 
 
 class MetaflowSource:
-    """Notices of termination from the file that Metaflow's spot monitor writes, because its signal does not reach the
-    task.
+    """Source that reads the file of Metaflow's spot monitor, whose signal does not reach the task.
 
     The file contains the time of termination in ISO 8601, or nothing while it is being written. A time in the past is
     ignored: the file may be left over from before the machine was stopped and restarted.
@@ -339,7 +339,7 @@ class MetaflowSource:
 
 
 class RehearsalSource:
-    """Notices that `rehearse_notice` writes. Each one is read once from its file, which is then deleted."""
+    """Source that reads the notices of `rehearse_notice` from a file, and deletes the file after reading it."""
 
     name = NoticeSource.REHEARSAL
     poll_seconds = 0.1
@@ -365,7 +365,7 @@ class RehearsalSource:
 
 
 def rehearse_notice(path: Path, *, action: str, seconds: float) -> None:
-    """Write atomically a file that `RehearsalSource` reads as a notice, which takes effect in this many seconds."""
+    """Write a notice for `RehearsalSource` into a file, atomically. The notice takes effect `seconds` from now."""
     document = {"action": action, "seconds": seconds, "t_mono": time.monotonic()}
     fresh = path.with_name(f".{path.name}.{os.getpid()}")
     fresh.write_text(json.dumps(document))

@@ -1,7 +1,7 @@
 """Preflight: run checks in parallel before anything is paid for, and render their results.
 
-Each room has tables CHECKS of its own checks. A check that hangs is reported at its deadline, and one that raises is
-reported as failed; neither delays another.
+The packages infra, cost, training and flows each list their own checks in CHECKS. A check that reaches its deadline or
+raises is reported as failed, and does not delay the others.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MARKS: dict[Status, str] = {"passed": "ok", "failed": "FAIL", "warning": "warn"
 
 @dataclass(frozen=True, kw_only=True)
 class PreflightContext:
-    """The input of all checks."""
+    """The information about a run that every check receives."""
 
     config: RunConfig  # the job's configuration
     project_root: Path  # folder of the project
@@ -37,7 +37,7 @@ class PreflightContext:
 
 @dataclass(frozen=True)
 class CheckFinding:
-    """The finding of one check."""
+    """The return value of one check: its status, the details, and how to repair a failure."""
 
     status: Literal["passed", "failed", "skipped"]  # passed, failed or skipped
     detail: str  # what the check found
@@ -53,7 +53,7 @@ class CheckFinding:
 
     @classmethod
     def skipped(cls, reason: str) -> CheckFinding:
-        """Make the finding of a check that could not run. `reason` continues "skipped, because"."""
+        """Make the finding of a check that could not run. `reason` completes "skipped, because …"."""
         return cls("skipped", f"skipped, because {reason}")
 
 
@@ -62,7 +62,7 @@ passed, failed, skipped = CheckFinding.passed, CheckFinding.failed, CheckFinding
 
 @dataclass(frozen=True)
 class Check:
-    """A check and its properties."""
+    """A preflight check: its function, and the properties for running and reporting it."""
 
     id: str  # name of the check in reports
     title: str  # short description
@@ -75,7 +75,10 @@ class Check:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckResult:
-    """The result of a check. `status` is "warning" if a check of severity warning has failed."""
+    """The finding of a check, with the check's properties.
+
+    A failed check of severity "warning" has the status "warning".
+    """
 
     id: str
     title: str
@@ -97,10 +100,11 @@ class CheckResult:
 
 
 def run_checks(checks: Sequence[Check], context: PreflightContext, *, quick_only: bool = False) -> list[CheckResult]:
-    """Run the checks in parallel and return their results in the order of the checks. quick_only skips the full tier.
+    """Run the checks in parallel, and return their results in the order of the checks.
 
-    The call takes no longer than the longest deadline. Checks run in daemon threads, so that a check that never returns
-    does not keep the process from exiting. Raises ValueError if two checks share an id.
+    With `quick_only`, checks of the full tier are left out. The call takes no longer than the longest deadline. Checks
+    run in daemon threads, so that a check that never returns does not keep the process from exiting. Raises ValueError
+    if two checks share an id.
     """
     ids = [check.id for check in checks]
     if len(set(ids)) != len(ids):
@@ -110,19 +114,19 @@ def run_checks(checks: Sequence[Check], context: PreflightContext, *, quick_only
 
 
 def failed_results(results: Sequence[CheckResult]) -> list[CheckResult]:
-    """Return the results that forbid the run: those that failed, without warnings and skipped checks."""
+    """Return the results that forbid the run: failures, but neither warnings nor skipped checks."""
     return [result for result in results if result.status == "failed"]
 
 
 def render_results(results: Sequence[CheckResult]) -> str:
-    """Render one line per check, each failed one's fix below it, and a line with the number of results."""
+    """Render one line per check, the fix below each failed check, and a last line that counts each status."""
     width = max((len(result.id) for result in results), default=0)
     lines = [line for result in results for line in _lines(result, width)]
     return "\n".join([*lines, _summary(results)])
 
 
 def render_checks(checks: Sequence[Check]) -> str:
-    """Render the table of checks in docs/preflight.md."""
+    """Render the checks as the table in docs/preflight.md."""
     rows = ["| check | what it makes sure of | fails as | tier | deadline | catches |", "|---" * 6 + "|"]
     for check in checks:
         purpose = " ".join((check.run.__doc__ or check.title).strip().split("\n\n")[0].split()).replace("|", "\\|")

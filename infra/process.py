@@ -1,4 +1,4 @@
-"""Process control: end children with their parent, inspect processes, handle signals, and survive lost readers."""
+"""Process control: end children with their parent, inspect processes, handle signals, and survive closed outputs."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 def die_with_parent(parent_pid: int | None = None, *, by: signal.Signals = signal.SIGKILL) -> bool:
-    """Have the kernel kill this process (SIGKILL, or `by`) as soon as its parent ends for whatever reason.
+    """Have the kernel send this process SIGKILL, or the signal `by`, as soon as its parent ends for any reason.
 
-    The kernel watches the parent *thread*: start such a process from a thread that lives as long as its process. If the
-    expected parent has died before this call, this process exits.
+    The kernel watches the parent *thread*: a thread that starts such a process must live as long as the parent does. If
+    the parent `parent_pid` has already died, this process exits.
 
     Returns:
-        False if the system cannot do this (all but Linux); the caller must then watch a pipe for its end.
+        False if the system cannot do this (all but Linux). The caller must then watch for the end of a pipe instead.
     """
     expected = os.getppid() if parent_pid is None else parent_pid
     if not sys.platform.startswith("linux"):
@@ -46,7 +46,7 @@ def die_with_parent(parent_pid: int | None = None, *, by: signal.Signals = signa
 def tie_forked_children() -> None:
     """Have the kernel kill the processes that the main thread forks (data-loader workers) when this process ends.
 
-    Children of other threads, which may end earlier, and grandchildren are not affected.
+    Grandchildren are not affected, nor are children of other threads, because such a thread may end earlier.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -64,7 +64,7 @@ def tie_forked_children() -> None:
 
 @dataclass(frozen=True)
 class ProcessStat:
-    """Fields of /proc/PID/stat (proc(5)): ids of process, parent, process group and session, and the state."""
+    """Status of a process from /proc/PID/stat (proc(5))."""
 
     pid: int  # process id
     state: str  # the kernel's state letter
@@ -76,12 +76,12 @@ class ProcessStat:
 
     @property
     def living(self) -> bool:
-        """Return whether the process lives; a zombie with several threads does, since only its main thread ended."""
+        """Whether the process lives, as does a zombie with several threads: only its main thread has ended."""
         return self.state not in ("Z", "X") or self.threads > 1
 
 
 def process_stat(pid: int) -> ProcessStat | None:
-    """Return the state of a process; None if the process is gone, or on a system without /proc."""
+    """Read the status of a process. Return None if the process is gone or the system has no /proc."""
     try:
         # The second field is the command in parentheses, which may contain anything: count from its end.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -105,8 +105,9 @@ def all_processes() -> Iterator[ProcessStat]:
 def descendants(root: int, spare: Collection[int] = (), spare_trees: Collection[int] = ()) -> list[ProcessStat]:
     """Return the living processes below `root`, which must be a subreaper.
 
-    The search follows the kernel's lists of children. If it finds none, all processes are searched by their parents.
-    `spare` has ids to leave out, but not their descendants; `spare_trees`, ids to leave out with all their descendants.
+    The function follows the kernel's lists of children. If these yield nothing, it examines the parents of all
+    processes. `spare` contains ids to leave out while keeping their descendants; `spare_trees`, ids to leave out with
+    all their descendants.
     """
     found: list[ProcessStat] = []
     ahead = [root]
@@ -139,7 +140,7 @@ def _descendants_by_parent(root: int, spare: Collection[int], spare_trees: Colle
 
 
 def zombie_status(pid: int, parent: int) -> int | None:
-    """Return the exit status of a zombie child of `parent`, or minus a signal's number; None if it is no zombie."""
+    """Return the exit code of a zombie child of `parent`: -N if signal N killed it. Return None if it is no zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         if fields[0] != "Z" or int(fields[1]) != parent or int(fields[17]) > 1:
@@ -150,7 +151,7 @@ def zombie_status(pid: int, parent: int) -> int | None:
 
 
 def children(pid: int) -> list[int]:
-    """Return the living children of `pid`'s main thread."""
+    """Return the ids of the living children of `pid`'s main thread."""
     try:
         listed = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     except OSError:
@@ -159,7 +160,7 @@ def children(pid: int) -> list[int]:
 
 
 def process_state(pid: int) -> str:
-    """Return the kernel's state letter of a process (R, S, D, T stopped, Z …); "" if the process is gone."""
+    """Return the kernel's letter for a process's state (R running, T stopped, Z zombie, …); "" without a process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -167,7 +168,7 @@ def process_state(pid: int) -> str:
 
 
 def signal_name(number: int) -> str:
-    """Return the name of a signal, also of real-time signals, which `signal.Signals` does not name."""
+    """Return the name of a signal, including real-time signals, which `signal.Signals` does not name."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -176,9 +177,9 @@ def signal_name(number: int) -> str:
 
 
 class AwakeClock:
-    """Clock that stops while this process is paused. It measures how long other processes have been silent.
+    """Clock that stops while this process is paused, for measuring how long other processes have been silent.
 
-    Each iteration of this process's loop counts for at most `longest_turn_seconds`. So a pause of the whole process
+    Each iteration of this process's main loop adds at most `longest_turn_seconds`. So a pause of the whole process
     (SIGSTOP, `docker pause`, a frozen virtual machine) adds at most this time.
     """
 
@@ -188,7 +189,7 @@ class AwakeClock:
         self.seconds = 0.0
 
     def tick(self) -> float:
-        """Count one iteration of the loop, and return the seconds counted so far."""
+        """Add the time since the last iteration of the loop, and return all seconds counted so far."""
         now = self._now()
         self.seconds += min(max(now - self._last, 0.0), self._longest)
         self._last = now
@@ -196,9 +197,9 @@ class AwakeClock:
 
 
 class StoppedProcesses:
-    """Detector of processes that are stopped (state T, not a debugger's t) for longer than `limit_seconds`.
+    """Detector of processes that have been stopped (state T, not a debugger's t) for longer than `limit_seconds`.
 
-    Time in which this process was stopped too, such as by Ctrl-Z in a terminal, does not count.
+    Time during which this process itself was stopped, for example by Ctrl-Z in a terminal, does not count.
     """
 
     def __init__(self, limit_seconds: float, *, now: Callable[[], float] = time.monotonic) -> None:
@@ -206,7 +207,7 @@ class StoppedProcesses:
         self._since: dict[int, float] = {}  # awake seconds at which each was first seen stopped
 
     def look(self, pids: Iterable[int]) -> dict[int, float]:
-        """Return the seconds for which each process over the limit has been stopped, by id; call it each second."""
+        """Return how long each process over the limit has been stopped: seconds by process id. Call it each second."""
         awake = self._awake.tick()
         stopped = [pid for pid in pids if process_state(pid) == "T"]
         self._since = {pid: self._since.get(pid, awake) for pid in stopped}
@@ -214,9 +215,9 @@ class StoppedProcesses:
 
 
 def exit_when_interrupted() -> None:
-    """Make Ctrl-C, SIGTERM and a closed terminal kill all descendants, print one line and exit with 75.
+    """Make Ctrl-C, SIGTERM and a closed terminal kill all descendants, print one line and exit with code 75.
 
-    A Ctrl-C or SIGHUP that this process already ignores (background job, nohup) stays ignored.
+    A SIGINT or SIGHUP that this process already ignores (background job, nohup) stays ignored.
     """
 
     def leave(number: int, frame: object) -> None:
@@ -231,7 +232,7 @@ def exit_when_interrupted() -> None:
 
 
 def end_with_descendants(number: int, frame: object) -> None:
-    """Signal handler: kill all descendants and exit with 128 + the signal's number, as in a shell."""
+    """Kill all descendants and exit with 128 + the signal's number, as a shell does. This is a signal handler."""
     _end_descendants()
     os._exit(128 + number)
 
@@ -249,7 +250,7 @@ def _end_descendants() -> None:
 def ignore_lost_readers() -> None:
     """Keep running when the reader of stdout or stderr is gone (`| head`, a closed terminal); drop the output.
 
-    Otherwise Python raises BrokenPipeError at the next line, in the middle of the work.
+    Otherwise the next line of output raises BrokenPipeError in the middle of the work.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -266,7 +267,7 @@ def ignore_lost_readers() -> None:
 
 
 class _LastingOutput(io.FileIO):
-    """A descriptor that becomes /dev/null once its reader is gone, and drops output that a full disk rejects."""
+    """An output that switches to /dev/null once its reader is gone, and drops data that a full disk rejects."""
 
     def write(self, data: Any) -> int | None:
         try:
@@ -283,13 +284,13 @@ class _LastingOutput(io.FileIO):
 
 
 def silence_stdout() -> int:
-    """Discard all further output after a BrokenPipeError on stdout (`… | head`), and return the shell's code, 141."""
+    """Discard further output after a BrokenPipeError on stdout (`… | head`). Return 141, the exit code for SIGPIPE."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 128 + signal.SIGPIPE
 
 
 def run_benchmarks(arguments: list[str]) -> NoReturn:
-    """Replace this process by `python -m benchmarks ARGUMENTS`, in a source checkout; exit with 2 elsewhere."""
+    """Replace this process by `python -m benchmarks ARGUMENTS`. Outside a source checkout, exit with code 2."""
     root = IMPORT_ROOT
     if not (root / "benchmarks").is_dir():
         print("benchmarks are part of the source checkout only: clone the repository to run them", file=sys.stderr)
@@ -301,7 +302,8 @@ def run_benchmarks(arguments: list[str]) -> NoReturn:
 class MessageReader:
     """Reader of JSON messages, one per line, that a child process writes to a non-blocking pipe or socket.
 
-    receive: returns the available bytes, or b"" at the end; raises BlockingIOError if none are available.
+    Args:
+        receive: returns the available bytes, or b"" at the end; raises BlockingIOError if none are available.
     """
 
     def __init__(self, receive: Callable[[], bytes]) -> None:
@@ -309,10 +311,10 @@ class MessageReader:
         self._unfinished = b""
 
     def read(self, note: Callable[[dict[str, Any]], None]) -> bool:
-        """Pass each available message to `note`, and return whether more messages may follow.
+        """Pass each available message to `note`. Return False if no more messages can follow, else True.
 
-        None follow at the end of the pipe, after a read error, and after bytes that are not a message, since these come
-        from another process.
+        No more can follow at the end of the pipe, after a read error, or after bytes that are not a message, since
+        another process must have written these.
         """
         while True:
             try:

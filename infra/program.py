@@ -1,4 +1,4 @@
-"""Start of every program: project folders, a one-line message for a missing package, output on any terminal.
+"""Start-up code of every program: project folders, one-line messages for missing packages, output on any terminal.
 
 This module imports only the standard library, and can be parsed by Python versions that are too old for the rest.
 """
@@ -19,8 +19,8 @@ IMPORT_ROOT = Path(ebbflow.__file__).resolve().parents[1]  # on sys.path, `impor
 INSTALLED = IMPORT_ROOT.name in {"site-packages", "dist-packages"}
 _PROJECT_VARIABLE = "EBBFLOW_PROJECT"
 DEFAULT_CONFIG = PACKAGE_ROOT / "configs" / "laptop.yaml"
-# The user's project, from which relative paths of a configuration count and where runs/ is written: the repository or
-# Metaflow's code package; of an installed wheel the directory in which the first program was started.
+# The user's project. Relative paths of a configuration start here, and runs/ is written here. It is the repository or
+# Metaflow's code package; for an installed wheel, the directory in which the first program was started.
 PROJECT_ROOT = Path(os.environ.get(_PROJECT_VARIABLE) or os.getcwd()) if INSTALLED else IMPORT_ROOT
 _OLDEST_PYTHON = (3, 11)
 _PREFLIGHT_CODE = 3  # Outcome.PREFLIGHT, whose module needs Python 3.11
@@ -34,10 +34,10 @@ _PLAIN = {
 
 
 def begin_program() -> None:
-    """Prepare the streams and error messages of a program; call it before any import that needs a package.
+    """Prepare the streams and error messages of a program; call it before importing any third-party package.
 
-    On a Python that is too old, it prints one line and exits with code 3. It also installs an exception hook, with
-    which a missing package ends the program with one line and code 3 instead of a traceback.
+    If Python is too old, print one line and exit with code 3. Install an exception hook that does the same for a
+    missing package, instead of printing a traceback.
     """
     _open_missing_streams()
     print_on_any_terminal()
@@ -50,7 +50,7 @@ def begin_program() -> None:
 
 
 def _open_missing_streams() -> None:
-    """Open /dev/null as descriptor 0, 1 or 2 if it is closed (`>&-`), before a file takes the number."""
+    """Open /dev/null as stdin, stdout or stderr if it is closed (`>&-`), before another file takes its descriptor."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
@@ -60,13 +60,13 @@ def _open_missing_streams() -> None:
 
 
 def python_path(environment=os.environ):  # type: ignore[no-untyped-def]
-    """Return the PYTHONPATH with which a child process finds the package. environment: the child's other variables."""
+    """Return the PYTHONPATH with which a child process, whose variables are `environment`, can import ebbflow."""
     own = None if INSTALLED else str(IMPORT_ROOT)  # site-packages must not come before the standard library
     return os.pathsep.join(filter(None, [own, environment.get("PYTHONPATH")]))
 
 
 def own_command():  # type: ignore[no-untyped-def]
-    """Return the command that runs `ebbflow`, as a user types it in the project's folder."""
+    """Return the command with which the user can run `ebbflow` in the project's folder."""
     if shutil.which("ebbflow"):
         return "ebbflow"
     beside = Path(sys.executable).with_name("ebbflow")
@@ -75,7 +75,7 @@ def own_command():  # type: ignore[no-untyped-def]
 
 
 def print_on_any_terminal() -> None:
-    """Replace characters that an output cannot encode by similar ASCII or an escape, instead of raising."""
+    """Make stdout and stderr replace characters that they cannot encode (by ASCII or an escape) instead of raising."""
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
@@ -94,7 +94,7 @@ codecs.register_error(REPLACE_UNPRINTABLE, _replace_unprintable)
 
 
 def _explain_missing_package(kind, error, trace):  # type: ignore[no-untyped-def]
-    """Print one line for a missing required package, else Python's traceback; used as sys.excepthook."""
+    """Print one line if a required package is missing, and exit; else print the traceback. Used as sys.excepthook."""
     module = (getattr(error, "name", None) or "").partition(".")[0]
     if not issubclass(kind, ModuleNotFoundError) or module not in _needed_modules():
         sys.__excepthook__(kind, error, trace)
@@ -111,7 +111,7 @@ def _needed_modules():  # type: ignore[no-untyped-def]
 
 
 def _right_command() -> str:
-    """Return the command that installs the packages; or, if the project has a .venv, the interpreter to use."""
+    """Return the command that installs the packages, or the project's .venv interpreter if another one is running."""
     if INSTALLED:
         return f"{sys.executable} -m pip install ebbflow"
     python = IMPORT_ROOT / ".venv" / "bin" / "python"

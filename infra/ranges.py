@@ -1,4 +1,4 @@
-"""Reads of byte ranges of a local file into existing memory, without a copy and without the GIL."""
+"""Read byte ranges of local files into existing memory, without copying and without holding the GIL."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _MOST_BUFFERS = 1024  # limit of one preadv (POSIX IOV_MAX)
 def read_blocks(
     store: Store, key: str, start: int, buffers: Sequence[memoryview], *, block_bytes: int
 ) -> Iterator[list[memoryview]]:
-    """Read a part of an object in a local store into buffers, and yield each block of memory as soon as it is filled.
+    """Read a part of an object in a local store into buffers. Yield each block of memory as soon as it is filled.
 
-    Blocks have at most `block_bytes`, so that a checksum finds their bytes in the CPU cache. The buffers are filled
-    completely and in order, from the offset `start` of the object.
+    The part begins at byte `start` of the object. The buffers are filled in order and completely. A block has at most
+    `block_bytes`, so that its bytes are still in the CPU cache when the caller computes their checksum.
 
     Raises:
         ObjectNotFound: there is no such object.

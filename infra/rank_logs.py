@@ -1,12 +1,15 @@
-"""Rank logs: the record of one line, the reading and merging of records, and the command `ebbflow logs`.
+"""Logs of the ranks: the record of one line, reading and merging of records, and the command `ebbflow logs`.
+
+A record is one line of JSON with these fields:
 
     {"t": "2026-11-21T04:22:17.123Z", "job", "generation", "node", "rank", "step", "phase", "text", "start", "end"}
 
 t is when the agent read the line, usually within 50 ms after it was written. start and end are the line's byte offsets
-in the rank's raw log, line feed included. They show which records are copies, and which lines have no record.
+in the rank's raw log, line feed included. They show which records are duplicates, and which lines have no record.
 
-Below `logs/` on this machine, a rank writes the raw `<generation>-<id>/rank-N.log` and its agent `rank-N.jsonl` with
-the records. Agents also put records into the store, as segments. A line in both places is shown once.
+On this machine, a rank writes its raw log to `logs/<generation>-<id>/rank-N.log`, and its agent writes the records to
+`rank-N.jsonl` beside it. Agents also put records into the store, as segments. A line found in both places is shown
+once.
 """
 
 from __future__ import annotations
@@ -56,11 +59,11 @@ class LogLine:
 
     @property
     def identity(self) -> tuple[int, int, int, int, str]:
-        """Return a key that only copies of this record share, and no record of a deleted job of this name."""
+        """A key that only copies of this record share. Records of a deleted job of the same name have other keys."""
         return self.generation, self.node, self.rank, self.start, self.t
 
     def to_json(self) -> str:
-        """Return one line that is safe to print, without empty optional fields."""
+        """Return the record as one line of JSON that is safe to print, without empty optional fields."""
         record = dict(self.__dict__)
         for name in ("more", "dropped"):
             if not record[name]:
@@ -69,7 +72,7 @@ class LogLine:
 
     @classmethod
     def from_json(cls, line: str | bytes) -> LogLine:
-        """Read a record. Raises ValueError or TypeError if the text is not one."""
+        """Parse a record. Raises ValueError or TypeError if the line is not a record."""
         record = cls(**json.loads(line))
         places = (record.generation, record.node, record.rank, record.start, record.end)
         if not isinstance(record.t, str) or not isinstance(record.text, str) or not all(type(x) is int for x in places):
@@ -82,16 +85,16 @@ class LogLine:
 
 
 def utc_text(unix_seconds: float) -> str:
-    """Render a Unix time in ISO 8601 with milliseconds. These texts sort as their times do."""
+    """Format a Unix time as ISO 8601 in UTC with milliseconds. Sorting such texts sorts them by time."""
     milliseconds = round(unix_seconds * 1000)
     whole = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(milliseconds // 1000))
     return f"{whole}.{milliseconds % 1000:03d}Z"
 
 
 def escape_controls(text: str) -> str:
-    """Return a rank's line without colours and with other control characters escaped.
+    """Return a line of a rank's output without colours, and with other control characters escaped.
 
-    A progress bar that overwrites itself is reduced to its last state, with the number of states before it.
+    A progress bar that overwrites itself is reduced to its last state, preceded by the number of overwritten states.
     """
     parts = [part for part in strip_colours(text).split("\r") if part.strip()]
     if not parts:
@@ -101,10 +104,10 @@ def escape_controls(text: str) -> str:
 
 
 def split_lines(data: bytes, *, at_end: bool) -> list[tuple[bytes, bool]]:
-    """Split `data` into lines; a line longer than 16 KiB becomes several pieces, cut between two UTF-8 characters.
+    """Split `data` into lines, and lines longer than 16 KiB into pieces, without cutting through a UTF-8 character.
 
-    Returns for each piece its bytes with the line feed, and whether the line continues in the next piece. at_end: no
-    more data will come, so that an incomplete line at the end is returned too.
+    Return for each piece its bytes, line feed included, and whether the line continues in the next piece. With `at_end`
+    no more data will come, so an incomplete last line is returned too.
     """
     pieces: list[tuple[bytes, bool]] = []
     at = 0
@@ -139,14 +142,14 @@ _SEGMENT = re.compile(r"logs/\d{6}/\d+-\d+-[^/]+\.jsonl")
 
 
 class LogsError(InfraError):
-    """Logs that cannot be shown."""
+    """Error: a job's logs cannot be shown."""
 
     outcome = Outcome.CONFIG
 
 
 @dataclass
 class JobLogs:
-    """Lines of a job's logs."""
+    """The log lines of a job, with warnings about files that could not be read completely."""
 
     lines: list[LogLine] = field(default_factory=list)  # sorted by time
     notices: list[str] = field(default_factory=list)  # warnings of files that were not read completely
@@ -154,17 +157,17 @@ class JobLogs:
 
 @dataclass(frozen=True, kw_only=True)
 class LogFilter:
-    """Conditions on log lines. None stands for any value.
+    """Conditions that select log lines. None means any value.
 
     Attributes:
-        rank, node, generation: only lines with this number.
+        rank, node, generation: select only lines with this number.
     """
 
     rank: int | None = None
     node: int | None = None
     generation: int | None = None
     around_step: int | None = None  # only the lines nearest to this step, with lines before and after them
-    lines: int | None = None  # before and after the nearest ones; without around_step, the last ones
+    lines: int | None = None  # how many before and after the nearest; without around_step, how many at the end
 
     def matches(self, line: LogLine) -> bool:
         pairs = ((self.rank, line.rank), (self.node, line.node), (self.generation, line.generation))
@@ -172,10 +175,10 @@ class LogFilter:
 
 
 def read_logs(folders: Sequence[Path], stores: Sequence[Store]) -> JobLogs:
-    """Read all log lines of a job from its folders on this machine (with `logs/`) and its part of stores. Raises
-    StoreError.
+    """Read all log lines of a job from its folders on this machine and from its part of each store. Raises StoreError.
 
-    A line that is in several places is returned once. A damaged line is skipped, with a warning in the result.
+    Each of the folders has a subfolder `logs/`. A line found in several places is returned once. A damaged line is
+    skipped, with a warning in the result.
     """
     logs, found = JobLogs(), {}
     for folder in folders:
@@ -201,7 +204,7 @@ def filter_lines(lines: Iterable[LogLine], wanted: LogFilter) -> list[LogLine]:
 
 
 def render_lines(lines: Sequence[LogLine]) -> str:
-    """Summarize lines: how many there are, and their generations, nodes, ranks and steps."""
+    """Summarize log lines in one line of text: their number, generations, nodes, ranks and steps."""
     if not lines:
         return "no lines at all"
     parts = [f"{len(lines)} lines"]
@@ -213,9 +216,10 @@ def render_lines(lines: Sequence[LogLine]) -> str:
 
 
 def _around(lines: list[LogLine], step: int, context: int) -> list[LogLine]:
-    """Return the lines nearest to a step, with `context` lines before and after them; ranks print seldom.
+    """Return the lines whose step is nearest to `step`, with `context` lines before and after them.
 
-    Of several generations with equally near lines, all are returned.
+    Often no line has exactly this step, since ranks do not print at every step. If lines of several generations are
+    equally near, return those of each.
     """
     distances = [abs(line.step - step) for line in lines if line.step is not None]
     nearest = min(distances, default=None)
@@ -242,7 +246,10 @@ def _read_rank(raw: Path, notices: list[str]) -> list[LogLine]:
 
 
 def _unrecorded(raw: Path, lines: list[LogLine], notices: list[str]) -> list[LogLine]:
-    """Return records for the last lines of a raw log if a killed agent wrote none; their time is that of the file."""
+    """Return records for the last lines of a raw log if the agent was killed before it recorded them.
+
+    The time of these records is the raw log's time of modification.
+    """
     if not raw.exists():
         return []
     status = raw.stat()
@@ -276,7 +283,7 @@ def _unrecorded(raw: Path, lines: list[LogLine], notices: list[str]) -> list[Log
 
 
 def _ranges(descriptor: int, start: int, end: int) -> Iterator[tuple[int, int, bool]]:
-    """Yield (start, end, whether it is a hole) for each part of a file's range; agents make holes to limit its size."""
+    """Yield (start, end, is_hole) for each part of a range of a file. Agents punch holes to limit a raw log's size."""
     while start < end:
         try:
             data = min(end, os.lseek(descriptor, start, os.SEEK_DATA))
@@ -295,7 +302,7 @@ def _ranges(descriptor: int, start: int, end: int) -> Iterator[tuple[int, int, b
 
 
 def _place(raw: Path, lines: list[LogLine]) -> dict | None:
-    """Return job, generation, node and rank of a raw log, from its records or the rank's specification, or None."""
+    """Return a raw log's job, generation, node and rank from its records or its spec file; None if both lack them."""
     if lines:
         return {name: getattr(lines[0], name) for name in ("job", "generation", "node", "rank")}
     try:
@@ -326,7 +333,7 @@ _REQUEST_SECONDS = 30.0
 
 
 def add_logs_command(commands: argparse._SubParsersAction, project_root: Path) -> None:
-    """Add the command `logs`. project_root: folder of runs/, unless EBBFLOW_RUNS names another."""
+    """Add the command `logs`. `project_root` has the folder runs/, unless EBBFLOW_RUNS names another one."""
     command = commands.add_parser("logs", help="what the ranks of a job printed, merged by time")
     command.add_argument("job", metavar="JOB", help="a job's name, or latest")
     command.add_argument("--rank", type=int, metavar="R", help="of this rank only")
@@ -340,7 +347,7 @@ def add_logs_command(commands: argparse._SubParsersAction, project_root: Path) -
 
 
 def show_logs(options: argparse.Namespace, project_root: Path) -> int:
-    """Print the matching lines, and return 0; 1 if none matches or the store does not answer; 2 for an unknown job."""
+    """Print the matching lines. Return 0; 1 if no line matches or the store does not answer; 2 for an unknown job."""
     numbers = {name: getattr(options, name) for name in ("rank", "node", "generation", "lines")}
     wanted = LogFilter(around_step=options.around, **numbers)
     try:
@@ -364,10 +371,10 @@ def show_logs(options: argparse.Namespace, project_root: Path) -> int:
 
 
 def find_logs(job: str, store_uri: str | None, project_root: Path) -> JobLogs:
-    """Read the logs on this machine and in the job's store.
+    """Read a job's logs from this machine and from the job's store.
 
-    If the store fails and this machine has logs, they are returned with a warning. Raises LogsError for an unknown job,
-    LayoutError for an impossible name, and StoreError if the store failed and this machine has no logs.
+    If the store fails, return the logs of this machine with a warning. Raises LogsError (unknown job), LayoutError
+    (invalid job name), StoreError (the store failed and this machine has no logs).
     """
     runs = runs_folder(project_root)
     place = runs / job

@@ -1,4 +1,4 @@
-"""Interruption rates, optimal save intervals, and the expected loss of an interval: pure math."""
+"""Formulas for interruption rates, optimal save intervals, and the time that a given interval is expected to lose."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 
 def young_interval_seconds(save_seconds: float, hazard_per_hour: float) -> float:
-    """Return Young's optimal seconds between saves: √(2 · save cost · mean time between interruptions).
+    """Return Young's optimal interval between saves in seconds: √(2 · save cost · mean time between interruptions).
 
-    It is valid while a save is short compared to the mean time between interruptions. Both arguments are of the whole
-    gang; without a hazard the result is infinity. Raises ValueError for a negative argument.
+    It is valid while a save is short compared to the mean time between interruptions. Both arguments refer to the whole
+    gang. For a hazard of 0 the result is infinity. Raises ValueError for a negative argument.
 
     Source: J. W. Young, "A first order approximation to the optimum checkpoint interval", CACM 17(9), 1974.
     """
@@ -21,10 +21,11 @@ def young_interval_seconds(save_seconds: float, hazard_per_hour: float) -> float
 
 
 def daly_interval_seconds(save_seconds: float, hazard_per_hour: float) -> float:
-    """Return Daly's optimal training time between two saves in seconds, with the higher-order terms.
+    """Return Daly's optimal training time between two saves in seconds, which adds higher-order terms to Young's.
 
-    √(2δM) · (1 + ⅓·√(δ/2M) + ⅑·δ/2M) − δ for a save cost δ below 2M, else M, where M is the mean time between
-    interruptions. For δ much smaller than M it equals Young's. Arguments and infinity as in `young_interval_seconds`.
+    With the save cost δ and the mean time between interruptions M, it is √(2δM) · (1 + ⅓·√(δ/2M) + ⅑·δ/2M) − δ if δ is
+    below 2M, else M. For δ much smaller than M it equals Young's interval. Arguments, errors and the result for a
+    hazard of 0 are as in `young_interval_seconds`.
 
     Source: J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", Future
     Generation Computer Systems 22(3), 2006, equation 37.
@@ -42,11 +43,11 @@ def daly_interval_seconds(save_seconds: float, hazard_per_hour: float) -> float:
 def expected_loss(
     interval_seconds: float, save_seconds: float, hazard_per_hour: float, *, exposed_seconds: float = 0.0
 ) -> float:
-    """Return the fraction of time lost, at most 1: the cost of a save per interval, and half an interval per
-    interruption.
+    """Return the expected fraction of time lost to saves and interruptions, at most 1.
 
-    This is the first order in interval × hazard, which is small for intervals near the optimum. exposed_seconds: time
-    from the staging of a save until its commit; an interruption in this time also loses the work since the save before.
+    Each interval costs one save. Each interruption loses half an interval on average, plus `exposed_seconds`: the time
+    from the staging of a save until its commit, in which an interruption also loses the work since the save before. The
+    result is a first-order approximation in interval × hazard, which is small for intervals near the optimum.
     """
     _check(save_seconds, hazard_per_hour)
     if interval_seconds <= 0:
@@ -71,7 +72,7 @@ class GammaHazard:
         return cls(weight, weight / hazard_per_hour)
 
     def seen(self, interruptions: float, hours: float) -> GammaHazard:
-        """Return the posterior after `interruptions` were observed in `hours` more."""
+        """Return the posterior after observing `interruptions` more of them in `hours` more hours."""
         if interruptions < 0 or hours < 0:
             raise ValueError(f"interruptions {interruptions} and hours {hours} must not be negative")
         return GammaHazard(self.shape + interruptions, self.hours + hours)
@@ -93,10 +94,10 @@ _GUESSES = ((0.5, 1.0, 8.0), (0.125, 0.1, 2.0), (0.125, 1 / 3, 2.0), (0.125, 3.0
 class PlannedHazard:
     """Estimate of the interruptions per hour from a plan that may be wrong by a factor: a mixture of Gammas.
 
-    While observations agree with the plan, it counts like eight observed interruptions. Once they contradict the plan,
-    it loses its weight, which the prior of a single Gamma cannot do. Components are weighted by the marginal likelihood
-    of Poisson arrivals, Γ(a + n) / Γ(a) · b^a / (b + T)^(a + n), for n interruptions in T hours and a Gamma of shape a
-    and b hours. `ebbflow bench money interval` measures the benefit.
+    While observations agree with the plan, the plan counts as much as eight observed interruptions. Once they
+    contradict it, it loses its weight, which a prior of a single Gamma cannot do. Each component is weighted by the
+    marginal likelihood of n interruptions in T hours, Γ(a + n) / Γ(a) · b^a / (b + T)^(a + n), where a and b are the
+    component's shape and hours. `ebbflow bench money interval` measures the benefit.
     """
 
     planned_per_hour: float  # interruptions per hour in the plan

@@ -1,4 +1,4 @@
-"""The packages that a job needs, and the supported versions of each: the same ranges as in setup.cfg."""
+"""The packages that a job needs, with the supported versions of each (the same ranges as in setup.cfg)."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ OLDEST_PYTHON, NEWEST_PYTHON, TESTED_PYTHON = (3, 11), (3, 13), (3, 11)
 
 @dataclass(frozen=True)
 class Requirement:
-    """A distribution, the module it provides, and the supported range of versions.
+    """A required distribution, the module it provides, and the supported range of versions.
 
     Attributes:
-        least, below: the range; `below` is not part of it.
+        least: first supported version.
+        below: first version after the range.
     """
 
     name: str
@@ -27,14 +28,14 @@ class Requirement:
         return f"{self.name}>={_dotted(self.least)},<{_dotted(self.below)}"
 
     def installed(self) -> str | None:
-        """Return the installed version, or None, without importing the package."""
+        """Return the installed version, or None if the package is missing. The package is not imported."""
         try:
             return metadata.version(self.name)
         except metadata.PackageNotFoundError:
             return None
 
     def is_supported(self, version: str) -> bool:
-        """Return whether a version is in the range; local builds such as 2.13.0+cpu count as their number."""
+        """Return whether a version is in the range. A local suffix is ignored: 2.13.0+cpu counts as 2.13.0."""
         return self.least <= _numbers(version) < self.below
 
     def is_tested(self, version: str) -> bool:

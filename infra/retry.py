@@ -1,7 +1,7 @@
-"""Retries with exponential backoff until a deadline, and a deadline for calls that may hang.
+"""Retries with exponential backoff until a deadline, and a time limit for calls that may hang.
 
-The package tenacity is not used: it cannot limit tries by the kind of error, nor account for the time of the call
-itself.
+The package tenacity is not used, because it cannot limit the number of tries by the kind of error, nor count the
+duration of the call itself towards the deadline.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ T = TypeVar("T")
 def backoff_pauses(*, first_seconds: float = 0.02, longest_seconds: float = 2.0) -> Iterator[float]:
     """Yield random pauses in seconds, without end. Their upper limit doubles until it reaches `longest_seconds`.
 
-    They are random so that processes that failed together do not retry together.
+    Randomness keeps processes that failed together from retrying together.
     """
     limit = first_seconds
     while True:
@@ -38,13 +38,13 @@ def retry(
     pauses: Iterator[float] | None = None,
     sleep: Callable[[float], object] = time.sleep,
 ) -> T:
-    """Call a function until it succeeds, fails for good, or the time is over, and return its result.
+    """Call a function until it succeeds, and return its result. Stop at an incurable error or at the deadline.
 
     Args:
-        left: returns the seconds until the deadline. There is a further try only if the next pause ends before it.
+        left: returns the seconds until the deadline. There is another try only if the next pause ends before it.
         curable: takes an exception and the number of tries so far, and returns whether another try may help.
         give_up: takes the last exception and the number of tries, and returns the exception to raise.
-        pauses: seconds between tries; default: `backoff_pauses()`.
+        pauses: seconds to wait between tries; default: `backoff_pauses()`.
         sleep: waits for a number of seconds.
     """
     for tries, pause in enumerate(pauses or backoff_pauses(), start=1):
@@ -62,9 +62,9 @@ def retry(
 def call_within(seconds: float, call: Callable[[], T], name: str, late: Callable[[], Exception]) -> T:
     """Call a function with a time limit. Return its result, or raise its exception.
 
-    The call runs in a daemon thread. A call that never returns is abandoned, and does not keep the process from
-    exiting: name servers, sources of credentials, file systems and foreign libraries can hang and cannot be
-    interrupted.
+    The call runs in a daemon thread, because name servers, sources of credentials, file systems and foreign libraries
+    can hang and cannot be interrupted. A call that never returns is abandoned, and does not keep the process from
+    exiting.
 
     Args:
         seconds: time limit. At 0 or less the function is not called.

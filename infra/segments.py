@@ -1,15 +1,16 @@
-"""Segments of the event log: how one is written with its checksums, and how all of a job's are read and verified.
+"""Segments of the event log: write one with its checksums, and read and verify all segments of a job.
 
-A segment is an object of event lines and, as its last line, a seal with their checksums:
+A segment is an object with one event per line. Its last line is a seal with the checksums of the events:
 
     {"seal":2,"segment":KEY,"checksums":[CRC-32 of each event line],"last":BOOL,"checksum":CRC-32 of the seal}
 
-The seal names its own segment, which detects copied, joined, emptied and truncated segments. Each writer numbers its
-segments, which detects lost ones; `last` marks the final one. Segments of version 1 have no seal and are read as is.
+The seal names its own segment, which reveals copied, joined, emptied and truncated segments. Each writer numbers its
+segments, which reveals lost ones; `last` marks the writer's final segment. Segments of version 1 have no seal and are
+read without verification.
 
 S3 lists new objects at once. Other stores (OpenStack Swift) may omit an object from a listing for a while, although it
-can be read by its name. Two things find such an object: each writer's segments are numbered, so the next one can be
-requested; and the events of a generation show which processes must have written segments.
+can be read by its name. Two things help to find such an object: each writer's segments are numbered, so the next one
+can be requested; and the events of a generation show which processes must have written segments.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Damage:
 
 @dataclass(frozen=True)
 class Line:
-    """One event line."""
+    """An event line of a segment."""
 
     segment: str  # key of the segment that contains it
     number: int  # number of the line, counted from 1
@@ -66,7 +67,7 @@ class Line:
 
 @dataclass(kw_only=True)
 class Segments:
-    """Segments read from a store."""
+    """Segments read from a store, before verification."""
 
     contents: dict[str, bytes] = field(default_factory=dict)  # content of each segment, by key
     damage: list[Damage] = field(default_factory=list)  # damage found so far
@@ -79,16 +80,16 @@ class Segments:
 
 @dataclass(kw_only=True)
 class Unsealed:
-    """All event lines of a log after verification, and its damage."""
+    """All event lines of a log after verification, and the damage that was found."""
 
     lines: list[Line]  # the event lines, without copies
     damage: list[Damage]  # everything that cannot be used
     writers: set[tuple[str, str]]  # processes with segments, as (prefix of the key, random text in the key)
-    open_writers: set[tuple[str, str]]  # with seals, and without a segment marked `last`
+    open_writers: set[tuple[str, str]]  # those with seals and no segment marked `last`
 
 
 def seal_segment(key: str, lines: Sequence[str], *, last: bool) -> bytes:
-    """Return the content of a segment: the events' JSON lines and their seal. last: the writer closes its log."""
+    """Return the bytes of a segment: the events' JSON lines and their seal. `last`: it is the writer's final one."""
     encoded = [line.encode() for line in lines]
     seal = {"seal": _SEAL_VERSION, "segment": key, "checksums": [_checksum(line) for line in encoded], "last": last}
     body = json.dumps(seal, separators=(",", ":")).encode()
@@ -123,7 +124,7 @@ def unseal(segments: Segments) -> Unsealed:
 
 
 def read_segments(job_store: Store) -> Segments:
-    """Read every segment of a job; one that cannot be read becomes damage. Raises StoreError if the store fails."""
+    """Read every segment of a job. Record unreadable ones as damage; raise StoreError if the store itself fails."""
     found = Segments()
     with ThreadPoolExecutor(_READERS, thread_name_prefix="events") as pool:
         _read_listed(job_store, pool, found)
@@ -153,11 +154,11 @@ def _key_of(writer: tuple[str, str], number: int) -> str:
 def _unseal_one(
     key: str, content: bytes, own: list[Line], foreign: list[Line], damage: list[Damage], last: dict[str, bool]
 ) -> None:
-    """Verify one segment, and add the results to the collections given.
+    """Verify one segment, and add its lines and its damage to the collections given.
 
-    Lines that the segment's own seal or a damaged seal covers, and all lines without any seal, go to `own`; lines that
-    the seal of another segment covers, and those after the last seal, to `foreign`. `last` maps the segment's key to
-    whether its seal marks it as the writer's final one.
+    `own` gets the lines that the segment's own seal or a damaged seal covers, and all lines of a segment without any
+    seal. `foreign` gets the lines that another segment's seal covers, and those after the last seal. `last` records, by
+    key, whether the segment's seal marks it as its writer's final one.
     """
     numbered = list(enumerate(content.split(b"\n"), start=1))
     if numbered[-1][1] == b"":
@@ -199,7 +200,10 @@ def _unseal_one(
 
 
 def _once(lines: Sequence[Line], damage: list[Damage]) -> list[Line]:
-    """Return the lines without copies, and add these to the damage. No two events of a process have the same times."""
+    """Return the lines without duplicates, and report the duplicates as damage.
+
+    Equal lines are always copies, because no two events of a process have the same time.
+    """
     first: dict[bytes, str] = {}
     copies: Counter[tuple[str, str]] = Counter()
     found = []
@@ -215,7 +219,7 @@ def _once(lines: Sequence[Line], damage: list[Damage]) -> list[Line]:
 
 
 def _read_seal(line: bytes) -> tuple[str, list[str], bool] | None:
-    """Return segment, checksums and the mark `last` of a seal; None if the seal does not match its own checksum."""
+    """Parse a seal into (segment, checksums, last). Return None if the seal does not match its own checksum."""
     body, mark, checksum = line.rpartition(b',"checksum":')
     if not mark or checksum != f'"{_checksum(body + b"}")}"}}'.encode():
         return None
@@ -229,7 +233,7 @@ def _read_seal(line: bytes) -> tuple[str, list[str], bool] | None:
 def _verify(
     pending: list[tuple[int, bytes]], checksums: list[str]
 ) -> tuple[list[tuple[int, bytes]], list[tuple[int, bytes]]]:
-    """Split numbered lines into those whose checksum is in the seal, whatever their position, and the others."""
+    """Split numbered lines into those whose checksum is in the seal, at any position, and the others."""
     left = Counter(checksums)
     good, bad = [], []
     for number, line in pending:
@@ -273,7 +277,7 @@ def _read_listed(job_store: Store, pool: ThreadPoolExecutor, found: Segments) ->
 
 
 def _get(job_store: Store, key: str) -> bytes | str:
-    """Return the content of an object, or the reason why it cannot be read. Raises StoreError if the store fails."""
+    """Return the content of an object, or a message why it is unreadable. Raises StoreError if the store fails."""
     try:
         return job_store.get(key)
     except StoreUnavailable:
@@ -285,7 +289,7 @@ def _get(job_store: Store, key: str) -> bytes | str:
 
 
 def _list_folder(folder: Path) -> tuple[list[str], list[Damage]]:
-    """Return the keys of the segments in a folder, and damage for each entry, such as a pipe, that is no file."""
+    """Return the keys of the segments in a folder, and damage for each entry that is no regular file (a pipe)."""
     keys: list[str] = []
     damage: list[Damage] = []
     for name, path in _entries(folder, "events", damage):
@@ -321,9 +325,9 @@ def _entries(folder: Path, key: str, damage: list[Damage]) -> list[tuple[str, Pa
 
 
 def _read_next(job_store: Store, pool: ThreadPoolExecutor, found: Segments) -> None:
-    """Read segments that the listing omits: gaps in each writer's numbers and, in a remote store, later numbers.
+    """Read segments that the listing omits: gaps in each writer's numbers and, in a remote store, higher numbers.
 
-    At most `_MOST_MISSING` missing segments are requested per writer; `unseal` reports all that are missing.
+    Request at most `_MOST_MISSING` missing segments per writer; `unseal` reports all that are missing.
     """
     numbers: dict[tuple[str, str], set[int]] = defaultdict(set)
     for key in [*found.contents, *found.unreadable]:
@@ -353,8 +357,9 @@ def _read_next(job_store: Store, pool: ThreadPoolExecutor, found: Segments) -> N
 
 
 def _silent_writers(found: dict[str, bytes]) -> dict[str, bool]:
-    """Return the key prefixes of agents and ranks without segments in an ended generation; True: its end
-    was planned.
+    """Find the agents and ranks of ended generations that should have written segments and have none.
+
+    Return the prefix of their keys, and for each whether the generation's end was planned.
     """
     heard = {match[1] for key in found if (match := _NAME.fullmatch(key))}
     ended: dict[int, bool] = {}

@@ -1,6 +1,6 @@
-"""Environment variable with the key that signs commits.
+"""The environment variable that contains the key for signing commits.
 
-The key is secret: it is read where it is used, and is never in a configuration, argument, event or stored object.
+The key is secret: it is read only where it is used, and is never in a configuration, argument, event or stored object.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ NAME_PATTERN = re.compile(r"[A-Z_][A-Z0-9_]{0,99}")  # a secret given by mistake
 
 
 def signing_key_problem(name: str) -> str:
-    """Return why the environment variable `name` cannot be the signing key; "" if it can."""
+    """Return why the environment variable `name` does not contain a usable signing key; "" if it does."""
     variable = f"the environment variable {name} (checkpoint.signing_key_env)"
     length = len(os.fsencode(os.environ.get(name, "")))
     if not length:

@@ -10,14 +10,15 @@ BUDGET_THRESHOLDS = (0.5, 0.8, 1.0)
 
 @dataclass(frozen=True, kw_only=True)
 class Fallback:
-    """Time and dollars that an attempt on Spot keeps in reserve, with which the job can finish on demand.
+    """Time and dollars that an attempt on Spot keeps in reserve, so that the job can still finish on demand.
 
     Attributes:
-        seconds: wait for on-demand machines, their start, the work that a loss now would undo, and a last save.
-        restart_seconds, restart_usd: start of the ranks after a failure on the same machines.
-        step_seconds: duration of a step on demand, with its share of the checkpoints.
-        usd: dollars of `seconds` without the unpaid wait.
-        step_usd: dollars of a step on demand.
+        seconds: time to wait for on-demand machines, start them, redo the work that an interruption now would lose, and
+            save once more.
+        restart_seconds, restart_usd: time and cost of a restart of the ranks on the same machines after a failure.
+        step_seconds: duration of a step on demand, including its share of the checkpoints.
+        usd: cost of `seconds`, in which the wait is free.
+        step_usd: cost of a step on demand.
     """
 
     seconds: float
@@ -30,7 +31,10 @@ class Fallback:
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """Budget, deadline and prices of a job. Floats, because they only drive decisions; the ledger is Decimal."""
+    """Budget, deadline and prices of a job.
+
+    Prices are floats, because they only drive decisions; the ledger uses Decimal.
+    """
 
     usd_per_rank_second: float  # price of the planned capacity per rank
     budget_usd: float | None = None  # spending limit of the job; None: no limit
@@ -45,11 +49,14 @@ class Terms:
 
     @property
     def spendable_usd(self) -> float | None:
-        """Return the budget without the reserve; None without a budget."""
+        """The budget less the reserve; None without a budget."""
         return None if self.budget_usd is None else self.budget_usd - self.reserve_usd
 
     def reached(self, spent_usd: float) -> list[float]:
-        """Return the `BUDGET_THRESHOLDS` that `spent_usd` reaches; for the last one, the reserve counts as spent."""
+        """Return the `BUDGET_THRESHOLDS` that `spent_usd` reaches.
+
+        The last one is reached as soon as only the reserve of the budget is left.
+        """
         if self.budget_usd is None:
             return []
         limits = {share: self.budget_usd * share for share in BUDGET_THRESHOLDS}
@@ -57,7 +64,7 @@ class Terms:
         return [share for share, usd in limits.items() if spent_usd >= usd]
 
     def out_of_money(self) -> str:
-        """Return why a gang must not start, if only the reserve of the budget is left; "" if it may start."""
+        """Return why a gang must not start: only the reserve of the budget is left. Return "" if it may start."""
         if self.spendable_usd is None or self.spent_usd < self.spendable_usd:
             return ""
         return (
@@ -71,9 +78,9 @@ class Terms:
         """Return why the attempt must leave Spot now so that the job can finish on demand; "" if it may stay.
 
         Args:
-            spent_usd: dollars spent so far, this attempt included.
+            spent_usd: dollars spent so far, including this attempt.
             slowness: measured duration of a step divided by the planned one, at least 1.
-            restart: the ranks would have to start again first.
+            restart: whether the ranks would first have to start again.
         """
         if self.fallback is None:
             return ""

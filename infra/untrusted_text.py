@@ -1,8 +1,9 @@
-"""Escaping of untrusted text for terminals: exception messages, output of ranks, job names, keys, AWS messages.
+"""Escape untrusted text before it reaches a terminal: exception messages, rank output, job names, keys, AWS messages.
 
-A terminal executes what it prints: escape sequences move the cursor, erase lines, set the window's title or the
-clipboard, a carriage return overwrites a line, and bidirectional overrides reorder text. Each entry point calls
-`guard_terminal` first, so that all output of its process passes `printable`. Raw logs of ranks keep their bytes.
+A terminal executes control characters in its input: escape sequences move the cursor, erase lines, and set the window's
+title or the clipboard; a carriage return overwrites a line; bidirectional overrides reorder text. Each entry point
+calls `guard_terminal` first, so that all output of its process goes through `printable`. The raw logs of ranks keep
+their bytes.
 """
 
 from __future__ import annotations
@@ -27,28 +28,28 @@ _METAFLOWS = re.compile(r"(\x1b\[(?:0|1|22|3[1-7]|39|9[1-7])?m|\x1b\[K)")
 
 
 def printable(text: object) -> str:
-    """Return the text with each unsafe character as a JSON escape: \\u001b for ESC.
+    """Return the text with each unsafe character replaced by a JSON escape, such as \\u001b for ESC.
 
-    Tab and line feed stay; a carriage return before a line feed is removed. The function is idempotent, and a JSON
-    document keeps its content.
+    Tabs and line feeds stay; a carriage return before a line feed is removed. The function is idempotent, and does not
+    change the meaning of a JSON document.
     """
     return _UNSAFE.sub(_escape, str(text).replace("\r\n", "\n"))
 
 
 def one_line(text: object) -> str:
-    """Return printable text with each run of line breaks and tabs as one space."""
+    """Return printable text with each run of line breaks and tabs replaced by one space."""
     return printable(re.sub(r"[\t\n\v\f\r\x85\u2028\u2029]+", " ", str(text)).strip())
 
 
 def strip_colours(text: str) -> str:
-    """Remove the escape sequences that only colour text. Text that they concealed is kept."""
+    """Remove the escape sequences that set colours and styles. Text that they made invisible is kept."""
     return _COLOURS.sub("", text)
 
 
 def guard_terminal(*, keep_colours: bool = False) -> None:
     """Escape unsafe characters in everything that this process writes to sys.stdout and sys.stderr from now on.
 
-    keep_colours: pass Metaflow's own colours, for processes in which Metaflow writes to the terminal.
+    With `keep_colours`, Metaflow's own colours stay; use it in processes in which Metaflow writes to the terminal.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -57,9 +58,9 @@ def guard_terminal(*, keep_colours: bool = False) -> None:
 
 
 class GuardedStream:
-    """A text stream that escapes unsafe characters, and passes everything else to the stream behind it.
+    """A text stream that escapes unsafe characters and writes the result to another stream.
 
-    Characters that the stream's encoding lacks become similar ASCII or escapes, so that an ASCII terminal raises no
+    Characters that the other stream cannot encode become similar ASCII or escapes, so that an ASCII terminal raises no
     error.
     """
 

@@ -1,10 +1,10 @@
-"""Upload targets for objects in parts: a bucket or a folder.
+"""Upload targets that receive an object in parts: a bucket or a folder.
 
-Checksums are CRC64NVME, as 64-bit integers here and as base64 of 8 big-endian bytes on the wire. They accompany each
-part and the whole object, and stores that support them verify them.
+Checksums are CRC64NVME: 64-bit integers in this module, base64 of the 8 big-endian bytes in requests. Each part is sent
+with its checksum, and so is the whole object; stores that support these checksums verify them.
 
-In a folder, whole blocks bypass the page cache where the file system allows it. Through the page cache the same bytes
-cost about ten times the processor time and evict cached training data (measured on ext4).
+In a folder, large blocks bypass the page cache where the file system allows it. Writing them through the page cache
+takes about ten times the processor time and evicts cached training data (measured on ext4).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _SHORTEST_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class UploadedPart:
-    """A part in the store."""
+    """A part of an object that the store has received."""
 
     number: int  # counted from 1
     etag: str
@@ -47,13 +47,13 @@ class UploadedPart:
 
 
 class UploadSink(Protocol):
-    """An upload target for objects in parts. Keys are relative to its root. Checksums are CRC64NVME.
+    """Upload target for objects in parts. Keys are relative to its root; `seconds` limits each request.
 
-    `begin` starts an upload, and its result is passed to `put_part`, `finish` and `abort`. `put_part` may run in
-    several threads at once. `finish` takes the checksums of the parts and of the whole object and returns the store's
-    checksum; `size` returns (bytes, checksum); the checksum is None if the store gives none. `sweep` aborts the
-    unfinished uploads below a prefix that are older than a limit, and returns their keys. Every request ends within
-    `seconds`.
+    `begin` starts an upload; pass its result to `put_part`, `finish` and `abort`. `put_part` may run in several threads
+    at once. `finish` takes the checksums of the parts (`crcs`) and of the whole object (`whole`), and returns the
+    checksum that the store computed, or None if it computes none. `size` returns the object's size in bytes and the
+    store's checksum or None. `sweep` aborts the unfinished uploads below a prefix that are older than a limit, and
+    returns their keys.
     """
 
     def begin(self, key: str, size: int, *, parts: int, seconds: float) -> Any: ...
@@ -74,7 +74,7 @@ class UploadSink(Protocol):
 
 
 def open_sink(uri: str, throttle: Throttle) -> UploadSink:
-    """Open the upload target for ``s3://bucket/prefix`` or a folder, as in `Store.uri`."""
+    """Open the upload target at `uri`: ``s3://bucket/prefix`` or the path of a folder."""
     if uri.startswith("s3://"):
         bucket, prefix = split_uri(uri)
         return BucketSink(bucket, find_account(), throttle, prefix)
@@ -83,14 +83,14 @@ def open_sink(uri: str, throttle: Throttle) -> UploadSink:
 
 @dataclass(frozen=True)
 class MultipartUpload:
-    """A multipart upload in progress. Its id is "" if the object is put in one request instead."""
+    """A multipart upload in progress. Its `id` is empty if the object is sent in one put request instead."""
 
     key: str
     id: str
 
 
 class BucketSink:
-    """An upload target in a bucket. A single part is sent as a plain put, several parts as a multipart upload."""
+    """Upload target in a bucket. An object of one part is sent as a plain put, any other as a multipart upload."""
 
     def __init__(self, bucket: str, account: Callable[[], S3Account], throttle: Throttle, prefix: str = "") -> None:
         self._client = S3Client(bucket, account)
@@ -163,7 +163,7 @@ class BucketSink:
         return swept
 
     def _unfinished(self, prefix: str, seconds: float) -> Iterator[tuple[MultipartUpload, float]]:
-        """Yield each unfinished upload with its age in seconds by the store's clock."""
+        """Yield each unfinished upload below `prefix` with its age in seconds, by the store's clock."""
         query: dict[str, str] | None = {"uploads": "", "prefix": prefix}
         while query is not None:
             answer = self._client.send("GET", "", query=query, seconds=seconds)
@@ -185,7 +185,7 @@ def _encoded(crc64nvme: int) -> str:
 
 
 def _decoded(text: str) -> int | None:
-    """Decode a checksum. Return None for a checksum of the parts' checksums, such as "…-3", which some stores send."""
+    """Decode a base64 checksum. Return None for a composite one (a checksum of the parts' checksums: "…-3")."""
     return None if "-" in text else int.from_bytes(base64.b64decode(text), "big")
 
 
@@ -195,7 +195,7 @@ def _stated(answer: S3Response) -> int | None:
 
 
 def _parse(answer: S3Response) -> ElementTree.Element:
-    """Parse an XML answer. The namespace is removed, because only some stores send it."""
+    """Parse an XML response and strip its namespace, which only some stores send."""
     try:
         document = ElementTree.fromstring(answer.body)
     except ElementTree.ParseError as error:
@@ -207,7 +207,7 @@ def _parse(answer: S3Response) -> ElementTree.Element:
 
 @dataclass
 class _File:
-    """An unfinished file."""
+    """A file that is still being written in parts."""
 
     path: Path
     unfinished: Path  # path of the file until it is finished and renamed to `path`
@@ -216,7 +216,10 @@ class _File:
     hung: bool = False  # an abandoned call may still use the descriptors, so they are never closed
 
     def run(self, call: Callable[[], None], seconds: float) -> None:
-        """Run `call`, an operation on the file. Raises StoreTimeout at the deadline; later operations are refused."""
+        """Run `call`, which operates on the file, within `seconds`.
+
+        Raises StoreTimeout at the deadline. Every later call raises StoreError, because the first may still be running.
+        """
         if self.hung:
             raise StoreError(f"put {self.path}: an operation on this file hangs")
         try:
@@ -245,7 +248,7 @@ class _File:
 
 
 class FolderSink:
-    """An upload target in a folder. Parts are written into an unfinished file, which is then synced and renamed."""
+    """Upload target in a folder. Parts are written to a temporary file, which is synced and renamed at the end."""
 
     def __init__(self, root: Path, throttle: Throttle) -> None:
         self._root = root

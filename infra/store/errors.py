@@ -51,8 +51,9 @@ _FORBIDDEN_NUMBERS = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 
 @contextmanager
 def as_store_errors(operation: str, uri: str, otherwise: type[StoreError] = StoreError) -> Iterator[None]:
-    """Turn exceptions of obstore and of the operating system into a StoreError, a folder's unknown ones into
-    `otherwise`.
+    """Raise exceptions of obstore and of the operating system as StoreError with a one-line message.
+
+    `otherwise` is the class to raise for an unrecognised error of a folder.
     """
     try:
         yield

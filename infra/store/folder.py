@@ -1,7 +1,7 @@
-"""A folder as an object store whose operations end at their deadline even if the file system hangs.
+"""Object store in a folder. Each operation ends by its deadline even if the file system hangs.
 
 A call into a hanging file system (NFS, FUSE) cannot be interrupted. Each operation therefore runs in a daemon thread.
-At the deadline the caller gets an error and the thread is abandoned, so the process can continue and can exit. Files
+At the deadline the thread is abandoned and the caller gets an error, so the process can continue and can exit. Files
 are opened without blocking and must be regular: a FIFO or a device in place of an object is refused.
 """
 
@@ -28,17 +28,17 @@ _LONGEST_PATH = 4096
 
 
 class HangGuard:
-    """A guard for calls that may hang: it runs each in a thread of its own, and counts those that hang."""
+    """Runner of calls that may hang. It runs each call in its own thread, and counts those that hang."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._abandoned = 0
 
     def run(self, call: Callable[[], T], seconds: float, what: str) -> T:
-        """Run `call` in a thread, and return its result or raise its exception. `what` names operation and object in
-        errors.
+        """Run `call` in a thread, and return its result or raise its exception.
 
-        Raises StoreTimeout (the call takes longer than `seconds`, or 64 earlier calls still hang).
+        `what` names the operation and the object in error messages. Raises StoreTimeout if the call takes longer than
+        `seconds`, or if 64 earlier calls still hang.
         """
         if self._abandoned >= _MOST_ABANDONED:
             raise StoreTimeout(f"{what}: not tried: {self._abandoned} operations on folders hang already")
@@ -73,7 +73,7 @@ _RUNNING = threading.local()  # is_abandoned: whether the call that this thread 
 def refuse_if_abandoned(what: str) -> None:
     """Raise StoreTimeout if the current call was abandoned at its deadline.
 
-    An operation checks this just before it changes something, because its caller has continued and may have written
+    An operation calls this just before it changes something, because its caller has continued and may have written
     newer data.
     """
     if hasattr(_RUNNING, "is_abandoned") and _RUNNING.is_abandoned():
@@ -81,7 +81,7 @@ def refuse_if_abandoned(what: str) -> None:
 
 
 HANG_GUARD = HangGuard()  # one for the process: hanging calls are counted over all stores
-os.register_at_fork(after_in_child=HANG_GUARD.__init__)  # a forked child has none of the threads
+os.register_at_fork(after_in_child=HANG_GUARD.__init__)  # a forked child has none of the parent's threads
 
 
 def open_regular(path: Path | str) -> int:
@@ -94,7 +94,7 @@ def open_regular(path: Path | str) -> int:
 
 
 class FolderBackend:
-    """The files below `root` as objects. Methods raise OSError; `Store` runs them in a `HangGuard`."""
+    """Objects stored as files below `root`. Methods raise OSError; `Store` runs them in a `HangGuard`."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -102,8 +102,8 @@ class FolderBackend:
     def put(self, key: str, data: memoryview, *, create: bool = False, private: bool = False) -> None:
         """Write an object, and sync the file and each folder up to the root to make it durable.
 
-        With `create`, raise FileExistsError if the object exists. A `private` file is readable for the current user
-        only.
+        With `create`, raise FileExistsError if the object exists. With `private`, only the current user can read the
+        file.
         """
         path = self._path(key)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -139,7 +139,7 @@ class FolderBackend:
             return file.read(length)
 
     def head(self, key: str) -> tuple[int, float]:
-        """Return (bytes, Unix time of modification). Raises FileNotFoundError for anything but a regular file."""
+        """Return (size in bytes, Unix time of modification). Raises FileNotFoundError if it is no regular file."""
         found = self._path(key).stat()
         if not stat.S_ISREG(found.st_mode):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(key))
@@ -149,10 +149,11 @@ class FolderBackend:
         self._path(key).unlink()
 
     def list(self, prefix: str, after: str) -> list[tuple[str, int, float]]:
-        """Return (key, size in bytes, Unix time of modification) of each file below the folder `prefix`, in no order.
+        """Return (key, size in bytes, Unix time of modification) of each file below the folder `prefix`, unsorted.
 
         Only keys greater than `after` are returned. Unfinished files, names that are not UTF-8, and links that are
-        broken or circular are skipped. Raises OSError if a folder cannot be read, instead of a partial listing.
+        broken or circular are skipped. Raises OSError if a folder cannot be read, instead of returning a partial
+        listing.
         """
         try:
             return [found for found in self._walk(prefix) if found[0] > after]
@@ -196,7 +197,7 @@ class FolderBackend:
 
 
 def sync_folders(folder: Path, root: Path) -> None:
-    """Sync `folder` and each folder above it up to `root`. Until then, a crash may lose the name of a new file."""
+    """Sync `folder` and each folder above it up to `root`, so that a crash does not lose the name of a new file."""
     while True:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:

@@ -1,8 +1,8 @@
 """The object store: the same few operations on a local folder and on a bucket.
 
-After `put` has returned, the object is durable: on S3 by the service's promise, in a folder by fsync of the file and
-its folders. Every operation ends within its deadline, even on a hanging file system. Objects with data, indexes or
-commits are never overwritten; reports are.
+After `put` has returned, the object is durable: S3 guarantees this, and in a folder the file and its folders are
+synced. Every operation ends within its deadline, even on a hanging file system. Objects with data, indexes or commits
+are never overwritten; reports are.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _SLOWEST_BYTES_PER_SECOND = 10e6  # of a folder's disk: a large object gets more
 
 @dataclass(frozen=True)
 class ObjectMeta:
-    """An object in a listing."""
+    """Key, size and time of modification of an object."""
 
     key: str  # relative to the store
     size: int  # in bytes
@@ -45,7 +45,7 @@ class ObjectMeta:
 
 
 class Store:
-    """The objects below a folder or a bucket's prefix, by relative keys. Open one in each process: forks break it."""
+    """Objects in a folder or below a bucket's prefix, by relative keys. Open a new store after a fork."""
 
     def __init__(
         self, backend: Any, uri: str, root: Path | None, prefix: str = "", *, request_seconds: float = 60.0
@@ -60,9 +60,9 @@ class Store:
     def open(cls, uri: str, *, request_timeout_seconds: float = 60.0) -> Store:
         """Open a folder (created if missing) or ``s3://bucket/prefix``. No request is sent to a bucket yet.
 
-        `request_timeout_seconds` limits each request with its retries. A large put or a long listing to a bucket is
-        several
-        requests. In a folder, each operation is one, and the limit grows by 1 s for each 10 MB.
+        `request_timeout_seconds` limits each request, retries included. In a bucket, a large put or a long listing
+        takes several requests. In a folder, each operation counts as one request, and the limit grows by 1 s for each
+        10 MB.
         """
         if uri.startswith("s3://"):
             bucket, prefix = split_uri(uri)
@@ -90,8 +90,8 @@ class Store:
     def put(self, key: str, data: Buffer, *, tags: Mapping[str, str] | None = None, private: bool = False) -> None:
         """Write the whole object and make it durable. Raises StoreError.
 
-        `tags` are for the lifecycle rules of Amazon's buckets. In a folder, a `private` file is readable for this
-        user only.
+        `tags` are set in Amazon's buckets only, for their lifecycle rules. In a folder, only the current user can read
+        a `private` file.
         """
         view, full = memoryview(data).cast("B"), self._full(key)
         with as_store_errors("put", f"{self.uri}/{key}"):
@@ -101,11 +101,11 @@ class Store:
                 obstore.put(self._backend, full, view, tags=dict(tags) if tags else None)
 
     def create(self, key: str, data: Buffer) -> bool:
-        """Write an object durably unless the key exists. Return False if it exists with other content.
+        """Write an object durably unless the key exists. Return False if the key exists with other content.
 
-        If two processes create the same key at the same time, only one succeeds: a bucket's service decides
-        (If-None-Match). Some services do not know this condition, or check it before the write (OpenStack Swift). With
-        these, both may succeed, and the object has the later content.
+        If two processes create the same key at the same time, only one succeeds; in a bucket, the service makes sure of
+        this (If-None-Match). Some services do not support this condition, or check it before the write (OpenStack
+        Swift). Then both may succeed, and the later content remains.
         """
         view, full = memoryview(data).cast("B"), self._full(key)
         try:
@@ -162,7 +162,7 @@ class Store:
             return None
 
     def list(self, prefix: str = "", *, limit: int | None = None) -> list[ObjectMeta]:
-        """Return the objects below the folder `prefix`, sorted by key, and no more than `limit` of them."""
+        """Return the objects below the folder `prefix`, sorted by key; at most `limit` of them."""
         found: list[ObjectMeta] = []
         for page in self.pages(prefix):
             found += page
@@ -173,8 +173,8 @@ class Store:
     def pages(self, prefix: str = "", *, after: str = "") -> Iterator[list[ObjectMeta]]:
         """Yield pages of up to 1,000 objects below the folder `prefix` with keys greater than `after`, sorted by key.
 
-        Each page is one request, which is sent when the caller asks for the page. A local folder is listed completely
-        before the first page, and so is a bucket whose first page is unsorted.
+        Each page is one request, which is sent when the caller asks for the page. However, a local folder, or a bucket
+        whose first page is unsorted, is listed completely before the first page.
         """
         given = self._given(prefix, after)
         first = next(given, [])
@@ -187,7 +187,7 @@ class Store:
             yield whole[start : start + _PAGE]
 
     def delete(self, key: str) -> None:
-        """Delete an object; a missing one is no error."""
+        """Delete an object. A missing object is not an error."""
         try:
             full = self._full(key)
             with as_store_errors("delete", f"{self.uri}/{key}"):
@@ -232,10 +232,10 @@ _PROBE = b"the store's clock"
 
 
 class StoreClock:
-    """The time by the store's clock, with which the store dates its objects.
+    """Clock that shows the store's time, with which the store dates its objects.
 
-    To read the clock, a small probe object is put, its date is read, and it is deleted. For the next 10 minutes,
-    elapsed time is added instead of probing again. The result is never later than the store's time, because the store
+    To read the time, it puts a small probe object, reads the object's date, and deletes it. For the next 10 minutes it
+    adds the elapsed time instead of probing again. The result is never later than the store's time, because the store
     dates a probe before its answer arrives. The age of an object is therefore never overestimated, and no object is
     deleted too early.
     """
@@ -245,7 +245,7 @@ class StoreClock:
         self._at = 0.0
 
     def now(self, store: Store, newest: float) -> float:
-        """Return the store's Unix time; `newest`, the date of the newest known object, if no probe can be written."""
+        """Return the store's Unix time; without write access, `newest`: the date of the newest known object."""
         elapsed = time.monotonic() - self._at
         if self._dated is None or elapsed > _ASK_AGAIN_SECONDS:
             self._dated, self._at, elapsed = _probed(store), time.monotonic(), 0.0

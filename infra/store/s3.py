@@ -42,9 +42,12 @@ class AwsSettings:
 def aws_settings() -> AwsSettings:
     """Return the region and the endpoint of S3. Environment variables take precedence over the AWS profile.
 
-    If AWS_IGNORE_CONFIGURED_ENDPOINT_URLS is true, the profile's endpoint is ignored. Raises StoreError (the profile
-    cannot be read), StoreMisconfigured (AWS_IGNORE_CONFIGURED_ENDPOINT_URLS is true but a variable sets an endpoint,
-    which obstore would not ignore).
+    If AWS_IGNORE_CONFIGURED_ENDPOINT_URLS is true, the profile's endpoint is ignored.
+
+    Raises:
+        StoreError: the profile cannot be read.
+        StoreMisconfigured: AWS_IGNORE_CONFIGURED_ENDPOINT_URLS is true, but a variable sets an endpoint, which obstore
+            would use nevertheless.
     """
     environment, profile = os.environ, _Profile()
     region = environment.get("AWS_REGION") or environment.get("AWS_DEFAULT_REGION") or profile.get("region")
@@ -59,10 +62,10 @@ def aws_settings() -> AwsSettings:
 
 
 def credential_provider(seconds: float) -> Callable[[], dict] | None:
-    """Return a function that obstore calls for credentials, each time within `seconds`, or None if it needs none.
+    """Return a function that gives obstore credentials, each time within `seconds`; None if obstore needs no function.
 
-    It needs none if the environment has access keys, or if AWS_SKIP_SIGNATURE is true because the bucket is public.
-    Raises StoreForbidden (there are none), StoreUnavailable (their source does not answer in time).
+    Obstore needs none if the environment has access keys, or if AWS_SKIP_SIGNATURE is true because the bucket is
+    public. Raises StoreForbidden (there are no credentials), StoreUnavailable (their source does not answer in time).
     """
     environment = os.environ
     if environment.get("AWS_ACCESS_KEY_ID") and environment.get("AWS_SECRET_ACCESS_KEY"):
@@ -113,7 +116,7 @@ def _within(seconds: float, find: Callable[[], T]) -> T:
 
 
 class _Profile:
-    """The active AWS profile from the shared configuration file. Without a file or profile, each key is None."""
+    """The active AWS profile in the shared configuration file. Without a file or profile, every key is None."""
 
     def __init__(self) -> None:
         name = os.environ.get("AWS_PROFILE") or os.environ.get("AWS_DEFAULT_PROFILE") or "default"
@@ -130,7 +133,7 @@ class _Profile:
         return self._file.get(self._section, key, fallback=None)
 
     def service(self, service: str, key: str) -> str | None:
-        """Return a key of one service, such as endpoint_url of s3, from the services section that the profile names."""
+        """Return a setting of one service, such as s3's endpoint_url, from the profile's `services` section."""
         section = f"services {self.get('services')}"
         for line in self._file.get(section, service, fallback="").splitlines():
             name, _, value = line.partition("=")
@@ -139,8 +142,8 @@ class _Profile:
         return None
 
 
-# Shares of a request's deadline: of one try, of the time in which tries start, of a pause, of connecting. The last try
-# starts within the second plus the third share and takes at most the first, together less than the deadline.
+# Fractions of a request's deadline: for one try, for the period in which tries may start, for a pause, for connecting.
+# The last try starts within the second plus the third and takes at most the first, together less than the deadline.
 _TRY, _TRIES_START, _PAUSE, _CONNECT = 0.7, 0.18, 0.1, 0.25
 _RETRIES = 4
 
@@ -156,7 +159,8 @@ def split_uri(uri: str) -> tuple[str, str]:
 def open_bucket(bucket: str, seconds: float) -> S3Store:
     """Open a client for a bucket. Each of its requests ends within `seconds`, retries included.
 
-    Raises StoreMisconfigured (obstore cannot make a client from the settings), and as `credential_provider`.
+    Raises StoreMisconfigured (obstore refuses the settings), and the errors of `aws_settings` and
+    `credential_provider`.
     """
     settings = aws_settings()
     endpoint = settings.endpoint
