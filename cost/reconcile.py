@@ -47,7 +47,7 @@ class GapPart:
     """One part of an instance's gap (billed less metered dollars), and its explanation in words.
 
     `cause` is "price", "boot time", "warm instance", "another job", "minimum charge", "end not recorded", "ended
-    later", "unexplained" or "other" with a property of the instance, such as "other zone".
+    later", "unexplained", or "other" plus the property in which bill and events differ, such as "other zone".
     """
 
     cause: str
@@ -58,7 +58,7 @@ class GapPart:
 
 @dataclass(frozen=True, kw_only=True)
 class BillingFinding:
-    """One fault, such as an orphan instance, a wrong zone or a missing tag, with the dollars of the instance."""
+    """Fault found in the bill, such as an orphan instance, a wrong zone or a missing tag, with the dollars involved."""
 
     kind: str
     resource: str
@@ -68,20 +68,21 @@ class BillingFinding:
 
 @dataclass(kw_only=True)
 class Reconciliation:
-    """Comparison of a job's forecast, ledger and bill. Its parts sum exactly to the gap (billed less metered dollars).
+    """Comparison of a job's forecast, ledger and bill. `parts` sum exactly to the gap (billed less metered dollars).
 
     Attributes:
-        metered, billed: The job's instances in the events, and those of them in the bill, by instance id.
+        metered: Instances that the job's events mention, by instance id.
+        billed: The same instances as the bill has them, by instance id; some may be missing.
         simulated: Whether the job's prices were assumed, so that no provider billed them.
-        synthetic: Whether the bill marks itself as generated.
-        orphans: Instances in none of the job's events that have its tag, or that have no tag and the instance type of
-            one of its machines, at the time of the job.
-        notes: Sentences about what was found and is no fault.
-        unknown: Nodes whose instance was not recorded.
-        shared: Instances that several nodes of the job used at once.
-        other_usd: Dollars of tagged lines by kind: storage, transfer, other.
-        covers_until: Unix time of the end of the bill's newest line.
-        repeated_lines: Number of lines that another delivery of the same report repeats. They count once.
+        synthetic: Whether the bill is marked as synthetic, that is, not from a provider.
+        orphans: Billed instances that the job's events do not mention, but that have the job's tag, or that have no
+            tag and ran at the time of the job with the instance type of one of its machines.
+        notes: Observations that are not faults, as sentences.
+        unknown: Nodes whose instance id was not recorded.
+        shared: Ids of the instances that several nodes of the job used at once.
+        other_usd: Dollars of other bill lines with the job's tag, by kind: storage, transfer, other.
+        covers_until: Unix time at which the newest line of the bill ends.
+        repeated_lines: Number of lines that occur again in another delivery of the same report; each is counted once.
     """
 
     job: str
@@ -104,7 +105,7 @@ class Reconciliation:
 
     @property
     def billed_usd(self) -> Decimal:
-        """Dollars billed for the instances in the events, for the hours in which they ran the job."""
+        """Dollars billed for the job's instances, for the hours in which they ran the job."""
         return sum((billed.usd for billed in self.billed.values()), Decimal(0))
 
     @property
@@ -120,8 +121,7 @@ class Reconciliation:
     def unexplained_share(self) -> float | None:
         """Unexplained share of the billed dollars; None if nothing was billed.
 
-        The unexplained amount of each instance counts by its absolute value, so that positive and negative ones do not
-        cancel.
+        The absolute unexplained amounts are summed, so that positive and negative ones do not cancel out.
         """
         if not self.billed_usd:
             return None
@@ -165,12 +165,12 @@ def reconcile(
 ) -> Reconciliation:
     """Compare a job's events with a bill, and split the gap (billed less metered dollars) of each instance by cause.
 
-    Lines of the bill are matched with the job by instance id and hour, because the tags of a Batch job are not copied
-    to its EC2 instances. Within an hour the gap is split first by price, then by time. An amount without evidence for
-    its cause is unexplained.
+    Bill lines are matched with the job by instance id and hour, because AWS does not copy the tags of a Batch job to
+    its EC2 instances. Within an hour the gap is split first by price, then by time. Amounts without evidence of a cause
+    are reported as unexplained.
 
     Args:
-        lines: The lines of a whole account's report. They are read once and not kept in memory.
+        lines: All lines of the account's bill. They are read once and not kept in memory.
         others: Events of other jobs, which may have used the same instances before or after this one.
 
     Raises:
@@ -234,7 +234,7 @@ def _add_line(found: Reconciliation, line: BillLine, repeats: RepeatFilter, type
 
 
 def _join_unreported(found: Reconciliation, ledger: Ledger) -> None:
-    """Join nodes of Batch jobs that recorded no event with instances of their type and hours in the bill."""
+    """Match Batch nodes that recorded no event with billed instances of the same type and hours."""
     for bill in ledger.unreported:
         stay, pool = bill.job.stay(bill.node), bill.price.pool
         for instance_id, orphan in sorted(found.orphans.items()):
@@ -254,7 +254,7 @@ def _join_unreported(found: Reconciliation, ledger: Ledger) -> None:
 
 
 def _drop_strangers(found: Reconciliation) -> None:
-    """Drop the untagged instances without a billed hour in the time of the job."""
+    """Drop untagged orphan instances that were not billed while the job ran."""
     since = min((metered.start for metered in found.metered.values()), default=math.inf)
     until = max((metered.end for metered in found.metered.values()), default=-math.inf)
     for instance_id, orphan in list(found.orphans.items()):
@@ -275,8 +275,8 @@ _WORDS = {
 def _split_gap(found: Reconciliation, metered: MeteredInstance, hours: list[HourMatch]) -> Iterator[GapPart]:
     """Yield the parts of one instance's gap.
 
-    The common seconds of an hour are the smaller of its metered and billed seconds. The gap of the hour is (billed
-    price − metered price) × common seconds + the other seconds × their price.
+    In each hour, the common seconds are the smaller of the metered and the billed seconds. The gap of the hour is
+    (billed price − metered price) × common seconds, plus the seconds beyond them at their price.
     """
 
     def part(cause: str, usd: Decimal, words: str) -> GapPart:
@@ -376,7 +376,7 @@ def _find_instance_faults(
 def _find_wrong_hours(
     found: Reconciliation, metered: MeteredInstance, hours: list[HourMatch]
 ) -> Iterator[BillingFinding]:
-    """Name the hours that are metered and not billed, or billed without use."""
+    """Yield a finding for hours that are metered but not billed, and for hours that are billed without use."""
     late = [hour for hour in hours if hour.start >= found.covers_until]
     missing = [hour for hour in hours if hour.missing_seconds > HOUR_TOLERANCE_SECONDS and hour not in late]
     unused = [hour for hour in hours if hour.rest_seconds > HOUR_TOLERANCE_SECONDS]
@@ -399,7 +399,7 @@ def _find_wrong_hours(
 
 
 def _check_price(metered: MeteredInstance, hours: list[HourMatch]) -> str | None:
-    """Return an explanation if the dollars of an hour do not match the recorded prices of the instance, else None."""
+    """Explain which billed dollars do not match the recorded prices; None if all hours match."""
     wrong = []
     for hour in hours:
         billed = hour.billed

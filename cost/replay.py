@@ -6,9 +6,9 @@ Each generation except the last lasts as long as recorded. Its steps take their 
 every `interval` steps. If the generation was interrupted, the next one redoes the steps after its last durable
 checkpoint. The last generation lasts until all steps are done. Pauses between generations keep their length.
 
-Whether an interruption comes shortly before or after a checkpoint decides over a whole interval of redone steps, and
-depends on chance. So with another interval or speed the run is replayed many times, with start-ups and steps that vary
-as the recorded ones did. The result is the mean, with the range of nine tenths of these runs.
+Whether an interruption comes just before or just after a checkpoint is chance, but it changes the redone steps by a
+whole interval. So with another interval or speed the run is replayed many times, with start-up and step times that
+vary as much as the recorded ones. The result is the mean and the central 90 % range of these replays.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _STEPPING = (
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationTimes:
-    """Paid time of one generation by use, in seconds (means over its ranks).
+    """How one generation spent its paid time, in seconds (means over its ranks).
 
     Attributes:
         begin: Unix time of the start.
@@ -85,7 +85,7 @@ class RecordedRun:
         stall_seconds: Mean seconds for which a checkpoint stalls the gang.
         durable_seconds: Median seconds until a checkpoint is durable.
         shutdown: Mean seconds after the last step of a generation with a planned end.
-        step_deviation, start_deviation: Standard deviations of the seconds of a step and of a start.
+        step_deviation, start_deviation: Standard deviations of the duration of a step and of a start, in seconds.
     """
 
     nodes: int
@@ -128,7 +128,7 @@ def _measure_run(ordered: Sequence[Event], ledger: Ledger) -> RecordedRun:
 
 
 def _step_deviation(taken: Sequence[Event]) -> float:
-    """Return the standard deviation of the step times of a rank within its generation, in seconds."""
+    """Return the standard deviation of one rank's step times, measured within each generation, in seconds."""
     first = min(event.rank for event in taken)
     seconds: dict[int, list[float]] = {}
     for event in taken:
@@ -162,7 +162,7 @@ def _measure_generation(events: Sequence[Event], ledger: Ledger, generation: Rec
 
 
 def _measure_interval(events: Sequence[Event]) -> int | None:
-    """Return the median number of steps from a generation's start or commit to its next commit, None without any."""
+    """Return the median number of steps between commits, or from a start to the first commit; None without commits."""
     gaps = []
     by_generation: dict[int, set[int]] = {}
     for event in events:
@@ -177,7 +177,7 @@ def _measure_interval(events: Sequence[Event]) -> int | None:
 
 @dataclass(kw_only=True)
 class _Replay:
-    """State of a replay: the settings that it changes, and sums over the replayed generations."""
+    """Replay in progress: the changed settings, and totals over the generations replayed so far."""
 
     run: RecordedRun
     curve: PriceCurve
@@ -211,26 +211,26 @@ class _Replay:
         return self
 
     def _pay(self, begin: float, seconds: float) -> float:
-        """Add the gang's price for `seconds` from the Unix time `begin` on, and return the Unix time of the end."""
+        """Charge the whole gang for `seconds` from the Unix time `begin` on. Return the Unix time of the end."""
         start = round(begin * MICRO)
         self.usd += self.curve.cost(start, start + round(seconds * MICRO)) * self.run.nodes
         self.paid_seconds += seconds
         return begin + seconds
 
     def _remaining_seconds(self, step: float) -> float:
-        """Return the seconds for all remaining steps and their checkpoints, if a step takes `step` seconds."""
+        """Return the seconds for all remaining steps and checkpoints, if a step takes `step` seconds."""
         left = self.run.steps - self.done
         return left * step + -(-left // self.interval_steps) * self.run.stall_seconds
 
     def _finish(self, step: float) -> float:
-        """Count all remaining steps as done, and return the seconds that they and their checkpoints take."""
+        """Count all remaining steps as done. Return the seconds that they and their checkpoints take."""
         seconds = self._remaining_seconds(step)
         self.saves += -(-(self.run.steps - self.done) // self.interval_steps)
         self.done = self.run.steps
         return seconds
 
     def _simulate_generation(self, begin: float, one: GenerationTimes, step: float) -> float:
-        """Replay one generation until its recorded end, or until all steps of the job are done if that is earlier."""
+        """Replay one generation until its recorded end or the last step of the job. Return its Unix end time."""
         run = self.run
         working = one.seconds - one.tail - one.start - (0.0 if one.interrupted else one.shutdown)
         if self.chance is not None:
@@ -275,10 +275,11 @@ def replay(
     The difference between measured and predicted dollars shows how well the model fits this run.
 
     Args:
-        pool: Words that identify one recorded pool, such as "g5.xlarge spot use1-az4"; None for the pool of the run.
+        pool: Words that together match exactly one recorded pool, such as "g5.xlarge spot use1-az4"; None for the pool
+            of the run.
         usd_per_hour: Dollars per hour of one node, in place of recorded prices.
         interval_steps: Steps between two checkpoints; None for the interval of the run.
-        interruptions: Whether the recorded interruptions happen.
+        interruptions: Whether the recorded interruptions happen in the replay.
 
     Returns:
         JSON values: "measured", "predicted" and "what_if" each have dollars, paid seconds and redone steps.
@@ -331,7 +332,7 @@ def replay(
 
 
 def _summarize(runs: Sequence[_Replay]) -> dict[str, Any]:
-    """Return the means of several replays, and the range of nine tenths of their dollars."""
+    """Return the means of several replays, and the central 90 % range of their dollars."""
     every = [one.to_json() for one in runs]
     usd = sorted(one["usd"] for one in every)
     edge = len(usd) // 20
@@ -341,7 +342,7 @@ def _summarize(runs: Sequence[_Replay]) -> dict[str, Any]:
 
 
 def _find_pool(events: Sequence[Event], words: str) -> tuple[PoolName, PriceCurve, float]:
-    """Find the one recorded pool whose name contains all of the words."""
+    """Find the only recorded pool whose name contains all words. Return its name, prices and relative speed."""
     plan = next(event.data for event in reversed(events) if event.name == PLAN and event.data.get("chosen"))
     curves = read_price_curves(plan, Pricing.of(events).history)
     wanted = words.lower().replace("on_demand", "on-demand").split()

@@ -8,14 +8,15 @@
       - {job: vit-large, config: configs/vit.yaml, value_usd: 900}
     jobs: [s3://bucket/prefix/jobs/vit-small]          # besides those that this machine knows
 
-**Admission.** A job may spend `cost.budget_usd`, at which training stops, and no more. It is admitted if what is left
-of this amount fits into each month in which it can run (until `cost.deadline_hours`, else until the end of the next
-month): the month's budget, less the dollars that the project's jobs spent in it, less what its running jobs may still
-spend. So no month is exceeded if jobs stop at their own budgets and deadlines, and are admitted one after the other.
+**Admission.** A job may spend at most `cost.budget_usd`; training stops there. It is admitted if its unspent budget
+fits into what is left of every month in which it can run (until `cost.deadline_hours`, or until the end of the next
+month without a deadline). What is left of a month is the project's budget, less what its jobs spent in that
+month, less what its running jobs may still spend. Thus no month is overspent as long as jobs stop at their own budgets
+and deadlines, and are admitted one at a time.
 
-**Order.** Jobs with the most value per dollar that they may still spend come first (`value_usd`; dollars that are spent
-already do not count), jobs without a value last, in the order of the file. A job that does not fit waits, and smaller
-ones may pass it until the month ends.
+**Order.** Jobs are ordered by `value_usd` per dollar that they may still spend, highest first. Jobs without a value
+come last, in the order of the file. A job that does not fit waits, and smaller jobs may overtake it until the
+month ends.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ Verdict = Literal["start", "wait", "refuse"]
 
 @dataclass(frozen=True, kw_only=True)
 class WaitingJob:
-    """A job of the team file that has not started. `value_usd` is what its result is worth; None if not stated."""
+    """Job of the team file that has not started. `value_usd` is the value of its result; None if not stated."""
 
     job: str
     config: str
@@ -47,23 +48,23 @@ class WaitingJob:
 
 @dataclass(frozen=True, kw_only=True)
 class Team:
-    """A team file. `budgets` has dollars by (project, month); the month may be `EVERY_MONTH`."""
+    """Content of a team file. `budgets` maps (project, month) to dollars; the month may be `EVERY_MONTH`."""
 
     budgets: Mapping[tuple[str, str], Decimal] = field(default_factory=dict)
     waiting: tuple[WaitingJob, ...] = ()
     jobs: tuple[str, ...] = ()
 
     def budget_usd(self, project: str, month: str) -> Decimal | None:
-        """Return a project's budget of a month; None if the file has none."""
+        """Return a project's budget for a month; None if the file has none."""
         return self.budgets.get((project, month), self.budgets.get((project, EVERY_MONTH)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobMoney:
-    """What a job has spent and may still spend.
+    """Money that a job has spent and may still spend.
 
     Attributes:
-        spent: Dollars by month.
+        spent: Dollars spent in each month.
         limit_usd: `cost.budget_usd`; None if not set.
         runs_until: Unix time at which a running job, or one that starts now, ends at the latest; None if unknown.
     """
@@ -95,7 +96,7 @@ class JobMoney:
 
 @dataclass(frozen=True, kw_only=True)
 class Admission:
-    """Whether a waiting job may start, with the arithmetic."""
+    """Decision whether a waiting job may start, with the arithmetic behind it."""
 
     job: JobMoney
     verdict: Verdict
@@ -105,10 +106,11 @@ class Admission:
 def left_usd(
     team: Team, project: str, month: str, now_utc: float, jobs: Iterable[JobMoney], running: Iterable[JobMoney]
 ):
-    """Return what is left of a project's budget of a month; None if the team file has no budget for it.
+    """Return the dollars left of a project's budget for a month; None if the team file has no such budget.
 
     Args:
-        jobs: Jobs that may have spent in the month. `running`: jobs that may still spend in it.
+        jobs: Jobs whose spending in the month is subtracted.
+        running: Jobs whose possible further spending is subtracted, if they can run in the month.
     """
     budget = team.budget_usd(project, month)
     if budget is None:
@@ -119,7 +121,7 @@ def left_usd(
 
 
 def order_by_value(waiting: Iterable[JobMoney]) -> list[JobMoney]:
-    """Order jobs by value per dollar that they may still spend, highest first."""
+    """Order jobs by value per dollar that they may still spend, highest first. Jobs without a value come last."""
 
     def key(job: JobMoney) -> tuple[bool, Decimal]:
         return job.value_usd is None, -(job.value_usd or Decimal(0)) / max(job.may_spend_usd, Decimal("0.01"))
@@ -134,10 +136,10 @@ def admit(
     running: Sequence[JobMoney],
     waiting: Iterable[JobMoney],
 ) -> list[Admission]:
-    """Decide for each waiting job, in fair order, whether it may start now beside the running ones.
+    """Decide for each waiting job, in the order of `order_by_value`, whether it may start now beside the running ones.
 
     Args:
-        jobs: All jobs that spent money, the running and the waiting ones included.
+        jobs: All jobs that spent money, including running and waiting ones.
     """
     known: dict[tuple[str, str], Decimal | None] = {}
     found = []
@@ -155,7 +157,7 @@ def admit(
 
 
 def _judge(team: Team, job: JobMoney, left: Mapping[str, Decimal]) -> tuple[Verdict, str]:
-    """Judge a job by what is left of its project's budget in each month in which it can run."""
+    """Decide whether a job fits into `left`, its project's remaining dollars in each month in which it can run."""
     needed = job.may_spend_usd
     for month, usd in left.items():
         budget = team.budget_usd(job.project, month) or Decimal(0)
@@ -169,7 +171,7 @@ def _judge(team: Team, job: JobMoney, left: Mapping[str, Decimal]) -> tuple[Verd
 
 
 class _LineLoader(yaml.SafeLoader):
-    """Loader that adds the line number to each mapping, as the key `line`."""
+    """YAML loader that adds its line number to each mapping, as the key `line`."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         found = super().construct_mapping(node, deep=deep)

@@ -1,1 +1,1 @@
-"""The Metaflow flow and what surrounds it. No module here imports torch, boto3 or pandas at module level."""
+"""Metaflow flow, its attempts and its cards. Its modules do not import torch, boto3 or pandas at module level."""

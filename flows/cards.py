@@ -36,10 +36,10 @@ from ebbflow.cost.report.report import RunReport
 
 
 def show_report(card: Any, report: dict, earlier: Sequence[dict] = ()) -> None:
-    """Fill a blank card with a report (JSON) and, for comparison, earlier reports of other jobs.
+    """Fill a blank card with a report (JSON) and, for comparison, with earlier reports of other jobs.
 
-    Text from outside this program is escaped. Losses that are NaN are left out, because a single NaN leaves the whole
-    page blank. Tables are the HTML tables of report.html, because Metaflow's own are cut off on a phone.
+    Text from outside this program is escaped. NaN losses are left out, because a single NaN blanks the whole page.
+    Tables use the HTML of report.html, because Metaflow's own tables are cut off on a phone.
     """
     run = RunReport.from_json(report)
     card.append(Markdown(f"<style>{TABLE_STYLE.replace(chr(10), '')}</style>"))

@@ -1,17 +1,17 @@
-"""The guarantee that a job with a deadline ends in time and within budget: admission, and the reserve of a Spot start.
+"""Guarantee that a job with a deadline finishes in time and within budget, by falling back to on-demand capacity.
 
-On-demand capacity is the last resort. It is assumed to start within D = `batch.runnable_minutes` of its submit, not to
-be taken away, and to run at the planned speed and price. With w for the remaining hours of work, d for the hours of a
-start, I for the hours between two commits, and P for the price of all nodes per hour:
+On-demand capacity is the last resort. An on-demand job is assumed to start within D = `batch.runnable_minutes` of its
+submission, to keep its machines, and to run at the planned speed and price. Let w be the remaining hours of work, d the
+hours that a start takes, I the hours between two commits, and P the hourly price of all nodes. Each option then needs:
 
     finish on demand      D + d + w hours                   (d + w) · P_on_demand dollars
     keep on Spot          D + d + I + w hours               (d + I + w) · P_on_demand dollars
     start on Spot         keep + wait + d hours             keep + (2 d + I) · P_spot dollars
 
-Admission requires that the job can finish on demand, with `DECIDE_HOURS` to spare. An attempt on Spot starts only if
-the hours and dollars that are left suffice for "start", and it leaves for on-demand when they no longer exceed "keep"
-(`ebbflow.infra.terms.Fallback`). I covers the work that a loss would undo at that moment. The second d of a start
-covers one restart of the ranks on the same machine. All dollars include the price of a last save.
+A new job is admitted only if it can finish on demand with `DECIDE_HOURS` to spare. An attempt on Spot starts only if
+the remaining hours and dollars cover the "start" row. It moves to on-demand when they no longer exceed the "keep" row
+(`ebbflow.infra.terms.Fallback`). I covers the work that losing the machine would undo. The second d in "start" covers
+one restart of the ranks on the same machine. All dollar amounts include the price of a last checkpoint.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ DECIDE_HOURS = 5 / 60
 
 
 def start_hours(one: Candidate) -> float:
-    """Return d, the paid hours from a start in the pool to the first useful step."""
+    """Return the paid hours from the start of the machines to the first useful step (d in the module docstring)."""
     return max(one.case.fixed_lost_hours, one.case.start_hours)
 
 
 def undone_hours(config: RunConfig, one: Candidate) -> float:
-    """Return the most work that one loss undoes: an interval between commits, and the time to detect a hang."""
+    """Return the most hours of work that an interruption undoes: a checkpoint interval plus the hang detection time."""
     return one.case.interval_hours + config.survival.hang_floor_seconds / 3600
 
 
 def delay_hours(config: RunConfig) -> float:
-    """Return D, the longest assumed wait for on-demand machines."""
+    """Return the longest assumed wait for on-demand machines, in hours (D in the module docstring)."""
     return config.batch.runnable_minutes / 60
 
 
 def finish_hours(config: RunConfig, one: Candidate) -> float:
-    """Return the hours for finishing on demand from now on, with those of a last save and of expected failures."""
+    """Return the hours needed to finish on demand from now, including a last checkpoint and expected failures."""
     return delay_hours(config) + busy_hours(one) + _save_hours(config)
 
 
 def finish_usd(config: RunConfig, one: Candidate) -> float:
-    """Return the dollars for finishing on demand, with those of a last save and of storage and transfer."""
+    """Return the dollars needed to finish on demand, including a last checkpoint, storage and transfer."""
     return (busy_hours(one) + _save_hours(config)) * one.gang_usd_per_hour + one.storage_usd + one.transfer_usd
 
 
@@ -63,21 +63,21 @@ def _save_hours(config: RunConfig) -> float:
 
 
 def spare_hours(config: RunConfig, spot: Candidate, last_resort: Candidate, hours_left: float) -> float:
-    """Return the longest safe wait for capacity of a start on Spot; negative if no start is safe."""
+    """Return how many hours a start on Spot can safely wait for capacity; negative if no start is safe."""
     slower = max(0.0, spot.case.work_hours - last_resort.case.work_hours)
     start = 2 * start_hours(spot) + undone_hours(config, spot) + slower
     return hours_left - finish_hours(config, last_resort) - start
 
 
 def spare_usd(config: RunConfig, spot: Candidate, last_resort: Candidate, usd_left: float) -> float:
-    """Return the dollars that a start on Spot leaves beyond its reserve; negative if no start is safe."""
+    """Return the dollars left over if a start on Spot falls back to on-demand; negative if no start is safe."""
     undone = undone_hours(config, spot)
     lost = (2 * start_hours(spot) + undone + _save_hours(config)) * spot.gang_usd_per_hour
     return usd_left - finish_usd(config, last_resort) - undone * last_resort.gang_usd_per_hour - lost
 
 
 def make_fallback(config: RunConfig, spot: Candidate, last_resort: Candidate, *, steps: int) -> Fallback:
-    """Return the reserve that an attempt on Spot keeps at each step.
+    """Return the hours and dollars that an attempt on Spot must keep in reserve to finish on demand from any step.
 
     Args:
         steps: Remaining steps, each of which takes an equal share of the remaining work.
@@ -98,7 +98,7 @@ def make_fallback(config: RunConfig, spot: Candidate, last_resort: Candidate, *,
 def guaranteed_hours(config: RunConfig, pools: Sequence[Candidate], chosen: Candidate) -> float:
     """Return the shortest deadline, in hours from now, that on-demand can guarantee within the budget.
 
-    If no pool is within the budget, return that of the chosen pool if it is on-demand, else 0.
+    If no on-demand pool is within the budget, return the hours of the chosen pool if it is on-demand, else 0.
     """
     budget = math.inf if config.cost.budget_usd is None else config.cost.budget_usd
     on_demand = [one for one in pools if one.market == "on_demand"]
@@ -115,9 +115,10 @@ def refuse_unguaranteed(
     hours_left: float,
     usd_left: float,
 ) -> dict[str, Any] | None:
-    """Return why a new job must not start, as the fields of a `PlanRefusal`; None if it may.
+    """Return why a new job must not start, as the fields of a `PlanRefusal`; None if it may start.
 
-    A job without on-demand pools is not refused: `cluster.market: spot`, or queues of Spot alone, give no guarantee.
+    A job without on-demand pools is never refused here: with `cluster.market: spot`, or Spot queues only, nothing is
+    guaranteed.
 
     Args:
         hours_left: Hours until the deadline.

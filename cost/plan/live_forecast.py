@@ -1,13 +1,13 @@
-"""Forecast the dollars and hours of a job as it will be placed: on Spot while a start is safe, then on demand.
+"""Forecast the dollars and hours of a job that runs on Spot while its deadline is safe, then on demand.
 
-A Monte Carlo simulation with a fixed seed applies the rule of `cost.capacity` to capacity that comes and goes. It
-contains waits for capacity, lost and redone work, the reserve for on-demand, and the fall-back to on-demand.
+A Monte Carlo simulation with a fixed seed applies the placement rule of `cost.capacity` to Spot capacity that comes and
+goes. It includes waits for capacity, lost and redone work, the reserve for on-demand, and the fallback to on-demand.
 
-Capacity is a sequence of spells with and without capacity, as recorded in nine zones in 2023 (one V100 each). Each run
-draws one of these zones, a moment in it, and then independent spells of that zone. Nothing is known of the zone of a
-new job, so the nine are equally likely. After own jobs ran in the pool, each zone counts by the likelihood of their
-losses. Other instance types and years differ, which no price shows. The speed differs from its estimate by a lognormal
-factor.
+Spot capacity alternates between spells (periods) with and without capacity, as recorded in nine zones in 2023 for one
+V100 each. Each simulated run draws one of these zones, a random moment in its recording, and then independent spells of
+that zone. For a new job the nine zones are equally likely. Once the user's jobs have run in the pool, each zone is
+weighted by how likely it makes the losses that they saw. Other instance types and years may behave differently, and
+prices do not show this. The actual speed differs from its estimate by a random lognormal factor.
 """
 
 from __future__ import annotations
@@ -34,7 +34,13 @@ if TYPE_CHECKING:
 
 
 class ZoneSpells(NamedTuple):
-    """Recorded spells of a zone: share of the time with capacity, and mean hours of six equal groups, sorted."""
+    """Recorded periods with and without Spot capacity in one zone.
+
+    Attributes:
+        share_up: Share of the time with capacity.
+        up_hours, down_hours: Hours of the periods with and without capacity. The sorted periods are split into six
+            groups of equal size, and each value is the mean of one group.
+    """
 
     share_up: float
     up_hours: tuple[float, ...]
@@ -63,11 +69,13 @@ _MOST_ATTEMPTS = 400
 
 @dataclass(frozen=True, kw_only=True)
 class LiveForecast:
-    """Forecast of the job as it will be placed. Dollars include storage and transfer; hours include waits.
+    """Forecast of a job that may move from Spot to on-demand.
+
+    Dollars include storage and transfer. Hours include waits for capacity.
 
     Attributes:
         on_demand_share: Share of the simulated runs that ended on demand.
-        deadline_probability: Share that met deadline and budget; None without a deadline.
+        deadline_probability: Share of the simulated runs that met deadline and budget; None without a deadline.
     """
 
     mean_usd: float
@@ -81,7 +89,10 @@ class LiveForecast:
 
 
 class LiveRuns:
-    """Simulated runs of one job, [draws] each: remaining work, hours and dollars so far, and whether it is done."""
+    """Simulated runs of one job.
+
+    Each array has one value per run, [draws]: remaining work, hours and dollars so far, and whether the run is done.
+    """
 
     def __init__(self, pool: Candidate) -> None:
         import numpy
@@ -97,7 +108,7 @@ class LiveRuns:
     def run_on_spot(
         self, spot: Candidate, zones: Mapping[str, ZoneSpells], spare: Callable[[LiveRuns], numpy.ndarray]
     ) -> None:
-        """Run on Spot until the work is done, or until `spare`, the longest safe wait in hours, is too short."""
+        """Run on Spot until the work is done or the wait exceeds the longest safe one (`spare`, in hours)."""
         import numpy
 
         known = list(zones.values())
@@ -134,7 +145,7 @@ class LiveRuns:
 
 
 def _weights(spot: Candidate, zones: Sequence[ZoneSpells]) -> numpy.ndarray:
-    """Return the probability of each zone, given the losses of own jobs in the pool: Poisson, equal priors."""
+    """Return the posterior probability of each zone given the user's Spot losses (Poisson, equal priors)."""
     import numpy
 
     known = spot.case.reclaims
@@ -158,10 +169,10 @@ def simulate_live(
     """Simulate `DRAWS` runs of the job. Equal inputs give equal results.
 
     Args:
-        spot, last_resort: The pools of each market. None: the job has no pool of that market; one of them is needed.
+        spot, last_resort: Spot and on-demand pool. One of them may be None: the job has no pool of that market.
         hours_left: Hours until the deadline; None without one. The job then waits for Spot for as long as it takes.
         usd_left: Dollars left of the budget; infinite without one.
-        zones: Zones whose capacity may be met.
+        zones: Recorded zones to draw from.
     """
     import numpy
 
@@ -170,7 +181,7 @@ def simulate_live(
     runs, left = LiveRuns(pool), math.inf if hours_left is None else hours_left
 
     def spare(now: LiveRuns) -> numpy.ndarray:
-        """Return the longest safe wait of each run: `spare_hours` and `spare_usd` with its own work and spending."""
+        """Return the longest safe wait of each run in hours, given its remaining work and spending."""
         if last_resort is None or hours_left is None or spot is None:
             return numpy.full(DRAWS, math.inf)
         slower = now.work / pool.case.work_hours - 1
@@ -198,7 +209,7 @@ def forecast_live(
     hours_left: float | None,
     usd_left: float,
 ) -> LiveForecast:
-    """Summarize the runs of `simulate_live`, which describes the arguments."""
+    """Simulate the job with `simulate_live`, which explains the arguments, and summarize the runs."""
     import numpy
 
     runs = simulate_live(config, spot, last_resort, hours_left=hours_left, usd_left=usd_left)

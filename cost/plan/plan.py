@@ -4,8 +4,8 @@
 the reason. The plan is refused if no pool can run the job, if no pool meets the deadline, or if the cheapest pool
 exceeds the budget. A refusal shows the numbers and the smallest changes of the configuration that would lift it.
 
-A local run needs no pool. Its plan is made as for Kubernetes, which allows both markets and any number of nodes, and
-the run is priced as if it ran in the chosen pool (`simulated`).
+A local run needs no pool. It is planned like a Kubernetes run, which allows both markets and any number of nodes, and
+priced as if it ran in the chosen pool (`simulated`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 def plan_notes(config: RunConfig, sources: PlanInputs) -> tuple[str, ...]:
-    """Return sentences that name the assumptions of the plan and the costs that it leaves out."""
+    """Describe the assumptions of the plan and the costs that it leaves out, one note each."""
     regions, rates = config.cost.regions, sources.rates
     lines = [f"storage, requests and transfer: {RATES_KIND}; NAT, logs, taxes, credits and Savings Plans are left out"]
     lacking = [region for region in regions if region not in rates.regions]
@@ -82,10 +82,10 @@ RANKED = "ranked"
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The result of planning a job: every pool that was considered, and whether the job may start.
+    """Plan of a job: every pool that was considered, and whether the job may start.
 
     Attributes:
-        started_utc: Unix time from which the deadline counts, that of the plan with which the job first started.
+        started_utc: Unix time from which the deadline counts: the time of the plan with which the job first started.
         simulated: Whether the job runs on this machine and is only priced as if it ran in the chosen pool.
         steps, tokens: Remaining work; `tokens` counts units of `weight_unit`.
         done_steps, spent_usd: Steps and dollars before this plan.
@@ -96,11 +96,11 @@ class Plan:
         notes: Sentences about assumptions and omitted costs.
         ranked: Pools that can run the job, best first: the cheapest, unless it would probably miss the deadline
             (`cost.confidence`).
-        counts: Number of rejections by kind, and of ranked pools under `RANKED`. It is complete even if the lists are
-            cut.
+        counts: Number of rejected pools by kind, and of ranked pools under `RANKED`. The counts are complete even if
+            `ranked` and `rejected` are shortened.
         on_demand: On-demand dollars per hour by instance type in the chosen pool's region, in case AWS starts another
             type than planned.
-        live: Forecast of the job as its attempts will be placed; None without a pool, or on this machine.
+        live: Forecast that includes moves from Spot to on-demand; None without a pool, or for a run on this machine.
     """
 
     made_utc: float
@@ -128,10 +128,10 @@ class Plan:
 
     @property
     def chosen(self) -> Candidate | None:
-        """The best pool that keeps deadline and budget.
+        """The best pool that meets the deadline and the budget.
 
-        If no pool keeps the budget, the pool that needs the smallest budget; `refusal` then says so. None if no pool
-        can run the job in time.
+        If every pool exceeds the budget, this is the pool that needs the smallest budget, and `refusal` explains it.
+        None if no pool can run the job in time.
         """
         return self.ranked[0] if self.ranked else None
 
@@ -164,9 +164,9 @@ class Plan:
         return replace(self, simulated=True)
 
     def brief(self) -> Plan:
-        """Return a copy that is small enough for an event.
+        """Return a copy that is small enough to record as an event.
 
-        It has the best pools, and of each kind of rejection the pool that is closest to running the job.
+        It keeps the best pools and, for each kind of rejection, the pool that is closest to running the job.
         """
         nearest: dict[str, Rejection] = {}
         for one in self.rejected:
@@ -197,7 +197,7 @@ class Plan:
 
 
 def figure_kinds() -> dict[str, str]:
-    """Return how each figure of a candidate is known (such as "estimated"), by the figure's name."""
+    """Return how each figure of a `Candidate` is known (such as "estimated"), by the name of the figure."""
     on_demand = ", ".join(f"{day}, {region}" for region, day in on_demand_recorded().items())
     return {"on_demand_usd_per_hour": f"recorded {on_demand}", **_KINDS}
 
@@ -229,16 +229,16 @@ def make_plan(
 ) -> Plan:
     """Rank every pool that `config` allows, and decide whether the job may start.
 
-    The result depends on the arguments only.
+    Equal arguments give equal plans.
 
     Args:
-        now_utc: Unix time of the plan; prices are those in force at this time.
+        now_utc: Unix time of the plan; the prices in force at this time apply.
         catalogue: None means the shipped tables.
         simulated: Whether the job runs on this machine. The backend `local` implies it.
         shape: Size of the model. None means the built-in model.
         prices: From `cost.prices.source.open_prices`. None means the static table.
         history: Measurements of earlier jobs. None means that there are none.
-        progress: Work that the job has already done. Only the rest is planned.
+        progress: Work that the job has already done. Only the remaining work is planned.
         queues: AWS Batch queues by name; pools that none of them can run are rejected. None means no such limit.
 
     Raises:
@@ -293,7 +293,7 @@ def _live(config: RunConfig, sources: PlanInputs, ranked: list[Candidate]) -> Li
 
 
 def _divided(config: RunConfig, sources: PlanInputs) -> tuple[list[Candidate], tuple[Rejection, ...]]:
-    """Return the ranked pools, best first, and the rejected pools. The best pools have a forecast."""
+    """Return the ranked pools, best first, and the rejected pools. Only the best pools get a forecast."""
     found = list(judge_pools(config, sources))
     ranked = sorted((one for one in found if isinstance(one, Candidate)), key=_rank)
     ranked, over = split_by_budget(config, sources, ranked)
@@ -308,11 +308,15 @@ def _divided(config: RunConfig, sources: PlanInputs) -> tuple[list[Candidate], t
 
 
 def _rank_by_confidence(ranked: list[Candidate], hours_left: float | None, confidence: float) -> list[Candidate]:
-    """Forecast the best of the pools, which come cheapest first, and rank them.
+    """Rank pools by expected dollars and by the probability of meeting the deadline.
 
-    With a deadline, pools that meet it with at least `confidence` come first, by expected dollars. The other forecast
-    pools follow by expected dollars / P(in time), the price of a deadline that is met. If none of the cheapest pools is
-    that likely, the fastest ones are forecast as well.
+    Only the cheapest pools are forecast, and the fastest ones too if none of the cheapest meets the deadline with a
+    probability of at least `confidence`. Pools that meet it this likely come first, by expected dollars. The other
+    forecast pools follow, by expected dollars / P(in time). Pools without a forecast come last.
+
+    Args:
+        ranked: Pools, cheapest first.
+        hours_left: Hours until the deadline; None without one.
     """
     ahead = [with_outlook(one, hours_left) for one in ranked[:LOOKED_AHEAD]]
     rest = ranked[LOOKED_AHEAD:]
@@ -355,7 +359,7 @@ def _interval_text(config: RunConfig) -> str:
 
 
 def with_outlook(one: Candidate, hours_left: float | None) -> Candidate:
-    """Return a copy of the pool with the forecast of its hours and dollars."""
+    """Return a copy of the pool with a forecast of the hours and dollars of the job."""
     other = one.storage_usd + one.transfer_usd
     ahead = forecast_quantiles(
         one.case, gang_usd_per_hour=one.gang_usd_per_hour, other_usd=other, hours_left=hours_left

@@ -1,7 +1,7 @@
 """Render a plan as text: the chosen pool, the other pools in order, and the rejected pools with their reasons.
 
-A mark after a figure tells how it is known: l live, r recorded on a date, e estimated, s simulated, ! stale.
-Indentation has no meaning, because log viewers drop leading spaces.
+A letter after a figure shows how it is known: l live, r recorded on a date, e estimated, s simulated, ! stale.
+The text does not rely on indentation, because log viewers drop leading spaces.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ def _ranked(plan: Plan) -> list[str]:
 
 
 def _same_but_for_the_zone(ranked: Sequence[Candidate]) -> list[list[Candidate]]:
-    """Group neighbours in the ranking that differ only in their zone. Each group becomes one row of the table."""
+    """Group adjacent pools of the ranking that differ only in their zone. Each group becomes one row of the table."""
 
     def key(one: Candidate) -> tuple[Any, ...]:
         return one.instance_type, one.nodes, one.market, one.region, one.usd_per_hour, one.price_age_hours
@@ -197,7 +197,7 @@ def _price_mark(candidate: Candidate) -> str:
 
 
 def _rejected(plan: Plan) -> list[str]:
-    """Return one line per kind of rejection, most frequent first: its count and the pool closest to running the job."""
+    """Return a line per kind of rejection, most frequent first: its count and the pool closest to running the job."""
     groups: dict[str, list[Rejection]] = {}
     for one in plan.rejected:
         groups.setdefault(one.kind, []).append(one)
@@ -210,7 +210,7 @@ def _rejected(plan: Plan) -> list[str]:
 
 
 def _kinds(plan: Plan) -> list[str]:
-    """Return the lines about the prices, the assumptions and the marks."""
+    """Return the lines that explain the prices, the assumptions and the letters after figures."""
     said = [line for text in (*plan.prices, *plan.notes) for line in _wrapped(one_line(text))]
     stale = " !: older than cost.max_price_age_hours." if any(one.price_stale for one in plan.ranked) else ""
     marks = f"l: live. r: recorded. e: estimated. s: simulated. Hazards: spot advisor of {advisor_recorded()}.{stale}"

@@ -1,4 +1,4 @@
-"""Compare ranked pools with budget and deadline. Refuse what exceeds them, with the changes that would help."""
+"""Refuse a job whose pools exceed its budget or deadline, and suggest configuration changes that would help."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ def reserve_usd(config: RunConfig, pool: Candidate) -> float:
 
 
 def needed_usd(config: RunConfig, sources: PlanInputs, pool: Candidate) -> float:
-    """Return the budget that the whole job needs, in dollars, if it continues in this pool."""
+    """Return the budget that the whole job needs if it continues in this pool, in dollars, including past spending."""
     return sources.progress.spent_usd + pool.expected_usd + reserve_usd(config, pool)
 
 
 def split_by_budget(
     config: RunConfig, sources: PlanInputs, ranked: Sequence[Candidate]
 ) -> tuple[list[Candidate], list[Rejection]]:
-    """Split ranked pools into those within the budget, in their order, and rejections of all others.
+    """Split ranked pools into the pools within the budget, in the same order, and rejections of all other pools.
 
     If no pool is within the budget, return all pools and no rejections. The pool that needs the smallest budget then
     comes first, so that the refusal can name it.
 
-    The pool with the lowest expected cost can exceed the budget while another one does not: the more expensive the
-    gang, the more is reserved for the last checkpoint.
+    The pool with the lowest expected cost can exceed the budget while another one does not, because a more
+    expensive gang needs a larger reserve for the last checkpoint.
     """
     budget = config.cost.budget_usd
     if budget is None:
@@ -72,7 +72,7 @@ def _rejection(config: RunConfig, sources: PlanInputs, pool: Candidate) -> Rejec
 
 
 def budget_hint(config: RunConfig, sources: PlanInputs, cheapest: Candidate, needed_usd: float) -> str:
-    """Suggest a sufficient budget (`needed_usd`), or a number of steps that the configured budget pays for."""
+    """Return a hint: raise the budget to `needed_usd`, or lower the number of steps to what the budget pays for."""
     enough = math.ceil(needed_usd * 100) / 100
     hint = f"set cost.budget_usd to {enough:.2f} or more"
     left = sources.steps_left(config)
@@ -92,24 +92,24 @@ _SHARES = (1.0, 1.01, 1.05, 1.25, 1.5, 2.0)
 
 
 def _usd_on(pool: Candidate, config: RunConfig, sources: PlanInputs) -> float:
-    """Return the budget that the job needs on the pool's instance type and region; infinite if it cannot run there."""
+    """Return the smallest budget that runs the job on the pool's instance type in its region; infinity if none does."""
     config = change_config(config, "cluster", instance_types=[pool.instance_type])
     config = change_config(config, "cost", regions=[pool.region])
     return min((needed_usd(config, sources, one) for one in feasible_pools(config, sources)), default=math.inf)
 
 
 def cheapest_without_deadline(config: RunConfig, sources: PlanInputs) -> Candidate | None:
-    """Return the pool that needs the smallest budget if the deadline is ignored; None if no pool can run the job."""
+    """Return the pool that needs the smallest budget, ignoring the deadline; None if no pool can run the job."""
     unlimited = feasible_pools(change_config(config, "cost", deadline_hours=None), sources)
     return min(unlimited, key=lambda one: needed_usd(config, sources, one), default=None)
 
 
 def fastest_without_deadline(config: RunConfig, sources: PlanInputs) -> tuple[Candidate, float]:
-    """Find the fastest pools if the deadline is ignored.
+    """Find the fastest pool, ignoring the deadline.
 
     Returns:
-        The fastest pool within the budget, and the expected hours of the fastest pool at any price. If no pool is
-        within the budget, the pool that needs the smallest budget, and the same hours.
+        The fastest pool within the budget (if there is none, the pool that needs the smallest budget), and the expected
+        hours of the fastest pool at any price.
 
     Raises:
         ValueError: No pool can run the job.
@@ -124,9 +124,9 @@ def fastest_without_deadline(config: RunConfig, sources: PlanInputs) -> tuple[Ca
 
 
 def sufficient_hours(config: RunConfig, sources: PlanInputs, pool: Candidate) -> float:
-    """Return a value for `cost.deadline_hours`, counted from the job's start, that the pool is expected to meet.
+    """Return a `cost.deadline_hours` (counted from the job's start) that the pool is expected to meet.
 
-    For a new job, on-demand can guarantee it.
+    For a new job, the value is also large enough for on-demand capacity to guarantee it.
     """
     started = sources.progress.started_utc
     if started is not None:
@@ -140,7 +140,7 @@ def later_deadline_hint(hours: float) -> str:
 
 
 def deadline_hint(config: RunConfig, sources: PlanInputs, hours: float) -> str:
-    """Suggest a deadline of `hours`, or a larger number of nodes that meets the configured deadline."""
+    """Return a hint: extend the deadline to `hours`, or use more nodes if that meets the configured deadline."""
     hint = later_deadline_hint(hours)
     better = next((text for text, changed in _larger(config) if _can_meet_deadline(changed, sources)), None)
     return f"{hint}, or {better}" if better else hint
@@ -152,7 +152,7 @@ def _can_meet_deadline(config: RunConfig, sources: PlanInputs) -> bool:
 
 
 def capacity_hint(config: RunConfig, sources: PlanInputs, rejected: tuple[Rejection, ...]) -> str:
-    """Suggest the first small change of the configuration that allows at least one pool to run the job."""
+    """Return a hint: the first small configuration change that allows at least one pool to run the job."""
     if not rejected:
         families = sorted({kind.name.split(".")[0] for kind in sources.catalogue.types})
         return f"cluster.instance_types may name any of {', '.join(families)}, or stay empty for all"
@@ -226,7 +226,7 @@ def _larger(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
 
 
 def change_config(config: RunConfig, section: str, **values: object) -> RunConfig:
-    """Return the configuration with other values of some keys of a section."""
+    """Return a copy of the configuration with new `values` in one section."""
     changed = getattr(config, section).model_copy(update=values)
     return config.model_copy(update={section: changed})
 
@@ -255,7 +255,7 @@ def find_refusal(
     ranked: list[Candidate],
     rejected: tuple[Rejection, ...],
 ) -> PlanRefusal | None:
-    """Return the reason why the job must not start in the cheapest pool, `ranked[0]`; None if it may start."""
+    """Return the reason why the job must not start in the best pool, `ranked[0]`; None if it may start."""
     if ranked:
         return _over_budget(config, sources, ranked[0]) or _unguaranteed(config, sources, ranked, rejected)
     late = [rejection for rejection in rejected if rejection.kind == MISSES_DEADLINE]
@@ -279,7 +279,7 @@ def find_refusal(
 def _unguaranteed(
     config: RunConfig, sources: PlanInputs, ranked: list[Candidate], rejected: tuple[Rejection, ...]
 ) -> PlanRefusal | None:
-    """Return why a new job with a deadline is not admitted; None for a job that has started or runs here."""
+    """Refuse a new job whose deadline cannot be guaranteed. Never refuse a job that has started or runs locally."""
     left, budget, started = sources.hours_left(config), config.cost.budget_usd, sources.progress.started_utc
     if left is None or started is not None or sources.simulated:
         return None
@@ -316,7 +316,7 @@ def _nothing_fits(config: RunConfig, rejected: tuple[Rejection, ...]) -> str:
 
 
 def _distance(rejection: Rejection) -> tuple[int, float]:
-    """Return the key that sorts rejections, those closest to running the job first.
+    """Return a sort key that puts the rejected pools closest to running the job first.
 
     Pools without a queue or a price come first, then pools with too little memory, then all others.
     """

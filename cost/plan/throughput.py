@@ -6,13 +6,13 @@ computes the parts at the peak of a step:
 - parameters: float32, also under mixed precision, where the float32 shards are the master weights. bfloat16 exists only
   in gathered units (FSDP2's MixedPrecisionPolicy) or autocast copies (DDP).
 - optimizer: AdamW's two float32 moments. gradients: float32, at their peak.
-- Parameters, gradients and optimizer are divided by the number of ranks that share one copy of the model: all ranks
-  with fsdp2, those of a shard or a node with hsdp. `fsdp.cpu_offload` keeps them in host memory instead.
+- Parameters, gradients and optimizer state are divided by the number of ranks that share one copy of the model: all
+  ranks with fsdp2, the ranks of one shard group or node with hsdp. `fsdp.cpu_offload` keeps them in host memory.
 - unsharded: with FSDP2 and HSDP, gathered parameters and gradients that are not yet reduced
-  (`infra.footprint.gathered_bytes`). With DDP, autocast's bfloat16 copies, and gradient buckets unless gradients are
-  views of them.
+  (`infra.footprint.gathered_bytes`). With DDP, autocast's bfloat16 copies, and gradient buckets (unless gradients
+  are views into them).
 - activations, logits: per sample, from `infra.footprint`. Attention is fused and stores no matrix of length × length.
-  `parallel.recompute` stores only a share of the activations. Loss and log-probabilities stay float32.
+  With `parallel.recompute` only a share of the activations is stored. Loss and log-probabilities stay float32.
 
 The duration of a step is the longest of five lower bounds:
 
@@ -63,7 +63,7 @@ HOST_SHARE = 0.925
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryFit:
-    """Memory per GPU at the peak of a step, in bytes by content.
+    """Memory per GPU at the peak of a step, in bytes for each kind of content.
 
     Attributes:
         unsharded: Gathered parameters and gradients that are not yet reduced.
@@ -96,11 +96,7 @@ def gib_text(size: int) -> str:
 
 
 def micro_batch(config: RunConfig, world_size: int) -> int | None:
-    """Return the samples per rank and micro-batch: batch_size / (ranks × accumulation steps).
-
-    Returns:
-        None if the division leaves a remainder.
-    """
+    """Return the samples per rank and micro-batch: batch_size / (ranks × accumulation steps); None if not whole."""
     parts = world_size * config.training.gradient_accumulation_steps
     samples, rest = divmod(config.training.batch_size, parts)
     return samples if rest == 0 and samples > 0 else None
@@ -130,10 +126,10 @@ def memory_fit(
 def why_host_too_small(
     config: RunConfig, shape: ModelShape, *, nodes: int, ranks_per_node: int, ram_bytes: int
 ) -> tuple[str, float] | None:
-    """Check whether a node's main memory is large enough for its ranks.
+    """Return why a node's main memory is too small for its ranks.
 
     Returns:
-        None if it is; otherwise an explanation, and the ratio of needed to usable memory.
+        An explanation and the ratio of needed to usable memory; None if the memory is large enough.
     """
     needed = gpu_host_bytes(config, shape, HostGang(nodes=nodes, processes_per_node=ranks_per_node))
     usable = int(HOST_SHARE * ram_bytes)
@@ -190,7 +186,7 @@ class Throughput:
         bound: The resource that limits the speed: compute, network, host, pcie or launch.
         mfu: Model FLOPs utilisation at this speed.
         kind: How the speed is known: "measured", "scaled from …", or "prior" (estimated).
-        log_deviation: Standard deviation of the log of the speed, as its uncertainty.
+        log_deviation: Uncertainty of the speed: the standard deviation of its logarithm.
     """
 
     tokens_per_second: float
@@ -257,7 +253,7 @@ def known_throughput(
     history: JobHistory,
     fingerprint: str,
 ) -> Throughput | None:
-    """Return the measured speed of a gang; else a speed scaled from another gang's measurement; else the estimate.
+    """Return the measured speed of a gang, else a speed scaled from another gang's measurement, else the estimate.
 
     Args:
         fingerprint: `speed_fingerprint` of `config`.
@@ -319,14 +315,14 @@ def _gatherings(config: RunConfig, shape: ModelShape) -> int:
 
 
 def _reductions(config: RunConfig, shape: ModelShape) -> int:
-    """Count the gradient reductions per step in a model copy: one for a small model, else one per micro-batch."""
+    """Count the gradient reductions per step within a model copy: one for a small model, else one per micro-batch."""
     return 1 if stays_gathered(shape.parameters) else _micro_steps(config)
 
 
 def _pcie_bytes(config: RunConfig, shape: ModelShape, kind: InstanceType, ranks: int, ranks_per_node: int) -> float:
-    """Return the bytes that one rank receives from all others per step; 0 if the GPUs of a node have NVLink.
+    """Return the bytes that one rank receives over PCIe per step; 0 with NVLink or with one rank per node.
 
-    A ring passes the same bytes to each of its members, so this is the traffic of nodes with one rank each.
+    In a ring every member receives the same number of bytes, so each rank counts like a node of its own.
     """
     if kind.gpu.nvlink or ranks_per_node == 1:
         return 0.0
@@ -341,11 +337,16 @@ def _network_bytes(config: RunConfig, shape: ModelShape, nodes: int, ranks_per_n
 
 
 def _exchanged_bytes(config: RunConfig, shape: ModelShape, members: int, ranks_each: int, shard: int) -> float:
-    """Return the bytes that one of `members` equal groups of ranks receives from the others per optimizer step.
+    """Return the bytes that one group of ranks receives from all other groups per optimizer step.
 
     DDP's ring all-reduce moves the gradients twice, after each step or, with a static graph, after every micro-batch.
     FSDP2 gathers parameters and reduces gradients; how often depends on the model's size (`infra.footprint`). HSDP
-    gathers and reduces within one model copy (`shard` ranks), and all-reduces shares of the gradients between copies.
+    gathers and reduces within one model copy, and all-reduces shares of the gradients between copies.
+
+    Args:
+        members: Number of groups.
+        ranks_each: Ranks per group.
+        shard: Ranks that share one copy of the model.
     """
     if config.parallel.mode == "ddp":
         moved = BFLOAT16_BYTES if config.ddp.gradient_compression == "bfloat16" else FLOAT32_BYTES

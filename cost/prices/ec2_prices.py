@@ -1,7 +1,7 @@
 """Live spot prices from EC2. All regions are queried in parallel, with one deadline.
 
-`ebbflow.infra.aws.calls` makes the requests and retries them. A region that fails gets the prices of the static table,
-and the descriptions of these prices give the reason.
+`ebbflow.infra.aws.calls` makes the requests and retries them. For a region that fails, the prices of the
+static table are used, and `describe` gives the reason.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class RegionPrices:
 
     Attributes:
         records: Changes of spot prices.
-        zone_ids: Zone ids by the zone names of this account.
+        zone_ids: Zone id of each zone name of this account.
         names_only: Reason why zone ids are unavailable; empty if they are known.
     """
 
@@ -56,7 +56,7 @@ class PriceAnswers:
 
     Attributes:
         answered: Answers by region.
-        failed: Reasons by region, for the regions without an answer.
+        failed: Reason for each region without an answer.
         observed: Unix time of the requests.
     """
 
@@ -70,7 +70,8 @@ class LivePrices(ZonePrices):
     """Live spot prices of the regions that answered. Regions in `failed` have the prices of the static table.
 
     Attributes:
-        failed, names_only: Reasons by region for a missing answer, and for missing zone ids.
+        failed: Reason for each region without an answer.
+        names_only: Reason for each region whose zone ids are unavailable.
         asked_at: Unix time of the requests.
     """
 
@@ -141,9 +142,9 @@ def query_spot_prices(
     The requests run in daemon threads, so a request that hangs delays neither the return nor the end of the process.
 
     Args:
-        since_utc: Unix time; price changes after it are returned as well (EC2 keeps 90 days). None means the present
+        since_utc: Unix time; also return the price changes after it (EC2 keeps 90 days). None returns the present
             prices only.
-        client: Makes the EC2 client of a region. None means botocore's, with its usual credentials.
+        client: Function that makes the EC2 client of a region. None uses botocore with its usual credentials.
         deadline: Deadline of the requests. None means `deadline_seconds` from now.
     """
     make = client or (lambda region: aws_client("ec2", region))
@@ -179,7 +180,7 @@ def _ask_region(
 ) -> RegionPrices:
     """Query one region for its zones and prices.
 
-    Without the right to list zones, the prices have this account's zone names instead of zone ids.
+    If the account may not list zones, the prices carry its zone names instead of zone ids.
     """
     zones = [{"Name": "zone-type", "Values": ["availability-zone"]}, {"Name": "region-name", "Values": [region]}]
     ids, names_only = {}, ""

@@ -1,4 +1,4 @@
-"""Prices of pools: the `Quote`, the interface `PriceSource` of all sources, and the shipped static table."""
+"""One price (`Quote`), the interface of all price sources (`PriceSource`), and the shipped static price table."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _REGION_NAME = re.compile(r"[a-z]{2,}(?:-[a-z]+)+-\d+")
 
 @dataclass(frozen=True, kw_only=True)
 class Quote:
-    """Hourly price of one instance in one place.
+    """Hourly price of one instance in one zone or region.
 
     Attributes:
-        zone: Zone id (use1-az1), which names the same zone in every account. The account's own zone name (us-east-1a)
-            if the id is unknown. None means any zone of the region.
+        zone: Zone id (use1-az1), which names the same zone in every account. If the id is unknown, the
+            account's own zone name (us-east-1a). None means any zone of the region.
         usd_per_hour: Price exactly as quoted.
         at: Unix time of the last price change; None if unknown.
         observed: Unix time at which the price was last known to be valid. The age of the price counts from this time,
@@ -73,10 +73,10 @@ class Quote:
 
 
 class PriceSource(Protocol):
-    """Prices as known at one moment. Files are read and requests are made only when a source is created."""
+    """Prices as known at one moment. A source reads files and sends requests only when it is created."""
 
     def spot(self, kind: InstanceType, region: str) -> Sequence[Quote]:
-        """Return one quote per zone with a price, or one quote for the whole region; empty if no price is known."""
+        """Return a quote for each zone with a price, or one for the whole region; empty if no price is known."""
         ...
 
     def on_demand(self, kind: InstanceType, region: str) -> Quote | None:
@@ -88,7 +88,7 @@ class PriceSource(Protocol):
         ...
 
     def why_missing(self, kind: InstanceType, region: str, zone: str | None) -> str:
-        """Explain a missing spot price. The text follows "no spot price of X in Y".
+        """Explain why a spot price is missing, as a continuation of "no spot price of X in Y".
 
         Args:
             zone: None if the whole region has no price.
@@ -142,12 +142,12 @@ _QUANTUM = Decimal("0.000001")
 
 @dataclass(frozen=True, kw_only=True)
 class StaticPrices:
-    """The shipped price table: recorded on-demand prices, and spot prices estimated from the spot advisor's savings.
+    """The shipped price table: recorded on-demand prices, and spot prices estimated from AWS Spot Advisor's savings.
 
-    The table has no zones. Its spot price is typical of a region; the present price of a pool may differ.
+    The table has no zones. Its spot prices are typical of a region; the present price of a pool may differ.
 
     Attributes:
-        because: Reason why the table replaces live prices; empty if the configuration selects the table.
+        because: Reason why live prices were unavailable; empty if the configuration selects the table.
     """
 
     because: str = ""
@@ -202,7 +202,7 @@ class StaticPrices:
 
 
 def describe_static_table(now_utc: float) -> str:
-    """Describe the table's regions, and the ages of its oldest on-demand price and of the spot advisor's savings."""
+    """Describe the static table: its regions, and the ages of its on-demand prices and Spot Advisor savings."""
     regions, advisor = on_demand_recorded(), advisor_recorded()
     oldest = min(regions.values())
     savings = f"savings of {advisor}, {format_age(now_utc - _unix(advisor))} old"
@@ -222,10 +222,10 @@ def describe_on_demand(now_utc: float, regions: Sequence[str]) -> str:
 
 
 def table_ages(regions: Sequence[str] = ()) -> list[tuple[str, str, float]]:
-    """Return (table, day or month of recording, Unix time of it) of the shipped tables.
+    """Return when each shipped table was recorded: its name, the day or month, and the same as Unix time.
 
     Args:
-        regions: Regions of the on-demand prices; all recorded ones if empty.
+        regions: Regions whose on-demand prices are included; empty for all recorded regions.
     """
     found = [
         (f"on-demand prices of {region}", day)
@@ -237,7 +237,7 @@ def table_ages(regions: Sequence[str] = ()) -> list[tuple[str, str, float]]:
 
 
 def warn_of_age(now_utc: float, regions: Sequence[str]) -> str | None:
-    """Name the tables that are older than `STALE_DAYS`; None if there are none."""
+    """Return a warning that names the shipped tables older than `STALE_DAYS`; None if there are none."""
     limit = now_utc - STALE_DAYS * _SECONDS_PER_DAY
     old = [f"{name} ({format_age(now_utc - at)})" for name, _, at in table_ages(regions) if at < limit]
     if not old:

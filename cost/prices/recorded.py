@@ -1,4 +1,4 @@
-"""Spot price changes, from EC2 or from a file, and the prices in force at one moment.
+"""Spot price changes from EC2 or a file, and the prices in force at one moment.
 
 A change is in force until the next one of the same type and zone, however old it is. Prices are kept as exact decimals.
 A file may be gzipped, and has one of two formats:
@@ -63,10 +63,10 @@ class SpotRecord:
 
 
 def read_record(record: Mapping[str, Any], where: str) -> SpotRecord | None:
-    """Parse one record of DescribeSpotPriceHistory. Return None if it is the price of another operating system.
+    """Parse one record of DescribeSpotPriceHistory. Return None for a price of an operating system other than Linux.
 
     Args:
-        record: Its Timestamp is a datetime or ISO 8601 text, in UTC unless it has a time zone.
+        record: The record; `Timestamp` is a datetime or ISO 8601 text, in UTC unless it has a time zone.
         where: File and position of the record, for messages.
 
     Raises:
@@ -89,7 +89,7 @@ def read_record(record: Mapping[str, Any], where: str) -> SpotRecord | None:
 
 
 def with_zone_ids(records: Iterable[SpotRecord], ids: Mapping[str, str]) -> list[SpotRecord]:
-    """Return the records with missing zone ids filled in from `ids` (by zone name) or other records of the zone."""
+    """Fill in missing zone ids from `ids` (zone name to id) or from other records of the same zone."""
     listed = list(records)
     known = {record.zone_name: record.zone_id for record in listed if record.zone_id} | dict(ids)
     return [record if record.zone_id else replace(record, zone_id=known.get(record.zone_name, "")) for record in listed]
@@ -98,7 +98,7 @@ def with_zone_ids(records: Iterable[SpotRecord], ids: Mapping[str, str]) -> list
 def prices_at(
     records: Iterable[SpotRecord], *, now_utc: float, observed: Mapping[str, float], kind: QuoteKind, source: str
 ) -> dict[tuple[str, str], tuple[Quote, ...]]:
-    """Return the quotes in force at `now_utc` (Unix time) by instance type and region, sorted by zone.
+    """Return the spot quotes in force at `now_utc` (Unix time) by instance type and region, sorted by zone.
 
     Args:
         observed: Unix time at which the prices of each region were last known to be valid.
@@ -132,7 +132,7 @@ def prices_at(
 
 @dataclass(frozen=True, kw_only=True)
 class ZonePrices:
-    """Base of recorded and live prices. On-demand prices are those of the static table.
+    """Base class of recorded and live spot prices. On-demand prices come from the static table.
 
     Attributes:
         quotes: Spot quotes by instance type and region, one per zone.
@@ -152,9 +152,9 @@ class ZonePrices:
         return self.known_zones.get(region, ())
 
     def zones_by_name(self, kind: InstanceType, region: str, zone: str | None) -> Sequence[str]:
-        """Return the names of zones that have a price but no known id, so that any of them may be `zone`.
+        """Return the names of priced zones without a known id, each of which may be the zone with the id `zone`.
 
-        The result is empty if `zone` is one of the region's known zones or None.
+        Return nothing if `zone` is None or one of the region's known zones.
         """
         if zone is None or zone in self.zones(region):
             return ()
@@ -169,7 +169,7 @@ class ZonePrices:
 
 
 def explain_zone_names(reason: str) -> str:
-    """Explain why a zone of the configuration has no price if zone ids are unknown, and how to fix this.
+    """Explain why a configured zone has no price when zone ids are unknown, and how to fix this.
 
     Args:
         reason: Reason why the ids are unknown.
@@ -228,16 +228,16 @@ class Recording:
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedPrices(ZonePrices):
-    """Prices of a file that were in force at one moment."""
+    """Prices from a file, as they were in force at one moment."""
 
     path: Path
 
     @classmethod
     def read(cls, path: Path, now_utc: float) -> RecordedPrices:
-        """Read the prices in force at `now_utc` (Unix time); ignore later records. Raises PriceError for a bad file.
+        """Read the prices in force at `now_utc` (Unix time) from a file. Raises PriceError if the file is invalid.
 
-        The age of a price counts from the time of the recording. If that is unknown, it counts from the region's newest
-        record.
+        Later records are ignored. The age of a price counts from the time of the recording or, if that is unknown,
+        from the region's newest record.
         """
         recording = read_recording(path)
         records = [record for record in recording.records if record.at <= now_utc]
@@ -286,7 +286,7 @@ class RecordedPrices(ZonePrices):
 
 
 def read_recording(path: Path) -> Recording:
-    """Read a JSON or CSV price file, gzipped or not. Raises PriceError, which names the file and the line or record."""
+    """Read a JSON or CSV price file, gzipped or not. A PriceError names the file and the invalid line or record."""
     try:
         content = path.read_bytes()
         text = (gzip.decompress(content) if content.startswith(_GZIP_MAGIC) else content).decode("utf-8")
@@ -301,7 +301,7 @@ def read_recording(path: Path) -> Recording:
 
 
 def write_recording(path: Path, recording: Recording) -> None:
-    """Write a file for `read_recording`, oldest record first; gzipped if the name ends with .gz."""
+    """Write a price file that `read_recording` can read, oldest record first; gzipped if the name ends with .gz."""
     assert recording.recorded_at is not None
     data = {
         "RecordedAt": datetime.fromtimestamp(recording.recorded_at, UTC).strftime(_ISO_SECONDS),

@@ -1,4 +1,4 @@
-"""Open the prices that `cost.prices` selects (static table, file or EC2); `ebbflow prices record` and `show`."""
+"""Prices that `cost.prices` selects (static table, file or EC2), and the commands of `ebbflow prices`."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def open_prices(
 ) -> PriceSource:
     """Return the prices that `cost.prices` selects, in force at `now_utc` (Unix time).
 
-    If live prices are unavailable, return the static table; its description gives the reason.
+    If live prices are unavailable, return the static table; its `describe` gives the reason.
 
     Args:
         project_root: Folder to which the path of a price file is relative.
         network: Whether requests are allowed. If not, the static table replaces live prices.
-        client: Makes the EC2 client of a region. None means botocore's, with its usual credentials.
+        client: Function that makes the EC2 client of a region. None uses botocore with its usual credentials.
 
     Raises:
         PriceError: The price file is invalid.
@@ -68,16 +68,17 @@ def read_price_changes(
     project_root: Path = Path(),
     client: Callable[[str], Any] | None = None,
 ) -> list[dict[str, Any]]:
-    """Return the changes of a type's spot price since the plan was made, by zone. With live prices, query AWS.
+    """Return how the spot price of an instance type changed since the plan was made, for each zone.
 
-    The list is empty for the static table, which has no changes, and for a plan without a pool.
+    Query AWS if the plan used live prices. Return nothing for the static table, which has no changes, or for a plan
+    without a pool.
 
     Args:
         plan: Data of the `plan` event.
         instance_type: None means the type that the plan chose.
 
     Raises:
-        PriceError: The price file is invalid, or the region of the plan's pool does not answer.
+        PriceError: The price file is invalid, or EC2 does not answer for the region of the plan's pool.
     """
     chosen = plan.get("chosen")
     if not chosen or cost.prices == "static":
@@ -96,7 +97,7 @@ def read_price_changes(
 def _changes_by_zone(
     records: Iterable[SpotRecord], instance_type: str, since: float, until: float, kind: str
 ) -> list[dict[str, Any]]:
-    """Return for each zone the price in force at `since` and all later changes until `until` (Unix times)."""
+    """Return, for each zone, the price in force at `since` and all changes up to `until` (Unix times)."""
     by_zone: dict[tuple[str, str], list[SpotRecord]] = {}
     for record in records:
         if record.instance_type == instance_type and record.at <= until:
@@ -140,10 +141,10 @@ def add_commands(commands: Any, project_root: Path) -> None:
 
 
 def record_prices(arguments: argparse.Namespace, *, client: Callable[[str], Any] | None = None) -> int:
-    """Write EC2's prices to a file and print a summary.
+    """Write EC2's spot prices to a file and print a summary.
 
     Raises:
-        PriceError: A region does not answer; nothing is written.
+        PriceError: EC2 does not answer for a region (then nothing is written), or the file cannot be written.
     """
     now = time.time()
     kinds = load_catalogue().matching(arguments.instance_types)

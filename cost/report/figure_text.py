@@ -1,4 +1,4 @@
-"""Text of the figures of a report, as rows and lines. Terminal, Metaflow card and HTML page show the same text."""
+"""A report's figures as rows and lines of text, which terminal, Metaflow card and HTML page share."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ _LONGEST_CAUSE = 48  # characters; a cause may hold text from outside
 
 
 def format_ledger_rows(report: RunReport) -> list[tuple[str, ...]]:
-    """Format the ledger as rows with the columns of `LEDGER_HEADER`, and the total as the last row.
+    """Format the ledger as rows with the columns of `LEDGER_HEADER`. The last row is the total.
 
-    The displayed amounts sum to the displayed totals. Shares are of the paid time.
+    The displayed amounts sum to the displayed totals. Shares refer to the paid time.
     """
     amounts = _format_amounts(report, [(line.rank_seconds, line.usd) for line in report.ledger])
     paid = report.paid_rank_seconds
@@ -53,9 +53,9 @@ def format_ledger_rows(report: RunReport) -> list[tuple[str, ...]]:
 
 
 def format_cause_rows(report: RunReport) -> list[tuple[str, ...]]:
-    """Format the causes as rows with the columns of `CAUSE_HEADER`, and the total as the last row.
+    """Format the dollars by cause as rows with the columns of `CAUSE_HEADER`. The last row is the total.
 
-    The displayed amounts sum to the displayed totals. Shares are of the dollars.
+    The displayed amounts sum to the displayed totals. Shares refer to the dollars.
     """
     causes = report.money.get("causes") or []
     if not causes:
@@ -71,7 +71,7 @@ def format_cause_rows(report: RunReport) -> list[tuple[str, ...]]:
 
 
 def _format_amounts(report: RunReport, amounts: Sequence[tuple[float, Decimal | float]]) -> list[tuple[str, str]]:
-    """Format pairs of (rank-seconds, dollars). The displayed amounts of each column sum to its displayed total."""
+    """Format pairs of (rank-seconds, dollars), rounded so that each column sums to its displayed total."""
     decimals = usd_decimals(report.total_usd)
     time = apportion([Decimal(str(seconds)) for seconds, _ in amounts], 2)
     dollars = apportion([Decimal(str(usd)) for _, usd in amounts], decimals)
@@ -88,7 +88,7 @@ def shorten(text: str, length: int) -> str:
 
 
 def format_key_figures(report: RunReport) -> dict[str, str]:
-    """Format the key figures by name. Every rendering shows each of them verbatim. Unknown figures are left out."""
+    """Return the key figures as text, by name, without the unknown ones. All renderers show this text unchanged."""
     actual, hours = report.actual, report.actual.get("wall_hours")
     figures = {
         "job": one_line(report.job),
@@ -123,7 +123,7 @@ def _is_unknown(figure: str) -> bool:
 
 
 def format_mfu(report: RunReport) -> str:
-    """Format the MFU, such as "41.0 % of measured peak", or the reason why it is withheld."""
+    """Format the model FLOPs utilisation, such as "41.0 % of measured peak", or the reason why it is not shown."""
     withheld = report.actual.get("mfu_withheld")
     return f"withheld: {one_line(withheld)}" if withheld else format_share(report.actual.get("mfu"), "measured peak")
 
@@ -139,7 +139,7 @@ def format_outcome(report: RunReport) -> str:
 
 
 def get_weight_unit(report: RunReport) -> str:
-    """Return the unit of batch sizes, and thus of speeds and losses; "tokens" for text."""
+    """Return the unit in which batch sizes, speeds and losses are counted; "tokens" for text."""
     return one_line(report.actual.get("weight_unit") or "tokens")
 
 
@@ -149,7 +149,7 @@ def get_loss_unit(report: RunReport) -> str:
 
 
 def _quality(report: RunReport) -> dict[str, str]:
-    """Format the model's quality: loss and entropy for text, else the metrics of the workload's own evaluation."""
+    """Format the model's quality: loss and entropy for text, else the metrics of the workload's evaluation."""
     actual = report.actual
     if get_weight_unit(report) == "tokens":
         return {
@@ -172,7 +172,7 @@ def _certificate(report: RunReport) -> dict[str, str]:
 
 
 def _saves(found: dict[str, Any]) -> str:
-    """Format the measured and the predicted cost of saves and redone steps; "n/a" if both are unknown."""
+    """Format the measured and predicted time lost to checkpoints and redone steps; "n/a" if both are unknown."""
     lost, predicted = found.get("actual_loss"), found.get("predicted_loss")
     known = [] if lost is None else [f"stalls and redone steps {format_share(lost, 'paid time')}"]
     known += [] if predicted is None else [f"predicted {format_percent(predicted)}"]
@@ -182,7 +182,7 @@ def _saves(found: dict[str, Any]) -> str:
 
 
 def describe_prices(report: RunReport) -> str:
-    """Describe where the prices of the job come from, such as "recorded" prices or those of a simulated pool."""
+    """Describe the kind of the job's prices, such as "recorded" or "simulated: priced as if on …"."""
     kind = one_line(report.actual.get("price_kind", UNPRICED))
     if kind == SIMULATED:
         return f"simulated: priced as if on {one_line(format_pool(report.plan))}"
@@ -200,7 +200,7 @@ def _nothing_paid(report: RunReport) -> bool:
 
 
 def format_pool(plan: dict[str, Any] | None) -> str:
-    """Format the pool of a plan, such as "2 × g5.xlarge spot in use1-az4"; "n/a" without one."""
+    """Format the chosen pool of a plan, such as "2 × g5.xlarge spot in use1-az4"; "n/a" if there is none."""
     chosen = (plan or {}).get("chosen")
     if not chosen:
         return NONE
@@ -216,7 +216,7 @@ def get_final_loss(report: RunReport) -> float | None:
 def get_comparison_header(report: RunReport) -> tuple[str, str, str]:
     """Return the header of `format_comparison_rows`.
 
-    For a simulated run it says that the planned figures are for the pool and the actual ones for this machine.
+    For a simulated run the header says that the planned figures apply to the pool, and the actual ones to this machine.
     """
     if (report.plan or {}).get("simulated"):
         return "plan against actual", "planned on the pool (estimated)", "actual on this machine"
@@ -224,7 +224,7 @@ def get_comparison_header(report: RunReport) -> tuple[str, str, str]:
 
 
 def format_comparison_rows(report: RunReport) -> list[tuple[str, str, str]]:
-    """Format planned and actual figures as rows (figure, planned, actual). Empty without a plan."""
+    """Format planned and actual figures as rows (figure, planned, actual). Return no rows without a plan."""
     chosen = (report.plan or {}).get("chosen")
     if not chosen:
         return []
@@ -252,8 +252,8 @@ def format_comparison_rows(report: RunReport) -> list[tuple[str, str, str]]:
 def format_generation_rows(report: RunReport) -> list[tuple[str, str, str, str, str, str]]:
     """Format the generations as rows with the columns of `GENERATION_HEADER`, oldest first.
 
-    A single generation gives no rows. The displayed seconds sum to those of the ledger, apart from nodes of AWS Batch
-    that never joined a generation.
+    A job with one generation gives no rows. The displayed seconds sum to the total of the ledger, except for AWS Batch
+    nodes that never joined a generation.
     """
     lines = report.events.get("generations", [])
     if len(lines) < 2:
@@ -286,7 +286,7 @@ def format_configuration_rows(report: RunReport, *, defaults: bool) -> list[tupl
 
 
 def explain_figures(report: RunReport) -> list[str]:
-    """List the basis of each kind of figure, and the costs that are not counted, as lines of text."""
+    """Explain, line by line, how each kind of figure was obtained and which costs are not counted."""
     billed = {LedgerClass.IDLE, LedgerClass.MINIMUM_CHARGE}
     estimated = {line.ledger_class for line in report.ledger if line.kind != MEASURED}
     inferred = [str(kind).replace("_", " ") for kind in LedgerClass if kind in estimated - billed]
@@ -333,7 +333,7 @@ def explain_figures(report: RunReport) -> list[str]:
 
 
 def describe_damage(report: RunReport) -> list[str]:
-    """Describe the damage of the event log as lines, with the first damaged places. Empty for an intact log."""
+    """Describe damage to the event log, one line per damaged place. Return no lines for an intact log."""
     damage = report.events.get("damage") or []  # old reports lack it
     if not damage:
         return []
@@ -348,7 +348,7 @@ def describe_damage(report: RunReport) -> list[str]:
 
 
 def _price_in_full(report: RunReport) -> str:
-    """Describe the prices of the job, with the planned pool's quote in dollars per hour if it applies to them."""
+    """Describe the job's prices, and add the planned pool's quote in dollars per hour if it was applied."""
     chosen = (report.plan or {}).get("chosen") or {}
     text, quoted = describe_prices(report), chosen.get("quoted_usd_per_hour")
     # The quote is for the planned pool. `format_node_prices` describes the prices of other machines.
@@ -370,7 +370,7 @@ def format_failures(report: RunReport) -> list[str]:
 def format_regret(report: RunReport) -> str:
     """Format the regret, such as "$0.0012 (34.0 %) over $0.0035 in hindsight, estimated".
 
-    The regret is the total less the lowest cost with all prices known in advance
+    Regret is the money that could have been saved if all prices had been known in advance
     (`cost.report.figures.compute_hindsight`).
     """
     found = report.money.get("hindsight")
@@ -382,7 +382,7 @@ def format_regret(report: RunReport) -> str:
 
 
 def format_budget(report: RunReport) -> str:
-    """Format the use of the budget, such as "62.0 % of $5.0000, notified at 50 %"; "n/a" without a budget."""
+    """Format the spent share of the budget, such as "62.0 % of $5.0000, notified at 50 %"; "n/a" without one."""
     limit = (report.plan or {}).get("budget_usd")
     if not limit:
         return NONE
@@ -398,7 +398,7 @@ def format_owner(report: RunReport) -> str:
 
 
 def format_node_prices(report: RunReport) -> list[str]:
-    """Format one line for each pair of pool and kind of price. Empty if there is only one pair."""
+    """Format the cost for each pair of pool and kind of price, one line each. Return nothing for a single pair."""
     found = report.money.get("prices") or []
     nodes, decimals = sum(line["nodes"] for line in found), usd_decimals(report.total_usd)
     if len(found) < 2:
@@ -411,7 +411,7 @@ def format_node_prices(report: RunReport) -> list[str]:
 
 
 def format_attempt_rows(attempts: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """Format the attempts on AWS Batch as rows with the columns of `ATTEMPT_HEADER`: planned and actual figures."""
+    """Format planned and actual figures of the AWS Batch attempts as rows with the columns of `ATTEMPT_HEADER`."""
     return [
         (
             str(one["number"]),
@@ -428,12 +428,12 @@ def format_attempt_rows(attempts: Sequence[Mapping[str, Any]]) -> list[tuple[str
 
 
 def format_placement_rows(attempts: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
-    """Format the placements of the attempts on AWS Batch as rows with the columns of `PLACE_HEADER`."""
+    """Format where and why each AWS Batch attempt was placed, as rows with the columns of `PLACE_HEADER`."""
     return [(str(one["number"]), one_line(one["where"]), one_line(one["why"])) for one in attempts]
 
 
 def format_placements(attempts: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Format one line for each attempt on AWS Batch, with its placement and the reason for it."""
+    """Format where and why each AWS Batch attempt was placed, as one line per attempt."""
     return [f"{name}: {where}: {why}" for name, where, why in format_placement_rows(attempts)]
 
 

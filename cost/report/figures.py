@@ -1,4 +1,4 @@
-"""Figures of a report: speed, quality, saves, money, Batch attempts and the optimum in hindsight."""
+"""Figures of a report: speed, quality, checkpoints, money, AWS Batch attempts and the optimum in hindsight."""
 
 from __future__ import annotations
 
@@ -44,20 +44,20 @@ _TICKS = 240
 def compute_actual_figures(
     events: Sequence[Event], generations: dict[int, RecordedGeneration], ledger: Ledger
 ) -> dict[str, Any]:
-    """Compute the `actual` part of a report: measured, unless stated otherwise. Unknown figures are None.
+    """Compute the `actual` part of a report: figures measured unless stated otherwise, None if unknown.
 
     Returns:
         A dictionary with, among others:
 
-        - weight_unit: Unit of batch sizes, and thus of speeds; "tokens" for text.
+        - weight_unit: Unit in which batch sizes and speeds are counted; "tokens" for text.
         - tokens_per_second: Median speed of the steps that contributed to the final weights. It includes waits for data
           and excludes saves and evaluations.
-        - held_out_loss, unigram_entropy_nats: Nats per token. held_out_ratio is the first divided by the second; below
-          1 the model beats the best guess without context.
-        - mfu: Model flops per second, divided by the measured matrix product peak of the gang's machines; at most 1.
+        - held_out_loss, unigram_entropy_nats: Nats per token. held_out_ratio is the first divided by the second;
+          below 1, the model beats the best guess without context.
+        - mfu: Model FLOPs per second, divided by the measured matrix product peak of the gang's machines; at most 1.
         - metrics: Metrics of the last evaluation, by name.
-        - goodput: Share of the paid rank-seconds that useful steps took.
-        - learning_rate: The highest of all steps.
+        - goodput: Share of the paid rank-seconds that was spent in useful steps.
+        - learning_rate: The highest learning rate of all steps.
     """
     kept = [event for event in events if event.name == STEP and _is_kept(event, generations)]
     prepared = next((event.data for event in reversed(events) if event.name == PREPARED), {})
@@ -94,16 +94,16 @@ def _is_kept(event: Event, generations: dict[int, RecordedGeneration]) -> bool:
 
 
 def _per_second(event: Event, key: str) -> float | None:
-    """Return a step's tokens or flops (`key`) per second of work and waiting for data; None if unknown."""
+    """Return a step's tokens or FLOPs (`key`) per second, counting work and waits for data; None if unknown."""
     seconds, amount = event.data.get("seconds", {}), event.data.get(key)
     busy = seconds.get(LedgerClass.USEFUL_STEP, 0.0) + seconds.get(LedgerClass.DATA_WAIT, 0.0)
     return amount / busy if amount and busy > 0 else None
 
 
 def _compute_mfu(events: Sequence[Event], kept: Sequence[Event]) -> dict[str, Any]:
-    """Return the median MFU of the kept steps as `mfu`, or the reason for withholding it as `mfu_withheld`.
+    """Return the median MFU of the kept steps as `mfu`, or the reason for not reporting it as `mfu_withheld`.
 
-    It is withheld if it is above 1, because the peak was then measured on a busy machine. Both are None if unknown.
+    An MFU above 1 is not reported, because the peak was then measured on a busy machine. Both are None if unknown.
     """
     peaks = _find_peaks(events)
     shares = []
@@ -117,10 +117,10 @@ def _compute_mfu(events: Sequence[Event], kept: Sequence[Event]) -> dict[str, An
 
 
 def _find_peaks(events: Sequence[Event]) -> dict[int, float]:
-    """Return, by generation, the peak flops per second of all its ranks together.
+    """Return the peak FLOPs per second of each generation, summed over its ranks.
 
-    A measurement on a busy machine is too low, but none is too high. The highest measurement of a machine with the same
-    number of ranks and the same dtype therefore applies to all its generations.
+    A peak measured on a busy machine is too low; no measurement is too high. So for each machine, number of ranks and
+    dtype, the highest measurement applies to all generations.
     """
     machines: dict[tuple[str, int, int, int], str] = {}  # keys, here and below: run, attempt, generation, node
     peaks: dict[tuple[str, int, int, int], dict[int, float]] = {}
@@ -143,11 +143,11 @@ def _find_peaks(events: Sequence[Event]) -> dict[int, float]:
 
 
 def compute_save_figures(events: Sequence[Event], ledger: Ledger) -> dict[str, Any]:
-    """Compute the `saves` part of `actual`: measured and predicted cost of saves and redone steps.
+    """Compute the `saves` part of `actual`: measured and predicted cost of checkpoints and redone steps.
 
-    `actual_loss` is the measured share of the paid time that stalls and redone steps took. `predicted_loss` is the
-    estimate of that share. It is predicted at each save from the stall and hazard known then; the mean over the saves
-    is reported. Unknown figures are None.
+    `actual_loss` is the measured share of the paid time lost to checkpoint stalls and redone steps. `predicted_loss` is
+    the estimate of that share: the mean of the predictions made at each checkpoint from the stall and hazard then
+    known. Unknown figures are None.
     """
     predicted = _numbers(events, INTERVAL, "predicted_loss")
     classes = (LedgerClass.CHECKPOINT_STALL, LedgerClass.REDONE_STEP)
@@ -188,15 +188,15 @@ def compute_money_figures(
     Returns:
         JSON values, among them:
 
-        - forecast: Forecast of the first plan, for the whole job. Later plans are for the remaining work. `compute_usd`
-          is without storage and transfer, which the ledger does not meter.
+        - forecast: Forecast of the first plan, for the whole job. Later plans cover only the remaining work.
+          `compute_usd` excludes storage and transfer, which the ledger does not meter.
         - causes: Dollars by cause, with six decimals, that sum to the total.
         - hindsight: Lowest possible cost, and regret (`compute_hindsight`).
         - thresholds: Shares of the budget (0 to 1) that were reached and notified.
-        - prices: Kind of price and dollars of each kind of machine.
+        - prices: Nodes and dollars by pool and kind of price.
         - attempts: Planned and actual figures of the attempts on AWS Batch.
-        - light_steps_away: Whether the steps around training also ran on other machines, which the ledger does not
-          meter.
+        - light_steps_away: Whether the Metaflow steps around training also ran on other machines, which the ledger does
+          not meter.
     """
     changes = [(bill.node, at / MICRO) for bill in ledger.nodes for at, _ in bill.price.curve.changes]
     return {
@@ -234,7 +234,7 @@ def _find_forecast(events: Sequence[Event]) -> dict[str, Any] | None:
 
 
 def _sum_by_price(ledger: Ledger) -> list[dict[str, Any]]:
-    """Sum nodes and dollars by pool and kind of price. The dollars sum to the total of the ledger."""
+    """Count the nodes and sum the dollars by pool and kind of price. The dollars sum to the total of the ledger."""
     grouped: dict[tuple[str, str], list[NodeBill | UnreportedBill]] = {}
     for bill in (*ledger.nodes, *ledger.unreported):
         pool = "" if bill.price.pool is None else str(bill.price.pool)
@@ -249,9 +249,10 @@ def _sum_by_price(ledger: Ledger) -> list[dict[str, Any]]:
 def _compute_attempt_figures(events: Sequence[Event], ledger: Ledger) -> list[dict[str, Any]]:
     """Compute planned and actual figures of each attempt on AWS Batch, oldest first; empty if there was none.
 
-    `planned` has dollars per hour of the gang, and hours and dollars to finish the job there (estimated). `actual` has
-    the seconds that the attempt waited for capacity, the hours from Batch's start to its stop, and the dollars in the
-    ledger. `ended` is the cause of its end, empty while unknown. `reason` is Batch's own text.
+    `planned` has the dollars per hour of all nodes, and estimates of the hours and dollars to finish the job there.
+    `actual` has the seconds that the attempt waited for capacity, the hours for which it ran according to Batch, and
+    the dollars in the ledger. `ended` is the cause of its end, empty while unknown. `reason` is the text that Batch
+    gave.
     """
     last_events = {str(event.data.get("job_id")): event.data for event in events if event.name == BATCH_ATTEMPT}
     paid: dict[str, Decimal] = {}
@@ -301,18 +302,19 @@ def compute_hindsight(
 ) -> dict[str, Any] | None:
     """Compute the lowest possible cost of the same work if all prices had been known in advance, and the regret.
 
-    The regret is the job's total less that cost. The pools are those of the job's instance type and number of nodes
-    with recorded prices: every recorded zone, and on-demand. Capacity is assumed to be always available, because its
-    absence is not recorded. The optimum is thus a lower bound and the regret an upper bound, both estimated. The work
-    is the time in kept steps, with their data, evaluations and saves; each start costs as much as the job's first
-    start. If prices never changed, the cheapest pool is the optimum; otherwise a dynamic programme
+    The regret is the job's total less that cost. The compared pools have the job's instance type and number of nodes:
+    every zone with a recorded Spot price, and on-demand. Capacity is assumed to be always available, because missing
+    capacity is not recorded. So the optimum is a lower bound and the regret an upper bound, both estimated. The work is
+    the time of the kept steps, including data, evaluations and checkpoints. Each start costs as much as the job's first
+    start. If prices never changed, the cheapest pool is the optimum; otherwise dynamic programming
     (`cost.report.optimum`) finds it.
 
     Args:
         events: Events of the job, ordered by time.
 
     Returns:
-        Dollars of the gang and hours; None without a plan or paid work, or if no recorded pool could do the work.
+        Lowest cost and regret in dollars, and hours of work and start; None without a plan or paid work, or if no
+        recorded pool could do the work.
     """
     plan = next((event.data for event in reversed(events) if event.name == PLAN and event.data.get("chosen")), None)
     if plan is None or not ledger.nodes:
@@ -351,7 +353,7 @@ def compute_hindsight(
 def _compute_hours(
     bills: Sequence[NodeBill], generations: dict[int, RecordedGeneration], *, ranks: int
 ) -> tuple[float, float]:
-    """Return the gang's hours of work, and the hours of the first generation's start and shutdown."""
+    """Return the hours for which the gang worked, and the hours of the first generation's start and shutdown."""
     work, start, first = 0, 0, bills[0].node.generation
     first_ranks = sum(len(bill.node.ranks) for bill in bills if bill.node.generation == first)
     for bill in bills:
@@ -371,7 +373,7 @@ def read_price_curves(
 ) -> dict[PoolName, PriceCurve]:
     """Return the price of one node over time, by pool: the plan's quote first, then the recorded changes.
 
-    Quotes for another number of nodes than the plan's are left out.
+    Quotes for a number of nodes other than the plan's are left out.
     """
     first = _read_quotes(plan)
     for pool, changes in history.items():
@@ -381,7 +383,7 @@ def read_price_curves(
 
 
 def _read_quotes(plan: dict[str, Any]) -> dict[PoolName, Decimal]:
-    """Read the plan's quotes (dollars per hour of one node) by pool, for the pools with the plan's number of nodes."""
+    """Read the plan's quotes (dollars per hour of one node) of all pools with the planned number of nodes."""
     chosen = plan["chosen"]
     same_size = [candidate for candidate in [*plan.get("ranked", []), chosen] if candidate["nodes"] == chosen["nodes"]]
     quotes = {parse_pool(candidate): parse_quote(candidate) for candidate in same_size}
@@ -395,10 +397,10 @@ def _read_quotes(plan: dict[str, Any]) -> dict[PoolName, Decimal]:
 def _add_quotes(
     events: Sequence[Event], history: Mapping[PoolName, Sequence[tuple[float, Decimal]]]
 ) -> dict[PoolName, Sequence[tuple[float, Decimal]]]:
-    """Add the quotes of all plans as price changes, for the pools without recorded changes.
+    """Use the quotes of all plans as price changes of the pools without recorded changes.
 
-    The ledger uses these quotes as well. With the newest plan's quotes alone, the higher prices of earlier plans would
-    count as regret.
+    The ledger uses these quotes too. If only the newest plan's quotes counted, the higher prices of earlier plans would
+    appear as regret.
     """
     quoted: dict[PoolName, list[tuple[float, Decimal]]] = {}
     for event in events:
@@ -411,7 +413,7 @@ def _add_quotes(
 def _find_optimum(
     curves: dict[PoolName, PriceCurve], begin: float, end: float, nodes: int, work: float, start: float
 ) -> float:
-    """Compute the lowest dollars for `work` hours of the gang between two Unix times; infinity if too close."""
+    """Compute the lowest cost in dollars of `work` hours between two Unix times; infinity if they do not fit."""
     import numpy as np
 
     from ebbflow.cost.report.optimum import World, optimum_usd

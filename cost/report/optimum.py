@@ -1,10 +1,10 @@
-"""The lowest cost of a job if all capacity and prices had been known in advance.
+"""Lowest possible cost of a job if all capacity and prices had been known in advance.
 
-The optimum is exact on the grid of ticks, which is the published definition (SkyNomad, NSDI'27): work, changeover and
-transfer are rounded up to whole ticks, whole ticks are billed, one machine is held at a time, and the first start is in
-any zone without a transfer. Dynamic programming computes the lowest remaining cost backwards in time. t is the tick, r
-the place of the machine, l that of the checkpoint, h the remaining ticks of start-up (H at a start), and w those of
-work; `start` is `hold` without the choice to leave:
+Time is divided into ticks, and the optimum is exact on this grid. As published (SkyNomad, NSDI'27), work, changeover
+and transfer are rounded up to whole ticks, whole ticks are billed, the job holds one machine at a time, and the first
+start may be in any zone without a transfer. Dynamic programming computes the lowest remaining cost backwards in time.
+t is the tick, r the place of the machine, l the place of the checkpoint, h the remaining ticks of start-up (H when the
+machine starts), and w the remaining ticks of work. `start` is `hold` without the option to leave:
 
     hold(t, r, h, w) = min(leave, price(t, r) + hold(t+1, r, h−1, w))            h > 0
                        min(leave, price(t, r) + hold(t+1, r, 0, w−1))            h = 0, spot only if available at t
@@ -24,12 +24,12 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class Distances:
-    """Costs and times of moving the checkpoint from one region to another.
+    """Cost and time of moving the checkpoint from one region to another.
 
-    The speeds are those measured for SkyNomad: 9.72 Gbit/s within a region, 8.20 between regions of a continent, 3.59
-    between continents; as there, a gigabyte is 1024 × 8 Mbit. The changeover includes the time of a move within a
-    region, so only the additional time counts. The fees are Amazon's list prices of transfer between regions: $0.02 per
-    GB from most regions of North America, $0.01 between us-east-1 and us-east-2.
+    The speeds were measured for SkyNomad: 9.72 Gbit/s within a region, 8.20 between regions of a continent, and 3.59
+    between continents. As in SkyNomad, a gigabyte is 1024 × 8 Mbit. The changeover already includes a move within a
+    region, so only the additional time counts. The fees are Amazon's list prices for transfer between regions: $0.02
+    per GB from most regions of North America, $0.01 between us-east-1 and us-east-2.
     """
 
     checkpoint_gb: float = 0.0
@@ -53,9 +53,10 @@ class Distances:
 
 @dataclass(frozen=True)
 class World:
-    """Pools with their capacity and prices over time. Spot pool i is in zone `zones[i]` and region `regions[i]`.
+    """Capacity and prices of all pools over time.
 
-    Each region also has one on-demand pool, in its first zone.
+    Spot pool i is in zone `zones[i]` and region `regions[i]`. Each region also has one on-demand pool, in its first
+    zone.
 
     Attributes:
         available: Whether all nodes of the job could run, [pools, ticks].
@@ -81,10 +82,10 @@ class World:
 
 
 def optimum_usd(world: World, *, work_hours: float, deadline_hours: float, changeover_hours: float) -> float:
-    """Return the lowest cost of finishing by the deadline if the future is known; infinite if the job cannot finish.
+    """Return the lowest cost in dollars of finishing by the deadline if the future is known; infinity if impossible.
 
-    Ticks must have equal length. Budget, commits and on-demand delays are ignored: with the future known, no work is
-    redone, and on-demand machines are taken to start at once.
+    Ticks must have equal length. The budget is ignored. With the future known, no work is redone, so checkpoints cost
+    nothing. On-demand machines are assumed to start at once.
     """
     return _Optimum(world, work_hours, deadline_hours, changeover_hours).solve()
 

@@ -1,6 +1,6 @@
 """Render the report as one self-contained HTML page: no requests, no scripts, light and dark, readable on a phone.
 
-All text from outside goes through `escape`. Numbers arrive as text from `cost.report.figure_text`, without NaN.
+Text from outside this program is always passed through `escape`. `cost.report.figure_text` formats the numbers.
 """
 
 from __future__ import annotations
@@ -88,10 +88,10 @@ def escape(text: object) -> str:
 def render_html_table(
     header: Sequence[str], rows: Sequence[Sequence[str]], *, colours: Sequence[str] = (), total: bool = False
 ) -> str:
-    """Render a table and escape its cells. Cells beyond the header are left out.
+    """Render a table and escape its cells. Cells beyond the last column of the header are left out.
 
     Args:
-        colours: The colour of a mark before the first cell of each row.
+        colours: Colours of the marks in the first cell of each row.
         total: Whether the last row is the total.
     """
     kinds = [
@@ -115,7 +115,7 @@ def _cell(cell: str, label: str, kind: str, mark: str) -> str:
 
 
 def render_ledger_bar(report: RunReport) -> str:
-    """Render a bar of the paid time by class, with class names as tooltips."""
+    """Render the paid time as a bar with one segment per ledger class, whose name is the tooltip."""
     parts = [
         f'<span style="flex:{line.rank_microseconds} 1 0;background:{COLOURS[line.ledger_class]}" '
         f'title="{escape(line.ledger_class)} {format_number(line.rank_seconds, 2)} s"></span>'
@@ -171,7 +171,7 @@ def thin_points(
 
 
 def _pieces(points: Sequence[tuple[int, float | None]]) -> list[list[tuple[int, float]]]:
-    """Split the points at non-finite losses, so that no line bridges them."""
+    """Split the points at non-finite losses, so that the chart has gaps there."""
     pieces: list[list[tuple[int, float]]] = [[]]
     for step, loss in points:
         if loss is not None and math.isfinite(loss):
@@ -215,7 +215,7 @@ def render(report: RunReport, *, python: str = PYTHON) -> str:
     """Render the whole page.
 
     Args:
-        python: The interpreter in the command that continues the job.
+        python: Path of the Python interpreter in the command that continues the job.
     """
     figures = format_key_figures(report)
     title = f"Ebbflow report: {figures['job']}"

@@ -1,4 +1,4 @@
-"""Render the report as a block of text for the terminal, at most 100 columns wide, and several jobs as a table."""
+"""Render one report as terminal text of at most 100 columns, or several jobs as a table."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _PERMITS = {Outcome.NO_RESTORE: "--from-scratch", Outcome.ROLLED_BACK: "--accept
 class NextStep(NamedTuple):
     """Suggestion for continuing a job.
 
-    `explanation` has no full stop; `command` is for a shell in the project's folder.
+    `explanation` has no full stop at the end. `command` is a shell command for the project's folder.
     """
 
     explanation: str
@@ -54,11 +54,11 @@ class NextStep(NamedTuple):
 def suggest_next_step(report: RunReport, *, python: str = PYTHON) -> NextStep | None:
     """Suggest how to continue a job; None if it is completed or running.
 
-    After a failure with an external cause the suggestion is `resume`, which repeats the steps of the run with the same
-    plan and configuration. After a limit or a bad setting it is a new `run`, which restores the last commit.
+    After an interruption or a failure, suggest `resume`, which continues the run with the same plan and configuration.
+    After an exceeded limit or a bad setting, suggest a new `run`, which restores the last commit.
 
     Args:
-        python: Path of the interpreter for the suggested command.
+        python: Path of the Python interpreter in the suggested command.
     """
     if report.outcome in (None, Outcome.COMPLETED):
         return None
@@ -75,10 +75,7 @@ def suggest_next_step(report: RunReport, *, python: str = PYTHON) -> NextStep | 
 
 
 def _advise(report: RunReport) -> tuple[str, list[str] | None]:
-    """Return the explanation of the next step, and the settings for a new run.
-
-    None as settings means that the run is resumed without a change.
-    """
+    """Return an explanation of the next step, and the settings of a new run; None as settings means `resume`."""
     plan, outcome = report.plan or {}, report.outcome
     refusal = plan.get("refusal") or {}
     if outcome is Outcome.INTERRUPTED:
@@ -130,7 +127,7 @@ def render(report: RunReport, *, python: str = PYTHON) -> str:
     """Render the whole report.
 
     Args:
-        python: Path of the interpreter for the command that continues the job.
+        python: Path of the Python interpreter in the command that continues the job.
     """
     figures = format_key_figures(report)
     sections = [
@@ -176,7 +173,7 @@ def format_table(
     """Format the rows as lines below the header. Each column is as wide as its widest cell.
 
     Args:
-        left: Number of columns, counted from the first, that are aligned left. The others are aligned right.
+        left: Number of leading columns that are left-aligned. The others are right-aligned.
         width: Maximum length of the rule below the header, in characters; None for the length of the header.
     """
     table = [header, *rows]
@@ -193,10 +190,7 @@ def format_table(
 
 
 def _generations(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Format the newest generations as a table.
-
-    Each culprit is shortened to the rest of its line. The list of failures has the full text.
-    """
+    """Format the newest generations as a table. Culprits are shortened to fit on their line."""
     more = len(rows) - _LISTED_GENERATIONS
     *names, last = GENERATION_HEADER
     shown = rows[-_LISTED_GENERATIONS:]
@@ -253,7 +247,7 @@ def build_job_row(report: RunReport) -> dict[str, Any]:
 
 
 def format_job_rows(reports: Sequence[RunReport]) -> list[tuple[str, ...]]:
-    """Format the jobs as rows with the columns of `JOB_HEADER`. For several jobs the last row has the totals."""
+    """Format one row per job with the columns of `JOB_HEADER`. For several jobs, a last row has the totals."""
     decimals = usd_decimals(max((report.total_usd for report in reports), default=0))
     rows = [_cells(build_job_row(report), decimals) for report in reports]
     if len(reports) > 1:
@@ -268,7 +262,7 @@ def format_job_rows(reports: Sequence[RunReport]) -> list[tuple[str, ...]]:
 
 
 def render_table(reports: Sequence[RunReport]) -> str:
-    """Render several jobs as a table, as wide as necessary, with notes on prices and damaged event logs."""
+    """Render several jobs as a table of any width, with notes on prices and damaged event logs."""
     table = format_table(format_job_rows(reports), JOB_HEADER, left=3, width=None)
     lines = [*(line.rstrip() for line in table), describe_price_kinds(reports)]
     for report in reports:
@@ -302,7 +296,7 @@ def _cells(row: dict[str, Any], decimals: int) -> tuple[str, ...]:
 
 
 def _goodput(reports: Sequence[RunReport]) -> float | None:
-    """Return the share of the paid rank-seconds of all jobs that useful steps took; None if nothing was paid."""
+    """Return the share of all paid rank-seconds that was spent in useful steps; None if nothing was paid."""
     lines = [line for report in reports for line in report.ledger if line.ledger_class == LedgerClass.USEFUL_STEP]
     paid = sum(report.paid_microseconds for report in reports)
     return sum(line.rank_microseconds for line in lines) / paid if paid else None

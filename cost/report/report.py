@@ -55,17 +55,17 @@ class RunReport:
     Attributes:
         outcome: Outcome of the job; None while it is running.
         interruptions: Number of generations with an unplanned end, whatever the cause.
-        failures: Number of these interruptions that our code or the user's code caused.
-        redone_steps: Number of step executions that were discarded.
+        failures: Number of these interruptions that were caused by Ebbflow's code or the user's code.
+        redone_steps: Number of executed steps whose result was discarded.
         loss_curve: (step, loss) by step. A redone step has the loss of its last execution; a non-finite loss is None.
         ledger: Paid time and dollars by class.
-        total_usd: Dollars with six decimals, like all dollars here.
-        savings_usd: The useful step time at the on-demand price, less the total; None without a price. It is negative
-            if overheads and interruptions cost more than the cheaper market saved.
+        total_usd: Total cost, with six decimals like all dollar amounts of a report.
+        savings_usd: The cost of the useful steps at the on-demand price, less the total; None without a price. It is
+            negative if overheads and interruptions cost more than the cheaper market saved.
         plan: The newest plan.
         actual: Measured figures (`cost.report.figures.compute_actual_figures`).
-        events: Counts by name, failures by time, notable events, damage of the event log, and generations (parent step,
-            last step, paid rank-seconds, end).
+        events: Number of events by name, failures and notable events ordered by time, damage to the event log, and
+            generations (parent step, last step, paid rank-seconds, end).
         configuration: Each key with its value and source (default, file:line, environment or --set); empty if it was
             not recorded.
         money: Owner, forecast, dollars by cause and hindsight (`cost.report.figures.compute_money_figures`); empty in
@@ -177,7 +177,7 @@ def build_report(
 
     Args:
         running: The launcher that is running the job (`RunReport.running`); None if the job has ended.
-        damage: Damage of the event log (`infra.events.read_log`), which the report lists.
+        damage: Damage to the event log, from `infra.events.read_log`. The report lists it.
 
     Raises:
         ReportError: There are no events.
@@ -233,7 +233,7 @@ def _find_last(events: Sequence[Event], name: str) -> Event | None:
 
 
 def _fold(events: Sequence[Event], running: bool, damage: Sequence[Damage]) -> Ledger:
-    """Compute the ledger from the events. A LedgerError names the damage of the log, which is the likely cause."""
+    """Compute the ledger from the events. If that fails, the error lists the damage to the log, its likely cause."""
     try:
         return fold(events, running=running)
     except LedgerError as error:
@@ -309,7 +309,7 @@ def _make_message(final: Event | None, refusal: Event | None) -> str | None:
 
 
 def _summarise_plan(plan: dict[str, Any]) -> dict[str, Any]:
-    """Return the plan without its lists of ranked and rejected pools, but with their lengths."""
+    """Return the plan with the numbers of ranked and rejected pools in place of the lists."""
     summary = {name: value for name, value in plan.items() if name not in ("ranked", "rejected")}
     counts = plan.get("counts") or {"ranked": len(plan.get("ranked", [])), "": len(plan.get("rejected", []))}
     return {**summary, "ranked": counts["ranked"], "rejected": sum(counts.values()) - counts["ranked"]}
@@ -320,7 +320,7 @@ def _parse_usd(number: float) -> Decimal:
 
 
 def _without_nan(value: Any) -> Any:
-    """Replace NaN and infinities, which JSON does not support, with None, also in nested values."""
+    """Replace NaN and infinities with None, also in nested values, because JSON does not support them."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -370,9 +370,9 @@ def list_notable_events(events: Sequence[Event]) -> list[dict[str, Any]]:
 
 
 def _describe_interruption(events: Sequence[Event], generation: RecordedGeneration) -> dict[str, Any]:
-    """Return the unplanned end of a generation as a failure.
+    """Describe the unplanned end of a generation as a failure.
 
-    Its time is that of the detected fault, else of the recorded end, else of the last event.
+    Its time is the time of the detected fault, else of the generation's recorded end, else of its last event.
     """
     mine = [event for event in events if event.generation == generation.number]
     detected = next((event for event in mine if event.name == FAULT_DETECTED), None)
@@ -392,7 +392,7 @@ def _describe_interruption(events: Sequence[Event], generation: RecordedGenerati
 
 
 def _describe_failures(event: Event) -> list[dict[str, Any]]:
-    """Return the failures that one event of preflight, planning, restore or rollback records."""
+    """Return the failures recorded in one preflight, plan, restore or rollback event; empty for other events."""
 
     def failure(what: str, culprit: str) -> dict[str, Any]:
         return _failure(event.t_wall, event.generation, what, culprit)

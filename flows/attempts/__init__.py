@@ -1,1 +1,1 @@
-"""One attempt of a training step on another machine: its placement, its submission and its outcome."""
+"""Attempts of training steps on other machines: placement, submission and outcome of each."""

@@ -1,7 +1,7 @@
-"""The order of an attempt: the scheduler's instruction to one attempt of a training step.
+"""Order of an attempt: instruction from Metaflow's scheduler to one attempt of a training step.
 
-The scheduler writes it into the job's store under the attempt's name, because a job of AWS Batch inherits nothing from
-the environment of its submitter. Each node reads the order by that name, since a listing of the store may not show a
+The scheduler writes the order into the job's store under the attempt's name, because an AWS Batch job inherits no
+environment from its submitter. Each node reads the order by that name, because a listing of the store may not show a
 new object yet.
 """
 
@@ -24,7 +24,7 @@ Does = Literal["train", "gang", "again", "stop"]
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptName:
-    """Metaflow's name of one attempt: run, step, task and retry count."""
+    """Name that identifies one attempt in Metaflow: run, step, task and retry count."""
 
     run: str
     step: str
@@ -38,7 +38,7 @@ class AttemptName:
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptOrder:
-    """Instruction to one attempt of a training step."""
+    """Instruction to one attempt of a training step: where and how to train, or how to end without training."""
 
     # "train", or one of three ways to end without training: "gang" (the flow continues with a gang of `nodes` nodes),
     # "again" (`train_node` starts another round) or "stop" (the job ends)

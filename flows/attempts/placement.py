@@ -1,7 +1,7 @@
 """Choose a queue for one attempt, or a reason to stop, from prices, past attempts and the remaining work.
 
-A placement blocks Metaflow's scheduler, so it ends within its deadlines. The only exception that it raises is
-`JobIsRunning`, if another launcher has taken over the job.
+Placing an attempt blocks Metaflow's scheduler, so it has deadlines. `place_attempt` raises only `JobIsRunning`, if
+another launcher has taken over the job.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _MOST_NEVER_MADE = 2  # attempts with capacity but without a container, such as 
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementRequest:
-    """An attempt that needs a placement."""
+    """Request to place one attempt."""
 
     flow: SimpleNamespace  # the artifacts that the step will find (`job`, `settings`, `capacity` and so on)
     name: AttemptName
@@ -55,16 +55,16 @@ class PlacementRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementResult:
-    """Result of placing an attempt."""
+    """Order of an attempt, or the reason why it could not be placed."""
 
     order: AttemptOrder | None = None  # the attempt's order; None if the attempt could not be placed
     trouble: str = ""  # why there is no order, or one by the plan of the run only; "" without trouble
 
 
 def place_attempt(request: PlacementRequest, *, deadline_seconds: float = DEADLINE_SECONDS) -> PlacementResult:
-    """Choose a queue at current prices or, if that fails or takes too long, by the plan that the run made at its start.
+    """Choose a queue at current prices or, if that fails or takes too long, from the run's first plan.
 
-    The second try may take another 30 s. Raises JobIsRunning if another launcher has taken over the job.
+    The second try has 30 s of its own. Raises JobIsRunning if another launcher has taken over the job.
     """
     try:
         return PlacementResult(order=within(deadline_seconds, lambda: _place_afresh(request), "placing"))
@@ -109,9 +109,9 @@ def _place_afresh(request: PlacementRequest) -> AttemptOrder:
 
 
 def _place_by_run_plan(request: PlacementRequest) -> AttemptOrder:
-    """Place by the plan of the run and the configured queues, without asking Batch, prices or events.
+    """Choose a queue from the run's plan and the configured queues, without querying Batch, prices or events.
 
-    Every error is raised, also CostError: with so little information, no error is a reason to stop the job.
+    All errors are raised, even CostError, because this information is too limited to stop the job for an error.
     """
     from ebbflow.cost.capacity import AttemptHistory
     from ebbflow.cost.plan.plan import Plan
@@ -150,8 +150,11 @@ def _place(
 ) -> AttemptOrder:
     """Choose a pool, record plan and placement in the events, and write the order.
 
-    after_generation: number of the newest known generation, which `give_up_reason` compares with later commits. Raises
-    CostError if no queue can run the job, or its limits allow no further attempt.
+    Args:
+        after_generation: Number of the newest known generation, which `give_up_reason` compares with later commits.
+
+    Raises:
+        CostError: No queue can run the job, or its limits allow no further attempt.
     """
     from ebbflow.cost.capacity import choose_placement
 
@@ -185,7 +188,7 @@ def _put_order(job: Job, request: PlacementRequest, order: AttemptOrder) -> Atte
 
 
 def _refuse_if_abandoned(request: PlacementRequest) -> None:
-    """Raise TimeoutError if the deadline has passed, because the attempt may have another order by then."""
+    """Raise TimeoutError if the deadline for this placement has passed: the attempt may have another order by now."""
     if request.abandoned.is_set():
         raise TimeoutError("the deadline for this placement has passed")
 
@@ -193,8 +196,8 @@ def _refuse_if_abandoned(request: PlacementRequest) -> None:
 def make_order(request: PlacementRequest, plan: Plan, placed: Placement) -> AttemptOrder:
     """Turn a placement into an order.
 
-    `train_node` cannot run several nodes: such a placement becomes the order "gang". In its last attempt the order is
-    "again", because another round has new retries.
+    The step `train_node` cannot run several nodes, so a placement on several nodes becomes the order "gang". If this is
+    the last attempt of `train_node`, the order is "again", because another round has new retries.
     """
     from ebbflow.cost.capacity import with_placement
 
@@ -224,11 +227,13 @@ def make_fresh_plan(job: Job, events: Sequence[Event], examined: dict[str, Any] 
 def give_up_reason(
     history: AttemptHistory, events: Sequence[Event], *, run: str, on_demand_comes: bool = False
 ) -> tuple[Outcome, str] | None:
-    """Return the outcome and message with which the job must end because its attempts keep failing, else None.
+    """Return the outcome and message with which the job must end because too many attempts in a row failed, else None.
 
-    The newest attempts count up to the last one that did not fail. An attempt did not fail if a commit followed it, if
-    its machine was lost, or if it belongs to another run than `run`, since a new run may have fixed the cause.
-    on_demand_comes: a deadline will move the job to on-demand, so that refused Spot attempts never end it.
+    An attempt does not count as failed if a commit followed it, if its machine was lost, or if it belongs to a run
+    other than `run`, because a new run may have fixed the cause.
+
+    Args:
+        on_demand_comes: Whether a deadline will move the job to on-demand. Refused Spot attempts then never end it.
     """
     committed = max((event.generation for event in events if event.name == COMMIT), default=0)
 

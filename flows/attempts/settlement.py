@@ -1,7 +1,7 @@
-"""Settlement of attempts on AWS Batch: how and when each Batch job ended, recorded in the job's events.
+"""Settlement of attempts on AWS Batch: record in the job's events how and when each Batch job ended.
 
-A machine that is reclaimed cannot record its own end, so the bill would lack its cost. Batch knows when each of its
-jobs began and stopped, and why.
+A reclaimed machine cannot record its own end, so the bill would miss part of its cost. Batch knows when each of its
+jobs started and stopped, and why.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ def settle_attempts(
 ) -> list[Event]:
     """Record the end of every Batch job of this training job, and terminate Batch jobs that still run.
 
-    Each end becomes a `batch_attempt` event. If Batch has no end time or reason yet, the record lacks them, and a later
-    call adds a complete one. Call this only while no attempt should run: then a Batch job that still runs was left
-    behind by its submitter, and would be paid for besides the next one.
+    Each end becomes a `batch_attempt` event. If Batch has no end time or reason yet, the event lacks them, and a later
+    call adds a complete event. Call this only while no attempt should run. A Batch job that still runs was then left
+    behind by its submitter, and would cost money alongside the next one.
 
     Returns:
-        The new events, in the order of their jobs.
+        The new events, in the order of the Batch jobs.
 
     Raises:
         CloudError: Batch does not answer.
-        JobIsRunning: another launcher has taken over the job, so a running Batch job may be its attempt.
+        JobIsRunning: Another launcher has taken over the job, and running Batch jobs may belong to it.
     """
     unsettled, half_told = unsettled_jobs(events), _incomplete_jobs(events)
     submitted = half_told | unsettled
@@ -81,7 +81,7 @@ def settle_attempts(
 def _describe_when_complete(
     job_ids: Sequence[str], wanted: Sequence[str], client: Any, deadline_seconds: float
 ) -> dict[str, BatchAttempt]:
-    """Describe the Batch jobs. Wait, for at most 10 s, until each ended job of `wanted` has its end time and reason."""
+    """Query Batch for the jobs. Wait up to 10 s until all ended jobs in `wanted` have an end time and a reason."""
     limit = time.monotonic() + min(_WHOLE_SECONDS, deadline_seconds / 2)
     while True:
         found = describe_attempts(job_ids, client, deadline_seconds=deadline_seconds)
@@ -92,19 +92,22 @@ def _describe_when_complete(
 
 
 def _is_complete(record: Mapping[str, Any]) -> bool:
-    """Return whether an ended job's description has its end time (if it ever ran) and its reason (if it failed)."""
+    """Return whether the record of an ended job has its end time (if it ever ran) and its reason (if it failed)."""
     is_timed = record.get("started_utc") is None or record.get("stopped_utc") is not None
     return is_timed and (record.get("status") != "FAILED" or bool(record.get("reason")))
 
 
 def unsettled_jobs(events: Sequence[Event]) -> dict[str, Event]:
-    """Return the Batch jobs without a recorded end, by id, with the submitter's event or, without one, the agent's."""
+    """Return the event of submission (or else the agent's event) of each Batch job without a recorded end, by id."""
     settled = {event.data.get("job_id") for event in events if event.name == BATCH_ATTEMPT}
     return {job_id: event for job_id, event in _submitted_jobs(events).items() if job_id not in settled}
 
 
 def _incomplete_jobs(events: Sequence[Event]) -> dict[str, Event]:
-    """Return the Batch jobs whose recorded end lacks time or reason, by id. The events must be ordered by time."""
+    """Return the event of each Batch job whose recorded end lacks its time or reason, by id.
+
+    `events` must be ordered by time.
+    """
     last = {event.data.get("job_id"): event.data for event in events if event.name == BATCH_ATTEMPT}
     known = _submitted_jobs(events)
     return {job_id: event for job_id, event in known.items() if job_id in last and not _is_complete(last[job_id])}
@@ -148,10 +151,12 @@ CHECKS = [Check("aws-left-behind", _TITLE, "warning", "full", _CHECK_SECONDS, ("
 
 
 def find_placement(submitted: Event, events: Sequence[Event]) -> Placement | None:
-    """Return the last placement that was recorded for a Batch job's run, attempt, step and task, or None.
+    """Return the newest placement recorded for the run, attempt, step and task of a Batch job, or None.
 
-    submitted: the event that mentions the job; an agent's has no step and task to compare. Times are not compared,
-    because the clock of an agent's machine may be minutes ahead.
+    Times are not compared, because the clock of an agent's machine may be minutes ahead.
+
+    Args:
+        submitted: Event that mentions the Batch job. An agent's event has no step and task, so these are not compared.
     """
     known = () if submitted.name == NODE_STARTED else ("step", "task")
     placed = [
@@ -168,7 +173,7 @@ def find_placement(submitted: Event, events: Sequence[Event]) -> Placement | Non
 
 
 def settle_for_report(job: Job) -> None:
-    """Record the ends of all attempts before the job's report. If Batch does not answer, print a message and go on."""
+    """Record the ends of all attempts for the job's report. If Batch does not answer, only print a message."""
     events = read_events(job.store)
     if not {**unsettled_jobs(events), **_incomplete_jobs(events)}:
         return
@@ -186,7 +191,7 @@ _LEFTOVER_SECONDS = 90.0
 def end_leftovers(job: Job, say: Callable[[str], None]) -> None:
     """Terminate Batch jobs that a run left behind, and record their ends for the bill, within 90 s.
 
-    Call this only while no launcher of the job is alive. New events get the id of the job's run. If Batch does not
+    Call this only while no launcher of the job is alive. New events carry the run id of `job`. If Batch does not
     answer, print a message; the next placement tries again. Raises StoreError if the events cannot be read.
     """
     events = read_events(job.store)

@@ -1,15 +1,15 @@
-"""The process on the launching machine that submits one attempt to AWS Batch and waits for its job.
+"""Submission of one attempt to AWS Batch, in the process on the launching machine that then waits for the Batch job.
 
-Metaflow starts this process for each attempt (`batch step`). This module makes it retry a refused submit, record the
-job's id or the refusal, and terminate a job that waits too long for capacity or for its container. After SIGTERM it
-terminates the job, so that the job saves a checkpoint and ends. All of this uses events of the AWS SDK and no internals
-of Metaflow.
+Metaflow starts this process for each attempt (`batch step`). This module makes the process retry a failed submit,
+record the job's id or the refusal, and terminate a job that waits too long for capacity or for its container. On
+SIGTERM the process terminates the job, so that the job saves a checkpoint and ends. All of this uses hooks of the AWS
+SDK and no internals of Metaflow.
 
-Batch stops a container by SIGTERM to its first process and, 30 s later, SIGKILL to all processes. The first process is
-the shell of Metaflow's command. It would die of SIGTERM together with everything below it, or as process 1 never
-receive the signal. `wrap_command` therefore runs the command under another shell, the signal-passing shell. That shell
-passes SIGTERM to the task alone and waits until the command has ended. The processes that collect the task's logs get
-no signal, because they must live as long as the task.
+To stop a container, Batch sends SIGTERM to its first process and, 30 s later, SIGKILL to all processes. The first
+process is the shell of Metaflow's command. On SIGTERM that shell would die with all its child processes or, if it is
+process 1, never receive it. `wrap_command` therefore runs the command under another shell, the signal-passing shell.
+It passes SIGTERM only to the task and waits until the command has ended. The processes that collect the task's logs
+get no signal, because they must live as long as the task.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ exit "$code"
 
 
 def wrap_command(command: list[str]) -> list[str]:
-    """Return the command `bash -c TEXT` wrapped in the signal-passing shell, and any other command unchanged."""
+    """Wrap a command of the form `bash -c TEXT` in the signal-passing shell. Return any other command unchanged."""
     return (
         ["bash", "-c", _SHELL, "bash", command[2]] if len(command) == 3 and command[:2] == ["bash", "-c"] else command
     )
 
 
 def wrap_job_commands(params: dict[str, Any], **_: Any) -> None:
-    """Wrap the commands of a SubmitJob request in place. The AWS SDK calls this before it sends the request."""
+    """Wrap the commands of a SubmitJob request in place. The AWS SDK calls this before it sends each request."""
     nodes = (params.get("nodeOverrides") or {}).get("nodePropertyOverrides") or []
     for overrides in [params.get("containerOverrides"), *(node.get("containerOverrides") for node in nodes)]:
         if command := (overrides or {}).get("command"):
@@ -69,7 +69,7 @@ def wrap_job_commands(params: dict[str, Any], **_: Any) -> None:
 
 
 def listen_for_stop() -> None:
-    """Under the signal-passing shell, let SIGTERM end this task, and give that shell the task's process id."""
+    """Let SIGTERM end this task, and give the signal-passing shell its process id. Do nothing without that shell."""
     path = os.environ.get(_TASK_VARIABLE)
     if path:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -88,8 +88,8 @@ _LEAVE_SECONDS = 50.0  # less than the 60 s for which the launcher waits
 class _StartLimits:
     """Time limits within which a submitted job must begin to run.
 
-    They limit the wait for capacity since the submit, the time in the state STARTING since it was first seen, and the
-    Unix time at which the job must run (None: no limit).
+    `runnable_seconds` limits the wait for capacity, counted from the submit. `starting_seconds` limits the time in the
+    state STARTING. `start_by_utc` is the Unix time by which the job must run (None: no limit).
     """
 
     def __init__(self, *, runnable_seconds: float, starting_seconds: float, start_by_utc: float | None) -> None:
@@ -105,10 +105,14 @@ class _StartLimits:
         return min(limit, self._start_by) - time.monotonic()
 
     def exhausted(self, status: str | None) -> tuple[str, str] | None:
-        """Record the job's present state (None: the last known one applies), and check the limits.
+        """Record the job's state and check the limits.
 
-        Returns None while all limits hold. Otherwise the first words of the termination reason, by which the bill
-        recognises the cause, and an explanation for the log.
+        Args:
+            status: Present state of the Batch job; None if unknown, in which case the last known state applies.
+
+        Returns:
+            None while no limit is exceeded. Otherwise the first words of the termination reason, by which the bill
+            recognises the cause, and an explanation for the log.
         """
         from ebbflow.infra.batch import NEVER_STARTED, NOT_MADE
 
@@ -132,10 +136,11 @@ class _StartLimits:
 
 
 class Submission:
-    """The one Batch job that this process submits.
+    """The only Batch job that this process submits.
 
-    asked: JSON that the scheduler wrote for this attempt; {} for a step that does not train. It may set limits:
-    runnable_seconds, starting_seconds, start_by_utc, submit_seconds, and look_seconds (polling interval).
+    Args:
+        asked: JSON that the scheduler wrote for this attempt; {} for a step that does not train. It may set the limits
+            runnable_seconds, starting_seconds, start_by_utc and submit_seconds, and look_seconds (polling interval).
     """
 
     def __init__(self, asked: dict[str, Any]) -> None:
@@ -146,7 +151,7 @@ class Submission:
         self._lost = LostAnswers(asked.get("region"), _say, self._note_unwanted)
 
     def listen(self) -> None:
-        """Register handlers for SIGTERM, and for all clients of the AWS SDK in this process."""
+        """Register the handlers for SIGTERM and for all AWS SDK clients of this process."""
         from botocore import handlers
 
         seconds = self._limit("submit_seconds", SUBMIT_SECONDS)
@@ -162,7 +167,7 @@ class Submission:
         self._submits = True
 
     def _not_submitted(self, **_: Any) -> None:
-        """Terminate a job that the failed submit may have created, since no process would wait for it."""
+        """Terminate any job that a failed submit may have created, because no process would wait for it."""
         _report_errors(self._lost.end, "")
         self._submits = False
         if self._told_to_leave:
@@ -171,8 +176,8 @@ class Submission:
     def _submitted(self, parsed: dict[str, Any], **_: Any) -> None:
         """Start the threads that watch over the submitted job. The AWS SDK calls this with each answer to SubmitJob.
 
-        It never raises, because the job exists already. If SIGTERM came during the submit, it terminates the job and
-        exits.
+        This never raises, because the job already exists. If SIGTERM arrived during the submit, terminate the job and
+        exit.
         """
         job_id = parsed.get("jobId")
         if not job_id:
@@ -188,7 +193,7 @@ class Submission:
             self._go(self._told_to_leave)
 
     def _note_refusal(self, why: str) -> None:
-        """Record the refusal of the submit as the job's outcome, since Metaflow ends the run after it."""
+        """Record the refused submit as the job's outcome, because Metaflow then ends the run."""
         from ebbflow.infra.errors import Outcome
         from ebbflow.infra.events import OUTCOME
 
@@ -198,14 +203,16 @@ class Submission:
                 log.emit(OUTCOME, flush=True, outcome=Outcome.FAILED.value, message=message)
 
     def _note_unwanted(self, job_name: str, job_id: str) -> None:
-        """Record a duplicate job, so that it is billed; wait at most 15 s, because the caller may be about to exit."""
+        """Record a duplicate job, so that it is billed. Wait at most 15 s, because the caller may exit next."""
         _start_thread(self._note, job_name, job_id).join(_REQUEST_SECONDS)
 
     def _note(self, job_name: str, unwanted: str = "") -> None:
         """Record the id of a Batch job in the job's events, so that it is billed even if this process dies later.
 
-        If the store fails, this tries again without end. unwanted: id of a duplicate that the same submit created; "":
-        the job of this process.
+        If the store fails, retry without limit.
+
+        Args:
+            unwanted: Id of a duplicate that the same submit created; "" for the job of this process.
         """
         from ebbflow.infra.errors import StoreError
         from ebbflow.infra.events import BATCH_SUBMITTED
@@ -238,9 +245,7 @@ class Submission:
         return float(self._asked.get(name) or usual)
 
     def _watch(self, job_name: str) -> None:
-        """Terminate the Batch job if it does not begin to run in time. Metaflow retries the step, which
-        is placed anew.
-        """
+        """Terminate the Batch job if it does not begin to run in time. Metaflow then retries the step elsewhere."""
         from ebbflow.infra.batch import batch_client, cancel_job, describe_attempts
         from ebbflow.infra.errors import InfraError
 
@@ -270,10 +275,10 @@ class Submission:
                 time.sleep(_LOOK_SECONDS)
 
     def _leave(self, number: int, frame: object) -> None:
-        """Handle SIGTERM: terminate the Batch job, which makes it save a checkpoint and end, and then exit.
+        """Handle SIGTERM: terminate the Batch job, which then saves a checkpoint and ends, and exit.
 
-        During a submit the job's id is unknown. Then only the signal is remembered, and the handler of the answer
-        exits.
+        During a submit the job's id is unknown. The signal is then only noted, and the handler of the answer terminates
+        the job and exits.
         """
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if self._submits:
@@ -303,7 +308,7 @@ class Submission:
 
 
 def refusal_reason(answer: dict[str, Any]) -> str | None:
-    """Return Batch's reason if it refused the request and a retry would be refused too, else None."""
+    """Return the reason if Batch refused the request and would refuse a retry too; None otherwise."""
     from ebbflow.infra.aws.calls import is_throttled
 
     error = answer.get("Error") or {}

@@ -1,11 +1,12 @@
-"""Retries of a submit to AWS Batch, and the search for the job of a submit that got no answer.
+"""Retry of submits to AWS Batch, and search for the job of a submit that got no answer.
 
-Metaflow ends the run if a submit is refused. AWS limits the submits per second of a whole account, so the refusal "too
-many requests" may last for minutes. Such refusals are retried for longer than the AWS SDK does.
+Metaflow ends the run if a submit is refused. AWS limits the submits per second of a whole account, so it may answer
+"too many requests" for minutes. This module retries such submits for longer than the AWS SDK does.
 
-A submit that gets no answer may have created a job. A retry could then create a duplicate, which is paid for as well:
-Batch has no idempotency token. So each submit carries a random mark. Before a retry, the job with this mark is
-searched; if it exists, it becomes the answer to the submit. A duplicate that appears later is terminated.
+A submit that gets no answer may still have created a job. A retry could then create a duplicate, which costs money too,
+because Batch has no idempotency token. So each submit carries a random mark. Before a retry, this module searches for a
+job with the mark and, if it exists, returns it as the answer to the submit. A duplicate that appears later is
+terminated.
 """
 
 from __future__ import annotations
@@ -27,13 +28,14 @@ _TWINS_SECONDS, _FIRST_TWINS_PAUSE_SECONDS = 120.0, 1.0
 
 
 class LookupUnavailable(Exception):
-    """Failure to find out from AWS Batch whether the job exists. The submit must not be repeated yet."""
+    """AWS Batch did not answer whether the job exists, so the submit must not be repeated yet."""
 
 
 class LostAnswers:
-    """Search for the job of a submit that got no answer. One instance serves the one submit of a process.
+    """Search for the job of a submit that got no answer. A process makes one submit and has one instance.
 
-    note: called with name and id of each job that is terminated as a duplicate, since it may have cost something.
+    Args:
+        note: Called with the name and id of each terminated duplicate, because it may have cost money.
     """
 
     def __init__(self, region: str | None, say: Callable[[str], None], note: Callable[[str, str], None]) -> None:
@@ -50,7 +52,7 @@ class LostAnswers:
         handlers.BUILTIN_HANDLERS.append(("before-send.batch.SubmitJob", self.answer))
 
     def mark(self, params: dict[str, Any], **_: Any) -> None:
-        """Put a new mark into the parameters of a SubmitJob request, in place. The AWS SDK calls this."""
+        """Add a new random mark to the parameters of a SubmitJob request, in place. The AWS SDK calls this."""
         from ebbflow.infra.batch import MARK
 
         self._mark, self.lost = uuid.uuid4().hex, False
@@ -58,7 +60,12 @@ class LostAnswers:
         params["parameters"] = {**(params.get("parameters") or {}), MARK: self._mark}
 
     def may_have_made(self, status: int, error: BaseException | None) -> bool:
-        """Return whether a failed request may have created a job. status: of HTTP; 0 and an error without an answer."""
+        """Return whether a failed request may have created a job.
+
+        Args:
+            status: The HTTP status; 0 if no response arrived.
+            error: The exception if no response arrived.
+        """
         from botocore.exceptions import HTTPClientError
 
         if status in _IN_TROUBLE or isinstance(error, HTTPClientError):
@@ -66,10 +73,10 @@ class LostAnswers:
         return isinstance(error, LookupUnavailable) or (self.lost and (status >= 500 or error is not None))
 
     def answer(self, request: Any, **_: Any) -> Any:
-        """Return the job of an earlier request as the answer to this one, or None to send this one.
+        """Return a response with the job that an earlier request created; None lets the SDK send this request.
 
-        The AWS SDK calls this before it sends a SubmitJob request. It searches only after a lost answer. Raises
-        LookupUnavailable if AWS Batch did not answer the search.
+        The AWS SDK calls this before it sends a SubmitJob request. The search runs only if an earlier request got no
+        answer. Raises LookupUnavailable if AWS Batch does not answer the search.
         """
         if not self.lost or self._denied:
             return None
@@ -87,7 +94,7 @@ class LostAnswers:
         return _response(request.url, {"jobId": found[0], "jobName": self._name})
 
     def end(self, waited_for: str) -> None:
-        """Terminate the jobs that a submit with a lost answer created, except that with the id `waited_for`."""
+        """Terminate the jobs created by a submit that got no answer, except the job with the id `waited_for`."""
         from ebbflow.infra.batch import TERMINATED, batch_client, cancel_job
 
         if not self.lost or self._denied:
@@ -106,7 +113,7 @@ class LostAnswers:
             self._say(f"cannot check whether an unanswered submit of {self._name} created {other}: {error}")
 
     def end_twins(self, waited_for: str) -> None:
-        """Search for duplicates of the job `waited_for` for two minutes, and terminate them."""
+        """Search for two minutes for duplicates of the job with the id `waited_for`, and terminate them."""
         limit, pause = time.monotonic() + _TWINS_SECONDS, _FIRST_TWINS_PAUSE_SECONDS
         while self.lost and not self._denied:
             self.end(waited_for)
@@ -141,10 +148,11 @@ _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 20.0
 
 
 class SubmitRetry:
-    """Retry policy of one submit: it decides after each failed request whether and when to try again.
+    """Retry policy of one submit: after each failed request it decides whether and when to try again.
 
-    seconds: limit for all requests together, counted from the first failed one. wanted: returns whether the submit is
-    still wanted; if not, no further request is sent.
+    Args:
+        seconds: Limit for all requests together, counted from the first failed one.
+        wanted: Returns whether the submit is still wanted. If not, no further request is sent.
     """
 
     def __init__(
@@ -162,8 +170,8 @@ class SubmitRetry:
     def listen(self) -> None:
         """Register `pause` as the retry handler of all AWS Batch clients that this process creates later.
 
-        It is registered once per operation, because the SDK asks the handlers of an operation before its own handler
-        for the whole service, and takes the first answer.
+        It is registered for each operation, because the SDK calls an operation's handlers before its own handler for
+        the whole service, and uses the first answer.
         """
         from botocore import handlers
 
@@ -175,7 +183,8 @@ class SubmitRetry:
     ) -> float | bool | None:
         """Decide whether the AWS SDK repeats a failed request. The SDK calls this after each request.
 
-        Returns seconds until the next try; False to stop retrying; None to let the SDK decide.
+        Returns:
+            Seconds until the next try; False to stop retrying; None to let the SDK decide.
         """
         status = 0 if response is None else getattr(response[0], "status_code", 0)
         unanswered = operation.name == "SubmitJob" and self._lost.may_have_made(status, caught_exception)
@@ -208,7 +217,7 @@ class SubmitRetry:
 
 
 def _retry_reason(response: Any, error: BaseException | None) -> str | None:
-    """Return the problem in words if it may pass by itself, else None."""
+    """Return a description of the problem if it is temporary, so that a retry can help; else None."""
     from botocore.exceptions import ConnectTimeoutError, EndpointConnectionError
 
     from ebbflow.infra.aws.calls import is_throttled
