@@ -97,7 +97,7 @@ _SHIPPED: list[Path] = []
 def package_sources() -> Callable[[type], Any]:
     """Return a class decorator that adds `ebbflow` to the flow's code package and, in a source checkout, `examples`."""
     folders = [IMPORT_ROOT / "ebbflow", *([] if INSTALLED else [IMPORT_ROOT / "examples"])]
-    folders = [folder for folder in folders if folder.is_dir()]  # in a code package itself there may be no examples
+    folders = [folder for folder in folders if folder.is_dir()]  # a code package may lack `examples`
     if not OWN:
         return metaflow.package_sources([(str(folder), folder.name) for folder in folders], suffixes=list(_SUFFIXES))
 
@@ -114,7 +114,7 @@ def packaged_files() -> Iterator[tuple[str, str]]:
     Yields nothing if Metaflow has `@package_sources`, which then adds the files.
     """
     for folder in _SHIPPED:
-        for parent, _, names in sorted(os.walk(folder, followlinks=True)):  # the rooms are links in a checkout
+        for parent, _, names in sorted(os.walk(folder, followlinks=True)):  # a checkout has links to the packages
             for path in (Path(parent, name) for name in sorted(names)):
                 if path.suffix in _SUFFIXES:
                     yield str(path), str(path.relative_to(folder.parent))

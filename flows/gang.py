@@ -72,7 +72,7 @@ def _address_of(probe: socket.socket, name: str) -> str | None:
     return None
 
 
-STOPPED_TASK_SECONDS = 20.0  # the longest silence after which agents count a node as lost
+STOPPED_TASK_SECONDS = 20.0  # without a heartbeat for so long, a node counts as lost
 _LOOK_SECONDS = 1.0
 _STOPPED = {"step": None, "weights_sha256": None}
 
@@ -109,7 +109,7 @@ def ranks_of_local_gpus(config: RunConfig, nodes: int) -> int | None:
 
     Returns None if there is no such number.
     """
-    from ebbflow.infra.checks.gpu import visible_gpus  # with the preflight checks, which each task would import
+    from ebbflow.infra.checks.gpu import visible_gpus  # not at module level, since it imports all checks
 
     most = 0 if config.cluster.device == "cpu" else visible_gpus() // nodes
     parts = config.training.gradient_accumulation_steps * nodes
@@ -178,7 +178,7 @@ def _run_node(flow: Any, this: Any, order: AttemptOrder | None, *, node: int, ma
     from ebbflow.training.errors import GangError, TrainingError
     from ebbflow.training.launch.agent import run_gang
 
-    if order is not None and order.does == "stop":  # by budget, deadline or capacity
+    if order is not None and order.does == "stop":  # because of budget, deadline or capacity
         say(f"no further attempt: {order.message}")
         if node == 0:
             record_outcome(flow, Outcome(order.outcome), order.message)
@@ -191,7 +191,7 @@ def _run_node(flow: Any, this: Any, order: AttemptOrder | None, *, node: int, ma
         if isinstance(error, InfraError) or error.curable:  # the store may come back
             raise StepFailed(error.outcome, str(error)) from error
         say(f"a new attempt would not help: {error}")
-        if node == 0 and not isinstance(error, GangError):  # the end of a gang is recorded already
+        if node == 0 and not isinstance(error, GangError):  # the gang has recorded a GangError already
             record_outcome(flow, error.outcome, str(error))
         return {"outcome": error.outcome.value, **_STOPPED}
     if outcome.goes_on:  # the other nodes go on
@@ -211,7 +211,7 @@ def _order(flow: Any, this: Any) -> AttemptOrder | None:
     if trouble := os.environ.get(UNPLACED_VARIABLE):
         raise StepFailed(Outcome.FAILED, f"this attempt could not be placed: {trouble}")
     control = this.parallel.control_task_id if getattr(this, "is_parallel", False) else None
-    task = str(control or this.task_id)  # for which the scheduler wrote the order
+    task = str(control or this.task_id)  # the task for which the scheduler wrote the order
     name = AttemptName(run=str(this.run_id), step=this.step_name, task=task, attempt=int(this.retry_count))
     try:
         return AttemptOrder.get(Job.of(flow, this.run_id).store, name)

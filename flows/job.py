@@ -24,7 +24,7 @@ RUNS = runs_folder(PROJECT_ROOT)
 class Job:
     """One job in one Metaflow run: its name, configuration, store and local folder."""
 
-    name: str  # kept over all runs of the job
+    name: str  # the same in all runs of the job
     run: str  # id of this Metaflow run
     config: RunConfig
     request_seconds: float = 60.0  # deadline of each request to the store
@@ -103,7 +103,7 @@ class ClockReading:
     Both are read, because a jump of this machine's clock must not move a job's deadline.
     """
 
-    utc: float  # of the store, if the two differ by more than `CLOCK_TOLERANCE_SECONDS`; else of this machine
+    utc: float  # the store's time if the two differ by more than `CLOCK_TOLERANCE_SECONDS`, else own_utc
     own_utc: float
 
     @classmethod

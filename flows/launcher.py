@@ -51,7 +51,7 @@ _RUN_ID_SECONDS = 0.2
 _TAKE_OVER = "--take-over"
 _ASKED = "asked to leave: waiting for the last checkpoint (Ctrl-C again to leave at once)"
 _REPORT_REQUEST_SECONDS = 10.0  # short: the user waits for the report of a run that died
-# Metaflow's commands, to tell them from values of options before the command.
+# Metaflow's commands, used to find the command among the words of the command line.
 _COMMANDS = frozenset({
     "run", "resume", "step", "spin", "card", "show", "check", "dump", "logs", "tag", "batch", "kubernetes", "package",
     "init", "code",
@@ -66,7 +66,7 @@ class _Launch:
     """
 
     def __init__(self) -> None:
-        self.asked = False  # a signal asked the run to leave
+        self.asked = False  # a signal asked the run to exit
         self.claim: Claim | None = None
         self._doing = "prepare"
         self._hurried = False
@@ -206,11 +206,11 @@ def prepare(module_name: str) -> None:
         ignore_lost_readers()
     guard_terminal(keep_colours=at is None or "step" not in sys.argv[at : at + 2])
     if at is not None and sys.argv[at] == "step":
-        if _tie_to_parent(signal.SIGKILL):  # a terminal sends Ctrl-C and SIGHUP to all: the launcher handles them
+        if _tie_to_parent(signal.SIGKILL):  # the launcher handles a terminal's Ctrl-C and SIGHUP
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             signal.signal(signal.SIGHUP, signal.SIG_IGN)
             signal.signal(signal.SIGTERM, end_with_descendants)
-    elif at is not None and sys.argv[at + 1 : at + 2] == ["step"]:  # batch step: it terminates its job first
+    elif at is not None and sys.argv[at + 1 : at + 2] == ["step"]:  # `batch step` first terminates its Batch job
         _tie_to_parent(signal.SIGTERM)
     _set_environment()
     root = os.environ.get("METAFLOW_DATASTORE_SYSROOT_LOCAL")
@@ -454,7 +454,7 @@ def finish_job(job: Job, code: int, started: float, *, asked: bool) -> int:
         if asked and isinstance(error, ReportError):
             write_to_stderr("interrupted before anything was recorded")
             return code
-        # Without any record, Metaflow's code tells more than the error's.
+        # If nothing was recorded, Metaflow's exit code is more specific than the error's.
         code = code if asked or (code and isinstance(error, ReportError)) else error.outcome.exit_code or code
         if not _is_new(path, started):
             print(f"no report: {error}", file=sys.stderr)

@@ -63,7 +63,7 @@ def check_metadata(context: PreflightContext) -> CheckFinding:
 
     Without a metadata service, Metaflow fails there in known ways. Fixes are applied, or the run is refused.
     """
-    from ebbflow.infra.checks.batch import skip_reason  # which each task would import
+    from ebbflow.infra.checks.batch import skip_reason  # not at module level, since every task imports this
 
     if reason := skip_reason(context):
         return skipped(reason)

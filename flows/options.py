@@ -139,7 +139,7 @@ def _check_continuation(job: str, config: RunConfig) -> None:
     try:
         document = json.loads(store.get("config.json"))
         before = document.get("config", document)
-        with contextlib.suppress(ValidationError):  # of a version whose schema it fits; else it is compared as it is
+        with contextlib.suppress(ValidationError):  # if another version wrote it, compare it as it is
             before = RunConfig.model_validate_json(json.dumps(before)).model_dump(mode="json")
     except (ValueError, AttributeError) as error:
         _refuse(

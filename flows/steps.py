@@ -133,7 +133,7 @@ def record_failure(step: Callable[[Any], T]) -> Callable[[Any], T]:
             raise StepFailed(error.outcome, str(error)) from error
         except StepFailed:
             raise  # its outcome is recorded
-        except Exception as error:  # a bug, which a retry would meet again
+        except Exception as error:  # a bug, which a retry would hit again
             record_outcome(flow, Outcome.FAILED, f"{type(error).__name__}: {error}")
             raise
 

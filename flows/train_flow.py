@@ -30,7 +30,7 @@ if __name__ == "__main__":
 
 from ebbflow.flows import launcher
 
-# Before Metaflow's import, which reads its environment and takes a while.
+# Before Metaflow is imported, because the import reads the environment and is slow.
 launcher.prepare(__name__)
 
 from metaflow import FlowSpec, JSONType, Parameter, card, catch, current, parallel, retry, step
@@ -133,7 +133,7 @@ class TrainFlow(FlowSpec):
     @step
     def report(self):
         """Build one report on the job's training and cost from the events of all attempts, and show it as a card."""
-        from ebbflow.flows import cards, reporting  # a fifth of the time in which each other task starts
+        from ebbflow.flows import cards, reporting  # at module level they would slow all tasks
 
         self.run_report = steps.write_report(self)
         self.loss_frame, self.ledger_frame = steps.report_frames(self.run_report)

@@ -25,7 +25,7 @@ from ebbflow.infra.process import StoppedProcesses, die_with_parent
 
 # A drained launcher waits up to 60 s for its last save, and then writes the report.
 LEAVE_SECONDS = 180.0
-STOPPED_SECONDS = 60.0  # how long a launcher may be stopped before it is continued, and again before it is killed
+STOPPED_SECONDS = 60.0  # a launcher suspended this long is continued; the next time it is killed
 
 
 class FlowProcess:
@@ -60,7 +60,7 @@ class FlowProcess:
         if self.asked_to_leave:
             return Outcome.INTERRUPTED.exit_code
         tied = [sys.executable, __file__, str(os.getpid()), *command]
-        # Its own group, so that a terminal's Ctrl-C arrives once, from here.
+        # In its own session, so that the child gets a terminal's Ctrl-C only once, from this process.
         self._process = subprocess.Popen(tied, env={**os.environ, **self.environment}, start_new_session=True)
         self._stopped, self._continued = StoppedProcesses(STOPPED_SECONDS), False
         if self.asked_to_leave:  # a signal came between the check and the start

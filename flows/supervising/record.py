@@ -37,7 +37,7 @@ class JobRecord:
     """The state of a job, read from its store."""
 
     interruptions: frozenset[int] = frozenset()  # numbers of the generations that an interruption ended
-    failures: frozenset[int] = frozenset()  # numbers of the generations that the user's program ended by a failure
+    failures: frozenset[int] = frozenset()  # numbers of the generations that a failure of the user's program ended
     attempts: dict[str, str] = field(default_factory=dict)  # cause of each Batch job's end, by job id
     unsettled: bool = False  # the end of at least one Batch job is not recorded
     commit: str | None = None  # key of the newest commit, None without one
@@ -144,10 +144,10 @@ class RunVerdict(StrEnum):
 
     COMPLETED = "completed"
     FINAL = "final"  # its outcome ends the job
-    INTERRUPTION = "interruption"  # from outside: continue, however often
+    INTERRUPTION = "interruption"  # not the job's fault: continue, however often it happens
     NO_CAPACITY = "no_capacity"  # try again after a pause
-    NOT_READY = "not_ready"  # preflight refused what passed before: a service does not answer
-    FAILURE = "failure"  # the program's fault or a run without effect: limited without a new commit
+    NOT_READY = "not_ready"  # preflight failed after an earlier pass: a service does not answer
+    FAILURE = "failure"  # the program failed or did nothing: only a few are allowed without a new commit
 
 
 def judge_run(exit_code: int, before: JobRecord, after: JobRecord) -> RunVerdict:

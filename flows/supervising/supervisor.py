@@ -69,7 +69,7 @@ class Supervisor:
                 self._claim.release()
 
     def _supervise(self) -> int:
-        before = self._read(end_leftovers_too=False)  # without a claim, another launcher's jobs may run
+        before = self._read(end_leftovers_too=False)  # before the claim, Batch jobs of another launcher may be running
         if before is None:
             return Outcome.INTERRUPTED.exit_code
         runs = f", {_counted(len(before.runs), 'run')} so far" if before.runs else ""
@@ -171,7 +171,7 @@ class Supervisor:
             try:
                 self._job.folder.mkdir(parents=True, exist_ok=True)
                 write_report(self._job_of(record))
-            except Exception as error:  # the events have the outcome
+            except Exception as error:  # the events contain the outcome
                 self._say(f"the report could not be rewritten: {error}")
         return Outcome.CRASH_LOOP.exit_code
 

@@ -15,7 +15,7 @@ from urllib.parse import unquote
 from ebbflow.infra.aws.calls import RequestDeadline, aws_client, call_aws, is_amazons, request_name, required_field
 from ebbflow.infra.errors import CloudRefused
 
-# Regions that GetBucketLocation names otherwise.
+# Regions for which GetBucketLocation returns another name.
 LOCATIONS = {"": "us-east-1", "EU": "eu-west-1"}
 # An image in ECR: account.dkr.ecr.region.amazonaws.com/repository[:tag][@digest]
 _ECR = re.compile(
@@ -91,14 +91,14 @@ def quota_code(instance_type: str, market: str) -> str | None:
 
 
 def vcpu_quota(code: str, client: Any, deadline: RequestDeadline) -> Quota:
-    """Read one vCPU quota. client: a client of "service-quotas". Raises CloudError."""
+    """Read one vCPU quota. client: botocore client for "service-quotas". Raises CloudError."""
     answer = call_aws(client, "get_service_quota", deadline, ServiceCode="ec2", QuotaCode=code)
     vcpus = required_field(answer, "Quota.Value", client, "get_service_quota")
     return Quota(code=code, name=answer["Quota"].get("QuotaName", code), vcpus=float(vcpus))
 
 
 def role_state(arn: str, client: Any, deadline: RequestDeadline) -> RoleState | None:
-    """Read an IAM role, or return None if it does not exist. client: a client of "iam". Raises CloudError."""
+    """Read an IAM role, or return None if it does not exist. client: botocore client for "iam". Raises CloudError."""
     try:
         answer = call_aws(client, "get_role", deadline, RoleName=arn.rpartition("/")[2])
     except CloudRefused as error:
@@ -152,7 +152,7 @@ def denied_actions(
 
 
 def bucket_state(bucket: str, client: Any, deadline: RequestDeadline) -> BucketState:
-    """Read a bucket's properties. client: a client of "s3". Raises CloudError if any property cannot be read."""
+    """Read a bucket's properties. client: botocore client for "s3". Raises CloudError if a property cannot be read."""
     location = call_aws(client, "get_bucket_location", deadline, Bucket=bucket).get("LocationConstraint")
     block = _call_optional(
         client, "get_public_access_block", deadline, "NoSuchPublicAccessBlockConfiguration",
@@ -188,7 +188,7 @@ def ecr_region(image: str) -> str | None:
 
 
 def image_exists(image: str, client: Any, deadline: RequestDeadline) -> bool:
-    """Return whether an image exists in ECR. client: a client of "ecr" in the image's region.
+    """Return whether an image exists in ECR. client: botocore client for "ecr" in the image's region.
 
     Raises CloudError, or ValueError if the image is not in ECR.
     """

@@ -31,7 +31,7 @@ _NOT_ACCEPTED = frozenset(
      "RequestExpired", "SignatureDoesNotMatch", "InvalidSignatureException", "UnrecognizedClientException",
      "IncompleteSignature", "RequestTimeTooSkewed"}
 )  # fmt: skip
-_NOT_IMPLEMENTED = 501  # a stand-in for AWS answers this to an operation that it lacks
+_NOT_IMPLEMENTED = 501  # an AWS emulator's answer to an operation that it lacks
 _CONNECT_SECONDS, _READ_SECONDS = 4.0, 10.0
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.3, 5.0
 # A retry within seconds seldom helps if nothing listens at the endpoint; it does if requests are throttled.
@@ -241,9 +241,9 @@ def _retry_reason(error: Exception, question: _Request) -> tuple[str, int | None
         return f"unreachable: {_one_line(error)}", _TRIES_TO_REACH
     if isinstance(error, NoCredentialsError):
         raise CloudForbidden(f"{question}: no AWS credentials; fix: set AWS_PROFILE or keys, or give a role") from error
-    if isinstance(error, BotoCoreError):  # half of the credentials, a parameter that the API does not know
+    if isinstance(error, BotoCoreError):  # such as incomplete credentials or an unknown parameter
         raise CloudRefused(f"{question}: {_one_line(error)}") from error
-    if isinstance(error, ResponseParserError | ParseError):  # a stand-in for AWS that has another service, or none
+    if isinstance(error, ResponseParserError | ParseError):  # the endpoint belongs to another service, or to none
         raise CloudRefused(f"{question}: the endpoint is not this service: {_one_line(error)}") from error
     raise error
 

@@ -1,4 +1,4 @@
-"""The command `ebbflow deploy`: preview or apply the changes of Ebbflow's CloudFormation template.
+"""The command `ebbflow deploy`: preview or apply Ebbflow's CloudFormation template in an AWS account.
 
 CloudFormation makes the changes. This module waits for them, prints a progress line for each event, and explains each
 failed resource in one line, which the SDK's waiters do not do.
@@ -36,7 +36,7 @@ class ResourceChange:
     action: str  # "Add", "Modify", "Remove" and so on
     name: str  # the resource's name in the template
     kind: str  # type of the resource, such as "AWS::S3::Bucket"
-    replacement: str = ""  # of the resource: "True", "False" or "Conditional"; "" if unknown
+    replacement: str = ""  # whether it is replaced: "True", "False" or "Conditional"; "" if unknown
     because: tuple[str, ...] = ()  # names of the properties that change
 
 
@@ -187,7 +187,7 @@ class StackState:
 
 
 class Stack:
-    """A CloudFormation stack in the client's region. Methods end within their deadline and print with `tell`."""
+    """A CloudFormation stack in the client's region. Methods end within their deadline and print through `tell`."""
 
     def __init__(self, client: Any, name: str, tell: Callable[[str], None]) -> None:
         self._client = client
@@ -353,7 +353,7 @@ def _failure(event: Mapping[str, Any]) -> list[str]:
 
 
 _QUESTION_SECONDS = 60.0
-# The queues, the repository and a log group are called after the stack; ECR takes lower case only.
+# The queues, the repository and a log group are named after the stack; ECR accepts only lower case.
 _STACK_NAME = re.compile(r"[a-z][a-z0-9-]{0,39}")
 _MARKS = {"Add": "+", "Modify": "~", "Remove": "-"}
 

@@ -17,7 +17,7 @@ def batch_client(region: str | None = None) -> Any:
     return aws_client("batch", region)
 
 
-# Our reasons begin with these words, which tell our terminations from those of people and of Metaflow.
+# Ebbflow's reasons begin with these words, which distinguish its terminations from those of users and of Metaflow.
 NEVER_STARTED = "Ebbflow: did not start in time"  # it waited for capacity
 NOT_MADE = "Ebbflow: its container was not made in time"  # it had capacity
 TERMINATED = "Ebbflow: ended"
@@ -55,7 +55,7 @@ FINISHED = ("SUCCEEDED", "FAILED")
 _SECONDS = 20.0
 _NODES_SECONDS = 5.0
 
-# AWS's texts, from its user guide and from reports of users.
+# AWS's messages, from its user guide and from users' reports.
 # https://docs.aws.amazon.com/batch/latest/userguide/job_retries.html
 # A lost EC2 machine, as AWS's guide matches it, or an interrupted task of Fargate Spot.
 _RECLAIMED = re.compile(r"Host EC2\b|Your Spot Task was interrupted")

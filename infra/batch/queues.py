@@ -73,7 +73,7 @@ class QueueState:
 
     name: str
     arn: str
-    market: Market | None  # None if the compute environments differ in it, or if it is unknown
+    market: Market | None  # None if the compute environments have different markets or it is unknown
     instance_types: tuple[str, ...]  # types of all usable compute environments; () if Batch names none
     multi_node: bool  # the queue runs multi-node jobs
     usable: bool  # the queue accepts jobs and can run them
@@ -81,7 +81,7 @@ class QueueState:
     fargate: bool = False
     max_vcpus: int | None = None  # largest limit of a compute environment; None: no limit, or unknown
     compute_environments: tuple[ComputeEnvironment, ...] = ()
-    cancels_after_seconds: Mapping[str, int] | None = None  # by reason (jobStateTimeLimitActions)
+    cancels_after_seconds: Mapping[str, int] | None = None  # limits in seconds by reason (jobStateTimeLimitActions)
 
     @property
     def places_nodes_together(self) -> bool:
@@ -159,7 +159,7 @@ def _environments(arns: Sequence[str], client: Any, deadline: RequestDeadline) -
     for detail in describe_in_parts(client, "describe_compute_environments", plural, arns, plural, deadline):
         one = parse_environment(detail)
         if set(AUTO_INSTANCE_TYPES) & set(one.instance_types) and not is_amazons(client):
-            one = replace(one, instance_types=())  # the choice of a stand-in for Batch is unknown
+            one = replace(one, instance_types=())  # which types a Batch emulator chooses is unknown
         found |= {detail.get("computeEnvironmentArn", one.name): one, one.name: one}
     return found
 
@@ -204,7 +204,7 @@ def _problem(
     name = detail["jobQueueName"]
     if detail.get("state") != "ENABLED":
         return f"queue {name} is {detail.get('state', 'in no state')} and accepts no jobs"
-    if (detail.get("status") or "VALID") not in ("VALID", "UPDATING"):  # the answer need not hold it
+    if (detail.get("status") or "VALID") not in ("VALID", "UPDATING"):  # the field is optional
         why = " ".join(str(detail.get("statusReason") or "").split())
         return f"queue {name} is {detail['status']}{': ' + why if why else ''}"
     if not environments:
@@ -343,7 +343,7 @@ def lightest_queue(queues: Mapping[str, QueueState]) -> tuple[str, str] | None:
     able = [(name, queue) for name, queue in queues.items() if queue.usable and queue.market == "on_demand"]
     if not able:
         return None
-    name, queue = min(able, key=lambda one: _rank_of(one[1]))  # the first of equals
+    name, queue = min(able, key=lambda one: _rank_of(one[1]))  # ties: the first one
     kind, _ = _rank_of(queue)
     types = ", ".join(queue.instance_types) or "unknown machines"
     fix = "fix: name a queue of small machines in batch.light_queue"

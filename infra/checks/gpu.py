@@ -81,7 +81,7 @@ class _Driver:
 
 
 class _NoAnswer(Exception):
-    """Failed query of the driver or of torch."""
+    """Raised if the driver or torch cannot be queried. The message is the reason."""
 
 
 def check_gpu(context: PreflightContext) -> CheckFinding:
@@ -110,19 +110,22 @@ def check_gpu(context: PreflightContext) -> CheckFinding:
 
 
 def may_have_gpus(*, promised: int = 0, wanted: bool = False, by_tool: bool = True) -> bool:
-    """Return whether this machine may have GPUs, by the placement, the configuration or signs on the machine itself.
+    """Return whether this machine may have GPUs, judging by the placement, the configuration and the machine itself.
 
-    promised: GPUs per node in the placement, 0 if unknown. wanted: the configuration demands GPUs. by_tool: nvidia-smi
-    on the PATH counts as a sign; GPU images have it even on machines without a GPU.
+    Args:
+        promised: GPUs per node according to the placement, or 0 if unknown.
+        wanted: the configuration demands GPUs.
+        by_tool: count nvidia-smi on the PATH as a sign of GPUs. GPU images contain it even on machines without GPUs.
     """
     here = bool(gpu_files()) or (by_tool and shutil.which("nvidia-smi") is not None)
     return promised > 0 or wanted or (here and not gpus_hidden())
 
 
 def try_gpus(promised: int = 0) -> tuple[CheckFinding, int]:
-    """Compute an addition on each GPU with torch, in a child process. promised: as for `may_have_gpus`.
+    """Compute one addition on each GPU with torch, in a child process.
 
-    Returns the finding, passed if torch computes on every GPU, and the number of GPUs that torch found.
+    Returns the finding and the number of GPUs that torch found. The finding is passed if torch computes on every GPU.
+    promised: GPUs per node according to the placement, or 0 if unknown.
     """
     promise = f", and this node was chosen for its GPUs ({promised} per node)" if promised else ""
     if gpus_hidden():
@@ -145,9 +148,10 @@ def try_gpus(promised: int = 0) -> tuple[CheckFinding, int]:
 def has_kernels_for(capability: int, architectures: list[str]) -> bool:
     """Return whether a torch build has kernels that a GPU can run.
 
-    Machine code (sm_80) runs on GPUs with the same major and the same or a later minor version; with a suffix (sm_90a)
-    it runs on exactly that version. Portable code (PTX, compute_80) runs on the same and all later versions (CUDA C++
-    Programming Guide, "Application Compatibility"). capability: compute capability × 10, such as 90 for 9.0.
+    Machine code (sm_80) runs on GPUs of the same major version and the same or a later minor version. With a suffix
+    (sm_90a) it runs on exactly that version. Portable code (PTX, compute_80) runs on the same and all later versions
+    (CUDA C++ Programming Guide, "Application Compatibility"). capability: the GPU's compute capability × 10, such as 90
+    for 9.0.
     """
     for name in architectures:
         match = re.fullmatch(r"(sm|compute)_([0-9]+)([a-z]?)", name)
@@ -195,7 +199,7 @@ def _fix_of(said: str) -> str:
 
 
 def _ask_driver() -> _Driver:
-    """Return the driver's version and GPUs from nvidia-smi; without it, the version from the kernel module."""
+    """Return the driver's version and GPUs from nvidia-smi or, without it, the version from the kernel module."""
     if shutil.which("nvidia-smi") is None:
         match = re.search(r"\b([0-9]{3,}\.[0-9.]+)\b", _DRIVER_FILE.read_text() if _DRIVER_FILE.exists() else "")
         if match is None:

@@ -100,10 +100,10 @@ def _ask(service: MetadataService) -> CheckFinding:
 
 
 def _matches(variable: str, value: str, there: list[str]) -> bool:
-    """Return whether an interface name of gloo or NCCL matches an interface of this machine.
+    """Return whether the value of an interface variable matches interfaces of this machine (`there`).
 
-    gloo takes names. NCCL takes prefixes, exclusions after '^', and exact names after '=' (NCCL user guide,
-    "NCCL_SOCKET_IFNAME").
+    GLOO_SOCKET_IFNAME contains names, all of which must exist. NCCL_SOCKET_IFNAME contains prefixes, exclusions after
+    '^', or exact names after '=' (NCCL user guide, "NCCL_SOCKET_IFNAME").
     """
     if variable.startswith("GLOO"):
         return all(name.strip() in there for name in value.split(","))
@@ -157,7 +157,7 @@ def check_locked_memory(context: PreflightContext) -> CheckFinding:
 
 
 def _with_gang(check: Callable[[RunConfig, HostGang], CheckFinding]) -> Callable[[PreflightContext], CheckFinding]:
-    """Decorate a check of the configuration's gang, which is skipped if the plan chooses the gang's size."""
+    """Decorate a check that needs the gang's size. It is skipped if the plan chooses that size."""
 
     @functools.wraps(check)
     def run(context: PreflightContext) -> CheckFinding:
@@ -213,7 +213,7 @@ def check_memory(config: RunConfig, gang: HostGang) -> CheckFinding:
 
 
 def _cores() -> float:
-    """Return the cores that this process may use: the least of its affinity and its control group's quota."""
+    """Return the number of cores that this process may use, limited by its CPU affinity and its cgroup's quota."""
     available = float(len(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else float(os.cpu_count() or 1)
     quota, period = (*_read("/sys/fs/cgroup/cpu.max").split(), "", "")[:2]  # version 2
     if not quota:
@@ -224,7 +224,7 @@ def _cores() -> float:
 
 
 def _memory_limits() -> dict[str, int]:
-    """Return this process's memory limits in bytes, by descriptions such as "available on this machine"."""
+    """Return this process's memory limits in bytes. Each key describes a limit, such as "available on this machine"."""
     limits = {}
     for line in _read("/proc/meminfo").splitlines():
         name, _, value = line.partition(":")
@@ -299,7 +299,10 @@ def check_elastic(config: RunConfig, gang: HostGang) -> CheckFinding:
 
 
 def _trouble(batch: int, accumulation: int, shard: int | None, gang: HostGang) -> str | None:
-    """Return why batch or shards do not divide evenly on a gang, with accumulations that would; None if they divide."""
+    """Return why a gang cannot divide the batch or the shards evenly, or None if it can.
+
+    The text suggests numbers of gradient accumulation steps that would work.
+    """
     if shard is not None and gang.ranks % shard:
         return f"groups of parallel.shard_size do not divide the ranks: {division(gang.ranks, shard)}"
     if batch % (gang.ranks * accumulation) == 0:

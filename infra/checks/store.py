@@ -91,7 +91,7 @@ def check_store_probe(context: PreflightContext) -> CheckFinding:
         for path in made:
             try:
                 path.rmdir()
-            except OSError:  # a job has started to use it
+            except OSError:  # a job has started to use the folder
                 break
 
 
@@ -179,7 +179,8 @@ def check_store_clock(context: PreflightContext) -> CheckFinding:
 def compare_clock(url: str, *, warned: float, refused: float) -> CheckFinding:
     """Compare this machine's clock with the Date header of a server's response.
 
-    The check fails above a difference of `warned` seconds; above `refused` the server rejects signed requests.
+    The check fails if they differ by more than `warned` seconds. Beyond `refused` seconds, the server rejects signed
+    requests.
     """
     before = time.time()
     try:
@@ -199,7 +200,7 @@ def compare_clock(url: str, *, warned: float, refused: float) -> CheckFinding:
 
 
 def _date_of(url: str) -> float:
-    """Return the Unix time in the Date header of the response to a HEAD request; HTTP errors have one too.
+    """Return the Unix time in the Date header of the response to a HEAD request. An error response counts too.
 
     Raises OSError, HTTPException, or ValueError for a missing or unreadable header.
     """
@@ -216,7 +217,7 @@ def _date_of(url: str) -> float:
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Handler that follows no redirect, because another server's clock must not be read."""
+    """Handler that refuses redirects, because a redirect would lead to the clock of another server."""
 
     def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> None:
         return None
