@@ -1,4 +1,4 @@
-"""Commands of the cost package, without Metaflow: `ebbflow plan CONFIG`, `report`, `reconcile`, `replay`, `prices` …"""
+"""Commands of the cost package, such as `ebbflow plan CONFIG`, `report` and `prices`. They run without Metaflow."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def _reports(jobs: list[str], store: str | None, *, all_must: bool) -> list[RunReport]:
-    """Build the report of each job."""
+    """Build the report of each job. Skip unreadable jobs with a message, or raise the error if `all_must` is set."""
     found = []
     for job in jobs:
         try:
@@ -186,7 +186,7 @@ def _print_one(report: RunReport, *, configuration: bool) -> None:
 
 
 def _job_history(config: RunConfig) -> JobHistory:
-    """Load the job history of the configuration's store. If it is unavailable, print a note and return an empty one."""
+    """Load the job history from the configured store. If it is unavailable, print a note and return an empty one."""
     from ebbflow.cost.job_history import JobHistory, load_job_history
     from ebbflow.infra.store import Store
 

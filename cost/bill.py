@@ -1,13 +1,13 @@
-"""Reader of AWS Cost and Usage Reports: CSV, gzipped CSV or Parquet, with the column names of either generation.
+"""Reader of AWS Cost and Usage Reports (CUR and CUR 2.0) in CSV, gzipped CSV or Parquet.
 
-Columns and their meaning: https://docs.aws.amazon.com/cur/latest/userguide/data-dictionary.html and, for the second
-generation (Data Exports), https://docs.aws.amazon.com/cur/latest/userguide/table-dictionary-cur2.html
+The columns are documented at https://docs.aws.amazon.com/cur/latest/userguide/data-dictionary.html for CUR and at
+https://docs.aws.amazon.com/cur/latest/userguide/table-dictionary-cur2.html for CUR 2.0 (Data Exports).
 
-AWS delivers a report several times, and each delivery repeats lines of the one before. A line's id is unique only
+AWS delivers a report several times, and each delivery repeats lines of the previous one. A line's id is unique only
 within one partition of one delivery, and differs in the next delivery (identity/LineItemId in
-https://docs.aws.amazon.com/cur/latest/userguide/identity-columns.html). A line therefore counts as repeated if an
-earlier line has the same id, time, resource and use, or if another file has an equal line. Equal lines within one file
-all count.
+https://docs.aws.amazon.com/cur/latest/userguide/identity-columns.html). A line is therefore a repeat
+if an earlier line has the same id, time, resource, usage type and line type, or if another file has an equal line.
+Equal lines within one file are not repeats.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ class BillLine:
     Attributes:
         start, end: Unix seconds of the start and end of the billed hour or day.
         kind: "instance", "storage", "transfer" or "other".
-        amount: The amount of use; hours for an instance.
-        usd: The unblended cost, exactly.
+        amount: Usage amount in the unit of the usage type; hours for an instance.
+        usd: Exact unblended cost in dollars.
         market: "spot" or "on_demand" for instances, else empty.
         tags: Values by normalised key (`normalise_tag`).
-        synthetic: Whether the file marks itself as generated.
+        synthetic: Whether the report is marked as synthetic, by its invoice id.
         line_id: Id of the line within its delivery; empty if the report has no ids.
-        delivery: Index of the line's file among the files that were passed together.
+        delivery: Index of the line's file if several files are read together.
         where: File and line number, for messages.
     """
 
@@ -95,7 +95,7 @@ def read_bill(path: Path, delivery: int = 0) -> Iterator[BillLine]:
     """Yield the lines of a report one by one.
 
     Args:
-        delivery: Index of this file, if several are passed together.
+        delivery: Index of this file if several are read together.
 
     Raises:
         BillError: The file is unreadable or invalid. The message has file:line, the column and the problem.
@@ -145,7 +145,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _normalise_name(name: str) -> str:
-    """Convert a column name such as lineItem/UsageStartDate to line_item_usage_start_date. The key of a tag is kept."""
+    """Convert a column name such as lineItem/UsageStartDate to line_item_usage_start_date. Keep tag keys unchanged."""
     head, slash, rest = name.strip().partition("/")
     if slash and head == "resourceTags":
         return f"resource_tags_{rest}"
@@ -208,7 +208,7 @@ def _kind(product: str, usage_type: str, instance: bool) -> str:
 
 
 def _tags(row: Mapping[str, Any], column: str) -> dict[str, str]:
-    """Read a line's tags from one column per tag (first generation), or from one column with all tags."""
+    """Read a line's tags from one column per tag (CUR), or from one column with all tags (CUR 2.0)."""
     tags = {
         normalise_tag(found.group(1)): str(row[name])
         for name in row
@@ -245,7 +245,7 @@ def _number(text: str, column: str, where: str) -> Decimal:
 class RepeatFilter:
     """Filter that recognises repeated bill lines.
 
-    It keeps every line in memory. A bill may have millions of lines, so pass only those of one job.
+    It keeps every line in memory. A bill may have millions of lines, so pass only the lines of one job.
     """
 
     def __init__(self) -> None:
@@ -256,7 +256,7 @@ class RepeatFilter:
         """Return whether the line repeats an earlier one, as defined in the module's docstring, and remember it.
 
         Raises:
-            BillError: An earlier line has the same id, time, resource and use, but another amount or other dollars.
+            BillError: An earlier line has the same id, time, resource and types, but another amount or cost.
         """
         use = (line.resource_id, line.usage_type, line.line_type, line.start, line.end)
         name = (line.line_id, *map(str, use))

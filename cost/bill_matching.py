@@ -1,4 +1,4 @@
-"""Match the metered time of an instance with its billed hours, and name the causes of billed time beyond it."""
+"""Compare the time that a job's agents metered on an instance with the hours that AWS billed; explain differences."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from ebbflow.cost.ledger.timeline import MICRO
 
 # A node that vanishes loses its newest events: they are stored every 10 s, and heartbeats come every second.
 LOST_SECONDS = 15.0
-# AWS Batch ends an idle instance some minutes after its last job. An instance that lives on for longer is a fault.
+# AWS Batch ends an idle instance some minutes after its last job. An instance that runs on for longer is a fault.
 ENDS_LATER_SECONDS = 600.0
-# Largest difference of an hour that is no fault: clocks, and the time from the last event to the end of the machine.
+# Largest tolerated difference per hour. It covers clocks, and the time from the last event to the instance's end.
 HOUR_TOLERANCE_SECONDS = 60.0
 _HOUR = 3600.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class PaidPiece:
-    """Interval of an instance that the ledger pays for, in Unix seconds by the agent's clock.
+    """Interval of an instance that the ledger charges to the job, in Unix seconds by the agent's clock.
 
-    `usd` are its dollars if the agent did not record it; None means that `curve` prices it by the moment.
+    `usd` is the cost of an interval that the agent did not record. With None, the cost follows from `curve`.
     """
 
     start: float
@@ -52,13 +52,13 @@ class PaidPiece:
 
 @dataclass(kw_only=True)
 class MeteredInstance:
-    """One instance, as the job's events record it.
+    """Use of one instance by a job, according to the job's events.
 
     Attributes:
         machine: Facts that the agent recorded about the machine.
-        lost_ends: Number of nodes whose end was not recorded.
-        pieces: What the ledger pays for on it: nodes, pauses and the minimum charge.
-        offset: Seconds by which the agent's clock is behind that of the bill.
+        lost_ends: Number of nodes on the instance without a recorded end.
+        pieces: Intervals that the ledger charges: time of nodes, idle pauses and the minimum charge.
+        offset: Seconds by which the agent's clock is behind the bill's clock.
     """
 
     instance_id: str
@@ -82,20 +82,20 @@ class MeteredInstance:
 
     @property
     def uptime_seconds(self) -> float | None:
-        """Seconds from the instance's boot to the job's first node on it; None if unknown."""
+        """Seconds from the instance's boot to the start of the job's first node on it; None if unknown."""
         known = self.machine.get("uptime_seconds")
         return None if known is None else float(known)
 
     @property
     def was_warm(self) -> bool:
-        """Whether it had run for longer than an instance boots, so that another job had it before."""
+        """Whether the instance had been up for longer than a boot takes, so that another job had used it before."""
         return (self.uptime_seconds or 0.0) > LONGEST_IDLE_SECONDS
 
     def usd_between(self, start: float, end: float) -> Decimal:
         return sum((piece.usd_between(start, end) for piece in self.pieces), Decimal(0))
 
     def seconds_between(self, start: float, end: float) -> float:
-        """Return the paid seconds from `start` to `end`. Time of several nodes at once counts once."""
+        """Return the paid seconds from `start` to `end`. Time in which several nodes ran counts once."""
         total, reached = 0.0, start
         for piece in sorted(self.pieces, key=lambda piece: piece.start):
             total += max(0.0, min(piece.end, end) - max(piece.start, reached))
@@ -103,7 +103,7 @@ class MeteredInstance:
         return total
 
     def price_bounds(self, start: float, end: float) -> tuple[Decimal, Decimal]:
-        """Return the lowest and the highest recorded price of the instance between two times."""
+        """Return the lowest and the highest price per hour of the instance between two Unix times."""
         bounds = [piece.curve.bounds(start, end) for piece in self.pieces]
         return min(low for low, _ in bounds), max(high for _, high in bounds)
 
@@ -113,7 +113,8 @@ class BilledHour:
     """The bill's lines of one instance for one hour, or one day in a daily report.
 
     Attributes:
-        deliveries: Indices of the files with lines for a use, by (usage type, line type).
+        seen: Pairs of a property ("zone", "type" or "market") and its value in a line.
+        deliveries: Indices of the report files with lines of a (usage type, line type).
     """
 
     start: float
@@ -127,11 +128,11 @@ class BilledHour:
 
 @dataclass(kw_only=True)
 class BilledInstance:
-    """One instance, as the bill has it, for the hours in which it ran the job.
+    """Bill of one instance for the hours in which it ran the job.
 
     Attributes:
-        hours: Its lines by (start, end), Unix seconds.
-        elsewhere_usd: Dollars of its lines for other hours, which are not in `hours`.
+        hours: Billed hours by (start, end) in Unix seconds.
+        elsewhere_usd: Dollars billed for the instance in hours of other jobs, which are not in `hours`.
     """
 
     instance_id: str
@@ -152,16 +153,16 @@ class BilledInstance:
 
     @property
     def excess_seconds(self) -> float:
-        """Seconds by which the billed time exceeds the length of its hours; 0 in a correct bill."""
+        """Seconds billed beyond the length of the billed hours; 0 in a correct bill."""
         return sum(max(0.0, hour.seconds - (hour.end - hour.start)) for hour in self.hours.values())
 
     @property
     def conflicting_uses(self) -> int:
-        """Number of uses that are in several files. Repeated lines are left out before, so these differ."""
+        """Number of usage records that appear in several report files with different content."""
         return sum(len(files) > 1 for hour in self.hours.values() for files in hour.deliveries.values())
 
     def values(self, name: str) -> set[str]:
-        """Return the bill's values of a property: "zone", "type" or "market"."""
+        """Return the distinct values of a property in the bill: "zone", "type" or "market"."""
         return {value for hour in self.hours.values() for key, value in hour.seen if key == name and value}
 
     def add(self, line: BillLine, job_tag: str) -> None:
@@ -183,7 +184,7 @@ def meter_instances(bills: Sequence[NodeBill]) -> dict[str, MeteredInstance]:
         for bill in mine:
             start, end = bill.node.started_wall, bill.node.ended_wall
             pieces.append(PaidPiece(start=start, end=end, curve=bill.curve))
-            for extra in bill.extras:  # two clocks placed it: it cannot overlap the node itself
+            for extra in bill.extras:  # placed by two clocks, but it cannot overlap the node
                 at = start - extra.seconds if extra.start < start else max(end, extra.start)
                 usd = bill.extra_usd(extra)
                 pieces.append(PaidPiece(start=at, end=at + extra.seconds, curve=bill.price.curve, usd=usd))
@@ -199,13 +200,13 @@ def meter_instances(bills: Sequence[NodeBill]) -> dict[str, MeteredInstance]:
 
 @dataclass(frozen=True, kw_only=True)
 class HourMatch:
-    """Billed and metered time of one instance in one hour.
+    """Comparison of the billed and the metered time of one instance in one hour.
 
     Attributes:
         start, end: Unix seconds by the bill's clock.
-        own_seconds, own_usd: Metered in this hour.
-        explained: Seconds billed beyond the metered ones, by cause.
-        rest_seconds: Seconds billed beyond these without an explanation.
+        own_seconds, own_usd: Time and dollars that the job metered in this hour.
+        explained: Billed but unmetered seconds with a known cause, by cause.
+        rest_seconds: Billed but unmetered seconds without a known cause.
     """
 
     start: float
@@ -218,7 +219,7 @@ class HourMatch:
 
     @property
     def missing_seconds(self) -> float:
-        """Metered seconds that are not billed."""
+        """Seconds that the job metered and AWS did not bill."""
         return max(0.0, self.own_seconds - self.billed.seconds)
 
     @property
@@ -229,10 +230,12 @@ class HourMatch:
 def match_instance(
     metered: MeteredInstance, billed: BilledInstance, others: list[tuple[float, float]], job: str
 ) -> list[HourMatch]:
-    """Match the billed hours of an instance with its metered time. Set `metered.offset` if clocks differ.
+    """Compare an instance's billed hours with its metered time. If the clocks differ, set `metered.offset`.
+
+    Hours of other jobs are first moved from `billed.hours` to `billed.elsewhere_usd`.
 
     Args:
-        others: (start, end) of the instance's use by other jobs, Unix seconds.
+        others: (start, end) in Unix seconds of each use of the instance by another job. May be extended.
     """
     _set_aside(metered, billed, others, job)
     if not billed.hours:
@@ -247,17 +250,18 @@ def match_instance(
             hours, metered.offset = _match_hours(metered, billed, explained, offset), offset
     if any(
         hour.rest_seconds > HOUR_TOLERANCE_SECONDS for hour in hours
-    ):  # an instance that lives on has not ended late
+    ):  # the instance kept running, so it did not end late
         certain = [one for one in explained if one[0] != "ended later"]
         hours = _match_hours(metered, billed, certain, metered.offset)
     return hours
 
 
 def _set_aside(metered: MeteredInstance, billed: BilledInstance, others: list[tuple[float, float]], job: str) -> None:
-    """Count hours in which the instance did not run this job as elsewhere, if there is evidence of another one.
+    """Move hours in which another job used the instance from `billed.hours` to `billed.elsewhere_usd`.
 
-    Evidence is the tag of another job, another job's events (`others`, to which such times are added), or a machine
-    that was up before this job came.
+    An hour is moved if this job did not run in it and there is evidence of another job: the tag of another job, use
+    by another job in `others`, or an instance that was up before this job started on it. If a tag shows that another
+    job used the instance after this one, the time between the two is added to `others`.
     """
     for (start, end), hour in list(billed.hours.items()):
         if metered.seconds_between(start - CLOCKS_APART_SECONDS, end + CLOCKS_APART_SECONDS):
@@ -265,7 +269,7 @@ def _set_aside(metered: MeteredInstance, billed: BilledInstance, others: list[tu
         early = end <= metered.start and (metered.was_warm or metered.uptime_seconds is None)
         theirs = bool(hour.tags) and job not in hour.tags
         used = sum(max(0.0, min(b, end) - max(a, start)) for a, b in others)
-        if theirs and start >= metered.end:  # it lived on for the other job, also before the tag changed
+        if theirs and start >= metered.end:  # the other job kept it running, also before the tag changed
             others.append((metered.end, start))
         if early or theirs or (used and used + HOUR_TOLERANCE_SECONDS >= hour.seconds):
             billed.elsewhere_usd += hour.usd
@@ -275,7 +279,7 @@ def _set_aside(metered: MeteredInstance, billed: BilledInstance, others: list[tu
 def _explanations(
     metered: MeteredInstance, billed: BilledInstance, others: list[tuple[float, float]]
 ) -> Iterator[tuple[str, float, float]]:
-    """Yield (cause, start, end) of the time in which the instance may be billed without being metered."""
+    """Yield (cause, start, end) of each interval for which AWS may bill the instance although no agent metered it."""
     uptime, end = metered.uptime_seconds or 0.0, metered.end
     yield ("warm instance" if metered.was_warm else "boot time"), metered.start - uptime, metered.start
     yield from (("another job", *interval) for interval in others)
@@ -290,7 +294,7 @@ def _explanations(
 def _match_hours(
     metered: MeteredInstance, billed: BilledInstance, explained: list[tuple[str, float, float]], offset: float
 ) -> list[HourMatch]:
-    """Match hour by hour, with the agent's clock moved by `offset` seconds."""
+    """Compare billed and metered time hour by hour, after adding `offset` seconds to the agent's times."""
     spans = set(billed.hours)
     for number in range(math.floor((metered.start + offset) / _HOUR), math.ceil((metered.end + offset) / _HOUR)):
         start, end = number * _HOUR, (number + 1) * _HOUR

@@ -1,9 +1,9 @@
-"""The dated tables of instance types, GPUs, prices and rates. Each line is checked when it is read.
+"""Tables of instance types, GPUs, prices and rates. Reading a table validates every line.
 
 An unknown figure is None, never a guess: a pool that needs it is rejected with the reason. `other_costs` prices
 storage, requests and transfer:
 
-- storage: the commits kept at once × their size × the time; each node's volume × its paid time.
+- storage: commits kept at once × size of a commit × time; volume size × paid time of each node.
 - requests: PUT requests for the parts, indexes and manifests of every commit, and for the events and log lines of every
   rank; GET requests for a restore.
 - transfer: if the store is in another region than the pool, every commit is sent to the store's region, and every start
@@ -46,9 +46,9 @@ class Gpu:
 
     Attributes:
         nvlink: Whether the GPUs of a node are connected by NVLink.
-        bf16_tflops, fp32_tflops: Dense peak in TFLOP/s; None if the vendor publishes none, for the reason in `note`.
-        bf16_mfu: Published share of the bfloat16 peak that training reaches on one node; None if no table was found.
-        source, mfu_source: Origins of the peaks and of `bf16_mfu`.
+        bf16_tflops, fp32_tflops: Dense peak in TFLOP/s; None if the vendor publishes none (see `note`).
+        bf16_mfu: Published share of the bfloat16 peak that training reaches on one node; None if unpublished.
+        source, mfu_source: Where the peaks and `bf16_mfu` are published.
     """
 
     name: str
@@ -69,11 +69,11 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True)
 class SpotAdvice:
-    """The spot advisor's entry for an instance type in a region.
+    """Entry of the AWS Spot Instance Advisor for an instance type in a region.
 
     Attributes:
         savings_percent: Savings against the on-demand price.
-        interruption_band: Share of spot capacity reclaimed in a month: 0 is below 5 %, 4 above 20 %.
+        interruption_band: Share of spot capacity reclaimed in a month, as a band from 0 (below 5 %) to 4 (above 20 %).
     """
 
     savings_percent: float
@@ -85,7 +85,7 @@ class OnDemandPrice:
     """On-demand price of an instance type in a region, exactly as listed.
 
     Attributes:
-        recorded: Day of the listing, such as 2026-07-20.
+        recorded: Day on which AWS listed this price, such as 2026-07-20.
     """
 
     usd_per_hour: Decimal
@@ -94,13 +94,13 @@ class OnDemandPrice:
 
 @dataclass(frozen=True, kw_only=True)
 class InstanceType:
-    """An instance type of AWS.
+    """An AWS instance type.
 
     Attributes:
         gpu_memory_mib: Memory of one GPU.
         network_gbps: Sustained bandwidth of the node, in Gbit/s.
         efa: Whether the type has the Elastic Fabric Adapter.
-        on_demand, advice: On-demand price and spot advisor's entry, by region.
+        on_demand, advice: On-demand price and entry of the Spot Instance Advisor, each by region.
     """
 
     name: str
@@ -119,7 +119,7 @@ class InstanceType:
         return self.gpu_memory_mib * 2**20
 
     def interruption_band(self, region: str) -> int | None:
-        """Return the spot advisor's band for the region, 0 to 4; None without an entry."""
+        """Return the spot advisor's interruption band for the region (0 to 4); None if the advisor does not list it."""
         advice = self.advice.get(region)
         return None if advice is None else advice.interruption_band
 
@@ -144,7 +144,7 @@ class Catalogue:
 def load_catalogue(
     instances: Path = INSTANCES, gpus: Path = GPUS, advisor: Path = ADVISOR, on_demand: Path = ON_DEMAND
 ) -> Catalogue:
-    """Read the tables. Raises CatalogueError with file:line:column for an invalid value."""
+    """Load the catalogue from its four tables. Raises CatalogueError with file:line:column for an invalid value."""
     models = {gpu.name: gpu for gpu in _unique(_read_gpus(gpus), gpus)}
     advice, prices = _read_advice(advisor), _read_on_demand(on_demand)
     types = _unique(_read_instances(instances, models), instances)
@@ -155,7 +155,7 @@ def load_catalogue(
 
 @cache
 def advisor_recorded(advisor: Path = ADVISOR) -> str:
-    """Return the day or month of the spot advisor's table. Raises CatalogueError if its first line has none."""
+    """Return the day or month when the spot advisor's table was recorded. Raises CatalogueError if it has no date."""
     found = _RECORDED.search(advisor.read_text(encoding="utf-8")[:1000])
     if found is None:
         raise CatalogueError(f'{advisor}:1:1: no "recorded 2025-07" in the first line')
@@ -164,7 +164,7 @@ def advisor_recorded(advisor: Path = ADVISOR) -> str:
 
 @cache
 def on_demand_recorded(on_demand: Path = ON_DEMAND) -> Mapping[str, str]:
-    """Return, by region, the day of the oldest on-demand price. Regions without prices are left out."""
+    """Return the day on which the oldest on-demand price was recorded, by region. Omit regions without prices."""
     oldest: dict[str, str] = {}
     for regions in _read_on_demand(on_demand).values():
         for region, price in regions.items():
@@ -173,7 +173,7 @@ def on_demand_recorded(on_demand: Path = ON_DEMAND) -> Mapping[str, str]:
 
 
 class _Row:
-    """One line of a table. Its errors name the file, the line and the column."""
+    """One line of a table. Errors in parsing it name the file, the line and the column."""
 
     def __init__(self, path: Path, number: int, line: str, header: list[str]) -> None:
         self.path, self.number = path, number
@@ -384,7 +384,7 @@ class Usage:
         commits: Number of commits written.
         starts: Number of starts of the job, including the first one.
         restores: Number of starts that load a commit.
-        token_bytes: Most bytes of tokens that one node reads per start.
+        token_bytes: Upper bound on the bytes of tokens that one node reads per start.
     """
 
     nodes: int
@@ -402,7 +402,7 @@ class Bill:
     """Cost of storage, requests and transfer in dollars.
 
     Attributes:
-        lacking: Sentences about prices that are not on record; their costs count as 0.
+        lacking: Messages about prices that are not on record; costs that depend on them count as 0.
     """
 
     storage_usd: float
@@ -411,7 +411,7 @@ class Bill:
 
 
 def other_costs(config: RunConfig, usage: Usage, region: str, rates: Rates) -> Bill:
-    """Return the cost of storage, requests and transfer in `region`. Without a store in S3, only volumes cost money."""
+    """Return the cost of storage, requests and transfer in `region`. If the store is not in S3, only volumes count."""
     lacking: list[str] = []
     months = usage.hours / HOURS_PER_MONTH
     here = rates.regions.get(region)
@@ -434,7 +434,7 @@ def other_costs(config: RunConfig, usage: Usage, region: str, rates: Rates) -> B
 
 
 def kept_commits(config: RunConfig) -> int:
-    """Count the commits kept at once: the newest, the best, those of `keep_every_steps`, and the one being written."""
+    """Count the commits kept at once: the newest, the best, one per `keep_every_steps`, and the one being written."""
     saves = config.checkpoint
     every = config.training.max_steps // saves.keep_every_steps if saves.keep_every_steps else 0
     return saves.keep_last + saves.keep_best + every + 1

@@ -90,7 +90,7 @@ def on_demand_prices(pricing: Any, region: str, deadline: RequestDeadline) -> di
 
 
 def advisor_bands(read: Callable[[], bytes] | None = None) -> dict[tuple[str, str], tuple[int, int]]:
-    """Return the spot advisor's savings in percent and interruption band by (region, type), for Linux.
+    """Return the spot advisor's (savings in percent, interruption band) for Linux, by (region, instance type).
 
     Raises:
         PriceError: The advisor does not answer, or its answer cannot be read.
@@ -108,7 +108,7 @@ def advisor_bands(read: Callable[[], bytes] | None = None) -> dict[tuple[str, st
 
 
 def _hardware(entry: Mapping[str, Any]) -> Hardware | None:
-    """Parse EC2's description of a type. Return None for a type without whole NVIDIA GPUs."""
+    """Parse EC2's description of an instance type. Return None if it has no NVIDIA GPU, or only a fraction of one."""
     gpus = (entry.get("GpuInfo") or {}).get("Gpus") or []
     if len(gpus) != 1 or gpus[0].get("Manufacturer") != "NVIDIA" or not gpus[0].get("Count"):
         return None
@@ -128,7 +128,7 @@ def _hardware(entry: Mapping[str, Any]) -> Hardware | None:
 
 
 def _usd_per_hour(product: Mapping[str, Any]) -> Decimal | None:
-    """Return the hourly price of a product; None if it has none, or if it is 0 as for capacity blocks."""
+    """Return the hourly price of a product in USD; None if the product has no price, or 0 as a capacity block does."""
     for usd in _hourly(product):
         return usd if usd > 0 else None
     return None
@@ -158,11 +158,11 @@ _PRICES_HEAD = (
 
 @dataclass(frozen=True, kw_only=True)
 class TableChange:
-    """Result of writing a table.
+    """Summary of a written table.
 
     Attributes:
         lines: Number of lines in the table.
-        notes: Sentences about new, changed and omitted entries.
+        notes: Messages about new, changed and omitted entries.
     """
 
     lines: int
@@ -172,10 +172,10 @@ class TableChange:
 def write_on_demand(
     path: Path, catalogue: Catalogue, listed: Mapping[str, Mapping[str, Decimal]], today: str
 ) -> TableChange:
-    """Write the on-demand prices. Keep the prices of other regions, and of types that are no longer listed.
+    """Update the table of on-demand prices. Prices of other regions, and of types no longer listed, stay in it.
 
     Args:
-        listed: New prices by region and type.
+        listed: New prices by region and instance type.
         today: Day of the new prices, such as 2026-07-20.
     """
     lines, notes = {}, []
@@ -201,10 +201,10 @@ def write_on_demand(
 def write_advisor(
     path: Path, catalogue: Catalogue, bands: Mapping[tuple[str, str], tuple[int, int]], today: str
 ) -> TableChange:
-    """Write the spot advisor's table for the types of the catalogue.
+    """Write the spot advisor's table, with only the instance types of the catalogue.
 
     Args:
-        bands: Savings in percent and interruption band, by (region, type).
+        bands: (savings in percent, interruption band) by (region, instance type).
     """
     names = {kind.name for kind in catalogue.types}
     rows = [
@@ -223,7 +223,7 @@ def write_advisor(
 
 
 def write_instances(path: Path, catalogue: Catalogue, found: Sequence[Hardware], gpus: Iterable[str]) -> TableChange:
-    """Add new types whose GPU is in `gpus`. Recorded types keep their figures; different figures become notes."""
+    """Add new instance types whose GPU is in `gpus`. If a recorded type has other figures in EC2, only add a note."""
     known = {kind.name: kind for kind in catalogue.types}
     lines = {kind.name: _line(kind.name, kind.gpu.name, kind) for kind in catalogue.types}
     notes = []
@@ -254,9 +254,9 @@ def _line(name: str, gpu: str, one: Hardware | InstanceType) -> str:
 
 
 def _differences(one: Hardware, known: InstanceType) -> list[str]:
-    """Return a note for each figure that EC2 states differently.
+    """Return a note for each figure that differs between EC2 and the table.
 
-    The table keeps its own figure, which may be better (sustained instead of listed bandwidth).
+    The table's figure stays, because it may be better: sustained instead of listed bandwidth.
     """
     pairs = {"gpu_count": (one.gpu_count, known.gpu_count), "vcpu": (one.vcpu, known.vcpu), "efa": (one.efa, known.efa)}
     pairs |= {"network_gbps": (one.network_gbps, known.network_gbps), "ram_gib": (one.ram_gib, known.ram_gib)}
@@ -305,11 +305,11 @@ def refresh_catalogue(
     client: Callable[[str, str], Any] | None = None,
     read_advisor: Callable[[], bytes] | None = None,
 ) -> int:
-    """Update all tables from AWS. Nothing is written before all answers have arrived.
+    """Update all tables from AWS. Write them only after all answers have arrived.
 
     Args:
-        client: Makes the client of a service in a region. None means botocore's, with its usual credentials.
-        read_advisor: Downloads the spot advisor's data. None means from its URL.
+        client: Creates the client for (service, region). None means a botocore client with its usual credentials.
+        read_advisor: Returns the spot advisor's JSON. None means a download from AWS.
 
     Raises:
         PriceError: An answer is missing; nothing is written.

@@ -30,7 +30,7 @@ from ebbflow.infra.store import Store
 
 @dataclass(frozen=True, kw_only=True)
 class _Asked:
-    """Input of the checks of queues and quotas: the plan, and the queues of AWS Batch that can run it."""
+    """Data for the checks of queues and quotas: the plan, and the AWS Batch queues that can run it."""
 
     plan: Plan
     region: str
@@ -261,9 +261,9 @@ def _goes_on(context: PreflightContext) -> bool:
 
 
 def _waits_for_prices(context: PreflightContext, plan: Plan) -> CheckFinding | None:
-    """Return a skipped finding if the static prices led to a refusal that live prices may lift, else None.
+    """Return a skipped finding if static prices led to a refusal that live prices may lift, else None.
 
-    The plan that the run makes with live prices then decides.
+    The run makes its own plan with live prices, and that plan decides.
     """
     if context.config.cost.prices != "live" or plan.refusal is None:
         return None

@@ -1,4 +1,4 @@
-"""Exceptions of the cost package. Each class has the outcome, and thereby the exit code, of a job that it ends."""
+"""Exceptions of the cost package. Each class determines the outcome and exit code of a job that it ends."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class CatalogueError(CostError):
 
 
 class PlanError(CostError):
-    """No pool is suitable, or a plan cannot be used for the requested purpose."""
+    """No pool is suitable, or a stored plan cannot be used."""
 
 
 class PlacementError(CostError):
@@ -34,7 +34,7 @@ class LedgerError(CostError):
 
 
 class ReportError(CostError):
-    """A report cannot be made or read. The message has the reason, such as the places without events of the job."""
+    """A report cannot be made or read. The message has the reason, such as the places searched for the job's events."""
 
     outcome = Outcome.CONFIG
 

@@ -1,4 +1,4 @@
-"""Charges of a job's ledger by month, as rows with the column names of FOCUS 1.0 (https://focus.finops.org)."""
+"""A job's charges by month, in the columns of the billing format FOCUS 1.0 (https://focus.finops.org)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _HOUR = Decimal(3600)
 
 @lru_cache(maxsize=4096)
 def month_of(unix_time: float) -> str:
-    """Return the calendar month in UTC, such as 2026-11."""
+    """Return the calendar month of a Unix time in UTC, such as "2026-11"."""
     return datetime.fromtimestamp(unix_time, UTC).strftime("%Y-%m")
 
 
@@ -42,9 +42,10 @@ def next_month(month: str) -> str:
 
 
 def focus_rows(events: Sequence[Event], ledger: Ledger | None = None) -> list[dict[str, str]]:
-    """Return the charges of a job as FOCUS rows: one for each node, or idle pause of its instance, in each month.
+    """Return the charges of a job as FOCUS rows.
 
-    Their `BilledCost` sums to the ledger's total before rounding. It is metered, and no invoice.
+    Each row covers the time of one node, or other paid time of its instance such as an idle pause, in one month. The
+    sum of `BilledCost` is the ledger's total before rounding. It comes from metered time, not from an invoice.
     """
     ledger = fold(events) if ledger is None else ledger
     job = events[0].job if events else ""
@@ -66,13 +67,13 @@ def focus_rows(events: Sequence[Event], ledger: Ledger | None = None) -> list[di
 
 
 def read_settings(events: Sequence[Event]) -> dict[str, Any]:
-    """Return the newest recorded configuration of a job, by dotted key."""
+    """Return the newest recorded configuration of a job: values by dotted key."""
     configured = [event for event in events if event.name == CONFIGURED]
     return {row["key"]: row["value"] for row in configured[-1].data.get("settings", [])} if configured else {}
 
 
 def read_tags(events: Sequence[Event]) -> dict[str, str]:
-    """Return `batch.tags` of a job, recorded as one value or as one value per tag."""
+    """Return the `batch.tags` of a job. Its events may record them as one mapping or as one setting per tag."""
     settings = read_settings(events)
     tags = settings.get("batch.tags")
     single = {
@@ -104,7 +105,7 @@ def _months(
     usual: PriceCurve | None,
     words: str,
 ) -> Iterator[dict[str, str]]:
-    """Yield the charge of an interval, split at the ends of months."""
+    """Yield the columns that describe the charge for an interval, one row per calendar month."""
     at, end = round(start * MICRO), round(start * MICRO) + round(seconds * MICRO)
     provider = "AWS" if price.kind != "simulated" else "AWS (simulated: ran elsewhere)"
     pool, market = price.pool, machine.get("market") or (price.pool.market if price.pool else "")

@@ -1,4 +1,4 @@
-"""The Pareto front of a job: the least dollars for each time to finish, over pools, markets, nodes and intervals."""
+"""Pareto front of a job's time and cost, over all pools, markets, numbers of nodes and checkpoint intervals."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ class FrontierPoint:
     """A pool and a checkpoint interval that no other choice beats in both expected hours and expected dollars.
 
     Attributes:
-        interval: The checkpoint interval, in words.
-        needed_usd: Budget that the whole job needs here, with what it spent and the reserve for the last save.
-        within: Whether this meets the configured budget and, with `cost.confidence`, the deadline.
+        interval: The checkpoint interval as text.
+        needed_usd: Budget that the whole job needs with this choice: dollars spent so far, expected dollars, and the
+            reserve for the last checkpoint.
+        within: Whether the choice meets the budget, and the deadline with at least the probability `cost.confidence`.
     """
 
     pool: Candidate
@@ -48,7 +49,7 @@ class FrontierPoint:
 
 
 def find_frontier(config: RunConfig, sources: PlanInputs) -> list[FrontierPoint]:
-    """Return the Pareto front of the remaining work, the fastest choice first. Budget and deadline do not limit it.
+    """Return the Pareto front of the remaining work, the fastest choice first. Ignore budget and deadline.
 
     Instance types, regions, zones and ranks per node are as configured. Markets, numbers of nodes and checkpoint
     intervals are all tried.
@@ -82,7 +83,7 @@ _HEADER = ("", "pool", "place", "checkpoints", "hours", "p90", "dollars", "p90",
 
 
 def render_frontier(front: Sequence[FrontierPoint], plan: Plan) -> str:
-    """Render the front as a table. `*` marks the plan's choice, `!` a choice beyond budget or deadline."""
+    """Render the front as a table. `*` marks the plan's choice, `!` one that exceeds budget or deadline."""
     rows = []
     for point in front:
         one, ahead = point.pool, point.pool.outlook

@@ -1,6 +1,6 @@
 """Job history: interruptions and speeds that past jobs of a store measured, and the estimates based on them.
 
-Each job writes one record. It depends only on the job's events, so it may be written again without any change:
+Each job writes one record. It depends only on the job's events, so writing it again gives the same record:
 
     <store>/experience/<day of the job's first event>-<job>.json
 
@@ -50,9 +50,9 @@ class PoolStay:
     """Duration and end of one generation of a job (one start of all its ranks) in one pool.
 
     Attributes:
-        ended_utc: Unix time of its end.
-        hours: Its duration.
-        reclaimed: Whether it ended because machines were taken away.
+        ended_utc: Unix time of the generation's end.
+        hours: Duration of the generation.
+        reclaimed: Whether the generation ended because the provider took machines away.
     """
 
     instance_type: str
@@ -89,7 +89,7 @@ class MeasuredSpeed:
 
 @dataclass(frozen=True, kw_only=True)
 class JobMeasurements:
-    """Record of one job: its generations by pool (`stays`) and their speeds."""
+    """Record of one job: duration and end of its generations (`stays`), and their speeds."""
 
     job: str
     stays: tuple[PoolStay, ...] = ()
@@ -111,7 +111,7 @@ class JobMeasurements:
 
 
 def summarize_job(events: Sequence[Event]) -> JobMeasurements:
-    """Build a job's record from its events, in any order. A generation belongs to the newest plan before its start."""
+    """Build a job's record from its events, in any order. A generation belongs to the last plan before its start."""
     ordered = sorted(events, key=lambda event: (event.t_wall, event.t_mono))
     plans = [event for event in ordered if event.name == PLAN and event.data.get("chosen")]
     stays, speeds = [], []
@@ -129,9 +129,9 @@ def summarize_job(events: Sequence[Event]) -> JobMeasurements:
 def _stay(chosen: dict[str, Any], generation: RecordedGeneration, events: Sequence[Event]) -> PoolStay:
     """Build the record of one generation in its pool.
 
-    It counts as reclaimed after a reclaim notice, or if a node disappeared without a message. The death of a rank, a
-    user's stop and a rehearsal do not count. A notice that the job waited out does not count either: no machine was
-    taken, or the generation that received the notice first already counts it.
+    The generation counts as reclaimed if a reclaim notice or the sudden loss of a node ended it. The death of a rank, a
+    stop by the user and a rehearsal do not count. A notice during which the job only waited does not count either:
+    no machine was taken away, or the generation that first received the notice already counts as reclaimed.
     """
     machine = next((event.data for event in events if event.name == NODE_STARTED), {})
     zone = chosen.get("zone")  # an id, or a name where prices have no ids
@@ -175,13 +175,13 @@ def _speed(plan: dict[str, Any], generation: RecordedGeneration, events: Sequenc
 
 
 def _type_of(chosen: dict[str, Any], events: Sequence[Event]) -> str:
-    """Return the instance type that the first node reported (it may differ from the plan), else the planned one."""
+    """Return the instance type that the first node reported, which may differ from the plan; else the planned type."""
     told = (event.data.get("instance_type") for event in events if event.name == NODE_STARTED)
     return next((kind for kind in told if kind), chosen["instance_type"])
 
 
 def _tokens_per_second(event: Event) -> float | None:
-    """Return the tokens per second of one step, with its wait for data but without checkpoints and evaluations."""
+    """Return the tokens per second of one step, including the wait for data, without checkpoints and evaluations."""
     seconds = event.data.get("seconds", {})
     busy = seconds.get(LedgerClass.USEFUL_STEP, 0.0) + seconds.get(LedgerClass.DATA_WAIT, 0.0)
     tokens = event.data.get("tokens")
@@ -209,7 +209,7 @@ class JobHistory:
     """Measurements of past jobs.
 
     Attributes:
-        stays: Generations on Spot by (type, region, zone). The zone None holds all generations of the region.
+        stays: Generations on Spot by (instance type, region, zone). Zone None lists all generations of the region.
         speeds: Measured speeds by instance type.
     """
 
@@ -221,7 +221,7 @@ class JobHistory:
         return cls().adding(*jobs)
 
     def adding(self, *jobs: JobMeasurements) -> JobHistory:
-        """Return a history that has the measurements of more jobs."""
+        """Return a new history that also has the measurements of `jobs`."""
         stays = defaultdict(list, {place: list(found) for place, found in self.stays.items()})
         speeds = defaultdict(list, {kind: list(found) for kind, found in self.speeds.items()})
         for job in jobs:
@@ -238,11 +238,11 @@ class JobHistory:
     def reclaim_hazard(
         self, prior: GammaHazard, instance_type: str, region: str | None, zone: str | None, now_utc: float
     ) -> tuple[GammaHazard, int]:
-        """Estimate the reclaims per hour of a pool: update the prior by all recorded generations in that pool.
+        """Estimate a pool's reclaims per hour: update the prior with all recorded generations in the pool.
 
-        Generations of all sizes count alike, because a pool is reclaimed as a whole. Evidence decays with a half-life
-        of a day. Each hour of a generation decays by its own age. If a long generation decayed by the age of its end,
-        its many old hours would outweigh its reclaim.
+        The number of nodes does not matter, because a pool is reclaimed as a whole. The weight of an observation has a
+        half-life of one day, and each hour of a generation is weighted by its own age. Weighting all hours by the age
+        of the generation's end would let many old hours without a reclaim outweigh the reclaim.
 
         Args:
             zone: None means the whole region.
@@ -261,7 +261,7 @@ class JobHistory:
         return belief, len(found)
 
     def speed(self, instance_type: str, nodes: int, processes_per_node: int, fingerprint: str) -> MeasuredSpeed | None:
-        """Return the newest speed of exactly this gang and configuration (`fingerprint`); None if there is none."""
+        """Return the newest speed measured with exactly these machines and settings (`fingerprint`), or None."""
         found = [
             seen
             for seen in self.speeds.get(instance_type, ())
@@ -270,9 +270,9 @@ class JobHistory:
         return max(found, key=lambda seen: seen.seen_utc, default=None)
 
     def nearest_speed(self, instance_type: str, nodes: int, fingerprint: str) -> MeasuredSpeed | None:
-        """Return the speed of this configuration on the most similar gang; None if there is none.
+        """Return the speed measured with these settings on the most similar machines; None if there is none.
 
-        The same instance type counts most, then a similar number of nodes, then the age.
+        Measurements on the same instance type are preferred, then a similar number of nodes, then the newest one.
         """
 
         def distance(seen: MeasuredSpeed) -> tuple[bool, float, float]:
@@ -288,7 +288,7 @@ NEWEST_JOBS = 200
 
 
 def save_job_record(root: Store, events: Sequence[Event]) -> JobMeasurements | None:
-    """Write the job's record to the store of all jobs, `root`, and return it. Raises StoreError.
+    """Write the job's record to `root`, the store of all jobs, and return the record. Raises StoreError.
 
     If the job has measured nothing, write nothing and return None.
     """

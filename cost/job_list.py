@@ -1,4 +1,4 @@
-"""`ebbflow jobs`: the jobs of a team with their state, spent and forecast dollars, and who may start next."""
+"""`ebbflow jobs`: the jobs of a team with their state, spent and forecast dollars, and which job may start next."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class TeamJob:
     """A job of a team.
 
     Attributes:
-        state: "running", "waiting", "done", or the outcome with which it stopped.
-        forecast_usd: Expected dollars of the whole job; None if unknown. Estimated.
-        rows: Its charges (`cost.focus`).
-        words: Whether a waiting job may start, and why.
+        state: "running", "waiting", "done", "interrupted", or the outcome with which the job stopped.
+        forecast_usd: Estimated dollars of the whole job; None if unknown.
+        rows: The job's charges as FOCUS rows (`cost.focus`).
+        words: For a waiting job: whether it may start, and why. Empty for other jobs.
     """
 
     money: JobMoney
@@ -54,7 +54,7 @@ class TeamJob:
 
     @property
     def expected_usd(self) -> Decimal:
-        """The forecast, but no less than what is spent; what is spent, if there is no forecast."""
+        """The forecast in dollars, or the dollars spent if they are more or there is no forecast."""
         return max(self.money.spent_usd, Decimal(str(self.forecast_usd or 0)))
 
     def to_json(self) -> dict[str, Any]:
@@ -119,7 +119,7 @@ def read_records(jobs: Sequence[str], store: str | None) -> list[TeamJob]:
 
 
 def _waiting_records(team: Team, folder: Path, known: Sequence[TeamJob]) -> Iterator[TeamJob]:
-    """Yield the waiting jobs of the team file. Those that stopped before keep what they spent."""
+    """Yield the waiting jobs of the team file. A job that ran before keeps the dollars that it has spent."""
     by_name = {one.money.job: one for one in known}
     for one in team.waiting:
         before = by_name.get(one.job)
@@ -143,7 +143,7 @@ def _waiting_record(one: WaitingJob, folder: Path, before: TeamJob | None) -> Te
 
 
 def config_money(job: str, config: RunConfig, now_utc: float) -> JobMoney:
-    """Return what a job of this configuration may spend if it starts now."""
+    """Return the spending limit and the latest end of a job with this configuration that starts now."""
     limit, hours = config.cost.budget_usd, config.cost.deadline_hours
     return JobMoney(
         job=job,
@@ -154,7 +154,7 @@ def config_money(job: str, config: RunConfig, now_utc: float) -> JobMoney:
 
 
 def admit_waiting(team: Team, now_utc: float, records: Sequence[TeamJob]) -> list[Admission]:
-    """Decide who of the waiting jobs may start, in fair order. Jobs that their own plan refuses are left out."""
+    """Decide which waiting jobs may start, in fair order (`cost.team.admit`). Omit jobs whose own plan is refused."""
     every = [one.money for one in records]
     running = [one.money for one in records if one.state == RUNNING]
     waiting = [one.money for one in records if one.state == WAITING and not one.words]
@@ -197,7 +197,7 @@ def render_jobs(records: Sequence[TeamJob], team: Team, now_utc: float) -> str:
 
 
 def group_rows(rows: Sequence[dict[str, str]], key: str) -> dict[tuple[str, str], Decimal]:
-    """Sum charges by (month, value of `key`): job, owner, project, or tag:NAME."""
+    """Sum charges in dollars by (month, value of `key`). `key` is job, owner, project or tag:NAME."""
     found: dict[tuple[str, str], Decimal] = {}
     for row in rows:
         kind, _, tag = key.partition(":")

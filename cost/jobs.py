@@ -97,9 +97,9 @@ def read_job_log(job: str, store: str | None = None) -> LogContent:
 
 
 def _lost_since_report(job_store: Store, events: Sequence[Event]) -> list[Damage]:
-    """Compare the number of events of each kind with the number in the job's stored report.
+    """Find events that were lost after the job's stored report was written, by counting the events of each kind.
 
-    This finds losses that leave no trace in the log, such as the whole log of one process.
+    This also finds losses that leave no trace in the log, such as the whole log of one process.
     """
     try:
         counted = json.loads(job_store.get(_NAME))["events"]["counts"]
@@ -135,7 +135,7 @@ def find_running_launcher(job: str, events: Sequence[Event], store: str | None =
 
 
 def list_known_jobs(root: Path | None = None) -> list[str]:
-    """List the names of the jobs that this machine knows, the most recently written one last."""
+    """List the names of the jobs that this machine knows, the most recently changed one last."""
     folder = runs_folder(PROJECT_ROOT) if root is None else root
     found = [path for path in folder.glob("*") if path.name != "latest" and known_job(path) is not None]
     return [path.name for path in sorted(found, key=lambda path: path.stat().st_mtime)]
@@ -145,7 +145,7 @@ def load_report(uri: str, *, store: str | None = None, fresh: bool = False) -> R
     """Load the report of a job, or build it from the events if none was written or the job is running.
 
     Args:
-        uri: A report.json, the folder or s3:// URI of a job, or the name of a job that this machine knows ("latest").
+        uri: A report.json, the folder or s3:// URI of a job, the name of a job that this machine knows, or "latest".
         fresh: Build the report from the events even if one was written.
 
     Raises:
@@ -185,7 +185,7 @@ def get_cheapest_suitable_instance(
     The lowest price per hour is not always the lowest cost: a slow GPU at half the price may cost more.
 
     Returns:
-        instance_type, nodes, market, region, zone, usd_per_hour and on_demand_usd_per_hour (of one node),
+        A dict with instance_type, nodes, market, region, zone, usd_per_hour and on_demand_usd_per_hour (of one node),
         savings_percent (None without an on-demand price), price_kind, expected_hours and expected_usd.
 
     Raises:
@@ -209,11 +209,11 @@ def get_accumulated_cost(job: str | Sequence[Event], *, history: Iterable[SpotRe
 
     Args:
         job: The events, or the folder or s3:// URI of the job.
-        history: Spot price changes in addition to those in the events. If neither has changes for a pool, the plan's
-            price applies.
+        history: Spot price changes in addition to those in the events. If it is empty, a pool without price changes in
+            the events has the plan's price.
 
     Raises:
-        ReportError: There are no events, or `history` lacks the pool of a spot node.
+        ReportError: There are no events, or `history` is given but has no prices for the pool of a spot node.
         LedgerError: The events contradict each other.
         StoreError: The store does not answer.
     """
@@ -239,7 +239,7 @@ def _names(pools: Sequence[dict[str, Any]]) -> str:
 
 
 def _changes(history: Iterable[SpotRecord]) -> list[dict[str, Any]]:
-    """Convert price records to the pools of a `prices` event.
+    """Convert price records to the list of pools in a `prices` event.
 
     Each record is listed under its zone id and under its zone name, because plans may use either.
     """
@@ -256,7 +256,7 @@ def _changes(history: Iterable[SpotRecord]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, kw_only=True)
 class CostTracker:
-    """Queries about the cost of one job, for scripts that repeat them.
+    """Cost queries about one job, for scripts that repeat them.
 
     Attributes:
         job: Folder or s3:// URI of the job; None if it has not started.

@@ -1,4 +1,4 @@
-"""Placement of a job's attempts on AWS Batch, each with fresh prices and the history of the earlier attempts.
+"""Choice of the queue and machines for each attempt of a job on AWS Batch, from current prices and earlier attempts.
 
 `choose_placement` returns a `Placement`; `read_attempts` reads from a job's events how earlier attempts ended.
 """

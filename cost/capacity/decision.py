@@ -1,16 +1,17 @@
 """Choose the queue and the machines of a job's next attempt on AWS Batch: `choose_placement`.
 
-The rule has no memory and no parameters: Spot as long as a start there is safe, then on-demand to the end of the job.
-`cost.plan.guarantee` says when a start is safe. Waiting for capacity is free on AWS Batch, and a job in state RUNNABLE
-starts as soon as there is capacity. So an attempt waits in the queue of a Spot pool for as long as that is safe, at
-most `batch.runnable_minutes`. Then it is placed again: in the cheapest pool that has not been tried, or in the one that
-was refused longest ago. A pool that was not tried counts as unknown, not as without capacity.
+The rule has no parameters: use Spot as long as a Spot start is safe, then on-demand to the end of the job. A Spot start
+is safe if the job can still finish on demand, within deadline and budget, should Spot fail (`cost.plan.guarantee`).
 
-On-demand comes at the last safe moment and no earlier, because until then waiting has cost nothing, and nothing takes
-its machines away after that.
+AWS Batch starts a job in state RUNNABLE as soon as there is capacity, and waiting is free. An attempt therefore waits
+in the queue of a Spot pool for as long as that is safe, at most `batch.runnable_minutes`. If it has not started by
+then, the next attempt uses the cheapest Spot pool that is not known to lack capacity. If all lack capacity, it uses the
+pool that was refused longest ago.
 
-The time is that of the caller's clock, or the latest time that AWS Batch reported for an earlier attempt if that is
-later: a clock that was set back must not make the deadline look farther away.
+The job changes to on-demand at the last safe moment, not earlier, because waiting for Spot costs nothing until then.
+
+The current time is the caller's clock, or the latest time that AWS Batch reported for an earlier attempt if that is
+later. Otherwise a clock that was set back would make the deadline look farther away.
 """
 
 from __future__ import annotations
@@ -53,13 +54,13 @@ if TYPE_CHECKING:
 
 
 HOUR = 3600.0
-# A faster on-demand fallback may cost more by this factor if Spot can only be tried with it.
+# A faster on-demand fallback may cost more by this factor if only that fallback makes a Spot start safe.
 _DEARER = 1.25
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Choice:
-    """A pool, and the limits of the attempt there. `wait_hours` None: `batch.runnable_minutes`."""
+    """The chosen pool, and the limits of the attempt in it. `wait_hours` None means `batch.runnable_minutes`."""
 
     offer: QueueOffer
     reason: str
@@ -111,7 +112,10 @@ def choose_placement(
 def _apply_rule(
     config: RunConfig, plan: Plan, found: Sequence[QueueOffer], history: AttemptHistory, now_utc: float
 ) -> _Choice:
-    """Choose Spot while a start there is safe, else on-demand. Without an on-demand pool, choose Spot as it comes."""
+    """Choose Spot while a Spot start is safe, else on-demand.
+
+    Without an on-demand pool or without a deadline, choose Spot if there is a Spot pool.
+    """
     spots, last_end = [one for one in found if one.is_spot], _last_end(history)
     on_demand = _fallback_offers(found, history)
     if spots and (not on_demand or plan.deadline_hours is None):
@@ -153,7 +157,7 @@ RULE = "spot_first"
 
 
 def _in_order(spots: Sequence[QueueOffer], history: AttemptHistory) -> list[QueueOffer]:
-    """Sort Spot offers: those not known to lack capacity in the plan's order, then those refused longest ago."""
+    """Sort Spot offers: pools not known to lack capacity in the plan's order, then the pools refused longest ago."""
 
     def gone(offer: QueueOffer) -> float:
         last = next((one for one in reversed(history.attempts) if one.placement.pool == offer.id), None)
@@ -163,9 +167,9 @@ def _in_order(spots: Sequence[QueueOffer], history: AttemptHistory) -> list[Queu
 
 
 def _fallback_offers(found: Sequence[QueueOffer], history: AttemptHistory) -> list[QueueOffer]:
-    """Return the on-demand offers, cheapest first, without those that lacked capacity in the last attempts.
+    """Return the on-demand offers in the plan's order, without pools that lacked capacity in the latest attempts.
 
-    If this leaves none, return all on-demand offers.
+    If all of them lacked capacity, return all on-demand offers.
     """
     refused = set()
     for attempt in reversed(history.attempts):
@@ -226,9 +230,9 @@ _WALL_TIMES, _WALL_AT_LEAST_SECONDS = 4, 5 * 24 * 3600
 
 
 def wall_seconds(config: RunConfig, plan: Plan, offer: QueueOffer, now_utc: float) -> int:
-    """Return the longest paid time of an attempt in seconds, so that it stays within budget and deadline.
+    """Return the time limit of an attempt: the most paid seconds within budget and deadline.
 
-    The job normally stops earlier, because both limits include the time for its last checkpoint.
+    The job itself normally stops earlier, because it keeps a reserve for its last checkpoint.
     """
     one, limits = offer.candidate, []
     if plan.budget_usd is not None and one.gang_usd_per_hour > 0:
@@ -242,13 +246,13 @@ def wall_seconds(config: RunConfig, plan: Plan, offer: QueueOffer, now_utc: floa
 
 
 def _after_a_bug(found: tuple[QueueOffer, ...], history: AttemptHistory) -> _Choice | None:
-    """Choose the pool of the last attempt, or one that costs no more, if the user's code ended that attempt.
+    """If the user's code ended the last attempt, choose the same pool again, or one that costs no more.
 
     Returns:
         None if the last attempt ended for another reason.
 
     Raises:
-        PlacementError: The pool is no longer available, and all others cost more.
+        PlacementError: The pool is no longer available, and all other pools cost more.
     """
     last = history.last
     if last is None or last.cause != USER_CODE:
@@ -274,7 +278,7 @@ def _after_a_bug(found: tuple[QueueOffer, ...], history: AttemptHistory) -> _Cho
 
 
 def _last_end(history: AttemptHistory) -> str:
-    """Describe the end of the last attempt, as the beginning of the reason for the next placement."""
+    """Describe how the last attempt ended. The text precedes the reason for the next placement."""
     last = history.last
     if last is None:
         return ""

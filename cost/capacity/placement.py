@@ -1,4 +1,4 @@
-"""Placements of a job's attempts on AWS Batch, the queues that can run each pool, and the ends of earlier attempts."""
+"""Placements of a job's attempts on AWS Batch, the queues that can run each pool, and how earlier attempts ended."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ class Placement:
     """Queue, machines and limits of one attempt on AWS Batch, and the reason for this choice.
 
     Attributes:
-        queue: Name or ARN.
+        queue: Name or ARN of the queue.
         market: "spot" or "on_demand".
-        region, zone: Place for which the price holds; AWS Batch chooses the real zone.
-        cpu, gpu, memory_mib: Request per node; it fills one instance.
-        wall_seconds: Longest paid time within budget and deadline, at least 60; AWS Batch ends the attempt after it.
-        runnable_seconds: Longest wait for capacity; after it, the attempt is placed again.
+        region, zone: Region and zone of the price; AWS Batch chooses the actual zone.
+        cpu, gpu, memory_mib: Resources requested per node, which fill one instance.
+        wall_seconds: Most paid seconds within budget and deadline, at least 60. AWS Batch ends the attempt after them.
+        runnable_seconds: Longest wait for capacity, after which another placement is chosen.
         usd_per_hour: Price of one node in the plan.
-        quoted_usd_per_hour: The same price as quoted, for the bill.
-        expected_hours, expected_usd: The plan's forecast for the rest of the job in this pool.
-        reason: Reason for this choice, on one line.
+        quoted_usd_per_hour: The same price as exact decimal text, from which bills are computed.
+        expected_hours, expected_usd: The plan's forecast for the rest of the job if it stays in this pool.
+        reason: Reason for this choice, as one line of text.
         policy: Name of the rule that chose the pool; "" after a failure of the user's code.
-        start_by_utc: Unix time by which the attempt must have started so that on-demand could still finish in time
-            after it. None means no limit.
-        fallback: Reserve that the attempt keeps for finishing on demand (`ebbflow.infra.terms.Fallback` as JSON); None
-            on demand, or without an on-demand pool.
+        start_by_utc: Unix time by which the attempt must start. A later start would leave too little time to finish on
+            demand if the attempt fails. None means no limit.
+        fallback: Time and dollars that a Spot attempt reserves for finishing on demand (`ebbflow.infra.terms.Fallback`
+            as JSON). None for an on-demand attempt, or if there is no on-demand pool.
     """
 
     queue: str
@@ -70,7 +70,7 @@ class Placement:
 
     @property
     def pool(self) -> str:
-        """Id of the pool in the history of attempts."""
+        """Id of the queue, instance type and number of nodes in the history of attempts."""
         return pool_id(self.queue, self.instance_type, self.nodes)
 
     @property
@@ -95,13 +95,13 @@ def pool_id(queue: str, instance_type: str, nodes: int) -> str:
 
 
 def memory_mib(kind: InstanceType) -> int:
-    """Return the memory of an instance in MiB that a job can request."""
+    """Return how much of an instance's memory a job can request, in MiB."""
     left = (1 - _KERNEL_SHARE) * (1 - _RESERVED_SHARE)
     return math.floor(kind.ram_gib * 1024 * left) - _AGENT_MIB
 
 
 def with_placement(plan: Plan, placement: Placement) -> Plan:
-    """Return the plan with the placement's pool as the chosen one, so that ledger and report use its price.
+    """Return the plan with the placement's pool as the chosen pool, so that ledger and report use the pool's price.
 
     Raises KeyError if the pool is not among the plan's ranked ones.
     """
@@ -127,7 +127,7 @@ def _is_of(one: Candidate, placement: Placement) -> bool:
 class QueueOffer:
     """A pool, and an AWS Batch queue that can run it.
 
-    AWS Batch chooses the zone. So one pool stands for all zones: the cheapest of its instance type and number of nodes.
+    AWS Batch chooses the zone, so the pool in the cheapest zone represents all zones.
     """
 
     candidate: Candidate
@@ -153,7 +153,7 @@ def find_offers(
     region: str | None = None,
     catalogue: Catalogue | None = None,
 ) -> tuple[QueueOffer, ...]:
-    """Return one offer for each instance type, number of nodes and queue that can run them, in the plan's order.
+    """Return one offer for each usable combination of queue, instance type and number of nodes, in the plan's order.
 
     Args:
         region: Region of the queues; pools of other regions are left out. None if it is unknown.
@@ -179,8 +179,8 @@ def explain_no_offer(
 ) -> str:
     """Explain for each queue why it cannot run any pool of the plan.
 
-    Each explanation is about one pool: the cheapest one of the queue's market and instance types. If the plan has none,
-    it is the cheapest pool of the market, or of the plan.
+    Each explanation uses one pool as an example: the cheapest pool with the queue's market and instance types. If the
+    plan has none, it is the cheapest pool with the queue's market, else the cheapest pool of the plan.
     """
     if not queues:
         return "the account has no queue that training may go to"
@@ -211,17 +211,19 @@ _CORRECTABLE = (ENDED, UNKNOWN, USER_CODE, TERMINATED)
 
 @dataclass(frozen=True, kw_only=True)
 class PastAttempt:
-    """A placement and the end of its attempt. Times are Unix times of AWS Batch; None if not reached or unknown.
+    """An earlier attempt: its placement, and how it ended.
+
+    `created_utc`, `started_utc` and `stopped_utc` are Unix times from AWS Batch; None if not reached or unknown.
 
     Attributes:
-        cause: Cause of the end according to AWS Batch, corrected by the agents' events. An attempt that left after a
-            reclaim notice counts as reclaimed. A failure counts as the user's code only if the agents agree or report
-            no cause.
-        reason: AWS Batch's own text, or "".
+        cause: Why the attempt ended according to AWS Batch, corrected by the agents' events. An attempt that ended
+            after a reclaim notice counts as reclaimed. A failure counts as the user's code only if the agents report
+            the same or no cause.
+        reason: AWS Batch's text about the end, or "".
         run: Metaflow run that placed the attempt.
         after_generation: Newest generation (start of the ranks) that was recorded when the attempt was placed. Newer
-            generations belong to it or to later attempts. Clocks cannot show this order, because they differ by
-            minutes.
+            generations belong to this or to later attempts. Times cannot show this order, because clocks may differ
+            by minutes.
     """
 
     placement: Placement
@@ -242,7 +244,7 @@ class PastAttempt:
 
     @property
     def ended_utc(self) -> float:
-        """The latest of the attempt's known Unix times."""
+        """Latest known Unix time of the attempt."""
         known = (self.placed_utc, self.created_utc, self.started_utc, self.stopped_utc)
         return max(moment for moment in known if moment is not None)
 
@@ -264,10 +266,10 @@ class AttemptHistory:
 
 
 def batch_attempt_data(attempt: BatchAttempt, placement: Placement | None) -> dict[str, Any]:
-    """Return the data of a `batch_attempt` event: AWS Batch's description of a job, and its machines and price.
+    """Return the data of a `batch_attempt` event: AWS Batch's description of a job, and the job's machines and price.
 
     Args:
-        placement: None if unknown.
+        placement: Placement of the job; None if unknown.
     """
     names = ("instance_type", "market", "region", "zone", "processes_per_node", "usd_per_hour", "quoted_usd_per_hour")
     return {**asdict(attempt), **{name: getattr(placement, name, None) for name in (*names, "price_kind")}}
@@ -276,9 +278,9 @@ def batch_attempt_data(attempt: BatchAttempt, placement: Placement | None) -> di
 def read_attempts(events: Sequence[Event]) -> AttemptHistory:
     """Read a job's attempts from its events, in any order.
 
-    The end of an attempt is that of the AWS Batch job that was submitted for it. Without a record of the submit, it is
-    the first `batch_attempt` event between this placement and the next. If several events describe one job, the last
-    one counts. Unreadable placements are skipped.
+    How an attempt ended is read from the newest `batch_attempt` event of the AWS Batch job that was submitted for it.
+    If no event records the submission, the job of the first `batch_attempt` event between this placement and the next
+    is used. Unreadable placements are skipped.
     """
     ordered = sorted(events, key=lambda event: (event.t_wall, event.t_mono))
     agents = _causes_from_agents(ordered)
@@ -298,7 +300,7 @@ def read_attempts(events: Sequence[Event]) -> AttemptHistory:
 
 
 def _jobs_of_placements(ordered: Sequence[Event]) -> dict[int, str]:
-    """Return the AWS Batch job id for each `placed` event. The key is `id(event)`."""
+    """Return the AWS Batch job id of each `placed` event, by the event's `id()`."""
     found: dict[int, str] = {}
     taken: set[str] = set()
     tries: dict[tuple[Any, ...], Event] = {}
@@ -334,9 +336,9 @@ def _with_end(attempt: PastAttempt, job_id: str, data: Mapping[str, Any], better
 
 
 def _causes_from_agents(events: Sequence[Event]) -> dict[str, str]:
-    """Return the causes that only the agents' events show, by AWS Batch job id.
+    """Return the causes of an attempt's end that only the agents' events show, by AWS Batch job id.
 
-    These are notices that the machine will be reclaimed, and whether the user's code ended the job's last generation.
+    The events show reclaim notices, and whether the user's code ended the last generation of the AWS Batch job.
     """
     jobs: dict[int, set[str]] = {}
     for event in events:

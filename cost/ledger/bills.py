@@ -75,7 +75,7 @@ class NodeBill:
 
 @dataclass(frozen=True, kw_only=True)
 class UnreportedBill:
-    """Cost of a node of a Batch job that recorded no event. All of its time counts as start-up."""
+    """Cost of a node of a Batch job, if the node recorded no event. All of its time counts as start-up."""
 
     job: BatchJob
     node: int
@@ -134,9 +134,9 @@ def compute_bills(events: Sequence[Event], generations: Mapping[int, RecordedGen
 def merge_batch_status(
     generations: Mapping[int, RecordedGeneration], bills: Sequence[NodeBill]
 ) -> dict[int, RecordedGeneration]:
-    """Return the generations, with the end reasons that AWS Batch reported where no event records one.
+    """Return the generations, with AWS Batch's reason for the end where no event records a reason.
 
-    Batch's reason is used only if the generation's Batch job was reclaimed or terminated.
+    Batch's reason is used only if it reports that the generation's Batch job was reclaimed or terminated.
     """
     causes = {bill.node.generation: bill.job.cause for bill in bills if bill.job is not None}
     return {
@@ -212,7 +212,7 @@ def _mean_price(curve: PriceCurve, start: int, end: int) -> Decimal:
 
 
 def count_sharers(nodes: Sequence[NodeTime]) -> dict[int, SharerCounts]:
-    """Count, over time, the job's nodes on each instance.
+    """Count the job's nodes on each instance over time.
 
     Returns:
         The counts by `id()` of the `NodeTime`. Nodes that were always alone on their instance are left out.

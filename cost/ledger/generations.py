@@ -1,6 +1,7 @@
-"""Read the generations of a job from its events: how each ended, and which of its steps are in the final weights.
+"""Read the generations of a job from its events: how each ended, and which of its steps are part of the final weights.
 
-A generation is one start of the gang of ranks. It begins at a parent commit and ends with the gang.
+A generation is one start of the gang, which is all ranks of the job. It continues from a parent commit and ends when
+the ranks end.
 """
 
 from __future__ import annotations
@@ -69,11 +70,11 @@ class RecordedGeneration:
 
 
 def read_generations(events: Sequence[Event], *, running: bool = False) -> dict[int, RecordedGeneration]:
-    """Read all generations by number, oldest first.
+    """Return all generations by number, oldest first.
 
     Args:
-        running: Whether the job is still running. If so, the newest generation is not an interruption if it has no
-            recorded end, and its steps after the last commit count as kept.
+        running: Whether the job is still running. If so, a newest generation without a recorded end does not count as
+            interrupted, and its steps after the last commit count as kept.
     """
     by_number: dict[int, list[Event]] = {}
     for event in events:
@@ -101,7 +102,7 @@ def find_final_outcome(events: Sequence[Event]) -> Event | None:
 
 
 def find_later_refusal(events: Sequence[Event]) -> Event | None:
-    """Find the `outcome` event of the job's last run if that run was refused after the job had completed, else None."""
+    """Return the `outcome` event of the last run if preflight refused it after the job had completed, else None."""
     last = (_final_outcomes(events) or [None])[-1]
     return last if last is not find_final_outcome(events) else None
 
@@ -144,8 +145,8 @@ def _generation(number: int, events: list[Event], running: bool, kept: tuple[flo
 def _find_kept_steps(by_number: dict[int, list[Event]], running: bool) -> dict[int, tuple[float, float]]:
     """Return the range (after, up to) of kept steps by generation.
 
-    The newest generation comes first, then the one that wrote its parent commit, and so on. The steps of all other
-    generations were discarded.
+    The kept steps belong to the newest generation, to the generation that wrote its parent commit, and so on back to
+    the job's first start. The steps of all other generations were discarded.
     """
     kept: dict[int, tuple[float, float]] = {}
     if not by_number:
@@ -187,7 +188,8 @@ def _find_parent_step(events: list[Event]) -> int:
 def _find_parent_generation(by_number: dict[int, list[Event]], number: int) -> int | None:
     """Return the number of the generation that wrote the parent commit; None if it cannot be found.
 
-    The commit's key has the number. Without a key it is the newest earlier generation that executed the commit's step.
+    The commit's key contains the number. If no key is recorded, use the newest earlier generation that executed the
+    commit's step.
     """
     events = by_number[number]
     source = _last(events, RESTORE) or _last(events, GENERATION_STARTED)
@@ -210,7 +212,7 @@ def _last(events: list[Event], name: str) -> Event | None:
 
 
 def proves_generation(event: Event) -> bool:
-    """Return whether the event alone proves that its generation started. An agent's heartbeats and its end do not."""
+    """Return whether the event alone proves that its generation started. Heartbeats and ends of agents do not."""
     return event.rank >= 0 or event.name in (GENERATION_STARTED, GENERATION_ENDED, NODE_STARTED)
 
 

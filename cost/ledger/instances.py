@@ -1,11 +1,11 @@
-"""Paid time of instances that their agents did not record: idle pauses, minimum charges and the rest of AWS Batch jobs.
+"""Paid time of instances that no agent recorded: idle pauses, minimum charges, and parts of AWS Batch jobs.
 
 Instances are identified by their ids. EC2 bills Linux by the second from the start of an instance to its end, and at
 least a minute (https://aws.amazon.com/ec2/pricing/on-demand/). An instance on which no node started is not counted.
 
 Each node of a Batch job is paid from the moment when Batch started the node until the node stopped. If Batch reports no
 times of a node, those of the main node apply. The agents record a part of that time, by the monotonic clock of their
-machine. The rest of a node's time is
+machine. The rest of a node's time consists of
 
     lead    from Batch's start to the agent's first event      start-up
     pauses  between two generations of the node                idle
@@ -41,7 +41,7 @@ class ExtraTime:
     """Paid time of an instance that none of its nodes recorded.
 
     Attributes:
-        node: The node whose ranks and price are used for the time.
+        node: The node to whose ranks the time is charged, at the node's price.
         start: Unix seconds.
     """
 
@@ -61,7 +61,7 @@ class PaidStay:
 
     Attributes:
         started, stopped: Unix seconds by Batch's clock.
-        cause: Reason for which the job ended.
+        cause: Why the job ended.
     """
 
     started: float
@@ -80,8 +80,8 @@ class BatchJob:
     Attributes:
         nodes: Number of nodes.
         ranks: Ranks per node.
-        started, stopped: Unix seconds of the main node, by Batch's clock.
-        cause: Reason for which the job ended, such as "reclaimed"; "ended" if by itself.
+        started, stopped: Unix seconds at which the main node started and stopped, by Batch's clock.
+        cause: Why the job ended, such as "reclaimed"; "ended" if it ended by itself.
         placed_wall: Unix time of the submission if recorded, else of the job's creation or start.
         candidate: The pool in which the job was placed, as JSON like a candidate of a plan; empty if unknown.
         node_times: (started, stopped) by node, as far as Batch reported them.
@@ -122,11 +122,11 @@ def group_by_instance(nodes: Sequence[NodeTime]) -> dict[str, list[NodeTime]]:
 
 
 def find_instance_extras(nodes: Sequence[NodeTime], stays: Mapping[int, PaidStay]) -> list[ExtraTime]:
-    """Find the idle pauses and minimum charges of instances. Machines without an instance id have none.
+    """Find idle pauses and minimum charges of instances. Nodes without an instance id are ignored.
 
     Args:
-        stays: Paid time of the nodes of Batch jobs, by the `id()` of the `NodeTime`. All of it counts as used here,
-            because `find_batch_extras` finds the part that the nodes did not record.
+        stays: Paid time of the nodes of Batch jobs, by the `id()` of the `NodeTime`. No part of it counts as idle,
+            because `find_batch_extras` finds the idle parts.
     """
     found = []
 
@@ -189,7 +189,9 @@ def find_batch_extras(
     jobs: Mapping[str, BatchJob],
     generations: Mapping[int, RecordedGeneration],
 ) -> list[ExtraTime]:
-    """Find the paid time of Batch jobs that their nodes did not record: lead, pauses and tail (see the module).
+    """Find the paid time of Batch jobs that their nodes did not record.
+
+    It consists of lead, pauses and tail, as defined in the module's docstring.
 
     Args:
         reported: The nodes that recorded events, by job id (`group_nodes_by_job`).

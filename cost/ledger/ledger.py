@@ -4,7 +4,7 @@ Paid time is the time that agents recorded for their nodes, plus the time that o
 of each node. The intervals that ranks recorded divide it into classes. Time before a rank's process started is
 start-up. Time after its last event is an interruption, or shutdown if the generation ended as planned. Time in no
 interval is `unattributed`. The price of the node at each moment (`cost.ledger.pricing`), divided by its ranks, gives
-the dollars. They are exact at those prices, but not an invoice.
+the dollars. The dollars are exact at those prices, but AWS may invoice a different amount.
 
 The same seconds and dollars are also summed by cause. An interruption then includes the start-up and the redone steps
 that it made necessary.
@@ -77,8 +77,8 @@ class Ledger:
     Attributes:
         lines: Every class with any time, in the order of `LedgerClass`.
         price_kind: "recorded …", "estimated …", "simulated" (a local run with assumed prices) or "unpriced" (no plan).
-        useful_on_demand_usd: The useful step time at the on-demand price of the same nodes; None if unknown.
-        causes: The same seconds and dollars by cause.
+        useful_on_demand_usd: Cost of the useful step time at the on-demand price of the same nodes; None if unknown.
+        causes: The same seconds and dollars, divided by cause.
         nodes: The cost of each node of each generation.
         unreported: The cost of nodes of Batch jobs that recorded no event.
         owner, project: The configured names; empty if not set.
@@ -107,7 +107,7 @@ class Ledger:
 
 
 def fold(events: Sequence[Event], *, running: bool = False) -> Ledger:
-    """Compute the ledger of a job from its events. They may be in any order and may be any prefix of the log.
+    """Compute the ledger of a job from its events, in any order. The events may be any prefix of the event log.
 
     `useful_on_demand_usd` leaves out start-up, saves, evaluation and waiting for data, so that savings are never
     overstated.
@@ -146,7 +146,7 @@ def fold(events: Sequence[Event], *, running: bool = False) -> Ledger:
 def compute_spent_usd(events: Sequence[Event]) -> float:
     """Compute the dollars that the job has cost so far, so that its next attempt spends only the rest of the budget.
 
-    The sum uses only the paid time of nodes. Contradictory intervals of a rank, for which `fold` fails, have no effect.
+    The sum uses only the paid time of nodes. Unlike `fold`, it therefore tolerates contradictory intervals of a rank.
     """
     ordered = sorted(events, key=lambda event: (event.t_wall, event.t_mono))
     bills = compute_bills(ordered, read_generations(ordered))
@@ -154,9 +154,9 @@ def compute_spent_usd(events: Sequence[Event]) -> float:
 
 
 def last_notified_threshold(events: Sequence[Event], budget_usd: float | None) -> float:
-    """Return the highest share of the budget (0 to 1) that was notified; 0 if none was.
+    """Return the highest share of the budget (0 to 1) for which the job sent a notification; 0 if it sent none.
 
-    Only `budget` events with the same budget count, so that a changed budget is notified anew.
+    Only `budget` events with the same budget count, so that notifications start anew after a change of the budget.
     """
     reported = [event.data for event in events if event.name == BUDGET]
     return max((data["threshold"] for data in reported if data.get("budget_usd") == budget_usd), default=0.0)
@@ -209,7 +209,7 @@ class _Sums:
 def _find_start_causes(generations: Mapping[int, RecordedGeneration]) -> dict[int, str]:
     """Return, for each generation, the interruption that made its start necessary.
 
-    The text is empty if the generation before ended as planned.
+    The text is empty for the first generation, and if the previous generation ended as planned.
     """
     found, before = {}, ""
     for number in sorted(generations):
@@ -223,10 +223,10 @@ def _describe_interruption(generation: RecordedGeneration) -> str:
 
 
 def _find_cause(kind: LedgerClass, generation: RecordedGeneration, start_cause: str) -> str:
-    """Return the cause to which time of a class in a generation is charged.
+    """Return the cause to which a generation's time of the class `kind` is charged.
 
-    Redone steps and cut-off time are charged to the end of their own generation. Start-up and restore are charged to
-    the interruption before it (`start_cause`).
+    Redone steps and cut-off time are charged to the interruption that ended the generation. Start-up and restore are
+    charged to the interruption before the generation (`start_cause`).
     """
     if kind in (LedgerClass.REDONE_STEP, LedgerClass.INTERRUPTION):
         return _describe_interruption(generation)

@@ -34,7 +34,7 @@ class PriceCurve:
     def of(cls, first: Decimal, changes: Iterable[tuple[float, Decimal]] = ()) -> PriceCurve:
         """Make a curve from price changes (Unix seconds, dollars per hour) in any order.
 
-        If several changes have the same time, the last one in the argument applies.
+        If several changes have the same time, the last one listed applies.
         """
         by_time = {round(at * MICRO): usd for at, usd in changes}
         return cls(first, tuple(sorted(by_time.items())))
@@ -86,8 +86,8 @@ class NodePrice:
 
     Attributes:
         on_demand_usd_per_hour: On-demand price of the instance type; None if unknown.
-        kind: How the price is known: "recorded …", "live …", "estimated …", "simulated" or "unpriced".
-        pool: The pool whose price it is; None without a plan.
+        kind: Source of the price: "recorded …", "live …", "estimated …", "simulated" or "unpriced".
+        pool: The pool whose price applies; None without a plan.
     """
 
     curve: PriceCurve
@@ -124,21 +124,21 @@ class Pricing:
         return cls(plans, {pool: tuple(changes) for pool, changes in history.items()})
 
     def price_node(self, node: NodeTime, job: BatchJob | None = None) -> NodePrice:
-        """Price a node by the last plan before its start, or by the first plan if all plans were made later.
+        """Return the price of a node, from the last plan before its start or the first plan if all plans are later.
 
-        If the machine reports another zone, type or market than planned, it gets the price of such machines: from
-        recorded changes, else from the plan's quotes for other pools. If neither exists, the planned price applies, and
-        `kind` says so. A simulated run is always priced as planned.
+        If the machine reports another zone, type or market than planned, the price of such machines applies: from
+        recorded price changes, else from the plan's quotes for other pools. If neither exists, the planned price
+        applies and `kind` says so. A simulated run always has the planned price.
 
         Args:
-            job: The Batch job of the node; None if it is unknown. The pool in which the job was placed then counts as
-                the planned one. The plan is the last one before the submission of the job, because the node's wall
+            job: The node's Batch job; None if unknown. If it is given, the pool in which the job was placed counts as
+                the planned pool. The plan is then the last one before the job's submission, because the node's wall
                 clock may differ by minutes from the planner's.
         """
         return self._price(node.started_wall if job is None else job.placed_wall, node.machine, job)
 
     def price_job(self, job: BatchJob) -> NodePrice:
-        """Price a node of a Batch job that recorded no events, by the pool in which the job was placed."""
+        """Return the price of a node without events, from the pool in which its Batch job was placed."""
         return self._price(job.placed_wall, {}, job)
 
     def _price(self, at: float, machine: Mapping[str, Any], job: BatchJob | None) -> NodePrice:
@@ -195,9 +195,10 @@ def _find_actual_pool(machine: Mapping[str, Any], planned: PoolName, place: str)
 def _price_without_changes(
     machine: Mapping[str, Any], plan: Mapping[str, Any], kind: str
 ) -> tuple[Decimal, PoolName, str]:
-    """Price a machine by the plan's quotes, if no price changes of its pool were recorded.
+    """Return (price, pool, price kind) of a machine for whose pool no price changes were recorded.
 
-    An on-demand machine never gets a spot price, nor a spot machine the on-demand price.
+    The price is one of the plan's quotes. An on-demand machine never gets a spot price, nor a spot machine an on-demand
+    price.
     """
     planned = parse_pool(plan["chosen"])
     actual, quoted = _find_actual_pool(machine, planned, planned.place), parse_quote(plan["chosen"])

@@ -31,7 +31,7 @@ _WASTED = (LedgerClass.USEFUL_STEP, LedgerClass.DATA_WAIT, LedgerClass.EVALUATIO
 
 @dataclass(frozen=True)
 class Span:
-    """Interval of a rank's time, in microseconds after the start of its node, with its microseconds by class."""
+    """Interval of a rank's time, in microseconds since the start of its node. `classes` has microseconds by class."""
 
     start: int
     end: int
@@ -46,7 +46,7 @@ class RankTime:
         paid: All of its paid microseconds.
         classes: Microseconds by class; they sum to `paid`.
         estimated: The classes that were inferred and not measured.
-        spans: The same time as intervals, for prices that change over time.
+        spans: The same time as a list of intervals, for prices that change over time.
     """
 
     rank: int
@@ -163,8 +163,8 @@ def _node(events: list[Event]) -> NodeTime | None:
 def _infer_start(events: Sequence[Event], by_rank: Mapping[int, list[Event]]) -> tuple[float, float] | None:
     """Infer the start of a node without a `node_started` event, as monotonic and Unix seconds.
 
-    Heartbeats and `node_ended` have the seconds since the start. Without them the node is assumed to have started with
-    its first rank. Returns None without any of these events.
+    Heartbeats and `node_ended` events contain the seconds since the start. Without them, the node is assumed to have
+    started with its first rank. Return None if there are no such events either.
     """
     counting = [event for event in events if event.name in (NODE_HEARTBEAT, NODE_ENDED) and "seconds" in event.data]
     starts = [(event.t_mono - float(event.data["seconds"]), event) for event in counting]
@@ -181,7 +181,7 @@ def _find_first_start(clocks: Sequence[Event]) -> float:
     """Return the start of a rank's first recorded interval, in monotonic seconds.
 
     At the end of an interval a rank emits one event for each phase in it, all at nearly the same time. The interval
-    therefore started at that time less the seconds of all these phases.
+    therefore started at the time of these events minus the seconds of all the phases.
     """
     start, before = clocks[0].t_mono - sum(_seconds(clocks[0]).values()), clocks[0]
     for event in clocks[1:]:
@@ -230,7 +230,7 @@ def _classify_tail(clocks: list[Event], generation: RecordedGeneration) -> Ledge
 
 
 def _seconds(event: Event) -> dict[LedgerClass, float]:
-    """Return the seconds by class that an event accounts for."""
+    """Return the seconds by class that an event records."""
     data = event.data
     try:
         seconds = {data["class"]: data["seconds"]} if event.name == PHASE else data["seconds"]
@@ -282,8 +282,8 @@ def _classify_incomplete_step(generation: RecordedGeneration) -> LedgerClass:
 def _balance(classes: dict[LedgerClass, int], paid: int, where: str) -> None:
     """Change `classes` so that they sum to the paid time.
 
-    A gap is added as unattributed time. A small excess is subtracted from the largest class; `where` names the rank in
-    the error that a larger excess raises.
+    A gap is added as unattributed time. A small excess is subtracted from the largest class; a larger one raises
+    LedgerError, whose message begins with `where`.
     """
     rest = paid - sum(classes.values())
     if rest >= 0:

@@ -55,7 +55,7 @@ class Pool:
     All nodes of a job (its gang) are in the same zone.
 
     Attributes:
-        region: None if the pool was rejected without regard to a region.
+        region: None if the pool was rejected before regions were considered.
         zone: Zone id (use1-az1), or the zone name if the id is unknown. None means any single zone of the region: the
             price is the same in all zones (on-demand), or known for the whole region only (static table).
     """
@@ -87,16 +87,16 @@ class Candidate(Pool):
 
     Attributes:
         usd_per_hour: Price of one node.
-        quoted_usd_per_hour: The same price as quoted, for the bill.
+        quoted_usd_per_hour: The same price as exact decimal text, from which bills are computed.
         on_demand_usd_per_hour: On-demand price of one node of this type in this region; None if not on record.
-        price_kind: How the price is known, in words that begin with "live", "recorded" or "estimated".
+        price_kind: Source of the price, as text that begins with "live", "recorded" or "estimated".
         price_age_hours: Hours since the price was last known to be valid.
         price_stale: Whether a quoted spot price is older than `cost.max_price_age_hours`.
         bound: The resource that limits the speed: compute, network, host, pcie or launch.
-        speed_kind: How the speed is known: "measured", "scaled from …", or "prior" (estimated).
+        speed_kind: Source of the speed: "measured", "scaled from …", or "prior" (estimated).
         save_seconds: Time for which one checkpoint stops training.
         hazard_per_hour: Expected interruptions of the job per hour.
-        hazard_kind: How the hazard is known, in words.
+        hazard_kind: Source of the hazard estimate, as text.
         daly_interval_steps: Optimal number of steps between checkpoints, by Daly's formula.
         paid_hours: Expected paid hours per node.
         expected_hours: `paid_hours` plus unpaid waits for capacity after machines were reclaimed.
@@ -176,7 +176,7 @@ class Rejection(Pool):
 
 
 def why_no_queue(queues: Mapping[str, QueueState], wanted: Pool, catalogue: Catalogue) -> str | None:
-    """Explain why no queue can run the pool, by the example of one queue. Return None if a queue can run it."""
+    """Explain why no queue can run the pool, using one queue as an example. Return None if a queue can run it."""
     lacks = {name: why_unusable(queue, wanted, catalogue) for name, queue in queues.items()}
     if None in lacks.values():
         return None
@@ -187,7 +187,7 @@ def why_no_queue(queues: Mapping[str, QueueState], wanted: Pool, catalogue: Cata
 
 
 def short_queue_name(queue: str) -> str:
-    """Return a queue's name. `queue` is a name or an ARN."""
+    """Return the name of a queue, given its name or ARN."""
     return queue.rpartition("/")[2]
 
 
@@ -262,7 +262,7 @@ NO_PROGRESS = JobProgress()
 def read_progress(events: Sequence[Event], *, run: str = "") -> JobProgress:
     """Compute a job's progress from its events, in any order. Raises LedgerError if they contradict each other.
 
-    The deadline counts from the first plan of the run that first started, or of `run` if none has started.
+    The deadline counts from the first plan of the run whose ranks started first, or of `run` if no ranks have started.
     """
     ordered = sorted(events, key=lambda event: (event.t_wall, event.t_mono))
     generations = read_generations(ordered)
@@ -311,8 +311,8 @@ class PlanInputs:
 
     Attributes:
         now_utc: Unix time of the plan and of its prices.
-        queues: AWS Batch queues by name; a pool that none of them can run is rejected. None if the job uses no queues,
-            or if they are unknown.
+        queues: AWS Batch queues by name. A pool that none of them can run is rejected. None if the job uses no queues,
+            or if they are unknown; no pool is then rejected for its queue.
     """
 
     catalogue: Catalogue
@@ -358,7 +358,7 @@ def feasible_pools(config: RunConfig, sources: PlanInputs) -> Iterator[Candidate
 
 
 def _sizes(config: RunConfig, catalogue: Catalogue) -> Iterator[tuple[Pool, InstanceType]]:
-    """Yield each allowed instance type, number of nodes and market as a pool without region, and its instance type."""
+    """Yield a pool without region, and its instance type, for each allowed type, number of nodes and market."""
     cluster = config.cluster
     most = max(AUTO_NODES) if cluster.max_nodes is None else cluster.max_nodes
     tried = [nodes for nodes in AUTO_NODES if nodes <= most]
@@ -433,7 +433,7 @@ def _quotes(
 
 
 def _cannot_run(config: RunConfig, pool: Pool, kind: InstanceType) -> tuple[Any, ...] | None:
-    """Check market, backend and GPU. Return the kind and reason of a rejection, or None if the pool passes."""
+    """Check market, backend and GPU of a pool. Return (kind, reason) of a rejection, or None if the pool passes."""
     cluster, gpu = config.cluster, kind.gpu
     mixed = config.fsdp.use_mixed_precision
     if cluster.market not in ("auto", pool.market):
@@ -516,7 +516,7 @@ def _carry_seconds(config: RunConfig, shape: ModelShape, kind: InstanceType, poo
 
 
 def _token_bytes(config: RunConfig, shape: ModelShape, steps: int) -> float:
-    """Return the most bytes of tokens that one node will read; 0 if unknown, as for a user's own workload."""
+    """Return an upper bound on the bytes of tokens that one node will read; 0 if unknown (a user's own workload)."""
     if config.workload is not None:
         return 0.0
     width = 1 if config.model.vocab_size <= 2**8 else 2 if config.model.vocab_size <= 2**16 else 4

@@ -1,6 +1,7 @@
 """Forecast the hours and the interruptions of a job's remaining work in one pool, as means and as quantiles.
 
-Means. Lost time exposes the job to further interruptions, so hours and interruptions are solved together:
+Means: repeating lost work takes time in which further interruptions occur, so the first two equations are solved
+together:
 
     hours per node  = start + work × (1 + stall / τ) + interruptions × (τ / 2 + exposed + detect + restart + reload)
     interruptions   = hazard × hours
@@ -13,8 +14,8 @@ restart the job and to reload the checkpoint. Waits for capacity after a reclaim
 towards the bill.
 
 Hazard: the expected interruptions per hour. The AWS spot advisor publishes bands for the share of a type's spot
-capacity that was reclaimed in the past month. With this share read as the probability p of losing one instance within a
-month of 730 hours, the hazard is −ln(1 − p) / 730 per hour. The band is an average over a month and all zones. It is
+capacity that was reclaimed in the past month. If this share is taken as the probability p of losing one instance within
+a month of 730 hours, the hazard is −ln(1 − p) / 730 per hour. The band is an average over a month and all zones. It is
 therefore only the mean of a prior with very little weight, which measurements of the user's own jobs soon outweigh
 (`ebbflow.cost.job_history`). A pool is reclaimed as a whole, so the hazard does not grow with the number of nodes.
 Machine failures are independent, so they grow with the number of GPUs, in either market.
@@ -23,8 +24,8 @@ Quantiles come from a Monte Carlo simulation with a fixed seed, in which three t
 
 - Interruptions are Poisson arrivals at an uncertain hazard (`GammaHazard`; the mixture is a negative binomial). Each
   undoes a uniformly distributed part of the checkpoint interval and costs the fixed times above.
-- After each reclaim the job waits for capacity. These waits were recorded in 2023 in nine zones, one V100 each, for
-  jobs that stay in their zone. Other instance types and years differ.
+- After each reclaim the job waits for capacity. The waits were recorded in 2023 in nine zones, with one V100
+  each, for jobs that stay in their zone. They differ for other instance types and years.
 - The speed differs from its estimate by a lognormal factor.
 """
 
@@ -136,7 +137,7 @@ def forecast_quantiles(
         gang_usd_per_hour: Price of all nodes.
         other_usd: Cost of storage and transfer, the same in every simulated run.
         hours_left: Hours until the deadline; None without a deadline.
-        waits: Hours without capacity after a reclaim, each as likely as the others.
+        waits: Possible waits for capacity after a reclaim in hours, all equally likely.
     """
     drawn = simulate_runs(case, waits)
     return ForecastQuantiles(
@@ -149,7 +150,7 @@ def forecast_quantiles(
 
 
 def _quantile(draws: numpy.ndarray, share: float) -> float:
-    """Return the smallest draw such that at least `share` of all draws are not larger."""
+    """Return the smallest draw that at least `share` of all draws do not exceed."""
     import numpy
 
     index = math.ceil(share * len(draws)) - 1
@@ -207,8 +208,8 @@ def _counts(
 ) -> numpy.ndarray:
     """Draw the number of reclaims of each simulated run, [draws].
 
-    Each run draws a hazard from `belief`, and then a Poisson number of reclaims. Reclaims lengthen the run, and so the
-    time in which further reclaims occur.
+    Each run draws a hazard from `belief`, and then a Poisson number of reclaims. Reclaims make the run
+    longer, and more reclaims occur in the added time.
 
     Args:
         undisturbed: Hours of each run without interruptions, [draws].
@@ -258,7 +259,7 @@ class RemainingWork:
         save_seconds: Time for which one checkpoint stops training.
         carry_seconds: Time to upload one rank's share of a checkpoint to the store, or to download it.
         commit_bytes: Size of one checkpoint of all ranks.
-        token_bytes: Most bytes of training data that one node reads; 0 if unknown.
+        token_bytes: Upper bound on the bytes of tokens that one node reads; 0 if unknown.
         restores_first: Whether the job begins by restoring a commit.
     """
 
@@ -284,7 +285,7 @@ class PoolHazard:
     Attributes:
         reclaims: Distribution of the reclaims per hour; None for on-demand.
         failures_per_hour: Expected machine failures per hour of all nodes.
-        kind: How the hazard is known, in words.
+        kind: Source of the estimate, as text.
     """
 
     reclaims: GammaHazard | None
@@ -298,7 +299,7 @@ class PoolHazard:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpectedRun:
-    """Expected course of a job's remaining work at one hazard, without prices.
+    """Expected hours and interruptions of a job's remaining work in a pool with a given hazard.
 
     Attributes:
         case: Inputs of the Monte Carlo forecast.
@@ -320,10 +321,10 @@ def save_seconds(shape: ModelShape, ranks: int) -> float:
 
 
 def expect_run(config: RunConfig, work: RemainingWork, hazard: PoolHazard) -> ExpectedRun | None:
-    """Compute the expected hours and interruptions by the equations in this module's docstring.
+    """Compute the expected hours and interruptions with the equations in this module's docstring.
 
     Returns:
-        None if interruptions undo the work faster than it is done.
+        None if the job would never finish, because interruptions undo work faster than it is done.
     """
     interval = interval_seconds(config, work, hazard.per_hour)
     undisturbed = work.seconds * (1 + work.save_seconds / interval) / 3600
