@@ -1,7 +1,7 @@
-"""The guards of one rank, which check losses, gradients, weights and memory during training.
+"""Guards of one rank, which check losses, gradients, weights and memory during training.
 
-All ranks decide alike, because decisions depend only on data that the step sync shares. The state of `LossGuard` is
-part of every commit, so a resumed job judges each step as an uninterrupted one would.
+All ranks make the same decisions, because decisions depend only on data that the step sync shares. Every commit
+contains the state of `LossGuard`, so a resumed job judges each step as an uninterrupted one would.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _SMALLEST_SHARE = 1e-3
 
 
 class RobustWindow:
-    """The last `size` values. The robust z-score of the next value is 0 until the window is half full."""
+    """Window over the last `size` values, with a robust z-score that is 0 until the window is half full."""
 
     def __init__(self, size: int, values: Iterable[float] = ()) -> None:
         self.values: deque[float] = deque(values, maxlen=size)
@@ -100,7 +100,7 @@ class Judgement:
 
 
 class LossGuard:
-    """Guard of losses and gradient norms: it finds spikes and non-finite values."""
+    """Guard against spikes of the loss or gradient norm, and against non-finite values."""
 
     def __init__(self, config: GuardsConfig) -> None:
         self._config = config
@@ -128,7 +128,7 @@ class LossGuard:
         return {**windows, "skipped_in_a_row": self.skipped_in_a_row}
 
     def restore(self, data: Mapping[str, Any]) -> None:
-        """Restore the state that `to_json` returned; {}, as from a commit that was saved without guards, resets it."""
+        """Restore the state that `to_json` returned, or reset it if `data` is empty."""
         size = self._config.spike_window_steps
         self._losses = RobustWindow(size, data.get("losses", ()))
         self._norms = RobustWindow(size, data.get("gradient_norms", ()))
@@ -163,8 +163,8 @@ _CHUNK = 2**22
 def weights_checksum(module: nn.Module) -> int:
     """Return a checksum of this rank's shards of all parameters, from 1 to 2**47.
 
-    The bits of each tensor are added up as integers on its device, and the sums are combined in the order of the
-    parameters. A flipped bit or a different value changes the checksum. Swapped values within one tensor do not.
+    It sums the bits of each tensor as integers, and combines the sums in the order of the parameters. It changes with
+    any flipped bit or changed value, but not if values within one tensor swap places.
     """
     sums = []
     for parameter in module.parameters():
@@ -178,10 +178,10 @@ def weights_checksum(module: nn.Module) -> int:
 
 
 def find_divergent_ranks(sums: Sequence[float], copies: int) -> tuple[list[int], bool]:
-    """Return the ranks whose weights differ from those of their replicas, and whether a majority shows which are wrong.
+    """Return the ranks whose weights differ from their replicas', and whether a majority shows that they are wrong.
 
-    Consecutive ranks share one of the `copies`; replicas are ranks at the same place in their copies. If the replicas
-    of a shard have no majority, all of them are returned.
+    `sums` has one checksum per rank. The ranks form `copies` equal groups of consecutive ranks, each with one copy of
+    the model; ranks at the same position in their groups are replicas. Replicas without a majority are all returned.
     """
     shards = len(sums) // copies
     odd: list[int] = []
@@ -221,14 +221,15 @@ class Guards:
         self.numbers = LossGuard(self.config.guards)
 
     def commit_fields(self, step: int) -> dict[str, Any]:
-        """Return the guards' fields for the commit of `step`, after which the weights of replicas will be compared."""
+        """Return the guards' fields for the commit of `step`. The replicas' weights are compared after this step."""
         self.saved_step = step
         return {"guards": self.numbers.to_json() | {"first_sample": self.overrides.first_sample}}
 
     def resume(self, at: Position, extra: Mapping[str, Any]) -> Position:
         """Restore the guards' state from a commit's fields, and return the position at which to continue.
 
-        After a rewind it is later than `at`: training skips the samples before the override's `first_sample`.
+        This is `at`, the commit's position, except after a rewind: then training skips all samples before the
+        override's `first_sample`.
         """
         self.numbers.restore(extra.get("guards", {}))
         first = self.overrides.first_sample
@@ -240,7 +241,7 @@ class Guards:
         return Position(at.step, first)
 
     def weights_checksum(self, step: int, module: torch.nn.Module) -> int:
-        """Return the checksum of the weights after `step` if they are to be compared now, else 0."""
+        """Return the checksum of the weights if they must be compared after `step`, else 0."""
         interval = self.config.guards.hash_interval_steps
         if interval is None or self.copies == 1:
             return 0
@@ -254,10 +255,10 @@ class Guards:
             self._compare(at, [one for (one,) in sums], seen_at=at.step)
 
     def judge(self, at: Position, sync: StepSync, settle: Callable[[], object]) -> Judgement:
-        """Decide whether to take the step after `at`; all ranks decide alike.
+        """Decide whether to take the next step after position `at`. All ranks decide alike.
 
-        `settle` waits until no save is in flight. Raises Rewind or TooManyRewinds if the job must go back to an older
-        commit, DivergenceError if the weights of replicas differ.
+        `settle` waits for the in-flight save. Raises Rewind or TooManyRewinds if the job must go back to an older
+        commit, and DivergenceError if the weights of replicas differ.
         """
         self._compare(at, [row.weights_checksum for row in sync.rows], seen_at=at.step + 1)
         finite = not (reason := sync.non_finite)
@@ -280,7 +281,7 @@ class Guards:
             self.emit(GUARD, step=step, action=drag.action, rank=drag.rank, share=drag.share, reason=drag.reason)
 
     def is_memory_running_out(self, needed_seconds: float) -> bool:
-        """Return whether this rank's memory will soon be full, and before the job is done. Emit the reason."""
+        """Return whether this rank's memory will be full soon and before the job is done. If so, record an event."""
         for watch in self.growth:
             if reason := watch.look(needed_seconds):
                 self.emit(GUARD, action=GuardAction.RENEW, rank=self.gang.rank, reason=reason)
@@ -289,7 +290,10 @@ class Guards:
         return False
 
     def raise_if_out_of_memory(self, error: BaseException, step: int, accumulation: int) -> None:
-        """If `error` means out of memory, raise MicroBatchTooLarge or, with one sample each, BatchCannotBeSplit."""
+        """If `error` means out of memory, raise MicroBatchTooLarge.
+
+        If each micro-batch has one sample already, raise BatchCannotBeSplit instead.
+        """
         if not is_out_of_memory(error) or self.config.guards.out_of_memory == "stop":
             return
         first, rank = " ".join(str(error).split())[:200], self.gang.rank
@@ -350,14 +354,14 @@ class Guards:
             record_rewind(self.store, **own, limit=limit, first_sample=first_sample, sound=sound)
 
     def _tell(self, step: int, action: GuardAction, **data: Any) -> None:
-        """Emit the guard's event on rank 0. On every rank, return only when rank 0 has done so. Collective."""
+        """Record the guard's event on rank 0, and make all ranks wait until this is done. Collective."""
         if self.gang.rank == 0:
             self.emit(GUARD, step=step, flush=True, action=action, **data)
         self.gang.gather_numbers([0.0])
 
 
 def apply_overrides(config: RunConfig, overrides: Overrides) -> RunConfig:
-    """Return the configuration with the number of micro-batches in `overrides`, if that is larger than configured."""
+    """Return the configuration with the micro-batches per step from `overrides`, if they are more than configured."""
     accumulation = overrides.gradient_accumulation_steps
     if accumulation is None or accumulation <= config.training.gradient_accumulation_steps:
         return config
@@ -380,11 +384,11 @@ def make_guards(spec: WorkerSpec, config: RunConfig, gang: Gang, *, copies: int,
 
 
 def fit_micro_batch(guards: Guards, workload: Workload, spread: Spread, optimizer: torch.optim.Optimizer) -> RunConfig:
-    """Return the configuration with the smallest number of micro-batches that fits into memory. Collective.
+    """Return the configuration with the smallest number of micro-batches per step that fits into memory. Collective.
 
-    The number is found once per job, by trying the first batch, and stored as an override, so that all later starts add
-    up gradients of the same micro-batches. Nothing is tried for sharded models, because one rank alone cannot run them.
-    Raises BatchCannotBeSplit if not even one sample fits.
+    The ranks find the number once per job, with the first batch, and store it as an override, so that all later starts
+    use the same micro-batches. A sharded model keeps the configured number, since no rank can test it alone. Raises
+    BatchCannotBeSplit if not even one sample fits.
     """
     config, gang = guards.config, guards.gang
     known = guards.overrides.gradient_accumulation_steps is not None

@@ -1,8 +1,8 @@
-"""Guards of memory: detection of steady growth, and the number of micro-batches that fit.
+"""Guards of memory: detection of steady growth, and the search for a number of micro-batches that fits.
 
-A rank that runs out of memory must not continue alone: the other ranks wait for it in the next collective, and a
-sharded model remains half gathered. So the rank records that the next start needs more micro-batches, and ends. The
-gradient is then the same sum, added up from more micro-batches.
+A rank that runs out of memory must not continue alone, because the other ranks wait for it in the next collective, and
+a sharded model may be only partly gathered. So the rank records that the next start needs more micro-batches, and
+exits. The next start computes the same gradient from more and smaller micro-batches.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ _GIB = 2**30
 
 
 class MemoryGrowthMonitor:
-    """Monitor that samples memory once a second and predicts the time until it is full, after a minute of samples.
+    """Monitor that samples memory once per second and, after a minute, predicts when it will be full.
 
-    It warns if that time is less than `HORIZON_SECONDS`, less than the time needed, and less than the time since the
-    first sample, so that growth at the start is not taken for a leak. The slope is the Theil-Sen estimator, the median
-    over all pairs of samples, which a single jump changes little. Three quarters of the pairs must rise, because memory
-    that goes up and down is not a leak.
+    It warns if the predicted time is less than `HORIZON_SECONDS`, the remaining training time, and the time since the
+    first sample; the last condition excludes growth at the start. The growth rate is the Theil-Sen estimator, the
+    median slope over all pairs of samples, which a single jump changes little. At least three quarters of the pairs
+    must rise, because memory that rises and falls is not a leak.
 
-    `held` returns the bytes that this process holds, `left` the bytes that can still be allocated; `sharers` processes
-    share those and grow alike.
+    `held` returns the bytes that this process uses, `left` the bytes that can still be allocated. `sharers` is the
+    number of processes that share the latter; all are assumed to grow at the same rate.
     """
 
     def __init__(
@@ -59,7 +59,10 @@ class MemoryGrowthMonitor:
         self._taken: deque[tuple[float, float]] = deque(maxlen=_SAMPLES)
 
     def look(self, needed_seconds: float) -> str:
-        """Take a sample if one is due. Describe the growth if memory will soon be full, within `needed_seconds`."""
+        """Take a sample if one is due. Return a warning, or "".
+
+        The warning says that memory will be full soon and within `needed_seconds`.
+        """
         now = self._now()
         if now < self._next:
             return ""
@@ -81,7 +84,7 @@ class MemoryGrowthMonitor:
 
 
 def _slope(taken: deque[tuple[float, float]]) -> float:
-    """Return the growth in bytes per second; 0 if fewer than three quarters of the pairs of samples rise."""
+    """Return the growth in bytes per second; 0 if memory rises in fewer than three quarters of the pairs of samples."""
     slopes = [(b - a) / max(t - s, 1e-9) for (s, a), (t, b) in combinations(taken, 2)]
     if statistics.quantiles(slopes, n=4)[0] <= 0:
         return 0.0
@@ -89,7 +92,7 @@ def _slope(taken: deque[tuple[float, float]]) -> float:
 
 
 def host_bytes_left() -> float:
-    """Return the bytes that this machine or container can still allocate; infinite if unknown."""
+    """Return the bytes that can still be allocated on this machine or in this container; infinity if unknown."""
     available = available_bytes()
     machine = float("inf") if available is None else available
     return min(machine, *(_cgroup_left(*names) for names in _CGROUP_FILES))
@@ -108,7 +111,7 @@ _CGROUP_FILES = (
 
 
 def _cgroup_left(limit: str, use: str, droppable: tuple[str, ...]) -> float:
-    """Return the bytes left in this container's control group; the kernel can free the `droppable` ones."""
+    """Return the free bytes of this container's cgroup, including the page cache that the kernel can drop."""
     try:
         stat = Path(use).with_name("memory.stat").read_text()
         fields = dict(line.split() for line in stat.splitlines())
@@ -124,16 +127,16 @@ _HOST_SIGNS = ("can't allocate memory", "not enough memory", "out of memory")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an exception means out of memory, on the device or on the host."""
+    """Return whether an exception means that the device or the host is out of memory."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in _HOST_SIGNS)
 
 
 def more_micro_batches(config: RunConfig, world_size: int, accumulation: int, *, factor: int = 2) -> int:
-    """Return the next number of micro-batches, from `factor` × `accumulation` on, that divides samples evenly.
+    """Return the next number of micro-batches, at least `factor` × `accumulation`, that divides the samples evenly.
 
-    Raises BatchCannotBeSplit if each has one sample already, or if other options allow only one micro-batch.
+    Raises BatchCannotBeSplit if micro-batches have only one sample already, or if other options require a single one.
     """
     ddp = config.ddp
     if config.parallel.mode == "ddp" and ddp.static_graph and ddp.gradient_compression != "none":
@@ -157,7 +160,7 @@ def more_micro_batches(config: RunConfig, world_size: int, accumulation: int, *,
 def fitting_accumulation(
     config: RunConfig, gang: Gang, fits: Callable[[int], bool], *, tell: Callable[[str], None] = lambda text: None
 ) -> int:
-    """Return the smallest number of micro-batches, from the configured one on, that fits on all ranks. Collective."""
+    """Return the smallest number of micro-batches that fits on all ranks, at least the configured one. Collective."""
     accumulation = config.training.gradient_accumulation_steps
     while True:
         short = [rank for rank, (fitted,) in enumerate(gang.gather_numbers([fits(accumulation)])) if not fitted]
@@ -169,10 +172,10 @@ def fitting_accumulation(
 
 
 def try_micro_batch(workload: Workload, module: nn.Module, batch: Batch, parts: int, *, has_state: bool) -> bool:
-    """Return whether forward and backward of the heaviest of `parts` micro-batches fit into memory.
+    """Return whether forward and backward of the largest of `parts` micro-batches fit into memory.
 
-    The bare module is called, so that no other rank waits for this one. Gradients and buffers are restored afterwards.
-    Without `has_state`, memory for the optimizer's state is allocated first, as AdamW would.
+    This calls the module without its DDP wrapper, so that no other rank waits, and afterwards clears the gradients and
+    restores the buffers. If `has_state` is False, it first allocates as much memory as the state of AdamW needs.
     """
     part = max(batch.split(parts), key=lambda one: one.weight)
     buffers = [buffer.clone() for buffer in module.buffers()]

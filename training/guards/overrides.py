@@ -1,7 +1,7 @@
-"""Overrides: instructions of a guard to later starts of the job, as small records in the job's store. Imports no torch.
+"""Overrides, which are changes that a guard orders for later starts of the job. This module does not import torch.
 
-A record is durable before its gang ends, and is never changed. Every later start computes its overrides from all
-records, also on another launcher, or after a start that ended before its first commit.
+Each override is a small record in the job's store, which is durable before the gang ends and never changes. Every later
+start reads all records, even on another launcher or after a start that made no commit.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _EVERY_RECORD = {"action", "generation"}
 
 @dataclass(frozen=True, kw_only=True)
 class Overrides:
-    """The settings in which a start differs from its configuration, because guards of earlier starts required it."""
+    """Settings in which a start differs from its configuration, because guards of earlier starts ordered it."""
 
     gradient_accumulation_steps: int | None = None  # micro-batches per step; None for the configured number
     first_sample: int = 0  # the first sample that may still be read; a start from an earlier position skips to it
@@ -39,7 +39,7 @@ class Overrides:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Overrides:
-        """Return the overrides in `data`; unknown keys are ignored."""
+        """Return the overrides in `data`, ignoring unknown keys."""
         return cls(**{name: data[name] for name in cls.__dataclass_fields__ if name in data})
 
 
@@ -51,8 +51,8 @@ def record_split(job_store: Store, *, generation: int, rank: int, accumulation: 
 def record_rewind(job_store: Store, *, generation: int, rank: int, limit: int, first_sample: int, sound: bool) -> None:
     """Record that the next start must restore a commit up to step `limit` and skip samples before `first_sample`.
 
-    If `sound` is True and there is no such commit, a later one may be restored. If False, later ones are never used
-    again.
+    `sound` says whether the weights in later commits are right. If they are, a later commit may be restored when there
+    is none up to `limit`. If not, later commits are never used again.
     """
     order = {"limit": limit, "first_sample": first_sample, "sound": int(sound)}
     _put(job_store, GuardAction.REWIND, generation, rank, **order)
@@ -71,13 +71,13 @@ def read_overrides(job_store: Store) -> Overrides:
 
 
 def rewind_parent(job_store: Store) -> str | None:
-    """Return the key of the commit that the next generation must restore because of a rewind, or None.
+    """Return the key of the commit that the next generation must restore because of a rewind; None without a rewind.
 
-    Call this before that generation is opened: once a generation has started after a rewind, the rewind is done.
+    Call this before that generation is opened: a rewind applies only to the first generation after it.
 
-    For a rewind, the result is the newest readable commit up to the rewind's limit. If there is none and the commits
-    after the limit are sound, it is the oldest readable one of them. If their weights may be wrong, it is `NO_PARENT`,
-    and training starts from scratch.
+    The result is the newest readable commit up to the rewind's limit. If there is none, it is the oldest readable
+    commit after the limit, provided that the rewind's record says that later commits are sound. If they are not, it is
+    `NO_PARENT`, and training starts from scratch.
     """
     rewinds = [record for record in _records(job_store) if record["action"] == GuardAction.REWIND]
     newest = max(rewinds, key=lambda record: record["generation"], default=None)
@@ -99,7 +99,7 @@ def _put(job_store: Store, action: GuardAction, generation: int, rank: int, **or
 
 
 def _records(job_store: Store) -> list[dict[str, Any]]:
-    """Return all override records of the job. Raise at an unreadable one, since training would then differ."""
+    """Return all override records of the job. Raises CorruptOverride if one is unreadable."""
 
     def parse(data: bytes, what: str) -> dict[str, Any]:
         try:

@@ -1,4 +1,4 @@
-"""The agent of one node, which starts and watches the node's ranks.
+"""Agent of one node, which starts and watches the node's ranks.
 
 Node 0's agent is the coordinator; the agents of all other nodes are followers. As soon as one rank or node of the gang
 fails, every agent ends its ranks, and the coordinator names the rank or node that failed first. If the remaining nodes
@@ -42,7 +42,7 @@ from ebbflow.training.launch.transport import control_ports
 
 
 def run_follower(own: NodeRuntime) -> GenerationEnd:
-    """Run the agent of a node other than node 0, and return the end of this node's part of the gang."""
+    """Run the agent of a node other than node 0, and return the result of the gang for this node."""
     notice = own.find_pending_notice()
 
     def opened(generation: int) -> None:
@@ -85,7 +85,7 @@ def run_follower(own: NodeRuntime) -> GenerationEnd:
 
 
 def _wait_out_notice(own: NodeRuntime, peers: FollowerPeers, notice: RankOrder) -> GenerationEnd | None:
-    """Wait until a pending notice has expired. Return the end of this node's part if it ends meanwhile, else None."""
+    """Wait until a pending notice has expired. Return this node's result if the gang ends before that, else None."""
     ends: list[GenerationEnd] = []
 
     def report(seconds: float) -> str:
@@ -100,10 +100,11 @@ def _wait_out_notice(own: NodeRuntime, peers: FollowerPeers, notice: RankOrder) 
 
 
 class LocalGang:
-    """A gang on this machine, with one agent process per node, without Metaflow. All agents write to the file `output`.
+    """Gang on this machine, with one agent process per node and without Metaflow.
 
-    `spec` is node 0's. `alter` returns a node's changed spec, or None to leave that node out; `command` returns the
-    words to put before the command of a node's agent, such as `nsenter …`.
+    All agents write to the file `output`. `spec` is the specification for node 0. `alter` receives each node's spec and
+    returns a changed one, or None to start no agent for that node. `command` returns a prefix for the command line of a
+    node's agent, such as `nsenter …`.
     """
 
     def __init__(
@@ -137,7 +138,7 @@ class LocalGang:
         return list(self.agents_by_node.values())
 
     def wait(self, timeout_seconds: float) -> GangOutcome:
-        """Wait until all agents have exited, and return node 0's outcome. Raises GangError, also at the timeout."""
+        """Wait until all agents have exited, and return node 0's outcome. Raises GangError on failure or timeout."""
         limit = time.monotonic() + timeout_seconds
         try:
             for agent in self.agents:
@@ -161,9 +162,9 @@ class LocalGang:
 
 
 def run_gang(spec: GangSpec) -> GangOutcome:
-    """Run this node's ranks as part of a gang until it has ended, and return the outcome that all ranks agreed on.
+    """Run this node's ranks as part of a gang until it ends, and return the outcome that all ranks agreed on.
 
-    Call it on every node, in the main thread. Every process that it started has ended when it returns or raises.
+    Call it on every node, in the main thread. When it returns or raises, all processes that it started have ended.
 
     Raises:
         GangError: the gang failed, and another generation in this attempt cannot succeed. The message names the
@@ -190,7 +191,7 @@ def run_gang(spec: GangSpec) -> GangOutcome:
 
 @contextmanager
 def _handle_signals(asked_to_leave: Callable[[], object]) -> Iterator[None]:
-    """Call `asked_to_leave` on SIGTERM and Ctrl-C; raise KeyboardInterrupt on a Ctrl-C after an earlier signal."""
+    """Call `asked_to_leave` on SIGTERM and Ctrl-C. Raise KeyboardInterrupt on Ctrl-C if a signal came before."""
 
     def ask(number: int, frame: object) -> None:
         if asked and number == signal.SIGINT:
@@ -208,7 +209,10 @@ def _handle_signals(asked_to_leave: Callable[[], object]) -> Iterator[None]:
 
 
 def main(argv: list[str]) -> int:
-    """Run one agent, whose spec and result files `argv` names. Return 0 after an outcome, 1 after an error."""
+    """Run one agent. Return 0 after an outcome, 1 after an error.
+
+    `argv` has two paths: the file with the agent's spec, and the file to which the agent writes its result.
+    """
     guard_terminal()
     spec_path, result_path = map(Path, argv)
     die_with_parent()

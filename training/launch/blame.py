@@ -1,18 +1,17 @@
-"""Search for the rank that caused a failure, by rules over the evidence of all nodes.
+"""Search for the rank that caused a failure, with rules that use evidence from all nodes.
 
-The first of these that the evidence shows names the culprit:
+The culprit is the first of these that the evidence shows:
 
 1. a process that died, the earliest first
 2. a process that is stopped (SIGSTOP)
 3. ranks whose flight recorders show different collectives
 4. a living rank that does not wait in a collective, while others do
 5. a rank that finished while the others continued
-6. a rank whose collective broke at another place than the others'
+6. a rank whose collective failed at another code location than on the other ranks
 7. the rank that is furthest behind
 8. the network
 
-All other ranks in the evidence that have not finished are listed as cascades: they failed or waited because of the
-culprit.
+All other unfinished ranks in the evidence are cascades: they failed or waited because of the culprit.
 """
 
 from __future__ import annotations
@@ -42,9 +41,9 @@ _KILL_SECONDS = 1.0  # an exception counts as the cause of a kill only if it is 
 
 @dataclass(frozen=True, kw_only=True)
 class Culprit:
-    """The rank that caused the failure. If the network did, it is the first rank that reported the failure.
+    """Rank that caused the failure, or the first rank that reported it if the network was the cause.
 
-    Attributes without a comment have the meaning that `WorkerFailure` gives them.
+    Attributes without a comment have the same meaning as in `WorkerFailure`.
     """
 
     rank: int
@@ -63,7 +62,7 @@ class Culprit:
     failure: WorkerFailure  # the evidence from this rank
 
     def details(self) -> dict:
-        """Return the fields for the event FAULT_DETECTED: all that are not empty, without `message` and `failure`."""
+        """Return the fields for the event FAULT_DETECTED: all non-empty fields except `message` and `failure`."""
         return {
             name: value
             for name, value in asdict(self).items()
@@ -72,7 +71,7 @@ class Culprit:
 
 
 def blame(evidence: Sequence[WorkerFailure]) -> Culprit:
-    """Find the culprit of a failure from failures and witnesses (positions of ranks that have not failed)."""
+    """Return the culprit, given the reported failures and witnesses (positions of ranks that have not failed)."""
     failures = [one for one in evidence if not one.witness]
     for rule in (_died, _stopped):
         if (found := rule(failures)) is not None:
@@ -86,14 +85,14 @@ def blame(evidence: Sequence[WorkerFailure]) -> Culprit:
 
 
 def detect_mismatch(evidence: Sequence[WorkerFailure]) -> Mismatch | None:
-    """Return the first place at which ranks called different collectives, a proof of failure; None if they agree."""
+    """Return the first place at which ranks called different collectives, proof of a failure; None if they agree."""
     return find_mismatch({one.rank: one.calls for one in _latest(evidence) if one.calls})
 
 
 def settle_seconds(failures: Sequence[WorkerFailure], *, all_heard: bool = False) -> float:
-    """Return how many seconds to wait after the first failure, since the report about its cause may arrive later.
+    """Return the seconds to wait after the first failure, because the report about its cause may arrive later.
 
-    `all_heard` is True if every rank has reported; then no more evidence about a hang will arrive.
+    `all_heard` is True if every rank has reported, so that no more evidence about a hang will arrive.
     """
     if any(one.killed_by or one.stopped for one in failures):
         return 1.0 if all(one.cascade for one in failures if not one.hung) else 0.3
@@ -105,9 +104,10 @@ def settle_seconds(failures: Sequence[WorkerFailure], *, all_heard: bool = False
 
 
 def _died(failures: Sequence[WorkerFailure]) -> tuple[WorkerFailure, str] | None:
-    """Return the rank that died first, with the rule's text; None if no rank died by itself.
+    """Return the rank that died first and the text for this rule; None if no rank died except because of another one.
 
-    Lost nodes come before all ranks. Ranks killed by SIGABRT come last: torch aborts a rank after another one failed.
+    Lost nodes take precedence over dead ranks. Ranks killed by SIGABRT come last, because torch aborts a rank after
+    another one failed.
     """
     dead = [one for one in failures if not one.hung and not one.cascade]
     if not dead:
@@ -126,7 +126,10 @@ def _stopped(failures: Sequence[WorkerFailure]) -> tuple[WorkerFailure, str] | N
 
 
 def _outside_collective(evidence: Sequence[WorkerFailure]) -> tuple[WorkerFailure, str] | None:
-    """Return a living rank that does not wait in a collective; None if all living ranks are in the same place."""
+    """Return a living rank that does not wait in a collective.
+
+    Return None if there is none, or if all living ranks are outside of collectives in the same step and phase.
+    """
     alive = [one for one in _latest(evidence) if not one.cascade and not one.left and one.where]
     outside = [one for one in alive if not one.waiting]
     if not outside or (len(outside) == len(alive) > 1 and len({_place(one) for one in alive}) == 1):
@@ -140,11 +143,11 @@ def _left(evidence: Sequence[WorkerFailure]) -> tuple[WorkerFailure, str] | None
 
 
 def _odd_call(evidence: Sequence[WorkerFailure]) -> tuple[WorkerFailure, str] | None:
-    """Return the rank whose failed collective was the most unusual; None if all of them failed at the same location.
+    """Return the rank with the most unusual failed collective; None if all of them failed at the same code location.
 
-    Only ranks that failed because of a peer are compared. The criteria, most important first: a last call that never
-    followed the call before it earlier on; too few recorded calls to tell; the rarest code location; a location outside
-    of the engine's own collectives, which all ranks call.
+    This compares only ranks that failed because of a peer. The criteria, most important first: the last two calls were
+    never in this order before; too few recorded calls to decide that; the rarest code location; a location outside of
+    the engine's own collectives, which all ranks call.
     """
     broken = [one for one in evidence if one.cascade and one.where]
     places = Counter(one.where for one in broken)
@@ -177,9 +180,10 @@ def _behind(evidence: Sequence[WorkerFailure]) -> tuple[WorkerFailure, str] | No
 def _called_alone(ahead: Sequence[WorkerFailure], late: Sequence[WorkerFailure]) -> bool:
     """Return whether the ranks in `ahead` called a collective that the ranks in `late` will not call.
 
-    In this case the late ranks wait in an exchange of the engine in the same step. They only appear to be behind, since
-    flight recorders do not show the exchanges of a CPU gang (`ebbflow.training.peer_sockets`). The smaller side is at
-    fault. If both sides are equally many, the ranks ahead are at fault, unless their last calls are usual.
+    In this case the late ranks wait in an exchange of the engine in the same step. They only appear to be behind,
+    because flight recorders do not show the exchanges of a CPU gang (`ebbflow.training.peer_sockets`). The smaller
+    group is at fault. If both groups have the same size, the ranks ahead are at fault unless the last calls of one of
+    them are usual.
     """
     if not ahead or not all(one.waiting and is_engine_location(one.where) for one in late):
         return False
@@ -193,7 +197,7 @@ def _called_alone(ahead: Sequence[WorkerFailure], late: Sequence[WorkerFailure])
 
 
 def _network(evidence: Sequence[WorkerFailure]) -> Culprit:
-    """Blame the network if the first failed rank waits for others or lost a peer, else blame that rank."""
+    """Blame the network if the first failed rank waits for others or lost a peer; otherwise blame that rank."""
     failures = [one for one in evidence if not one.witness] or list(evidence)
     first = min(failures, key=_first)
     because = "all ranks wait alike" if all(one.waiting for one in failures) else "no rank stands out"
@@ -262,7 +266,10 @@ def _next_action(one: WorkerFailure, kind: str) -> str:
 
 
 def _latest(evidence: Sequence[WorkerFailure]) -> list[WorkerFailure]:
-    """Return one record per rank: its failure, else its last witness, completed from the rank's other record."""
+    """Return one record per rank: its failure, or else its last witness.
+
+    The rank's other record completes a missing location or missing calls.
+    """
     ranks: dict[int, WorkerFailure] = {}
     for one in sorted(evidence, key=lambda one: not one.witness):
         before = ranks.get(one.rank, one)
