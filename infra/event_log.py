@@ -106,7 +106,7 @@ class EventLog:
                 ) from self._error
 
     def close(self, *, deadline_seconds: float = _CLOSE_DEADLINE_SECONDS) -> None:
-        """Write the remaining events within the deadline, and report events that are lost on stderr. Never raises."""
+        """Write the remaining events within the deadline; print a warning if events are lost. Never raises."""
         with self._changed:
             if self._closed:
                 return

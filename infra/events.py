@@ -3,8 +3,8 @@
     event = {v, t_wall, t_mono, job, run, attempt, generation, node, rank, step, name, data}
 
 Object stores cannot append, so each process writes a series of objects, called segments (`infra.segments`). Constants
-in this module name the events that the ledger reads; events may also have other names. `_DATA` defines the types of an
-event's data. `read_log` reports damage if an event does not match these types or a line does not match its checksum.
+in this module name the events that the ledger reads; other names are allowed. `_DATA` defines the types of an event's
+data. `read_log` reports damage if an event does not match these types or a line does not match its checksum.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ebbflow.infra.store import Store
 
 
 class LedgerClass(StrEnum):
-    """Use of paid time. Ranks report the classes up to HANG; the ledger derives the others from all events."""
+    """Use of paid time. Ranks report USEFUL_STEP to HANG; the ledger derives the other classes from all events."""
 
     USEFUL_STEP = "useful_step"  # forward, backward, optimizer of a completed step that is in the final weights
     DATA_WAIT = "data_wait"  # waiting for the next batch
@@ -136,7 +136,7 @@ class EndReason(StrEnum):
 
 
 class GuardAction(StrEnum):
-    """Reaction of a guard. `ebbflow.training.guards.overrides` passes rewind and split on to the gang's next start."""
+    """Action that a guard takes. `ebbflow.training.guards.overrides` passes rewind and split to the next start."""
 
     SKIP = "skip"
     REWIND = "rewind"
@@ -484,7 +484,7 @@ def _generations_of_ranks(events: Sequence[Event], closed_by_plan: set[int], wit
     """Return the generations in which every rank must have written at least one event.
 
     - Completed generations.
-    - Generations with another planned end, if any rank wrote events. Without a budget, a job ends before its ranks
+    - Generations with another planned end, if any rank wrote events. A job whose budget is spent ends before its ranks
       start.
     - Generations in which any rank reported steps for more than 30 s. Ranks step together, so the other ranks also had
       events to write. A rank that is killed before its first step may leave no event.

@@ -121,7 +121,7 @@ def local_gang(config: RunConfig) -> HostGang | None:
 def shard_ranks(config: RunConfig, ranks: int, ranks_per_node: int | None = None) -> int:
     """Return the number of ranks over which one copy of the model is sharded: 1 in mode ddp, all in fsdp2.
 
-    In hsdp it is parallel.shard_size, or by default `ranks_per_node`, or all `ranks` if that is None.
+    In hsdp, the number is parallel.shard_size if that is set, else `ranks_per_node`, else all `ranks`.
     """
     if config.parallel.mode == "hsdp":
         return config.parallel.shard_size or ranks_per_node or ranks
@@ -129,12 +129,15 @@ def shard_ranks(config: RunConfig, ranks: int, ranks_per_node: int | None = None
 
 
 def stays_gathered(parameters: int) -> bool:
-    """Return whether FSDP2 keeps this number of parameters gathered: up to SMALL_MODEL_BYTES (1 GiB) in float32."""
+    """Return whether FSDP2 keeps all parameters gathered between forward and backward.
+
+    It does so for at most SMALL_MODEL_BYTES of float32 parameters.
+    """
     return FLOAT32_BYTES * parameters <= SMALL_MODEL_BYTES
 
 
 def reduced_bytes_per_parameter(config: RunConfig) -> int:
-    """Return the bytes per parameter of the gradients that a sharded mode reduces: 4, or 2 with bfloat16."""
+    """Return the bytes per gradient element that a sharded mode reduces: 4, or 2 with bfloat16."""
     halves = config.fsdp.use_mixed_precision and config.fsdp.reduce_dtype == "bfloat16"
     return BFLOAT16_BYTES if halves else FLOAT32_BYTES
 
@@ -186,8 +189,8 @@ def rank_bytes(
 
     The peak is at one of three moments: at the loss (all activations and the logits), in the backward pass of the last
     block (all activations but no logits), or at the end of the backward pass (all gradients, one block's activations).
-    Between two of these moments, one kind of tensor shrinks evenly while another grows. Parameters (4 bytes), gradients
-    (4 bytes) and AdamW's two moments (8 bytes per parameter) are float32.
+    Between two of these moments, one kind of tensor shrinks evenly while another grows. Parameters, gradients and
+    AdamW's two moments are float32, with 4, 4 and 8 bytes per parameter.
 
     Args:
         samples: number of samples of one rank in one micro-batch.

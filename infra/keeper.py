@@ -117,7 +117,7 @@ class RemoteChild:
 
 
 class Keeper:
-    """A running keeper, as the agent uses it. log: file for the keeper's own errors."""
+    """The agent's handle of a running keeper. log: file for the keeper's own errors."""
 
     def __init__(self, log: Path) -> None:
         import subprocess
@@ -235,7 +235,7 @@ def kill_descendants(
     """Kill the processes below the keeper, and return the ids of those that are still alive after `seconds`.
 
     spare: ids of processes that are not killed, although their descendants are. spare_trees: ids of processes that are
-    not killed, nor are their descendants.
+    not killed, and neither are their descendants.
     """
     spared = [stat for pid in {*spare, *spare_trees} if (stat := process_stat(pid)) is not None]
     groups = {stat.group for stat in spared}
@@ -251,10 +251,10 @@ def kill_until_none(
 ) -> list[int]:
     """Kill the processes that `find` returns, repeatedly, until `find` and `reap` report that none is left.
 
-    Processes may fork faster than `find` lists them. If `find` still returns new processes in the third round, their
-    whole process groups are killed, because a fork cannot escape a signal to its group. All processes found are also
-    stopped before any of them is killed one by one, so that none can fork meanwhile. Every group is entirely below the
-    keeper, because the keeper starts each program in its own session.
+    Processes may fork faster than `find` lists them. If `find` returns new processes in the third round or later, their
+    whole process groups are killed, because a fork cannot escape a signal to its group. All processes found are then
+    also stopped before any of them is killed one by one, so that none can fork meanwhile. Every group is entirely below
+    the keeper, because the keeper starts each program in its own session.
 
     Args:
         spare_groups: process groups that are not killed as a whole.

@@ -5,9 +5,9 @@ with that number exists, so only one of two simultaneous launchers succeeds. The
 number holds the job. It renews the claim while it runs, and marks it as released when it ends. Another launcher takes
 over by creating the next number; the former launcher checks regularly for that number, and exits once it exists.
 
-A claim that was not renewed for 60 s is stale, and the next launcher takes the job. If the former launcher was on the
-same machine, its process decides instead: while it exists, even stopped (Ctrl-Z), it holds the job; once it is gone,
-the job is free.
+A claim that was not renewed for 60 s is stale, and the next launcher takes the job. If both launchers are on the same
+machine, the former launcher's process decides instead: while it exists, even stopped (Ctrl-Z), it holds the job; once
+it is gone, the job is free.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Launcher:
 
     @classmethod
     def from_json(cls, content: bytes) -> Launcher:
-        """Parse the content of a claim. Raises StoreError if it is not valid."""
+        """Parse the content of a claim. Raises StoreError if the content is not a claim."""
         try:
             document = json.loads(content)
             return cls(**{field.name: document[field.name] for field in fields(cls) if field.name in document})
@@ -102,7 +102,10 @@ class Launcher:
 
     @property
     def _state_here(self) -> str:
-        """State letter of the launcher's process, from the kernel; "" if it has ended or is not on this machine."""
+        """Kernel's state letter of the launcher's process, such as T for stopped.
+
+        "" if the process has ended or is not on this machine.
+        """
         stat = process_stat(self.pid) if self.was_here else None
         return stat.state if stat is not None and stat.started_ticks == self.started_ticks else ""
 
@@ -165,7 +168,7 @@ class Claim:
     def successor(self) -> Launcher | None:
         """Return the launcher that has taken over the job, or None while this launcher holds it. Raises StoreError.
 
-        It reads the store. Call it after a pause (stopped process, network outage), before you change anything that a
+        This reads the store. Call it after a pause (stopped process, network outage), before you change anything that a
         successor may own.
         """
         if self.fenced_by is None:
@@ -175,8 +178,8 @@ class Claim:
     def release(self) -> None:
         """Mark the claim as released, so that the next launcher does not wait until it is stale. Never raises.
 
-        A second call returns at once. Otherwise a signal handler that interrupts the first call would wait for its own
-        thread.
+        A second call returns at once. Otherwise a signal handler that interrupts the first call would wait for a lock
+        that its own thread holds.
         """
         if self._releasing:
             return
@@ -241,7 +244,7 @@ def claim_job(
     """Claim the job for this process, and return the claim. The caller releases it at the end.
 
     If a launcher on another machine renewed its claim within the last 60 s, it may still be running. This function then
-    waits until that launcher renews again, and raises JobIsRunning, or until its claim is stale, and takes the job.
+    waits. It raises JobIsRunning if that launcher renews its claim again, and takes the job if the claim becomes stale.
 
     Args:
         command: the command of `ebbflow`, shown to other launchers.

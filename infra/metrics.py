@@ -445,6 +445,6 @@ def _handler(page: Callable[[], bytes]) -> type[BaseHTTPRequestHandler]:
             self.wfile.write(content)
 
         def log_message(self, format: str, *arguments: object) -> None:
-            """Print nothing for each scrape."""
+            """Print no access log, which would have a line for each scrape."""
 
     return Handler

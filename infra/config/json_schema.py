@@ -1,4 +1,4 @@
-"""JSON schema of the configuration file, with which editors complete and check keys, types and ranges."""
+"""JSON schema of the configuration file, for completion and checks of keys, types and ranges in editors."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def free_mappings() -> frozenset[str]:
 def mapping_of(key: str) -> str | None:
     """Return the free mapping that contains a dotted key (see `free_mappings`), or None if no free mapping does.
 
-    The free mapping of workload_options.width is workload_options.
+    For example, workload_options contains workload_options.width.
     """
     parent, dot, name = key.rpartition(".")
     return parent if dot and parent in free_mappings() and OPTION_NAME.fullmatch(name) else None
@@ -145,8 +145,8 @@ class Given:
     def _add(self, key: str, written: str, value: str, name: str, origin: Origin) -> None:
         """Parse the value of one key or section, and add it.
 
-        written: text before the equals sign, as the user wrote it; value: the text after it; name: how problem messages
-        name the source.
+        written: text before the equals sign, as the user wrote it; value: text after it; name: name of the source in
+        problem messages.
         """
         source = SourceText(name, value, first_column=len(written) + 1, before=f"{written}=")
         is_section = key in sections() or key in free_mappings()

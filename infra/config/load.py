@@ -38,7 +38,7 @@ _RULES = (*shape_rules.RULES, *name_rules.RULES)
 
 
 def violations(config: RunConfig, *, without: Collection[str] = ()) -> list[Violation]:
-    """Return all rules that a configuration breaks, without checking rules about a key in `without`."""
+    """Return all rules that a configuration breaks. Rules about a key in `without` are not checked."""
     broken = []
     for rule in _RULES:
         if any(key in without for key in rule.keys):
@@ -95,8 +95,8 @@ def _validate(values: Mapping[str, Any], given: Given, unknown: Collection[str])
 def _errors_by_key(error: ValidationError) -> dict[str, ErrorDetails]:
     """Return one pydantic error for each wrong key.
 
-    For a union such as `int | Literal["auto"]`, pydantic reports an error per member. An error about an exceeded limit
-    is then preferred to "not a valid choice".
+    For a union such as `int | Literal["auto"]`, pydantic reports one error per member. Of these, an error about an
+    exceeded limit is preferred to "not a valid choice".
     """
     found: dict[str, ErrorDetails] = {}
     for details in error.errors():
@@ -169,10 +169,10 @@ def load_config(
 
     Args:
         path: the YAML file, or None for no file.
-        overrides: options of --set, such as "model.num_heads=8".
+        overrides: values of the --set options, such as "model.num_heads=8".
         project_root: base of relative paths that are written in the file.
-        cwd: base of all other relative paths, such as `path`; None for the current directory.
-        environment: None for os.environ.
+        cwd: base of all other relative paths, including `path`; None for the current directory.
+        environment: environment variables; None for os.environ.
 
     Raises:
         ConfigError: the configuration has problems; the error lists all of them.

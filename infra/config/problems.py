@@ -58,7 +58,7 @@ class ConfigError(InfraError):
 
 
 def render_problems(problems: Sequence[Problem]) -> str:
-    """Render problems for a terminal: location and message, the source line with carets below the error, and hint."""
+    """Render problems for a terminal: location and message, the source line with carets under the error, the hint."""
     return _PASSWORD.sub(lambda found: "*" * len(found[0]), "\n\n".join(_render(problem) for problem in problems))
 
 

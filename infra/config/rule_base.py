@@ -34,7 +34,7 @@ class Rules(list[Rule]):
     """List of rules, in the order in which they are checked."""
 
     def about(self, *keys: str) -> Callable[[Check], Check]:
-        """Return a decorator that adds a check of these keys. Name the key that is most likely wrong first."""
+        """Return a decorator that adds a check of these keys. List the key that is most likely wrong first."""
 
         def add(check: Check) -> Check:
             self.append(Rule(keys, check))
@@ -69,7 +69,7 @@ def nearest_divisors(number: int, near: int) -> list[int]:
 
 
 def nearest_multiples(unit: int, near: int) -> list[int]:
-    """Return the positive multiples of `unit` just below and just above `near`, which is not a multiple itself."""
+    """Return the positive multiples of `unit` just below and just above `near`; `near` itself must not be one."""
     below = near // unit * unit
     return [multiple for multiple in (below, below + unit) if multiple > 0]
 

@@ -51,7 +51,7 @@ _SYNTAX_HINTS = (
 
 @dataclass(frozen=True)
 class SourceText:
-    """A YAML text to parse, with the name and prefix that problems show."""
+    """A YAML text, with the details that problems need to show a location in it."""
 
     name: str  # name of the text in problems, such as the file's path
     text: str  # the YAML text
@@ -213,7 +213,7 @@ def _convert_item(node: Node, number: int, section: type[BaseModel] | None) -> A
 
 
 def _convert_section(node: Node, section: type[BaseModel]) -> dict[str, Any]:
-    """Convert a list item that is a section to a dict. Raises MismatchError for a wrong, missing or duplicate key."""
+    """Convert a list item, which must be a section, to a dict. Raises MismatchError for wrong or missing keys."""
     fields = section.model_fields
     known = _known_keys(section)
     if not isinstance(node, MappingNode):
@@ -333,7 +333,7 @@ def _quoted(text: str) -> str:
 
 
 def _alternatives(annotation: Any) -> list[Any]:
-    """Return the member types of a union, or the type itself; metadata of `Annotated` is removed."""
+    """Return the members of a union type, or any other type itself, without the metadata of `Annotated`."""
     origin = get_origin(annotation)
     if origin is Annotated:
         return _alternatives(get_args(annotation)[0])

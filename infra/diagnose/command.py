@@ -31,7 +31,7 @@ def add_diagnose_commands(commands: argparse._SubParsersAction, project_root: Pa
 
 
 def diagnose(options: argparse.Namespace, project_root: Path) -> int:
-    """Print which failure the logs of a job, or the named files and folders, show.
+    """Diagnose the logs of a job, or the named files and folders, and print the findings.
 
     Returns:
         Exit code 0, even if nothing was found; 1 if no log could be read; 2 if a target is missing or unknown.
@@ -66,7 +66,6 @@ def explain(options: argparse.Namespace) -> int:
 
 
 def _diagnose(targets: list[str], store_uri: str | None, project_root: Path) -> Diagnosis:
-    """Diagnose the named files and folders, or one job by its name. Raises InfraError."""
     if len(targets) == 1 and targets[0] != "-" and not Path(targets[0]).exists() and "/" not in targets[0]:
         logs = find_logs(targets[0], store_uri, project_root)
         for notice in logs.notices:

@@ -1,4 +1,4 @@
-"""Choice of the root failure among all symptoms found in logs; names none if the evidence is too weak."""
+"""Diagnosis of the symptoms found in logs: it names the root failure, unless the evidence is too weak."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def _root(suspects: list[Seen], series: Series) -> Seen | None:
 
 
 def _prefer_exact(found: list[Seen], generic: Seen) -> Seen:
-    """Return the first more specific match within 40 candidate lines of a generic one, or else the generic one.
+    """Return the earliest more specific match within 40 candidate lines of a generic one, or else the generic one.
 
     Both usually describe the same exception.
     """

@@ -34,7 +34,7 @@ _NO_DIGITS = {ord(digit): None for digit in "0123456789"}
 
 @dataclass(frozen=True)
 class Pattern:
-    """A compiled expression of a rule. rule: index of the rule. role: the field that it is from: look, hint or need."""
+    """A compiled expression of a rule. rule: index of the rule. role: the rule's field: look, hint or need."""
 
     regex: re.Pattern[str]
     rule: int
@@ -44,7 +44,7 @@ class Pattern:
 
 @dataclass
 class Seen:
-    """Matches of one rule: the first lines, their number, and the first line of each rank."""
+    """Matches of one rule: how many there are, the first lines, and the first line of each rank."""
 
     rule: SymptomRule
     lines: list[LogText] = field(default_factory=list)
@@ -72,7 +72,7 @@ class Seen:
 
 
 class Matcher:
-    """Finder of the rules that match a line."""
+    """Index of all rules' expressions, which finds the rules that match a line."""
 
     def __init__(self, rules: Sequence[SymptomRule]) -> None:
         self.rules = rules
@@ -168,7 +168,7 @@ def required_literals(expression: str) -> tuple[str, ...]:
 
 
 def _best(sequence: Any) -> set[str]:
-    """Return the required literals of a parsed expression; of several candidate sets, that with the longest texts."""
+    """Return required literals of a parsed expression; of several candidate sets, the one with the longest texts."""
     found: list[set[str]] = []
     run = ""
     for name, value in [*sequence, ("END", None)]:

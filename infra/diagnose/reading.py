@@ -234,7 +234,7 @@ _MONTHS = "JanFebMarAprMayJunJulAugSepOctNovDec"
 
 
 def time_of(text: str) -> float | None:
-    """Parse the timestamp in the first 120 characters of a line. Return Unix time, or None without a timestamp."""
+    """Parse the timestamp in the first 120 characters of a line. Return Unix time, or None if there is none."""
     head = text[:120]
     try:
         if match := _ISO.search(head):

@@ -8,10 +8,10 @@ A file contains one family of symptoms: `family` (its name), `letter`, `title`, 
                     echo: a failure that nearly always follows another one. summary: repeats other failures.
                     advice: never ends a run by itself.
     look            regular expressions, ignoring case; one matching line is enough evidence.
-    hint            weaker expressions; matches of two different ones are enough evidence, of one are not.
+    hint            weaker expressions; a match of one is not enough evidence, matches of two are.
     need            expressions; at least one must match somewhere in the same logs.
     unless          expressions; a line that matches one of them is no evidence.
-    rank            1 (generic) to 9 (specific); if several rules match a line, the highest rank counts. Default 5.
+    rank            1 (generic) to 9 (specific); of several rules that match a line, the highest wins. Default 5.
     weight          confidence if a `look` matches; the default depends on `kind`.
     causes          {cause: likelihood}
     collect         evidence to collect
@@ -116,7 +116,7 @@ class RuleBook:
 
 @functools.cache
 def load_rules(folder: Path = RULES_FOLDER) -> RuleBook:
-    """Load all rules. Raises ValueError, which names the file and the rule."""
+    """Load all rules. Raises ValueError if a rule is invalid."""
     families, rules = [], []
     for path in sorted(folder.glob("*.yaml")):
         document = yaml.load(path.read_bytes(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
