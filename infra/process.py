@@ -30,7 +30,8 @@ def die_with_parent(parent_pid: int | None = None, *, by: signal.Signals = signa
     the parent `parent_pid` has already died, this process exits.
 
     Returns:
-        False if the system cannot do this (all but Linux). The caller must then watch for the end of a pipe instead.
+        False if the system cannot do this (all but Linux). The caller must then detect the parent's end in another way,
+            such as by the end of a pipe.
     """
     expected = os.getppid() if parent_pid is None else parent_pid
     if not sys.platform.startswith("linux"):
@@ -76,7 +77,7 @@ class ProcessStat:
 
     @property
     def living(self) -> bool:
-        """Whether the process lives, as does a zombie with several threads: only its main thread has ended."""
+        """Whether the process is alive. A zombie with several threads is, since only its main thread has ended."""
         return self.state not in ("Z", "X") or self.threads > 1
 
 

@@ -24,7 +24,7 @@ _BENCHMARKS = {"soak": "soak", "bench": "training"}
 
 
 def main(arguments: list[str]) -> None:
-    """Run the command that the first argument names, or train; other commands are not imported."""
+    """Run the command that the first argument names, or train. Modules of other commands are not imported."""
     command = arguments[0] if arguments else ""
     if command in _COMMANDS or command in _BENCHMARKS:  # ranks keep the raw bytes in their logs
         guard_terminal()

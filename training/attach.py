@@ -1,4 +1,4 @@
-"""Implement `ebbflow.attach`: commits, notices, hang detection and the ledger for a user's own training loop."""
+"""`ebbflow.attach`: commits, handling of notices, hang detection and a ledger for the user's own training loop."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ def attach(
     config: str | Path | None = None,
     **states: Stateful,
 ) -> AttachedJob:
-    """Attach this process to a job, and restore the job's newest commit if there is one. Every rank calls it.
+    """Attach this process to a job, and restore the job's newest commit if there is one. Call it on every rank.
 
-    The job is completed when its outermost loop (`batches` with `epochs`, `epochs` or `steps`) ends, or, if the job is
-    used as a context manager, when the `with` block ends. After a notice or SIGTERM the job saves, and the process
+    The job is completed when its outermost loop (`batches` with `epochs`, `epochs` or `steps`) ends or, if the job is
+    used as a context manager, when the `with` block ends. After a notice or SIGTERM, the job saves and the process
     exits with code 75.
 
     Args:
-        model: the model that the training loop calls: plain, DDP or FSDP2.
-        store: folder or s3://bucket/prefix; default: the store of the configuration, else `runs`.
+        model: the model that the loop calls: plain, DDP or FSDP2.
+        store: folder or s3://bucket/prefix; default: the configuration's store, else `runs`.
         name: name of the job; default: EBBFLOW_JOB, else the name of the script.
-        config: configuration file; default: none, only EBBFLOW__SECTION__KEY variables and default values.
+        config: configuration file; default: only the EBBFLOW__SECTION__KEY variables and the defaults.
         states: further objects to save and restore.
     """
     if scheduler is not None:
@@ -87,13 +87,12 @@ def _check_arguments(model: nn.Module, optimizer: Optimizer | None, states: dict
 
 
 def open_attached(make: Callable[[WorkerSpec, Gang], Job], **wanted: str | Path | None) -> Job:
-    """Create and return the job of this process with `make`. Collective.
+    """Make the job of this process from the spec of its agent or, without an agent, of a new generation. Collective.
 
-    The agent that started this process describes the job's generation. Without an agent, rank 0 opens a new generation
-    from `wanted`, which are the arguments `store`, `name` and `config` of `attach`.
+    `make` creates the job; the other arguments are the store, name and config of `attach`.
 
     Raises:
-        AttachError: this process has a job already, or there are several ranks and no process group.
+        AttachError: this process already has a job, or there are several ranks without a process group.
     """
     if (current := attached_job.current) is not None:
         raise AttachError(
@@ -123,9 +122,9 @@ def _join_gang() -> Gang:
 
 
 def _share(gang: Gang, make: Callable[[], WorkerSpec]) -> WorkerSpec:
-    """Call `make` on rank 0 and return its result on every rank. Collective.
+    """Call `make` on rank 0, and return the resulting spec on every rank. Collective.
 
-    If `make` fails, rank 0 raises the error, and the other ranks exit silently with its exit code.
+    If `make` fails, rank 0 raises the error and the other ranks exit silently.
     """
     made, error = None, None
     if gang.rank == 0:

@@ -1,7 +1,7 @@
-"""Save the state of a user's script besides model and optimizer, and keep the order of its data.
+"""State of a user's script besides model and optimizer, as JSON and named tensors; and the order of its data.
 
-`split_state` separates a state dict into tensors, each under a path, and a form: JSON that has a path in place of each
-tensor. `join_state` is the inverse.
+`split_state` splits a state dict into a form, which is JSON that refers to tensors by path, and these tensors.
+`join_state` is its inverse.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _MAPPINGS = {"dict": dict, "ordered": OrderedDict, "counter": Counter}
 
 
 def split_state(state: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    """Return the form of `state`, which is JSON with paths in place of tensors, and add its tensors to `tensors`.
+    """Return the form of `state` (JSON that refers to tensors by path), and add the tensors to `tensors`.
 
     Raises:
-        AttachError: a value is neither a tensor nor plain data.
+        AttachError: a value is neither a tensor nor plain data (numbers, texts, lists, dicts).
     """
     if isinstance(state, Tensor):
         tensors[path] = state.detach()
@@ -71,7 +71,7 @@ def _key(key: Any, path: str) -> Any:
 
 
 def join_state(form: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Rebuild a state from the form and tensors that `split_state` returned."""
+    """Rebuild a state from the form and the tensors that `split_state` made of it."""
     if not isinstance(form, dict):
         return form
     (kind, value), *_ = form.items()
@@ -98,7 +98,7 @@ def from_bytes(tensor: Tensor) -> Any:
 
 
 def own_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers whose values may differ between ranks, such as BatchNorm statistics, by name."""
+    """Return the buffers that can differ between ranks, such as the running statistics of BatchNorm, by name."""
     known = model.state_dict(keep_vars=True)
     found = {}
     for name, buffer in model.named_buffers():
@@ -121,7 +121,7 @@ def _seed_all(seed: int) -> None:
 
 @contextlib.contextmanager
 def _random_numbers_of(seed: int) -> Iterator[None]:
-    """Seed the random generators for the duration of the context; afterwards restore their previous states."""
+    """Seed the random generators with `seed` within the context, and restore their previous states afterwards."""
     numpy = sys.modules.get("numpy")
     kept = torch.get_rng_state(), random.getstate(), numpy and numpy.random.get_state()
     _seed_all(seed)
@@ -135,16 +135,13 @@ def _random_numbers_of(seed: int) -> Iterator[None]:
 
 
 class _SeededBatch(list):
-    """The sample indices of a batch, with the seed that a worker process sets before it loads the batch."""
+    """The indices of a batch, with the seed that a worker process sets before it loads the batch."""
 
     seed = 0
 
 
 class _SeededDataset:
-    """A map-style dataset that seeds the random generators for each batch.
-
-    So a batch's random numbers do not depend on whether the batches before it were skipped.
-    """
+    """Wrapper of a map-style dataset that seeds each batch: its random numbers do not depend on earlier batches."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
@@ -168,7 +165,7 @@ class _SeededDataset:
 
 
 class _EpochOrder:
-    """A loader's batch sampler for one epoch, without the first `skip` batches."""
+    """Batch sampler for one epoch of a loader, without the first `skip` batches."""
 
     def __init__(self, sampler: Any, seed: int, skip: int, *, for_workers: bool) -> None:
         self._sampler, self._seed, self._skip, self._for_workers = sampler, seed, skip, for_workers
@@ -191,10 +188,11 @@ class _EpochOrder:
 
 
 class BatchSource:
-    """A user's data loader that can start at any batch of any epoch.
+    """Reader of a user's loader that can begin at any batch of any epoch.
 
-    The order of samples depends only on the seed and the epoch, and the sampler skips batches without loading them. If
-    the loader or its dataset has state_dict and load_state_dict, its saved state is restored instead.
+    The order of an epoch depends only on the seed and the epoch. Batches to skip are left out in the sampler, so that
+    the dataset does not load them. A loader or dataset with state_dict and load_state_dict is restored from its own
+    state instead.
 
     Args:
         seed: this rank's seed.
@@ -222,14 +220,14 @@ class BatchSource:
 
     @property
     def same_data(self) -> str:
-        """The mechanism by which a resumed run reads the same data, such as "sampler"; "" if there is none."""
+        """The means by which a resumed run reads the same data; "" if it may read other data."""
         if self._stateful is not None:
             return f"state_dict of {type(self._stateful).__name__}"
         return "sampler" if self._in_sampler else ""
 
     @property
     def length(self) -> int | None:
-        """Number of batches per epoch; None if it is unknown."""
+        """Number of batches per epoch; None if unknown."""
         try:
             return len(self.loader)
         except (TypeError, NotImplementedError):

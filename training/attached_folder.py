@@ -1,7 +1,7 @@
-"""Run the job of a framework that writes its own checkpoints: each commit holds the files of one folder.
+"""Job for frameworks that write their own checkpoints, such as Lightning: each commit contains the files of one folder.
 
-The framework trains, and writes a folder when the job asks for one. Each file becomes a byte tensor of an ordinary
-commit, so files are staged, uploaded, verified and retained like any other state.
+The framework trains, and writes a folder when the job asks for one. The files are stored as byte tensors in an ordinary
+commit, so they are staged, uploaded, verified and retained like any other tensors.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def attach_folder(
 ) -> FolderJob:
     """Attach this process to a job whose commits are folders, and restore the newest one into the folder `into`.
 
-    Every rank calls this. The other arguments are those of `ebbflow.attach`.
+    Call it on every rank. The other arguments are those of `ebbflow.attach`.
     """
     try:
         folder = Path(into)
@@ -43,10 +43,10 @@ def attach_folder(
 
 
 class FolderJob(AttachedJob):
-    """A job whose training loop belongs to a framework, which reports each step and writes the files of each commit.
+    """A job driven by a framework, which calls `end_step` after each step and writes the folders to commit.
 
     Attributes:
-        restored: the restored folder or file; None if there was no commit.
+        restored: path of the restored folder or file; None if there was no commit.
     """
 
     def __init__(self, spec: WorkerSpec, gang: Gang, into: Path) -> None:
@@ -60,16 +60,16 @@ class FolderJob(AttachedJob):
 
     @property
     def is_committed(self) -> bool:
-        """Whether the state after the last completed step has been committed."""
+        """Whether the state after the last step was saved."""
         return self._saved_step == self.step
 
     def log_last_step(self, loss: float) -> None:
-        """Record the loss of the last step, which the framework computes only after `end_step`."""
+        """Record the loss of the last step, which some frameworks provide only after the step has ended."""
         if self._steps:
             self._steps[-1] = (*self._steps[-1][:3], loss)
 
     def watch_signals(self) -> None:
-        """Make SIGTERM save and exit, replacing the framework's handler."""
+        """Replace the framework's SIGTERM handler, so that SIGTERM makes the job save and exit."""
         self._limits.watch_signals()
 
     def begin_step(self) -> None:
@@ -80,10 +80,10 @@ class FolderJob(AttachedJob):
         self._reporter.enter("evaluation", self.step)
 
     def end_step(self, samples: int = 1, *, learning_rate: float | None = None, updated: bool = True) -> bool:
-        """Count a step. Return whether the framework must write a folder now, equal on all ranks. Collective.
+        """Count a step. Return whether the framework must write a folder now, the same on all ranks. Collective.
 
         Args:
-            updated: whether the optimizer has applied all gradients, so that the state can be saved.
+            updated: whether the optimizer has applied all gradients; only then can the state be saved.
         """
         self.step += 1
         self._samples += samples
@@ -102,14 +102,14 @@ class FolderJob(AttachedJob):
         return self._pending is not None
 
     def commit(self, folder: Path | str) -> None:
-        """Commit a folder or file that the framework has written on all ranks. Collective.
+        """Commit a folder or file that the framework has written. Collective.
 
-        If the job must stop, for example after a notice, exit when the commit is done.
+        If the job was asked to stop, exit afterwards (with code 75 after a notice or SIGTERM).
         """
         sync, self._pending = self._pending, None
         self._reporter.enter("checkpoint", self.step)
         self._folder = Path(folder)
-        self._flush_steps()  # what led to a commit is known wherever the commit is
+        self._flush_steps()  # so that no commit is newer than the recorded steps
         if not self._gang.alone:
             dist.barrier(group=self._gang.group)
         try:
@@ -127,7 +127,7 @@ class FolderJob(AttachedJob):
         self._reporter.enter("data", self.step + 1)
 
     def complete(self) -> None:
-        """Complete the job without another save; its newest commit is the final one."""
+        """End the job without a further commit."""
         self._saved_step = self.step
         self._complete()
 
@@ -148,7 +148,7 @@ class FolderJob(AttachedJob):
         return {"folder": {"name": folder.name, "empty": empty}}
 
     def _restore(self) -> None:
-        """Write the files of the newest commit to the folder, on one rank of each node. Collective."""
+        """Write the files of the newest commit into the folder, on one rank of each node. Collective."""
         writes = self._gang.rank % self._spec.colocated_ranks == 0
         partial = self._into / ".ebbflow-restored"
         if writes:
@@ -159,7 +159,7 @@ class FolderJob(AttachedJob):
                 return None
             path = _inside(partial, name.removeprefix(_PREFIX))
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.unlink(missing_ok=True)  # of a damaged commit that was tried before
+            path.unlink(missing_ok=True)  # left by a damaged commit that was tried before
             return torch.from_file(str(path), shared=True, size=entry.shape[0], dtype=torch.uint8)
 
         restored = self._read_commit(place)

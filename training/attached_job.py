@@ -1,7 +1,7 @@
-"""Run the job of a script that keeps its own training loop: between two steps, the job may save or stop.
+"""Job of a script that keeps its own training loop. The job saves and exits only between two steps.
 
-At certain steps, the syncs, all ranks agree whether to save and whether to stop. A sync is an all-gather over gloo, and
-happens about twice a second.
+At certain steps, called syncs, all ranks agree whether to save and whether to stop. A sync is an all-gather over gloo,
+about twice a second.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ current: AttachedJob | None = None  # the job of this process
 
 
 def refuse(error: TrainingError | InfraError) -> NoReturn:
-    """Print the error in one line, and exit with the exit code of its outcome."""
+    """Print the error in one line, and exit with the error's exit code."""
     release_job()
     print(f"ebbflow: {error}", file=sys.stderr, flush=True)
     sys.exit(error.outcome.exit_code)
 
 
 class Stateful(Protocol):
-    """An object whose state is saved with the job, such as a scheduler, a gradient scaler or an average of weights."""
+    """An object whose state is saved with the job, such as a scheduler, a gradient scaler or averaged weights."""
 
     def state_dict(self) -> Any: ...
     def load_state_dict(self, state_dict: Any, /) -> Any: ...
@@ -79,8 +79,8 @@ class AttachedJob:
 
     Attributes:
         name: name of the job.
-        step: number of completed steps. A step is one batch of `batches`, or one number of `steps`.
-        epoch: number of the current epoch, from 0.
+        step: number of completed steps; a step is one iteration of `batches` or `steps`.
+        epoch: number of the current epoch, counted from 0.
         resumed: whether a commit was restored.
     """
 
@@ -151,7 +151,7 @@ class AttachedJob:
             False
         )
         self._exit_code: int | None = None
-        self._held: bool | None = None  # a sync that waits for the end of the epoch: whether gradients are unused
+        self._held: bool | None = None  # not None: a sync waits for the epoch's end; True: gradients are unused
         self._saved_step = -1
         self._next_sync, self._synced_at, self._synced_step = 0, 0.0, 0
         self._logged: dict[str, Any] = {}
@@ -173,17 +173,17 @@ class AttachedJob:
             self._fail(error)
 
     def log(self, **values: Any) -> None:
-        """Record figures of this step: `loss` and `tokens` for the report and live metrics, and any other metrics.
+        """Record values of this step: `loss` and `tokens` for the report and live metrics, others as metrics.
 
-        A loss that is a tensor is read later, so that this call does not wait for the device.
+        A loss given as a tensor is read later, so that the loop does not wait for the device.
         """
         self._logged |= {name: value.detach() if isinstance(value, Tensor) else value for name, value in values.items()}
 
     def epochs(self, count: int, loader: Any = None) -> Iterator[int]:
         """Yield the numbers of the remaining epochs.
 
-        If `loader` is given, the user's own loop over it within an epoch continues, after a resume, at the batch of the
-        last commit. Otherwise use `batches(loader)` for that loop.
+        With `loader`, the user's own loop over the loader within an epoch continues where the last commit was made.
+        Without it, use `batches(loader)` for that loop.
         """
         if loader is not None:
             self._open_source(loader)
@@ -200,7 +200,7 @@ class AttachedJob:
                     self._sync(held)
 
     def batches(self, loader: Any, *, epochs: int | None = None) -> Iterator[Any]:
-        """Yield the remaining batches of `epochs` epochs or, without `epochs`, of the current epoch of `job.epochs`."""
+        """Yield the remaining batches of `epochs` epochs; without `epochs`, those of the current epoch of the job."""
         if epochs is None:
             if not self._looping:
                 refuse(AttachError("job.batches(loader) without epochs; fix: give it epochs, or loop over job.epochs"))
@@ -210,7 +210,7 @@ class AttachedJob:
             yield from self._epoch(loader)
 
     def steps(self, max_steps: int) -> Iterator[int]:
-        """Yield the remaining step numbers, from 0 to `max_steps` - 1."""
+        """Yield the numbers of the remaining steps, up to `max_steps` - 1."""
         with self._outermost_loop():
             while self.step < max_steps:
                 self._begin_step()
@@ -237,7 +237,7 @@ class AttachedJob:
             self._complete()
 
     def restore_random_states(self) -> None:
-        """Set the random states of the commit, since code may have drawn random numbers after the restore.
+        """Restore the random states of the commit again, since code may have drawn random numbers after `attach`.
 
         Only the first call has an effect.
         """
@@ -268,7 +268,7 @@ class AttachedJob:
 
     @contextlib.contextmanager
     def _counting(self) -> Iterator[None]:
-        """Count the current step even if the user's code breaks out of the loop, provided the optimizer took a step."""
+        """Count the current step if the user's code leaves the loop during it and its optimizer took a step."""
         try:
             yield
         except GeneratorExit:
@@ -286,8 +286,9 @@ class AttachedJob:
     def _end_step(self, samples: int, *, last: bool = False) -> None:
         """Count the step, and sync if a sync is due.
 
-        After the last step of an epoch, the sync waits until the user's code at the end of the epoch has run. Otherwise
-        a resumed script would run that code without the variables of the epoch, such as its last loss.
+        After the last step of an epoch, the sync waits until the user's code at the end of the epoch has run. A script
+        that resumed from an earlier commit would run that code without the variables of the epoch, such as its last
+        loss.
         """
         self.step += 1
         self._samples += samples
@@ -317,7 +318,7 @@ class AttachedJob:
             self._saves.extra["metrics"] = {**metrics, "step": self.step}
 
     def _flush_steps(self, keep: int = 0) -> float:
-        """Emit the events of all pending steps except the last `keep`. Return the last loss among them, or 0."""
+        """Emit the pending events of steps except the last `keep`. Return the last emitted loss, or 0 without any."""
         last, count = 0.0, len(self._steps) - keep
         for step, at, data, loss in self._steps[:count]:
             if loss is not None:
@@ -329,7 +330,7 @@ class AttachedJob:
         return last
 
     def _sync(self, unsettled: bool) -> None:
-        """Agree with the other ranks whether to save and whether to stop, and do it. Collective."""
+        """Agree with the other ranks whether to save and whether to stop, and do both as agreed. Collective."""
         sync = self._agree(unsettled)
         stopping, wanted = sync.stop is not Stop.NONE, sync.stop is not Stop.NONE or sync.save_due
         if wanted and not sync.settled and sync.last_save[1] > _LAST_SECONDS:
@@ -348,7 +349,7 @@ class AttachedJob:
         self._saves.save_if_due(Position(self.step, self._samples), sync, last=last)
 
     def _agree(self, unsettled: bool = False) -> StepSync:
-        """Exchange every rank's step, loss and requests to save or stop, and return the common result. Collective."""
+        """Exchange whether each rank wants to save or to stop, and return the common result. Collective."""
         now, saves = time.monotonic(), self._saves
         row = Row(
             step=self.step,
@@ -374,7 +375,7 @@ class AttachedJob:
         return sync
 
     def _plan_next_sync(self, sync: StepSync) -> None:
-        """Choose the step of the next sync from rank 0's step time, so that all ranks choose the same."""
+        """Choose the step of the next sync, the same on all ranks, from the time that rank 0 takes per step."""
         seconds = sync.own_seconds[0] / max(1, self.step - self._synced_step)
         self._next_sync = self.step + max(1, min(_MOST_STEPS, int(_SYNC_SECONDS / max(seconds, 1e-6))))
         if self._config.checkpoint.interval == "steps":
@@ -383,7 +384,7 @@ class AttachedJob:
         self._synced_at, self._synced_step = time.monotonic(), self.step
 
     def _capture(self, step: int) -> dict[str, Any]:
-        """Return the JSON state of a commit, and pass the tensors that belong to it to the saver."""
+        """Return the job's fields for a commit, and give the saver the tensors to which these fields refer."""
         shared: dict[str, Tensor] = {}
         forms = {
             name: split_state(one.state_dict(), f"{SHARED_PREFIX}{name}", shared) for name, one in self._states.items()
@@ -396,7 +397,7 @@ class AttachedJob:
         return {"attach": {"epoch": self.epoch, "batch": self._batch, "states": forms}}
 
     def _restore(self) -> None:
-        """Restore the newest commit: model, optimizer, further states, and position in the data. Collective."""
+        """Restore the newest commit, if there is one. Collective."""
         shared: dict[str, Tensor] = {}
         for name, one in self._states.items():
             split_state(one.state_dict(), f"{SHARED_PREFIX}{name}", shared)
@@ -432,7 +433,7 @@ class AttachedJob:
                 buffer.copy_(stored)
 
     def _read_commit(self, place: Place) -> RestoreResult | None:
-        """Load the newest commit into model and optimizer, and continue from its step. Collective."""
+        """Read the newest commit into model and optimizer, and continue from its step. Collective."""
         if self._spec.candidates:
             self._reporter.enter("restore", 0)
         begun = time.monotonic()
@@ -451,7 +452,7 @@ class AttachedJob:
         return restored
 
     def _watch_model(self) -> None:
-        """Register hooks that notice optimizer steps and evaluations of the model."""
+        """Register hooks on the optimizer's steps and on the model's forward passes."""
         if self._optimizer is not None:
             self._optimizer.register_step_pre_hook(lambda *_: self._saver.before_step())
             self._optimizer.register_step_post_hook(self._on_optimizer_step)
@@ -462,7 +463,7 @@ class AttachedJob:
         self._updated = True
 
     def _on_forward(self, module: nn.Module, _: Any) -> None:
-        """Report whether an evaluation or a training step runs, because they have separate hang thresholds."""
+        """Report whether the model is evaluated or trained, because the agent has a hang threshold for each phase."""
         if not module.training:
             self._reporter.enter("evaluation", self.step)
         elif self._looping:
@@ -482,7 +483,7 @@ class AttachedJob:
         raise SystemExit(self._exit_code)
 
     def _complete(self) -> None:
-        """Save the final commit if it is missing, and end the job. Collective."""
+        """Make the final commit and end the job. Collective."""
         if self._closed:
             return
         self._flush_steps()
@@ -511,7 +512,7 @@ class AttachedJob:
         self._close()
 
     def close_at_exit(self) -> None:
-        """Close the job when the script exits. If `break` left its loop, complete the job first."""
+        """Complete the job if the script left its loop by `break`, and close it."""
         if self._left_loop and not self._closed and not hasattr(sys, "last_value"):
             self._complete()
         self._close()

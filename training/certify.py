@@ -1,7 +1,7 @@
 """The command `ebbflow certify CONFIG`, which proves that a job resumes exactly.
 
-It runs a small copy of the job without and with interruptions on this machine, and compares losses, batches and
-weights. Importing this module imports no torch.
+On this machine, it runs a small copy of the job once uninterrupted and once per kind of interruption, and compares
+losses, batches and weights. Importing this module does not import torch.
 """
 
 from __future__ import annotations
@@ -55,9 +55,10 @@ _CHILD_SECONDS = 3600.0
 
 
 def small_config(config: RunConfig, *, store: Path, steps: int) -> RunConfig:
-    """Return a small copy of a job: fewer steps, six commits, at most two nodes, as many ranks as cores.
+    """Return the configuration of a small copy of a job: fewer steps, six commits, one or two nodes, fewer ranks.
 
-    A lost node must be replaced: with fewer ranks, sums are added up in another order and differ in their last bits.
+    There is at most one rank per core. The copy never continues with fewer nodes, because with fewer ranks sums are
+    added up in another order and differ in their last bits.
     """
     nodes, processes = gang_size(config)
     sections = {
@@ -76,7 +77,7 @@ def small_config(config: RunConfig, *, store: Path, steps: int) -> RunConfig:
 
 
 def record_batches(config: RunConfig, folder: Path) -> RunConfig:
-    """Return a configuration in which the workload is wrapped, so that its batches are recorded in `folder`."""
+    """Return a configuration whose workload wraps the given one and records its batches in `folder`."""
     options = {**config.workload_options, WORKLOAD_OPTION: config.workload or "", FOLDER_OPTION: str(folder)}
     return config.model_copy(update={"workload": RECORDED, "workload_options": options})
 
@@ -89,7 +90,10 @@ def gang_size(config: RunConfig) -> tuple[int, int]:
 
 
 class RecordedWorkload:
-    """A workload that delegates to the one in its options, and records its batches in the folder in its options."""
+    """A workload that wraps another one and records its batches.
+
+    Its options name the wrapped workload and the folder for the records.
+    """
 
     def __init__(self, context: WorkloadContext) -> None:
         from ebbflow.training.workloads.loader import make_workload
@@ -128,7 +132,7 @@ def _own_context(context: WorkloadContext) -> WorkloadContext:
 
 
 def content_sha256(batch: Any) -> str:
-    """Return the SHA-256 of every tensor and number of a batch, in the order of the batch's fields."""
+    """Return the SHA-256 over all tensors and numbers of a batch, in the order of the batch's fields."""
     digest = hashlib.sha256()
     for part in _parts(batch):
         digest.update(part)
@@ -170,7 +174,7 @@ class CertifiedRun:
 
 
 def certified_run(config: RunConfig, prepared: dict, folder: Path, interruption: str) -> CertifiedRun:
-    """Run the job to its end, in at most four starts, with one of INTERRUPTIONS or UNINTERRUPTED."""
+    """Run the job to its end in at most four starts. `interruption` is a key of INTERRUPTIONS, or UNINTERRUPTED."""
     job = interruption.replace(" ", "-")
     records, logs = folder / job / "records", folder / job / "logs"
     records.mkdir(parents=True)
@@ -223,7 +227,7 @@ def _to_the_end(spec: GangSpec, folder: Path) -> tuple[GangOutcome, int]:
 
 
 def _samples(folder: Path) -> list[tuple[int, int, str]]:
-    """Return (rank, first sample, SHA-256) of each recorded batch. A last line that a kill cut off is skipped."""
+    """Return (rank, first sample, SHA-256) of each recorded batch. Skip a last line that is cut off by a kill."""
     found = []
     for path in sorted(folder.glob("rank-*.jsonl")):
         rank = int(path.stem.removeprefix("rank-"))
@@ -276,7 +280,10 @@ def format_certificate(found: dict[str, Any]) -> str:
 
 
 def _compare(uninterrupted: CertifiedRun, run: CertifiedRun) -> dict[str, Any]:
-    """Return a run's entry in the certificate. A repeated step must have the same figures each time."""
+    """Compare a run with the uninterrupted one, and return its entry in the certificate.
+
+    A step that ran several times must have had the same figures each time.
+    """
     figures, batches = dict(uninterrupted.steps), {one[:2]: one[2] for one in uninterrupted.samples}
     seen, read = {step for step, _ in run.steps}, {one[:2] for one in run.samples}
     wrong = [
@@ -315,7 +322,7 @@ def _sha256(text: str) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command, and return 0 if the certificate holds, 1 if it does not, or the exit code of the error."""
+    """Run the command. Return 0 if the certificate holds, 1 if it does not, or the exit code of the error."""
     parser = argparse.ArgumentParser(
         prog="ebbflow certify",
         description="Run a job small, with and without interruptions, and compare losses, samples and weights.",
@@ -358,7 +365,7 @@ def certify(
     parent: Path | None = None,
     interruptions: Sequence[str] = tuple(INTERRUPTIONS),
 ) -> dict[str, Any]:
-    """Run the job once uninterrupted and once per interruption, and return the certificate as JSON. Takes minutes."""
+    """Run the job once uninterrupted and once per interruption, and return the certificate. Takes minutes."""
     from ebbflow.training.gang import Gang
     from ebbflow.training.workloads.loader import prepare_data, workload_context
 
@@ -379,7 +386,7 @@ def certify(
 def certify_in_child(
     config: RunConfig, *, steps: int = DEFAULT_STEPS, interruptions: Sequence[str] = tuple(INTERRUPTIONS)
 ) -> dict[str, Any]:
-    """Run `certify` in a process of its own, since this process imports no torch. Raises TrainingError."""
+    """Run `certify` in a child process, because this process must not import torch. Raises TrainingError."""
     with tempfile.TemporaryDirectory(prefix="ebbflow-certify-") as folder:
         given, found = Path(folder, "config.json"), Path(folder, "certificate.json")
         given.write_text(config.model_dump_json())

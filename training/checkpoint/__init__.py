@@ -1,6 +1,6 @@
 """The public names of the checkpoint package (docs/checkpoints.md), each imported on first use.
 
-So the package and its torch-free modules, such as lineage, uploader and commands, are imported without torch.
+Therefore the package and its torch-free modules, such as lineage, uploader and commands, can be imported without torch.
 """
 
 from __future__ import annotations

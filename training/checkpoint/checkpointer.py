@@ -1,4 +1,4 @@
-"""Save checkpoints without waiting for the store, track their commits, and restore the newest one that verifies."""
+"""Save checkpoints without waiting for the store, track their commits, and restore the newest valid one."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class Checkpointer:
         generation: the current start of the gang, as `open_generation` returned it.
         deadline_seconds: time for a save to become a commit, counted from the call of `save`.
         upload_bytes_per_second: bandwidth cap for this rank's uploads; None means no cap.
-        chunk_bytes: bytes per checksum. An upload part has two chunks; Amazon S3 accepts parts from 5 MiB.
-        request_seconds: timeout of each store request of a restore.
+        chunk_bytes: bytes per checksum. An upload part has two chunks; Amazon S3 requires parts of at least 5 MiB.
+        request_seconds: timeout of each store request during a restore.
         emit: records an event; usually `EventLog.emit`. Rank 0 emits `commit`; every rank `staged` and `commit_failed`.
         waiting: called when a wait for the uploader begins; returns a function that is called when the wait ends.
 
     Attributes:
-        further: tensors to save besides model, optimizer and random states.
+        further: tensors to save in addition to model, optimizer and random states.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Checkpointer:
         uploader = UploaderClient(self._store.uri, rank, self._stage.descriptors)
         self._saves = SaveTracker(uploader, rank, self._emit, waiting or (lambda: lambda: None))
         self.further = FurtherState()
-        # A save whose copy from the device may still run; it is handed to the uploader then.
+        # A save whose copy from the device may still be running. The uploader gets it when the copy is complete.
         self._queued: tuple[InflightSave, StagedState, dict[str, Any] | None] | None = None
         self._last_step: int | None = None
         self._layout_of: tuple[int | None, int] = (None, 0)  # pid of the uploader, layout number that it has
@@ -92,24 +92,24 @@ class Checkpointer:
 
     @property
     def busy(self) -> bool:
-        """Whether a save is in flight, so that the next `save` would have to wait. Ranks may have different values."""
+        """Whether a save is in flight, so that the next `save` would have to wait. Ranks may have different answers."""
         return self._queued is not None or self._saves.busy
 
     @property
     def expected_seconds(self) -> float | None:
-        """Estimated seconds until a save that begins now would be durable; None before the first is durable."""
+        """Estimated seconds until a save that begins now would be durable; None before the first durable save."""
         self._saves.drain()
         return self._saves.expected_seconds(self._planner.layout.length)
 
     @property
     def last_durable(self) -> tuple[int, float] | None:
-        """Step of the last durable save, and the seconds it took from the call of `save`; None before the first."""
+        """Step of the last durable save, and its duration in seconds from the call of `save`; None without one."""
         self._saves.drain()
         return self._saves.durable
 
     @property
     def failed_step(self) -> int | None:
-        """The step of this rank's last save if that save failed; else None."""
+        """Step of this rank's last save if that save failed, else None."""
         self._saves.drain()
         return self._saves.failed_step
 
@@ -126,7 +126,7 @@ class Checkpointer:
         self._stage.prepare(self._planner.expected_bytes(model, optimizer))
 
     def hurry(self) -> None:
-        """Lift the bandwidth cap on uploads. Called after the last step, when little time is left."""
+        """Lift the bandwidth cap on uploads. Call this after the last step, when little time is left."""
         self._bytes_per_second = None
         self._saves.uploader.tell({"command": "hurry"})
 
@@ -141,11 +141,17 @@ class Checkpointer:
     ) -> float:
         """Copy the state after `step` into a staging buffer, hand it to the uploader, and return the stall in seconds.
 
-        The stall is the copy, plus the wait for an earlier save that is still in flight. Saving a step again does
-        nothing and returns 0.0. A copy from a CUDA device may still be running on return; `before_step` waits for it.
-        `extra` is further data to store with the checkpoint, as JSON without NaN. Only rank 0's is stored.
-        `deadline_seconds` is the deadline of this save; default: that of the checkpointer. Raises GenerationSuperseded
-        (a newer generation of the job is running), CheckpointError (two saves in a row have failed).
+        The stall is the time of the copy, plus the wait for an earlier save that is still in flight. Saving a step
+        again does nothing and returns 0.0. A copy from a CUDA device may still be running on return; `before_step`
+        waits for it.
+
+        Args:
+            extra: further data to store with the checkpoint, as JSON without NaN. Only rank 0's is stored.
+            deadline_seconds: deadline of this save; default: that of the checkpointer.
+
+        Raises:
+            GenerationSuperseded: a newer generation of the job is running.
+            CheckpointError: two saves in a row have failed.
         """
         began = time.monotonic()
         if self._last_step is not None and step <= self._last_step:
@@ -184,11 +190,10 @@ class Checkpointer:
             self._send()
 
     def wait(self) -> CommitRef | None:
-        """Wait until the newest save is committed. Return the newest commit; None if nothing was ever saved or
-        restored.
+        """Wait until the newest save is committed. Return the newest commit, or None if nothing was saved or restored.
 
-        Raises CheckpointError (the save failed, or its deadline passed), GenerationSuperseded (a newer
-        generation of the job is running).
+        Raises CheckpointError (the save failed, or its deadline passed), GenerationSuperseded (a newer generation of
+        the job is running).
         """
         self.before_step()
         flights = self._saves
@@ -208,9 +213,16 @@ class Checkpointer:
     ) -> RestoreResult | None:
         """Fill model and optimizer from the first candidate that all ranks can verify; return None without candidates.
 
-        Damaged candidates are quarantined and reported. `candidates` are commit keys, newest first. `place` chooses the
-        tensors into which those of `FurtherState.shared` are read; by default none is read. Raises CommitMismatch (the
-        commit belongs to another model), CheckpointError (no candidate can be restored).
+        Damaged candidates are quarantined and reported.
+
+        Args:
+            candidates: commit keys, newest first.
+            place: returns the tensor to read a tensor of `FurtherState.shared` into, or None to skip it; default: skip
+                all.
+
+        Raises:
+            CommitMismatch: the commit belongs to another model.
+            CheckpointError: no candidate can be restored.
         """
         if self._generation.parent is not None and self._generation.parent not in candidates:
             raise CheckpointError(
@@ -251,7 +263,7 @@ class Checkpointer:
         self.close()
 
     def _go_back_to(self, key: str, step: int) -> None:
-        """Amend this generation's record, because it starts from an older commit than the record names."""
+        """Correct this generation's record after a restore from an older commit than the one that the record names."""
         generation = replace(self._generation, parent=key, parent_step=step)
         if self._rank == 0:
             what = f"amend the record of {generation.name}"  # otherwise late commits between the two would count

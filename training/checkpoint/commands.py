@@ -31,7 +31,7 @@ _KINDS = ("dcp", "safetensors", "torch")
 
 
 def main(argv: list[str]) -> int:
-    """Run one command and return its exit code: 0 for success, 1 for an error or a damaged commit, 2 for bad usage."""
+    """Run a subcommand. Return its exit code: 0 for success, 1 for an error or a damaged commit, 2 for bad usage."""
     options = _parser().parse_args(argv)
     try:
         fresh = options.command == "import"  # only import may create a job
@@ -47,7 +47,7 @@ def main(argv: list[str]) -> int:
 
 
 def _store_uri(uri: str) -> str:
-    """Return the URI of the job's store. `uri` may also be the job's report folder, which names the store."""
+    """Return the URI of the job's part of the store. `uri` may be the job's report folder, which has this URI."""
     known = None if (Path(uri) / "commits").is_dir() else known_job(Path(uri))
     return uri if known is None else known.uri
 
@@ -58,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     by_hand = "a step, a key, or the start of its hash"
 
     def add(name: str, run: Callable[..., int], text: str, *, commit: str = "", **more: Any) -> argparse.ArgumentParser:
-        """Add a subcommand. `commit` is the default of its option --commit, for the help; "" means no such option."""
+        """Add a subcommand. `commit` describes the default of its option --commit; with "" there is no such option."""
         command = commands.add_parser(name, help=text, **more)
         if name == "import":
             command.add_argument("source", type=Path, metavar="SOURCE", help="file or folder; its kind is recognised")
@@ -102,8 +102,8 @@ def _parser() -> argparse.ArgumentParser:
 def choose_signing_key(store: Store, name: str | None, *, must_check: bool) -> None:
     """Choose the environment variable that holds the signing key, and use its key.
 
-    It is `name`; without `name`, the one that the environment names; without that, the one that the job's configuration
-    names. If that one is not set, raise NoSigningKey with `must_check`; else check no signatures.
+    The variable is `name`, else the one that EBBFLOW_SIGNING_KEY_ENV names, else the one in the job's configuration. If
+    the latter is not set, raise NoSigningKey with `must_check`; otherwise check no signatures.
     """
     name = name or os.environ.get(NAME_VARIABLE)
     if name is None and (named := _configured_name(store)):
@@ -121,10 +121,11 @@ def _configured_name(store: Store) -> str | None:
 
 
 def find(store: Store, wanted: str | None) -> TracedCommit:
-    """Find one commit of a job. A commit counts if a start may restore it.
+    """Find one commit of a job.
 
-    `wanted` is a step, a key or the start of a hash (6 digits or more); None means the newest commit that counts.
-    Raises CheckpointError (no commit or several commits match; the message lists the candidates).
+    `wanted` is a step, a key or the start of a hash (6 digits or more). None means the newest commit that counts; a
+    commit counts if a start of the job may restore it. Raises CheckpointError if no commit or several commits match;
+    its message lists the candidates.
     """
     traced = trace_lineage(store)
     if wanted is None:
@@ -167,10 +168,10 @@ def _list(store: Store, options: argparse.Namespace) -> int:
 
 
 def _row(store: Store, traced: TracedCommit) -> dict[str, Any]:
-    """Describe a commit as a row of `list`.
+    """Describe a commit as a row of the subcommand `list`.
 
-    Its state is "verified" (every byte was read and checked), "whole" (the manifest is readable and all object sizes
-    match) or "torn" (neither).
+    The state of the commit is "verified" (every byte was read and checked), "whole" (the manifest is readable and all
+    object sizes match) or "torn" (anything else).
     """
     ref, reason = traced.ref, traced.unreachable_because
     row: dict[str, Any] = {
@@ -276,7 +277,7 @@ def _signature_standing(store: Store, key: str) -> str:
 
 
 def _sign(store: Store, options: argparse.Namespace) -> int:
-    """Sign the commits that count and have no signature, after reading and verifying every byte of each."""
+    """Sign the commits that count and have no signature yet, after reading and verifying every byte of each."""
     name = os.environ.get(NAME_VARIABLE)
     if name is None:
         raise CheckpointError("sign: which key? name its variable with --signing-key-env")
@@ -299,7 +300,7 @@ def _sign(store: Store, options: argparse.Namespace) -> int:
 def _sha256_of_data(store: Store, manifest: Manifest) -> dict[str, list[str]]:
     """Return the SHA-256 of each chunk, by data object.
 
-    Each chunk is compared with its CRC again, because it may have changed since it was verified.
+    Check the CRC of each chunk again, because the chunk may have changed since it was verified.
     """
     found: dict[str, list[str]] = {}
     for data in manifest.data:
@@ -314,7 +315,7 @@ def _sha256_of_data(store: Store, manifest: Manifest) -> dict[str, list[str]]:
 
 
 def _record_verification(store: Store, traced: TracedCommit, *, sound: bool) -> None:
-    """Record the result of `verify`, which `list` shows. If the store cannot be written, only print a note."""
+    """Record the result of `verify`, so that `list` can show it. If the store is not writable, only print a note."""
     key = verified_key(traced.ref.sha256)
     try:
         if sound:
@@ -328,8 +329,8 @@ def _record_verification(store: Store, traced: TracedCommit, *, sound: bool) -> 
 def _pin(store: Store, options: argparse.Namespace) -> int:
     """Pin a commit, so that retention never deletes it.
 
-    The pin is written before the check for a tombstone (the record that a deletion has begun); a deletion writes the
-    tombstone before its check for a pin. So if both happen at once, at least one sees the other.
+    This function writes the pin before it checks for a tombstone (the record that a deletion has begun), and a deletion
+    writes the tombstone before it checks for a pin. So if both run at once, at least one of them sees the other.
     """
     ref = find(store, options.commit).ref
     store.put(pin_key(ref.sha256), seal({"version": VERSION, "key": ref.key, "t_wall": time.time()}))

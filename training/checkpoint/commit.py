@@ -1,7 +1,7 @@
-"""Make a commit without collectives and without locks: any rank that sees the indexes of all ranks writes the manifest.
+"""Make a commit without collectives or locks: any rank that sees the indexes of all ranks writes the manifest.
 
-A rank's index describes the data that it uploaded. The manifest is a pure function of the indexes and its key contains
-its hash, so ranks that write it at the same time write the same bytes, and no rank has to win a race. Losing any rank
+A rank's index describes the data that the rank uploaded. The manifest depends only on the indexes, and its key contains
+its hash. So ranks that write the manifest at the same time write the same bytes to the same key. The loss of a rank
 after its index is durable cannot block the commit.
 
 Rank 0's uploader polls the store until the commit exists. The other ranks are a backup: they poll rarely, and the
@@ -39,7 +39,7 @@ _RANKS_PER_SECOND = 200  # indexes that a slow machine reads and merges per seco
 
 @dataclass(frozen=True)
 class CommitAttempt:
-    """The result of one look at the store: the commit, or the ranks whose index is missing."""
+    """The result of an attempt to commit: the commit, or the ranks whose indexes are missing."""
 
     commit: CommitRef | None
     size: int  # bytes of data
@@ -48,7 +48,7 @@ class CommitAttempt:
 
 
 class CommitWatch:
-    """Collector of the indexes of one save, which commits the save once all exist. Each index is read once."""
+    """Collector of the indexes of one save, which makes the commit once all exist. It reads each index only once."""
 
     def __init__(self, store: Store, save: CheckpointId) -> None:
         self._store = store
@@ -56,11 +56,11 @@ class CommitWatch:
         self._indexes: dict[int, tuple[RankIndex, bytes]] = {}
 
     def all_there(self) -> bool:
-        """Return whether the index of every rank exists, without reading any."""
+        """Return whether the index of every rank exists, without reading the indexes."""
         return not self._missing()
 
     def look(self) -> CommitAttempt:
-        """Commit the save if all its indexes exist and are sound. Return the commit, or the ranks without an index.
+        """Commit the save if the indexes of all ranks exist and are valid. Return the commit or the missing ranks.
 
         Raises StoreError (the store failed), CheckpointError (the indexes contradict each other).
         """
@@ -88,7 +88,7 @@ class CommitWatch:
         return set(missing)
 
     def _read(self, ranks: list[int]) -> str:
-        """Read the indexes that have not been read yet, and return why some are unusable; "" if none is."""
+        """Read the indexes that have not been read yet. Return why some are unusable, or "" if all are usable."""
         new = [rank for rank in ranks if rank not in self._indexes]
         if not new:
             return ""
@@ -114,7 +114,7 @@ class CommitWatch:
 
 
 def find_commit(store: Store, save: CheckpointId) -> CommitAttempt | None:
-    """Return the commit of `save` if any rank has made it, else None."""
+    """Return the commit of `save` if any rank has already made it, else None."""
     for meta in store.list(commit_prefix(save.step, save.generation_number)):
         try:
             manifest = fetch_verified(store, meta.key, Manifest.from_bytes)
@@ -135,11 +135,14 @@ def await_commit(
     foreign_first: bool = False,
     given_up: Callable[[], bool] = lambda: False,
 ) -> CommitAttempt:
-    """Wait until `save` is committed and the store lists the commit; commit it as soon as all indexes exist.
+    """Wait until `save` is committed and the store lists the commit. Make the commit as soon as all indexes exist.
 
-    A start finds commits by listing them, so a commit is announced only once it is listed. With `foreign_first`, look
-    for a commit by another rank before trying to commit. `given_up` returns True when waiting has become pointless.
-    Raises CheckpointError, which names the ranks without an index and the store's last error.
+    The wait includes the listing because a start of the job finds commits by listing them. Raises CheckpointError at
+    the deadline; its message names the ranks without an index and the store's last error.
+
+    Args:
+        foreign_first: look for a commit by another rank before the first attempt to commit.
+        given_up: returns True when waiting has become pointless.
     """
     watch = CommitWatch(store, save)
     attempt, cause = CommitAttempt(None, 0, []), ""
@@ -176,10 +179,12 @@ def commit_as_backup(
     """Commit the save in place of rank 0 if rank 0 does not, for example because it died.
 
     A rank above 0 calls this once its own index is durable. At growing intervals it checks whether the commit exists,
-    and makes the commit if all indexes exist and no other rank has made it. At the deadline it returns without a
-    commit, since rank 0 reports a save whose indexes stay incomplete. Store errors are ignored until the next check.
-    `interrupted` waits up to the given seconds for other work, and returns True if there is some. Then this function
-    returns too.
+    and makes the commit if all indexes exist and no other rank has made it. Store errors are ignored until the next
+    check. At the deadline the function returns without a commit, since rank 0 reports the failure.
+
+    Args:
+        interrupted: waits up to the given seconds, and returns True as soon as other work arrives, which ends this
+            function.
     """
     unit = min(_LONGEST_UNIT_SECONDS, deadline.seconds / _UNITS)
     watch = CommitWatch(store, save)

@@ -1,4 +1,4 @@
-"""A reader of commits for DCP (`torch.distributed.checkpoint`), which selects a rank's pieces at any world size."""
+"""A reader of commits for DCP (`torch.distributed.checkpoint`), which lets a rank read its part at any world size."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ from ebbflow.training.errors import CorruptCommit
 
 
 class CommitReader(StorageReader):
-    """Reader that verifies the commit `key` of a job's store, with `parallel` chunks at once; also usable with
-    `dcp.load`.
+    """DCP storage reader for the commit `key` of a job's store. It verifies everything that it reads.
+
+    It can also be passed to `dcp.load`. `parallel` is the number of chunks to read at once.
     """
 
     def __init__(self, job_store: Store, key: str, *, parallel: int | None = None) -> None:
@@ -62,7 +63,7 @@ class CommitReader(StorageReader):
         return False  # a commit is identified by a store and a key, not by one path
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill the tensors of a load plan. Each chunk is read once, straight into contiguous tensors."""
+        """Fill the tensors of a load plan. Read each chunk once, and directly into the tensors that are contiguous."""
         targets = [(item, planner.resolve_tensor(item).detach()) for item in plan.items]
         self._read((item.storage_index.fqn, self._piece(item), item, target) for item, target in targets)
         for item, target in targets:
@@ -81,7 +82,7 @@ class CommitReader(StorageReader):
         return found
 
     def read_into(self, targets: Mapping[str, torch.Tensor]) -> None:
-        """Fill the given tensors completely. Their names, shapes and dtypes are those of the commit."""
+        """Fill the given tensors completely. Their names, shapes and dtypes must be those of the commit."""
         requests = []
         for name, target in targets.items():
             for piece in self.manifest.tensors[name].pieces:
@@ -92,9 +93,10 @@ class CommitReader(StorageReader):
         self._read(requests)
 
     def _read(self, requests: Iterable[tuple[str, TensorPiece, ReadItem | None, torch.Tensor]]) -> None:
-        """Read pieces of tensors: the name, the piece, its rows to read (None: all), and the tensor to fill.
+        """Read pieces of tensors.
 
-        Bytes that do not fit the memory of the tensor as they are stored are read into a temporary tensor first.
+        A request is (tensor name, piece, part of the piece to read or None for all, tensor to fill). If the stored
+        bytes cannot be read directly into the tensor's memory, they are read into a temporary tensor first.
         """
         wanted: list[WantedRange] = []
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -129,7 +131,7 @@ class CommitReader(StorageReader):
 
 
 def _memory(tensor: torch.Tensor, dtype: torch.dtype) -> memoryview | None:
-    """Return the tensor's memory if stored bytes can be read straight into it; else None."""
+    """Return the tensor's memory if stored bytes of this dtype can be read directly into it, else None."""
     if tensor.device.type != "cpu" or tensor.dtype != dtype or not tensor.is_contiguous():
         return None
     return tensor.view(-1).view(torch.uint8).numpy().data

@@ -1,10 +1,10 @@
 """Read and write checkpoint files of other programs: DCP folders, safetensors and torch files. Imports torch.
 
-All three are written without holding all tensors in memory. A torch file is written in two passes: first everything
-except the tensors' bytes, for which `torch.serialization.skip_data` leaves room, then these bytes. The file is a zip
-archive of uncompressed entries, whose CRC-32 is filled in too, so that unzip and Python's zipfile can read it.
+No format needs all tensors in memory when it is written. A torch file is written in two passes: first everything except
+the tensors' bytes, for which `torch.serialization.skip_data` reserves space, then these bytes. The file is a zip
+archive of uncompressed entries. Their CRC-32 is filled in too, so that unzip and Python's zipfile can read the file.
 
-Safetensors files hold weights. The optimizer's tensors are in a second file, NAME.optimizer.safetensors, under
+Safetensors files hold weights. The optimizer's tensors are in a second file, NAME.optimizer.safetensors, with names
 `<parameter>.<state>`. Step, optimizer settings and `extra` are JSON in the metadata of the first file.
 """
 
@@ -73,7 +73,7 @@ _DTYPES = {
 
 
 def read_file(path: Path, *, weights_only: bool = False) -> PortableState:
-    """Read a DCP folder, a safetensors file or folder, or a torch file, as the path shows. Raises CheckpointError."""
+    """Read a DCP folder, a safetensors file or folder, or a torch file. Raises CheckpointError."""
     _refuse_special_files(path)
     kind = _kind_of(path)
     try:
@@ -93,7 +93,7 @@ def _refuse_special_files(path: Path) -> None:
 
 
 def write_file(content: PortableState, path: Path, kind: str) -> None:
-    """Write `content` in the format `kind`, one of KINDS. After an error the incomplete output is removed.
+    """Write `content` in the format `kind`, one of KINDS. After an error, remove the incomplete output.
 
     Raises CheckpointError (the path exists), NoRoom (the disk is full).
     """
@@ -113,7 +113,7 @@ def write_file(content: PortableState, path: Path, kind: str) -> None:
 
 
 def is_full(error: BaseException | None) -> bool:
-    """Return whether a full disk or an exhausted quota caused an error, directly or through its chain of causes."""
+    """Return whether an error, or an error in its chain of causes, means a full disk or an exhausted quota."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             return True
@@ -155,7 +155,7 @@ def read_dcp(path: Path, weights_only: bool) -> PortableState:
 
 
 def write_dcp(content: PortableState, path: Path) -> None:
-    """Write a DCP folder for `dcp.load` and `set_state_dict`, with the names that `get_state_dict` uses."""
+    """Write a DCP folder for `dcp.load` and `set_state_dict`, with the same names as `get_state_dict`."""
     document: dict[str, Any] = {"model": content.weights, "step": content.step, "extra": json.dumps(content.extra)}
     if content.settings is not None:
         document["optimizer"] = named_optimizer(content)
@@ -169,7 +169,7 @@ def write_dcp(content: PortableState, path: Path) -> None:
 
 
 class _Planner(DefaultSavePlanner):
-    """Planner of a DCP save from shapes alone. It reads each tensor's values only when they are written."""
+    """DCP save planner that needs only shapes to plan. It reads each tensor's values only when they are written."""
 
     def __init__(self, content: PortableState) -> None:
         super().__init__()
@@ -212,9 +212,10 @@ def _restore_lists(document: Any) -> Any:
 
 
 def save_hollow(document: Any, names: Mapping[int, str], path: Path) -> list[str]:
-    """Write a torch file without the tensors' values, which `fill` adds. Return the order in which it stores them.
+    """Write a torch file without the tensors' values, which `fill` adds. Return the tensors' names in file order.
 
-    `document` has nested dictionaries and lists with tensors, as for `torch.save`; `names` has a name by tensor `id`.
+    `document` has nested dictionaries and lists with tensors, as for `torch.save`; `names` maps a tensor's `id` to its
+    name.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode  # takes a second to import
 
@@ -227,7 +228,10 @@ def save_hollow(document: Any, names: Mapping[int, str], path: Path) -> list[str
 
 
 def fill(path: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
-    """Write the names and values of tensors, in the order that `save_hollow` returned, into the file that it wrote."""
+    """Write values of tensors into the file that `save_hollow` wrote.
+
+    `tensors` yields (name, value) in the order that `save_hollow` returned.
+    """
     with path.open("r+b") as file:
         with zipfile.ZipFile(file) as archive:
             entries = [info for info in archive.infolist() if info.filename.split("/")[1:-1] == ["data"]]
@@ -250,7 +254,10 @@ def fill(path: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
 
 
 def _hollow_copy(value: Any, names: Mapping[int, str], order: list[str]) -> Any:
-    """Copy nested dictionaries and lists with empty tensors, and append the names to `order` as pickle visits them."""
+    """Copy nested dictionaries and lists with empty tensors.
+
+    The tensors' names are appended to `order`, in the order in which pickle visits the tensors.
+    """
     if isinstance(value, Tensor):
         order.append(names[id(value)])
         return torch.empty(value.shape, dtype=value.dtype)
@@ -291,9 +298,9 @@ def write_torch(content: PortableState, path: Path) -> None:
 
 
 def parse_document(document: Any, what: str, weights_only: bool) -> PortableState:
-    """Extract the weights, and the optimizer unless `weights_only`, from a loaded checkpoint.
+    """Extract the weights from a loaded checkpoint and, unless `weights_only`, the optimizer's state.
 
-    `document` is a state dict, or a mapping with one under a usual name, such as "model" or "state_dict".
+    `document` is a state dict, or a mapping that has one under a usual name, such as "model" or "state_dict".
     """
     if not isinstance(document, Mapping):
         raise CheckpointError(f"{what}: is a {type(document).__name__}, not a state dict")
@@ -315,7 +322,7 @@ def parse_document(document: Any, what: str, weights_only: bool) -> PortableStat
 
 
 def read_safetensors(path: Path, weights_only: bool) -> PortableState:
-    """Read a file, or a folder whose files together hold the weights; also the optimizer's file, if there is one."""
+    """Read a file, or a folder whose files together hold the weights; and the optimizer's file, if there is one."""
     files = [path]
     if path.is_dir():
         files = sorted(file for file in path.glob("*.safetensors") if not file.name.endswith(_OPTIMIZER))
@@ -340,7 +347,7 @@ def read_safetensors(path: Path, weights_only: bool) -> PortableState:
 
 
 def write_safetensors(content: PortableState, path: Path) -> None:
-    """Write the weights, and the optimizer's tensors to a second file. The library's writer needs all in memory."""
+    """Write the weights to one file and the optimizer's tensors to a second file, without all tensors in memory."""
     about = {"step": content.step, "extra": content.extra, "settings": content.settings}
     metadata = {"format": "pt", _OURS: json.dumps(about)}
     _write(content, _WEIGHTS, path, metadata)
@@ -349,7 +356,7 @@ def write_safetensors(content: PortableState, path: Path) -> None:
 
 
 def _write(content: PortableState, prefix: str, path: Path, metadata: dict[str, str]) -> None:
-    """Write one safetensors file with the tensors whose name begins with `prefix`, under their names without it.
+    """Write the tensors whose names begin with `prefix` to one safetensors file, and remove the prefix from the names.
 
     Format (https://github.com/huggingface/safetensors, "Format"): the length of the header in eight bytes, the header
     as JSON, and the tensors' bytes without gaps. Tensors with larger elements come first, so that each is aligned.

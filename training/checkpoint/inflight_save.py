@@ -1,7 +1,7 @@
-"""The in-flight save of a rank, and the trainer's client of its uploader process.
+"""The in-flight save of a rank, and the client through which the trainer uses the rank's uploader process.
 
-A rank has at most one save in flight. The trainer hands it to the uploader, reads the answers without blocking, and
-decides what a failure means.
+A rank has at most one save in flight. The trainer hands it to the uploader, reads the uploader's answers without
+blocking, and decides what to do after a failure.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ _NO_ROOM_HINT = "free space or raise the quota, or use another store; then start
 
 
 class UploaderClient:
-    """Client of an uploader process, which inherits the file descriptors `buffers`; it replaces a process that died."""
+    """Client of an uploader process. It starts a new process if the old one has died.
+
+    The process inherits the file descriptors `buffers`, which are the staging buffers.
+    """
 
     def __init__(self, store_uri: str, rank: int, buffers: list[int]) -> None:
         self._store_uri = store_uri
@@ -50,7 +53,7 @@ class UploaderClient:
         return self._process.pid if self._process else None
 
     def start(self) -> None:
-        """Start the process. Call it in a long-lived thread: the kernel kills the process when the thread ends."""
+        """Start the process. Call this in a long-lived thread: the kernel kills the process when the thread ends."""
         arguments = [str(os.getpid()), str(self._rank), self._store_uri, *map(str, self._buffers)]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "ebbflow.training.checkpoint.uploader", *arguments],
@@ -60,15 +63,15 @@ class UploaderClient:
             pass_fds=self._buffers,
             env={**os.environ, "PYTHONPATH": python_path()},
         )
-        # A thread of its own writes the lines: a stopped process does not empty its pipe.
+        # A separate thread writes the lines, because a write to a stopped process can block.
         self._lines = queue.SimpleQueue()
         threading.Thread(target=_write_lines, args=(self._process, self._lines), name="commands", daemon=True).start()
-        # Each process has its own queue: late answers of a process that was given up are dropped.
+        # Each process has its own queue, so late answers of a killed process are dropped.
         self._answers = queue.SimpleQueue()
         threading.Thread(target=_read_answers, args=(self._process, self._answers), daemon=True).start()
 
     def running(self) -> int | None:
-        """Return the process id; restart the process if it has died."""
+        """Return the process id, after restarting the process if it has died."""
         if self._process is None or self._process.poll() is not None:
             self.start()
         return self.pid
@@ -99,7 +102,7 @@ class UploaderClient:
             self._process = None
 
     def close(self, grace_seconds: float) -> None:
-        """End the process. It may finish earlier commands for up to `grace_seconds`."""
+        """End the process, after giving it up to `grace_seconds` to finish earlier commands."""
         if self._process is None:
             return
         self.tell({"command": "finish"})
@@ -126,7 +129,7 @@ def _read_answers(process: subprocess.Popen[str], answers: queue.SimpleQueue[dic
 
 
 class UploadCost(NamedTuple):
-    """Totals of a rank's uploads: bytes, CPU time of the uploader, and wall-clock time until each index was durable."""
+    """Totals over a rank's uploads: bytes, CPU seconds of the uploader, and seconds until the indexes were durable."""
 
     bytes: int
     cpu_seconds: float
@@ -135,7 +138,7 @@ class UploadCost(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class InflightSave:
-    """A save that was handed to the uploader."""
+    """A save that the trainer has handed to the uploader."""
 
     save: CheckpointId
     began: float  # `time.monotonic()` when the save was requested
@@ -145,7 +148,7 @@ class InflightSave:
 
 
 class SaveTracker:
-    """Tracker of a rank's saves: it hands them to the uploader, at most one at a time, and records their outcome."""
+    """Tracker of a rank's saves. It hands them to the uploader, at most one at a time, and records their outcomes."""
 
     def __init__(
         self,
@@ -177,8 +180,9 @@ class SaveTracker:
         return self._current is not None
 
     def expected_seconds(self, size: int) -> float | None:
-        """Estimate the seconds until `size` more bytes would be durable, at the last save's speed; None before the
-        first.
+        """Estimate the seconds until `size` more bytes would be durable, at the speed of the last durable save.
+
+        Return None before the first durable save.
         """
         if self._seconds_per_byte is None:
             return None
@@ -194,7 +198,7 @@ class SaveTracker:
         self._current = self.last = flight
 
     def settle(self) -> None:
-        """Wait until no save is in flight. If the save's deadline passes, kill the uploader, which counts as stuck."""
+        """Wait until no save is in flight. If the save's deadline passes, kill the uploader: the save has failed."""
         self.drain()
         if self._current is None:
             return
@@ -222,7 +226,7 @@ class SaveTracker:
             pass
 
     def raise_if_hopeless(self) -> None:
-        """Raise an error if no further save can succeed."""
+        """Raise an error if further saves are pointless: superseded, no space left, or two failures in a row."""
         self._raise_if_permanent()
         if self._failures >= _FAILURES_IN_A_ROW:
             raise CheckpointError(f"{self._failures} saves in a row have failed, the last: {self.last_failure}")
