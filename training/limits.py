@@ -52,7 +52,7 @@ class Stop(IntEnum):
 
 
 class Limits:
-    """The checks for a reason to stop: the budget, the deadline, SIGTERM and requests of the agent (`control`)."""
+    """The conditions that stop a job early: budget, deadline, SIGTERM and requests of the agent (`control`)."""
 
     def __init__(
         self,
@@ -77,7 +77,10 @@ class Limits:
         signal.signal(signal.SIGTERM, lambda *_: self.request_drain(self._stop_seconds - _LEAVING_SECONDS))
 
     def request_drain(self, seconds: float) -> None:
-        """Request a stop at the end of the current step, with `seconds` left for a last save, or fewer if known."""
+        """Request a stop after the current step, with `seconds` left for a last save.
+
+        An earlier limit stays in force.
+        """
         self._asked = True
         self._killed_at = min(self._killed_at, time.monotonic() + seconds)
 
@@ -111,9 +114,9 @@ class Limits:
         return self.terms.spent_usd + self.usd_per_second * self._elapsed_seconds()
 
     def stop(self, steps_left: int = 0) -> Stop:
-        """Return the reason to stop now. Call this once per step, because the calls measure what a step costs.
+        """Return the reason to stop now, or NONE. `steps_left` is the number of steps after this one.
 
-        `steps_left` are the steps that remain after this one.
+        Call this exactly once per step: the time between two calls is taken as the duration of a step.
         """
         now = self._elapsed_seconds()
         if self._looked_at is not None:
@@ -142,14 +145,18 @@ class Limits:
 
     @property
     def next_step_usd(self) -> float:
-        """Upper estimate of the next step's dollars: the longest recent step, with its save; at first the plan's."""
+        """Upper estimate of the next step's cost in US dollars, from the longest recent step including its save.
+
+        Before the first measurement, it is based on the plan's step time.
+        """
         expected = self.terms.step_seconds if self.terms else 0.0
         return self.usd_per_second * max(self._steps, default=expected)
 
     def new_budget_thresholds(self, stop: Stop) -> list[dict[str, float]]:
         """Return the budget thresholds that were reached since the last call, each as the data of a `budget` event.
 
-        A `stop` for the budget reaches every threshold, because the unspent rest is reserved for the last save.
+        If `stop` is BUDGET, all thresholds count as reached, because the unspent remainder is reserved for the last
+        save.
         """
         terms = self.terms
         if terms is None or terms.budget_usd is None:

@@ -16,7 +16,7 @@ _CLIP_EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 
 def make_optimizer(module: nn.Module, training: TrainingConfig) -> torch.optim.Optimizer:
-    """Return fused AdamW, with weight decay for matrices but not for vectors such as the weights of norms."""
+    """Return a fused AdamW optimizer with weight decay for matrices, but not for vectors such as norm weights."""
     parameters = list(module.parameters())
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": training.weight_decay},
@@ -27,13 +27,16 @@ def make_optimizer(module: nn.Module, training: TrainingConfig) -> torch.optim.O
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
-    """Set the rate of every parameter group, multiplied by the group's "lr_scale" if it has one."""
+    """Set the learning rate of every parameter group, multiplied by the group's "lr_scale" if it has one."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate * group.get("lr_scale", 1.0)
 
 
 def scale_and_clip(gradients: list[Tensor], *, scale: float, norm: float, limit: float | None) -> None:
-    """Multiply all gradients by `scale`, then clip their `norm` after scaling to `limit`, in place and in one pass."""
+    """Scale all gradients by `scale` and clip them to the norm `limit`, in place and in one pass.
+
+    `norm` is the gradient norm after scaling and before clipping.
+    """
     if limit is not None:
         scale *= min(1.0, limit / (norm + _CLIP_EPSILON))
     torch._foreach_mul_(gradients, scale)  # pyright: ignore[reportPrivateImportUsage]  not in torch's type information
@@ -45,9 +48,9 @@ _WSD_DECAY_SHARE = 0.2  # of all steps: warm-up, stable, decay (Hu et al. 2024, 
 def learning_rate(training: TrainingConfig, step: int) -> float:
     """Return the learning rate of a step, where steps count from 1 to `max_steps`.
 
-    Every schedule rises linearly to the peak at step `warmup_steps`. Then "constant" remains there; "linear_warmup"
-    falls linearly and "cosine" along half a cosine to `final_ratio` × peak at `max_steps`; "wsd" falls linearly over
-    the last fifth of all steps.
+    Every schedule rises linearly to the peak until step `warmup_steps`. After that, "constant" stays at the peak. The
+    other schedules fall to `final_ratio` × peak at `max_steps`: "linear_warmup" linearly, "cosine" along half a cosine,
+    and "wsd" linearly over the last fifth of all steps.
     """
     scheduler, peak = training.scheduler, training.learning_rate
     if step < scheduler.warmup_steps:

@@ -1,8 +1,9 @@
 """Distribution of a model over the ranks: device mesh, sharding with FSDP2 or HSDP, replication with DDP.
 
-A unit is a part of the model that is sharded, compiled and recomputed as one. To change a unit, its `__class__` is set
-to a subclass of its own class. No wrapper module is added, so parameters keep the names of the unchanged model, and
-hashes and commits do not depend on the parallel mode. Equal units share one subclass, so they are compiled once.
+A unit is a part of the model that is sharded, compiled and recomputed as one. To change how a unit computes, this
+module sets the unit's `__class__` to a subclass of its own class. No wrapper module is added, so parameters keep the
+names of the unchanged model, and hashes and commits do not depend on the parallel mode. Units of one class share one
+subclass, so they are compiled once.
 """
 
 from __future__ import annotations
@@ -38,9 +39,10 @@ from ebbflow.training.workload import Workload
 
 
 def report_compilation(begun: Callable[[], Callable[[], None]]) -> Callable[[], None]:
-    """Call `begun` when torch begins a compilation, and its result when it ends. Return a function that stops this.
+    """Call `begun` whenever torch begins a compilation, and the function that it returned when the compilation ends.
 
-    If the compiler is not loaded, or a torch release lacks these private hooks, nothing is reported.
+    Return a function that removes these hooks. If the compiler is not loaded, or if this torch release lacks the
+    private hooks, nothing is reported.
     """
     if "torch._dynamo" not in sys.modules:
         return lambda: None
@@ -62,7 +64,10 @@ def report_compilation(begun: Callable[[], Callable[[], None]]) -> Callable[[], 
 
 
 def make_mesh(gang: Gang, *, shard: int) -> DeviceMesh:
-    """Make the device mesh "replicate" × "shard", where `shard` consecutive ranks share one copy. Collective."""
+    """Make the device mesh "replicate" × "shard", where each `shard` consecutive ranks hold one copy of the model.
+
+    Collective.
+    """
     if not dist.is_initialized():  # a single rank without torchrun's environment
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     shape = (gang.world_size // shard, shard)
@@ -75,7 +80,10 @@ _POWERSGD_PLAIN_STEPS = 2
 
 
 def replicate_model(module: nn.Module, ddp: DdpConfig, gang: Gang) -> tuple[DistributedDataParallel, Compression]:
-    """Wrap the model in DDP with its compression. Weights are not broadcast, being equal already. Collective."""
+    """Wrap the model in DDP with the configured gradient compression. Collective.
+
+    Initial weights are not broadcast, because all ranks already have the same.
+    """
     group = make_mesh(gang, shard=1)["replicate"].get_group()
     model = DistributedDataParallel(
         module,
@@ -95,9 +103,10 @@ def replicate_model(module: nn.Module, ddp: DdpConfig, gang: Gang) -> tuple[Dist
 def _build_final_buckets(model: DistributedDataParallel) -> None:
     """Make DDP build its final gradient buckets now, by a backward pass over the parameters alone. Collective.
 
-    By default DDP builds them after its first backward pass, in the order in which gradients arrived. The position of
-    an element in its bucket decides the order in which three or more ranks' values are added, and so the last bit of
-    the sum. Without this function, the first step after a resume would differ from that of an uninterrupted run.
+    By default, DDP builds them after its first backward pass, in the order in which gradients arrived. An element's
+    position in its bucket decides the order in which the values of three or more ranks are added, and so the last bit
+    of the sum. Without this function, the first step after a resume would differ from the same step of an uninterrupted
+    run.
 
     Do not call this with `find_unused_parameters`, where DDP keeps its first buckets, or with `static_graph`, where DDP
     would count this pass as a step.
@@ -112,9 +121,10 @@ def _build_final_buckets(model: DistributedDataParallel) -> None:
 class Compression:
     """Compression of gradients before they are sent to other ranks.
 
-    PowerSGD adds to each gradient the compression error of the previous step, which differs between ranks and is not
-    part of a commit. So it is reset at every commit, and a rank that restores the commit computes the same as an
-    uninterrupted one. Each commit thus loses the error of one step, and two steps run without compression.
+    PowerSGD adds the compression error of the previous step to each gradient. This error differs between ranks and is
+    not part of a commit. So it is reset at every commit, and a rank that restores the commit computes the same as an
+    uninterrupted one. Each commit thus discards the error of one step, and the two steps after it run without
+    compression.
     """
 
     def __init__(self, model: DistributedDataParallel, kind: str) -> None:
@@ -146,9 +156,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def shard_model(
     module: nn.Module, units: Iterable[nn.Module], fsdp: FsdpConfig, gang: Gang, *, size: int, keep_gathered: bool
 ) -> None:
-    """Shard the model in place, while its parameters are on the meta device. `size` ranks share one copy.
+    """Shard the model in place, while its parameters are on the meta device. Every `size` ranks hold one copy.
 
-    `units` are gathered and freed as one; if `keep_gathered`, they remain gathered between forward and backward.
+    Each of the `units` is gathered and freed as a whole. With `keep_gathered`, it stays gathered from its forward to
+    its backward pass.
     """
     mesh = make_mesh(gang, shard=size)
     # With one copy of the model, a mesh of one dimension needs one reduction where HSDP's mesh needs two.
@@ -180,7 +191,10 @@ _EXPENSIVE = {
 
 
 def recompute_units(units: Iterable[nn.Module], how: str) -> None:
-    """Make each unit recompute activations in the backward pass; "selective" keeps those of `_EXPENSIVE` operations."""
+    """Make each unit recompute its activations in the backward pass.
+
+    If `how` is "selective", the outputs of `_EXPENSIVE` operations are kept; if "none", nothing changes.
+    """
     if how == "none":
         return
     options: dict[str, Any] = {"use_reentrant": False}
@@ -197,7 +211,7 @@ def recompute_units(units: Iterable[nn.Module], how: str) -> None:
 
 
 def autocast(model: nn.Module, device_type: str, dtype: torch.dtype) -> None:
-    """Make the model compute its forward pass under torch.autocast with `dtype`. Parameters keep their type."""
+    """Make the model compute its forward pass under torch.autocast with `dtype`. Parameters keep their dtype."""
 
     def in_dtype(kind: type[nn.Module]) -> Callable[..., Any]:
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -233,7 +247,10 @@ class Spread:
 
     @contextmanager
     def gradients(self, *, last: bool) -> Iterator[None]:
-        """Return the context for forward and backward of one micro-batch; after the `last`, gradients are reduced."""
+        """Return a context for the forward and backward pass of one micro-batch.
+
+        After the `last` one, gradients are reduced.
+        """
         model = self.model
         # A static graph must reduce in its first backward pass, or an assertion in torch fails. So it reduces after
         # every micro-batch, in every step: otherwise a resumed run would add gradients in another order than an
@@ -250,10 +267,10 @@ class Spread:
 
     @contextmanager
     def evaluating(self) -> Iterator[nn.Module]:
-        """Return a context that yields the model in evaluation mode, for equally many forward passes on every rank.
+        """Return a context that yields the model in evaluation mode.
 
-        Compiled units run uncompiled here: the few passes have another batch size, for which they would be compiled
-        again.
+        Every rank must make the same number of forward passes. Compiled units run uncompiled, because the few passes
+        have another batch size and would trigger a new compilation.
         """
         self.module.eval()
         try:
@@ -271,7 +288,10 @@ class Spread:
         return [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
 
     def square_sum(self, gradients: Sequence[Tensor]) -> Tensor:
-        """Return this rank's share, in float64, of the whole gradient's squared norm, to which all shares add up."""
+        """Return this rank's share of the squared norm of the whole gradient, in float64.
+
+        The shares of all ranks add up to it.
+        """
         parts = [gradient for gradient in gradients if gradient.numel()]
         if not parts:  # every parameter has fewer rows than there are ranks
             return torch.zeros((), dtype=torch.float64)
@@ -290,8 +310,8 @@ def spread_model(
     """Build the workload's model with its initial weights, and distribute it over the ranks. Collective.
 
     The weights are bit-identical in every parallel mode and at any world size. A single rank is neither sharded nor
-    replicated, unless it needs FSDP2 for mixed precision or offloading. Models of at most `small_model_bytes` keep
-    their weights gathered from forward to backward. Raises ParallelError for an unsupported option.
+    replicated, unless mixed precision or offloading needs FSDP2. Models of at most `small_model_bytes` keep their
+    weights gathered from forward to backward. Raises ParallelError for an unsupported option.
     """
     module = workload.model()
     blank, units = copy.deepcopy(module), list(workload.units(module))

@@ -1,7 +1,7 @@
-"""Parallel options that a model, gang or machine does not support. Used by preflight and by each rank at its start.
+"""Checks for parallel options that a model, gang or machine does not support.
 
-Imports no torch. Some rules of `ebbflow.infra.config.shape_rules` are repeated here, because a rank's configuration may
-not have been checked by those.
+Preflight runs them, and so does each rank at its start. This module does not import torch. It repeats some rules of
+`ebbflow.infra.config.shape_rules`, because those may not have checked a rank's configuration.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _replicas(config: RunConfig, place: RankLayout) -> Iterator[UnsupportedOptio
 
 
 def _compiler(place: RankLayout) -> Iterator[UnsupportedOption]:
-    """Yield missing tools: torch.compile needs a C++ compiler on a CPU, a C compiler on a GPU, and Python.h."""
+    """Yield the tools that torch.compile lacks: a C++ compiler on a CPU, a C compiler on a GPU, and Python.h."""
     variable = "CC" if place.gpu else "CXX"
     named = os.environ.get(variable, "")
     if not any(shutil.which(name) for name in ([named] if named else _COMPILERS[variable])):

@@ -1,7 +1,8 @@
 """Direct TCP connections between the ranks of a CPU gang, to exchange short rows of numbers.
 
-Every step waits for the step sync, which exchanges a few hundred bytes. gloo's all-gather hands them to another thread
-and back, which takes 0.5 ms if waking a thread is slow. A socket needs a tenth of that (`ebbflow bench overhead`).
+Every step waits for the step sync, which exchanges a few hundred bytes. gloo's all-gather passes them to another thread
+and back, which takes 0.5 ms on a machine where waking a thread is slow. A socket needs a tenth of that time (`ebbflow
+bench overhead`).
 
 Every rank has one connection to every other rank. A gang of more than `MOST_RANKS` uses the all-gather instead.
 """
@@ -34,7 +35,7 @@ _BACKLOG = 128
 
 
 class PeerSockets:
-    """One rank's connections to all others, with a deadline of `seconds` per exchange."""
+    """One rank's connections to all other ranks. Each exchange has a deadline of `seconds`."""
 
     def __init__(self, rank: int, peers: Mapping[int, socket.socket], seconds: float) -> None:
         self._rank, self._peers, self._seconds = rank, dict(sorted(peers.items())), seconds
@@ -44,9 +45,9 @@ class PeerSockets:
             peer.settimeout(seconds)
 
     def gather(self, row: bytes) -> bytes:
-        """Return the equally long rows of all ranks, in the order of the ranks. Collective.
+        """Return the rows of all ranks, in rank order. All rows must have the same length. Collective.
 
-        Raises RuntimeError if a connection is lost, a rank does not answer in time, or is at another exchange.
+        Raises RuntimeError if a connection breaks, or if a rank does not answer in time or is at a different exchange.
         """
         self._number += 1
         message = _HEAD.pack(self._number, len(row)) + row
@@ -98,8 +99,8 @@ def connect_peers(
 ) -> PeerSockets:
     """Connect this rank to every other rank; addresses are exchanged through `store`. Collective.
 
-    This rank listens on the network interface that connects it to `main`, host and port of the gang's main node. The
-    deadlines are `start_seconds` for all connections, `seconds` for a later exchange. Raises RendezvousError.
+    This rank listens on the network interface with which it reaches `main`, the host and port of the gang's main node.
+    All connections must exist after `start_seconds`; each later exchange may take `seconds`. Raises RendezvousError.
     """
     limit = time.monotonic() + start_seconds
     store.set_timeout(timedelta(seconds=start_seconds))
@@ -130,8 +131,8 @@ def connect_peers(
 def _addresses(host: str, port: int, seconds: float) -> tuple[str, str]:
     """Return the address to publish to other ranks, and the address to listen on ("" for all interfaces).
 
-    On the main node itself, its name may resolve to a loopback address (Debian's 127.0.1.1), while other nodes resolve
-    it to a real one. In that case the name is published, and this rank listens on all interfaces.
+    On the main node, the node's own name may resolve to a loopback address (Debian's 127.0.1.1), while other nodes
+    resolve it to a reachable one. In that case this rank publishes the name and listens on all interfaces.
     """
     with socket.create_connection((host, port), seconds) as way:
         own = way.getsockname()[0]
@@ -153,7 +154,8 @@ def _await_peers(
     """Accept connections until each rank of `wanted` has connected, sent the gang's token and been added to `peers`.
 
     Other callers, such as a rank of an older gang or a port scan, do not delay the peers: up to `_MOST_CALLERS`
-    connections are read side by side, each for at most `_HELLO_SECONDS`. Raises TimeoutError at monotonic time `limit`.
+    connections are read concurrently, each for at most `_HELLO_SECONDS`. Raises TimeoutError once the monotonic clock
+    passes `limit`.
     """
     listener.setblocking(False)
     callers: dict[socket.socket, tuple[float, bytearray]] = {}  # (its deadline, the bytes it has sent)
@@ -182,7 +184,10 @@ def _await_peers(
 def _answered(
     caller: socket.socket, told: bytearray, token: bytes, peers: dict[int, socket.socket], wanted: range
 ) -> bool:
-    """Read from a connection, after the bytes `told`. Return True if it became one of `peers` or was closed."""
+    """Read more of a caller's first message into `told`.
+
+    Return True if the caller is now one of `peers`, or was closed.
+    """
     try:
         data = caller.recv(_HELLO.size - len(told))
     except BlockingIOError:
@@ -203,7 +208,10 @@ def _answered(
 
 
 def _read(peer: socket.socket, into: bytearray | memoryview, enough: int) -> int:
-    """Receive at least `enough` bytes into `into`, and return the number of bytes received. Raises OSError."""
+    """Receive at least `enough` bytes into the buffer `into`, and return the number of bytes received.
+
+    Raises OSError.
+    """
     rest, come = memoryview(into), 0
     while come < enough:
         count = peer.recv_into(rest[come:])

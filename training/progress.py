@@ -1,6 +1,6 @@
 """The output of a run while it trains: progress lines, and live metrics for Prometheus.
 
-The metrics are computed from the events that the rank emits.
+The metrics are computed from the events that a rank emits.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ _SIZE = {"cpu": 1024, "cuda": 4096}
 
 
 def peak_flops_per_second(device: torch.device, dtype: torch.dtype, kept: Path | None = None) -> float:
-    """Return the highest speed of this device measured so far, since other work makes a measurement only lower.
+    """Return the highest speed measured on this device so far. Other load on the machine makes a measurement too low.
 
-    `kept` is the file with the highest measurement of earlier ranks; with it, a restart measures only briefly.
+    The file `kept` holds the highest measurement of earlier ranks; if it exists, a restarted rank measures only
+    briefly.
     """
     known, best = {"dtype": str(dtype), "device": str(device)}, 0.0
     if kept is not None:
@@ -51,7 +52,10 @@ def peak_flops_per_second(device: torch.device, dtype: torch.dtype, kept: Path |
 
 
 def measure_flops_per_second(device: torch.device, dtype: torch.dtype, seconds: float = _SECONDS) -> float:
-    """Return the speed of the fastest of several matrix products. Ranks of one machine should call this together."""
+    """Return the speed of the fastest of several matrix products, in FLOP/s.
+
+    All ranks of a machine should call this at the same time.
+    """
     size = _SIZE.get(device.type, 1024)
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     torch.mm(left, right)
@@ -81,7 +85,10 @@ class Status:
 
 
 class Progress:
-    """Printer of progress lines, with mean rates since the previous line; `unit` is that of a batch's weight."""
+    """Printer of progress lines with mean rates since the previous line.
+
+    `unit` is what the rates count, such as "tok".
+    """
 
     def __init__(
         self,
@@ -99,7 +106,10 @@ class Progress:
         self._steps, self._tokens, self._flops = 0, 0.0, 0.0
 
     def step(self, status: Status) -> None:
-        """Count a step. Print a line if it is the first or the last step, or if the last line is 10 s old."""
+        """Count a step.
+
+        Print a line if it is the first or the last step, or if the previous line is at least 10 s old.
+        """
         self._steps += 1
         self._tokens += status.tokens
         self._flops += status.flops
@@ -129,7 +139,10 @@ class Progress:
         return " · ".join(parts + [status.drag] * bool(status.drag))
 
     def _mfu(self, seconds: float) -> str:
-        """Return the model FLOPs utilisation (MFU); above 100 %, the machine was busy when its peak was measured."""
+        """Return the model FLOPs utilisation (MFU) as text.
+
+        A value above 100 % is unknown: the machine was busy when its peak was measured.
+        """
         share = self._flops / seconds / self._peak if self._peak else None
         if share is None or share > 1.0:
             return "MFU unknown" if share is None else "MFU unknown (faster than the peak measured on a busy machine)"
@@ -147,9 +160,10 @@ Emit = Callable[..., Any]
 
 @contextlib.contextmanager
 def live_metrics(spec: WorkerSpec, *, rank: int, world_size: int, emit: Emit) -> Iterator[Emit]:
-    """Yield a replacement for `emit` that also updates this node's metrics, or `emit` itself without metrics.
+    """Yield a function to call instead of `emit`, which also updates this node's metrics.
 
-    Only local rank 0 has them. If the port or the push gateway is unavailable, a warning is printed.
+    Only local rank 0 has metrics, and only if they are configured; otherwise, yield `emit` itself. If the port or the
+    push gateway is unavailable, print a warning.
     """
     config = RunConfig.model_validate(spec.config)
     metrics = config.metrics
@@ -196,7 +210,7 @@ class NodeMetrics:
             board.set("ebbflow_deadline_timestamp_seconds", terms.deadline_utc)
 
     def watching(self, emit: Emit) -> Emit:
-        """Return a function that calls `emit` and then updates the metrics from the event."""
+        """Return a function that calls `emit` and then updates the metrics from the emitted event."""
 
         def emit_and_show(name: str, *, step: int | None = None, **more: Any) -> Any:
             event = emit(name, step=step, **more)
@@ -262,7 +276,10 @@ class NodeMetrics:
 
 
 def _address(configured: str | None) -> str:
-    """Return the address for metrics: by default loopback for a gang on your own machine, "" (all) in a container."""
+    """Return the address on which to serve metrics: `configured` if it is set, else a default.
+
+    The default is "" (all interfaces) in a container and in a gang of several machines, otherwise loopback.
+    """
     if configured is not None:
         return configured
     contained = any(name in os.environ for name in ("AWS_BATCH_JOB_ID", "KUBERNETES_SERVICE_HOST"))

@@ -5,8 +5,8 @@
 A fault fires once per job, after its step was computed and before that step is saved, so the step is lost and repeated.
 (After a notice nothing is lost, because the job saves first.)
 
-Faults inside a rank are functions of this module, since their names appear when the culprit is reported. One that hangs
-never returns: its rank is killed, or dies with its agent.
+Each fault inside a rank is a function of its own, because the function's name appears in the report about the culprit.
+A function that hangs never returns: its rank is killed, or dies with its agent.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ _PATTERN = re.compile(
 
 
 class RehearsalError(InfraError):
-    """A `--rehearse` value that is malformed or whose fault could never fire."""
+    """Error for a `--rehearse` value that is malformed or whose fault could never fire."""
 
     outcome = Outcome.CONFIG
 
@@ -126,7 +126,7 @@ class Fault:
 
     @classmethod
     def parse(cls, text: str) -> Fault:
-        """Parse KIND@WHEN[:node=N|:rank=N][:seconds=S]. Raises RehearsalError with a valid example."""
+        """Parse KIND@WHEN[:node=N|:rank=N][:seconds=S]. Raises RehearsalError, whose message shows a valid example."""
         match = _PATTERN.fullmatch(text)
         if match is None or match["kind"] not in KINDS:
             kinds = "\n".join(f"    {kind:16} {meaning}" for kind, meaning in KINDS.items())
@@ -163,7 +163,10 @@ class Fault:
         return self.step if self.step is not None else math.ceil((self.fraction or 0.0) * max_steps)
 
     def targets(self, *, node: int, rank: int, nodes: int, world_size: int) -> bool:
-        """Return whether this rank fires the fault. The first rank of a node fires a fault of its node."""
+        """Return whether this rank must fire the fault.
+
+        If the fault targets a node, the first rank of that node fires it.
+        """
         if self.rank is not None:
             return rank == self.rank
         wanted_node = nodes - 1 if self.node is None else self.node
@@ -173,10 +176,12 @@ class Fault:
         return node == wanted_node and rank == first_rank_of_node
 
     def strike(self, agent_pid: int | None, notice_path: str | None = None) -> None:
-        """Fire the fault. This returns only after a notice, a slow step or a non-finite loss, left to the caller.
+        """Fire the fault.
 
-        A node loss kills the process `agent_pid`, with which all processes of the node die. A notice is written to
-        `notice_path`; without it, it is a SIGTERM to this process.
+        After a non-finite loss, a slow step or a notice, this function returns; other faults end or hang the rank.
+
+        A non-finite loss is left to the caller. A node loss kills the agent `agent_pid`, and with it all processes of
+        the node. A notice is written to `notice_path`; if that is None, this process gets SIGTERM instead.
         """
         if self.kind == NOTICE:
             if notice_path is None:

@@ -12,7 +12,7 @@ from ebbflow.infra.events import PHASE, LedgerClass
 
 
 class Clock:
-    """A clock that assigns every second of a rank's process, from its start on, to exactly one ledger class."""
+    """Clock that assigns every second since the start of a rank's process to exactly one ledger class."""
 
     def __init__(
         self, emit: Callable[..., object], *, started: float | None = None, now: Callable[[], float] = time.monotonic
@@ -29,7 +29,10 @@ class Clock:
         return self._now() - self._started
 
     def enter(self, ledger_class: LedgerClass, *, own: bool = False) -> None:
-        """Assign the time from now on to `ledger_class`; `own` if the rank then does not wait for other ranks."""
+        """Assign the time from now on to `ledger_class`.
+
+        `own` means that the rank does not wait for other ranks meanwhile.
+        """
         self._book()
         self._current, self._own = ledger_class, own
 
@@ -38,14 +41,14 @@ class Clock:
         return self._booked.get(ledger_class, 0.0)
 
     def take(self) -> dict[str, float]:
-        """Return the seconds of each ledger class since the last call, for the event of a step."""
+        """Return the seconds spent in each ledger class since the last call."""
         self._book()
         booked, self._booked = self._booked, {}
         self.own_seconds = 0.0
         return {str(name): seconds for name, seconds in booked.items()}
 
     def emit_phases(self) -> None:
-        """Emit the seconds since the last call of `take` as `phase` events, for time outside any step."""
+        """Emit the seconds since the last call of `take` as `phase` events. Use this for time outside of steps."""
         for name, seconds in self.take().items():
             self._emit(PHASE, **{"class": name, "seconds": seconds})
 
@@ -59,7 +62,10 @@ class Clock:
 
 
 def process_start_monotonic() -> float:
-    """Return when this process started, on the monotonic clock, so that the time of imports is counted too."""
+    """Return the time at which this process started, on the monotonic clock.
+
+    Durations from then include the imports.
+    """
     try:
         # The second field is the command in parentheses. It may contain spaces, so split after its end.
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
@@ -92,7 +98,7 @@ _OWN_PHASES = frozenset({"data", "forward"})
 
 @dataclass(frozen=True)
 class Reporter:
-    """Reporter of one rank's phases to its agent, of its time to the ledger, and of its events."""
+    """Reporting interface of one rank: phases go to its agent, time goes to the ledger, and events to the event log."""
 
     clock: Clock  # assigns time to ledger classes
     emit: Callable[..., object]  # takes (name, step=, flush=, **data)
@@ -106,7 +112,7 @@ class Reporter:
         self.clock.enter(_CLASS_OF_PHASE[phase], own=phase in _OWN_PHASES)
 
     def enter_temporarily(self, phase: str) -> Callable[[], None]:
-        """Begin `phase`. Return a function that returns to the phase before it."""
+        """Enter `phase`. Return a function that goes back to the previous phase."""
         before, step = self._at[0]
         self.enter(phase, step)
         return lambda: self.enter(before, step)

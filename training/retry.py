@@ -17,7 +17,7 @@ _PERMANENT = (StoreForbidden, StoreMisconfigured)  # a full store is transient: 
 
 
 def run_while(work: Callable[[], T], meanwhile: Callable[[], object]) -> T:
-    """Run `work` in a thread, and return its result or raise its error. Meanwhile call `meanwhile` every 10 ms."""
+    """Run `work` in a thread and call `meanwhile` every 10 ms until it ends. Return its result or raise its error."""
     with ThreadPoolExecutor(1, thread_name_prefix="retry") as pool:
         future = pool.submit(work)
         while not future.done():
@@ -35,9 +35,9 @@ def is_transient(error: Exception) -> bool:
 def retry_until_deadline(
     work: Callable[[], T], seconds: float, *, curable: Callable[[Exception], bool] = is_transient
 ) -> T:
-    """Call `work` and return its result. For so many seconds repeat it when it fails with a curable error.
+    """Call `work` and return its result.
 
-    The error of the last try is raised.
+    If it fails with a curable error, retry it for `seconds`, then raise the last error.
     """
     limit = time.monotonic() + seconds
     return retry(

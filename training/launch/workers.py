@@ -1,12 +1,12 @@
-"""The processes of one node's ranks: their start, their results and their end.
+"""Start the rank processes of one node, read their results, and end them.
 
 Ranks get torchrun's environment variables, but torchrun does not start them. Its agent imports torch before it starts a
 process, replaces a killed rank several times more slowly (docs/benchmarks.md, Injected faults), and waits up to 1,801 s
 for a frozen rank.
 
-The standby, one process per node, has imported torch and the engine, and forks a rank on request; without it, each rank
-is a new interpreter. The keeper (`ebbflow.infra.keeper`) is an ancestor of all processes that the ranks start, so they
-can be found and killed. Without it, only processes in a rank's session are found.
+Each node has a standby process, which has imported torch and the engine and forks a rank on request. Without a standby,
+each rank is a new interpreter. The keeper (`ebbflow.infra.keeper`) is an ancestor of all processes that the ranks
+start, so these can be found and killed. Without a keeper, only processes in a rank's session are found.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ Process = subprocess.Popen[bytes] | RemoteChild
 class Standby:
     """Handle for a node's standby process, which forks ranks. Raises OSError if it cannot be started.
 
-    Without a keeper it is a child of this process and ends with the calling thread, which must be the main thread.
+    Without a keeper, the standby is a child of this process and dies when the thread that created it ends. Create it in
+    the main thread.
     """
 
     def __init__(self, log: Path, *, colocated_ranks: int, keeper: Keeper | None = None) -> None:
@@ -94,12 +95,12 @@ class Standby:
 
     @property
     def is_settled(self) -> bool:
-        """Whether the process is ready or lost, so that nothing needs to wait for it."""
+        """Whether the standby is ready or lost, so that there is nothing more to wait for."""
         self._receive()
         return self.ready or self.lost
 
     def fork(self, name: str, log: Path, environment: Mapping[str, str]) -> RemoteChild | None:
-        """Ask the standby to fork a rank with this process name. None if it does not answer within 10 s."""
+        """Ask the standby to fork a rank with this process name. Return None if it does not answer within 10 s."""
         self._number += 1
         request = {"start": self._number, "environment": dict(environment), "log": str(log), "name": name}
         limit = time.monotonic() + _FORK_DEADLINE_SECONDS
@@ -128,11 +129,14 @@ class Standby:
             os.close(self._answers)
 
     def abandon(self, pid: int) -> None:
-        """Forget a rank in uninterruptible sleep (state D), so that `close` does not wait for it."""
+        """Stop tracking a rank in uninterruptible sleep (state D), so that `close` does not wait for it."""
         self._living.discard(pid)
 
     def _ask(self, request: bytes, limit: float) -> bool:
-        """Write a request to the pipe, which a frozen standby does not read; return whether all was written."""
+        """Write a request to the standby's pipe before `limit`.
+
+        Return False if it cannot be written, as when the standby is frozen.
+        """
         pipe, unsent = self._requests, memoryview(request)
         while unsent and (left := limit - time.monotonic()) > 0:
             select.select([], [pipe], [], left)
@@ -145,7 +149,7 @@ class Standby:
         return not unsent
 
     def _lose(self) -> None:
-        """Kill the standby, and wait until the kernel has killed its ranks with it, at most 10 s."""
+        """Kill the standby, then wait up to 10 s until the kernel has killed the ranks that it forked."""
         self.lost = True
         self._process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -195,7 +199,7 @@ _KILLED_SECONDS = 10.0
 
 
 class Worker:
-    """One rank's process, with its log, heartbeat and result files in `folder`."""
+    """The process of one rank, with its log, heartbeat and result files in `folder`."""
 
     def __init__(
         self,
@@ -228,7 +232,7 @@ class Worker:
         return self._heartbeat.read()
 
     def leftovers(self, living: Sequence[ProcessStat]) -> list[ProcessStat]:
-        """Return those of the `living` processes that belong to the rank's session (setsid(2)), without the rank."""
+        """Return the processes in `living` that belong to the rank's session (setsid(2)), except the rank itself."""
         rank = self._leader
         if rank is None:
             return []
@@ -247,7 +251,7 @@ class Worker:
         return result if valid and isinstance(result.get("message", ""), str) else None
 
     def failure(self) -> WorkerFailure | None:
-        """Return the failure of a process that ended without a result; None if it is running or has a result."""
+        """Return why the process ended without a result; None if it is still running or has written a result."""
         code = self.process.poll()
         if code is None or self.result() is not None:
             return None
@@ -258,7 +262,7 @@ class Worker:
         return WorkerFailure(**place, **self._error(code))
 
     def _error(self, code: int) -> dict[str, Any]:
-        """Return fields of the rank's `WorkerFailure` from its error file, which has the format of torch's @record."""
+        """Read the rank's error file, written in the format of torch's @record, into fields of `WorkerFailure`."""
         record = _read_object(self._error_path).get("message")
         text = record.get("message") if isinstance(record, dict) else record
         if not isinstance(text, str):
@@ -275,7 +279,10 @@ class Worker:
 
 
 class WorkerGroup:
-    """The processes of all ranks of a node, started on creation; torch's store is at the address `rendezvous`."""
+    """The processes of all ranks of a node, which the constructor starts.
+
+    `rendezvous` is the address of torch's store.
+    """
 
     def __init__(
         self,
@@ -320,14 +327,14 @@ class WorkerGroup:
         grace_seconds: float = _EXIT_SECONDS,
         meanwhile: Callable[[], object] = lambda: None,
     ) -> dict[int, str]:
-        """End every rank and all processes that the ranks have started, the `culprits` first.
+        """Kill the `culprits`, then end all other ranks and all processes that the ranks have started.
 
         Ranks that wait for a culprit in a collective get an error. They then write their last events and exit within
-        the grace period. They cannot save, because a save is a collective too.
+        the grace period. They cannot save, because a save is a collective operation too.
 
         Returns:
-            For each rank that is alive 10 s after SIGKILL, in uninterruptible sleep (state D), the path of a GPU device
-            file that it has open, or "".
+            The ranks that are still alive 10 s after SIGKILL, in uninterruptible sleep (state D). Each is mapped to the
+            path of a GPU device file that it has open, or to "" if it has none open.
         """
         guilty = [worker for worker in self.workers if worker.rank in culprits]
         for worker in guilty:
@@ -351,7 +358,10 @@ class WorkerGroup:
             time.sleep(0.01)
 
     def _kill_leftovers(self, ended: Sequence[Worker]) -> None:
-        """Kill what is below the keeper, else in the sessions of the `ended` ranks; spare the trees of other ranks."""
+        """Kill all processes below the keeper, or without one, those in the sessions of the `ended` ranks.
+
+        Spare other ranks and their descendants.
+        """
         keeper, spare = self._keeper, () if self._standby is None else (self._standby.pid,)
         others = [worker.process for worker in self.workers if worker not in ended]
         trees = [process.pid for process in others if process.poll() is None]
@@ -376,7 +386,10 @@ def find_open_device(pid: int) -> str:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    """Read a JSON object that a rank wrote; return {} if the file holds something else, as user code may write it."""
+    """Read the JSON object in a rank's file.
+
+    Return {} if it holds anything else, because user code could have written it.
+    """
     try:
         with open(path, "rb") as file:
             found = json.loads(file.read(_LONGEST_RECORD))
