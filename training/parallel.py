@@ -64,10 +64,7 @@ def report_compilation(begun: Callable[[], Callable[[], None]]) -> Callable[[], 
 
 
 def make_mesh(gang: Gang, *, shard: int) -> DeviceMesh:
-    """Make the device mesh "replicate" × "shard", where each `shard` consecutive ranks hold one copy of the model.
-
-    Collective.
-    """
+    """Make the device mesh "replicate" × "shard", where `shard` consecutive ranks hold one model copy. Collective."""
     if not dist.is_initialized():  # a single rank without torchrun's environment
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     shape = (gang.world_size // shard, shard)
@@ -247,10 +244,7 @@ class Spread:
 
     @contextmanager
     def gradients(self, *, last: bool) -> Iterator[None]:
-        """Return a context for the forward and backward pass of one micro-batch.
-
-        After the `last` one, gradients are reduced.
-        """
+        """Return a context for forward and backward of a micro-batch; gradients are reduced after the `last` one."""
         model = self.model
         # A static graph must reduce in its first backward pass, or an assertion in torch fails. So it reduces after
         # every micro-batch, in every step: otherwise a resumed run would add gradients in another order than an
@@ -280,7 +274,7 @@ class Spread:
             self.module.train()
             for unit in self.module.modules():
                 if isinstance(unit, FSDPModule):
-                    unit.reshard()  # gathered weights are freed in a backward pass, and here is none
+                    unit.reshard()  # otherwise freed in a backward pass, which evaluation lacks
 
     def gradient_tensors(self) -> list[Tensor]:
         """Return this rank's shards of all gradients, as plain tensors that share the gradients' memory."""
@@ -288,10 +282,7 @@ class Spread:
         return [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
 
     def square_sum(self, gradients: Sequence[Tensor]) -> Tensor:
-        """Return this rank's share of the squared norm of the whole gradient, in float64.
-
-        The shares of all ranks add up to it.
-        """
+        """Return this rank's share of the gradient's squared norm, in float64. The sum over all ranks is the whole."""
         parts = [gradient for gradient in gradients if gradient.numel()]
         if not parts:  # every parameter has fewer rows than there are ranks
             return torch.zeros((), dtype=torch.float64)

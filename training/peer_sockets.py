@@ -54,7 +54,7 @@ class PeerSockets:
         for rank in self._peers:
             self._tell(rank, message)
         rows: list[bytes | memoryview] = []
-        for rank in self._peers:  # a comprehension would be a frame of its own, at which a rank seems to stand
+        for rank in self._peers:  # no comprehension: its frame would hide where the rank waits
             rows.append(self._hear(rank, message))
         rows.insert(self._rank, row)
         return b"".join(rows)
@@ -208,10 +208,7 @@ def _answered(
 
 
 def _read(peer: socket.socket, into: bytearray | memoryview, enough: int) -> int:
-    """Receive at least `enough` bytes into the buffer `into`, and return the number of bytes received.
-
-    Raises OSError.
-    """
+    """Receive at least `enough` bytes into the buffer `into`, and return their number. Raises OSError."""
     rest, come = memoryview(into), 0
     while come < enough:
         count = peer.recv_into(rest[come:])

@@ -106,10 +106,7 @@ class Progress:
         self._steps, self._tokens, self._flops = 0, 0.0, 0.0
 
     def step(self, status: Status) -> None:
-        """Count a step.
-
-        Print a line if it is the first or the last step, or if the previous line is at least 10 s old.
-        """
+        """Count a step. Print a line for the first and last step, and if the previous line is at least 10 s old."""
         self._steps += 1
         self._tokens += status.tokens
         self._flops += status.flops
@@ -139,10 +136,7 @@ class Progress:
         return " · ".join(parts + [status.drag] * bool(status.drag))
 
     def _mfu(self, seconds: float) -> str:
-        """Return the model FLOPs utilisation (MFU) as text.
-
-        A value above 100 % is unknown: the machine was busy when its peak was measured.
-        """
+        """Return the MFU as text; unknown above 100 %, because the machine was busy when its peak was measured."""
         share = self._flops / seconds / self._peak if self._peak else None
         if share is None or share > 1.0:
             return "MFU unknown" if share is None else "MFU unknown (faster than the peak measured on a busy machine)"

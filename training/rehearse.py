@@ -163,10 +163,7 @@ class Fault:
         return self.step if self.step is not None else math.ceil((self.fraction or 0.0) * max_steps)
 
     def targets(self, *, node: int, rank: int, nodes: int, world_size: int) -> bool:
-        """Return whether this rank must fire the fault.
-
-        If the fault targets a node, the first rank of that node fires it.
-        """
+        """Return whether this rank fires the fault; for a fault of a node, that is the node's first rank."""
         if self.rank is not None:
             return rank == self.rank
         wanted_node = nodes - 1 if self.node is None else self.node

@@ -29,10 +29,7 @@ class Clock:
         return self._now() - self._started
 
     def enter(self, ledger_class: LedgerClass, *, own: bool = False) -> None:
-        """Assign the time from now on to `ledger_class`.
-
-        `own` means that the rank does not wait for other ranks meanwhile.
-        """
+        """Assign the time from now on to `ledger_class`. If `own`, the rank does not wait for others meanwhile."""
         self._book()
         self._current, self._own = ledger_class, own
 
@@ -62,10 +59,7 @@ class Clock:
 
 
 def process_start_monotonic() -> float:
-    """Return the time at which this process started, on the monotonic clock.
-
-    Durations from then include the imports.
-    """
+    """Return when this process started, on the monotonic clock, so that durations include the imports."""
     try:
         # The second field is the command in parentheses. It may contain spaces, so split after its end.
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()

@@ -35,10 +35,7 @@ def is_transient(error: Exception) -> bool:
 def retry_until_deadline(
     work: Callable[[], T], seconds: float, *, curable: Callable[[Exception], bool] = is_transient
 ) -> T:
-    """Call `work` and return its result.
-
-    If it fails with a curable error, retry it for `seconds`, then raise the last error.
-    """
+    """Call `work` and return its result. Retry curable errors for `seconds`, then raise the last one."""
     limit = time.monotonic() + seconds
     return retry(
         work,

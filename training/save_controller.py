@@ -27,7 +27,7 @@ from ebbflow.training.parallel import Spread
 from ebbflow.training.reporter import Reporter
 from ebbflow.training.step_sync import StepSync
 
-# An assumption, and the minimum: machines fail even where no plan expects interruptions.
+# The default and the minimum: machines fail even where no plan expects interruptions.
 _HAZARD_PER_HOUR = 1.0 / (24 * 7)
 _LONGEST_SECONDS = 3600.0
 _FIRST_SECONDS = 60.0  # with "auto" the first save is early, to measure its cost
@@ -48,7 +48,7 @@ class Choice:
 
 
 class SaveSchedule:
-    """Rank 0's rule for when to save, from the configuration, the hazard per hour and the measured cost of saves."""
+    """Rank 0's rule for when to save. It uses the configuration, the hazard per hour and the measured cost of saves."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class SaveSchedule:
         return since >= self.choice().seconds
 
     def record_step(self, seconds: float, *, busy: bool) -> None:
-        """Record the duration of a step without its save; `busy` if an upload was in progress."""
+        """Record the duration of a step, without its save. `busy` means that an upload was in progress."""
         self._steps += 1
         (self._busy if busy else self._quiet).append(seconds)
         self._busy_steps += busy
@@ -92,7 +92,7 @@ class SaveSchedule:
         self._stalls.append(stall_seconds)
 
     def committed(self, step: int, seconds: float) -> None:
-        """Record that the save of `step` became durable after `seconds`. A second call for the same step is ignored."""
+        """Record that the save of `step` was durable after `seconds`. A second call for the same step is ignored."""
         if step != self._committed_step:
             self._committed_step = step
             self._uploads.append(seconds)
@@ -105,16 +105,19 @@ class SaveSchedule:
 
     @property
     def exposed_seconds(self) -> float:
-        """Seconds in which an interruption could have happened, over all generations of the job."""
+        """Seconds during which the job could have been interrupted, over all its generations."""
         return self._exposed_before + self._now() - self._began
 
     @property
     def seconds_at_risk(self) -> float:
-        """Seconds of training that an interruption now would lose: those since the last commit was staged."""
+        """Seconds of training that an interruption now would lose: the time since the last commit was staged."""
         return self._now() - self._safe_at
 
     def choice(self) -> Choice:
-        """Return the optimal interval under current estimates. It is used if the interval is "auto"."""
+        """Return the optimal interval under current estimates, and the estimates.
+
+        It is used if the interval is "auto".
+        """
         stall = statistics.median(self._stalls) if self._stalls else 0.0
         upload = max(self._uploads, default=0.0)
         slow_down = self._slow_down_seconds()
@@ -133,7 +136,7 @@ class SaveSchedule:
         )
 
     def _slow_down_seconds(self) -> float:
-        """Return the seconds per save by which an upload slows down the steps that run meanwhile."""
+        """Return the extra step time, in seconds, that the upload of one save causes."""
         if min(len(self._quiet), len(self._busy)) < _STEPS_TO_COMPARE or not self._saves:
             return 0.0
         longer = statistics.median(self._busy) - statistics.median(self._quiet)
@@ -141,7 +144,7 @@ class SaveSchedule:
 
 
 def prior_hazard(planned_per_hour: float | None, *, interruptions: int) -> PlannedHazard:
-    """Return the estimate of the hazard at the start of a generation, after the job's interruptions so far."""
+    """Return the estimated hazard at the start of a generation, from the plan and the job's interruptions so far."""
     return PlannedHazard(max(planned_per_hour or 0.0, _HAZARD_PER_HOUR)).seen(interruptions, 0.0)
 
 
@@ -150,7 +153,7 @@ _LOOK_SECONDS = 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class SaveController:
-    """The saves of one rank. All ranks make, skip or hurry a save at the same step."""
+    """Controller of one rank's saves. All ranks start, skip or hurry a save at the same step."""
 
     config: CheckpointConfig
     rank: int
@@ -198,7 +201,7 @@ class SaveController:
             self.reporter.emit(INTERVAL, step=at.step, **asdict(self.save_schedule.choice()))
 
     def finish(self) -> None:
-        """Wait until the newest save is a commit; after a drain request, without the bandwidth limit."""
+        """Wait until the newest save is a commit. After a drain request, lift the bandwidth limit."""
         self.saver.before_step()
         over = self.reporter.enter_temporarily("store")
         limit = time.monotonic() + self.config.deadline_seconds
@@ -224,7 +227,7 @@ class SaveController:
             print(f"step {at.step}: not saved: {reason}", flush=True)
 
     def record_step_time(self, seconds: dict[str, float], *, saving: bool) -> dict[str, float]:
-        """Record a step's seconds in the save schedule, and return the fields about saves for its event."""
+        """Record a step's duration in the save schedule, and return the fields about saves for the step's event."""
         schedule = self.save_schedule
         if schedule is None:
             return {}
@@ -236,6 +239,6 @@ class SaveController:
 
     @property
     def last_save_seconds(self) -> float:
-        """Expected seconds of the last save before exit; 0 if unknown, as if other saves have a bandwidth limit."""
+        """Expected seconds of the last save before exit; 0 if unknown, as after uploads with a bandwidth limit."""
         capped = self.config.upload_mib_per_second is not None
         return 0.0 if capped else self.saver.expected_seconds or 0.0

@@ -1,4 +1,7 @@
-"""The start of a job by its own ranks, without an agent: rank 0 claims the job and opens a generation for all ranks."""
+"""Start of a job without an agent, as under torchrun.
+
+Rank 0 claims the job and opens a generation for all ranks.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,8 @@ def release_job() -> None:
 def claim_for_ranks(job_store: Store, job: str, *, take_over: bool) -> None:
     """Claim the job. If another launcher takes it over later, this process drains as after SIGTERM.
 
-    A restart by torchrun repeats the arguments, and does not take back a job that was taken over meanwhile.
+    After a restart by torchrun, `take_over` is ignored, so that the job is not taken back from a launcher that took it
+    over in the meantime.
     """
     global _claim
 
@@ -77,10 +81,10 @@ def open_job(
     """Open a generation of the job, and return the spec of its ranks. Rank 0 calls this, after it has claimed the job.
 
     Args:
-        settings: path, config and sources of the configuration.
-        prepared: result of the workload's `prepare`.
-        permits: losses that the user accepts.
-        parent: commit to go back to; None for the newest.
+        settings: the configuration, with the keys "path", "config" and "sources".
+        prepared: the result of the workload's `prepare`.
+        permits: the losses of progress that the user accepts (values of `PERMITS` in `checkpoint.rollback`).
+        parent: the commit to go back to; None for the newest.
     """
     job_store = Store.open(store_uri).sub(job_prefix(job))
     attempt = restarts()
@@ -116,15 +120,15 @@ def open_job(
 def default_job_name(environment: Mapping[str, str], seconds: float) -> str:
     """Return a job name that is the same after each restart of the workers, so that a restart continues the job.
 
-    The name contains torchrun's run id if it has one (--rdzv-id, --standalone). Otherwise it contains the time of the
+    The name contains torchrun's run id if there is one (--rdzv-id, --standalone). Otherwise it contains the time of the
     first start, which is kept in the key-value store of torchrun's agent.
 
     Args:
         environment: torchrun's environment variables.
-        seconds: deadline for an answer of that store.
+        seconds: the deadline for the key-value store to answer.
 
     Raises:
-        RendezvousError: if the store does not answer.
+        RendezvousError: if the key-value store does not answer.
     """
     run_id = environment.get("TORCHELASTIC_RUN_ID", "none")
     if run_id != "none":
@@ -145,7 +149,7 @@ def default_job_name(environment: Mapping[str, str], seconds: float) -> str:
 
 
 def write_result(path: Path, ending: LoopResult) -> None:
-    """Write the file from which the agent learns the result of a rank."""
+    """Write the result file of a rank, which the agent reads."""
     result = {
         "outcome": str(ending.outcome),
         "step": ending.step,

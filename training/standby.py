@@ -3,7 +3,7 @@
 A forked rank starts in hundredths of a second, both at the first start of a gang and after a fault, and shares the
 libraries' memory. The standby process starts no thread and opens no device, because neither survives a fork.
 
-It talks with its node's agent over stdin and stdout, in lines of JSON:
+It exchanges lines of JSON with its node's agent over stdin and stdout:
 
     agent → {"start": 7, "environment": {…}, "log": "…/rank-3.log", "name": "rank 3"}
     agent ← {"ready": pid}  {"started": 7, "pid": 4711}  {"ended": 4711, "status": -9}
@@ -39,12 +39,15 @@ _LATER = (
 
 
 def serve(agent_pid: int) -> None:
-    """Fork ranks until the agent closes the pipe, then exit. Return in each forked rank, with its environment."""
+    """Fork ranks on request, and exit when the agent closes the pipe.
+
+    This function returns only in the forked ranks, each with its own environment.
+    """
     die_with_parent(agent_pid)
     for number in _LEFT_TO_THE_AGENT:
         signal.signal(number, signal.SIG_IGN)
-    gc.disable()  # a fifth of the time of these imports, whose objects all stay
-    import ebbflow.training.worker  # noqa: F401 - what all this is for
+    gc.disable()  # saves a fifth of the time of these imports, whose objects are never freed
+    import ebbflow.training.worker  # noqa: F401 - loaded here for all forked ranks
 
     for name in _LATER:
         importlib.import_module(name)
@@ -56,7 +59,10 @@ def serve(agent_pid: int) -> None:
 
 
 def _await_request() -> dict[str, Any]:
-    """Fork a child for each request of the agent, and report its end. Return in each child, with the request."""
+    """Fork a child for each request of the agent, and report to the agent when a child ends.
+
+    This function returns only in the children, each with its request.
+    """
     woken, waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
@@ -88,7 +94,7 @@ def _await_request() -> dict[str, Any]:
 
 
 def _answer(message: dict[str, Any]) -> None:
-    """Send one line to the agent. It is short enough for the pipe to write it atomically."""
+    """Send one line to the agent. A line is short enough for the pipe to write it atomically."""
     os.write(1, json.dumps(message).encode() + b"\n")
 
 

@@ -1,9 +1,9 @@
 """The step sync: one small all-gather per step, in which every rank shares its figures and requests with all others.
 
-From it all ranks learn the same facts at the same step: the exact mean loss, the total weight, the gradient norm,
+From it, all ranks learn the same facts at the same step: the exact mean loss, the total weight, the gradient norm,
 non-finite losses, stragglers, requests to stop or save, and whether all ranks are at the same step.
 
-The host reads the result at once. On a GPU, this makes it wait for the device at every step.
+The host reads the result at once, so on a GPU it waits for the device at every step.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Slowdown:
 
 
 def slowest(own_seconds: Sequence[float]) -> tuple[int, float]:
-    """Return the slowest rank by its own time, and the ratio of that to the median of the other ranks'."""
+    """Return the rank with the longest own time, and the ratio of that time to the median of the other ranks."""
     rank = max(range(len(own_seconds)), key=own_seconds.__getitem__)
     others = [seconds for other, seconds in enumerate(own_seconds) if other != rank]
     if not others:
@@ -51,13 +51,22 @@ def slowest(own_seconds: Sequence[float]) -> tuple[int, float]:
 
 
 class PaceMonitor:
-    """Detector of slowdowns that last for `STEPS_IN_A_ROW` steps. A slowdown is reported once, until a normal step."""
+    """Detector of slowdowns that last for `STEPS_IN_A_ROW` steps.
+
+    It reports a slowdown once, and can report it again only after a normal step.
+    """
 
     def __init__(self) -> None:
         self._streaks = {action: _Streak() for action in (GuardAction.SLOW_RANK, GuardAction.DATA_BOUND)}
 
     def note(self, own_seconds: Sequence[float], data_seconds: Sequence[float], step_seconds: float) -> list[Slowdown]:
-        """Record a step by each rank's seconds for data and forward, for data alone, and the slowest rank's seconds."""
+        """Record one step, and return the slowdowns that it confirms.
+
+        Args:
+            own_seconds: each rank's time for data and forward.
+            data_seconds: each rank's time for data alone.
+            step_seconds: the slowest rank's time for the step.
+        """
         whole = max(step_seconds, 1e-9)
         rank, ratio = slowest(own_seconds)
         lost = (1 - 1 / ratio) * own_seconds[rank] / whole if ratio > SLOW_RATIO else 0.0
@@ -74,7 +83,7 @@ class PaceMonitor:
 
     @property
     def now(self) -> str:
-        """A description of the current slowdowns, for the progress line; "" if there are none."""
+        """Description of the current slowdowns for the progress line; "" if there are none."""
         return ", ".join(streak.told.reason for streak in self._streaks.values() if streak.told is not None)
 
 
@@ -84,7 +93,10 @@ class _Streak:
         self.told: Slowdown | None = None
 
     def note(self, drag: Slowdown, dragging: bool) -> Slowdown | None:
-        """Record a step, slow if `dragging`. Return the mean slowdown once when it has lasted long enough."""
+        """Record a step, which is slow if `dragging`.
+
+        Return the mean slowdown once it has lasted long enough, then None.
+        """
         same = not self._drags or self._drags[-1].rank == drag.rank or drag.action is GuardAction.DATA_BOUND
         if not dragging or not same:
             self._drags, self.told = [], None
@@ -138,7 +150,7 @@ class StepSync:
 
     @property
     def scale(self) -> float:
-        """Factor that makes gradients, which DDP and FSDP2 average over the ranks, those of the exact mean loss."""
+        """Factor that turns gradients averaged by DDP or FSDP2 into the gradients of the exact mean loss."""
         return len(self.rows) / self.weight
 
     @property
@@ -168,12 +180,12 @@ class StepSync:
 
     @property
     def last_save(self) -> tuple[float, float]:
-        """The expected seconds of a save on the slowest rank, and the seconds left for it."""
+        """Seconds that a save is expected to take on the slowest rank, and seconds that are left for it."""
         return max(row.save_seconds for row in self.rows), min(row.stop_seconds for row in self.rows)
 
     @property
     def non_finite(self) -> str:
-        """A message that names the ranks with a non-finite loss or gradient; "" if all are finite."""
+        """Message that names the ranks with a non-finite loss or gradient; "" if all are finite."""
         if ranks := [str(rank) for rank, row in enumerate(self.rows) if not math.isfinite(row.loss_sum)]:
             return f"loss is not finite on rank {', '.join(ranks)}"
         if ranks := [str(rank) for rank, row in enumerate(self.rows) if not math.isfinite(row.square_sum)]:
@@ -197,7 +209,7 @@ class StepSync:
         return [rank for rank, row in enumerate(self.rows) if row.renew]
 
     def check(self) -> None:
-        """Raise DivergenceError if ranks are at different steps or samples, or if the batch has no weight."""
+        """Raise DivergenceError if ranks are at different steps or samples, or if the batch's total weight is 0."""
         places = [(int(row.step), int(row.cursor)) for row in self.rows]
         if len(set(places)) > 1:
             usual = max(places, key=lambda place: (places.count(place), -places.index(place)))
@@ -213,7 +225,7 @@ class StepSync:
 
 
 def exchange(gang: Gang, row: Row) -> StepSync:
-    """Send this rank's row to all ranks; check and return the rows of all ranks. Collective."""
+    """Send this rank's row to all ranks. Check the rows of all ranks and return them. Collective."""
     sync = StepSync([Row._make(numbers) for numbers in gang.gather_numbers(row)])
     sync.check()
     return sync

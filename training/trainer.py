@@ -1,9 +1,9 @@
 """The trainer of one rank: the parts that the training loop uses, and the tasks around each step.
 
 After a drain request, all ranks leave a running evaluation together. A rank must not leave alone, because others may
-wait for it in a collective. Nor can the ranks agree through a collective of our own, because it would mix with those of
-the user's code. So a rank with a drain request votes through the gang's key-value store before its next forward pass,
-and waits for the votes of the others. If not all ranks vote in time, the evaluation continues.
+wait for it in a collective. The ranks cannot use a collective to agree either, because it would mix with the
+collectives of the user's code. So a rank with a drain request votes through the gang's key-value store before its next
+forward pass, and waits for the votes of the others. If not all ranks vote in time, the evaluation continues.
 """
 
 from __future__ import annotations
@@ -47,11 +47,15 @@ _LEAVE = "leave"
 
 
 class _Left(BaseException):
-    """Signal that ends an evaluation. It is not an `Exception`, because the user's code might catch that."""
+    """Raised to end an evaluation. It is not an `Exception`, because the user's code might catch that."""
 
 
 class Evaluation:
-    """The evaluations of one rank. A vote waits for `vote_seconds`, or as long as the longest forward pass took."""
+    """Runs the evaluations of one rank, which all ranks can leave early by a vote.
+
+    A rank waits for the votes of the others for `vote_seconds`, or for as long as the longest forward pass took if that
+    is longer.
+    """
 
     def __init__(self, gang: Gang, limits: Limits, *, vote_seconds: float = VOTE_SECONDS) -> None:
         self._gang, self._limits, self._vote_seconds = gang, limits, vote_seconds
@@ -59,7 +63,7 @@ class Evaluation:
         self._pass_seconds, self._looked_at = 0.0, math.inf
 
     def run(self, workload: Workload[Any], spread: Spread) -> Mapping[str, float] | None:
-        """Return the metrics by name, or None if all ranks left between two forward passes, to drain. Collective."""
+        """Evaluate. Return the metrics by name, or None if all ranks left the evaluation early to drain. Collective."""
         self._evaluations, self._votes = self._evaluations + 1, 0
         self._pass_seconds, self._looked_at = 0.0, math.inf
         with spread.evaluating() as model:
@@ -87,15 +91,15 @@ class Evaluation:
         self._votes += 1
         try:
             return self._vote(PrefixStore(f"evaluation-{self._evaluations}", store))
-        except (dist.DistError, RuntimeError):  # rank 0 or the network is gone; others report that
+        except (dist.DistError, RuntimeError):  # rank 0 or the network is gone, which is reported elsewhere
             self._votes = _VOTES
             return False
 
     def _vote(self, store: Store) -> bool:
         """Vote for leaving the evaluation, and return whether all ranks leave.
 
-        The first value of the key `word-<ballot>` decides, where the ballot is the vote's number. The last rank to vote
-        sets it to "leave". A rank that has waited too long sets it to a refusal instead.
+        Ballots are numbered, and the first value of the key `word-<ballot>` decides. The last rank to vote sets it to
+        "leave". A rank that has waited too long sets it to a refusal instead.
         """
         ballot = store.add("ballots", 0)
         if store.add(f"votes-{ballot}", 1) == self._gang.world_size:
@@ -155,7 +159,7 @@ class Trainer:
         self.reporter.enter(phase, step)
 
     def seed_random_numbers(self, step: int) -> None:
-        """Set torch's seed to a hash of seed, step and rank, so that a resumed run draws the same numbers."""
+        """Seed torch with a hash of seed, step and rank, so that a resumed run draws the same random numbers."""
         text = f"{self.config.training.seed}\n{step}\n{self.gang.rank}"
         seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
         if self.gang.device.type == "cpu":  # torch.manual_seed also seeds other devices: 0.1 to 0.3 ms a step
@@ -174,7 +178,7 @@ class Trainer:
     def sync_step(self, at: Position, batch: Batch, loss: Loss, gradients: Sequence[Tensor]) -> StepSync:
         clock = self.reporter.clock
         taken, to_go = at.step - self.start.step, self.config.training.max_steps - at.step
-        seconds_to_go = clock.elapsed_seconds / taken * to_go if taken else 0.0  # by the mean step since this start
+        seconds_to_go = clock.elapsed_seconds / taken * to_go if taken else 0.0  # mean step time × steps
         spoiled = self.rehearsal is not None and self.rehearsal.spoils_loss
         if self.rehearsal is not None:
             self.rehearsal.spoils_loss = False
@@ -213,7 +217,7 @@ class Trainer:
         return judgement
 
     def record_step(self, at: Position, sync: StepSync, learning_rate: float, judgement: Judgement) -> None:
-        """Emit the event of a step with all seconds since the previous one, and print a progress line if one is due."""
+        """Emit the step's event with the seconds since the previous step, and print a progress line if one is due."""
         data: dict[str, Any] = {
             "loss": sync.loss,
             "tokens": sync.weight,
@@ -249,7 +253,10 @@ class Trainer:
             print(f"step {at.step}: {share} is reached: {spent}", flush=True)
 
     def rehearse_fault(self, step: int) -> None:
-        """Inject the rehearsed fault if it is due on this rank. Call this before `step` is saved, to lose it."""
+        """Inject the rehearsed fault if it is due on this rank.
+
+        Call this before `step` is saved, so that the step is lost.
+        """
         aim, gang = self.rehearsal, self.gang
         if aim is None or step != aim.fault.due_step(self.config.training.max_steps):
             return
@@ -269,7 +276,7 @@ class Trainer:
             self.limits.wait_for_drain(_WORD_SECONDS)  # short steps could end the job before the agent has the notice
 
     def renew_if_due(self, at: Position, sync: StepSync, *, last: bool) -> None:
-        """Raise MemoryGrowth after the save if any rank's memory is about to be full, unless the job ends."""
+        """Unless this is the last step, raise MemoryGrowth after the save if any rank's memory is about to run out."""
         if sync.renew and not last:
             self.saver.wait()
             ranks = ", ".join(map(str, sync.renew))
@@ -280,7 +287,7 @@ class Trainer:
         return Evaluation(self.gang, self.limits)
 
     def evaluate(self, at: Position) -> Stop:
-        """Evaluate the model and emit the metrics. Return INTERRUPTED if all ranks left to drain. Collective."""
+        """Evaluate the model and emit the metrics. Return INTERRUPTED if all ranks left early to drain. Collective."""
         self.enter("evaluation", at.step)
         metrics = self.evaluation.run(self.workload, self.spread)
         if metrics is None:
@@ -298,7 +305,7 @@ class Trainer:
     def end(self, at: Position, outcome: Outcome, message: str = "") -> LoopResult:
         """End the loop: wait until the last save is a commit, then emit the outcome. Collective.
 
-        If the outcome is INTERRUPTED, a failed save does not raise; the message says so instead.
+        If the outcome is INTERRUPTED, a failed save is not raised as an error; the message mentions it instead.
         """
         self.enter("checkpoint", at.step)
         try:

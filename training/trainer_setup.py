@@ -1,4 +1,7 @@
-"""Construction of one rank's trainer: data, model, optimizer, saver, limits and progress; and its restore."""
+"""Build one rank's trainer and restore it from a commit.
+
+The trainer has data, model, optimizer, saver, limits and progress.
+"""
 
 from __future__ import annotations
 
@@ -95,14 +98,14 @@ def open_saver(
 ) -> Checkpointer:
     """Open the saver of this rank for the gang's generation. Raises DamagedLineage or StoreError.
 
-    `waiting` is called when the saver begins to wait for the store, and the function that it returns when the wait
-    ends.
+    The saver calls `waiting` when it begins to wait for the store, and calls the function that `waiting` returned when
+    the wait ends.
     """
     checkpoint = RunConfig.model_validate(spec.config).checkpoint
     job_store = Store.open(spec.store_uri).sub(job_prefix(spec.job))
     rate = checkpoint.upload_mib_per_second
-    # Its parent need not be the first candidate: the launcher may have passed over an unreadable commit. Retries keep
-    # a short outage of the store from failing the start.
+    # The generation's parent need not be the first candidate: the launcher may have passed over an unreadable commit.
+    # Retries keep a short outage of the store from failing the start.
     generation = retry_until_deadline(
         lambda: read_generation(job_store, spec.generation, spec.generation_id),
         _RECORD_SECONDS,
@@ -135,10 +138,10 @@ def retention_policy(checkpoint: CheckpointConfig) -> RetentionPolicy:
 
 
 def restore(trainer: Trainer, saver: Checkpointer, candidates: list[str]) -> Position:
-    """Load the newest sound commit of `candidates`, newest first, and return the position at which training continues.
+    """Load the newest undamaged commit of `candidates`, and return the position at which training continues.
 
-    Without candidates, the job starts from its beginning. Raises DataError if the commit was trained with other data or
-    another seed, CheckpointError if no candidate can be restored. Collective.
+    `candidates` are keys of commits, newest first; without any, the job starts from its beginning. Raises DataError if
+    the commit was trained with other data or another seed, CheckpointError if no candidate can be restored. Collective.
     """
     if candidates:
         trainer.enter("restore", 0)
@@ -162,7 +165,7 @@ def restore(trainer: Trainer, saver: Checkpointer, candidates: list[str]) -> Pos
 
 
 def report_restore(reporter: Reporter, restored: RestoreResult, seconds: float) -> None:
-    """Emit the event of a restore, and print what a damaged commit has lost. Rank 0 calls this."""
+    """Emit the event of a restore, and print the progress that was lost with a damaged commit. Rank 0 calls this."""
     rejected = [_rejected(one, restored) for one in restored.rejected]
     for one in rejected[:1]:  # the newest; the others are older
         print(f"restored step {restored.step} instead of a damaged commit; lost: {one['lost']}", flush=True)
@@ -171,7 +174,7 @@ def report_restore(reporter: Reporter, restored: RestoreResult, seconds: float) 
 
 
 def begin(trainer: Trainer) -> Position:
-    """Start a job with its initial weights, if any, and return its first position. Raises WorkloadError."""
+    """Load the initial weights of a new job, if any, and return its first position. Raises WorkloadError."""
     path = trainer.config.training.initial_weights
     if path is not None:
         trainer.enter("restore", 0)
@@ -186,7 +189,7 @@ def begin(trainer: Trainer) -> Position:
 
 
 def _rejected(rejected: RejectedCommit, restored: RestoreResult) -> dict[str, Any]:
-    """Return the fields of the `restore` event for a damaged commit, with the steps and dollars lost by it."""
+    """Return the key of a damaged commit, the reason, and the steps and dollars lost by it, for the `restore` event."""
     at_rejected, at_restored = ((extra or {}).get("spent_usd") for extra in (rejected.extra, restored.extra))
     lost_usd = None if at_rejected is None or at_restored is None else at_rejected - at_restored
     loss = {"lost_steps": rejected.step - restored.step, "lost_usd": lost_usd}
@@ -211,7 +214,10 @@ def _optimizer(workload: Workload, module: nn.Module, config: RunConfig) -> torc
 def _progress(
     spec: WorkerSpec, gang: Gang, config: RunConfig, terms: Terms | None, reporter: Reporter
 ) -> Progress | None:
-    """Measure the peak speed on all ranks at once; return the printer of progress lines on rank 0. Collective."""
+    """Measure the peak speed on all ranks at once. Return the printer of progress lines on rank 0, else None.
+
+    Collective.
+    """
     # Later ranks with the same local rank reuse the file. The number of ranks on the machine changes the measurement.
     name = f"peak-{os.environ.get('LOCAL_RANK', '0')}-of-{spec.colocated_ranks}.json"
     kept = Path(spec.kept_path) / name if spec.kept_path else None

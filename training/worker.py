@@ -1,6 +1,6 @@
 """The process of one rank, from its start to its result file.
 
-The process is started by an agent of `ebbflow run`, or by `torchrun -m ebbflow.training`.
+An agent of `ebbflow run` starts it, or `torchrun -m ebbflow.training`.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def _make_spec_or_exit_code(request: Request) -> WorkerSpec | int:
 
 
 def _is_user_failure(error: BaseException) -> bool:
-    """Return whether the error is an exception of the user's code while its workload was tried."""
+    """Return whether the error was caused by an exception of the user's code while the workload was tried out."""
     cause = error.__cause__
     return isinstance(error, WorkloadError) and not isinstance(cause, (TrainingError, InfraError, type(None)))
 
@@ -150,9 +150,10 @@ def _make_spec(request: Request) -> WorkerSpec:
 
 
 def main(arguments: list[str]) -> NoReturn:
-    """Train, and exit: with 0 for an outcome that all ranks share, 75 after a drain request, else the error's code.
+    """Train, then exit with code 0, with 75 after a drain request, or with the code of an error.
 
-    The task comes from the agent's environment variables if there are any, else from the arguments.
+    Code 0 includes a stop at a limit, such as the budget. The task comes from the agent's environment variables if
+    there are any, else from the arguments.
     """
     spec = WorkerSpec.from_environment()
     try:
@@ -189,9 +190,10 @@ def main(arguments: list[str]) -> NoReturn:
 
 
 def _record_exception(error: BaseException, *, one_line: bool = False) -> None:
-    """Print the error, and write it to the file from which the agent reads it, as torch's `@record` would.
+    """Print the error, and write it to the error file for the agent, in the format of torch's `@record`.
 
-    `@record` fails if `__str__` raises, does not limit the text, does not catch sys.exit, and prints nothing.
+    `@record` itself is not used: it fails if `__str__` raises, does not limit the length of the text, does not catch
+    sys.exit, and prints nothing.
     """
     text = describe_traceback(error)
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
@@ -207,7 +209,10 @@ def _record_exception(error: BaseException, *, one_line: bool = False) -> None:
 
 
 def _exit_code(error: BaseException, *, alone: bool) -> int:
-    """Return the exit code for an error; that of FAILED for the user's exceptions without an agent (`alone`)."""
+    """Return the exit code for an error.
+
+    Without an agent (`alone`), an exception of the user's code counts as FAILED.
+    """
     if alone and _is_user_failure(error):
         return Outcome.FAILED.exit_code
     outcome = getattr(error, "outcome", Outcome.FAILED)
@@ -223,7 +228,7 @@ def _train(task: WorkerSpec | Request) -> LoopResult:
     colocated = spec.colocated_ranks if spec else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // colocated))
     torch.set_num_interop_threads(1)
-    # It differs after each restart by torchrun, whose key-value store keeps the keys of dead workers.
+    # Identifies the restart, because torchrun's key-value store keeps the keys of dead workers.
     restart = os.environ.get("TORCHELASTIC_RUN_ID", "none"), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     gang = connect(
         start_seconds=config.cluster.start_deadline_seconds,
@@ -244,7 +249,7 @@ def _train(task: WorkerSpec | Request) -> LoopResult:
 
 
 def run_rank(spec: WorkerSpec, gang: Gang) -> LoopResult:
-    """Train, write the result file, and return the result. Events are flushed even if training raises an exception."""
+    """Train, write the result file, and return the result. Events are flushed even if training fails."""
     origin = Origin(
         job=spec.job, run=spec.run, attempt=spec.attempt, generation=spec.generation, node=spec.node, rank=gang.rank
     )

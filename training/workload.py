@@ -63,9 +63,9 @@ class Cursor:
     count: int
 
     def share(self, rank: int, world_size: int) -> Cursor:
-        """Return the samples of one rank.
+        """Return the part of the samples that one rank loads.
 
-        The ranks' samples are consecutive, so all ranks together read the same samples per step at any world size.
+        The ranks' parts are consecutive, so all ranks together load the same samples per step at any world size.
         """
         start = rank * self.count // world_size
         end = (rank + 1) * self.count // world_size
@@ -141,7 +141,7 @@ class Workload(Protocol[B]):
     def next_batch(self, model: nn.Module, cursor: Cursor) -> B:
         """Return the samples of `cursor`, on the device of the model.
 
-        They may instead be a rollout by `model`, with the cursor as its seed.
+        For reinforcement learning, return a rollout by `model` instead, with the cursor as its seed.
         """
         ...
 

@@ -87,7 +87,7 @@ class Standby:
         self._living: set[int] = set()
         self._ended: dict[int, int] = {}
         self.ready = False  # whether it has finished its imports, so that it can fork
-        self.lost = False  # whether it has ended or was killed, and all ranks that it forked with it
+        self.lost = False  # whether it has ended, and with it all ranks that it forked
 
     @property
     def pid(self) -> int:
@@ -133,10 +133,7 @@ class Standby:
         self._living.discard(pid)
 
     def _ask(self, request: bytes, limit: float) -> bool:
-        """Write a request to the standby's pipe before `limit`.
-
-        Return False if it cannot be written, as when the standby is frozen.
-        """
+        """Write a request to the pipe before `limit`; return False if that fails, as when the standby is frozen."""
         pipe, unsent = self._requests, memoryview(request)
         while unsent and (left := limit - time.monotonic()) > 0:
             select.select([], [pipe], [], left)
@@ -169,7 +166,7 @@ class Standby:
         elif "started" in message:
             self._started[message["started"]] = message["pid"]
             self._living.add(message["pid"])
-            self._ended.pop(message["pid"], None)  # an earlier process with this number
+            self._ended.pop(message["pid"], None)  # the status of an earlier process with this pid
         else:
             self._living.discard(message["ended"])
             self._ended[message["ended"]] = message["status"]
@@ -279,10 +276,7 @@ class Worker:
 
 
 class WorkerGroup:
-    """The processes of all ranks of a node, which the constructor starts.
-
-    `rendezvous` is the address of torch's store.
-    """
+    """The rank processes of a node, which the constructor starts; `rendezvous` is the address of torch's store."""
 
     def __init__(
         self,
@@ -386,10 +380,7 @@ def find_open_device(pid: int) -> str:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    """Read the JSON object in a rank's file.
-
-    Return {} if it holds anything else, because user code could have written it.
-    """
+    """Return the JSON object in a rank's file, or {} if it holds anything else, as user code may have written it."""
     try:
         with open(path, "rb") as file:
             found = json.loads(file.read(_LONGEST_RECORD))

@@ -1,1 +1,1 @@
-"""Initial weights, files they are loaded from, and the digest that compares them."""
+"""Initial weights: initialisation from a seed, loading from safetensors files, and a digest to compare weights."""

@@ -1,4 +1,4 @@
-"""Find the weights in safetensors files, from the files' headers, and describe the files. Imports no torch."""
+"""Find the weights in safetensors files by reading only the headers, and describe the files. Imports no torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Translate = Callable[[str], str | None]
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a safetensors file."""
+    """The header entry of a tensor in a safetensors file."""
 
     name: str  # its name in the file
     file: Path
@@ -33,10 +33,11 @@ class StoredTensor:
 
 
 def find_weights(path: str, translate: Translate | None = None) -> dict[str, StoredTensor]:
-    """Find the tensors in a safetensors file, or in a folder with one or with an index, by the model's names.
+    """Return the tensors of a safetensors file or folder, by the names that they have in the model.
 
-    Only headers are read. `translate` returns the model's name of a stored tensor, or None to leave it out. Raises
-    WorkloadError (files are missing or damaged, or two tensors get the same name).
+    A folder must contain one file, or several with an index. Only headers are read. `translate` maps the name of a
+    stored tensor to the model's name, or to None to ignore the tensor. Raises WorkloadError if files are missing or
+    damaged, or if two tensors get the same name.
     """
     found: dict[str, StoredTensor] = {}
     for file in list_weight_files(path):
@@ -54,8 +55,9 @@ def find_weights(path: str, translate: Translate | None = None) -> dict[str, Sto
 
 
 def list_weight_files(path: str) -> list[Path]:
-    """List `path` itself if it is a file, or the files in the folder's index, or the only one in it. Raises
-    WorkloadError.
+    """Return the safetensors files at `path`. Raises WorkloadError.
+
+    These are `path` itself if it is a file, else the files in the folder's index, else the only file in the folder.
     """
     root = Path(path)
     if root.is_file():
@@ -75,7 +77,10 @@ def list_weight_files(path: str) -> list[Path]:
 
 
 def describe_files(path: str) -> list[dict[str, Any]]:
-    """Describe each file by path, bytes, modification time, and SHA-256, which is None if all have more than 4 GiB."""
+    """Return the path, size in bytes, modification time and SHA-256 of each file.
+
+    The SHA-256 is None if the files together have more than 4 GiB.
+    """
     files = list_weight_files(path)
     small = sum(file.stat().st_size for file in files) <= _LARGEST_HASHED_BYTES
     return [
@@ -90,8 +95,9 @@ def describe_files(path: str) -> list[dict[str, Any]]:
 
 
 def open_weights(file: Path, *, framework: str) -> Any:
-    """Open a safetensors file. With `framework` "np", tensors are NumPy arrays, with "pt" torch's. Raises
-    WorkloadError.
+    """Open a safetensors file. Raises WorkloadError.
+
+    Its tensors are read as NumPy arrays if `framework` is "np", as torch tensors if it is "pt".
     """
     try:
         return safe_open(file, framework=framework, device="cpu")
@@ -104,7 +110,7 @@ def open_weights(file: Path, *, framework: str) -> Any:
 
 
 def abbreviate(names: Iterable[str]) -> str:
-    """Join the first three names, and state how many more there are."""
+    """Join up to three names with commas, and add how many more there are."""
     names = list(names)
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return ", ".join(names[:_NAMED]) + more

@@ -28,9 +28,9 @@ def initialise(module: nn.Module, blank: nn.Module, *, seed: int) -> None:
     """Fill `module`, sharded or not, with initial weights. `blank` is a copy of the whole model on the meta device.
 
     Each module that holds parameters or buffers is materialised alone on the CPU, initialised by its own
-    `reset_parameters` with a generator seeded by (seed, module name), and copied. So a weight depends only on the seed
-    and its name, not on mode, world size, device or the order of modules. A tied parameter is initialised under its
-    first name. Raises WorkloadError for a module without `reset_parameters`.
+    `reset_parameters` with a generator seeded by (seed, module name), and copied into `module`. So a weight depends
+    only on the seed and its name, not on parallel mode, world size, device or the order of modules. A tied parameter is
+    initialised under its first name. Raises WorkloadError for a module without `reset_parameters`.
     """
     tied = tied_names(blank)
     targets = dict(module.named_parameters()) | dict(module.named_buffers())
@@ -64,7 +64,7 @@ def tied_names(module: nn.Module) -> dict[str, str]:
 
 
 def materialise(module: nn.Module, device: torch.device | str) -> None:
-    """Allocate memory for a module on the meta device like `to_empty`, but keep tied parameters tied."""
+    """Allocate memory for a module on the meta device, as `to_empty` does, but keep tied parameters tied."""
     tied = tied_names(module)
     module.to_empty(device=device)
     for name, first in tied.items():
@@ -84,10 +84,10 @@ def _copy_own_part(target: Tensor, value: Tensor) -> None:
 
 
 def check_weights_fit(found: Mapping[str, StoredTensor], model: nn.Module, path: str) -> None:
-    """Raise WorkloadError for missing, unexpected or misshapen tensors, and for integers in place of floats or vice
-    versa.
+    """Raise WorkloadError if the stored tensors do not fit the model.
 
-    A tied weight is required once, under any of its names.
+    They do not fit if a tensor is missing, unexpected or of another shape, or if it has integers where the model has
+    floats or vice versa. A tied weight is required once, under any of its names.
     """
     targets, names = _targets(model)
     missing = [alike[0] for alike in names if not set(alike) & set(found)]
@@ -131,7 +131,7 @@ def load_weights(path: str, model: nn.Module, translate: Translate | None = None
 
 
 def _targets(model: nn.Module) -> tuple[dict[str, Tensor], list[list[str]]]:
-    """Return parameters and persistent buffers by name, and for each tensor the list of all its names."""
+    """Return the model's parameters and persistent buffers by name, and for each tensor the list of all its names."""
     targets = dict(model.state_dict(keep_vars=True))
     alike: dict[int, list[str]] = {}
     for name, tensor in targets.items():
@@ -140,7 +140,7 @@ def _targets(model: nn.Module) -> tuple[dict[str, Tensor], list[list[str]]]:
 
 
 def _fill(target: Tensor, file: Any, name: str) -> None:
-    """Copy the rows (and columns) that this rank holds straight from the file."""
+    """Copy the part of a tensor that this rank holds from the file, reading only that part."""
     if not isinstance(target, DTensor):
         target.copy_(file.get_tensor(name))
         return

@@ -1,4 +1,4 @@
-"""Examination of a user's workload in a child process, within a deadline. This module imports no torch.
+"""Check a user's workload in a child process, within a deadline. This module imports no torch.
 
 `ebbflow examine CONFIG [--set KEY=VALUE ...] [--prepare]` prints the result as JSON.
 """
@@ -32,7 +32,7 @@ _LAST_LINES = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Examination:
-    """The result of an examination."""
+    """Result of examining a workload: the checks that it passed, its measured shape, and its prepared data."""
 
     text: str  # the checks that were made, and their figures
     shape: ModelShape | None  # the measured shape of the model; None if it was not measured
@@ -41,10 +41,10 @@ class Examination:
 
 
 def examine(config: RunConfig, *, prepare: bool, seconds: float = EXAMINE_SECONDS) -> Examination:
-    """Import, build and try the configured workload in a child process, within `seconds`.
+    """Import, build and try out the configured workload in a child process, within `seconds`.
 
-    With `prepare`, prepare the workload's data first, within 6 hours. Without, a workload that has a `prepare` is only
-    imported, because it cannot be tried without data. Raises WorkloadError if the workload cannot be trained.
+    With `prepare`, prepare the workload's data first, within 6 hours. Otherwise, a workload that has a `prepare` is
+    only imported, because it cannot be tried without its data. Raises WorkloadError if the workload cannot be trained.
     """
     seconds = max(seconds, PREPARE_SECONDS) if prepare else seconds
     with tempfile.TemporaryDirectory(prefix="ebbflow-examine-") as folder:
@@ -66,7 +66,7 @@ def examine(config: RunConfig, *, prepare: bool, seconds: float = EXAMINE_SECOND
 
 
 def main(arguments: list[str]) -> int:
-    """Run `ebbflow examine`, in the process of the user or in the child process of `examine`."""
+    """Run the command `ebbflow examine`. The child process of the function `examine` runs it too."""
     parser = argparse.ArgumentParser(
         prog="ebbflow examine", description="Try the configured workload and print its model's shape."
     )
@@ -116,9 +116,9 @@ def _examine_here(config: RunConfig, *, prepare: bool) -> dict[str, Any]:
 
 
 def _run(command: list[str], seconds: float, what: str, *, shown: bool) -> str:
-    """Run a command, and return its output, or "" if it is shown on the terminal.
+    """Run a command and return its output, or "" if the output goes to the terminal.
 
-    At the deadline, the command and all its children are killed, and WorkloadError names `what`.
+    At the deadline, the command and all its children are killed, and a WorkloadError that names `what` is raised.
     """
     with subprocess.Popen(
         command,

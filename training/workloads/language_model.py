@@ -60,9 +60,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """A transformer block: attention, then an MLP with a hidden layer four times wider, each added to the residual
-    stream.
-    """
+    """A transformer block: attention, then an MLP of fourfold width, each added to the residual stream."""
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
@@ -79,7 +77,7 @@ class Block(nn.Module):
 
 
 class Embeddings(nn.Module):
-    """The sum of token and position embeddings `[batch, length, hidden]` of token numbers `[batch, length]`."""
+    """Token and position embeddings: token ids `[batch, length]` to vectors `[batch, length, hidden]`."""
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
@@ -91,7 +89,7 @@ class Embeddings(nn.Module):
 
 
 class Head(nn.Module):
-    """The last norm and the projection to logits `[batch, length, vocabulary]`."""
+    """The final norm and the projection to logits `[batch, length, vocabulary]`."""
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
@@ -103,7 +101,7 @@ class Head(nn.Module):
 
 
 class CausalLM(nn.Module):
-    """A causal language model: token numbers `[batch, length]` to logits `[batch, length, vocabulary]`."""
+    """A causal language model: token ids `[batch, length]` to logits `[batch, length, vocabulary]`."""
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
@@ -119,15 +117,16 @@ class CausalLM(nn.Module):
 
 
 def _residual_std(model: ModelConfig) -> float:
-    """Return a standard deviation that keeps the residual stream's variance from growing with depth (GPT-2, section
-    2.3).
+    """Return a standard deviation that keeps the variance of the residual stream from growing with depth.
+
+    Source: GPT-2, section 2.3.
     """
     return _INITIAL_STD / math.sqrt(2 * model.num_layers)
 
 
 @dataclass(frozen=True)
 class TextBatch:
-    """A batch of text."""
+    """A batch of token sequences, with the next token as the target of each token."""
 
     inputs: Tensor  # token numbers, int64 `[samples, sequence_length]`
     targets: Tensor  # the token after each input, of the same shape
@@ -144,9 +143,7 @@ class TextBatch:
 
 
 class TextWorkload:
-    """The workload of next-token prediction on the token shards that `prepare` made. Raises DataError for too little
-    text.
-    """
+    """Next-token prediction on the token shards that `prepare` made. Raises DataError if there is too little text."""
 
     weight_unit = "tokens"
 
@@ -163,7 +160,7 @@ class TextWorkload:
 
     @classmethod
     def prepare(cls, context: WorkloadContext) -> dict:
-        """Convert the text to token shards in the store unless it has them, and return their description."""
+        """Convert the text to token shards in the store, unless they are already there. Return their description."""
         return prepare_tokens(context.config.data, context.store, project_root=context.project_root).to_json()
 
     def model(self) -> nn.Module:
@@ -186,7 +183,10 @@ class TextWorkload:
         return len(batch.inputs) * self._shape.flops_per_sample
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Return the held-out loss in nats per token and in bits per byte, which is comparable between tokenizers."""
+        """Return the held-out loss in nats per token and in bits per byte.
+
+        Bits per byte are comparable between tokenizers.
+        """
         training = self._config.training
         world_size = self._context.world_size
         micro_batch = max(1, training.batch_size // (world_size * training.gradient_accumulation_steps))
@@ -209,7 +209,10 @@ class TextWorkload:
         return TextBatch(text[:, :-1], text[:, 1:])
 
     def _windows(self, tokens: np.ndarray, side: str) -> int:
-        """Return how many non-overlapping samples the tokens make. Each needs one more token, as its last target."""
+        """Return the number of non-overlapping samples in `tokens`.
+
+        Each sample needs one more token as its last target.
+        """
         windows = (tokens.size - 1) // self._length
         if windows < 1:
             raise DataError(

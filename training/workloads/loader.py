@@ -1,4 +1,4 @@
-"""Import of a workload from `package.module:Name`, and attribution of its errors to the user's code.
+"""Import a workload from `package.module:Name`, and attribute its errors to the user's code.
 
 Python's search path (PYTHONPATH, installed packages) is searched first, then the project's folder. The folder of the
 configuration file is not searched, because other nodes do not have it.
@@ -76,7 +76,7 @@ WorkloadFactory = Callable[[WorkloadContext], Workload]
 def workload_context(
     config: RunConfig, gang: Gang, *, store: Store, prepared: Mapping[str, Any] | None = None
 ) -> WorkloadContext:
-    """Return the context of one rank. A user's workload gets its own folder in `store`."""
+    """Return the `WorkloadContext` of one rank. A user's workload gets its own folder in `store`."""
     return WorkloadContext(
         config=config,
         store=store if config.workload is None else store.sub(workload_prefix(config.workload)),
@@ -90,7 +90,7 @@ def workload_context(
 
 
 def find_workload(config: RunConfig) -> WorkloadFactory:
-    """Return the class or function that `workload` names in the configuration. Raises WorkloadError."""
+    """Return the class or function that the setting `workload` names. Raises WorkloadError."""
     if config.workload is None:
         return TextWorkload
     module_name, _, name = config.workload.partition(":")
@@ -109,9 +109,11 @@ def find_workload(config: RunConfig) -> WorkloadFactory:
 
 
 def prepare_data(config: RunConfig, context: WorkloadContext) -> dict[str, Any]:
-    """Run the workload's `prepare`, if any, and return its description with "fingerprint" and "weight_unit".
+    """Run the workload's `prepare`, if it has one.
 
-    Raises WorkloadError (`prepare` raises an exception or returns something other than a JSON object).
+    Return its dict, with "fingerprint" and "weight_unit" added if missing.
+
+    Raises WorkloadError if `prepare` raises an exception or returns something other than a JSON object.
     """
     door = find_workload(config)
     described: dict[str, Any] = {}
@@ -126,7 +128,7 @@ def prepare_data(config: RunConfig, context: WorkloadContext) -> dict[str, Any]:
 
 
 def has_prepare(door: WorkloadFactory) -> bool:
-    """Return whether a workload has a `prepare`. Raises WorkloadError for an instance method: it cannot be called."""
+    """Return whether a workload has a `prepare`. Raises WorkloadError if it is an instance method."""
     prepare = getattr(door, "prepare", None)
     if prepare is None:
         return False
@@ -155,7 +157,7 @@ def make_workload(config: RunConfig, context: WorkloadContext) -> Workload:
 
 @contextmanager
 def user_code(what: str) -> Iterator[None]:
-    """Convert an exception in this context into a one-line WorkloadError with the line of the user's code."""
+    """Convert an exception in this context into a one-line WorkloadError that names the line of the user's code."""
     try:
         yield
     except (TrainingError, InfraError):  # their messages need no file and line
@@ -165,7 +167,10 @@ def user_code(what: str) -> Iterator[None]:
 
 
 def _raised(error: BaseException, what: str) -> WorkloadError:
-    """Return an error with the innermost line of the user's code in the traceback, else with the line that raised."""
+    """Return a WorkloadError that names the line of the user's code where the error was raised.
+
+    If the traceback has no such line, the error names the line that raised.
+    """
     frames = list(traceback.extract_tb(error.__traceback__))
     frame = ([frame for frame in frames if not _is_foreign(frame.filename)] or frames)[-1]
     where, text = f"{frame.filename}:{frame.lineno}", error
@@ -219,7 +224,7 @@ def _as_json(described: Any, config: RunConfig) -> dict[str, Any]:
 
 
 def _place(code: Any) -> str:
-    """Return "file:line: " of a class or function; "" if Python does not know it."""
+    """Return "file:line: " for a class or function, or "" if its source is unknown."""
     try:
         return f"{inspect.getsourcefile(code)}:{inspect.getsourcelines(code)[1]}: "
     except (OSError, TypeError):

@@ -1,6 +1,6 @@
-"""Trial of a workload before anything costs money: build the model, compute losses of samples, and evaluate.
+"""Trial of a workload before any money is spent: build the model, compute losses of samples, and evaluate.
 
-The trial runs on the CPU, as in a gang of one rank.
+The trial runs on the CPU, as if in a gang of one rank.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _FLOAT32_BYTES = 4
 
 @dataclass
 class SavedBytes:
-    """A count of the bytes that autograd saves for the backward pass. Each storage counts once."""
+    """Counter of the bytes that autograd saves for the backward pass. Each storage counts once."""
 
     model: frozenset[int]  # the storages of the model's own tensors, which are not counted
     seen: dict[int, int] = field(default_factory=dict)  # bytes by storage
@@ -55,10 +55,10 @@ def _unit(workload: Workload) -> str:
 
 
 def measure_shape(workload: Workload, model: nn.Module, batch: Batch) -> tuple[ModelShape, Loss]:
-    """Measure the shape of a model with a batch of one sample by a forward pass, and return it with the loss.
+    """Run the forward pass on a batch of one sample, and return the model's measured shape and the loss.
 
-    Activations, logits included, are counted as autograd saves them: in the precision of the model's own code, in eager
-    mode and without recomputation. The workload itself counts the FLOPs. The model may have fake tensors.
+    Activations, including logits, are counted as autograd saves them: in the precision of the model's own code, in
+    eager mode and without recomputation. FLOPs come from the workload's own `flops`. The model may have fake tensors.
     """
     saved = SavedBytes(frozenset(tensor.untyped_storage()._cdata for tensor in _tensors(model)))
     with saved_tensors_hooks(saved.note, lambda tensor: tensor):
@@ -109,14 +109,17 @@ LONGEST_SECONDS = 20.0
 
 
 class _Enough(BaseException):
-    """Signal that ends a trial at its time limit; no `Exception`, because the user's code might catch that."""
+    """Raised when a trial reaches its time limit.
+
+    It is not an `Exception`, because the user's code might catch that.
+    """
 
 
 def try_evaluate(name: str, workload: Workload, model: nn.Module, *, seconds: float = LONGEST_SECONDS) -> str:
-    """Call the workload's `evaluate` once, as in a gang of one rank, and describe the result.
+    """Call the workload's `evaluate` once, as if in a gang of one rank, and return a description of the result.
 
-    After `seconds`, the description says that `evaluate` was not tried to its end. Raises WorkloadError (`evaluate`
-    raises an exception, or a metric is not a finite number).
+    After `seconds`, `evaluate` is stopped, and the description says so. Raises WorkloadError if `evaluate` raises an
+    exception, or if a metric is not a finite number.
     """
     if distributed.is_initialized():  # a collective in `evaluate` would wait for the other ranks
         return "evaluate not tried, because the ranks of the gang are not all here"
@@ -135,7 +138,7 @@ def try_evaluate(name: str, workload: Workload, model: nn.Module, *, seconds: fl
 
 @contextmanager
 def _at_most(seconds: float) -> Iterator[None]:
-    """Raise _Enough inside the context after `seconds`; in the main thread only, where Python runs signal handlers."""
+    """Raise _Enough inside the context after `seconds`; only in the main thread, which runs signal handlers."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise _Enough
@@ -154,7 +157,7 @@ def _at_most(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-# The most weights and gradients with which a model is run here. Of larger models only shapes are computed.
+# The limit of weights plus gradients up to which a model is run. For larger models, only shapes are computed.
 LARGEST_TRIED_BYTES = 2 << 30
 _MOST_SAMPLES = 4
 # Micro-batches may use other kernels, and add float32 numbers in another order.
@@ -163,7 +166,7 @@ _TOLERANCE = 1e-3
 
 @dataclass
 class Trial:
-    """The result of a trial."""
+    """Result of trying out a workload: its measured shape, the checks that it passed, and remarks."""
 
     name: str  # the name of the workload
     shape: ModelShape | None = None  # the measured shape; None if it was not measured
@@ -179,7 +182,7 @@ class Trial:
 
 
 def try_workload(config: RunConfig, context: WorkloadContext) -> Trial:
-    """Try a workload, and return the checks that it passed. Raises WorkloadError for the first that it fails."""
+    """Try out a workload, and return the checks that it passed. Raises WorkloadError for the first check that fails."""
     trial = Trial(config.workload or "text")
     workload = make_workload(config, context)
     with user_code(f"{trial.name}.model()"):
@@ -243,8 +246,9 @@ def check_units(name: str, model: nn.Module, units: Iterable[Any]) -> None:
 
 
 def check_tied(name: str, model: nn.Module, units: list[nn.Module]) -> None:
-    """Check that all names of a tied parameter are in the same unit, or outside of units: else it would be sharded
-    twice.
+    """Check that all names of a tied parameter are in the same unit, or all outside of units.
+
+    Otherwise the parameter would be sharded twice.
     """
 
     def unit_of(parameter: str) -> int | None:
