@@ -59,7 +59,7 @@ def run_all_checks(
     Args:
         quick_only: run only the checks that take well under a second, and a few slower ones that every launch needs.
         target: backend of the job. "batch" always checks the AWS Batch queues, "local" skips all checks of an AWS
-            account, and None follows the configuration.
+            account, and None uses the backend that the configuration names.
     """
     from ebbflow.infra.preflight import PreflightContext, run_checks
 

@@ -1,8 +1,8 @@
 """Metaflow decorators of the flow (`@capacity`, `--with cloud`, `--with local`), and the files of its code package.
 
-Without `@capacity`, Metaflow runs every attempt of a step where the step's decorators say. `@capacity` chooses the
-queue, machine type and number of nodes anew for each attempt. It uses the private hook `runtime_step_cli`, because
-Metaflow has no public hook for this (docs/architecture.md).
+Without `@capacity`, Metaflow runs every attempt of a step on the backend and queue that the step's decorators name.
+`@capacity` chooses the queue, machine type and number of nodes anew for each attempt. It uses the private hook
+`runtime_step_cli`, because Metaflow has no public hook for this (docs/architecture.md).
 
 The code package is the archive of source files that Metaflow copies into a container. Metaflow before 2.19.39 has no
 `@package_sources` to choose these files. For those releases, `@capacity` adds the files in its hook `add_to_package`.
@@ -207,8 +207,8 @@ class CapacityDecorator(StepDecorator):
 
         If the user named a queue (`--with batch:queue=…`), or the backend is Kubernetes, the attempt runs with the
         settings of @batch or @kubernetes. Otherwise it runs on the scheduler's machine and fails with the message
-        `trouble`, because the default queue is only for the steps around training. Metaflow then retries the step, and
-        a placement is chosen anew.
+        `trouble`, because the default queue is only for the steps before and after training. Metaflow then retries the
+        step, and a placement is chosen anew.
         """
         backend = cli_args.commands[0]
         if self._named or backend == "kubernetes":

@@ -320,7 +320,7 @@ def reorder_words(words: Sequence[str]) -> list[str]:
 def _tie_to_parent(by: signal.Signals) -> bool:
     """Make the kernel send this task the signal `by` when its parent dies. Return False if the parent is remote.
 
-    The parent is the launcher or, for a task of another node of a local run, Metaflow's control task.
+    The parent is the launcher or, for the other nodes of a local run, Metaflow's control task.
     """
     parent = os.environ.get(_PARENT_VARIABLE)  # set on the launching machine only
     if parent:

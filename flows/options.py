@@ -230,7 +230,7 @@ def _job_of(words: Sequence[str]) -> tuple[str, str, RunConfig] | None:
 
 
 def _find_job_of_run(run: str) -> KnownJob | None:
-    """Return the job of a Metaflow run, searched among the newest jobs of this machine, or None if not found."""
+    """Search the newest jobs of this machine for the job of a Metaflow run. Return None if there is none."""
     folders = [RUNS / "latest", *(RUNS / name for name in list_known_jobs(RUNS)[-_MOST_ASKED:][::-1])]
     jobs = dict.fromkeys(job for folder in folders if (job := known_job(folder)) is not None)
     return next((job for job in jobs if _is_run_of(job, run)), None)

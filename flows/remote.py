@@ -77,7 +77,7 @@ def _is_set(name: str) -> bool:
 
 
 def light_queue(config: RunConfig) -> str | None:
-    """Choose the queue for the steps around training if the user named none, and print the reason.
+    """Choose the queue for the steps before and after training if the user named none, and print the reason.
 
     The choice is among the configured queues or, if none is configured, the account's queues. Returns None if no queue
     is found, for example because Batch does not answer; preflight then reports the cause.

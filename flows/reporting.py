@@ -36,7 +36,7 @@ def record_prices(job: Job) -> None:
 
 
 def _paid_types(events: Sequence[Event]) -> dict[str, dict[str, Any]]:
-    """Map each instance type that the job may have paid for to the plan since which its prices are needed.
+    """Map each instance type that the job may have paid for to a plan. Its prices are needed from that plan on.
 
     That is the first plan that chose the type. For a type that no plan chose, it is the first plan with real prices.
     """

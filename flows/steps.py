@@ -46,7 +46,10 @@ def is_local(flow: Any) -> bool:
 
 
 def with_queue_region(flow: Any, config: RunConfig) -> RunConfig:
-    """Return the configuration. For AWS Batch, limit `cost.regions` to the region of the queues."""
+    """On AWS Batch, return the configuration with `cost.regions` limited to the region of the queues.
+
+    For other backends, return the configuration unchanged.
+    """
     from ebbflow.infra.batch import limit_to_queue_region
 
     there = limit_to_queue_region(config) if training_backend(flow) == "batch" else config

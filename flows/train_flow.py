@@ -4,8 +4,8 @@
 
 Each step is a few lines; the work is in `training/`, `cost/` and `infra/`. `train` runs on every node of the gang.
 `train_node` runs on a single node in AWS Batch, because Batch runs no multi-node job on Spot. After a failure, Metaflow
-retries both steps from the last commit, and `@capacity` (`flows/decorators.py`) chooses where each attempt runs.
-Neither step decides how the run ends: `report` always runs, and `end` fails the run if the job is not complete.
+retries the step from the last commit, and `@capacity` (`flows/decorators.py`) chooses where each attempt runs. Neither
+step decides how the run ends: `report` always runs, and `end` fails the run if the job is not complete.
 """
 
 # Metaflow's stubs neither re-export its public names nor know the attributes that it adds at run time.

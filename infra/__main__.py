@@ -35,7 +35,7 @@ SCHEMA_FILE = PACKAGE_ROOT / "configs" / "schema.json"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code."""
+    """Run a command of `ebbflow` and return its exit code."""
     guard_terminal()
     options = _parser().parse_args(arguments)
     try:
@@ -80,7 +80,7 @@ def config(options: argparse.Namespace) -> int:
 
 
 def schema(options: argparse.Namespace) -> int:
-    """Print the JSON schema of configurations, or write it to configs/schema.json."""
+    """Print the JSON schema of configurations or, with --write, write it to configs/schema.json."""
     text = schema_text()
     if not options.write:
         print(text, end="")

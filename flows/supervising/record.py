@@ -216,11 +216,11 @@ def pause_seconds(record: JobRecord, verdict: RunVerdict, first_seconds: float) 
 def waited_seconds(
     record: JobRecord, verdict: RunVerdict, now_utc: float, *, usual_pause_seconds: float = LONGEST_PAUSE_SECONDS
 ) -> float:
-    """Return for how many seconds all runs have had this verdict (no capacity, or not ready).
+    """Return for how many seconds the latest runs have all ended with this verdict (no capacity, or not ready).
 
     The time starts at the end of the first of these runs; it is 0 if the newest run has another verdict. Runs before a
     gap in which no supervisor ran do not count. usual_pause_seconds: the longest pause that a supervisor makes between
-    runs; only a much longer one is such a gap.
+    runs; a much longer one counts as such a gap.
     """
     since = now_utc
     for past_run in reversed(_since_alone(record.runs, usual_pause_seconds)):
