@@ -46,8 +46,9 @@ _WIDTH = 100
 class GapPart:
     """One part of an instance's gap (billed less metered dollars), and its explanation in words.
 
-    `cause` is "price", "boot time", "warm instance", "another job", "minimum charge", "end not recorded", "ended
-    later", "unexplained", or "other" plus the property in which bill and events differ, such as "other zone".
+    `cause` is "price", "boot time", "warm instance" (which another job had started), "another job", "minimum charge",
+    "end not recorded", "ended later", "unexplained", or "other" plus the property in which bill and events differ, such
+    as "other zone".
     """
 
     cause: str
@@ -276,7 +277,8 @@ def _split_gap(found: Reconciliation, metered: MeteredInstance, hours: list[Hour
     """Yield the parts of one instance's gap.
 
     In each hour, the common seconds are the smaller of the metered and the billed seconds. The gap of the hour is
-    (billed price − metered price) × common seconds, plus the seconds beyond them at their price.
+    (billed price − metered price) × common seconds, plus the cost of the seconds that are only billed, less the
+    cost of the seconds that are only metered.
     """
 
     def part(cause: str, usd: Decimal, words: str) -> GapPart:

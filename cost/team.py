@@ -1,4 +1,4 @@
-"""A team's budget for many jobs: dollars per project and month, which jobs may start, and in which order.
+"""Team budgets in dollars per project and month, which decide which waiting jobs may start, and in which order.
 
     # team.yaml
     budgets:
@@ -10,13 +10,13 @@
 
 **Admission.** A job may spend at most `cost.budget_usd`; training stops there. It is admitted if its unspent budget
 fits into what is left of every month in which it can run (until `cost.deadline_hours`, or until the end of the next
-month without a deadline). What is left of a month is the project's budget, less what its jobs spent in that
-month, less what its running jobs may still spend. Thus no month is overspent as long as jobs stop at their own budgets
-and deadlines, and are admitted one at a time.
+month without a deadline). What is left of a month is the project's budget, less what its jobs spent in that month, less
+what its running jobs may still spend. Thus no month is overspent as long as jobs stop at their own budgets and
+deadlines, and are admitted one at a time.
 
 **Order.** Jobs are ordered by `value_usd` per dollar that they may still spend, highest first. Jobs without a value
-come last, in the order of the file. A job that does not fit waits, and smaller jobs may overtake it until the
-month ends.
+come last, in the order of the file. A job that does not fit waits, and smaller jobs may overtake it until the month
+ends.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Metaflow flow, its attempts and its cards. Its modules do not import torch, boto3 or pandas at module level."""
+"""Metaflow flow that runs a training job. Modules here import torch, boto3 and pandas only inside functions."""

@@ -2,7 +2,8 @@
 
 On-demand capacity is the last resort. An on-demand job is assumed to start within D = `batch.runnable_minutes` of its
 submission, to keep its machines, and to run at the planned speed and price. Let w be the remaining hours of work, d the
-hours that a start takes, I the hours between two commits, and P the hourly price of all nodes. Each option then needs:
+hours that a start takes, I the hours between two commits, wait the hours of waiting for Spot capacity, and P the hourly
+price of all nodes. Each option then needs:
 
     finish on demand      D + d + w hours                   (d + w) · P_on_demand dollars
     keep on Spot          D + d + I + w hours               (d + I + w) · P_on_demand dollars
@@ -63,14 +64,14 @@ def _save_hours(config: RunConfig) -> float:
 
 
 def spare_hours(config: RunConfig, spot: Candidate, last_resort: Candidate, hours_left: float) -> float:
-    """Return how many hours a start on Spot can safely wait for capacity; negative if no start is safe."""
+    """Return the hours a job can wait for Spot capacity and still finish on demand in time; negative if none."""
     slower = max(0.0, spot.case.work_hours - last_resort.case.work_hours)
     start = 2 * start_hours(spot) + undone_hours(config, spot) + slower
     return hours_left - finish_hours(config, last_resort) - start
 
 
 def spare_usd(config: RunConfig, spot: Candidate, last_resort: Candidate, usd_left: float) -> float:
-    """Return the dollars left over if a start on Spot falls back to on-demand; negative if no start is safe."""
+    """Return the dollars left after a start on Spot that must fall back to on-demand; negative if too few."""
     undone = undone_hours(config, spot)
     lost = (2 * start_hours(spot) + undone + _save_hours(config)) * spot.gang_usd_per_hour
     return usd_left - finish_usd(config, last_resort) - undone * last_resort.gang_usd_per_hour - lost

@@ -115,7 +115,7 @@ class LiveRuns:
         spells = numpy.array([[zone.down_hours, zone.up_hours] for zone in known])
         zone = self.chance.choice(len(known), DRAWS, p=_weights(spot, known))
         up = self.chance.random(DRAWS) < numpy.array([one.share_up for one in known])[zone]
-        # The first spell is met at a random moment: long spells are met more often, at any point of their length.
+        # A run starts at a random moment, so it more often starts within a long spell, at any point of it.
         groups = spells[zone, up.astype(int)].cumsum(axis=1)
         first = (groups < groups[:, -1:] * self.chance.random((DRAWS, 1))).sum(axis=1)
         rest = spells[zone, up.astype(int), first] * self.chance.random(DRAWS)

@@ -88,7 +88,7 @@ class Plan:
         started_utc: Unix time from which the deadline counts: the time of the plan with which the job first started.
         simulated: Whether the job runs on this machine and is only priced as if it ran in the chosen pool.
         steps, tokens: Remaining work; `tokens` counts units of `weight_unit`.
-        done_steps, spent_usd: Steps and dollars before this plan.
+        done_steps, spent_usd: Steps done and dollars spent before this plan.
         interval: The checkpoint interval, in words.
         fingerprint: Hash of the settings that decide the speed (`throughput.speed_fingerprint`).
         reserve_usd: Part of the budget that is kept for the last checkpoint.
@@ -311,7 +311,7 @@ def _rank_by_confidence(ranked: list[Candidate], hours_left: float | None, confi
     """Rank pools by expected dollars and by the probability of meeting the deadline.
 
     Only the cheapest pools are forecast, and the fastest ones too if none of the cheapest meets the deadline with a
-    probability of at least `confidence`. Pools that meet it this likely come first, by expected dollars. The other
+    probability of at least `confidence`. Pools with that probability come first, by expected dollars. The other
     forecast pools follow, by expected dollars / P(in time). Pools without a forecast come last.
 
     Args:

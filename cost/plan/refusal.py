@@ -87,7 +87,7 @@ def budget_hint(config: RunConfig, sources: PlanInputs, cheapest: Candidate, nee
     return hint
 
 
-# Steps to cut, relative to the excess in prices of steps. Starts and checkpoints do not shrink with the steps.
+# Steps to cut, relative to the excess divided by the price of a step. Starts and checkpoints cost the same with fewer.
 _SHARES = (1.0, 1.01, 1.05, 1.25, 1.5, 2.0)
 
 

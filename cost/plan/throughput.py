@@ -171,8 +171,8 @@ LAUNCH_SECONDS_PER_BLOCK = 1e-3
 # Passes over the model, relative to three (forward, and backward for inputs and weights). Full recomputation adds one;
 # selective recomputation has hardly any flops.
 RECOMPUTE_FACTOR = {"none": 1.0, "selective": 1.0, "full": 4 / 3}
-# PCIe 3.0 × 16 moves 15.75 GB/s on paper, copies from pinned memory reach about three quarters of that. It serves for
-# copies between GPUs without NVLink too, which pass through host memory: PCIe 4.0 may be faster, which is unmeasured.
+# PCIe 3.0 × 16 moves 15.75 GB/s on paper; copies from pinned memory reach about three quarters of that. The value is
+# also used for copies between GPUs without NVLink, which pass through host memory. PCIe 4.0 may be faster (unmeasured).
 PCIE_BYTES_PER_SECOND = 12e9
 
 
@@ -322,7 +322,7 @@ def _reductions(config: RunConfig, shape: ModelShape) -> int:
 def _pcie_bytes(config: RunConfig, shape: ModelShape, kind: InstanceType, ranks: int, ranks_per_node: int) -> float:
     """Return the bytes that one rank receives over PCIe per step; 0 with NVLink or with one rank per node.
 
-    In a ring every member receives the same number of bytes, so each rank counts like a node of its own.
+    In a ring every member receives the same number of bytes, so each rank is treated as a node with one rank.
     """
     if kind.gpu.nvlink or ranks_per_node == 1:
         return 0.0

@@ -222,7 +222,7 @@ def describe_on_demand(now_utc: float, regions: Sequence[str]) -> str:
 
 
 def table_ages(regions: Sequence[str] = ()) -> list[tuple[str, str, float]]:
-    """Return when each shipped table was recorded: its name, the day or month, and the same as Unix time.
+    """Return the name of each shipped table, the day or month of its recording, and this date as Unix time.
 
     Args:
         regions: Regions whose on-demand prices are included; empty for all recorded regions.

@@ -89,7 +89,7 @@ def read_record(record: Mapping[str, Any], where: str) -> SpotRecord | None:
 
 
 def with_zone_ids(records: Iterable[SpotRecord], ids: Mapping[str, str]) -> list[SpotRecord]:
-    """Fill in missing zone ids from `ids` (zone name to id) or from other records of the same zone."""
+    """Return the records with missing zone ids filled in from `ids` (zone name to id) or other records."""
     listed = list(records)
     known = {record.zone_name: record.zone_id for record in listed if record.zone_id} | dict(ids)
     return [record if record.zone_id else replace(record, zone_id=known.get(record.zone_name, "")) for record in listed]

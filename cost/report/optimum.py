@@ -2,9 +2,10 @@
 
 Time is divided into ticks, and the optimum is exact on this grid. As published (SkyNomad, NSDI'27), work, changeover
 and transfer are rounded up to whole ticks, whole ticks are billed, the job holds one machine at a time, and the first
-start may be in any zone without a transfer. Dynamic programming computes the lowest remaining cost backwards in time.
-t is the tick, r the place of the machine, l the place of the checkpoint, h the remaining ticks of start-up (H when the
-machine starts), and w the remaining ticks of work. `start` is `hold` without the option to leave:
+start may be in any zone without a transfer. Dynamic programming computes the lowest remaining cost backwards in time:
+`hold` with a machine, `idle` without one, and `start` like `hold` but without the option to leave. t is the tick, r the
+place of the machine, l the place of the checkpoint, h the remaining ticks of start-up (H when the machine starts), and
+w the remaining ticks of work:
 
     hold(t, r, h, w) = min(leave, price(t, r) + hold(t+1, r, h−1, w))            h > 0
                        min(leave, price(t, r) + hold(t+1, r, 0, w−1))            h = 0, spot only if available at t
@@ -84,8 +85,8 @@ class World:
 def optimum_usd(world: World, *, work_hours: float, deadline_hours: float, changeover_hours: float) -> float:
     """Return the lowest cost in dollars of finishing by the deadline if the future is known; infinity if impossible.
 
-    Ticks must have equal length. The budget is ignored. With the future known, no work is redone, so checkpoints cost
-    nothing. On-demand machines are assumed to start at once.
+    Ticks must have equal length. The budget and the time of checkpoints are ignored. With the future known, no work is
+    redone. On-demand machines are assumed to start at once.
     """
     return _Optimum(world, work_hours, deadline_hours, changeover_hours).solve()
 

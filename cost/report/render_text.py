@@ -55,7 +55,8 @@ def suggest_next_step(report: RunReport, *, python: str = PYTHON) -> NextStep | 
     """Suggest how to continue a job; None if it is completed or running.
 
     After an interruption or a failure, suggest `resume`, which continues the run with the same plan and configuration.
-    After an exceeded limit or a bad setting, suggest a new `run`, which restores the last commit.
+    After an exceeded limit or a bad setting, and always on AWS Batch, suggest a new `run`, which restores the last
+    commit.
 
     Args:
         python: Path of the Python interpreter in the suggested command.

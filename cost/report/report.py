@@ -50,7 +50,7 @@ _NOTABLE = {BUDGET, FAULT_DETECTED, FAULT_INJECTED, GENERATION_ENDED, GUARD, NOT
 
 @dataclass(frozen=True, kw_only=True)
 class RunReport:
-    """Numbers of a job. The field names are the public contract of report.json.
+    """Figures of a job. The field names are the public contract of report.json.
 
     Attributes:
         outcome: Outcome of the job; None while it is running.

@@ -46,7 +46,7 @@ class AttemptOrder:
     nodes: int = 1
     processes_per_node: int = 1  # number of ranks on each node
     placement: dict[str, Any] | None = None  # `cost.capacity.Placement` as JSON; None unless the attempt trains
-    plan: dict[str, Any] | None = None  # plan of this attempt as JSON; None: that of the run
+    plan: dict[str, Any] | None = None  # plan of this attempt as JSON; None: the run's plan applies
     outcome: str = ""  # outcome of the job, for "stop"
     message: str = ""  # why the job ends, for "stop"
 

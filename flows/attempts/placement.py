@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
 
 DEADLINE_SECONDS = 60.0
-PLANNED_SECONDS = 30.0  # for the second try, which uses the plan of the run
+PLANNED_SECONDS = 30.0  # for the second try, which uses the run's plan
 _REQUEST_SECONDS = 20.0
-# So many failed attempts in a row, without a lost machine, end the job: another would fail too.
+# This many failed attempts in a row, without a lost machine, end the job: another would fail too.
 _MOST_IN_VAIN = 5
 _MOST_NEVER_MADE = 2  # attempts with capacity but without a container, such as with a missing image
 
@@ -58,7 +58,7 @@ class PlacementResult:
     """Order of an attempt, or the reason why it could not be placed."""
 
     order: AttemptOrder | None = None  # the attempt's order; None if the attempt could not be placed
-    trouble: str = ""  # why there is no order, or one by the plan of the run only; "" without trouble
+    trouble: str = ""  # why there is no order, or only one from the run's plan; "" without trouble
 
 
 def place_attempt(request: PlacementRequest, *, deadline_seconds: float = DEADLINE_SECONDS) -> PlacementResult:
@@ -154,7 +154,7 @@ def _place(
         after_generation: Number of the newest known generation, which `give_up_reason` compares with later commits.
 
     Raises:
-        CostError: No queue can run the job, or its limits allow no further attempt.
+        CostError: No queue can run the job, or the job's limits allow no further attempt.
     """
     from ebbflow.cost.capacity import choose_placement
 

@@ -1,7 +1,7 @@
 """Settlement of attempts on AWS Batch: record in the job's events how and when each Batch job ended.
 
 A reclaimed machine cannot record its own end, so the bill would miss part of its cost. Batch knows when each of its
-jobs started and stopped, and why.
+jobs started and stopped, and why it stopped.
 """
 
 from __future__ import annotations
@@ -98,15 +98,15 @@ def _is_complete(record: Mapping[str, Any]) -> bool:
 
 
 def unsettled_jobs(events: Sequence[Event]) -> dict[str, Event]:
-    """Return the event of submission (or else the agent's event) of each Batch job without a recorded end, by id."""
+    """Return the Batch jobs without a recorded end: job id → submission event, or the agent's event without one."""
     settled = {event.data.get("job_id") for event in events if event.name == BATCH_ATTEMPT}
     return {job_id: event for job_id, event in _submitted_jobs(events).items() if job_id not in settled}
 
 
 def _incomplete_jobs(events: Sequence[Event]) -> dict[str, Event]:
-    """Return the event of each Batch job whose recorded end lacks its time or reason, by id.
+    """Return the Batch jobs whose recorded end lacks its time or reason: job id → event, as in `unsettled_jobs`.
 
-    `events` must be ordered by time.
+    The argument `events` must be ordered by time.
     """
     last = {event.data.get("job_id"): event.data for event in events if event.name == BATCH_ATTEMPT}
     known = _submitted_jobs(events)

@@ -6,10 +6,10 @@ SIGTERM the process terminates the job, so that the job saves a checkpoint and e
 SDK and no internals of Metaflow.
 
 To stop a container, Batch sends SIGTERM to its first process and, 30 s later, SIGKILL to all processes. The first
-process is the shell of Metaflow's command. On SIGTERM that shell would die with all its child processes or, if it is
-process 1, never receive it. `wrap_command` therefore runs the command under another shell, the signal-passing shell.
-It passes SIGTERM only to the task and waits until the command has ended. The processes that collect the task's logs
-get no signal, because they must live as long as the task.
+process is the shell of Metaflow's command. SIGTERM would kill that shell and all its child processes or, if the shell
+is process 1, never reach it. `wrap_command` therefore runs the command under another shell, the signal-passing shell.
+The latter passes SIGTERM only to the task and waits until the command has ended. The processes that collect the task's
+logs get no signal, because they must live as long as the task.
 """
 
 from __future__ import annotations
@@ -245,7 +245,7 @@ class Submission:
         return float(self._asked.get(name) or usual)
 
     def _watch(self, job_name: str) -> None:
-        """Terminate the Batch job if it does not begin to run in time. Metaflow then retries the step elsewhere."""
+        """Terminate the Batch job if it does not begin to run in time. Metaflow then retries with a new placement."""
         from ebbflow.infra.batch import batch_client, cancel_job, describe_attempts
         from ebbflow.infra.errors import InfraError
 
