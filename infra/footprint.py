@@ -111,7 +111,7 @@ class HostGang:
 
 
 def local_gang(config: RunConfig) -> HostGang | None:
-    """Return the numbers of nodes and ranks in the configuration; None if the plan chooses them ("auto")."""
+    """Return the number of nodes and of ranks per node in the configuration; None if the plan chooses one ("auto")."""
     nodes, processes = config.cluster.nodes, config.cluster.processes_per_node
     if nodes == "auto" or processes == "auto":
         return None

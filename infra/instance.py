@@ -140,7 +140,7 @@ class MachineIdentity:
     problem: str = ""  # why an AWS instance is unidentified; empty elsewhere
 
     def to_json(self) -> dict[str, Any]:
-        """Return the known facts, by name; the result is empty for a machine outside AWS."""
+        """Return the known facts by name; the result is empty for a machine that is not a cloud instance."""
         return {key: value for key, value in asdict(self).items() if value not in (None, "")}
 
 

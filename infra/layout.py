@@ -124,7 +124,7 @@ def secret_key(run: str, attempt: int) -> str:
 
 
 def data_key(generation: str, step: int, rank: int) -> str:
-    """Return the key of one rank's data in one save. generation: the result of `generation_name`, which is unique."""
+    """Return the key of one rank's data in one save. generation: from `generation_name`, which makes the key unique."""
     return f"{data_prefix(generation, step)}{rank:05d}.bin"
 
 

@@ -82,7 +82,7 @@ def log_files(paths: Sequence[str]) -> list[Path]:
 
 
 def candidates(path: Path | None, triggers: Sequence[bytes], scan: FileScan) -> Iterator[LogText]:
-    """Yield the lines of a file that contain a trigger, in order; None as `path` reads standard input.
+    """Yield the lines of a file that contain a trigger, in order. A `path` of None reads standard input.
 
     The number of lines, or the reason why the file cannot be read, is recorded in `scan`.
     """
@@ -215,7 +215,7 @@ _RANK_OF_PATH = re.compile(
 
 
 def rank_of(text: str) -> int | None:
-    """Return the rank in a line's prefix, as written by torch, Slurm, Lightning, Ray or kubectl; None without one."""
+    """Return the rank in a line's prefix, as torch, Slurm, Lightning, Ray or kubectl write it, or None."""
     match = _RANK.search(text[:200])
     return int(next(group for group in match.groups() if group)) if match else None
 
@@ -234,7 +234,7 @@ _MONTHS = "JanFebMarAprMayJunJulAugSepOctNovDec"
 
 
 def time_of(text: str) -> float | None:
-    """Parse the timestamp in the first 120 characters of a line. Return Unix time, or None if there is none."""
+    """Parse the timestamp in the first 120 characters of a line. Return the Unix time, or None if there is none."""
     head = text[:120]
     try:
         if match := _ISO.search(head):

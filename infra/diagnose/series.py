@@ -59,7 +59,7 @@ class Series:
 
     @property
     def sound(self) -> bool:
-        """Whether the run printed that it finished, or at least 10 finite losses."""
+        """Whether the run printed a completion message, or at least 10 finite losses."""
         return self.finished is not None or self._steps >= 10
 
     def watch(self, lines: Iterable[LogText]) -> Iterator[LogText]:
