@@ -89,7 +89,7 @@ class Unsealed:
 
 
 def seal_segment(key: str, lines: Sequence[str], *, last: bool) -> bytes:
-    """Return the bytes of a segment: the events' JSON lines and their seal. `last`: it is the writer's final one."""
+    """Return the bytes of a segment: the events' JSON lines and their seal. `last` marks the writer's final one."""
     encoded = [line.encode() for line in lines]
     seal = {"seal": _SEAL_VERSION, "segment": key, "checksums": [_checksum(line) for line in encoded], "last": last}
     body = json.dumps(seal, separators=(",", ":")).encode()
@@ -289,7 +289,7 @@ def _get(job_store: Store, key: str) -> bytes | str:
 
 
 def _list_folder(folder: Path) -> tuple[list[str], list[Damage]]:
-    """Return the keys of the segments in a folder, and damage for each entry that is no regular file (a pipe)."""
+    """Return the keys of the segments in a folder, and damage for each entry that is not one, such as a pipe."""
     keys: list[str] = []
     damage: list[Damage] = []
     for name, path in _entries(folder, "events", damage):

@@ -17,7 +17,7 @@ class Fallback:
             save once more.
         restart_seconds, restart_usd: time and cost of a restart of the ranks on the same machines after a failure.
         step_seconds: duration of a step on demand, including its share of the checkpoints.
-        usd: cost of `seconds`, in which the wait is free.
+        usd: cost of `seconds`; the wait is free.
         step_usd: cost of a step on demand.
     """
 

@@ -103,7 +103,7 @@ def choose_signing_key(store: Store, name: str | None, *, must_check: bool) -> N
     """Choose the environment variable that holds the signing key, and use its key.
 
     The variable is `name`, else the one that EBBFLOW_SIGNING_KEY_ENV names, else the one in the job's configuration. If
-    the latter is not set, raise NoSigningKey with `must_check`; otherwise check no signatures.
+    the last of these has no usable key, raise NoSigningKey with `must_check`; otherwise check no signatures.
     """
     name = name or os.environ.get(NAME_VARIABLE)
     if name is None and (named := _configured_name(store)):

@@ -113,7 +113,7 @@ def write_file(content: PortableState, path: Path, kind: str) -> None:
 
 
 def is_full(error: BaseException | None) -> bool:
-    """Return whether an error, or an error in its chain of causes, means a full disk or an exhausted quota."""
+    """Return whether a full disk or an exhausted quota caused this error or one in its chain of causes."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             return True
@@ -347,7 +347,7 @@ def read_safetensors(path: Path, weights_only: bool) -> PortableState:
 
 
 def write_safetensors(content: PortableState, path: Path) -> None:
-    """Write the weights to one file and the optimizer's tensors to a second file, without all tensors in memory."""
+    """Write the weights to one file and the optimizer's tensors to a second file, reading one tensor at a time."""
     about = {"step": content.step, "extra": content.extra, "settings": content.settings}
     metadata = {"format": "pt", _OURS: json.dumps(about)}
     _write(content, _WEIGHTS, path, metadata)

@@ -198,7 +198,7 @@ class SaveTracker:
         self._current = self.last = flight
 
     def settle(self) -> None:
-        """Wait until no save is in flight. If the save's deadline passes, kill the uploader: the save has failed."""
+        """Wait until no save is in flight. At the save's deadline, kill the uploader and record the save as failed."""
         self.drain()
         if self._current is None:
             return
@@ -226,7 +226,10 @@ class SaveTracker:
             pass
 
     def raise_if_hopeless(self) -> None:
-        """Raise an error if further saves are pointless: superseded, no space left, or two failures in a row."""
+        """Raise an error if no further save is worthwhile.
+
+        This is so if a newer generation is running, the store is full, or the last two saves failed.
+        """
         self._raise_if_permanent()
         if self._failures >= _FAILURES_IN_A_ROW:
             raise CheckpointError(f"{self._failures} saves in a row have failed, the last: {self.last_failure}")
