@@ -198,7 +198,7 @@ def _job_history(config: RunConfig) -> JobHistory:
 
 
 def _measured_shape(config: RunConfig) -> ModelShape | None:
-    """Prepare the data of the user's own workload and measure its model's shape; None for a built-in model.
+    """Prepare the data of the user's own workload and return its measured `ModelShape`; None for a built-in model.
 
     Exits the process if the workload is invalid.
     """

@@ -253,7 +253,7 @@ class RepeatFilter:
         self._alike: dict[tuple[Any, ...], dict[int, int]] = {}
 
     def is_repeat(self, line: BillLine) -> bool:
-        """Return whether the line repeats an earlier one, as defined in the module's docstring, and remember it.
+        """Return whether the line repeats an earlier one, as defined in the module's docstring. Remember the line.
 
         Raises:
             BillError: An earlier line has the same id, time, resource and types, but another amount or cost.

@@ -94,7 +94,7 @@ def check_quota(context: PreflightContext) -> CheckFinding:
 
 
 def _ask(context: PreflightContext) -> _Asked | CheckFinding:
-    """Make the plan and query the queues for it. If that is impossible, return a finding with the reason."""
+    """Make the plan, and find the AWS Batch queues that can run it. If this fails, return a finding with the reason."""
     if reason := skip_reason(context):
         return CheckFinding.skipped(reason)
     now = time.time()

@@ -91,8 +91,8 @@ def read_generations(events: Sequence[Event], *, running: bool = False) -> dict[
 def find_final_outcome(events: Sequence[Event]) -> Event | None:
     """Find the `outcome` event that applies to the job; None if there is none.
 
-    This is the last `outcome` event of the newest generation, or a later one that the flow wrote. A completed job stays
-    completed if preflight refuses a later run of it (`find_later_refusal`).
+    This is the last `outcome` event of the newest generation, or a later one that Metaflow's flow wrote. A completed
+    job stays completed if preflight refuses a later run of it (`find_later_refusal`).
     """
     outcomes = _final_outcomes(events)
     acted = [event for event in outcomes if event.data.get("outcome") not in _REFUSED]
@@ -108,7 +108,7 @@ def find_later_refusal(events: Sequence[Event]) -> Event | None:
 
 
 def _final_outcomes(events: Sequence[Event]) -> list[Event]:
-    """Return the `outcome` events of the newest generation, and later ones that the flow wrote."""
+    """Return the `outcome` events of the newest generation, and later ones that Metaflow's flow wrote."""
     started = [event for event in events if event.name == GENERATION_STARTED]
     newest = max((event.generation for event in started), default=None)
     since = max((event.t_wall for event in started if event.generation == newest), default=-math.inf)

@@ -49,7 +49,7 @@ _CAUSES = {
 
 @dataclass(frozen=True, kw_only=True)
 class LedgerLine:
-    """Paid time and dollars of one class. `kind` is "measured", or "estimated" if part of the time was inferred."""
+    """Paid time and dollars of one `LedgerClass`. `kind` is "measured", or "estimated" if some time was inferred."""
 
     ledger_class: LedgerClass
     rank_microseconds: int

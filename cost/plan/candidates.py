@@ -167,7 +167,7 @@ class Rejection(Pool):
     Attributes:
         kind: Short name of the reason. Rejections of one kind are counted together.
         reason: The reason in full, with numbers.
-        excess: Ratio of the needed to the available memory, time or money. 0 for all other reasons.
+        excess: Ratio of the needed to the available memory, time or money; 0 if the reason is none of these.
     """
 
     kind: str
