@@ -1,6 +1,6 @@
-"""The coordinator, which is node 0's agent.
+"""Coordinator, which is the agent of node 0.
 
-It gathers the nodes, opens one generation after another, and decides after each whether the gang continues.
+It gathers the nodes, opens one generation after another, and decides after each one whether the gang continues.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Coordinator:
         self._planner = GenerationPlanner(own.spec, own.job_store, born=own.log.since)
 
     def run(self) -> GenerationEnd:
-        """Run generations until one ends the gang, and return that end. Raises if the first one cannot be opened."""
+        """Run generations until the gang ends, and return its result. Raises if the first one cannot be opened."""
         spec, nodes, last = self._own.spec, list(range(self._own.spec.nodes)), self._own.end_if_stopped()
         try:
             generation = self._open_first()
@@ -113,7 +113,7 @@ class Coordinator:
                 self._secret_thread.join(_SECRET_SECONDS)
 
     def _open_first(self) -> Generation | GenerationEnd:
-        """Open the first generation, or return the end of the gang if this node is asked to stop."""
+        """Open the first generation, or return the gang's result if this node was asked to stop."""
 
         def publish_and_open() -> Generation:
             if self._own.spec.nodes > 1:
@@ -133,7 +133,7 @@ class Coordinator:
         return generation
 
     def _retry_store(self, work: Callable[[], T], meanwhile: Callable[[], object]) -> T:
-        """Run `work` in a thread, retrying failed store requests until the start deadline, and return its result.
+        """Run `work` in a thread and return its result. Retry failed store requests until the start deadline.
 
         Ending the attempt instead would not help: a new attempt would use the same store.
         """
@@ -188,7 +188,7 @@ class Coordinator:
         return end
 
     def _update_secret(self, update: Callable[[], object]) -> None:
-        """Run `update`, which deletes or replaces this start's secret, in a thread. Later calls have no effect."""
+        """Run `update` in a thread; it deletes or replaces this start's secret. Only the first call does anything."""
         if self._secret_thread is None and self._own.spec.nodes > 1:
             self._secret_thread = threading.Thread(target=update, name="secret", daemon=True)
             self._secret_thread.start()
@@ -204,7 +204,7 @@ class Coordinator:
     def _open_next(
         self, ended: GenerationEnd, number: int, world_size: int
     ) -> tuple[Generation, list[int]] | GenerationEnd:
-        """Wait until every node's ranks have ended. Return the next generation and its nodes, or the gang's end."""
+        """Wait until every node's ranks have ended. Return the next generation and its nodes, or the gang's result."""
         if not ended.again:
             return ended
         nodes = self._peers.regroup(REGROUP_SECONDS, self._own.is_leaving)
@@ -238,7 +238,7 @@ class Coordinator:
 
 
 class GenerationPlanner:
-    """Planner of the generations of one attempt, whose paid time began at `born` on the clock `now`."""
+    """Planner of the generations of one attempt, whose paid time began when the clock `now` showed `born`."""
 
     def __init__(
         self, spec: GangSpec, job_store: Store, born: float, *, now: Callable[[], float] = time.monotonic
@@ -286,7 +286,7 @@ class GenerationPlanner:
         return start
 
     def check_crash_loop(self, ended: GenerationEnd, generation: int, rank_seconds: float) -> GenerationEnd | None:
-        """Return the end of the gang if the failure of this generation completes a crash loop, else None."""
+        """Return the gang's result if this failed generation completes a crash loop, else None."""
         if not ended.fingerprint:
             return None
         failed = FailedGeneration(generation=generation, fingerprint=ended.fingerprint, rank_seconds=rank_seconds)
@@ -301,7 +301,7 @@ class GenerationPlanner:
         return GenerationEnd(culprit=culprit, curable=False, failed_as=Outcome.CRASH_LOOP.value, **cause)
 
     def measure_lost_work(self, since: float, world_size: int) -> dict[str, float]:
-        """Return rank-seconds and dollars of the work since the newest commit or, if it is older, since `since`."""
+        """Return the rank-seconds and dollars spent since `since` or since the newest commit, whichever is later."""
         seconds = time.monotonic() - since
         with contextlib.suppress(TrainingError, InfraError):
             newest = next(newest_commits(self._job_store), None)
@@ -314,7 +314,7 @@ class GenerationPlanner:
         return lost
 
     def _current_terms(self) -> dict | None:
-        """Return budget, price and spending so far, with the time between generations, which no rank counts."""
+        """Return budget, price and spending so far, including the time between generations, which no rank counts."""
         now, terms = self._now(), self._terms
         waited, self._paid_until = now - self._paid_until, now
         if terms is None:
@@ -338,7 +338,7 @@ ANY_LIMIT = 10  # failures of any kind since the newest commit
 
 @dataclass(frozen=True)
 class FailedGeneration:
-    """A generation that failed, and the sum of its nodes' paid seconds times their ranks."""
+    """Failed generation, with its paid rank-seconds: each node's paid seconds times the node's number of ranks."""
 
     generation: int
     fingerprint: str
@@ -362,7 +362,7 @@ def read_failed_generations(events: Iterable[Event]) -> list[FailedGeneration]:
 
 
 def find_crash_loop(failures: Sequence[FailedGeneration], newest_commit_generation: int) -> list[FailedGeneration]:
-    """Return the failures, oldest first, that form a crash loop since the newest commit, or []."""
+    """Return the failures since the newest commit if they form a crash loop, oldest first; else []."""
     since = [failure for failure in failures if failure.generation >= newest_commit_generation]
     same = [failure for failure in since if failure.fingerprint == since[-1].fingerprint]
     if len(same) >= SAME_LIMIT:

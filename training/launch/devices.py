@@ -1,8 +1,9 @@
-"""Assignment of devices to ranks: one GPU of its machine to each rank, or the CPU to all ranks.
+"""Assignment of devices to ranks: one GPU to each rank, or the CPU to all ranks.
 
-The ranks exchange the identities of the GPUs that they see, and each computes the same assignment. The identity of a
-GPU is its UUID, not its index: each of two "nodes" on one machine sees all GPUs from cuda:0 on, and each task of
-`srun --gpus-per-task=1` sees its only GPU as cuda:0. This module does not import torch, since agents use it too.
+Each rank tells the others which GPUs it sees, and all compute the same assignment. They identify a GPU by its UUID, not
+by its index, because an index has different meanings: two "nodes" on one machine both see all GPUs from cuda:0 on, and
+each task of `srun --gpus-per-task=1` sees its own GPU as cuda:0. This module does not import torch, since agents use it
+too.
 """
 
 from __future__ import annotations
@@ -57,12 +58,12 @@ def detect_gpus(choice: DeviceChoice, *, promised: int = 0) -> VisibleGpus:
 
 
 def assign_gpus(seen: Sequence[VisibleGpus], choice: DeviceChoice) -> Assignment:
-    """Assign one GPU to each rank, or the CPU to all ranks, since all ranks must use one kind of device.
+    """Assign one GPU to each rank, or the CPU to all ranks, since all ranks must use the same kind of device.
 
-    `seen` has the GPUs that each rank sees. Each rank gets the first of these that no lower rank has.
+    `seen` lists the GPUs that each rank sees. Each rank gets the first of its GPUs that no lower rank has.
 
     Raises:
-        DeviceUnavailable: CUDA does not work on a machine with GPUs. Or there are fewer GPUs than ranks, although
+        DeviceUnavailable: CUDA does not work on a machine with GPUs, or there are fewer GPUs than ranks although
             `cluster.device` is cuda or the chosen machines have GPUs.
     """
     if choice == "cpu":
@@ -96,7 +97,7 @@ def assign_gpus(seen: Sequence[VisibleGpus], choice: DeviceChoice) -> Assignment
 
 
 class NodeGpuCheck:
-    """Check of a node's GPUs in a thread, and in child processes, since CUDA could block the agent."""
+    """Check of a node's GPUs. It runs in a thread and in child processes, since CUDA could block the agent."""
 
     def __init__(
         self, choice: DeviceChoice, *, promised: int, check: Callable[[int], tuple[CheckFinding, int]] = try_gpus
@@ -112,7 +113,7 @@ class NodeGpuCheck:
 
     @property
     def refusal(self) -> DeviceUnavailable | None:
-        """Error to report instead of starting ranks; None if the GPUs work, there are none, or the check is running."""
+        """Error if the GPUs do not work, so that no rank can start. None if they work or are still being checked."""
         finding = self._finding
         if finding is None or finding.status != "failed":
             return None
@@ -126,7 +127,7 @@ class NodeGpuCheck:
 
 
 def _identity(torch: object, index: int) -> str:
-    """Return the identity of a GPU, which is equal in all processes and containers of its machine."""
+    """Return the identity of a GPU, which is the same in all processes and containers of a machine."""
     properties = torch.cuda.get_device_properties(index)  # type: ignore[attr-defined]
     uuid = getattr(properties, "uuid", None)
     names = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]

@@ -4,8 +4,8 @@ Stacks come from py-spy if tracing is permitted, else from Python's faulthandler
 --nonblocking reads the process's memory, so it works even if the process is stopped or its GIL is held.
 
 torch's flight recorder records the collectives of each rank. In a correct program, the n-th collective of a process
-group is the same on all ranks. A record is reduced to [group, sequence, operation]: the group's name, n, and the
-operation's name, with tensor sizes if they must be equal on all ranks.
+group is the same on all ranks. This module represents a collective as [group, sequence, operation]: the group's name,
+n, and the operation's name, followed by the tensor sizes if they must be equal on all ranks.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _DIE_WITH_CALLER = (
 
 
 def is_engine_location(where: str) -> bool:
-    """Return whether a location, as in `StackTrace.where`, is a collective of the engine, which all ranks call."""
+    """Return whether `where` (see `StackTrace.where`) is in a collective of the engine, which all ranks call."""
     return where.startswith(_ENGINE_PLACES)
 
 
@@ -98,15 +98,15 @@ class StackTrace:
     def where(self) -> str:
         """Code location of the process, as "file.py:123 in function"; "" without frames.
 
-        It is the innermost frame in code of Ebbflow or of the user, without functions that only exchange numbers
-        between ranks, since their caller tells more. If no such frame exists, it is the innermost frame of all.
+        It is the innermost frame in code of Ebbflow or of the user. Functions that only exchange numbers between ranks
+        do not count, since their caller tells more. If no frame qualifies, it is the innermost frame of all.
         """
         own = [frame for frame in self.frames if frame.own_code and not frame.exchange]
         return next((str(frame) for frame in [*own, *self.frames]), "")
 
     @property
     def reason(self) -> str:
-        """Message of an uncaught C++ exception in `text`; "" without one."""
+        """Message of the uncaught C++ exception in `text`; "" without one."""
         found = re.search(r"^  what\(\):\s*(.*)", self.text, re.MULTILINE)
         return found[1][:300] if found else ""
 
@@ -114,8 +114,8 @@ class StackTrace:
     def waiting(self) -> bool:
         """Whether the main thread waits for other ranks.
 
-        On a CPU, backward runs its collectives in C++ below the frame `_engine_run_backward`: an idle thread there
-        counts as waiting.
+        On a CPU, backward runs its collectives in C++ called from the frame `_engine_run_backward`, so an idle thread
+        in that frame counts as waiting.
         """
         for frame in self.frames:
             if frame.collective or (self.idle and frame.name.endswith("_engine_run_backward")):
@@ -134,8 +134,9 @@ def parse_py_spy(text: str) -> StackTrace:
 def parse_faulthandler(text: str) -> StackTrace:
     """Parse faulthandler's output.
 
-    The frames are those of the "current" thread, which received the signal and is usually the main thread. If it has
-    none, being a C++ thread, they are those of the last thread listed, which is the oldest.
+    The result has the frames of the thread that faulthandler marks as "current". This thread received the signal and is
+    usually the main thread. If it has no Python frames, the result has those of the last thread listed, which is the
+    oldest.
     """
     blocks = re.split(r"^(?=Thread |Current thread )", text, flags=re.MULTILINE)
     stacks = [
@@ -148,7 +149,7 @@ def parse_faulthandler(text: str) -> StackTrace:
 
 
 def read_crash_stack(log: Path) -> StackTrace | None:
-    """Read the stack that faulthandler wrote to a rank's log at a fatal signal such as SIGSEGV; None without one."""
+    """Return the stack that faulthandler wrote to a rank's log on a fatal signal such as SIGSEGV; None without one."""
     try:
         with open(log, "rb") as file:
             file.seek(max(0, log.stat().st_size - _LAST_BYTES))
@@ -161,7 +162,7 @@ def read_crash_stack(log: Path) -> StackTrace | None:
 
 
 def parse_traceback(text: str) -> str:
-    """Return the location (see `StackTrace.where`) in an exception's traceback; "" without frames."""
+    """Return the code location (see `StackTrace.where`) of an exception, from its traceback; "" without frames."""
     lines = re.findall(r'  File "(.*)", line (\d+), in (.*)', text)
     frames = [Frame(file, int(line), name) for file, line, name in reversed(lines)]
     return StackTrace(frames, text).where
@@ -180,7 +181,10 @@ def _run_py_spy(pid: int) -> StackTrace | None:
 
 
 def _signal_faulthandler(pid: int, output: Path) -> StackTrace | None:
-    """Request the stacks by signal. A process without a handler gets no signal, since that would kill it."""
+    """Signal a process to write its stacks, and return them; None without an answer.
+
+    A process without a handler gets no signal, since that would kill it.
+    """
     with contextlib.suppress(OSError, ValueError, IndexError):
         caught = Path(f"/proc/{pid}/status").read_text().partition("SigCgt:")[2].split()[0]
         if not int(caught, 16) >> (DUMP_SIGNAL - 1) & 1:
@@ -237,7 +241,7 @@ class Mismatch:
 
 
 def parse_records(raw: bytes) -> list[list]:
-    """Return the last 64 collectives in a flight recorder's JSON, oldest first; [] if it is malformed."""
+    """Return the last 64 collectives in a flight recorder's JSON, oldest first; [] if the JSON is malformed."""
     try:
         entries = json.loads(raw).get("entries", [])
         calls = [_call(entry) for entry in entries if not entry.get("is_p2p")]
@@ -247,7 +251,10 @@ def parse_records(raw: bytes) -> list[list]:
 
 
 def fetch_records(socket_path: Path) -> bytes:
-    """Fetch a rank's flight recorder from one of its C++ threads, as JSON; b"" without an answer within 0.5 s."""
+    """Return a rank's flight recorder as JSON; b"" if the rank does not answer within 0.5 s.
+
+    A C++ thread of the rank answers, so this works even if Python code is blocked.
+    """
     connection = _UnixConnection(socket_path)
     with contextlib.suppress(OSError, http.client.HTTPException), contextlib.closing(connection):
         connection.request("POST", "/handler/fr_trace_json")
@@ -256,10 +263,10 @@ def fetch_records(socket_path: Path) -> bytes:
 
 
 def find_mismatch(calls: Mapping[int, Calls]) -> Mismatch | None:
-    """Find the first collective of a group in which ranks called different operations; None if all agree.
+    """Return the first collective of a group in which ranks called different operations; None if all agree.
 
-    The ranks in the minority are at fault. If both sides are equally many, their earlier calls decide: at fault is the
-    side that has more rarely called its operation after the same preceding one.
+    The ranks in the minority are at fault. In a tie, the earlier calls decide: the side at fault is the one that less
+    often called its operation after the same preceding operation.
     """
     for group, sequence, by_rank in _common_places(calls):
         operations = Counter(by_rank.values())
@@ -275,7 +282,7 @@ def find_mismatch(calls: Mapping[int, Calls]) -> Mismatch | None:
 
 
 def is_unusual_call(calls: Calls) -> bool | None:
-    """Return whether a rank's last two calls are in an order that did not occur before; None with under 8 calls."""
+    """Return whether a rank's last two calls never occurred in this order before; None if it made under 8 calls."""
     group = calls[-1][0] if calls else ""
     own = [operation for name, _, operation in calls if name == group]
     if len(own) < _LEAST_CALLS:
@@ -313,7 +320,7 @@ def _call(entry: dict) -> list:
 
 
 def _common_places(calls: Mapping[int, Calls]) -> list[tuple[str, int, dict[int, str]]]:
-    """Return (group, sequence, {rank: operation}) for each collective that several ranks recorded, in sequence order.
+    """Return (group, sequence, {rank: operation}) for each collective that several ranks recorded, sorted by sequence.
 
     Coalesced calls are omitted: they share a sequence number, and a dump may show a rank between two of them.
     """
@@ -330,7 +337,10 @@ def _common_places(calls: Mapping[int, Calls]) -> list[tuple[str, int, dict[int,
 
 
 def _habit(calls: Mapping[int, Calls], group: str, sequence: int, by_rank: Mapping[int, str], operation: str) -> int:
-    """Count how often the ranks that call `operation` at `sequence` called it after the same preceding call."""
+    """Count how often `operation` followed, in earlier calls, the call that precedes it at `sequence`.
+
+    This counts only the calls of ranks that call `operation` at `sequence`.
+    """
     count = 0
     for rank in (rank for rank, called in by_rank.items() if called == operation):
         own = [(number, name) for name_of_group, number, name in calls[rank] if name_of_group == group]
@@ -343,7 +353,10 @@ def _habit(calls: Mapping[int, Calls], group: str, sequence: int, by_rank: Mappi
 
 
 class _UnixConnection(http.client.HTTPConnection):
-    """HTTP connection over a Unix socket, opened through its folder: socket paths are limited to 108 bytes."""
+    """HTTP connection over a Unix socket.
+
+    It opens the socket's folder first and uses a short path below it, because socket paths are limited to 108 bytes.
+    """
 
     def __init__(self, path: Path) -> None:
         super().__init__("localhost", timeout=_RECORDER_SECONDS)
@@ -365,7 +378,7 @@ SLOW = "slow"
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerFailure:
-    """Failure of one rank. If `witness` is True, it is the position of a rank that has not failed while another has."""
+    """Failure of one rank or, if `witness` is True, the position of a rank that has not failed while another has."""
 
     rank: int
     message: str  # description of the failure
@@ -406,18 +419,18 @@ class WorkerFailure:
 
     @property
     def fingerprint(self) -> str:
-        """Kind and location of the failure, which are equal for equal failures in different attempts."""
+        """Kind and location of the failure. The same failure has the same fingerprint in each attempt."""
         return f"{self.kind} at {self.where}" if self.where else self.kind
 
     @property
     def priority(self) -> tuple[int, float]:
-        """Sort key: killed or stopped ranks first, then exceptions, hangs and cascades, each by time."""
+        """Sort key: killed or stopped ranks, then exceptions, hangs and cascades; within each class by time."""
         proven = self.killed_by or self.stopped
         return (0 if proven else 3 if self.cascade else 2 if self.hung else 1, self.timestamp)
 
 
 def is_peer_loss_error(message: str) -> bool:
-    """Return whether this is a message of gloo, NCCL or torch's TCP store about a dead or missing peer."""
+    """Return whether `message` is an error of gloo, NCCL or torch's TCP store about a dead or missing peer."""
     return any(sign in message.lower() for sign in _COLLECTIVE_SIGNS)
 
 
@@ -437,7 +450,10 @@ _COLLECTIVE_SIGNS = (
 
 
 class Dump:
-    """Dump of the stacks and flight recorders of several ranks (pid, heartbeat file), in threads of `pool`."""
+    """Dump of the stacks and flight recorders of several ranks, made in the threads of `pool`.
+
+    `heartbeats` has the process id and heartbeat file of each rank.
+    """
 
     def __init__(
         self, pool: ThreadPoolExecutor, folder: Path, heartbeats: Mapping[int, tuple[int, Path]], at: float

@@ -1,4 +1,4 @@
-"""One node's part of a generation: its ranks from their start to their end, and its event log."""
+"""One node's part in a generation: its ranks, from their start to their end, and its event log."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ _WAITING_SECONDS = 1.0  # between two reports that a rank of this node waits for
 
 
 class NodeGeneration:
-    """One node's ranks in one generation, in which `spec` numbers the nodes. All have ended when `run` returns."""
+    """Ranks of one node in one generation. All of them have ended when `run` returns.
+
+    `spec` numbers the nodes as they take part in this generation.
+    """
 
     def __init__(
         self,
@@ -59,9 +62,9 @@ class NodeGeneration:
         self.folder = Path(spec.log_folder) / generation_name(start.generation, start.generation_id)
 
     def run(self, standby: Standby | None, kept: Path, keeper: Keeper | None = None) -> GenerationEnd:
-        """Start the ranks, watch them until the generation has ended, and return its end.
+        """Start the ranks, watch them until the generation ends, and return its result.
 
-        Ranks cache measurements in the folder `kept`.
+        Ranks cache measurements in the folder `kept`, for later generations.
         """
         if (end := self._await_readiness(standby)) is not None:
             return end
@@ -106,7 +109,7 @@ class NodeGeneration:
         self._log.beat()
 
     def _report_own(self, error: TrainingError, where: str = "") -> GenerationEnd:
-        """Report a failure of this node as one of its first rank. Wait for the end of the generation and return it."""
+        """Report an error of this node as a failure of its first rank. Wait for the generation's result; return it."""
         name, node = type(error).__name__, self._spec.node
         message = f"{name}: {error}"
         print_line(f"node {node}: {message}")
@@ -122,7 +125,10 @@ class NodeGeneration:
         time.sleep(_POLL_SECONDS)
 
     def _await_readiness(self, standby: Standby | None) -> GenerationEnd | None:
-        """Wait for standby and GPU check, at most until the start deadline. Return the generation's end, if any."""
+        """Wait until the standby and the GPU check are ready, or until the start deadline.
+
+        Return the generation's result if it ends meanwhile, else None.
+        """
         limit = time.monotonic() + self._cluster.start_deadline_seconds
         while time.monotonic() < limit:
             checked = self._gpu_check is None or self._gpu_check.done
@@ -150,7 +156,7 @@ class NodeGeneration:
         )
 
     def _terms_now(self) -> dict | None:
-        """Return node 0's terms with the gang's cost since then: a rank counts only the time from its own start."""
+        """Return budget and price with the gang's spending until now. Ranks add only the time after their own start."""
         if self._start.terms is None:
             return None
         terms = Terms.from_json(self._start.terms)
@@ -190,7 +196,7 @@ class NodeGeneration:
     def _check_store_wait(self, group: WorkerGroup) -> bool:
         """Return whether a rank of any node waits for the store. If a rank of this node does, tell the other nodes.
 
-        All other ranks then wait in a collective for that rank, which must not count as a hang.
+        All other ranks wait in a collective for that rank meanwhile, which must not count as a hang.
         """
         here = any(worker.beat.phase == STORE_PHASE for worker in group.workers)
         if here and not self._store_wait_reported.holds:
@@ -200,10 +206,10 @@ class NodeGeneration:
 
 
 class NodeLog:
-    """Log of the node's events, which record its paid time in each generation.
+    """Event log of one node, which records the node's paid time per generation.
 
-    In this log a generation ends only when the node's next one begins. Every second from the agent's start to its end
-    therefore belongs to exactly one generation.
+    In this log a generation ends only when the node's next generation begins. Every second from the agent's start to
+    its exit therefore belongs to exactly one generation.
     """
 
     def __init__(self, job_store: Store, host: str) -> None:
@@ -217,7 +223,7 @@ class NodeLog:
 
     @property
     def seconds(self) -> float:
-        """Seconds since this node's part of the generation began; before the first one, since the agent started."""
+        """Seconds since the node's current generation began, or since the agent started if there is none yet."""
         return time.monotonic() - self._since[1]
 
     @property
@@ -225,7 +231,7 @@ class NodeLog:
         return self._since[1]
 
     def open(self, spec: GangSpec, generation: int, *, left_for: str = "") -> None:
-        """Record the start of a generation, after the end of the one before, which ended for the reason `left_for`."""
+        """Record the start of a generation and, with the reason `left_for`, the end of the previous one."""
         if self._log is not None and self._log.origin.generation == generation:
             return
         if self._log is not None:
@@ -256,7 +262,7 @@ class NodeLog:
             self._log.emit(name, **data)
 
     def beat(self, sample: Callable[[], dict] = dict) -> None:
-        """Count a turn of the agent's loop, and record a heartbeat with `sample()` once per second."""
+        """Count one iteration of the agent's loop. Once per second, record a heartbeat with the data of `sample()`."""
         self.turns += 1
         now = time.monotonic()
         if now - self._last_beat >= _HEARTBEAT_SECONDS:
@@ -264,7 +270,7 @@ class NodeLog:
             self.emit(NODE_HEARTBEAT, seconds=self.seconds, **sample())
 
     def close(self, reason: str) -> None:
-        """Record the end of this node's part of the job, and upload all events within 6 s."""
+        """Record that this node's part of the job has ended, and upload all events within 6 s."""
         self.emit(NODE_ENDED, seconds=self.seconds, reason=reason)
         if self._log:
             self._log.close()

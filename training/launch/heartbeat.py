@@ -1,7 +1,7 @@
-"""Heartbeats, with which a rank reports its progress in shared memory, and the hang thresholds of its phases.
+"""Heartbeats, which a rank writes to shared memory to show its progress, and the hang thresholds of its phases.
 
-A heartbeat contains the rank's step and phase. That a process exists does not show progress, since it may be frozen.
-Writing a heartbeat takes about 1 µs.
+A heartbeat contains the rank's step and phase, because a frozen process still exists but makes no progress. Writing a
+heartbeat takes about 1 µs.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class HeartbeatReading:
 
 
 class Heartbeat:
-    """A rank's heartbeat in shared memory. The agent creates the file and the rank writes it, without a lock.
+    """Heartbeat of a rank in shared memory. The agent creates the file, and the rank writes to it without a lock.
 
-    Each field is one aligned 8-byte integer, which is written at once: a reader may see fields of two heartbeats, but
-    never a part of a number. (`struct.pack_into` would clear the buffer first, so a reader could see zeros.)
+    Each field is one aligned 8-byte integer, which is written atomically: a reader may see fields of two heartbeats,
+    but never a part of a number. (`struct.pack_into` would clear the buffer first, so a reader could see zeros.)
     """
 
     def __init__(self, path: Path) -> None:
@@ -94,7 +94,7 @@ STACKS, RECORDER, RECORDS = ".stacks", ".recorder", ".records.json"
 
 
 class WatchHooks:
-    """Hooks in a rank through which its agent gets evidence: stacks by a signal, the flight recorder by a socket."""
+    """Hooks in a rank that give evidence to its agent: stacks on a signal, and the flight recorder on a socket."""
 
     def __init__(self, heartbeat: Path, agent_pid: int | None) -> None:
         self._heartbeat = heartbeat
@@ -116,7 +116,7 @@ class WatchHooks:
             )
 
     def _serve_recorder(self) -> object | None:
-        """Start torch's private server for debug requests, which runs in C++ threads; None if this torch lacks it."""
+        """Start torch's private debug server, which runs in C++ threads. Return None if this torch does not have it."""
         try:
             from torch._C._distributed_c10d import _WorkerServer
 
@@ -145,7 +145,7 @@ _BUCKETS = 96  # up to 1.4e4 s
 
 
 class DurationHistogram:
-    """Histogram of durations: counter k counts those up to 1 ms × 2^(k/4). A quantile is at most 19 % too high."""
+    """Histogram of durations. Bucket k has an upper bound of 1 ms × 2^(k/4), so a quantile is at most 19 % too high."""
 
     def __init__(self) -> None:
         self._counts = [0] * _BUCKETS
@@ -157,10 +157,10 @@ class DurationHistogram:
         self._total += 1
 
     def quantile(self, share: float) -> float:
-        """Return the seconds that a `share` of the durations do not exceed, rounded up to a counter's bound.
+        """Return the duration in seconds below which a `share` of all durations lies, rounded up to a bucket's bound.
 
-        From 20 durations on, the longest one is ignored, so that one stall early in a run does not raise the hang
-        threshold.
+        If there are at least 20 durations, the longest one does not count, so that one stall early in a run does not
+        raise the hang threshold.
         """
         wanted, seen = share * self._total, 0
         if self._total >= _ENOUGH:
@@ -181,7 +181,10 @@ class HangLimits:
 
     @classmethod
     def from_config(cls, config: RunConfig) -> HangLimits:
-        """Compute the limits. A margin lets ranks report a missing rank themselves before their agent ends them."""
+        """Compute the limits from the configuration.
+
+        They include a margin, so that ranks can report a missing rank themselves before their agent ends them.
+        """
         cluster = config.cluster
         return cls(
             floor_seconds=config.survival.hang_floor_seconds,
@@ -192,10 +195,10 @@ class HangLimits:
 
 
 class PhaseThresholds:
-    """Hang thresholds for one rank, learned from the heartbeats that the agent reads at intervals.
+    """Hang thresholds of one rank, learned from the heartbeats that the agent reads at intervals.
 
-    A phase that begins and ends between two reads is not measured. Since only short phases are missed, the p99 may be
-    too high but hardly too low.
+    A phase that begins and ends between two reads is not measured. Since this omits only short phases, the learned p99
+    may be too high, but is hardly ever too low.
     """
 
     def __init__(self, limits: HangLimits) -> None:
@@ -206,7 +209,7 @@ class PhaseThresholds:
         self._first_step: int | None = None
 
     def observe(self, beat: HeartbeatReading, now: float) -> None:
-        """Learn the duration of a phase from a heartbeat that was read at time.monotonic() `now`."""
+        """Learn the duration of a phase from a heartbeat, read at `now` on the clock time.monotonic()."""
         last, looked = self._beat, self._looked
         self._beat, self._looked = beat, now
         if beat.phase in _STEP_PHASES and self._first_step is None:
@@ -220,7 +223,10 @@ class PhaseThresholds:
         self._seen.setdefault(last.phase, DurationHistogram()).add(seconds)
 
     def suspicion_threshold(self, beat: HeartbeatReading) -> float:
-        """Return the seconds after which the agent collects evidence about a phase: 10 × its p99, at least 3 s."""
+        """Return the seconds without progress after which the agent collects evidence: 10 × p99, at least 3 s.
+
+        The p99 is that of the phase's earlier durations. In a phase without learned durations, other limits apply.
+        """
         if (own := self._fixed_limit(beat)) is not None:
             return own
         if self._is_first(beat):
@@ -239,7 +245,7 @@ class PhaseThresholds:
         return self._limits.store_seconds if beat.phase == STORE_PHASE else None
 
     def _is_first(self, beat: HeartbeatReading) -> bool:
-        """Return whether the rank is in its first step, save or evaluation, which takes longer than later ones."""
+        """Return whether this is the rank's first step, save or evaluation, which takes longer than later ones."""
         if beat.phase in _STEP_PHASES:
             return self._first_step is None or beat.step <= self._first_step
         return beat.entered <= 1 or beat.phase in ("compile", "done")

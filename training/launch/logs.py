@@ -1,11 +1,13 @@
 """Output of a node's ranks: on the terminal, as JSON lines on disk, and in the job's store.
 
-A rank writes its output to a file, its raw log, so the output does not depend on the agent. The agent follows that file
-and writes one JSON record per line to `rank-N.jsonl` beside it. If the agent is killed, `ebbflow.infra.rank_logs` reads
-the remaining lines from the raw log. A thread uploads the records in segments, unless the log folder is in the store.
+A rank writes its output directly to a file, its raw log, so it can write even when the agent does not run. The agent
+reads that file and writes one JSON record per line to `rank-N.jsonl` in the same folder. If the agent is killed,
+`ebbflow.infra.rank_logs` reads the remaining lines from the raw log. A thread uploads the records in segments, unless
+the log folder is in the store.
 
-Both files have a size limit (`survival.rank_log_mib`). If a raw log exceeds it, the agent frees the middle of the file
-with fallocate(2), FALLOC_FL_PUNCH_HOLE. The rank can write on meanwhile, and byte offsets in the records stay valid.
+Both files have a size limit (`survival.rank_log_mib`). If a raw log exceeds it, the agent frees the disk space of the
+file's middle with fallocate(2), FALLOC_FL_PUNCH_HOLE. The rank can continue to write meanwhile, and byte offsets in the
+records stay valid.
 """
 
 from __future__ import annotations
@@ -52,10 +54,11 @@ _NATIVE_STACK = re.compile(r"Exception raised from |frame #\d+: ")
 
 
 class TerminalEcho:
-    """Printer of new lines from the log of the node's first rank to the agent's output.
+    """Printer that copies new lines from the log of the node's first rank to the agent's output.
 
-    It prints rank 0's lines; on other nodes only the line with the address of the metrics. From a traceback on, it
-    prints only rank 0's progress lines and that address, because the traceback may not be the cause of the failure.
+    It prints all lines of rank 0. On other nodes, it prints only the line with the address of the metrics. After a
+    traceback, it prints only that line and rank 0's progress lines, because the traceback may not be the cause of the
+    failure.
     """
 
     def __init__(self, group: WorkerGroup) -> None:
@@ -88,13 +91,13 @@ class TerminalEcho:
 
 
 class NativeWarnings:
-    """Filter that removes warnings of torch's C++ code, with the stacks that follow them, from a log's lines."""
+    """Filter that removes messages of torch's C++ code, and the stacks that follow them, from the lines of a log."""
 
     def __init__(self) -> None:
         self._inside = False
 
     def remove_from(self, lines: Sequence[str]) -> Iterator[str]:
-        """Yield the lines that are no such warnings. Successive calls must get successive parts of the log."""
+        """Yield the lines without such messages. Pass the parts of a log in order, since a stack may span several."""
         for line in lines:
             note = _NATIVE_NOTE.match(line) is not None
             self._inside = note or (self._inside and _NATIVE_STACK.match(line) is not None)
@@ -103,7 +106,10 @@ class NativeWarnings:
 
 
 def show_failed_logs(group: WorkerGroup, failures: Sequence[WorkerFailure], *, job: str, generation: int) -> None:
-    """Print the last lines of the rank that failed first, and where to find more. Skip ranks that lost a peer."""
+    """Print the last lines of the rank that failed first on this node, and where to find more.
+
+    Ranks that failed only because of a peer are skipped.
+    """
     workers = {worker.rank: worker for worker in group.workers}
     own = sorted((failure for failure in failures if not failure.cascade), key=lambda failure: failure.priority)
     if not own:
@@ -133,8 +139,9 @@ def _last_lines(path: Path) -> list[str]:
 class NonBlockingOutput:
     """Writer to this process's stdout, in a thread, so that a paused terminal or full pipe cannot block the agent.
 
-    `write` returns when the text is written, or after 1 s; it does not wait again until the output accepts text. During
-    such a pause up to 1 MiB (2^20 characters) of text is queued; further lines are dropped and counted.
+    `write` waits until the text is written, but at most 1 s. After such a timeout, further calls do not wait until the
+    output accepts text again. Meanwhile, up to 1 MiB (2^20 characters) of text is queued; further lines are dropped and
+    counted.
     """
 
     def __init__(self) -> None:
@@ -187,7 +194,7 @@ class NonBlockingOutput:
 
 
 def _write_to(output: Any, text: str) -> None:
-    """Write text; replace characters that the encoding lacks by similar ASCII characters or escapes."""
+    """Write text, replacing characters that the output's encoding lacks with similar ASCII characters or escapes."""
     encoding = getattr(output, "encoding", None) or "utf-8"
     data = text.encode(encoding, REPLACE_UNPRINTABLE)
     try:
@@ -217,7 +224,7 @@ def print_line(text: str) -> None:
 
 
 def flush_output(seconds: float = _FLUSH_SECONDS) -> None:
-    """Wait until all output of `print_line` is written, at most `seconds`."""
+    """Wait until all output of `print_line` is written, for at most `seconds`."""
     _OWN_OUTPUT.flush(seconds)
 
 
@@ -230,10 +237,10 @@ _PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 
 
 class RankLog:
-    """One rank's raw log, and the file of records that is written from it, at most about four times as large.
+    """Raw log of one rank, and the file of records made from it, which is at most about four times as large.
 
-    A raw log above `limit_bytes` keeps its first part and its last part, the tail: an eighth of the limit, at most
-    1 MiB. `place` has the fields job, generation, node and rank of all records.
+    If the raw log exceeds `limit_bytes`, only its first part and its last part, the tail, are kept. The tail has at
+    most an eighth of the limit and at most 1 MiB. `place` has the fields job, generation, node and rank of all records.
     """
 
     def __init__(self, raw: Path, *, limit_bytes: int, tail_bytes: int | None = None, **place: Any) -> None:
@@ -247,12 +254,12 @@ class RankLog:
         self._torn = False  # the last write failed, perhaps within a line
 
     def follow(self, beat: HeartbeatReading) -> list[bytes]:
-        """Write and return the records of new complete lines in the first part of the log."""
+        """Write records for the new complete lines in the first part of the log, and return them."""
         room = min(_BYTES_PER_LOOK, self._head - self._read, self._left())
         return self._take(room, beat, at_end=False) if room > 0 and not self._full else []
 
     def finish(self, beat: HeartbeatReading) -> list[bytes]:
-        """Write and return the records of all remaining lines. Call it when the rank has ended."""
+        """Write records for all remaining lines, and return them. Call this when the rank has ended."""
         records: list[bytes] = []
         while (left := self._left()) > 0 and (room := min(_BYTES_PER_LOOK, self._head - self._read)) > 0:
             found = [] if self._full else self._take(room, beat, at_end=room >= left)
@@ -298,7 +305,7 @@ class RankLog:
         return records
 
     def _take_tail(self, beat: HeartbeatReading) -> list[bytes]:
-        """Write and return the records of the tail. The first one has the number of bytes that were omitted, if any."""
+        """Write records for the tail, and return them. If bytes were omitted, the first record has their number."""
         begin = max(self._read, self._raw.stat().st_size - self._tail)
         pieces = self._pieces(begin, self._tail, at_end=True)
         now, kept, room = time.time(), [], _RECORDS_FACTOR * self._tail
@@ -324,7 +331,7 @@ class RankLog:
         return line.to_json().encode()
 
     def _append(self, records: list[bytes]) -> None:
-        """Append records in one write if possible, so that a crash of this process truncates at most one record."""
+        """Append records, in one write if possible, so that a crash of this process truncates at most one record."""
         if not records:
             return
         data = memoryview((b"\n" if self._torn else b"") + b"\n".join(records) + b"\n")
@@ -339,7 +346,7 @@ class RankLog:
 
 
 def punch_hole(descriptor: int, start: int, size: int) -> None:
-    """Free the disk blocks of a part of a file, which then reads as zeros. Raises OSError if that fails."""
+    """Free the disk blocks of a range of a file, which then reads as zeros. Raises OSError if that fails."""
     fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate64", None)
     if fallocate is None:
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
@@ -354,10 +361,10 @@ _QUEUE_BYTES = 8 * 1024 * 1024
 
 
 class LogUploader:
-    """Uploader of records, which runs in a thread.
+    """Uploader of records to the job's store. It runs in a thread.
 
     Each upload writes a new object `logs/<generation>/<node>-<rank>-<segment>.jsonl`. While the store is unavailable,
-    up to `queue_bytes` of records are kept in memory. Later records are dropped and counted.
+    the uploader keeps up to `queue_bytes` of records in memory; it drops and counts further records.
     """
 
     def __init__(
@@ -391,7 +398,7 @@ class LogUploader:
                 self._pending_bytes += len(record)
 
     def close(self, *, deadline_seconds: float = _CLOSE_DEADLINE_SECONDS) -> None:
-        """Try to upload the remaining records within the deadline; print how many lines are missing. Never raises."""
+        """Try to upload the remaining records before the deadline, and print how many are missing. Never raises."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -426,7 +433,7 @@ class LogUploader:
             return None if done else {rank: list(records) for rank, records in self._pending.items()}
 
     def _put(self, rank: int, records: list[bytes]) -> None:
-        """Upload one rank's records. A put that fails may have stored them; readers ignore such duplicates."""
+        """Upload one rank's records. A failed upload may still have stored them; readers ignore such duplicates."""
         number = self._segments.get(rank, 0)
         key = log_key(self._generation, self._node, rank, f"{number:06d}.{self._writer}")
         self._store.put(key, b"\n".join(records) + b"\n")
@@ -439,7 +446,7 @@ class LogUploader:
 
 
 class RankOutput:
-    """Output of a node's ranks in one generation. If records cannot be written, each call tries to write again."""
+    """Output of a node's ranks in one generation. If writing records fails, the next call tries again."""
 
     def __init__(self, group: WorkerGroup, spec: GangSpec, generation: int, job_store: Store) -> None:
         self._echo = TerminalEcho(group)

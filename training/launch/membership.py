@@ -60,7 +60,7 @@ class _Peers:
         return orders
 
     def take_witness_request(self) -> bool:
-        """Return whether the coordinator has asked for the positions of the ranks since the last call."""
+        """Return whether, since the last call, the coordinator has requested the positions of the ranks."""
         wanted, self._witnesses_wanted = self._witnesses_wanted, False
         return wanted
 
@@ -70,7 +70,7 @@ class _Peers:
 
 
 class CoordinatorPeers(_Peers):
-    """Node 0's side: combines the reports of all nodes and decides how each generation of the attempt ended."""
+    """Node 0's side, which combines the reports of all nodes and decides the result of each generation."""
 
     def __init__(self, spec: GangSpec, host: str, secret: bytes) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class CoordinatorPeers(_Peers):
         return self._started
 
     def keep_in_touch(self) -> None:
-        """Exchange pings while node 0 is busy, without acting on messages that arrive."""
+        """Exchange pings while node 0 is busy. Received messages stay queued."""
         for connection in self._members.values():
             connection.keep_alive()
         self._send_wait(0.0)
@@ -119,7 +119,7 @@ class CoordinatorPeers(_Peers):
         return [self._host if node == 0 else self._hellos[node]["host"] for node in nodes]
 
     def announce_generation(self, number: int) -> None:
-        """Send the number of the generation that is about to start to all followers, also to those that join later."""
+        """Send the number of the generation that is about to start to all followers, even to those that join later."""
         self._number = number
         self._broadcast({"kind": "generation", "generation": number})
 
@@ -130,7 +130,7 @@ class CoordinatorPeers(_Peers):
         self._receive_all()
 
     def announce_wait(self, seconds: float) -> str:
-        """Send the followers the time, in seconds, that node 0 will wait before the start. Return `leave_cause`."""
+        """Tell the followers in how many seconds node 0 can start at the earliest. Return `leave_cause`."""
         self.admit_nodes()
         self._send_wait(seconds)
         return self.leave_cause
@@ -138,8 +138,8 @@ class CoordinatorPeers(_Peers):
     def roll_call(self, deadline_seconds: float, stopped: Callable[[], bool]) -> None:
         """Wait until all followers have joined, then until no node waits for a pending notice to expire.
 
-        Before later generations, return at once. Raises GangError if a follower is missing, was lost or is still
-        waiting at the deadline of its wait, or if a node was asked to stop.
+        Once all have joined, later calls return at once. Raises GangError if a follower is missing or waits longer than
+        the deadline, if a waiting follower is lost, or if a node was asked to stop.
         """
 
         def should_stop() -> bool:
@@ -165,13 +165,13 @@ class CoordinatorPeers(_Peers):
             time.sleep(_LOOK_SECONDS)
 
     def _send_wait(self, seconds: float) -> None:
-        """Send all followers, at most once per second, the least time until the start, in seconds."""
+        """Tell all followers that the start is at least `seconds` away. Sends at most one message per second."""
         if not self._wait_announced.holds:
             self._wait_announced.mark()
             self._broadcast({"kind": "notice_wait", "seconds": max(seconds, 0.0)})
 
     def _record_wait(self, node: int, order: RankOrder) -> None:
-        """Record that a node waits `order.seconds` for its notice to expire; 0 ends the wait."""
+        """Record that a node waits for `order.seconds` until its notice expires. 0 seconds end the wait."""
         self._waits[node] = (time.monotonic() + order.seconds, order)
         if order.seconds <= 0:
             del self._waits[node]
@@ -209,8 +209,8 @@ class CoordinatorPeers(_Peers):
     def regroup(self, deadline_seconds: float, stopped: Callable[[], bool]) -> list[int] | GenerationEnd:
         """Wait until every node's ranks have ended, and return the nodes for the next generation.
 
-        A late node counts as lost. Return the end of the gang if too few nodes are left, or if this agent was asked to
-        stop.
+        A node that is late counts as lost. Return the gang's result instead if too few nodes are left, or if a node was
+        asked to stop.
         """
         limit = time.monotonic() + deadline_seconds
         while True:
@@ -234,7 +234,7 @@ class CoordinatorPeers(_Peers):
         return nodes
 
     def give_up(self, end: GenerationEnd) -> GenerationEnd:
-        """Send the end of the generation, or of the gang, to all followers, and return it."""
+        """Send the result of the generation or of the gang to all followers, and return it."""
         self._broadcast({"kind": "verdict", **asdict(end)})
         return end
 
@@ -330,9 +330,10 @@ class CoordinatorPeers(_Peers):
         return end
 
     def _go_on_without_noticed(self, end: GenerationEnd) -> GenerationEnd:
-        """Return an end after which the nodes with a notice are left out; `end` itself if too few others remain.
+        """Return a result with which the gang continues without the nodes that received a notice.
 
-        SIGTERM does not count as a notice, since its sender may be about to signal all nodes.
+        Return `end` unchanged if the gang cannot continue or if too few other nodes remain. SIGTERM does not count as a
+        notice, since its sender may be about to signal all nodes.
         """
         noticed = {order.node for order in self._leave_orders if order.cause != SIGTERM}
         if not noticed or 0 in noticed or len(noticed) < len({order.node for order in self._leave_orders}):
@@ -348,7 +349,10 @@ class CoordinatorPeers(_Peers):
         return replace(end, again=True, left_out=sorted(noticed))
 
     def _go_on_without_reader(self, end: GenerationEnd) -> GenerationEnd:
-        """Return an end after which the node that reads commits wrongly, if not node 0, is left out, if possible."""
+        """Return a result with which the gang continues without the node that reads commits wrongly.
+
+        Return `end` unchanged if this is node 0 or if too few other nodes remain.
+        """
         node = self._start.nodes[end.ranks[0] // self._spec.processes_per_node]
         if node == 0 or not self._is_enough(set(self.nodes) - {node}):
             return end
@@ -385,10 +389,10 @@ class FollowerPeers(_Peers):
         pending_notice: RankOrder | None = None,
         opened: Callable[[int], object] = lambda number: None,
     ) -> None:
-        """Join the gang. Raises GangError if node 0 cannot be reached within the deadline.
+        """Join the gang. Raises GangError if node 0 cannot be reached before the deadline.
 
-        `secret` is as in `join_gang`, `pending_notice` the notice that must expire before this node's ranks can start.
-        `opened` is called with the number of the generation that is about to start, as soon as node 0 sends it.
+        `secret` is the same as in `join_gang`. `pending_notice` is the notice that must expire before this node's ranks
+        can start. As soon as node 0 announces the next generation, `opened` is called with its number.
         """
         super().__init__()
         hello: Message = {"node": spec.node, "host": host}
@@ -403,7 +407,7 @@ class FollowerPeers(_Peers):
         self._wait_reported = StickyFlag(_WAIT_REPORT_SECONDS)
 
     def await_start(self, deadline_seconds: float) -> GenerationStart | GenerationEnd:
-        """Wait for the next start or the end of the gang. Time that node 0 asks to wait extends the deadline."""
+        """Wait until the next generation starts or the gang ends. If node 0 announces a wait, the deadline is later."""
         limit = time.monotonic() + deadline_seconds
         while time.monotonic() < max(limit, self._asked_to_wait_until + deadline_seconds):
             if (message := self._next("start", "verdict")) is not None:
@@ -421,7 +425,7 @@ class FollowerPeers(_Peers):
         return GenerationEnd(culprit=f"node 0 was lost before the start: {cause}", reason=EndReason.NODE_LOST)
 
     def report_wait(self, order: RankOrder) -> GenerationEnd | None:
-        """Send node 0, at most once per second, the time that this node still waits. Return `poll()`."""
+        """Tell node 0, at most once per second, how long this node must still wait. Return the result of `poll()`."""
         if not self._wait_reported.holds:
             self._wait_reported.mark()
             self._connection.send({"kind": "notice_wait", **order.to_json()})
@@ -462,7 +466,7 @@ class FollowerPeers(_Peers):
         self._connection.close()
 
     def _next(self, *kinds: str) -> Message | None:
-        """Handle received messages in order until one is of these kinds; return that one, or None."""
+        """Process received messages in order, up to the first one of these kinds. Return that message, or None."""
         self._connection.keep_alive()
         self._inbox.extend(self._connection.receive())
         while self._inbox:

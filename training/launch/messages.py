@@ -45,7 +45,7 @@ class _StartSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class GangSpec(_StartSpec):
-    """Specification of a gang, for the agent of one node. Only node 0's `terms` and `rehearse` are used."""
+    """Specification of a gang, for the agent of one node. `terms` and `rehearse` are used on node 0 only."""
 
     nodes: int
     processes_per_node: int
@@ -65,12 +65,12 @@ class GangSpec(_StartSpec):
 
     @property
     def token(self) -> str:
-        """Text that is equal on all nodes of this start. It detects a connection to another gang's port."""
+        """Text that is equal on all nodes of this start, to detect a connection to the port of another gang."""
         return f"{self.job}/{self.run}/{self.attempt}/{self.nodes}x{self.processes_per_node}"
 
     @property
     def silence_seconds(self) -> float:
-        """Seconds without a message after which another node counts as lost: the hang floor, but 4 to 20 s."""
+        """Seconds without a message until a node counts as lost: the configured hang floor, limited to 4 to 20 s."""
         return min(_LONGEST_SILENCE_SECONDS, max(_SHORTEST_SILENCE_SECONDS, self.survival.hang_floor_seconds))
 
     @property
@@ -80,7 +80,7 @@ class GangSpec(_StartSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSpec(_StartSpec):
-    """Specification for one rank. Rank and world size come from torchrun's environment variables."""
+    """Specification for one rank, without rank number and world size, which are in torchrun's environment variables."""
 
     generation: int
     generation_id: str
@@ -104,14 +104,14 @@ class WorkerSpec(_StartSpec):
 
     @classmethod
     def from_environment(cls) -> WorkerSpec | None:
-        """Read the spec that this process's agent wrote; None if torchrun or a user started this process."""
+        """Read the spec that the agent wrote for this rank; None if torchrun or a user started this process."""
         path = os.environ.get(SPEC_VARIABLE)
         return cls.from_json(Path(path).read_text()) if path else None
 
 
 @dataclass(frozen=True)
 class GangOutcome:
-    """Result of a gang that ended without a failure. `goes_on`: whether the other nodes continue without this one."""
+    """Outcome of a gang that ended without a failure. `goes_on` is True if other nodes continue without this one."""
 
     outcome: str
     step: int
@@ -136,7 +136,7 @@ _LEAVE_AT, _CAUSE, _NODE, _SAVES, _FIELDS = range(5)
 
 @dataclass(frozen=True, kw_only=True)
 class RankOrder:
-    """Order to all ranks: to save and exit within `seconds`, or to save and continue if these are infinite."""
+    """Order to all ranks to save and exit within `seconds`, or to save and continue if `seconds` is infinite."""
 
     seconds: float
     cause: str  # one of CAUSES
@@ -156,7 +156,7 @@ class RankOrder:
 
 
 class OrderRecord:
-    """Record of the orders to a node's ranks, in shared memory.
+    """Record in shared memory of the orders to a node's ranks.
 
     The agent writes the file; each rank reads it once per step, which takes less than 1 µs. Reads need no lock, because
     there is one writer and each field is one aligned 8-byte integer.
@@ -172,7 +172,7 @@ class OrderRecord:
         return cls(path)
 
     def write(self, order: RankOrder) -> None:
-        """Add an order. Of several orders to exit, the earliest deadline applies; orders to save are counted."""
+        """Add an order. Among orders to exit, the earliest deadline applies. Orders to save are only counted."""
         record = self._record
         if not order.leave:
             record[_SAVES] += 1
@@ -194,7 +194,7 @@ class OrderRecord:
 
     @property
     def cause(self) -> str:
-        """Cause of the order to exit, for messages; "" without such an order."""
+        """Cause of the order to exit, as text for messages; "" without such an order."""
         record = self._record
         if not record[_LEAVE_AT]:
             return ""
@@ -224,7 +224,7 @@ class GenerationStart:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationEnd:
-    """End of a generation: an `outcome` that all ranks agreed on, or a failure."""
+    """Result of a generation or of the whole gang: an `outcome` that all ranks agreed on, or a failure."""
 
     outcome: GangOutcome | None = None
     culprit: str = ""  # message that names the rank or node that caused the failure
@@ -248,13 +248,13 @@ class GenerationEnd:
 
 
 def end_from_stop_request(cause: str) -> GenerationEnd:
-    """Return the end of a gang that was asked to stop while none of its ranks ran."""
+    """Return the result of a gang that was asked to stop while none of its ranks ran."""
     culprit = f"asked to stop ({cause}) before the gang could go on; the last commit is kept"
     return GenerationEnd(culprit=culprit, reason=EndReason.AGENT_STOPPED, failed_as=Outcome.INTERRUPTED.value)
 
 
 def end_for_left_out_node(end: GenerationEnd, cause: str) -> GenerationEnd:
-    """Return the end for a node that the others continue without. `end` is that of its last generation."""
+    """Return the result for a node that the others continue without. `end` is the result of its last generation."""
     step = end.outcome.step if end.outcome else int(end.details.get("step", 0))
     why = f"asked to leave ({cause})" if cause else f"left out: {' '.join(end.culprit.split())[:300]}"
     message = f"{why}; the others go on"
@@ -263,7 +263,7 @@ def end_for_left_out_node(end: GenerationEnd, cause: str) -> GenerationEnd:
 
 
 def end_from_failures(evidence: Sequence[WorkerFailure]) -> GenerationEnd:
-    """Return the end of a generation that failed, with the culprit that the evidence shows.
+    """Return the result of a failed generation, with the culprit that the evidence shows.
 
     `again` is True if new ranks on the same nodes may succeed. After the loss of a node it is False.
     """
@@ -301,7 +301,7 @@ def end_from_failures(evidence: Sequence[WorkerFailure]) -> GenerationEnd:
 
 
 def end_from_results(finished: Mapping[int, dict[int, dict]], generation: int) -> GenerationEnd:
-    """Return the end of a generation whose ranks have all finished: a failure if they report different outcomes."""
+    """Return the result of a generation whose ranks have all finished. Different outcomes of ranks are a failure."""
     results = {rank: result for node in finished.values() for rank, result in node.items()}
     endings = {
         rank: (result["outcome"], int(result["step"]), result.get("weights_sha256"))
@@ -319,9 +319,10 @@ def end_from_results(finished: Mapping[int, dict[int, dict]], generation: int) -
 
 
 def end_if_unaffordable(start: GenerationStart, step: int, *, max_steps: int, restart: bool) -> GangOutcome | None:
-    """Return the outcome BUDGET if the rest of the budget only covers a last save; None if ranks may start.
+    """Return an outcome if the job must stop before its ranks start, or None if they may start.
 
-    The outcome is INTERRUPTED if the job must leave Spot now to finish on demand in time and within budget.
+    The outcome is BUDGET if the rest of the budget is only enough for a last save. It is INTERRUPTED if the job must
+    leave Spot now to finish on demand in time and within budget.
 
     Args:
         step: Step of the newest commit.

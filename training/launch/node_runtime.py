@@ -1,4 +1,4 @@
-"""State that a node's agent keeps over all generations: event log, notices, standby and keeper."""
+"""State that a node's agent keeps across generations: event log, notices, standby and keeper."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ _REQUESTS_PER_START = 4  # requests that may time out one after the other within
 
 
 class LoopWatchdog:
-    """Watchdog thread that calls `end`, which kills the agent's process, if its main loop is stuck.
+    """Watchdog thread that calls `end`, which kills the agent's process, if the agent's main loop is stuck.
 
-    The loop is stuck if `turns` returns the same number for `limit_seconds`, without the time in which the process was
-    suspended. The scheduler then retries the process.
+    The loop is stuck if `turns`, its count of iterations, has not changed for `limit_seconds`; time during which the
+    process was suspended does not count. The scheduler then retries the process.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class LoopWatchdog:
 
 
 class NodeRuntime:
-    """State of a node's agent over all generations. `close` ends every process that it started."""
+    """State of a node's agent across generations. `close` ends every process that the agent started."""
 
     def __init__(self, spec: GangSpec) -> None:
         self.spec = spec
@@ -96,7 +96,10 @@ class NodeRuntime:
         self._node_numbers: set[int] = set()  # in all generations; its pushed metrics are grouped by them
 
     def find_pending_notice(self) -> RankOrder | None:
-        """Return the order for a notice to wait out; without one, start the keeper and the standby and return None."""
+        """Return the order for a notice that must expire before the ranks start; None without one.
+
+        Without one, also start the keeper and the standby, so that they are ready when the ranks start.
+        """
         notice = self.drain.find_pending(self.start_seconds - _JOIN_SECONDS)
         if notice is None:
             self._prepare_processes()
@@ -106,7 +109,10 @@ class NodeRuntime:
         return run_while(self.secret.fetch, self.is_leaving)
 
     def wait_out_notices(self, meanwhile: Callable[[float], str]) -> str:
-        """Wait until all pending notices to this node have expired; see `Drain.wait_out_notices`."""
+        """Wait until all pending notices to this node have expired, then start the keeper and the standby.
+
+        Return "" if the ranks may start, else the reason why not. `meanwhile` is as in `Drain.wait_out_notices`.
+        """
 
         def look(seconds: float) -> str:
             self.log.beat()
@@ -136,16 +142,16 @@ class NodeRuntime:
         return generation.run(self._standby, self._cache_folder, self._keeper)
 
     def spec_among(self, nodes: list[int]) -> GangSpec:
-        """Return this node's spec for a generation with these nodes, which are in the order of their ranks."""
+        """Return this node's spec for a generation in which only `nodes` take part, in the order of their ranks."""
         return replace(self.spec, node=nodes.index(self.spec.node), nodes=len(nodes))
 
     def is_leaving(self) -> bool:
-        """Return whether this node must exit. It also records a heartbeat, because every wait calls it."""
+        """Return whether this node must exit. Also record a heartbeat, because every wait calls this method."""
         self.log.beat()
         return self.drain.leaving
 
     def end_if_stopped(self) -> GenerationEnd:
-        """Return the end that is recorded if the agent is stopped before the coordinator has decided another end."""
+        """Return the result to record if the agent is stopped before the coordinator has decided on another one."""
         culprit = f"node {self.spec.node} ({self.host}): the agent was stopped"
         return GenerationEnd(culprit=culprit, reason=EndReason.AGENT_STOPPED)
 
@@ -161,7 +167,7 @@ class NodeRuntime:
                 delete_group(PushGroup(url, self.spec.job, node), say=print_line)
 
     def _prepare_processes(self) -> None:
-        """Start the keeper and the standby unless they run. Errors are ignored, since ranks can start without them."""
+        """Start the keeper and the standby if they do not run. Ignore errors, since ranks can start without them."""
         spec, folder = self.spec, Path(self.spec.log_folder)
         if self._keeper is None and sys.platform.startswith("linux"):
             with contextlib.suppress(OSError):  # without a keeper, ranks are children of this process
@@ -175,7 +181,7 @@ class NodeRuntime:
 
 
 def end_from_agent_error(error: Exception, node: int) -> GenerationEnd:
-    """Return the end of a gang whose agent raised an unexpected exception; a new attempt may succeed."""
+    """Return the result of a gang whose agent raised an unexpected exception; a new attempt may succeed."""
     text = describe_traceback(error)
     print_line(text)
     name, place = AgentFailure.__name__, parse_traceback(text)

@@ -1,4 +1,4 @@
-"""Preemption: a spot interruption notice or signal to one node becomes an order to all ranks to save and exit.
+"""Preemption handling, which turns a spot interruption notice or a signal into orders to all ranks to save and exit.
 
 A node's agent reports a notice to the coordinator, which orders the ranks of all nodes to exit. Each agent writes the
 order to its ranks' `OrderRecord`, and the ranks agree at the next step sync after which step they save and exit.
@@ -59,7 +59,10 @@ _COORDINATOR_SECONDS = 1.0  # for the coordinator's order after a report; afterw
 
 
 class Drain:
-    """Converter of a node's notices and signals into orders to its ranks. For the agent's main thread only."""
+    """Receiver of a node's notices and signals, which turns them into orders to its ranks. Not thread-safe.
+
+    Use it only in the agent's main thread.
+    """
 
     def __init__(self, spec: GangSpec) -> None:
         self._node = spec.node
@@ -91,14 +94,14 @@ class Drain:
 
     @property
     def leaving(self) -> bool:
-        """Whether this node must exit, because of its own notice or signal or by an order to all nodes."""
+        """Whether this node must exit, because of its own notice or signal or because of an order to all nodes."""
         self._receive()
         return self._leave_at < float("inf")
 
     def find_pending(self, longest_seconds: float) -> RankOrder | None:
         """Return the order for a notice that must expire before this node starts its ranks; None if they may start.
 
-        A notice that expires after more than `longest_seconds` is none: the ranks have time to train.
+        If the notice expires only after `longest_seconds`, the ranks may start, because they have time to train.
         """
         self._watcher.wait_for_first_poll(_FIRST_LOOK_SECONDS)
         self._waits = True
@@ -110,7 +113,7 @@ class Drain:
         return None
 
     def _take_pending(self) -> Notice | None:
-        """Add new notices to the pending ones. Return the one that takes effect first; None if all have expired."""
+        """Add new notices to the pending ones, and drop expired ones. Return the earliest; None if none is left."""
         taken = [notice for notice in self._unsent if may_be_repeated(notice)]
         self._unsent = [notice for notice in self._unsent if notice not in taken]
         self._unrecorded += taken
@@ -121,8 +124,8 @@ class Drain:
     def wait_out_notices(self, meanwhile: Callable[[float], str]) -> str:
         """Wait until all pending notices have expired. Return "" if the ranks may start, else the reason why not.
 
-        `meanwhile` is called repeatedly with the seconds that remain. If it returns a text, the wait ends for that
-        reason.
+        `meanwhile` is called repeatedly with the remaining seconds. If it returns a non-empty text, the wait ends, and
+        this text is the reason.
         """
         announced, why = False, ""
         while not why and (soonest := self._take_pending()) is not None:
@@ -148,14 +151,14 @@ class Drain:
             self._act_on_notice(notice)
 
     def forget_nodes(self, nodes: Collection[int]) -> None:
-        """Drop the orders that these nodes caused, since they take no part in the next generation."""
+        """Drop the orders that were caused by these nodes, which do not take part in the next generation."""
         self._gone |= set(nodes)
         self._ordered = [(came_at, order) for came_at, order in self._ordered if order.node not in self._gone]
         leave_at = [came_at + order.seconds for came_at, order in self._ordered if order.leave]
         self._leave_at = min([self._own_leave_at, *leave_at])
 
     def find_overstaying_ranks(self, group: WorkerGroup) -> list[WorkerFailure]:
-        """Return a failure for each rank that is still alive 30 s after the deadline by which it had to exit."""
+        """Return a failure for each rank that is still alive 30 s after its deadline to exit."""
         if time.monotonic() <= self._leave_at + _GRACE_SECONDS:
             return []
         text = f"asked to leave ({self.cause}) and still running {_GRACE_SECONDS:g} s after its deadline"
@@ -171,7 +174,10 @@ class Drain:
         return f"{first.cause} to node {first.node}"
 
     def create_order_record(self, folder: Path) -> Path:
-        """Create the order record for ranks that are about to start, with all orders to exit; return its path."""
+        """Create the order record for ranks that are about to start, and return its path.
+
+        It contains all orders to exit that still apply.
+        """
         path = folder / f"node-{self._node}.control"
         self._record = OrderRecord.create(path)
         for came_at, order in self._ordered:
@@ -202,7 +208,7 @@ class Drain:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def record_pending(self, emit: Callable[..., object]) -> None:
-        """Record new pending notices as events, without delay, since the machine may soon be lost."""
+        """Record new pending notices as events. Call this without delay, since the machine may soon be lost."""
         while self._unrecorded:
             self._emit_notice(self._unrecorded.pop(0), None, emit, waits=True)
 
@@ -238,7 +244,7 @@ class Drain:
             self._own, self._act_alone_at = self._own or order, min(self._act_alone_at, now + _COORDINATOR_SECONDS)
 
     def _order_for(self, notice: Notice) -> RankOrder | None:
-        """Return the order for a notice; None if the configuration ignores rebalance recommendations."""
+        """Return the order for a notice; None for a rebalance recommendation that the configuration ignores."""
         if notice.action == REBALANCE:
             seconds = {"save": float("inf"), "leave": self._save_seconds}.get(self._config.on_rebalance)
             cause = "rebalance recommendation"

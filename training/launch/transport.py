@@ -1,7 +1,7 @@
 """Connections between the agents of a gang: JSON lines over TCP, from each follower to node 0.
 
-Agents hold these connections, not ranks, so that a frozen rank cannot block the report about it. An agent detects a
-lost node by its closed connection, or, more slowly, by its silence.
+Agents hold these connections, not ranks, so that a frozen rank cannot block the report about itself. An agent detects
+the loss of a node when the connection closes or, more slowly, when no message arrives.
 
 At the start of a connection, both sides prove in a handshake that they belong to the same start of the gang. Node 0
 draws a random secret for each start and writes it to the job's store, so every reader of that store can take part. The
@@ -47,7 +47,10 @@ def new_nonce() -> str:
 
 
 def proof_of(role: str, secret: bytes, token: str, hello: Mapping[str, Any], nonces: tuple[str, str]) -> str:
-    """Return the HMAC by which COORDINATOR answers a hello, and FOLLOWER node 0's nonce, the second one."""
+    """Return the HMAC with which a side of the handshake proves that it knows the secret.
+
+    `role` is COORDINATOR or FOLLOWER. `nonces` has the follower's nonce, then node 0's.
+    """
     covered = json.dumps([role, token, *nonces, dict(hello)], sort_keys=True, separators=(",", ":"))
     return hmac.new(secret, covered.encode(), hashlib.sha256).hexdigest()
 
@@ -61,7 +64,7 @@ def is_nonce(value: object) -> bool:
 
 
 class StartSecret:
-    """Secret of one start of a gang, in the job's store. `run` and `attempt` are as in `GangSpec`."""
+    """Secret of one start of a gang, kept in the job's store. `run` and `attempt` are the fields of `GangSpec`."""
 
     def __init__(self, job_store: Store, run: str, attempt: int) -> None:
         self._store, self._key = job_store, secret_key(run, attempt)
@@ -70,13 +73,13 @@ class StartSecret:
         self._store.put(self._key, secret.hex().encode(), private=True)
 
     def refuse(self, error: TrainingError) -> None:
-        """Replace the secret by node 0's error, so that followers do not wait for a start that will not happen."""
+        """Replace the secret with node 0's error, so that followers do not wait for a start that will not happen."""
         refusal = {"refused": str(error)[:_LONGEST_REFUSAL], "outcome": error.outcome.value}
         with contextlib.suppress(InfraError):
             self._store.put(self._key, json.dumps(refusal).encode(), private=True)
 
     def fetch(self) -> bytes | None:
-        """Return the secret; None if there is none yet. Raises StoreError, or GangError if node 0 refuses."""
+        """Return the secret; None if there is none yet. Raises StoreError, or GangError if node 0 refused the start."""
         try:
             content = self._store.get(self._key).decode("utf-8", "replace")
         except ObjectNotFound:
@@ -90,7 +93,7 @@ class StartSecret:
         return secret if len(secret) == SECRET_BYTES else None
 
     def withdraw(self) -> None:
-        """Delete the secret after all nodes have joined. Errors are ignored, since it is useless afterwards."""
+        """Delete the secret after all nodes have joined. Ignore errors, since the secret is useless afterwards."""
         with contextlib.suppress(InfraError):
             self._store.delete(self._key)
 
@@ -110,7 +113,7 @@ _FIRST, _COUNT = 20_000, 12_000
 
 
 def control_ports(run: str, attempt: int, *, tries: int = 8) -> list[int]:
-    """Return the ports to try, in order. They depend only on run and attempt, so all nodes get the same ones."""
+    """Return the ports to try, in order. They depend only on `run` and `attempt`, so all nodes get the same ports."""
     digest = hashlib.sha256(f"{run}/{attempt}".encode()).digest()
     return [_FIRST + int.from_bytes(digest[2 * i : 2 * i + 2], "big") % _COUNT for i in range(tries)]
 
@@ -122,7 +125,7 @@ def rendezvous_port(address: str, run: str, attempt: int) -> int:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether `host` is a loopback address; then all nodes of the gang are on this machine."""
+    """Return whether `host` is a loopback address, which means that all nodes of the gang are on this machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -143,9 +146,9 @@ _STRING_OR_BRACKET = re.compile(rb'"(?:[^"\\]|\\.)*"?|[\[\]{}]', re.DOTALL)
 
 
 class Connection:
-    """Connection to the agent of one other node, the peer, which is lost after `silence_seconds` of silence.
+    """Connection to one peer, the agent of another node. It counts as lost after `silence_seconds` without data.
 
-    Time during which this process was suspended does not count as silence (`AwakeClock`).
+    Time during which this process was suspended does not count (`AwakeClock`).
     """
 
     def __init__(
@@ -184,7 +187,7 @@ class Connection:
             self.unsent.clear()
 
     def receive(self) -> list[Message]:
-        """Return the complete messages that have arrived, at most 1,000, without pings."""
+        """Return the complete messages that have arrived, at most 1,000. Pings are left out."""
         self._read()
         self._write()
         messages, self.put_back = self.put_back, []
@@ -204,7 +207,7 @@ class Connection:
         self.closed = self.closed or reason
 
     def keep_alive(self) -> None:
-        """Send a ping once per second, and detect the silence of the peer. Call it in each turn of the agent's loop."""
+        """Send a ping once per second, and detect a silent peer. Call this in each iteration of the agent's loop."""
         awake, now = self._awake.tick(), self._now()
         self._read()
         if now - self._pinged >= PING_SECONDS:
@@ -214,7 +217,7 @@ class Connection:
             self.refuse(f"silent for {awake - self._received_at:.0f} s")
 
     def close(self) -> None:
-        """Close the connection, after at most 1 s in which queued messages are sent."""
+        """Close the connection, after trying for at most 1 s to send queued messages."""
         limit = time.monotonic() + _CLOSE_SECONDS
         while self.unsent and not self.closed and time.monotonic() < limit:
             select.select([], [self._socket], [], _CLOSE_SECONDS)
@@ -222,7 +225,7 @@ class Connection:
         self._socket.close()
 
     def _parse(self, line: bytes) -> Message:
-        """Parse a line. If it is no valid message, refuse the peer and return a ping."""
+        """Return the message in a line. If the line is invalid, refuse the peer and return a ping."""
         message = None
         if not _is_deep(line):
             with contextlib.suppress(ValueError, RecursionError):
@@ -245,7 +248,7 @@ class Connection:
             del self.unsent[:sent]
 
     def _read(self, most_bytes: int = _BYTES_PER_LOOK) -> None:
-        """Read up to about `most_bytes` without blocking; the rest stays in the buffers of kernel and peer."""
+        """Read about `most_bytes` or less without blocking. The kernel and the peer keep any further data."""
         taken = 0
         while not self.closed and taken < most_bytes:
             if len(self._buffer) > self.largest_bytes:
@@ -289,7 +292,7 @@ class _Caller:
 
 
 class RollCallServer:
-    """Server on node 0 that accepts one connection per follower until all have joined (the roll-call)."""
+    """Server on node 0 for the roll-call: it accepts one connection per follower until all have joined."""
 
     def __init__(
         self, address: str, ports: Sequence[int], token: str, secret: bytes, silence_seconds: float = SILENCE_SECONDS
@@ -304,7 +307,7 @@ class RollCallServer:
         self._callers: list[_Caller] = []
 
     def admit(self, nodes: int) -> None:
-        """Accept connections and advance all handshakes without blocking, and keep joined connections alive."""
+        """Accept new connections, continue all handshakes, and keep joined connections alive. Never block."""
         for connection, _ in self.joined.values():
             connection.keep_alive()
         self._accept()
@@ -319,7 +322,7 @@ class RollCallServer:
     def roll_call(
         self, nodes: int, deadline_seconds: float, stopped: Callable[[], bool] = lambda: False
     ) -> dict[int, tuple[Connection, Message]]:
-        """Wait until all followers have joined, and return `joined`. Raises GangError if one is missing."""
+        """Wait until all followers have joined, and return `joined`. Raises GangError if one is missing too long."""
         limit = time.monotonic() + deadline_seconds
         while len(self.joined) < nodes - 1:
             if stopped():
@@ -358,7 +361,7 @@ class RollCallServer:
             self._callers.remove(oldest)
 
     def _admit(self, caller: _Caller, nodes: int) -> bool:
-        """Act on the caller's messages; return whether its handshake has ended, successfully or not."""
+        """Process the caller's messages. Return whether its handshake has ended, successfully or not."""
         peer = caller.connection
         for message in peer.receive():
             if peer.closed:  # the follower will connect again
@@ -406,9 +409,9 @@ def join_gang(
 ) -> Connection:
     """Connect to node 0 as a follower, and return the connection after a successful handshake.
 
-    `token` is `GangSpec.token`, `hello` the first message with number and host name of this node. `secret` reads the
-    secret of this start; it returns None if there is none yet, and may raise InfraError. It is called again after a
-    failed handshake, since the secret may be that of an earlier start.
+    `token` is `GangSpec.token`. `hello` is the first message, with the node's number and host name. `secret` reads the
+    secret of this start from the store; it returns None if there is none yet, and may raise InfraError. After a failed
+    handshake it is called again, since the secret may have been that of an earlier start.
 
     Raises GangError if node 0 cannot be reached before the deadline, or if `stopped` returned True.
     """

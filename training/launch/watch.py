@@ -1,4 +1,4 @@
-"""Supervision of a node's ranks: heartbeats, process states, kills for memory and GPU counters."""
+"""Supervision of a node's ranks: heartbeats, process states, out-of-memory kills and GPU counters."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _LOG_RECORDS = 100_000
 
 
 class MemoryKills:
-    """Detector for kills by the kernel for memory, from the counters of the process's cgroups and the kernel log."""
+    """Detector of out-of-memory kills, which reads the counters of the process's cgroups and the kernel log."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -43,12 +43,12 @@ class MemoryKills:
         self.follow()
 
     def follow(self) -> None:
-        """Read the first counters of the process's new cgroups. Call it regularly, since a process can be moved."""
+        """Record the initial counters of cgroups that the process has entered. Call this regularly."""
         for file in _counter_files(self._pid):
             self._before.setdefault(file, _kills(file))
 
     def kernel_message(self) -> str:
-        """Return the kernel log's line about the kill; "" without one, as in a container."""
+        """Return the kernel log's line about the kill; "" if there is none or if a container cannot read the log."""
         for seconds, text in _kernel_log():
             if seconds >= self._since - _CLOCK_SECONDS and f"Killed process {self._pid} (" in text:
                 return text
@@ -59,7 +59,7 @@ class MemoryKills:
 
 
 def resident_bytes(pid: int) -> int:
-    """Return a process's resident bytes without mapped files, which the kernel drops first; 0 if it has ended."""
+    """Return a process's resident bytes without mapped files, which the kernel can drop; 0 if the process has ended."""
     try:
         lines = [line.split() for line in Path(f"/proc/{pid}/status").read_text().splitlines()]
         return sum(1024 * int(line[1]) for line in lines if line and line[0] in ("RssAnon:", "RssShmem:"))
@@ -104,7 +104,7 @@ def available_bytes() -> int | None:
 
 
 def _counter_files(pid: int) -> Iterable[Path]:
-    """Return the files that count kills for memory: those of the process's cgroups (v1 and v2), else the machine's."""
+    """Return the files that count out-of-memory kills: those of the process's cgroups, or else that of the machine."""
     root = Path("/sys/fs/cgroup")
     try:
         lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
@@ -133,7 +133,7 @@ _FRESH_SECONDS = 5.0
 
 
 class GpuCounters:
-    """Reader of GPU counters by pynvml, if installed, in one thread, because a broken driver may never answer."""
+    """Reader of GPU counters, with pynvml if it is installed. It uses a thread, because a broken driver may block."""
 
     def __init__(self) -> None:
         self._wanted = threading.Event()
@@ -142,7 +142,7 @@ class GpuCounters:
         self._closed = False
 
     def sample(self) -> dict[str, int]:
-        """Return the last measurement without waiting, {} if it is older than 5 s, and request the next one.
+        """Return the newest measurement and request the next one, without waiting. {} if it is older than 5 s.
 
         Fields: gpus (number), gpu_memory_used_bytes (sum), gpu_memory_free_bytes (smallest), gpu_busy_percent
         (smallest) and gpu_celsius (highest).
@@ -202,7 +202,7 @@ _SUSPICION_SECONDS = 30.0  # between two dumps of ranks that are only suspicious
 
 
 class RankWatch:
-    """Supervisor of a node's ranks, which reports each rank that died, is stopped, or is hung. It reports a rank once.
+    """Supervisor of a node's ranks, which reports once each rank that died, is stopped, or hangs.
 
     Before it reports a stopped or hung rank, it dumps stacks and flight recorders of all ranks to files in `folder`. It
     also reports the positions of the other ranks. Such a report about a rank that has not failed is called a witness.
@@ -229,9 +229,10 @@ class RankWatch:
         self._absent_seconds = self._store_wait_seconds = 0.0
 
     def check(self, *, store_wait: bool = False) -> list[WorkerFailure]:
-        """Return new failures and witnesses. If there are none, a call takes microseconds per rank.
+        """Return new failures and witnesses. A call that finds none takes microseconds per rank.
 
-        While a rank of the gang waits for the store, the others wait for it, which is not counted as a hang.
+        `store_wait` tells that a rank of the gang waits for the store. The other ranks wait for it, which is not a
+        hang.
         """
         now = self._now()
         if now - self._checked_at > _LONGEST_TURN_SECONDS:
@@ -264,10 +265,10 @@ class RankWatch:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _report_dump(self, living: list[_Rank], due: list[_Rank], suspicious: bool, now: float) -> list[WorkerFailure]:
-        """Start a dump of stacks and flight recorders of all living ranks, unless one is running or up to 5 s old.
+        """Start a dump of stacks and flight recorders of all living ranks, unless one is running or at most 5 s old.
 
-        Once it is done, return the failures of the ranks in `due` and, once per dump or on request, witnesses of the
-        others.
+        Once the dump is done, return the failures of the ranks in `due` and the witnesses of the others. The latter are
+        returned once per dump, and whenever they were requested.
         """
         if self._dump is None or (self._dump.done and now - self._dump.at > _DUMP_FRESH_SECONDS):
             self._dumps += 1
@@ -316,7 +317,11 @@ class _Rank:
         return self._worker.process.poll() is None
 
     def check(self, now: float, absent: float, store_wait: float) -> None:
-        """Decide whether the rank is stopped, hung or suspicious, without seconds in which all waited for the store."""
+        """Update whether the rank is stopped, hung or suspicious.
+
+        Seconds during which this node's agent was suspended do not count. Nor does a wait of all ranks for the store
+        count as a hang.
+        """
         beat = self._worker.beat
         if absent != self._absent_at_check:  # the rank may have been stopped together with the agent
             self._absent_at_check, self._stopped_since = absent, None
@@ -340,7 +345,7 @@ class _Rank:
             self._kills.follow()
 
     def exit_failure(self) -> WorkerFailure | None:
-        """Return the failure of a process that has ended without a result; None if there is none or it was reported."""
+        """Return the failure of a process that has ended without a result; None if there is no new failure."""
         if self.reported or (failure := self._worker.failure()) is None:
             return None
         self.reported = True
@@ -408,7 +413,7 @@ class _Rank:
         )
 
     def _read_error_location(self) -> str:
-        """Return the location of the rank's exception, from the file that torch's @record wrote; "" without one."""
+        """Return the code location of the rank's exception, from the file that torch's @record wrote; "" without it."""
         try:
             record = json.loads(self._worker.log_path.with_suffix(".error.json").read_text())["message"]
             return bounded_text(parse_traceback(record["extraInfo"]["py_callstack"]), _LONGEST_PLACE)
