@@ -184,7 +184,7 @@ class _Setup:
         return stacks.get(wanted or "", {})
 
     def _choose_queues(self) -> tuple[list[QueueState], str | None]:
-        """Return the queues for training, and the name (or None) of the queue for the steps around training."""
+        """Return the queues for training, and the name (or None) of the queue for the steps before and after it."""
         training, light = [], []
         for state in self.account.queues.values():
             if not state.usable:

@@ -96,7 +96,8 @@ def describe_queues(
 ) -> dict[str, QueueState]:
     """Return queues with their compute environments, by name or ARN. `names` None means all queues of the region.
 
-    A queue that does not exist is included with `usable` False. Raises CloudError if Batch does not answer or refuses.
+    A queue that does not exist is included with `usable` False. Raises CloudError if Batch does not answer or refuses
+    the request.
     """
     deadline = RequestDeadline.after(deadline_seconds)
     wanted = None if names is None else list(dict.fromkeys(names))
@@ -333,7 +334,7 @@ _CPU, _FARGATE, _UNKNOWN, _GPU, _UNFIT = range(5)
 
 
 def lightest_queue(queues: Mapping[str, QueueState]) -> tuple[str, str] | None:
-    """Choose the on-demand queue with the smallest sufficient machine for the steps around training.
+    """Choose the on-demand queue with the smallest sufficient machine for the steps before and after training.
 
     A machine is sufficient if its instance type has at least 5 GiB of memory and an x86-64 processor. Queues are
     preferred in this order: CPU machines, Fargate (for which Metaflow needs one more IAM role), unknown machines,
@@ -360,7 +361,10 @@ def lightest_queue(queues: Mapping[str, QueueState]) -> tuple[str, str] | None:
 
 
 def has_gpus_only(queue: QueueState) -> bool:
-    """Return whether all sufficient machines of a queue have accelerators, which steps around training do not use."""
+    """Return whether all of a queue's machines that suffice for the steps before and after training have accelerators.
+
+    Those steps would leave the accelerators idle.
+    """
     return bool(queue.instance_types) and _rank(queue.instance_types)[0] == _GPU
 
 

@@ -39,7 +39,7 @@ _ADOPT = "ebbflow adopt shows what there is"
 
 
 class _Skip(Exception):
-    """Raised if a check does not apply. The message is the reason."""
+    """Exception for a check that does not apply. The message is the reason."""
 
 
 def for_batch(check: Callable[[PreflightContext], CheckFinding]) -> Callable[[PreflightContext], CheckFinding]:
@@ -246,9 +246,10 @@ def _describe_training(usable: Mapping[str, QueueState]) -> list[str]:
 
 
 def _describe_light(light: Mapping[str, QueueState]) -> list[str]:
-    """Return notes on queues for the steps around training that Metaflow cannot use or that waste accelerators.
+    """Return warnings about the queues for the steps before and after training.
 
-    Such queues do not fail the check, because `--with cloud` sends no step to them.
+    A warning names a queue that Metaflow cannot use or that wastes accelerators. Such queues do not fail the check,
+    because `--with cloud` sends no step to them.
     """
     role, notes = "METAFLOW_ECS_FARGATE_EXECUTION_ROLE", []
     for name, state in light.items():

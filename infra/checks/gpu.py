@@ -81,7 +81,7 @@ class _Driver:
 
 
 class _NoAnswer(Exception):
-    """Raised if the driver or torch cannot be queried. The message is the reason."""
+    """Failure to query the driver or torch. The message is the reason."""
 
 
 def check_gpu(context: PreflightContext) -> CheckFinding:

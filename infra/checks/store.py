@@ -34,7 +34,7 @@ def store_folder(context: PreflightContext) -> Path | None:
 
 
 def nearest_existing(folder: Path) -> Path:
-    """Return the folder itself, or its nearest parent that exists."""
+    """Return the folder if it exists, else its nearest parent that exists."""
     while not os.path.lexists(folder) and folder != folder.parent:
         folder = folder.parent
     return folder
@@ -200,7 +200,7 @@ def compare_clock(url: str, *, warned: float, refused: float) -> CheckFinding:
 
 
 def _date_of(url: str) -> float:
-    """Return the Unix time in the Date header of the response to a HEAD request. An error response counts too.
+    """Return the Unix time in the Date header of the response to a HEAD request, even of an HTTP error response.
 
     Raises OSError, HTTPException, or ValueError for a missing or unreadable header.
     """
