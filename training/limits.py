@@ -77,7 +77,7 @@ class Limits:
         signal.signal(signal.SIGTERM, lambda *_: self.request_drain(self._stop_seconds - _LEAVING_SECONDS))
 
     def request_drain(self, seconds: float) -> None:
-        """Request a stop after this step, with `seconds` left for a last save, or less if already limited."""
+        """Request a stop after this step, with at most `seconds` left for a last save."""
         self._asked = True
         self._killed_at = min(self._killed_at, time.monotonic() + seconds)
 

@@ -153,10 +153,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def shard_model(
     module: nn.Module, units: Iterable[nn.Module], fsdp: FsdpConfig, gang: Gang, *, size: int, keep_gathered: bool
 ) -> None:
-    """Shard the model in place, while its parameters are on the meta device. Every `size` ranks hold one copy.
+    """Shard the model in place, while its parameters are on the meta device.
 
-    Each of the `units` is gathered and freed as a whole. With `keep_gathered`, it stays gathered from its forward to
-    its backward pass.
+    Each group of `size` ranks holds one copy. Each of the `units` is gathered and freed as a whole. With
+    `keep_gathered`, it stays gathered from its forward to its backward pass.
     """
     mesh = make_mesh(gang, shard=size)
     # With one copy of the model, a mesh of one dimension needs one reduction where HSDP's mesh needs two.
@@ -282,7 +282,10 @@ class Spread:
         return [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
 
     def square_sum(self, gradients: Sequence[Tensor]) -> Tensor:
-        """Return this rank's share of the gradient's squared norm, in float64. The sum over all ranks is the whole."""
+        """Return this rank's share of the squared norm of the gradient, in float64.
+
+        Summed over all ranks, the shares are the full squared norm.
+        """
         parts = [gradient for gradient in gradients if gradient.numel()]
         if not parts:  # every parameter has fewer rows than there are ranks
             return torch.zeros((), dtype=torch.float64)

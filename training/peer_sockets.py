@@ -47,7 +47,8 @@ class PeerSockets:
     def gather(self, row: bytes) -> bytes:
         """Return the rows of all ranks, in rank order. All rows must have the same length. Collective.
 
-        Raises RuntimeError if a connection breaks, or if a rank does not answer in time or is at a different exchange.
+        Raises RuntimeError if a connection breaks, a rank does not answer in time, or the ranks are at different
+        exchanges.
         """
         self._number += 1
         message = _HEAD.pack(self._number, len(row)) + row
@@ -100,7 +101,7 @@ def connect_peers(
     """Connect this rank to every other rank; addresses are exchanged through `store`. Collective.
 
     This rank listens on the network interface with which it reaches `main`, the host and port of the gang's main node.
-    All connections must exist after `start_seconds`; each later exchange may take `seconds`. Raises RendezvousError.
+    The deadline is `start_seconds` for all connections, and `seconds` for each later exchange. Raises RendezvousError.
     """
     limit = time.monotonic() + start_seconds
     store.set_timeout(timedelta(seconds=start_seconds))

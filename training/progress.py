@@ -136,7 +136,7 @@ class Progress:
         return " · ".join(parts + [status.drag] * bool(status.drag))
 
     def _mfu(self, seconds: float) -> str:
-        """Return the MFU as text; unknown above 100 %, because the machine was busy when its peak was measured."""
+        """Return the MFU as text. Above 100 % it is unknown: the machine was busy when its peak was measured."""
         share = self._flops / seconds / self._peak if self._peak else None
         if share is None or share > 1.0:
             return "MFU unknown" if share is None else "MFU unknown (faster than the peak measured on a busy machine)"
@@ -154,7 +154,7 @@ Emit = Callable[..., Any]
 
 @contextlib.contextmanager
 def live_metrics(spec: WorkerSpec, *, rank: int, world_size: int, emit: Emit) -> Iterator[Emit]:
-    """Yield a function to call instead of `emit`, which also updates this node's metrics.
+    """Yield a function that calls `emit` and also updates this node's metrics.
 
     Only local rank 0 has metrics, and only if they are configured; otherwise, yield `emit` itself. If the port or the
     push gateway is unavailable, print a warning.
@@ -178,7 +178,7 @@ def live_metrics(spec: WorkerSpec, *, rank: int, world_size: int, emit: Emit) ->
 
 
 class NodeMetrics:
-    """The metrics of one node, updated from the events of its first rank."""
+    """The metrics of one node, updated from the events of its local rank 0."""
 
     def __init__(self, spec: WorkerSpec, config: RunConfig, *, rank: int, world_size: int) -> None:
         constant = {"job": spec.job, "node": str(spec.node)}

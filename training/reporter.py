@@ -29,7 +29,7 @@ class Clock:
         return self._now() - self._started
 
     def enter(self, ledger_class: LedgerClass, *, own: bool = False) -> None:
-        """Assign the time from now on to `ledger_class`. If `own`, the rank does not wait for others meanwhile."""
+        """Assign the time from now on to `ledger_class`; `own` says that the rank does not wait for other ranks."""
         self._book()
         self._current, self._own = ledger_class, own
 

@@ -114,10 +114,7 @@ class SaveSchedule:
         return self._now() - self._safe_at
 
     def choice(self) -> Choice:
-        """Return the optimal interval under current estimates, and the estimates.
-
-        It is used if the interval is "auto".
-        """
+        """Return the optimal interval and the estimates behind it. Only the setting "auto" uses this interval."""
         stall = statistics.median(self._stalls) if self._stalls else 0.0
         upload = max(self._uploads, default=0.0)
         slow_down = self._slow_down_seconds()
@@ -239,6 +236,6 @@ class SaveController:
 
     @property
     def last_save_seconds(self) -> float:
-        """Expected seconds of the last save before exit; 0 if unknown, as after uploads with a bandwidth limit."""
+        """Expected seconds of the last save before exit; 0 if unknown, or if other saves are bandwidth-limited."""
         capped = self.config.upload_mib_per_second is not None
         return 0.0 if capped else self.saver.expected_seconds or 0.0

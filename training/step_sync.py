@@ -42,7 +42,7 @@ class Slowdown:
 
 
 def slowest(own_seconds: Sequence[float]) -> tuple[int, float]:
-    """Return the rank with the longest own time, and the ratio of that time to the median of the other ranks."""
+    """Return the rank with the largest of `own_seconds`, and its ratio to the median of the other ranks."""
     rank = max(range(len(own_seconds)), key=own_seconds.__getitem__)
     others = [seconds for other, seconds in enumerate(own_seconds) if other != rank]
     if not others:
@@ -95,7 +95,7 @@ class _Streak:
     def note(self, drag: Slowdown, dragging: bool) -> Slowdown | None:
         """Record a step, which is slow if `dragging`.
 
-        Return the mean slowdown once it has lasted long enough, then None.
+        Return the mean slowdown at the first step at which it has lasted long enough, otherwise None.
         """
         same = not self._drags or self._drags[-1].rank == drag.rank or drag.action is GuardAction.DATA_BOUND
         if not dragging or not same:

@@ -51,7 +51,7 @@ class _Left(BaseException):
 
 
 class Evaluation:
-    """Runs the evaluations of one rank, which all ranks can leave early by a vote.
+    """Runner of one rank's evaluations, which all ranks can leave early after a vote.
 
     A rank waits for the votes of the others for `vote_seconds`, or for as long as the longest forward pass took if that
     is longer.
@@ -98,8 +98,8 @@ class Evaluation:
     def _vote(self, store: Store) -> bool:
         """Vote for leaving the evaluation, and return whether all ranks leave.
 
-        Ballots are numbered, and the first value of the key `word-<ballot>` decides. The last rank to vote sets it to
-        "leave". A rank that has waited too long sets it to a refusal instead.
+        Ballots are numbered. The first value written to the key `word-<ballot>` decides the ballot: the last rank to
+        vote writes "leave", and a rank that has waited too long writes a refusal.
         """
         ballot = store.add("ballots", 0)
         if store.add(f"votes-{ballot}", 1) == self._gang.world_size:
@@ -276,7 +276,10 @@ class Trainer:
             self.limits.wait_for_drain(_WORD_SECONDS)  # short steps could end the job before the agent has the notice
 
     def renew_if_due(self, at: Position, sync: StepSync, *, last: bool) -> None:
-        """Unless this is the last step, raise MemoryGrowth after the save if any rank's memory is about to run out."""
+        """Wait for the save and raise MemoryGrowth if any rank's memory is about to run out.
+
+        Do nothing after the `last` step.
+        """
         if sync.renew and not last:
             self.saver.wait()
             ranks = ", ".join(map(str, sync.renew))

@@ -26,7 +26,7 @@ def _only_own(row: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkloadContext:
-    """The argument with which a workload is made. All attributes but `rank` and `device` are equal on all ranks.
+    """The argument with which a workload is created. All attributes but `rank` and `device` are equal on all ranks.
 
     Attributes:
         config: the configuration.
@@ -111,7 +111,7 @@ class Workload(Protocol[B]):
     A workload may also have these members, which are used if they exist:
 
     `prepare(context) -> dict`, a classmethod or staticmethod (or an attribute, if the workload is made by a function):
-    called once before the gang starts, to put data into `context.store`. The dict must be JSON and becomes
+    called once before the gang starts, to put data into `context.store`. The dict must fit into JSON and becomes
     `context.prepared`. Its "fingerprint" (by default, a hash of the dict) must be the same when a job resumes.
 
     `weight_unit`, an attribute of the same class or function: the unit of a batch's weight for reports; by default

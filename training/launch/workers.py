@@ -1,8 +1,8 @@
 """Start the rank processes of one node, read their results, and end them.
 
-Ranks get torchrun's environment variables, but torchrun does not start them. Its agent imports torch before it starts a
-process, replaces a killed rank several times more slowly (docs/benchmarks.md, Injected faults), and waits up to 1,801 s
-for a frozen rank.
+Ranks get torchrun's environment variables, but torchrun does not start them. The agent of torchrun imports torch before
+it starts a process, replaces a killed rank several times more slowly (docs/benchmarks.md, Injected faults), and waits
+up to 1,801 s for a frozen rank.
 
 Each node has a standby process, which has imported torch and the engine and forks a rank on request. Without a standby,
 each rank is a new interpreter. The keeper (`ebbflow.infra.keeper`) is an ancestor of all processes that the ranks
@@ -259,7 +259,7 @@ class Worker:
         return WorkerFailure(**place, **self._error(code))
 
     def _error(self, code: int) -> dict[str, Any]:
-        """Read the rank's error file, written in the format of torch's @record, into fields of `WorkerFailure`."""
+        """Return fields of a `WorkerFailure` from the rank's error file, which has the format of torch's @record."""
         record = _read_object(self._error_path).get("message")
         text = record.get("message") if isinstance(record, dict) else record
         if not isinstance(text, str):
@@ -276,7 +276,7 @@ class Worker:
 
 
 class WorkerGroup:
-    """The rank processes of a node, which the constructor starts; `rendezvous` is the address of torch's store."""
+    """The rank processes of a node, which the constructor starts; `rendezvous` is torch's main address and port."""
 
     def __init__(
         self,
@@ -352,7 +352,7 @@ class WorkerGroup:
             time.sleep(0.01)
 
     def _kill_leftovers(self, ended: Sequence[Worker]) -> None:
-        """Kill all processes below the keeper, or without one, those in the sessions of the `ended` ranks.
+        """Kill all descendants of the keeper, or without a keeper, the processes in the sessions of the `ended` ranks.
 
         Spare other ranks and their descendants.
         """
@@ -380,7 +380,7 @@ def find_open_device(pid: int) -> str:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a rank's file, or {} if it holds anything else, as user code may have written it."""
+    """Return the JSON object in a rank's file, or {} if it holds anything else (user code may have written it)."""
     try:
         with open(path, "rb") as file:
             found = json.loads(file.read(_LONGEST_RECORD))

@@ -109,11 +109,10 @@ def find_workload(config: RunConfig) -> WorkloadFactory:
 
 
 def prepare_data(config: RunConfig, context: WorkloadContext) -> dict[str, Any]:
-    """Run the workload's `prepare`, if it has one.
+    """Run the workload's `prepare`, if it has one, and return its dict.
 
-    Return its dict, with "fingerprint" and "weight_unit" added if missing.
-
-    Raises WorkloadError if `prepare` raises an exception or returns something other than a JSON object.
+    "fingerprint" and "weight_unit" are added if missing. Raises WorkloadError if `prepare` raises an exception or
+    returns something other than a JSON object.
     """
     door = find_workload(config)
     described: dict[str, Any] = {}

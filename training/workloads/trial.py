@@ -109,10 +109,7 @@ LONGEST_SECONDS = 20.0
 
 
 class _Enough(BaseException):
-    """Raised when a trial reaches its time limit.
-
-    It is not an `Exception`, because the user's code might catch that.
-    """
+    """Raised at the time limit of a trial; not an `Exception`, because the user's code might catch that."""
 
 
 def try_evaluate(name: str, workload: Workload, model: nn.Module, *, seconds: float = LONGEST_SECONDS) -> str:
@@ -138,7 +135,7 @@ def try_evaluate(name: str, workload: Workload, model: nn.Module, *, seconds: fl
 
 @contextmanager
 def _at_most(seconds: float) -> Iterator[None]:
-    """Raise _Enough inside the context after `seconds`; only in the main thread, which runs signal handlers."""
+    """Raise _Enough inside the context after `seconds`. No effect outside the main thread, which handles signals."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise _Enough
