@@ -181,7 +181,8 @@ def find_divergent_ranks(sums: Sequence[float], copies: int) -> tuple[list[int],
     """Return the ranks whose weights differ from their replicas', and whether a majority shows that they are wrong.
 
     `sums` has one checksum per rank. The ranks form `copies` equal groups of consecutive ranks, each with one copy of
-    the model; ranks at the same position in their groups are replicas. Replicas without a majority are all returned.
+    the model; ranks at the same position in their groups are replicas. If most replicas of a set do not agree, all of
+    them are returned.
     """
     shards = len(sums) // copies
     odd: list[int] = []
@@ -209,9 +210,9 @@ class Guards:
     gang: Gang
     copies: int  # the number of copies of the model over all ranks
     emit: Callable[..., object]  # takes (name, step=, flush=, **data)
-    store: Store | None = None  # for overrides; None to write none
-    generation: int = 0  # the number of this generation
-    overrides: Overrides = field(default_factory=Overrides)  # of earlier guards, which this start applies
+    store: Store | None = None  # where overrides are recorded; None: nowhere
+    generation: int = 0  # number of this generation
+    overrides: Overrides = field(default_factory=Overrides)  # those that this start applies
     growth: tuple[MemoryGrowthMonitor, ...] = ()  # monitors of memory growth; empty if they are off
     pace: PaceMonitor = field(default_factory=PaceMonitor)  # the detector of slowdowns
     agreed_step: int | None = None  # the last step after which replicas had equal weights; None before a comparison
@@ -292,7 +293,7 @@ class Guards:
     def raise_if_out_of_memory(self, error: BaseException, step: int, accumulation: int) -> None:
         """If `error` means out of memory, raise MicroBatchTooLarge.
 
-        If each micro-batch has one sample already, raise BatchCannotBeSplit instead.
+        If micro-batches cannot be made smaller, raise BatchCannotBeSplit instead.
         """
         if not is_out_of_memory(error) or self.config.guards.out_of_memory == "stop":
             return
@@ -361,7 +362,7 @@ class Guards:
 
 
 def apply_overrides(config: RunConfig, overrides: Overrides) -> RunConfig:
-    """Return the configuration with the micro-batches per step from `overrides`, if they are more than configured."""
+    """Return the configuration, with the number of micro-batches from `overrides` if that is larger."""
     accumulation = overrides.gradient_accumulation_steps
     if accumulation is None or accumulation <= config.training.gradient_accumulation_steps:
         return config

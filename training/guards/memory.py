@@ -127,7 +127,6 @@ _HOST_SIGNS = ("can't allocate memory", "not enough memory", "out of memory")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an exception means that the device or the host is out of memory."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in _HOST_SIGNS)

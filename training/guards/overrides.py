@@ -99,8 +99,6 @@ def _put(job_store: Store, action: GuardAction, generation: int, rank: int, **or
 
 
 def _records(job_store: Store) -> list[dict[str, Any]]:
-    """Return all override records of the job. Raises CorruptOverride if one is unreadable."""
-
     def parse(data: bytes, what: str) -> dict[str, Any]:
         try:
             record = json.loads(data)

@@ -220,7 +220,7 @@ def main(argv: list[str]) -> int:
     try:
         result: dict = asdict(run_gang(spec))
     except (TrainingError, InfraError) as error:
-        curable = isinstance(error, InfraError) or error.curable  # a store that is away may be back
+        curable = isinstance(error, InfraError) or error.curable  # an unavailable store may recover
         result = {"error": str(error), "curable": curable, "outcome": error.outcome}
     result_path.write_text(json.dumps(result))
     return int("error" in result)

@@ -104,7 +104,7 @@ def settle_seconds(failures: Sequence[WorkerFailure], *, all_heard: bool = False
 
 
 def _died(failures: Sequence[WorkerFailure]) -> tuple[WorkerFailure, str] | None:
-    """Return the rank that died first and the text for this rule; None if no rank died except because of another one.
+    """Return the rank that died first and the text for this rule; None if no rank died on its own.
 
     Lost nodes take precedence over dead ranks. Ranks killed by SIGABRT come last, because torch aborts a rank after
     another one failed.
@@ -268,7 +268,7 @@ def _next_action(one: WorkerFailure, kind: str) -> str:
 def _latest(evidence: Sequence[WorkerFailure]) -> list[WorkerFailure]:
     """Return one record per rank: its failure, or else its last witness.
 
-    The rank's other record completes a missing location or missing calls.
+    If this record lacks the code location or the calls, they come from another record of the same rank.
     """
     ranks: dict[int, WorkerFailure] = {}
     for one in sorted(evidence, key=lambda one: not one.witness):

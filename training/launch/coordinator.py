@@ -238,7 +238,10 @@ class Coordinator:
 
 
 class GenerationPlanner:
-    """Planner of the generations of one attempt, whose paid time began when the clock `now` showed `born`."""
+    """Planner of the generations of one attempt.
+
+    `born` is when the attempt's paid time began, on the clock `now`.
+    """
 
     def __init__(
         self, spec: GangSpec, job_store: Store, born: float, *, now: Callable[[], float] = time.monotonic
@@ -249,7 +252,7 @@ class GenerationPlanner:
         self._world_size = spec.world_size
         self._failed: list[FailedGeneration] = []
         self._number = 0
-        self.rolled_back: MissingCommits | None = None  # lost commits that a user accepted, until recorded
+        self.rolled_back: MissingCommits | None = None  # missing commits that a user accepted; None once recorded
         self._opening = GenerationOpening()
 
     def open(self) -> Generation:
@@ -314,7 +317,10 @@ class GenerationPlanner:
         return lost
 
     def _current_terms(self) -> dict | None:
-        """Return budget, price and spending so far, including the time between generations, which no rank counts."""
+        """Return budget, price and spending so far.
+
+        The spending includes the time between generations, which the ranks do not count.
+        """
         now, terms = self._now(), self._terms
         waited, self._paid_until = now - self._paid_until, now
         if terms is None:

@@ -122,7 +122,7 @@ class NodeGpuCheck:
     def _run(self, check: Callable[[int], tuple[CheckFinding, int]], promised: int) -> None:
         try:
             self._finding, _ = check(promised)
-        except Exception as error:  # the ranks look for themselves
+        except Exception as error:  # each rank checks its GPU again
             print(f"the GPUs of this node could not be checked: {type(error).__name__}: {error}", flush=True)
 
 

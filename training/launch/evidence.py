@@ -42,7 +42,7 @@ _EXCHANGE_FILES = ("training/gang.py", "training/peer_sockets.py")
 # Functions that exchange numbers between ranks. The frame of their caller shows the rank's position.
 _EXCHANGE = ("gather", "gather_numbers", "_tell", "_hear", "_read", "_lost")
 _ENGINE_PLACES = (*_WAITING_FILES, "training/trainer_setup.py", "training/guards/", "training/trainer.py")
-_WAITING_FUNCTIONS = ("sync_step",)  # a GPU's host waits here for its stream, and so for its collectives
+_WAITING_FUNCTIONS = ("sync_step",)  # the CPU waits here for the GPU, and so for its collectives
 _NOT_WAITING = ("/torch/distributed/checkpoint/", "/torch/distributed/elastic/")
 # Runs the program whose path and arguments follow, killed together with the thread that waits for it.
 _DIE_WITH_CALLER = (
@@ -337,9 +337,10 @@ def _common_places(calls: Mapping[int, Calls]) -> list[tuple[str, int, dict[int,
 
 
 def _habit(calls: Mapping[int, Calls], group: str, sequence: int, by_rank: Mapping[int, str], operation: str) -> int:
-    """Count how often `operation` followed, in earlier calls, the call that precedes it at `sequence`.
+    """Count how often `operation` earlier followed the call that it follows at `sequence`.
 
-    This counts only the calls of ranks that call `operation` at `sequence`.
+    For example, if it follows an all_gather at `sequence`, count the earlier calls of `operation` right after an
+    all_gather. Only ranks that call `operation` at `sequence` count.
     """
     count = 0
     for rank in (rank for rank, called in by_rank.items() if called == operation):

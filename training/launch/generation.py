@@ -156,7 +156,10 @@ class NodeGeneration:
         )
 
     def _terms_now(self) -> dict | None:
-        """Return budget and price with the gang's spending until now. Ranks add only the time after their own start."""
+        """Return budget, price and the gang's spending until now.
+
+        Each rank adds only the cost of the time after its own start.
+        """
         if self._start.terms is None:
             return None
         terms = Terms.from_json(self._start.terms)
@@ -218,7 +221,7 @@ class NodeLog:
         self._log: EventLog | None = None
         self._machine: dict | None = None
         self._last_beat = 0.0
-        self.turns = 0  # that the agent's loop has made
+        self.turns = 0  # iterations of the agent's loop so far
         self._closing: list[threading.Thread] = []
 
     @property

@@ -110,7 +110,7 @@ class CoordinatorPeers(_Peers):
         return self._started
 
     def keep_in_touch(self) -> None:
-        """Exchange pings while node 0 is busy. Received messages stay queued."""
+        """Exchange pings with the followers while node 0 is busy. Other received messages stay queued."""
         for connection in self._members.values():
             connection.keep_alive()
         self._send_wait(0.0)
@@ -151,7 +151,7 @@ class CoordinatorPeers(_Peers):
             return
         try:
             self._server.roll_call(self._spec.nodes, deadline_seconds, should_stop)
-        finally:  # nodes that have joined receive the end even if others are missing
+        finally:  # nodes that have joined receive the result even if others are missing
             self._add_joined()
             self._server.close()
             self._server = None
@@ -171,7 +171,7 @@ class CoordinatorPeers(_Peers):
             self._broadcast({"kind": "notice_wait", "seconds": max(seconds, 0.0)})
 
     def _record_wait(self, node: int, order: RankOrder) -> None:
-        """Record that a node waits for `order.seconds` until its notice expires. 0 seconds end the wait."""
+        """Record that a node waits `order.seconds` for its notice to expire. If these are 0, its wait is over."""
         self._waits[node] = (time.monotonic() + order.seconds, order)
         if order.seconds <= 0:
             del self._waits[node]
@@ -216,7 +216,7 @@ class CoordinatorPeers(_Peers):
         while True:
             for node in self.nodes[1:]:
                 self._receive(node, self._members[node])
-            if stopped() or self.leave_cause:  # nodes that are not ready stay connected and receive the end later
+            if stopped() or self.leave_cause:  # nodes that are not ready stay connected and receive the result later
                 return end_from_stop_request(self.leave_cause or "this node")
             late = set(self.nodes) - self._ready - {0}
             if not late or time.monotonic() >= limit:

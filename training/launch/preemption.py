@@ -55,7 +55,7 @@ _CAUSES = {
 _GRACE_SECONDS = 30.0  # after the deadline of an order to exit; ranks that are still alive then have failed
 _FIRST_LOOK_SECONDS = 2.0
 _LOOK_SECONDS = 0.1
-_COORDINATOR_SECONDS = 1.0  # for the coordinator's order after a report; afterwards this node acts alone
+_COORDINATOR_SECONDS = 1.0  # deadline for the coordinator's order after a report; then this node acts alone
 
 
 class Drain:
@@ -80,7 +80,7 @@ class Drain:
         self._unsent: list[Notice] = []  # neither recorded as an event nor sent yet
         # Notices that this node received before its ranks start. The ranks start only after these have expired.
         self._pending: list[Notice] = []
-        self._waits = False  # new such notices are pending too
+        self._waits = False  # whether new notices of this kind become pending too
         self._unrecorded: list[Notice] = []  # pending and not recorded as an event yet
         self._ordered: list[tuple[float, RankOrder]] = []  # (time.monotonic() of arrival, order of the coordinator)
         self._own: RankOrder | None = None  # order for the first notice to this node

@@ -142,10 +142,10 @@ class GpuCounters:
         self._closed = False
 
     def sample(self) -> dict[str, int]:
-        """Return the newest measurement and request the next one, without waiting. {} if it is older than 5 s.
+        """Return the newest measurement and request the next one, without waiting.
 
-        Fields: gpus (number), gpu_memory_used_bytes (sum), gpu_memory_free_bytes (smallest), gpu_busy_percent
-        (smallest) and gpu_celsius (highest).
+        Return {} if the measurement is older than 5 s. Fields: gpus (number), gpu_memory_used_bytes (sum),
+        gpu_memory_free_bytes (smallest), gpu_busy_percent (smallest) and gpu_celsius (highest).
         """
         if self._thread is None:
             self._thread = threading.Thread(target=self._ask, name="gpu counters", daemon=True)
@@ -196,13 +196,13 @@ def _query(function: Any, devices: list[Any], *more: Any) -> list[Any]:
 _LONGEST_PLACE = 500
 _STOPPED_SECONDS = 1.0  # in state T before a rank counts as stopped; tracers stop it for less
 _STATE_SECONDS = 0.25  # between two reads of a process's state
-_LONGEST_TURN_SECONDS = 1.0  # of the agent's loop; the rest of a longer turn (a frozen container) is no silence
+_LONGEST_TURN_SECONDS = 1.0  # of the agent's loop; the excess of a longer turn is not counted as silence
 _DUMP_FRESH_SECONDS = 5.0  # age up to which a dump shows a rank's position
 _SUSPICION_SECONDS = 30.0  # between two dumps of ranks that are only suspiciously slow
 
 
 class RankWatch:
-    """Supervisor of a node's ranks, which reports once each rank that died, is stopped, or hangs.
+    """Supervisor of a node's ranks, which reports each rank that died, is stopped, or hangs. It reports a rank once.
 
     Before it reports a stopped or hung rank, it dumps stacks and flight recorders of all ranks to files in `folder`. It
     also reports the positions of the other ranks. Such a report about a rank that has not failed is called a witness.
@@ -231,8 +231,8 @@ class RankWatch:
     def check(self, *, store_wait: bool = False) -> list[WorkerFailure]:
         """Return new failures and witnesses. A call that finds none takes microseconds per rank.
 
-        `store_wait` tells that a rank of the gang waits for the store. The other ranks wait for it, which is not a
-        hang.
+        `store_wait` is True if a rank of the gang waits for the store. The others then wait for that rank, which is not
+        a hang.
         """
         now = self._now()
         if now - self._checked_at > _LONGEST_TURN_SECONDS:
