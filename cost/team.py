@@ -179,7 +179,10 @@ class _LineLoader(yaml.SafeLoader):
 
 
 def read_team(path: Path) -> Team:
-    """Read a team file. Raises TeamError with file:line and the key for an invalid entry."""
+    """Read a YAML file of a team's budgets and waiting jobs.
+
+    Raises TeamError with file:line and the key for an invalid entry.
+    """
     try:
         data = yaml.load(path.read_text(encoding="utf-8"), Loader=_LineLoader) or {}
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:

@@ -137,7 +137,7 @@ def stays_gathered(parameters: int) -> bool:
 
 
 def reduced_bytes_per_parameter(config: RunConfig) -> int:
-    """Return the bytes per gradient element that a sharded mode reduces: 4, or 2 with bfloat16."""
+    """Return the bytes per gradient element in a sharded mode's reduce-scatter: 4, or 2 with bfloat16."""
     halves = config.fsdp.use_mixed_precision and config.fsdp.reduce_dtype == "bfloat16"
     return BFLOAT16_BYTES if halves else FLOAT32_BYTES
 

@@ -156,9 +156,9 @@ def _unseal_one(
 ) -> None:
     """Verify one segment, and add its lines and its damage to the collections given.
 
-    `own` gets the lines that the segment's own seal or a damaged seal covers, and all lines of a segment without any
-    seal. `foreign` gets the lines that another segment's seal covers, and those after the last seal. `last` records, by
-    key, whether the segment's seal marks it as its writer's final one.
+    A seal is a line with a checksum of the lines before it. `own` gets the lines under the segment's own seal or a
+    damaged seal, and all lines of a segment without a seal. `foreign` gets the lines under another segment's seal, and
+    those after the last seal. `last` records, by key, whether the seal says that the segment is its writer's last.
     """
     numbered = list(enumerate(content.split(b"\n"), start=1))
     if numbered[-1][1] == b"":
@@ -277,7 +277,7 @@ def _read_listed(job_store: Store, pool: ThreadPoolExecutor, found: Segments) ->
 
 
 def _get(job_store: Store, key: str) -> bytes | str:
-    """Return the content of an object, or a message why it is unreadable. Raises StoreError if the store fails."""
+    """Return an object's content, or a message that says why it is unreadable. Raises StoreError if the store fails."""
     try:
         return job_store.get(key)
     except StoreUnavailable:

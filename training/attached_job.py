@@ -182,8 +182,8 @@ class AttachedJob:
     def epochs(self, count: int, loader: Any = None) -> Iterator[int]:
         """Yield the numbers of the remaining epochs.
 
-        With `loader`, the user's own loop over the loader within an epoch continues where the last commit was made.
-        Without it, use `batches(loader)` for that loop.
+        With `loader`, a plain `for` loop over it skips the batches that the last commit covers. Without `loader`, loop
+        over `batches(loader)` instead.
         """
         if loader is not None:
             self._open_source(loader)

@@ -240,7 +240,7 @@ def _find_other_zone(machine: Mapping[str, Any], chosen: Mapping[str, Any]) -> s
 
 
 def _is_alike(candidate: Mapping[str, Any], pool: PoolName, plan: Mapping[str, Any]) -> bool:
-    """Return whether the candidate has the pool's type and market, and the region of the plan's chosen pool."""
+    """Return whether a candidate has the type and market of `pool` and the region of the pool that the plan chose."""
     other = parse_pool(candidate)
     same = (other.instance_type, other.market) == (pool.instance_type, pool.market)
     return same and candidate.get("region") == plan["chosen"].get("region")

@@ -175,7 +175,7 @@ class Plan:
         return replace(self, ranked=self.ranked[:KEPT_POOLS], rejected=tuple(nearest.values()))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the plan as JSON data. The key `kinds` describes how each figure is known."""
+        """Return the plan as JSON data. The key `kinds` names the source of each figure, such as "estimated"."""
         chosen = None if self.chosen is None else asdict(self.chosen)
         return {"schema": SCHEMA, **asdict(self), "chosen": chosen, "kinds": figure_kinds()}
 

@@ -210,7 +210,7 @@ def _rejected(plan: Plan) -> list[str]:
 
 
 def _kinds(plan: Plan) -> list[str]:
-    """Return the lines that explain the prices, the assumptions and the letters after figures."""
+    """Return the legend: sources of the prices, assumptions, and the meaning of the letter after each figure."""
     said = [line for text in (*plan.prices, *plan.notes) for line in _wrapped(one_line(text))]
     stale = " !: older than cost.max_price_age_hours." if any(one.price_stale for one in plan.ranked) else ""
     marks = f"l: live. r: recorded. e: estimated. s: simulated. Hazards: spot advisor of {advisor_recorded()}.{stale}"

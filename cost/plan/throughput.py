@@ -83,7 +83,7 @@ class MemoryFit:
         return sum(asdict(self).values())
 
     def render(self) -> str:
-        """Render the total and its parts on one line."""
+        """Render the total memory and its parts on one line."""
         parts = " + ".join(f"{name} {gib_text(size)}" for name, size in asdict(self).items())
         return f"{gib_text(self.total)} = {parts}"
 

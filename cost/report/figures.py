@@ -101,7 +101,7 @@ def _per_second(event: Event, key: str) -> float | None:
 
 
 def _compute_mfu(events: Sequence[Event], kept: Sequence[Event]) -> dict[str, Any]:
-    """Return the median MFU of the kept steps as `mfu`, or the reason for not reporting it as `mfu_withheld`.
+    """Return the median MFU of the useful steps as `mfu`, or the reason for not reporting it as `mfu_withheld`.
 
     An MFU above 1 is not reported, because the peak was then measured on a busy machine. Both are None if unknown.
     """

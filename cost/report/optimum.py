@@ -27,10 +27,11 @@ from numpy.typing import NDArray
 class Distances:
     """Cost and time of moving the checkpoint from one region to another.
 
-    The speeds were measured for SkyNomad: 9.72 Gbit/s within a region, 8.20 between regions of a continent, and 3.59
-    between continents. As in SkyNomad, a gigabyte is 1024 × 8 Mbit. The changeover already includes a move within a
-    region, so only the additional time counts. The fees are Amazon's list prices for transfer between regions: $0.02
-    per GB from most regions of North America, $0.01 between us-east-1 and us-east-2.
+    The speeds are those measured in the SkyNomad paper: 9.72 Gbit/s within a region, 8.20 between regions of a
+    continent, and 3.59 between continents. As there, a gigabyte is 1024 × 8 Mbit. The time of a change of machines,
+    charged separately, includes a move within a region, so only the additional time counts here. The fees are Amazon's
+    list prices for transfer between regions: $0.02 per GB from most regions of North America, $0.01 between us-east-1
+    and us-east-2.
     """
 
     checkpoint_gb: float = 0.0

@@ -105,7 +105,7 @@ class RunReport:
         return self.paid_microseconds / MICRO
 
     def to_json(self) -> dict[str, Any]:
-        """Convert to JSON values without NaN. Dollars have at most six decimals, so that their floats are exact."""
+        """Convert to JSON values without NaN. Dollars are rounded to six decimals."""
         return _without_nan(
             {
                 "schema": SCHEMA,

@@ -168,7 +168,10 @@ def required_literals(expression: str) -> tuple[str, ...]:
 
 
 def _best(sequence: Any) -> set[str]:
-    """Return required literals of a parsed expression; of several candidate sets, the one with the longest texts."""
+    """Return texts of which each match of a parsed regular expression contains at least one.
+
+    Of several such sets, return the one with the longest texts.
+    """
     found: list[set[str]] = []
     run = ""
     for name, value in [*sequence, ("END", None)]:

@@ -90,7 +90,7 @@ class Series:
         )
 
     def survived(self, line: LogText | None) -> bool:
-        """Return whether at least 3 finite losses follow the line in the same file."""
+        """Return whether training continued after the line: at least 3 finite losses follow it in the same file."""
         if line is None:
             return False
         later = [

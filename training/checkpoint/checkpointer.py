@@ -217,8 +217,8 @@ class Checkpointer:
 
         Args:
             candidates: commit keys, newest first.
-            place: returns the tensor to read a tensor of `FurtherState.shared` into, or None to skip it; default: skip
-                all.
+            place: called for each tensor of `FurtherState.shared`; returns the destination tensor, or None to skip it.
+                By default, all are skipped.
 
         Raises:
             CommitMismatch: the commit belongs to another model.

@@ -48,7 +48,7 @@ class CommitAttempt:
 
 
 class CommitWatch:
-    """Collector of the indexes of one save, which makes the commit once all exist. It reads each index only once."""
+    """Collects the index that each rank writes for a save, and makes the commit once all exist. Reads each once."""
 
     def __init__(self, store: Store, save: CheckpointId) -> None:
         self._store = store

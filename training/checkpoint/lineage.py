@@ -127,8 +127,8 @@ def await_listed_ids(job_store: Store, generation: Generation) -> list[str]:
 class GenerationRecords:
     """The numbers and ids of the recorded generations, read by listing the store.
 
-    `near` is a lower bound of the newest generation's number. The listing starts 500 numbers below it and takes one
-    request per 1,000 records. If it finds no number from `near` on, all records are listed.
+    `near` is a number that the newest generation has probably reached. The listing starts 500 numbers below it, with
+    one request per 1,000 records. If it finds no number of at least `near`, all records are listed.
     """
 
     def __init__(self, job_store: Store, *, near: int = 0) -> None:

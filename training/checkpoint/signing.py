@@ -5,8 +5,9 @@ chunk of data. It is written before the manifest, so every visible commit has it
 the ranks' indexes, which are also read from the store. So each index carries an HMAC, and an index without a valid one
 is treated as missing.
 
-The environment variable `infra.signing_key.NAME_VARIABLE` holds the name of a second variable, which holds the key. A
-process signs and checks signatures if the first variable is set. Ranks, uploaders and second readers inherit both.
+The key is in an environment variable that the user chooses. Another variable, whose name is the constant
+`infra.signing_key.NAME_VARIABLE`, holds the name of the first. If it is set, a process signs commits and checks
+signatures. Ranks, uploaders and the processes that read a suspect commit again inherit both.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ _DIE_WITH_CALLER = (
 
 
 def is_engine_location(where: str) -> bool:
-    """Return whether `where` (see `StackTrace.where`) is in a collective of the engine, which all ranks call."""
+    """Return whether `where` (see `StackTrace.where`) is in a collective of the training loop that all ranks call."""
     return where.startswith(_ENGINE_PLACES)
 
 

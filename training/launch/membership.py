@@ -391,8 +391,9 @@ class FollowerPeers(_Peers):
     ) -> None:
         """Join the gang. Raises GangError if node 0 cannot be reached before the deadline.
 
-        `secret` is the same as in `join_gang`. `pending_notice` is the notice that must expire before this node's ranks
-        can start. As soon as node 0 announces the next generation, `opened` is called with its number.
+        `secret` is the same as in `join_gang`. `pending_notice` is a Spot notice for this machine: its ranks start only
+        if the machine still exists at the notice's time. As soon as node 0 announces the next generation, `opened` is
+        called with its number.
         """
         super().__init__()
         hello: Message = {"node": spec.node, "host": host}

@@ -142,7 +142,7 @@ class NodeRuntime:
         return generation.run(self._standby, self._cache_folder, self._keeper)
 
     def spec_among(self, nodes: list[int]) -> GangSpec:
-        """Return this node's spec for a generation in which only `nodes` take part, in the order of their ranks."""
+        """Return this node's spec for a generation in which only `nodes` (sorted node numbers) take part."""
         return replace(self.spec, node=nodes.index(self.spec.node), nodes=len(nodes))
 
     def is_leaving(self) -> bool:

@@ -224,7 +224,7 @@ def check_model(name: str, model: Any) -> None:
 
 
 def check_units(name: str, model: nn.Module, units: Iterable[Any]) -> None:
-    """Check that there is at least one unit, that all are parts of the model, and that none contains another."""
+    """Check the FSDP units: at least one, all of them submodules of the model, and none inside another."""
     units = list(units)
     names = {id(part): path for path, part in model.named_modules()}
     if not units:
