@@ -1,10 +1,10 @@
-"""`python -m benchmarks training|soak|money …`: measure what docs/benchmarks.md reports."""
+"""`python -m benchmarks training|soak|money|diagnose …`: measure what docs/benchmarks.md reports."""
 
 from __future__ import annotations
 
 import sys
 
-_SUITES = ("training", "soak", "money")
+_SUITES = ("training", "soak", "money", "diagnose")
 
 
 def main(arguments: list[str]) -> int:
@@ -16,6 +16,8 @@ def main(arguments: list[str]) -> int:
             from benchmarks.soak import main as run
         case ["money"]:
             from benchmarks.money.commands import main as run
+        case ["diagnose"]:
+            from benchmarks.diagnosis import main as run
         case _:
             print(f"usage: python -m benchmarks {{{','.join(_SUITES)}}} …", file=sys.stderr)
             return 2

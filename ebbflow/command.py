@@ -70,8 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if name == "completion":
         return _print_completion(words)
     if place == "benchmarks":
-        suite = "soak" if name == "soak" else "money" if words[:1] == ["money"] else "training"
-        run_benchmarks([suite, *(words[1:] if suite == "money" else words)])
+        own = words[:1] if words[:1] in (["money"], ["diagnose"]) else []
+        run_benchmarks([*(own or ["soak" if name == "soak" else "training"]), *words[len(own) :]])
     if place.endswith(".py"):  # a program of its own: Metaflow starts it again for each step
         program = str(PACKAGE_ROOT / place)
         os.execv(sys.executable, [sys.executable, program, *([] if name == "supervise" else [name]), *words])

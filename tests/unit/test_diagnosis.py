@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from benchmarks.diagnosis import evaluate
 from ebbflow.command import COMMANDS
 from ebbflow.infra.__main__ import main
 from ebbflow.infra.diagnose.judging import diagnose_files, diagnose_lines
@@ -123,3 +124,18 @@ def test_a_large_log_takes_little_processor_time_and_memory(tmp_path: Path) -> N
 def test_each_advised_command_of_ours_exists() -> None:
     advised = {word for rule in RULES for fix in rule.fix for word in re.findall(r"\bebbflow ([a-z]+)\b", fix)}
     assert advised and advised <= set(COMMANDS)
+
+
+def test_the_benchmark_counts_right_wrong_silent_and_false_findings() -> None:
+    oom = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
+    corpus = [
+        {"family": "memory", "text": oom},
+        {"family": "storage", "text": oom},
+        {"family": "storage", "text": "epoch 1 done"},
+        {"family": "sound", "text": "epoch 2 done"},
+        {"family": "sound", "text": oom},
+    ]
+    result = evaluate(corpus)
+    assert result["families"]["memory"] == {"items": 1, "precision": 0.5, "recall": 1.0, "f1": pytest.approx(2 / 3)}
+    assert result["families"]["storage"]["f1"] == 0.0 and result["abstained"] == pytest.approx(1 / 3)
+    assert (result["sound"], result["false_alarms"], result["items"]) == (2, 1, 3)

@@ -1,0 +1,90 @@
+"""`ebbflow bench diagnose [CORPUS]`: how well `ebbflow diagnose` names the family of labelled public excerpts.
+
+Precision, recall and F1 count the root finding of each failing excerpt. An excerpt without a root finding is an
+abstention: it lowers recall, not precision. Sound excerpts count false alarms.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ebbflow.infra.diagnose.judging import diagnose_lines
+from ebbflow.infra.diagnose.reading import LogText, rank_of, time_of
+from ebbflow.infra.program import PROJECT_ROOT
+
+_HELD_OUT = PROJECT_ROOT / "tests/support/diagnosis/held_out/collected.yaml"
+
+
+def evaluate(corpus: list[dict[str, Any]]) -> dict[str, Any]:
+    """Diagnose each excerpt (`text`, `family`) and compare the root's family with the label.
+
+    Labels: the name of a family, None (too thin to name a cause) or "sound".
+    """
+    confusion: Counter[tuple[str, str]] = Counter()
+    for item in corpus:
+        findings = diagnose_lines(_lines(item["text"])).findings
+        root = next((each.rule.family for each in findings if each.role == "root"), None)
+        confusion[str(item["family"] or "none"), root or "none"] += 1
+    families = sorted({label for label, _ in confusion} - {"none", "sound"})
+    rows = {}
+    for family in families:
+        right = confusion[family, family]
+        labelled = sum(count for (label, _), count in confusion.items() if label == family)
+        named = sum(count for (label, found), count in confusion.items() if found == family and label != "sound")
+        precision, recall = right / named if named else 0.0, right / labelled
+        f1 = 2 * precision * recall / (precision + recall) if right else 0.0
+        rows[family] = {"items": labelled, "precision": precision, "recall": recall, "f1": f1}
+    failing = [item for item in corpus if item["family"] not in (None, "sound")]
+    right = sum(confusion[family, family] for family in families)
+    named = sum(count for (label, found), count in confusion.items() if label in families and found != "none")
+    sound = sum(count for (label, _), count in confusion.items() if label == "sound")
+    return {
+        "items": len(failing),
+        "families": rows,
+        "macro_f1": sum(row["f1"] for row in rows.values()) / len(rows),
+        "micro_precision": right / named if named else 0.0,
+        "micro_recall": right / len(failing),
+        "abstained": 1 - named / len(failing),
+        "sound": sound,
+        "false_alarms": sound - confusion["sound", "none"],
+        "confusion": {f"{label} -> {found}": count for (label, found), count in sorted(confusion.items())},
+    }
+
+
+def _lines(text: str) -> Iterator[LogText]:
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip():
+            yield LogText("excerpt", number, line, rank_of(line), time_of(line))
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="ebbflow bench diagnose", description=__doc__)
+    parser.add_argument("corpus", nargs="?", type=Path, default=_HELD_OUT)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    options = parser.parse_args(arguments)
+    result = evaluate(yaml.safe_load(options.corpus.read_text(encoding="utf-8")))
+    if options.json:
+        print(json.dumps(result, indent=2))
+        return 0
+    print(f"{'family':<16}{'items':>6}{'precision':>11}{'recall':>8}{'F1':>7}")
+    for family, row in result["families"].items():
+        print(f"{family:<16}{row['items']:>6}{row['precision']:>11.2f}{row['recall']:>8.2f}{row['f1']:>7.2f}")
+    print(
+        f"\n{result['items']} failing excerpts: F1 {result['macro_f1']:.3f} (mean over families), "
+        f"precision {result['micro_precision']:.3f}, recall {result['micro_recall']:.3f}, "
+        f"abstained {result['abstained']:.1%}; {result['false_alarms']} false alarms on {result['sound']} sound ones"
+    )
+    print("confusions: " + ", ".join(f"{pair} {count}" for pair, count in result["confusion"].items() if _wrong(pair)))
+    return 0
+
+
+def _wrong(pair: str) -> bool:
+    label, found = pair.split(" -> ")
+    return label != found and (label, found) != ("sound", "none")
