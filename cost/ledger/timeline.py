@@ -184,10 +184,14 @@ def _find_first_start(clocks: Sequence[Event]) -> float:
     therefore started at the time of these events minus the seconds of all the phases.
     """
     start, before = clocks[0].t_mono - sum(_seconds(clocks[0]).values()), clocks[0]
+    phases = set(_seconds(before))
     for event in clocks[1:]:
         if before.name != PHASE or event.name != PHASE or event.t_mono - before.t_mono > _SAME_MOMENT_SECONDS:
             break
+        if phases & set(_seconds(event)):  # an interval has each phase once, so this is already the next interval
+            break
         start, before = start - sum(_seconds(event).values()), event
+        phases |= set(_seconds(event))
     return start
 
 

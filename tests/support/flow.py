@@ -181,7 +181,7 @@ def assert_ledger_adds_up(report: dict) -> None:
     assert round(sum(line["usd"] for line in lines), 6) == report["total_usd"]
     assert sum(line["rank_seconds"] for line in lines) == pytest.approx(report["paid_rank_seconds"], abs=1e-3)
     unattributed = sum(line["rank_seconds"] for line in lines if line["class"] == "unattributed")
-    assert unattributed <= 0.01 * report["paid_rank_seconds"]
+    assert unattributed <= 0.01 * report["paid_rank_seconds"], lines
 
 
 def generation_seconds(report: dict, number: int) -> float:

@@ -43,6 +43,23 @@ def clean_run(ranks: int = 2) -> list[Event]:
     return [plan_event(), *gang.events]
 
 
+def test_a_short_second_interval_is_not_taken_for_a_part_of_the_first() -> None:
+    """A rank emits its start-up, and 0.08 s later what it has restored: both before its first step."""
+    gang = GangLog(1, 100.0, [[0]])
+    gang.wait(1.0)
+    gang.phase("startup", 3.0)
+    gang.phase("startup", 0.001)
+    gang.phase("restore", 0.079)
+    gang.steps(1, 4, useful_step=3.0)
+    gang.outcome("completed")
+    gang.phase("shutdown", 1.0)
+    gang.ended("completed", 17.08)
+    ledger = fold([plan_event(), *gang.events])
+    seconds = {str(line.ledger_class): line.rank_seconds for line in ledger.lines}
+    assert ledger.unattributed_share == 0 and seconds["startup"] == pytest.approx(4.001)
+    assert seconds["restore"] == pytest.approx(0.079)
+
+
 def killed_run() -> list[Event]:
     """6 steps of 2 s, a commit after step 4, a kill; then steps 5 to 8 again. One node, one rank."""
     first = GangLog(1, 0.0, [[0]])

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.money.commands import main
 from benchmarks.money.interface import Action, State, UsePool, Wait
 from benchmarks.money.simulator import (
     ENACTABLE,
@@ -25,7 +26,6 @@ from benchmarks.money.simulator import (
     simulate,
 )
 from benchmarks.money.world import Trace, cut_world, read_trace, world_of, world_of_events
-from ebbflow.cost.__main__ import main
 from ebbflow.cost.errors import SimulationError, TraceError
 from ebbflow.cost.report.optimum import Distances, World
 
