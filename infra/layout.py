@@ -27,6 +27,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -44,6 +45,7 @@ LAUNCHERS_PREFIX = "launchers/"
 PLAN_KEY = "plan.json"
 # Tag for the lifecycle rule of infra/aws/template.yaml, which deletes tombstones of jobs that never run again.
 TOMBSTONE_TAGS = {"ebbflow": "tombstone"}
+_LONGEST_PLAIN_NAME = 80
 _STEP_LIMIT = 10**12 - 1
 _GENERATION_LIMIT = 10**6 - 1
 
@@ -57,6 +59,21 @@ def check_job_name(name: str) -> str:
             + ", ".join(sorted(_TAKEN))
         )
     return name
+
+
+def job_of_script(name: str | None, script: str) -> str:
+    """Return the job's name: `name` if given, else EBBFLOW_JOB, else a name derived from the script's file name.
+
+    Raises LayoutError if the given name cannot be a job's name.
+    """
+    stem = re.sub(r"^\W+", "", plain_name(Path(script).stem)) if script not in ("", "-c") else ""
+    return check_job_name(name or os.environ.get("EBBFLOW_JOB") or stem or "job")
+
+
+def plain_name(text: str) -> str:
+    """Convert any text to a valid job name. If this replaces characters, append a hash to keep names distinct."""
+    plain = re.sub(r"[^A-Za-z0-9._-]", "-", text)[:_LONGEST_PLAIN_NAME]
+    return plain if plain == text else f"{plain}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
 def job_prefix(job: str) -> str:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from ebbflow.infra.config.load import load_config
 from ebbflow.infra.errors import InfraError
-from ebbflow.infra.layout import check_job_name, job_prefix
+from ebbflow.infra.layout import job_of_script, job_prefix
 from ebbflow.infra.store import Store
 from ebbflow.training import attached_job
 from ebbflow.training.attached_job import AttachedJob, Stateful, refuse
@@ -25,7 +25,6 @@ from ebbflow.training.checkpoint.state import named_state
 from ebbflow.training.errors import AttachError, TrainingError
 from ebbflow.training.gang import Gang
 from ebbflow.training.launch.messages import WorkerSpec
-from ebbflow.training.script_settings import job_of_script, settings_of_script
 from ebbflow.training.standalone import claim_for_ranks, open_job
 
 Job = TypeVar("Job", bound=AttachedJob)
@@ -67,15 +66,15 @@ def attach(
 
 def _check_arguments(model: nn.Module, optimizer: Optimizer | None, states: dict[str, Stateful]) -> None:
     if not isinstance(model, nn.Module):
-        raise AttachError(f"attach: the model is a {type(model).__name__}; fix: pass the torch.nn.Module first")
+        raise AttachError(f"attach: the model has type {type(model).__name__}; fix: pass the torch.nn.Module first")
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         kind = type(optimizer).__name__
-        raise AttachError(f"attach: the optimizer is a {kind}; fix: pass the torch.optim.Optimizer second")
+        raise AttachError(f"attach: the optimizer has type {kind}; fix: pass the torch.optim.Optimizer second")
     for name, one in states.items():
         if not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
             raise AttachError(
-                f"attach: {name} is a {type(one).__name__} without state_dict and load_state_dict; fix: give it both, "
-                "or leave it out"
+                f"attach: {name} has type {type(one).__name__}, without state_dict and load_state_dict; fix: give it "
+                "both, or leave it out"
             )
     try:
         named_state(model, optimizer)
@@ -146,8 +145,8 @@ def _share(gang: Gang, make: Callable[[], WorkerSpec]) -> WorkerSpec:
 def _open(store: str | Path | None, name: str | Path | None, config: str | Path | None) -> WorkerSpec:
     """Open a new generation of the job that the arguments and the environment name. Only rank 0 calls this."""
     loaded = load_config(config, [f"store={store}"] if store else [], project_root=Path.cwd())
-    settings = settings_of_script(loaded)
-    job = check_job_name(job_of_script(None if name is None else str(name), sys.argv[0] if sys.argv else ""))
+    settings = loaded.script_settings()
+    job = job_of_script(None if name is None else str(name), sys.argv[0] if sys.argv else "")
     use_signing_key(loaded.config.checkpoint.signing_key_env)
     uri = Store.open(settings["store"]).uri
     claim_for_ranks(Store.open(uri).sub(job_prefix(job)), job, take_over=False)

@@ -28,7 +28,7 @@ from ebbflow.infra.events import EVALUATION, NOTICE, OUTCOME, STEP, Origin
 from ebbflow.infra.layout import job_prefix
 from ebbflow.infra.store import Store
 from ebbflow.infra.terms import Terms
-from ebbflow.training.attach_state import (
+from ebbflow.training.attached_state import (
     BatchSource,
     from_bytes,
     join_state,

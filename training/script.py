@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import runpy
+import signal
 import sys
 import threading
 import time
@@ -22,7 +23,7 @@ from ebbflow.infra.errors import InfraError, Outcome
 from ebbflow.infra.event_log import EventLog
 from ebbflow.infra.events import CONFIGURED, PREPARED, Origin, read_events
 from ebbflow.infra.launchers import claim_job
-from ebbflow.infra.layout import check_job_name, job_prefix
+from ebbflow.infra.layout import job_of_script, job_prefix
 from ebbflow.infra.store import Store
 from ebbflow.training.checkpoint.rollback import newest_generation_in_events
 from ebbflow.training.errors import GangError, TrainingError, WorkloadError
@@ -31,7 +32,6 @@ from ebbflow.training.launch.heartbeat import Heartbeat
 from ebbflow.training.launch.messages import GangSpec, WorkerSpec
 from ebbflow.training.launch.transport import control_ports
 from ebbflow.training.limits import LoopResult
-from ebbflow.training.script_settings import job_of_script, settings_of_script
 
 _LOOK_SECONDS = 1.0
 _LEAST_CPU_SECONDS = 0.005  # within a look, by which a rank shows that it is not frozen
@@ -59,13 +59,13 @@ def _run(given: argparse.Namespace, arguments: list[str]) -> int:
     if not script.is_file():
         raise WorkloadError(f"{script}: no such script; fix: give the path of a Python file")
     loaded = load_config(given.config, given.set, project_root=Path.cwd())
-    config = settings_of_script(loaded)
-    job = check_job_name(job_of_script(given.job, str(script)))
+    config = loaded.script_settings()
+    job = job_of_script(given.job, str(script))
     uri = Store.open(config["store"]).uri
     job_store = Store.open(uri).sub(job_prefix(job))
     # The name of a run must be new, because the agents' secret is stored under it.
     run, settings = f"{job}-{time.time_ns():x}", {"path": given.config or "", "config": config}
-    claim = claim_job(job_store, job, "run", on_fenced=lambda: os.kill(os.getpid(), 15))
+    claim = claim_job(job_store, job, "run", on_fenced=lambda: os.kill(os.getpid(), signal.SIGTERM))
     try:
         job_store.put("config.json", json.dumps(settings | {"sources": loaded.sources}, indent=1).encode())
         prepared = {"fingerprint": "", "weight_unit": "samples", "script": str(script.resolve()), "words": arguments}

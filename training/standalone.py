@@ -22,7 +22,7 @@ from ebbflow.infra.errors import StoreError
 from ebbflow.infra.event_log import EventLog
 from ebbflow.infra.events import CONFIGURED, PREPARED, ROLLBACK, Origin, read_events
 from ebbflow.infra.launchers import Claim, claim_job
-from ebbflow.infra.layout import job_prefix
+from ebbflow.infra.layout import job_prefix, plain_name
 from ebbflow.infra.store import Store
 from ebbflow.training.checkpoint.lineage import CANDIDATES, GenerationOpening, open_generation, reachable_commits
 from ebbflow.training.checkpoint.rollback import check_rollback, newest_generation_in_events, record_permits
@@ -30,7 +30,6 @@ from ebbflow.training.compat import TCPStore
 from ebbflow.training.errors import RendezvousError
 from ebbflow.training.launch.messages import WorkerSpec
 from ebbflow.training.limits import LoopResult
-from ebbflow.training.script_settings import plain_name
 
 _NAME_KEY = "ebbflow/job"
 

@@ -156,6 +156,17 @@ class LoadedConfig:
     sources: dict[str, str]  # source of each key: "default", "configs/x.yaml:3", "environment EBBFLOW__…" or "--set"
     path: Path  # absolute path of the configuration file; the current directory without one
 
+    def script_settings(self) -> dict[str, Any]:
+        """Return the configuration of a user's script as JSON. Its save interval is "auto" unless the user chose one.
+
+        A default in steps would be arbitrary, because the steps of an unknown script may take microseconds or minutes.
+        """
+        settings = self.config.model_dump(mode="json")
+        intervals = ("checkpoint.interval", "checkpoint.interval_steps", "checkpoint.interval_seconds")
+        if all(self.sources.get(key, "default") == "default" for key in intervals):
+            settings["checkpoint"]["interval"] = "auto"
+        return settings
+
 
 def load_config(
     path: Path | str | None,

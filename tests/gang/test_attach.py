@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.forked_scripts import (
+from tests.support.attached_scripts import (
     ROOT,
     SCRIPTS,
     attached,
@@ -23,7 +23,6 @@ from tests.support.forked_scripts import (
     finish,
     interrupt,
     output,
-    preload,
     start,
 )
 
@@ -34,8 +33,7 @@ CORPUS = {"ddp": (2, 30, 3), "fsdp2": (2, 24, 3), "nano_gpt": (1, 24, 4), "resne
 
 # script: (libraries, steps, lines that a user may change)
 LIBRARIES = {
-    "hugging_face": (("accelerate", "transformers.trainer"), 24, 4),
-    "lora": (("accelerate", "peft", "transformers.trainer"), 24, 4),
+    "hugging_face": (("accelerate", "peft", "transformers.trainer"), 24, 4),
     "lightning_mlp": (("lightning.pytorch",), 30, 4),
 }
 
@@ -72,22 +70,21 @@ def test_a_script_that_is_killed_and_told_to_leave_ends_bit_equal(tmp_path: Path
     )
 
 
-@pytest.mark.parametrize("name", LIBRARIES)
-def test_a_script_of_a_library_resumes_on_an_empty_disk(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(("name", "words"), [("hugging_face", []), ("hugging_face", ["--lora"]), ("lightning_mlp", [])])
+def test_a_script_of_a_library_resumes_on_an_empty_disk(tmp_path: Path, name: str, words: list[str]) -> None:
     libraries, steps, _ = LIBRARIES[name]
     for package in (library.partition(".")[0] for library in libraries):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed (requirements-dev.txt)")
-    preload(*libraries)
     whole, stopped = attached(tmp_path / "whole", name), attached(tmp_path / "stopped", name)
-    undisturbed = start(whole)
+    undisturbed = start(whole, "0", *words, libraries=libraries)
     for step, number, code in ((5, signal.SIGKILL, -signal.SIGKILL), (10, signal.SIGTERM, 75)):
-        processes = start(stopped, "0.05")
+        processes = start(stopped, "0.05", *words, libraries=libraries)
         interrupt(processes, stopped, step, number)
         finish(processes, stopped, code)
         for folder in ("output", "ebbflow-checkpoints"):
             shutil.rmtree(stopped.parent / folder, ignore_errors=True)
-    finish(start(stopped), stopped)
+    finish(start(stopped, "0", *words, libraries=libraries), stopped)
     finish(undisturbed, whole)
     ours, expected = (torch.load(script.parent / "final.pt") for script in (stopped, whole))
     assert ours.keys() == expected.keys() and all(torch.equal(ours[key], expected[key]) for key in ours)
@@ -138,7 +135,7 @@ SGD = "torch.optim.SGD({}.parameters(), lr=0.1)"
     ("code", "message", "environment"),
     [
         (f"ebbflow.attach(a, {SGD.format('b')})", "not a parameter of the model; fix: make the optimizer from", {}),
-        ("ebbflow.attach(a, average=3)", "average is a int without state_dict and load_state_dict; fix: ", {}),
+        ("ebbflow.attach(a, average=3)", "average has type int, without state_dict and load_state_dict; fix: ", {}),
         ("ebbflow.attach(a)", "2 ranks and no process group; fix: call torch.distributed", {"WORLD_SIZE": "2"}),
         ("ebbflow.attach(a); ebbflow.attach(b)", "already runs job bad; fix: call attach once", {}),
         ("list(ebbflow.attach(a).batches([1]))", "without epochs; fix: give it epochs", {}),

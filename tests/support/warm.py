@@ -6,6 +6,7 @@ of its own in all else: environment, output, command line and end. An agent's st
 
 from __future__ import annotations
 
+import atexit
 import functools
 import gc
 import importlib
@@ -24,7 +25,8 @@ from ebbflow.infra.process import die_with_parent
 
 _ROOT = Path(__file__).resolve().parents[2]
 _IMPORTED = ("numpy.random", "torch.distributed.elastic.multiprocessing.errors", "ebbflow.training.worker",
-             "ebbflow.training.workloads.language_model")  # fmt: skip
+             "ebbflow.training.workloads.language_model", "ebbflow.training.attach",
+             "torch.distributed.fsdp")  # fmt: skip
 
 
 class WarmProcess:
@@ -60,22 +62,24 @@ class WarmProcess:
 
 
 class _Server:
-    def __init__(self) -> None:
+    """The process that forks. libraries: modules that it imports besides torch and the engine."""
+
+    def __init__(self, libraries: tuple[str, ...]) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(_ROOT)}
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        command = [sys.executable, "-m", "tests.support.warm", str(os.getpid())]
+        command = [sys.executable, "-m", "tests.support.warm", str(os.getpid()), *libraries]
         self._process = subprocess.Popen(command, cwd=_ROOT, env=environment, **pipes)
         self._children: dict[int, WarmProcess] = {}
         threading.Thread(target=self._listen, daemon=True).start()
 
-    def start(self, module: str, words: list[str], environment: Mapping[str, str], output: Path) -> WarmProcess:
+    def start(self, program: str, words: list[str], environment: Mapping[str, str], output: Path) -> WarmProcess:
         number, child = len(self._children), WarmProcess()
         self._children[number] = child
-        request = {"number": number, "module": module, "words": words, "output": str(output)}
+        request = {"number": number, "program": program, "words": words, "output": str(output)}
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({**request, "environment": dict(environment)}) + "\n")
         self._process.stdin.flush()
-        assert child.started.wait(120), f"{module} was not forked: {self._process.poll()}"
+        assert child.started.wait(120), f"{program} was not forked: {self._process.poll()}"
         return child
 
     def _listen(self) -> None:
@@ -88,19 +92,24 @@ class _Server:
 _server = functools.cache(_Server)
 
 
-def start_warm(module: str, words: list[str], *, environment: Mapping[str, str], output: Path) -> WarmProcess:
-    """Run `python -m module words` with one thread, in the project's folder. output: what it writes is added there."""
-    return _server().start(module, words, environment, output)
+def start_warm(
+    program: str, words: list[str], *, environment: Mapping[str, str], output: Path, libraries: tuple[str, ...] = ()
+) -> WarmProcess:
+    """Run a module in the project's folder, or a script (a path) in its own folder, with one thread.
+
+    output: file to which it appends what it writes. libraries: modules that are imported before it is forked.
+    """
+    return _server(libraries).start(program, words, environment, output)
 
 
 def _answer(**told: int) -> None:
     os.write(1, json.dumps(told).encode() + b"\n")
 
 
-def _serve(parent: int) -> NoReturn:
+def _serve(parent: int, libraries: list[str]) -> NoReturn:
     die_with_parent(parent)
     gc.disable()
-    for name in _IMPORTED:
+    for name in (*_IMPORTED, *libraries):
         importlib.import_module(name)
     gc.collect()
     gc.freeze()
@@ -135,22 +144,28 @@ def _become(request: dict[str, Any]) -> NoReturn:
     os.dup2(output, 2)
     os.environ.clear()
     os.environ.update(request["environment"])
-    sys.argv = [request["module"], *request["words"]]
-    code = 1
+    program, code = request["program"], 1
+    sys.argv = [program, *request["words"]]
     try:
-        runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
+        if program.endswith(".py"):
+            os.chdir(Path(program).parent)
+            runpy.run_path(program, run_name="__main__")
+        else:
+            runpy.run_module(program, run_name="__main__", alter_sys=True)
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        sys.last_value = error  # as the interpreter does before it runs what is registered for the exit
     finally:
+        atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
 
 
 if __name__ == "__main__":
-    _serve(int(sys.argv[1]))
+    _serve(int(sys.argv[1]), sys.argv[2:])

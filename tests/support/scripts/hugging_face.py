@@ -1,4 +1,4 @@
-"""Train a tiny causal language model with the Trainer of Hugging Face transformers."""
+"""Train a tiny causal language model, or its LoRA adapters, with the Trainer of Hugging Face transformers."""
 
 import random
 import sys
@@ -32,6 +32,10 @@ torch.manual_seed(8)
 model = GPT2LMHeadModel(
     GPT2Config(vocab_size=256, n_positions=16, n_embd=32, n_layer=2, n_head=2, bos_token_id=None, eos_token_id=None)
 )
+if "--lora" in sys.argv:
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(model, LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True))
 args = TrainingArguments(
     output_dir="output",
     num_train_epochs=3,

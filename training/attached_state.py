@@ -67,7 +67,7 @@ def _key(key: Any, path: str) -> Any:
         return key
     if isinstance(key, tuple):
         return {"tuple": [_key(part, path) for part in key]}
-    raise AttachError(f"{path}: the key {key!r} of a dict is a {type(key).__name__}; fix: use texts or integers")
+    raise AttachError(f"{path}: the key {key!r} of a dict has type {type(key).__name__}; fix: use texts or integers")
 
 
 def join_state(form: Any, tensors: Mapping[str, Tensor]) -> Any:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from ebbflow.training.attach_state import BatchSource, join_state, split_state
+from ebbflow.training.attached_state import BatchSource, join_state, split_state
 from ebbflow.training.errors import AttachError
 
 
