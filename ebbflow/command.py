@@ -24,6 +24,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "logs": ("ebbflow.infra.__main__", "show the output of a job's ranks"),
     "diagnose": ("ebbflow.infra.__main__", "name the failure in anybody's logs, with its cause and fix"),
     "explain": ("ebbflow.infra.__main__", "print causes and fixes of a symptom, such as D07"),
+    "bundle": ("ebbflow.infra.__main__", "pack what a colleague needs to understand a job, without secrets"),
     "checkpoints": ("ebbflow.training.__main__", "list, verify, pin, export and prune the commits of a job"),
     "config": ("ebbflow.infra.__main__", "show every value of a configuration and where it comes from"),
     "schema": ("ebbflow.infra.__main__", "print the JSON schema of configurations, for editors"),

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 
 from ebbflow.infra.aws.adopt import add_adopt_command
 from ebbflow.infra.aws.deploy import add_deploy_command
+from ebbflow.infra.bundle import add_bundle_command
 from ebbflow.infra.config import ConfigError, load_config
 from ebbflow.infra.config.json_schema import schema_text
 from ebbflow.infra.config.load import render_sources, values_with_sources
@@ -122,6 +123,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--write", action="store_true", help=f"write it to {SCHEMA_FILE.relative_to(PACKAGE_ROOT)}")
     command.set_defaults(command=schema)
     add_logs_command(commands, PROJECT_ROOT)
+    add_bundle_command(commands, PROJECT_ROOT)
     add_diagnose_commands(commands, PROJECT_ROOT)
     add_deploy_command(commands)
     add_adopt_command(commands)

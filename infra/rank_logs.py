@@ -370,38 +370,71 @@ def show_logs(options: argparse.Namespace, project_root: Path) -> int:
     return Outcome.COMPLETED.exit_code
 
 
+@dataclass(frozen=True)
+class JobPlace:
+    """Where a job's files are.
+
+    Attributes:
+        name: name of the job.
+        uri: address of the store, or its folder.
+        folders: existing folders of the job on this machine.
+        looked: the addresses that were tried.
+    """
+
+    name: str
+    uri: str
+    folders: list[Path]
+    looked: tuple[str, str]
+
+    def open_store(self) -> Store | None:
+        """Open the job's part of its store. Return None if it is a folder that does not exist. Raises StoreError."""
+        if "://" not in self.uri and not Path(self.uri).is_dir():  # opening it would create the folder
+            return None
+        return Store.open(self.uri, request_timeout_seconds=_REQUEST_SECONDS).sub(job_prefix(self.name))
+
+
+def find_job(job: str, store_uri: str | None, project_root: Path) -> JobPlace:
+    """Find a job by its name, or by "latest". Raises LayoutError if the name is invalid."""
+    place = runs_folder(project_root) / job
+    name = place.resolve().name if place.exists() else check_job_name(job)
+    known = known_job(place)  # else the default store
+    uri = (store_uri or (str(runs_folder(project_root)) if known is None else known.store)).removeprefix("file://")
+    in_store = [] if "://" in uri else [Path(uri).resolve() / job_prefix(name)]
+    folders = [folder for folder in dict.fromkeys([place.resolve(), *in_store]) if folder.is_dir()]
+    return JobPlace(name, uri, folders, (str(place), f"{uri}/{job_prefix(name)}"))
+
+
 def find_logs(job: str, store_uri: str | None, project_root: Path) -> JobLogs:
     """Read a job's logs from this machine and from the job's store.
 
     If the store fails, return the logs of this machine with a warning. Raises LogsError (unknown job), LayoutError
     (invalid job name), StoreError (the store failed and this machine has no logs).
     """
-    runs = runs_folder(project_root)
-    place = runs / job
-    name = place.resolve().name if place.exists() else check_job_name(job)
-    known = known_job(place)  # else the default store
-    uri = (store_uri or (str(runs) if known is None else known.store)).removeprefix("file://")
-    in_store = [] if "://" in uri else [Path(uri).resolve() / job_prefix(name)]
-    folders = [folder for folder in dict.fromkeys([place.resolve(), *in_store]) if folder.is_dir()]
+    place = find_job(job, store_uri, project_root)
     try:
-        if "://" in uri or Path(uri).is_dir():  # else opening it would create the folder
-            store = Store.open(uri, request_timeout_seconds=_REQUEST_SECONDS).sub(job_prefix(name))
-            if store.list("logs", limit=1):
-                return read_logs(folders, [store])
+        store = place.open_store()
+        if store is not None and store.list("logs", limit=1):
+            return read_logs(place.folders, [store])
     except StoreError as error:
-        logs = read_logs(folders, [])
+        logs = read_logs(place.folders, [])
         if not logs.lines:
             raise
         logs.notices.append(f"shown is what this machine has, the job's store does not answer: {error}")
         return logs
-    if not folders:
-        found = [path for path in runs.glob("*") if (path / "logs").is_dir() and path.name != "latest"]
-        newest = sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)[:5]
-        there = ", ".join(path.name for path in newest) or "no job with logs"
-        hint = f"{runs} has {there}, or name its store: --store URI"
-        looked = f"  {place}\n  {uri}/{job_prefix(name)}/logs"
-        raise LogsError(f"no job {job!r} to be found; looked at\n{looked}\n  hint: {hint}")
-    return read_logs(folders, [])
+    if not place.folders:
+        raise unknown_job(job, place, project_root)
+    return read_logs(place.folders, [])
+
+
+def unknown_job(job: str, place: JobPlace, project_root: Path) -> LogsError:
+    """Return the error that says where a job was looked for and which jobs this machine has."""
+    runs = runs_folder(project_root)
+    found = [path for path in runs.glob("*") if (path / "logs").is_dir() and path.name != "latest"]
+    newest = sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)[:5]
+    there = ", ".join(path.name for path in newest) or "no job with logs"
+    looked = f"  {place.looked[0]}\n  {place.looked[1]}/logs"
+    hint = f"{runs} has {there}, or name its store: --store URI"
+    return LogsError(f"no job {job!r} to be found; looked at\n{looked}\n  hint: {hint}")
 
 
 def _step(text: str) -> int:

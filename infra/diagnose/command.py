@@ -70,11 +70,16 @@ def _diagnose(targets: list[str], store_uri: str | None, project_root: Path) -> 
         logs = find_logs(targets[0], store_uri, project_root)
         for notice in logs.notices:
             print(f"diagnose: {notice}", file=sys.stderr)
-        return diagnose_lines(_log_texts(logs.lines))
+        return diagnose_log(logs.lines)
     files: list[Path | None] = []
     for target in targets:
         files += [None] if target == "-" else log_files([target])
     return diagnose_files(files)
+
+
+def diagnose_log(lines: Iterable[LogLine]) -> Diagnosis:
+    """Diagnose what the ranks of a job printed."""
+    return diagnose_lines(_log_texts(lines))
 
 
 def _log_texts(lines: Iterable[LogLine]) -> Iterator[LogText]:

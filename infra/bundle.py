@@ -1,0 +1,339 @@
+"""The command `ebbflow bundle`: everything that a colleague needs to understand a job, in one archive without secrets.
+
+The archive is a zip file of at most 20 MB. It holds the configuration, plan, report, events, stack traces, the last
+lines of each rank, a diagnosis, and the versions and devices of this machine. It holds no weights and no data.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+import zlib
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import distributions
+from pathlib import Path
+
+from ebbflow import __version__
+from ebbflow.infra.diagnose.command import diagnose_log, render
+from ebbflow.infra.errors import InfraError, Outcome, StoreError
+from ebbflow.infra.rank_logs import JobPlace, LogLine, find_job, read_logs, unknown_job
+from ebbflow.infra.store import Store
+
+LARGEST_BYTES = 20_000_000
+_LARGEST_FILE_BYTES = 64 * 1024 * 1024  # of a larger file, such as the events of a long job, the end is read
+_LINES_OF_A_RANK = 2000
+_PROBE_SECONDS = 20.0
+_STORE_PREFIXES = ("generations", "launchers", "overrides", "permits", "quarantine", "events")
+_STORE_FILES = ("config.json", "plan.json", "report.json", "report.html", "metrics.prom")
+# Logs of ranks are left out: their last lines are added as text, from which keys that span lines can be removed.
+_LOCAL_FILES = re.compile(r"logs/([^/]+\.log|\d+-\w+/(?!rank-\d+\.(log|jsonl)$).+)")
+_SAFE_VARIABLES = re.compile(
+    r"(NCCL|GLOO|TORCH|PYTORCH|CUDA|OMP|MKL|EBBFLOW|METAFLOW|FI|SLURM|NVIDIA)_\w+|AWS_(DEFAULT_)?REGION|PYTHON\w+|LANG"
+)
+_PROGRAMS = {
+    "nvidia-smi.txt": ("nvidia-smi", "-q"),
+    "nvidia-topology.txt": ("nvidia-smi", "topo", "-m"),
+    "efa.txt": ("fi_info", "-p", "efa"),
+    "interfaces.txt": ("ip", "-brief", "address"),
+}
+
+_SECRET_WORD = (
+    r"(?:secret|token(?!s|iz|\w*\\*[\"']?\s*[:=]\s*[\d.]+\b)|passw(?:or)?d|passphrase|passwd|pwd|api_?-?key|apikey|access_?-?key|account_?-?key"
+    r"|private_?-?key|auth_?-?key|signature|credentials?|cookie|\bauth\b|\bsig\b)"
+)
+# Each pattern keeps its group `keep`, if it has one, and loses the rest. Kinds that have no format of their own are
+# found by the name before them.
+_SECRETS = tuple(
+    (kind, re.compile(pattern))
+    for kind, pattern in (
+        (
+            "private key",
+            r"-----BEGIN [A-Z0-9 ]*PRIVATE KEY( BLOCK)?-----(?:[\s\S]{0,20000}?-----END [A-Z0-9 ]*PRIVATE KEY"
+            r"( BLOCK)?-----|(?:(?:\s|\\[nr])+[A-Za-z0-9+/=]{8,}(?=[\s\\\"]|$))*)"
+            r"|(?:[A-Za-z0-9+/=]{16,76}(?:\s|\\[nr])+)+-----END [A-Z0-9 ]*PRIVATE KEY( BLOCK)?-----",
+        ),
+        ("AWS key ID", r"\b(?:AKIA|ASIA|ABIA|ACCA)[A-Z2-7]{16}\b"),
+        ("GitHub token", r"\b(?:gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,})"),
+        ("GitLab token", r"\bgl(?:pat|dt|rt|ptt|agent|soat)-[\w.-]{16,}"),
+        ("Hugging Face token", r"\b(?:hf|api_org)_[A-Za-z0-9]{16,}"),
+        ("model provider's key", r"\b(?:sk-|gsk_|r8_|nvapi-|xai-|pplx-|fw_|tgp_v1_|wandb_v1_)[\w-]{16,}"),
+        ("Slack token", r"\bxox[a-z]-[\w-]{8,}|\bxapp-[\w-]{8,}"),
+        (
+            "webhook",
+            r"(?P<keep>https://(?:hooks\.slack\.com|[\w.]*discord(?:app)?\.com/api|[\w.-]+\.webhook\.office\.com)/)"
+            r"[^\s\"'<>]+",
+        ),
+        ("Google key", r"\bAIza[\w-]{30,}|\bya29\.[\w.-]{16,}|\bGOCSPX-[\w-]{16,}"),
+        ("JWT", r"\beyJ[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]*)?"),
+        ("package registry token", r"\b(?:npm_[A-Za-z0-9]{20,}|pypi-[\w-]{20,}|dckr_pat_[\w-]{16,}|rubygems_\w{20,})"),
+        ("payment key", r"\b(?:sk|rk|pk|whsec)_(?:live|test)?_?[A-Za-z0-9]{16,}"),
+        ("mail key", r"\bSG\.[\w-]{8,}\.[\w-]{8,}|\bkey-[0-9a-f]{32}\b"),
+        ("Twilio key", r"\b(?:SK|AC)[0-9a-f]{32}\b"),
+        ("Telegram token", r"\b\d{8,10}:[\w-]{35}\b"),
+        ("Databricks token", r"\bdapi[0-9a-f]{32}\b"),
+        (
+            "Vault or cloud token",
+            r"\b(?:hv[sbr]\.[\w-]{16,}|do[opr]_v1_\w{16,}|AGE-SECRET-KEY-1\w+|lin_api_\w{16,}|ntn_\w{16,})",
+        ),
+        ("password in an address", r"(?P<keep>\b[a-zA-Z][\w+.-]*://[^\s:/@\"']*:)[^\s/@\"']+(?=@)"),
+        ("authorization header", r"(?i)(?P<keep>\b(?:bearer|basic)\s+)[\w+/=.~-]{8,}"),
+        ("password of .netrc", r"(?P<keep>\bpassword[ \t]+)(?![:=])\S+(?=\s|$)"),
+        ("login", r"(?P<keep>\b(?:wandb|huggingface-cli|hf auth) login\s+(?:--\w+[ =])?)[\w-]{16,}"),
+        ("argument", rf"(?i)(?P<keep>--?[\w-]*{_SECRET_WORD}[\w-]*(?:[ =]|[\"'], ?[\"']))(?!-)[^\s\"',\]]+"),
+        (
+            "named secret",
+            rf"(?i)(?P<keep>(?<![a-z]){_SECRET_WORD}[\w-]*\\*[\"']?\s*[:=]\s*(?:\\*[\"'])?|[\w-]+{_SECRET_WORD}[\w-]*"
+            r"\\*[\"']?\s*[:=]\s*(?:\\*[\"'])?)(?!(?:null|none|true|false|\[redacted)\b)[^\s\"',;&}\\]+",
+        ),
+    )
+)
+_SECRET_NAME = re.compile(rf"(?i){_SECRET_WORD}")
+
+
+class BundleError(InfraError):
+    """Error: the archive cannot be written."""
+
+    outcome = Outcome.CONFIG
+
+
+@dataclass(frozen=True)
+class BundleFile:
+    """One file of the archive, with its secrets removed."""
+
+    name: str  # path in the archive
+    data: bytes
+    redacted: int  # number of secrets that were removed
+    cut: int = 0  # number of bytes left out at the beginning
+
+
+def redact(text: str, own: tuple[str, ...] = ()) -> tuple[str, int]:
+    """Replace secrets in a text by their kind, such as ``[redacted: JWT]``. The number of lines stays the same.
+
+    Args:
+        own: values that are removed wherever they are, from `secret_values`.
+
+    Returns:
+        The text, and the number of secrets that were removed.
+    """
+    count = 0
+    for value in own:
+        count += text.count(value)
+        text = text.replace(value, "[redacted: environment]")
+    for kind, pattern in _SECRETS:
+
+        def replace(match: re.Match[str], kind: str = kind) -> str:
+            kept = match.groupdict().get("keep") or ""
+            return f"{kept}[redacted: {kind}]" + "\n" * match[0][len(kept) :].count("\n")
+
+        text, found = pattern.subn(replace, text)
+        count += found
+    return text, count
+
+
+def secret_values(environment: dict[str, str]) -> tuple[str, ...]:
+    """Return the values of variables whose names tell of a secret, longest first. Values under 6 characters stay."""
+    found = {value for name, value in environment.items() if _SECRET_NAME.search(name) and len(value) >= 6}
+    return tuple(sorted((value for value in found if not value.startswith("/")), key=len, reverse=True))
+
+
+def add_bundle_command(commands: argparse._SubParsersAction, project_root: Path) -> None:
+    """Add the command `bundle`. project_root: folder with runs/, unless EBBFLOW_RUNS names another."""
+    command = commands.add_parser("bundle", help="pack what a colleague needs to understand a job, without secrets")
+    command.add_argument("job", metavar="JOB", help="a job's name, or latest")
+    command.add_argument("--output", type=Path, metavar="FILE", help="the archive to write (ebbflow-JOB.zip)")
+    command.add_argument("--list", action="store_true", help="only show what the archive would hold")
+    command.add_argument("--yes", action="store_true", help="do not ask before writing")
+    command.add_argument("--store", metavar="URI", help="the job's store, if this machine has no note of it")
+    command.set_defaults(command=lambda options: bundle(options, project_root))
+
+
+def bundle(options: argparse.Namespace, project_root: Path) -> int:
+    """Show what the archive holds, and write it.
+
+    Returns:
+        Exit code 0; 1 if the answer was no or the archive could not be written; 2 for an unknown job or an archive that
+        exists.
+    """
+    try:
+        place = find_job(options.job, options.store, project_root)
+        output = options.output or Path(f"ebbflow-{place.name}.zip")
+        if output.exists() and not options.list:
+            raise BundleError(f"{output} exists; fix: remove it, or name another file with --output")
+        files, notes = collect_files(place)
+        if len(files) <= len(_machine_files()[0]):
+            raise unknown_job(options.job, place, project_root)
+    except InfraError as error:
+        print(f"bundle: {error}", file=sys.stderr)
+        return error.outcome.exit_code
+    archive, files = pack(files, LARGEST_BYTES)
+    for note in notes:
+        print(f"bundle: {note}", file=sys.stderr)
+    print(_listing(files, len(archive)))
+    if options.list:
+        return 0
+    if not options.yes and sys.stdin.isatty() and input(f"write {output}? [y/N] ").strip().lower() not in ("y", "yes"):
+        return Outcome.FAILED.exit_code
+    try:
+        with open(output, "xb") as file:
+            file.write(archive)
+    except OSError as error:
+        print(f"bundle: {output}: {error.strerror}; fix: name another file with --output", file=sys.stderr)
+        return Outcome.FAILED.exit_code
+    print(f"wrote {output}; it may still hold names of files, hosts and people: look through it before you send it")
+    return 0
+
+
+def collect_files(place: JobPlace) -> tuple[list[BundleFile], list[str]]:
+    """Read all files of an archive, the most important first. Return them with warnings about what is missing."""
+    own, notes, files = secret_values(dict(os.environ)), [], []
+
+    def add(name: str, data: bytes, cut: int = 0) -> None:
+        text, redacted = redact(data.decode(errors="replace"), own)
+        files.append(BundleFile(name, text.encode(), redacted, cut))
+
+    machine, problems = _machine_files()
+    for name, text in machine.items():
+        add(f"machine/{name}", text.encode())
+    stored: dict[str, tuple[bytes, int]] = {}
+    lines: list[LogLine] = []
+    try:
+        store = place.open_store()
+        if store is not None:
+            stored = _stored_files(store)
+        logs = read_logs(place.folders, [] if store is None else [store])
+        lines, problems = logs.lines, [*problems, *logs.notices]
+    except StoreError as error:
+        problems.append(f"what the store holds is missing, it does not answer: {error}")
+        logs = read_logs(place.folders, [])
+        lines = logs.lines
+    for folder in place.folders:
+        for path in sorted(folder.glob("logs/**/*")) + [folder / name for name in _STORE_FILES]:
+            name = path.relative_to(folder).as_posix()
+            if name in stored or not (_LOCAL_FILES.fullmatch(name) or name in _STORE_FILES) or not path.is_file():
+                continue
+            try:
+                stored[name] = _file_end(path)
+            except OSError as error:
+                problems.append(f"{path}: {error.strerror}")
+    if lines:
+        diagnosis = diagnose_log(lines)
+        add("diagnosis.txt", render(diagnosis).encode())
+        add("diagnosis.json", json.dumps(diagnosis.to_json(), indent=1).encode())
+    segments = [stored.pop(name) for name in sorted(stored) if name.startswith("events/")]
+    if segments:
+        stored["events.jsonl"] = b"".join(data for data, _ in segments), sum(cut for _, cut in segments)
+    for name in sorted((name for name in stored if stored[name][0]), key=_rank_of_importance):
+        add(name, *stored[name])
+    files += _log_tails(lines, own)
+    notes += problems
+    if notes:
+        add("notes.txt", "\n".join(notes).encode())
+    return files, notes
+
+
+def _rank_of_importance(name: str) -> tuple[int, str]:
+    order = ("config.json", "report.json", "plan.json", "generations/", "logs/", "metrics.prom", "events.jsonl")
+    return next((at for at, prefix in enumerate(order) if name.startswith(prefix)), len(order)), name
+
+
+def _log_tails(lines: list[LogLine], own: tuple[str, ...]) -> Iterator[BundleFile]:
+    """Yield a file per rank and start of the gang with its last lines. Secrets go first: a key may span lines."""
+    ranks: dict[tuple[int, int], list[LogLine]] = defaultdict(list)
+    for line in lines:
+        ranks[line.generation, line.rank].append(line)
+    for (generation, rank), found in sorted(ranks.items(), reverse=True):
+        found = found[-10 * _LINES_OF_A_RANK :]
+        text, redacted = redact("\n".join(line.text.replace("\n", " ") for line in found), own)
+        shown = [
+            f"{line.t} node {line.node} step {'?' if line.step is None else line.step} | {text}"
+            for line, text in zip(found, text.split("\n"), strict=True)
+        ]
+        name = f"output/generation-{generation:06d}-rank-{rank}.txt"
+        yield BundleFile(name, "\n".join(shown[-_LINES_OF_A_RANK:]).encode(), redacted)
+
+
+def _stored_files(store: Store) -> dict[str, tuple[bytes, int]]:
+    found: dict[str, tuple[bytes, int]] = {}
+    metas = [meta for prefix in _STORE_PREFIXES for meta in store.list(prefix)]
+    metas += [meta for name in _STORE_FILES if (meta := store.head(name)) is not None]
+    for meta in metas:
+        start = max(0, meta.size - _LARGEST_FILE_BYTES)
+        found[meta.key] = store.get_range(meta.key, start, meta.size - start) if start else store.get(meta.key), start
+    return found
+
+
+def _file_end(path: Path) -> tuple[bytes, int]:
+    with open(path, "rb") as file:
+        start = max(0, os.fstat(file.fileno()).st_size - _LARGEST_FILE_BYTES)
+        file.seek(start)
+        return file.read(), start
+
+
+def _machine_files() -> tuple[dict[str, str], list[str]]:
+    """Return versions, devices and harmless variables of this machine, which need not be one that trained."""
+    packages = sorted({f"{each.metadata['Name']}=={each.version}" for each in distributions()}, key=str.lower)
+    facts = {
+        "ebbflow": __version__,
+        "python": sys.version,
+        "system": platform.platform(),
+        "processors": os.cpu_count(),
+        "variables": {name: value for name, value in sorted(os.environ.items()) if _SAFE_VARIABLES.fullmatch(name)},
+    }
+    files = {"machine.json": json.dumps(facts, indent=1), "packages.txt": "\n".join(packages)}
+    problems = []
+    for name, command in _PROGRAMS.items():
+        if shutil.which(command[0]) is None:
+            continue
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_PROBE_SECONDS)
+            files[name] = done.stdout + done.stderr
+        except (OSError, subprocess.TimeoutExpired) as error:
+            problems.append(f"{' '.join(command)}: {error}")
+    return files, problems
+
+
+def pack(files: list[BundleFile], largest_bytes: int) -> tuple[bytes, list[BundleFile]]:
+    """Compress files into one archive. Of files that do not fit, the end is kept, or nothing.
+
+    Returns:
+        The archive, and the files as they are in it.
+    """
+    buffer, packed, left = io.BytesIO(), [], largest_bytes
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        for file in files:
+            # 300 bytes: headers of an entry, without its name, which is stored twice.
+            overhead = 300 + 2 * len(file.name.encode())
+            data, cut = file.data, file.cut
+            while data and len(zlib.compress(data)) + overhead > left:
+                half = len(data) // 2
+                data, cut = data[half:], cut + half
+            if overhead > left or (file.data and not data):
+                continue
+            before = buffer.tell()
+            archive.writestr(file.name, data)
+            left -= max(buffer.tell() - before, 0) + overhead
+            packed.append(BundleFile(file.name, data, file.redacted, cut))
+    return buffer.getvalue(), packed
+
+
+def _listing(files: list[BundleFile], size: int) -> str:
+    rows = []
+    for file in files:
+        said = f", {file.redacted} secrets removed" if file.redacted else ""
+        rows.append(
+            f"{len(file.data):>12,}  {file.name}{said}" + (f", first {file.cut:,} bytes left out" if file.cut else "")
+        )
+    total = sum(file.redacted for file in files)
+    return "\n".join(
+        ["       bytes  file", *rows, f"{len(files)} files, {size:,} bytes packed, {total} secrets removed"]
+    )
