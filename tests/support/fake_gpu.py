@@ -8,6 +8,7 @@ before a later write gets the later values, as it may on a GPU.
 from __future__ import annotations
 
 import contextlib
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -64,7 +65,9 @@ class GpuTensor(Tensor):
         return self.host.detach().clone()
 
     def to(self, *args: Any, **kwargs: Any) -> Tensor:
-        if any(torch.device(one).type == "cpu" for one in (*args, *kwargs.values()) if isinstance(one, str | torch.device)):
+        if any(
+            torch.device(one).type == "cpu" for one in (*args, *kwargs.values()) if isinstance(one, str | torch.device)
+        ):
             return self.cpu()
         return super().to(*args, **kwargs)
 
@@ -134,20 +137,29 @@ class FakeGpu(TorchDispatchMode):
     Attributes:
         waits: each wait of the host for the device: what it was, and the line of this project that caused it.
         refuse_pinning: whether page-locking memory fails.
+        threads: the threads that page-locked memory.
+        free_bytes: free memory, of 80 GiB; torch itself holds 2 GiB.
     """
+
+    newest: FakeGpu  # the one in use
 
     def __init__(self) -> None:
         super().__init__()
+        FakeGpu.newest = self
         self.waits: list[tuple[str, str]] = []
         self.main = self.current = Stream(self)
-        self.refuse_pinning, self.last_error, self.pinned = False, 0, dict[int, int]()
-        self.milliseconds = 10.0
+        self.refuse_pinning, self.pinned = False, dict[int, int]()
+        self.milliseconds, self.free_bytes = 10.0, 77 * GIB
         self.threads: list[str] = []
 
     def note(self, what: str) -> None:
-        frames = [one for one in traceback.extract_stack() if one.filename.startswith(_ROOT) and ".venv" not in one.filename]
+        frames = [
+            one for one in traceback.extract_stack() if one.filename.startswith(_ROOT) and ".venv" not in one.filename
+        ]
         own = [one for one in frames if "fake_gpu" not in one.filename]
-        self.waits.append((what, f"{own[-1].filename.rpartition('/')[2]}:{own[-1].lineno} {own[-1].name}" if own else ""))
+        self.waits.append(
+            (what, f"{own[-1].filename.rpartition('/')[2]}:{own[-1].lineno} {own[-1].name}" if own else "")
+        )
 
     def take_waits(self) -> list[tuple[str, str]]:
         waits, self.waits = self.waits, []
@@ -230,11 +242,8 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
             gpu.current = before
 
     def register(start: int, length: int, flags: int) -> int:
-        import threading
-
         gpu.threads.append(threading.current_thread().name)
         if gpu.refuse_pinning:
-            gpu.last_error = 712
             return 2
         gpu.pinned[start] = length
         return 0
@@ -249,6 +258,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
         "device_count": lambda: 1,
         "current_device": lambda: 0,
         "set_device": lambda device: None,
+        "device": lambda device: contextlib.nullcontext(),
         "synchronize": lambda device=None: gpu.note("synchronize"),
         "current_stream": lambda device=None: gpu.current,
         "default_stream": lambda device=None: gpu.main,
@@ -259,7 +269,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
         "empty_cache": lambda: None,
         "memory_allocated": lambda device=None: GIB,
         "memory_reserved": lambda device=None: 2 * GIB,
-        "mem_get_info": lambda device=None: (60 * GIB, 80 * GIB),
+        "mem_get_info": lambda device=None: (gpu.free_bytes, 80 * GIB),
         "manual_seed": lambda seed: None,
         "manual_seed_all": lambda seed: None,
         "get_rng_state": lambda device="cuda": torch.zeros(16, dtype=torch.uint8),
