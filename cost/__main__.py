@@ -202,7 +202,7 @@ def _measured_shape(config: RunConfig) -> ModelShape | None:
 
     Exits the process if the workload is invalid.
     """
-    if config.workload is None:
+    if config.user_code is None:
         return None
     from ebbflow.training.errors import TrainingError
     from ebbflow.training.workloads.examine import examine

@@ -98,7 +98,7 @@ def _ask(context: PreflightContext) -> _Asked | CheckFinding:
     if reason := skip_reason(context):
         return CheckFinding.skipped(reason)
     now = time.time()
-    if context.config.workload is not None:
+    if context.config.user_code is not None:
         return CheckFinding.skipped("the workload defines its own model, which is measured when the run is planned")
     try:
         config = limit_to_queue_region(context.config, only_if_set=False)
@@ -233,7 +233,7 @@ def check_live_prices(context: PreflightContext) -> CheckFinding:
 
 def _plan(context: PreflightContext) -> Plan | CheckFinding:
     """Make the plan without using the network. If that is impossible, return a finding with the reason."""
-    if context.config.workload is not None:
+    if context.config.user_code is not None:
         return CheckFinding.skipped(_MEASURED_LATER)
     now = time.time()
     try:

@@ -130,7 +130,7 @@ def _waiting_records(team: Team, folder: Path, known: Sequence[TeamJob]) -> Iter
 def _waiting_record(one: WaitingJob, folder: Path, before: TeamJob | None) -> TeamJob:
     config, now = load_config(folder / one.config, project_root=PROJECT_ROOT).config, time.time()
     plan = None
-    if config.workload is None:
+    if config.user_code is None:
         plan = make_plan(config, now_utc=now, prices=open_prices(config, now, project_root=PROJECT_ROOT, network=False))
     expected = None if plan is None or plan.chosen is None else plan.chosen.expected_usd
     money = config_money(one.job, config, now)

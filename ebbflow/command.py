@@ -66,8 +66,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"ebbflow: there is no command {name!r}; {hint}", file=sys.stderr)
         return _USAGE_EXIT
     place = COMMANDS[name][0]
-    if name == "run" and words and words[0].endswith(".py"):  # a user's script, under an agent, without Metaflow
-        place = "ebbflow.training.__main__"
+    if name == "run" and words and words[0].endswith(".py"):  # a user's script
+        from ebbflow.training.script import flow_options
+
+        if (options := flow_options(words)) is None:  # under an agent, without Metaflow
+            place = "ebbflow.training.__main__"
+        else:
+            program = str(PACKAGE_ROOT / place)
+            os.execv(sys.executable, [sys.executable, program, *options])
     if name == "completion":
         return _print_completion(words)
     if place == "benchmarks":

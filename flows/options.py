@@ -24,13 +24,14 @@ from ebbflow.infra.errors import InfraError, Outcome
 from ebbflow.infra.events import read_events
 from ebbflow.infra.layout import KnownJob, check_job_name, job_prefix, known_job
 from ebbflow.infra.program import DEFAULT_CONFIG, PROJECT_ROOT
+from ebbflow.infra.script_folder import pack_script
 from ebbflow.infra.store import Store
 from ebbflow.training.checkpoint.rollback import PERMITS, record_permits
 from ebbflow.training.rehearse import Fault
 
 _REQUEST_SECONDS = 10.0
 # Settings that cannot change once a job has commits: the model, and the numbering of samples.
-_FIXED_FOR_A_JOB = ("workload", "workload_options", "model", "data", "training.seed")
+_FIXED_FOR_A_JOB = ("script", "workload", "workload_options", "model", "data", "training.seed")
 
 
 def check_run_options(options: list[str]) -> list[str]:
@@ -41,18 +42,22 @@ def check_run_options(options: list[str]) -> list[str]:
     quick check forbids the run.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--config", default=str(DEFAULT_CONFIG))
+    parser.add_argument("--config", default=None)
     parser.add_argument("--set", action="append", default=[], dest="overrides")
     parser.add_argument("--rehearse", default="")
     parser.add_argument("--job", default="")
     add_permits(parser)
     known, rest = parser.parse_known_args(options)
+    backend = requested_backend(sys.argv)
+    if known.config is None and not any(one.startswith("script=") for one in known.overrides):
+        known.config = str(DEFAULT_CONFIG)
     try:
-        loaded = _loaded(known, requested_backend(sys.argv))
+        loaded = _loaded(known, backend)
         cluster, steps = loaded.config.cluster, loaded.config.training.max_steps
         if known.rehearse and (fault := Fault.parse(known.rehearse)):
             nodes, processes = cluster.nodes, cluster.processes_per_node
             if isinstance(nodes, int) and isinstance(processes, int):
+                steps = sys.maxsize if loaded.config.script else steps  # a script's are not known yet
                 fault.check(max_steps=steps, nodes=nodes, world_size=nodes * processes)
         if known.job:
             check_job_name(known.job)
@@ -60,7 +65,7 @@ def check_run_options(options: list[str]) -> list[str]:
         _refuse(str(error), Outcome.CONFIG)
     except InfraError as error:
         _refuse(str(error), error.outcome)
-    if refusal := check_before_launch(loaded.config, known.config, job=known.job or None, words=sys.argv):
+    if refusal := check_before_launch(loaded.config, known.config or "", job=known.job or None, words=sys.argv):
         _refuse(refusal, Outcome.PREFLIGHT)
     if requested_permits(known) and not known.job:
         _refuse("--from-scratch and --accept-rollback need an existing job; fix: name it with --job", Outcome.CONFIG)
@@ -70,7 +75,14 @@ def check_run_options(options: list[str]) -> list[str]:
             _check_continuation(known.job, loaded.config)
         except InfraError as error:
             _refuse(f"--job {known.job}: {error}", Outcome.PREFLIGHT)
-    settings = {"path": known.config, "config": loaded.config.model_dump(mode="json"), "sources": loaded.sources}
+    settings = {"path": known.config or "", "config": loaded.config.model_dump(mode="json"), "sources": loaded.sources}
+    if loaded.config.script is not None:
+        settings["config"], settings["script_sha256"] = loaded.script_settings(), None
+        if backend is not None:
+            try:
+                settings["script_sha256"] = pack_script(loaded.config, Store.open(loaded.config.store))
+            except InfraError as error:
+                _refuse(str(error), error.outcome)
     return ["--config", json.dumps(settings), "--rehearse", known.rehearse, "--job", known.job, *rest]
 
 

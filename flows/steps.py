@@ -159,7 +159,8 @@ def begin_job(flow: Any) -> None:
     job.folder.mkdir(parents=True, exist_ok=True)
     job.remember()
     mark_latest(job.name)
-    say(f"job {job.name}: {job.config.training.max_steps} steps, store {job.store.uri}")
+    what = job.config.script or f"{job.config.training.max_steps} steps"
+    say(f"job {job.name}: {what}, store {job.store.uri}")
 
 
 @record_failure
@@ -232,9 +233,9 @@ def examine_workload(flow: Any) -> dict | None:
     from ebbflow.training.workloads.examine import examine
 
     job = current_job(flow)
-    if job.config.workload is None:
+    if job.config.user_code is None:
         return None
-    found = examine(job.config, prepare=True)
+    found = examine(job.config, prepare=True, script_sha256=flow.settings.get("script_sha256"))
     say(found.text)
     assert found.shape is not None
     return {"shape": found.shape.to_json(), "prepared": found.prepared}
@@ -252,7 +253,8 @@ def prepare_data(flow: Any) -> dict:
     job = current_job(flow)
     if flow.examined is not None:
         prepared = flow.examined["prepared"]
-        say(f"data {prepared['fingerprint'][:16]}: counted in {prepared['weight_unit']}")
+        if job.config.script is None:
+            say(f"data {prepared['fingerprint'][:16]}: counted in {prepared['weight_unit']}")
     else:
         tokens = prepare_tokens(job.config.data, job.root_store, project_root=PROJECT_ROOT)
         prepared = tokens.to_json()
@@ -302,11 +304,13 @@ def certify(flow: Any) -> dict | None:
     Raises TrainingError if the job would not resume exactly.
     """
     from ebbflow.training.certify import certify_in_child
-    from ebbflow.training.errors import TrainingError
+    from ebbflow.training.errors import AttachError, TrainingError
 
     if not flow.certify:
         return None
     job = current_job(flow)
+    if job.config.script is not None:
+        raise AttachError("--certify runs workloads; fix: leave it out, and run ebbflow doctor on the script")
     found = certify_in_child(job.config)
     with job.events("certify") as events:
         events.emit(CERTIFICATE, **found)

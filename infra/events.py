@@ -112,6 +112,8 @@ BUDGET = "budget"  # threshold (share of the budget), spent_usd, budget_usd, res
 PRICES = "prices"
 # certificate: the resume certificate as JSON (ebbflow.training.certify), if requested.
 CERTIFICATE = "certificate"
+# Written by rank 0 of a script: level (how exactly it resumes), same_data (by which means; "": it may differ), reasons.
+PROMISE = "promise"
 OUTCOME = "outcome"  # outcome, step, weights_sha256, message
 # Written by the supervisor after each run of the flow: verdict (`flows.supervising.verdict.Verdict`), exit_code,
 # seconds, commit (key of the newest one, or null), failures (that the run counts for).
@@ -204,6 +206,7 @@ _DATA: dict[str, dict[str, Any]] = {
     NOTICE_SOURCES: {"watched": [str], "absent": dict, "problem": str},
     GUARD: {"action": GuardAction, "reason": str, "rank": int, "share": _is_measurement},
     CERTIFICATE: {"holds": bool, "interruptions": list, "steps": int},
+    PROMISE: {"level": str, "same_data": str, "reasons": [str]},
     FAULT_INJECTED: {"kind": str, "target": str},
     FAULT_DETECTED: {"culprit": str, "reason": str},
     CONFIGURED: {"settings!": [{"key!": str, "source": str}]},

@@ -29,10 +29,19 @@ class ModelShape:
     units: int  # number of modules that are sharded as one: blocks, embeddings and head of the built-in model
     backward_bytes_per_sample: int = 0  # gradients of activations inside one unit; 0: included, or unknown
     weight_unit: str = "tokens"  # unit in which the weight of a sample is counted
-    kind: str = "computed"  # "computed" from the formulas below, or "measured" on one sample
+    kind: str = "computed"  # "computed" from the formulas below, "measured", or "unknown" (of a script)
+    steps: int = 0  # steps of a script; 0: training.max_steps
+    samples_per_step: int = 0  # of a script on all ranks; 0: training.batch_size
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
+
+    def applied_to(self, config: RunConfig) -> RunConfig:
+        """Return the configuration with the steps and the batch size of a script."""
+        if not self.steps:
+            return config
+        own = {"max_steps": self.steps, "batch_size": self.samples_per_step, "gradient_accumulation_steps": 1}
+        return config.model_copy(update={"training": config.training.model_copy(update=own)})
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> ModelShape:

@@ -22,6 +22,7 @@
                    report.json  report.html  metrics.prom
 <store>/tokens/<sha256>/...                            prepared data of the built-in language model
 <store>/workloads/<module and name>/...                prepared data of a user's workload
+<store>/scripts/<sha256>.tar                           folder of a user's script
 <store>/experience/<day>-<job>.json                    job history: pools and throughput
 """
 
@@ -39,7 +40,7 @@ from ebbflow.infra.errors import LayoutError
 
 _JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 # Names that runs/<job> cannot have.
-_TAKEN = frozenset({"jobs", "tokens", "workloads", "experience", "latest"})
+_TAKEN = frozenset({"jobs", "tokens", "workloads", "scripts", "experience", "latest"})
 JOB_HISTORY_PREFIX = "experience/"
 LAUNCHERS_PREFIX = "launchers/"
 PLAN_KEY = "plan.json"
@@ -82,6 +83,10 @@ def job_prefix(job: str) -> str:
 
 def tokens_prefix(fingerprint: str) -> str:
     return f"tokens/{fingerprint}"
+
+
+def script_key(sha256: str) -> str:
+    return f"scripts/{sha256}.tar"
 
 
 def workload_prefix(workload: str) -> str:

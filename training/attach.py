@@ -24,6 +24,7 @@ from ebbflow.training.checkpoint.signing import use_signing_key
 from ebbflow.training.checkpoint.state import named_state
 from ebbflow.training.errors import AttachError, TrainingError
 from ebbflow.training.gang import Gang
+from ebbflow.training.guards.overrides import read_overrides, rewind_parent
 from ebbflow.training.launch.messages import WorkerSpec
 from ebbflow.training.standalone import claim_for_ranks, open_job
 
@@ -152,4 +153,6 @@ def _open(store: str | Path | None, name: str | Path | None, config: str | Path 
     claim_for_ranks(Store.open(uri).sub(job_prefix(job)), job, take_over=False)
     path = "" if config is None else str(config)
     prepared = {"fingerprint": "", "weight_unit": "samples"}
-    return open_job(uri, job, {"path": path, "config": settings, "sources": loaded.sources}, prepared)
+    job_store, known = Store.open(uri).sub(job_prefix(job)), {"config": settings, "sources": loaded.sources}
+    spec = open_job(uri, job, {"path": path, **known}, prepared, parent=rewind_parent(job_store))
+    return replace(spec, overrides=read_overrides(job_store).to_json())

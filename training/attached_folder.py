@@ -7,6 +7,7 @@ commit, so they are staged, uploaded, verified and retained like any other tenso
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,15 @@ class FolderJob(AttachedJob):
         super().__init__(spec, gang, nn.Module(), None, states)
 
     _kept_steps = 1
+    _same_data = "the library's own position"
+
+    def describe(self, model: nn.Module, max_steps: float) -> None:
+        """Give the job the model and the number of steps, which the library knows."""
+        self._described, self._max_steps = model, int(max_steps) if 0 < max_steps < sys.maxsize else 0
+
+    def doubt_data(self) -> None:
+        """Record that a resumed run may read other samples."""
+        self._same_data = ""
 
     @property
     def is_committed(self) -> bool:
@@ -88,6 +98,7 @@ class FolderJob(AttachedJob):
         self.step += 1
         self._samples += samples
         self._record(samples, learning_rate)
+        self._after_step()
         if self.step >= self._next_sync or (self._gang.alone and self._limits.drain_requested):
             sync = self._agree(not updated)
             skipped = sync.saving and self._config.checkpoint.when_busy == "skip"
@@ -122,7 +133,7 @@ class FolderJob(AttachedJob):
             refuse(error)
         self._saver.further = FurtherState()  # closes the files
         if sync is not None and sync.stop is not Stop.NONE:
-            self._leave(sync.stop)
+            self._leave(sync.stop.outcome, self._limits.describe(sync.stop))
         self._plan_next_sync(sync or self._agree())
         self._reporter.enter("data", self.step + 1)
 

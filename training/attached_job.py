@@ -28,8 +28,10 @@ from ebbflow.infra.events import EVALUATION, NOTICE, OUTCOME, STEP, Origin
 from ebbflow.infra.layout import job_prefix
 from ebbflow.infra.store import Store
 from ebbflow.infra.terms import Terms
+from ebbflow.training.attached_guards import ScriptGuards, worst_loss
 from ebbflow.training.attached_state import (
     BatchSource,
+    count_samples,
     from_bytes,
     join_state,
     own_buffers,
@@ -85,6 +87,10 @@ class AttachedJob:
     """
 
     _kept_steps = 0  # events of steps that are not emitted yet, because their loss may follow
+    _max_steps = 0  # of the job; 0 if unknown
+    _same_data = "random states"  # how a resumed run reads the same data if the job has no loader; "" if it may not
+    _described: nn.Module | None = None  # the model, if a library saves it
+    _resized = ""  # why results may differ after a change of the number of ranks
 
     def __init__(
         self,
@@ -142,8 +148,11 @@ class AttachedJob:
             carried=self._capture,
             save_schedule=schedule,
         )
+        self._guards = ScriptGuards(spec, config, gang, reporter)
         self._seed = torch.initial_seed()
         self._batch = self._samples = 0  # batches of this epoch, samples of the job
+        self._epoch_samples = 0  # of this epoch, on all ranks
+        self._in_other_batches = False  # the commit was made by another number of ranks, in mid-epoch
         self._source: BatchSource | None = None
         self._source_state: Any = None
         self._rng: dict[str, Tensor] = {}
@@ -186,7 +195,8 @@ class AttachedJob:
         over `batches(loader)` instead.
         """
         if loader is not None:
-            self._open_source(loader)
+            length = self._open_source(loader).length
+            self._max_steps = count * (length or 0)
             iterate = type(loader).__iter__
             own = {"__iter__": lambda loader: self._epoch(loader) if self._reads else iterate(loader)}
             loader.__class__ = type(type(loader).__name__, (type(loader),), own)
@@ -195,6 +205,7 @@ class AttachedJob:
                 self._reads = True
                 yield self.epoch
                 self.epoch, self._batch, self._source_state = self.epoch + 1, 0, None
+                self._epoch_samples = 0
                 if self._held is not None:
                     held, self._held = self._held, None
                     self._sync(held)
@@ -211,6 +222,7 @@ class AttachedJob:
 
     def steps(self, max_steps: int) -> Iterator[int]:
         """Yield the numbers of the remaining steps, up to `max_steps` - 1."""
+        self._max_steps = max_steps
         with self._outermost_loop():
             while self.step < max_steps:
                 self._begin_step()
@@ -252,17 +264,32 @@ class AttachedJob:
                 refuse(error)
             if self._source_state is not None:
                 self._source.load(self._source_state)
+            if self._in_other_batches:
+                self._find_batch(loader)
         return self._source
+
+    def _find_batch(self, loader: Any) -> None:
+        """Continue an epoch that another number of ranks began: skip as many samples, in batches of these ranks."""
+        size = (getattr(loader, "batch_size", None) or 1) * self._gang.world_size
+        self._batch, rest = divmod(self._epoch_samples, size)
+        self._in_other_batches = False
+        if rest:
+            self._resized += f"; {rest} samples of epoch {self.epoch} are read twice"
 
     def _epoch(self, loader: Any) -> Iterator[Any]:
         source, self._reads = self._open_source(loader), False
         self._reporter.enter("data", self.step + 1)
         for batch in source.epoch(self.epoch, self._batch):
+            samples = count_samples(batch) * self._gang.world_size
+            if self._samples < self._guards.first_sample:
+                self._batch, self._samples = self._batch + 1, self._samples + samples
+                self._epoch_samples += samples
+                continue
             self._begin_step()
             with self._counting():
                 yield batch
             self._batch += 1
-            samples = _count_samples(batch) * self._gang.world_size
+            self._epoch_samples += samples
             self._end_step(samples, last=source.length is not None and self._batch >= source.length)
         self._reporter.enter("evaluation", self.step)
 
@@ -295,12 +322,19 @@ class AttachedJob:
         unsettled = self._optimizer is not None and not self._updated
         self._updated = False
         self._record(samples)
+        self._after_step()
         if self.step >= self._next_sync or (self._gang.alone and self._limits.drain_requested):
             if last:
                 self._held = unsettled
             else:
                 self._sync(unsettled)
         self._reporter.enter("data", self.step + 1)
+
+    def _after_step(self) -> None:
+        loader = self._source.loader if self._source is not None else None
+        facts = {"samples": self._samples, "steps": self._max_steps, "loader": loader}
+        self._guards.probe(self.step, self._described or self._model, **facts)
+        self._guards.rehearse(self.step, self._max_steps, self._limits)
 
     def _record(self, samples: int, learning_rate: float | None = None) -> None:
         data: dict[str, Any] = {"tokens": self._logged.pop("tokens", samples)}
@@ -310,7 +344,8 @@ class AttachedJob:
         if isinstance(learning_rate, float):
             data["learning_rate"] = learning_rate
         data |= self._saves.record_step_time(seconds, saving=self._saver.busy)
-        self._steps.append((self.step, (time.time(), time.monotonic()), data, self._logged.pop("loss", None)))
+        loss = self._guards.spoil(self._logged.pop("loss", None))
+        self._steps.append((self.step, (time.time(), time.monotonic()), data, loss))
         if self._logged:
             metrics, self._logged = {name: float(value) for name, value in self._logged.items()}, {}
             if self._gang.rank == 0:
@@ -318,16 +353,16 @@ class AttachedJob:
             self._saves.extra["metrics"] = {**metrics, "step": self.step}
 
     def _flush_steps(self, keep: int = 0) -> float:
-        """Emit the pending events of steps except the last `keep`. Return the last emitted loss, or 0 without any."""
-        last, count = 0.0, len(self._steps) - keep
+        """Emit the pending events of steps except the last `keep`. Return the worst of their losses, 0 without any."""
+        losses, count = [], len(self._steps) - keep
         for step, at, data, loss in self._steps[:count]:
             if loss is not None:
-                last = float(loss)
-                if math.isfinite(last):
-                    data["loss"] = last
+                losses.append(float(loss))
+                if math.isfinite(losses[-1]):
+                    data["loss"] = losses[-1]
             self._reporter.emit(STEP, step=step, at=at, **data)
         del self._steps[:count]
-        return last
+        return worst_loss(losses)
 
     def _sync(self, unsettled: bool) -> None:
         """Agree with the other ranks whether to save and whether to stop, and do both as agreed. Collective."""
@@ -341,7 +376,7 @@ class AttachedJob:
             if self._optimizer is None:
                 self._saver.before_step()
         if stopping:
-            self._leave(sync.stop)
+            self._leave(sync.stop.outcome, self._limits.describe(sync.stop))
         self._plan_next_sync(sync)
 
     def _save(self, sync: StepSync) -> None:
@@ -372,6 +407,22 @@ class AttachedJob:
         sync = exchange(self._gang, row)
         if sync.failed_save:
             self._saver.abandon(sync.failed_save)
+        self._guards.promise(
+            self.step,
+            self._described or self._model,
+            has_optimizer=self._optimizer is not None or self._kept_steps > 0,
+            source=self._source,
+            same_data=self._same_data,
+            resized=self._resized,
+        )
+        try:
+            bad = self._guards.judge(sync, self._synced_step, self._samples, self._saver.wait)
+        except TrainingError as error:
+            if self._spec.agent_pid is None:  # otherwise the agent starts the ranks again
+                refuse(error)
+            raise
+        if bad:
+            self._leave(Outcome.NON_FINITE, f"step {self.step}: {bad}; the last commit stands")
         return sync
 
     def _plan_next_sync(self, sync: StepSync) -> None:
@@ -394,7 +445,8 @@ class AttachedJob:
         own["attach"] = to_bytes({"seed": self._seed, "source": split_state(source, "source", own)})
         self._saver.further = FurtherState(own, shared)
         self._saved_step = step
-        return {"attach": {"epoch": self.epoch, "batch": self._batch, "states": forms}}
+        at = {"epoch": self.epoch, "batch": self._batch, "samples": self._epoch_samples, "seed": self._seed}
+        return {"attach": {**at, "states": forms}, "guards": self._guards.numbers.to_json()}
 
     def _restore(self) -> None:
         """Restore the newest commit, if there is one. Collective."""
@@ -424,6 +476,11 @@ class AttachedJob:
             else:
                 self.say(f"{restored.key} has no state of {name}, which begins anew")
         self.epoch, self._batch = at["epoch"], at["batch"]
+        self._epoch_samples = at.get("samples", 0)
+        if restored.world_size != self._gang.world_size:
+            self._seed, self._in_other_batches = at.get("seed", self._seed), self._epoch_samples > 0
+            now = self._gang.world_size
+            self._resized = f"a commit of {restored.world_size} ranks was resumed on {now}, whose sums differ"
         own = restored.further.own
         if "attach" in own:
             kept = from_bytes(own["attach"])
@@ -442,6 +499,7 @@ class AttachedJob:
             return None
         self.step, self._samples = restored.step, restored.extra["cursor"]
         self._next_sync = self._synced_step = self._saved_step = self.step
+        self._guards.numbers.restore(restored.extra.get("guards", {}))
         self.resumed = True
         if restored.rng == "restored":
             self._rng = restored.further.own
@@ -469,17 +527,16 @@ class AttachedJob:
         elif self._looping:
             self._reporter.enter("forward", self.step + 1)
 
-    def _leave(self, stop: Stop) -> NoReturn:
+    def _leave(self, outcome: Outcome, message: str) -> NoReturn:
         at = Position(self.step, self._samples)
-        message = self._limits.describe(stop)
         try:
             self._saves.finish()
         except TrainingError as error:
             message = f"{message}; the last save did not become a commit: {error}"
         message = f"{message}; {self._saves.describe_resume_point(at)}"
-        self._end(stop.outcome, message)
+        self._end(outcome, message)
         self.say(f"job {self.name}, step {self.step}: {message}")
-        self._exit_code = stop.outcome.exit_code
+        self._exit_code = outcome.exit_code
         raise SystemExit(self._exit_code)
 
     def _complete(self) -> None:
@@ -540,14 +597,3 @@ class AttachedJob:
             print(f"ebbflow: {text}", flush=True)
             if text.startswith("reading"):
                 self._reporter.emit(NOTICE, step=self.step, message=text)
-
-
-def _count_samples(batch: Any) -> int:
-    """Return the size of the first dimension of the first tensor in a batch; 1 if there is none."""
-    if isinstance(batch, Tensor):
-        return batch.shape[0] if batch.ndim else 1
-    if isinstance(batch, dict):
-        batch = list(batch.values())
-    if isinstance(batch, list | tuple) and batch:
-        return _count_samples(batch[0])
-    return 1

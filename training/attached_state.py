@@ -278,3 +278,14 @@ class BatchSource:
                 return self._iterate(loader)
         finally:
             object.__setattr__(loader, name, sampler)
+
+
+def count_samples(batch: Any) -> int:
+    """Return the size of the first dimension of the first tensor in a batch; 1 if there is none."""
+    if isinstance(batch, Tensor):
+        return batch.shape[0] if batch.ndim else 1
+    if isinstance(batch, dict):
+        batch = list(batch.values())
+    if isinstance(batch, list | tuple) and batch:
+        return count_samples(batch[0])
+    return 1

@@ -36,8 +36,8 @@ def _failed(error: Exception, fix: str = "", *, more: str = "") -> CheckFinding:
 def check_dataset(context: PreflightContext) -> CheckFinding:
     """Check that the data is readable text, enough for one training batch and one held-out sample."""
     config = context.config
-    if config.workload is not None:
-        return CheckFinding.skipped(f"{config.workload} brings data of its own; the check workload says more")
+    if config.user_code is not None:
+        return CheckFinding.skipped(f"{config.user_code} brings data of its own; the check workload says more")
     try:
         files = find_files(config.data, project_root=context.project_root)
     except DataError as error:
@@ -62,8 +62,8 @@ def check_disk(context: PreflightContext) -> CheckFinding:
     if folder is None:
         return CheckFinding.skipped("the store is remote")
     config = context.config
-    if config.workload is not None:
-        return CheckFinding.skipped(f"what {config.workload} needs is not known before its model is measured")
+    if config.user_code is not None:
+        return CheckFinding.skipped(f"what {config.user_code} needs is not known before its model is measured")
     try:
         text = _bytes(find_files(config.data, project_root=context.project_root))
     except DataError:
@@ -158,7 +158,7 @@ def _place(config: RunConfig) -> RankLayout:
         ranks=ranks,
         ranks_per_node=ranks_per_node,
         gpu=bool(glob.glob("/dev/nvidia[0-9]*")),
-        parameters=causal_lm_shape(config.model).parameters if config.workload is None else None,
+        parameters=causal_lm_shape(config.model).parameters if config.user_code is None else None,
     )
 
 
@@ -193,9 +193,11 @@ WORKLOAD_CHECK = "workload"
 
 
 def check_workload(context: PreflightContext) -> CheckFinding:
-    """Check that your own workload can be built and its loss is a sum. A child process tries it."""
+    """Check that your workload can be built and its loss is a sum, in a child process; or your script compiles."""
     config = context.config
-    if config.workload is None:
+    if config.script is not None:
+        return _check_script(Path(config.script), sent_away=context.target not in (None, "local"))
+    if config.user_code is None:
         return CheckFinding.skipped("no workload of your own is configured")
     try:
         found = examine(config, prepare=False)
@@ -205,11 +207,27 @@ def check_workload(context: PreflightContext) -> CheckFinding:
     return CheckFinding.passed(found.text)
 
 
+def _check_script(path: Path, *, sent_away: bool) -> CheckFinding:
+    if not path.is_file():
+        if sent_away:
+            return CheckFinding.skipped("the script is in the archive that the launcher has put into the store")
+        return CheckFinding.failed(f"script {path}: no such file", "give the path of a Python file")
+    try:
+        text = path.read_bytes()
+        compile(text, str(path), "exec", dont_inherit=True)
+    except (OSError, SyntaxError, ValueError) as error:
+        where = f"{path}:{error.lineno}: {error.msg}" if isinstance(error, SyntaxError) else f"{path}: {error}"
+        return CheckFinding.failed(where, "mend the script")
+    if b"ebbflow" not in text:
+        return CheckFinding.passed(f"{path}: never imports ebbflow, so each attempt starts from the beginning")
+    return CheckFinding.passed(f"{path}: valid Python, and imports ebbflow")
+
+
 def check_tokenizer(context: PreflightContext) -> CheckFinding:
     """Check that the tokenizer can be read, and that the model has an embedding row for each of its tokens."""
     config = context.config
-    if config.workload is not None:
-        return CheckFinding.skipped(f"{config.workload} brings data of its own")
+    if config.user_code is not None:
+        return CheckFinding.skipped(f"{config.user_code} brings data of its own")
     try:
         tokenizer = open_tokenizer(config.data, project_root=context.project_root)
         check_vocabulary(config, tokenizer.vocab_size)
@@ -236,7 +254,7 @@ def check_initial_weights(context: PreflightContext) -> CheckFinding:
         return _failed(error, "name a safetensors file, or a folder of them")
     numbers, files = sum(math.prod(stored.shape) for stored in found.values()), len({s.file for s in found.values()})
     arithmetic = f"{path}: {numbers:,} numbers in {len(found)} tensors, {files} files"
-    if config.workload is None and numbers != (wanted := causal_lm_shape(config.model).parameters):
+    if config.user_code is None and numbers != (wanted := causal_lm_shape(config.model).parameters):
         fix = "the model section that these weights are of"
         return CheckFinding.failed(f"{arithmetic}; the model has {wanted:,}", fix)
     return CheckFinding.passed(arithmetic)

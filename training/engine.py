@@ -41,10 +41,9 @@ def train(trainer: Trainer) -> LoopResult:
         rate = learning_rate(training, step)
         set_learning_rate(optimizer, rate)
         if judgement.action is Action.STEP:
-            with trainer.guards.catch_out_of_memory(step):
-                scale_and_clip(gradients, scale=sync.scale, norm=sync.gradient_norm, limit=training.gradient_clip_norm)
-                trainer.saver.before_step()
-                optimizer.step()
+            scale_and_clip(gradients, scale=sync.scale, norm=sync.gradient_norm, limit=training.gradient_clip_norm)
+            trainer.saver.before_step()
+            optimizer.step()
         optimizer.zero_grad()
 
         at, stop = at.next(training.batch_size), sync.stop
@@ -68,9 +67,10 @@ def forward_backward(trainer: Trainer, batch: Batch, step: int) -> Loss:
 
     The gradients are sums too. The step sync computes the total weight of all ranks, by which they are divided later.
     """
-    parts = batch.split(trainer.config.training.gradient_accumulation_steps)
+    accumulation = trainer.config.training.gradient_accumulation_steps
+    parts = batch.split(accumulation)
     sums, weight = torch.zeros((), device=trainer.gang.device), 0.0
-    with trainer.guards.catch_out_of_memory(step):
+    try:
         for number, part in enumerate(parts, start=1):
             with trainer.spread.gradients(last=number == len(parts)):
                 trainer.enter("forward", step)
@@ -79,4 +79,7 @@ def forward_backward(trainer: Trainer, batch: Batch, step: int) -> Loss:
                 loss.sum.backward()
             sums += loss.sum.detach()
             weight += loss.weight
+    except (RuntimeError, MemoryError) as error:
+        trainer.guards.raise_if_out_of_memory(error, step, accumulation)
+        raise
     return Loss(sums, weight)

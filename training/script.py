@@ -24,6 +24,7 @@ from ebbflow.infra.event_log import EventLog
 from ebbflow.infra.events import CONFIGURED, PREPARED, Origin, read_events
 from ebbflow.infra.launchers import claim_job
 from ebbflow.infra.layout import job_of_script, job_prefix
+from ebbflow.infra.script_folder import find_script
 from ebbflow.infra.store import Store
 from ebbflow.training.checkpoint.rollback import newest_generation_in_events
 from ebbflow.training.errors import GangError, TrainingError, WorkloadError
@@ -32,20 +33,47 @@ from ebbflow.training.launch.heartbeat import Heartbeat
 from ebbflow.training.launch.messages import GangSpec, WorkerSpec
 from ebbflow.training.launch.transport import control_ports
 from ebbflow.training.limits import LoopResult
+from ebbflow.training.rehearse import Fault
 
 _LOOK_SECONDS = 1.0
 _LEAST_CPU_SECONDS = 0.005  # within a look, by which a rank shows that it is not frozen
 
 
+def flow_options(words: list[str]) -> list[str] | None:
+    """Return the options of the flow for `run SCRIPT.py` with --nodes or --with; None without both.
+
+    The flow adds preflight, plan, attempts on other machines and the report; without it, a node's agent suffices.
+    """
+    own, arguments = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("script")
+    parser.add_argument("--nodes", default=None)
+    parser.add_argument("--ranks", default="1")
+    parser.add_argument("--with", action="append", default=[], dest="backends")
+    known, rest = parser.parse_known_args(own)
+    if known.nodes is None and not known.backends:
+        return None
+    given = {"script": json.dumps(os.path.abspath(known.script)), "script_args": json.dumps(arguments)}
+    given |= {"cluster.nodes": known.nodes or "1", "cluster.processes_per_node": known.ranks}
+    settings = [word for key, value in given.items() for word in ("--set", f"{key}={value}")]
+    job = [] if "--job" in rest else ["--job", job_of_script(None, known.script)]
+    return [*(word for one in known.backends for word in ("--with", one)), "run", *job, *settings, *rest]
+
+
 def main(words: list[str]) -> int:
     """Run a script's ranks until they have ended, and return the exit code of the job's outcome."""
     own, arguments = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
-    parser = argparse.ArgumentParser(prog="ebbflow run", description="Run a script's ranks on this machine.")
+    parser = argparse.ArgumentParser(
+        prog="ebbflow run",
+        description="Run a script's ranks on this machine.",
+        epilog="--nodes N or --with local|batch|kubernetes sends it through the flow: preflight, plan, report.",
+    )
     parser.add_argument("script", help="the script; its arguments follow after --")
-    parser.add_argument("--ranks", type=int, default=1, help="number of processes (1)")
+    parser.add_argument("--ranks", type=int, default=1, help="number of processes per node (1)")
     parser.add_argument("--job", default=None, help="name of the job; default: EBBFLOW_JOB, else the script's name")
     parser.add_argument("--config", default=None, help="configuration file")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override of a setting")
+    parser.add_argument("--rehearse", default=None, metavar="FAULT", help="inject a fault, such as rank-kill@step:100")
     given = parser.parse_args(own)
     try:
         return _run(given, arguments)
@@ -58,6 +86,8 @@ def _run(given: argparse.Namespace, arguments: list[str]) -> int:
     script = Path(given.script)
     if not script.is_file():
         raise WorkloadError(f"{script}: no such script; fix: give the path of a Python file")
+    if given.rehearse:
+        Fault.parse(given.rehearse).check(max_steps=sys.maxsize, nodes=1, world_size=given.ranks)
     loaded = load_config(given.config, given.set, project_root=Path.cwd())
     config = loaded.script_settings()
     job = job_of_script(given.job, str(script))
@@ -86,6 +116,7 @@ def _run(given: argparse.Namespace, arguments: list[str]) -> int:
             prepared=prepared,
             log_folder=str(Path("runs", job, "logs").resolve()),
             candidate_ports=control_ports(run, 0),
+            rehearse=given.rehearse,
         )
         try:
             ending = run_gang(spec)
@@ -100,7 +131,8 @@ def _run(given: argparse.Namespace, arguments: list[str]) -> int:
 
 def run_script(spec: WorkerSpec) -> LoopResult:
     """Run the script in this rank. Return the result of its attached job or, if it has none, completed at step 0."""
-    script, result = Path(spec.prepared["script"]), Path(spec.result_path or os.devnull)
+    script = find_script(spec.prepared["script"], spec.prepared.get("script_sha256"), Store.open(spec.store_uri))
+    result = Path(spec.result_path or os.devnull)
     if spec.heartbeat_path:
         heartbeat = Heartbeat(Path(spec.heartbeat_path))
         threading.Thread(target=_beat_while_working, args=(heartbeat,), name="heartbeat", daemon=True).start()

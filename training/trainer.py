@@ -130,6 +130,26 @@ class Rehearsal:
     notice_path: str | None = None  # the file in which the agent looks for a notice; None without an agent
     spoils_loss: bool = False  # whether this rank reports a non-finite loss in the next step
 
+    def inject(self, step: int, *, max_steps: int, gang: Gang, reporter: Reporter, limits: Limits) -> None:
+        """Inject the fault if it is due on this rank. Call this before `step` is saved, so that the step is lost."""
+        fault = self.fault
+        if step != fault.due_step(max_steps):
+            return
+        if not fault.targets(node=self.node, rank=gang.rank, nodes=self.nodes, world_size=gang.world_size):
+            return
+        try:
+            reporter.emit(FAULT_INJECTED, step=step, flush=True, kind=fault.kind, target=str(fault))
+        except StoreError as error:  # without its record the fault would fire in every attempt
+            message = f"rehearsed fault {fault} was skipped at step {step}: its record failed: {error}"
+            print(message, flush=True)
+            reporter.emit(NOTICE, step=step, message=message)
+            return
+        fault.strike(self.agent_pid, self.notice_path)
+        self.spoils_loss = fault.kind == NON_FINITE
+        if fault.kind == NOTICE_KIND:
+            reporter.enter("checkpoint", step)
+            limits.wait_for_drain(_WORD_SECONDS)  # short steps could end the job before the agent has the notice
+
 
 @dataclass(frozen=True, kw_only=True)
 class Trainer:
@@ -253,27 +273,10 @@ class Trainer:
             print(f"step {at.step}: {share} is reached: {spent}", flush=True)
 
     def rehearse_fault(self, step: int) -> None:
-        """Inject the rehearsed fault if it is due on this rank.
-
-        Call this before `step` is saved, so that the step is lost.
-        """
-        aim, gang = self.rehearsal, self.gang
-        if aim is None or step != aim.fault.due_step(self.config.training.max_steps):
-            return
-        if not aim.fault.targets(node=aim.node, rank=gang.rank, nodes=aim.nodes, world_size=gang.world_size):
-            return
-        try:
-            self.reporter.emit(FAULT_INJECTED, step=step, flush=True, kind=aim.fault.kind, target=str(aim.fault))
-        except StoreError as error:  # without its record the fault would fire in every attempt
-            message = f"rehearsed fault {aim.fault} was skipped at step {step}: its record failed: {error}"
-            print(message, flush=True)
-            self.reporter.emit(NOTICE, step=step, message=message)
-            return
-        aim.fault.strike(aim.agent_pid, aim.notice_path)
-        aim.spoils_loss = aim.fault.kind == NON_FINITE
-        if aim.fault.kind == NOTICE_KIND:
-            self.enter("checkpoint", step)
-            self.limits.wait_for_drain(_WORD_SECONDS)  # short steps could end the job before the agent has the notice
+        """Inject the rehearsed fault if it is due on this rank."""
+        if self.rehearsal is not None:
+            most, own = self.config.training.max_steps, {"reporter": self.reporter, "limits": self.limits}
+            self.rehearsal.inject(step, max_steps=most, gang=self.gang, **own)
 
     def renew_if_due(self, at: Position, sync: StepSync, *, last: bool) -> None:
         """Wait for the save and raise MemoryGrowth if any rank's memory is about to run out.

@@ -85,7 +85,7 @@ def build_trainer(spec: WorkerSpec, gang: Gang, *, nodes: int, reporter: Reporte
         },
         progress=_progress(spec, gang, config, terms, reporter),
         save_schedule=_save_schedule(spec, config, terms) if gang.rank == 0 else None,
-        rehearsal=_rehearsal(spec, nodes),
+        rehearsal=make_rehearsal(spec, nodes),
         guards=guards,
     )
     saver.prepare(spread.module, trainer.optimizer)
@@ -234,7 +234,7 @@ def _save_schedule(spec: WorkerSpec, config: RunConfig, terms: Terms | None) -> 
     return SaveSchedule(config.checkpoint, prior_hazard(planned, interruptions=max(0, spec.generation - 1)))
 
 
-def _rehearsal(spec: WorkerSpec, nodes: int) -> Rehearsal | None:
+def make_rehearsal(spec: WorkerSpec, nodes: int) -> Rehearsal | None:
     if spec.rehearse is None:
         return None
     fault, notice = Fault(**spec.rehearse), spec.notice_path

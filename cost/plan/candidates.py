@@ -517,7 +517,7 @@ def _carry_seconds(config: RunConfig, shape: ModelShape, kind: InstanceType, poo
 
 def _token_bytes(config: RunConfig, shape: ModelShape, steps: int) -> float:
     """Return an upper bound on the bytes of tokens that one node will read; 0 if unknown (a user's own workload)."""
-    if config.workload is not None:
+    if config.user_code is not None:
         return 0.0
     width = 1 if config.model.vocab_size <= 2**8 else 2 if config.model.vocab_size <= 2**16 else 4
     return steps * config.training.batch_size * shape.tokens_per_sample * width

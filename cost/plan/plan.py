@@ -66,6 +66,8 @@ def plan_notes(config: RunConfig, sources: PlanInputs) -> tuple[str, ...]:
         waits = "waits after a reclaim as recorded of V100, 2023; the first start is taken to be granted at once"
         lines.append(f"p50, p90 and P(deadline): simulated, staying in the pool; {waits}")
         lines.append("as placed: simulated, with capacity as recorded of V100, 2023, until own jobs ran in the pool")
+    if sources.shape.kind == "unknown":
+        lines.append("the script was not measured: its steps, hours and dollars are not known, and not these")
     old = warn_of_age(sources.now_utc, regions)
     return (*lines, old) if old else tuple(lines)
 
@@ -244,9 +246,11 @@ def make_plan(
     Raises:
         CatalogueError: A shipped table has an invalid entry.
     """
+    shape = causal_lm_shape(config.model) if shape is None else shape
+    config = shape.applied_to(config)
     sources = PlanInputs(
         catalogue=load_catalogue() if catalogue is None else catalogue,
-        shape=causal_lm_shape(config.model) if shape is None else shape,
+        shape=shape,
         prices=StaticPrices() if prices is None else prices,
         now_utc=now_utc,
         history=JobHistory() if history is None else history,

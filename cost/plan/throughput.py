@@ -234,9 +234,9 @@ def speed_fingerprint(config: RunConfig) -> str:
 
     A speed measured with one configuration applies to every configuration with the same fingerprint.
     """
-    sections = config.model_dump(
-        mode="json", include={"model", "parallel", "ddp", "fsdp", "workload", "workload_options"}
-    )
+    names = {"model", "parallel", "ddp", "fsdp", "workload", "workload_options"}
+    names |= {"script", "script_args"} if config.script else set()
+    sections = config.model_dump(mode="json", include=names)
     batch = config.training.batch_size, config.training.gradient_accumulation_steps
     text = json.dumps([sections, batch], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -113,6 +113,7 @@ def format_key_figures(report: RunReport) -> dict[str, str]:
         "goodput": format_percent(actual.get("goodput")),
         "unattributed": format_percent(actual.get("unattributed_share"), 2),
         "weights": report.weights_sha256 or NONE,
+        **_promise(report),
         **_certificate(report),
     }
     return {name: figure for name, figure in figures.items() if not _is_unknown(figure)}
@@ -160,6 +161,21 @@ def _quality(report: RunReport) -> dict[str, str]:
     return {
         one_line(name).replace("_", " "): format_number(value) for name, value in (actual.get("metrics") or {}).items()
     }
+
+
+def _promise(report: RunReport) -> dict[str, str]:
+    """Format how exactly a script resumes, such as "bit for bit, not proven; same data by its sampler"."""
+    found = report.events.get("promise")
+    if not found:
+        return {}
+    tried = (report.events.get("certificate") or {}).get("holds")
+    proof = {None: "not proven", True: "proven", False: "DISPROVED"}[tried]
+    proof = proof if found.get("level") == "bit for bit" else ""
+    data = f"same data by {one_line(found['same_data'])}" if found.get("same_data") else "perhaps other data"
+    words = [", ".join(filter(None, [one_line(found.get("level") or NONE), proof])), data, "every commit verified"]
+    stall = (report.actual.get("saves") or {}).get("stall_seconds")
+    words += [] if stall is None else [f"{1000 * stall:.1f} ms stall per commit"]
+    return {"resume": "; ".join([*words, *map(one_line, found.get("reasons") or [])])}
 
 
 def _certificate(report: RunReport) -> dict[str, str]:

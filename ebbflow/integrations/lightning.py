@@ -65,6 +65,7 @@ class CommitCallback(Callback):
 
             loader.__class__ = type(type(loader).__name__, (type(loader),), {"__iter__": read})
         elif not hasattr(loader, "state_dict"):
+            job.doubt_data()
             job.say("samples of an epoch are read again after a resume; fix: CommitCallback.restore(trainer, loader)")
 
     def _folder(self, trainer: Trainer) -> Path:
@@ -89,6 +90,7 @@ class CommitCallback(Callback):
             fix = "fix: trainer.fit(..., ckpt_path=CommitCallback.restore(trainer))"
             refuse(AttachError(f"job {job.name} is at step {job.step}, and the Trainer begins anew; {fix}"))
         self._global_step = trainer.global_step
+        job.describe(pl_module, trainer.estimated_stepping_batches)
         job.watch_signals()  # Lightning ends at SIGTERM, some steps before the save that all ranks agree on
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:

@@ -169,7 +169,15 @@ def _same_environment(python: str) -> bool:
 
 # All variables that Ebbflow reads, whether a user or Ebbflow sets them. A test checks that this list is complete.
 _OWN_VARIABLES = (
-    *("EBBFLOW_RUNS", "EBBFLOW_PARENT_PID", "EBBFLOW_SPEC", "EBBFLOW_JOB", "EBBFLOW_STANDBY_OF", "EBBFLOW_EXECUTION"),
+    *(
+        "EBBFLOW_RUNS",
+        "EBBFLOW_PARENT_PID",
+        "EBBFLOW_SPEC",
+        "EBBFLOW_JOB",
+        "EBBFLOW_PROBE",
+        "EBBFLOW_STANDBY_OF",
+        "EBBFLOW_EXECUTION",
+    ),
     *("EBBFLOW_SUBMIT", "EBBFLOW_UNPLACED", "EBBFLOW_RUNNABLE_SECONDS", "EBBFLOW_GRACE_SECONDS", "EBBFLOW_TASK_FILE"),
     *(
         "EBBFLOW_LAUNCHER",

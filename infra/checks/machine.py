@@ -199,8 +199,8 @@ def check_memory(config: RunConfig, gang: HostGang) -> CheckFinding:
     if not limits:
         return skipped(f"this system ({sys.platform}) does not say how much memory is available")
     where, available = min(limits.items(), key=lambda item: item[1])
-    if config.workload is not None:
-        return skipped(f"what {config.workload} takes is not known before its model is measured")
+    if config.user_code is not None:
+        return skipped(f"what {config.user_code} takes is not known before its model is measured")
     needed = host_memory_bytes(config, gang)
     staging = f"{size_text(staging_bytes(config))} of it to stage commits"
     arithmetic = f"{size_text(needed)} needed by {gang} (estimated; {staging}), {size_text(available)} {where}"

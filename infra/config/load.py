@@ -141,6 +141,7 @@ _LARGEST_FILE_BYTES = 1 << 20
 # Keys whose value is a path, and special words that are valid instead.
 _PATHS: dict[str, tuple[str, ...]] = {
     "store": (),
+    "script": (),
     "data.path": (),
     "data.tokenizer": ("bytes",),
     "training.initial_weights": (),

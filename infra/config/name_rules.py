@@ -98,6 +98,26 @@ def _workload_is_a_class(config: RunConfig) -> Breach:
     return f"workload must look like package.module:Class, not {name!r}", f"write {example}"
 
 
+@RULES.about("script", "script_args", "workload")
+def _script_is_a_file(config: RunConfig) -> Breach:
+    name = config.script
+    if name is None:
+        message = "script_args have no effect without script"
+        return (message, "set script to the path of a Python file") if config.script_args else None
+    if not name.endswith(".py"):
+        return f"script must be the path of a Python file, not {name!r}", "such as train.py"
+    return ("script and workload exclude each other", "remove one of them") if config.workload else None
+
+
+@RULES.about("script", "cluster.nodes", "cluster.processes_per_node")
+def _script_has_a_number_of_ranks(config: RunConfig) -> Breach:
+    cluster = config.cluster
+    if config.script is None or "auto" not in (cluster.nodes, cluster.processes_per_node):
+        return None
+    message = "cluster.nodes and cluster.processes_per_node must be numbers: a script's batch depends on them"
+    return message, "such as 1"
+
+
 @RULES.about("workload_options", "workload")
 def _options_need_a_workload(config: RunConfig) -> Breach:
     if config.workload is not None or not config.workload_options:

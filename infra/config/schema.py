@@ -299,6 +299,8 @@ class RunConfig(Section):
     """The whole configuration of a job."""
 
     store: str = key("runs", "folder or s3://bucket/prefix; a relative path starts at the project root")
+    script: str | None = key(None, "a training script of your own, which keeps its loop (docs/attach.md); null: none")
+    script_args: list[str] = key([], "arguments of the script")
     workload: str | None = key(None, "the workload as package.module:Class; null: the built-in language model")
     workload_options: dict[str, bool | int | float | str] = key({}, "options of the workload; any names")
     model: ModelConfig = ModelConfig()
@@ -314,6 +316,11 @@ class RunConfig(Section):
     metrics: MetricsConfig = MetricsConfig()
     survival: SurvivalConfig = SurvivalConfig()
     guards: GuardsConfig = GuardsConfig()
+
+    @property
+    def user_code(self) -> str | None:
+        """The script or workload of the user, which brings its own model and data; None for the built-in model."""
+        return self.script or self.workload
 
     @property
     def tokens_per_step(self) -> int:

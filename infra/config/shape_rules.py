@@ -38,7 +38,7 @@ def _heads_divide_width(config: RunConfig) -> Breach:
 )
 def _batch_divides_evenly(config: RunConfig) -> Breach:
     world_size = count_ranks(config)
-    if world_size is None:
+    if world_size is None or config.script is not None:  # a script has batches of its own
         return None
     nodes, processes = config.cluster.nodes, config.cluster.processes_per_node
     batch, parts = config.training.batch_size, config.training.gradient_accumulation_steps
@@ -146,6 +146,7 @@ DERIVED = (
         top=("training.batch_size",),
         bottom=("training.gradient_accumulation_steps", "cluster.nodes", "cluster.processes_per_node"),
         why="ranks have nothing to compute",
+        applies=lambda config: config.script is None,
     ),
     Derived(
         name="commits of the job",
@@ -153,7 +154,7 @@ DERIVED = (
         bottom=("checkpoint.interval_steps",),
         why="an interruption loses everything",
         spare=4,
-        applies=lambda config: config.checkpoint.interval == "steps",
+        applies=lambda config: config.checkpoint.interval == "steps" and config.script is None,
     ),
     Derived(
         name="copies of the model",
@@ -169,7 +170,7 @@ DERIVED = (
         top=("model.hidden_size",),
         bottom=("model.num_heads",),
         why="a head sees nothing",
-        applies=lambda config: config.workload is None,
+        applies=lambda config: config.user_code is None,
     ),
 )
 

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from ebbflow.cost.report.figure_text import format_key_figures
+from ebbflow.cost.report.report import build_report
 from tests.support.attached_scripts import (
     ROOT,
     SCRIPTS,
@@ -111,6 +113,35 @@ def test_ebbflow_run_starts_a_script_again_after_a_rank_was_killed(tmp_path: Pat
     assert final_state(killed, 30) == final_state(whole, 30)
     ended = [event.data["reason"] for event in events_of(killed) if event.name == "generation_ended"]
     assert ended == ["rank_killed", "completed"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason", "says"),
+    [
+        ("non-finite@step:12", "rewind", "loss is not finite on rank 1; back to the newest commit up to step 1"),
+        ("sleep@step:12:rank=1", "hang", "at step 12 in forward, training/rehearse.py"),
+    ],
+)
+def test_a_rehearsed_fault_of_a_script_is_named_and_survived(
+    tmp_path: Path, fault: str, reason: str, says: str
+) -> None:
+    script = attached(tmp_path, "ddp")
+    script.write_text(
+        script.read_text().replace("            total += loss", "            job.log(loss=loss); total += loss")
+    )
+    command = [sys.executable, "-m", "ebbflow", "run", "ddp.py", "--ranks", "2", "--rehearse", fault]
+    command += ["--set", "guards.non_finite=skip", "--set", "survival.hang_floor_seconds=3", "--", PAUSE]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "EBBFLOW__CHECKPOINT__INTERVAL_STEPS": "5"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0 and says in done.stdout, done.stdout + done.stderr
+    events = events_of(script)
+    assert [one.data["reason"] for one in events if one.name == "generation_ended"] == [reason, "completed"]
+    promise = [one.data for one in events if one.name == "promise"][-1]
+    assert promise == {"level": "bit for bit", "same_data": "sampler", "reasons": []}
+    last = max(one.step for one in events if one.name == "step" and one.step)
+    assert last == 30 if reason == "hang" else last < 30, "the samples of the bad steps are left out"
+    report = build_report(events)
+    assert format_key_figures(report)["resume"].startswith("bit for bit, not proven; same data by sampler; every ")
 
 
 def test_importing_attach_imports_none_of_the_clouds_libraries() -> None:

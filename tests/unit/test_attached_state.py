@@ -11,8 +11,25 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from ebbflow.training.attached_guards import describe_promise
 from ebbflow.training.attached_state import BatchSource, join_state, split_state
 from ebbflow.training.errors import AttachError
+
+
+def test_a_promise_names_what_may_differ() -> None:
+    def promise(loader: Any, **facts: Any) -> dict[str, Any]:
+        source = None if loader is None else BatchSource(loader, 1, print)
+        common = {"has_optimizer": True, "same_data": "random states", "resized": ""}
+        return describe_promise(torch.nn.Linear(2, 2), source=source, **(common | facts))
+
+    assert promise(DataLoader(Noisy())) == {"level": "bit for bit", "same_data": "sampler", "reasons": []}
+    assert promise(None) == {"level": "bit for bit", "same_data": "random states", "reasons": []}
+    assert promise(None, resized="2 ranks, then 1")["level"] == "within tolerance"
+    stream = promise([1, 2])
+    assert stream["level"] == "not exact" and not stream["same_data"] and "list has no sampler" in stream["reasons"][0]
+    assert promise(None, has_optimizer=False)["reasons"] == [
+        "attach was given no optimizer, so that its state starts anew"
+    ]
 
 
 def test_a_state_dict_survives() -> None:

@@ -9,22 +9,27 @@ import argparse
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from ebbflow.infra.config.load import load_config
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.errors import InfraError
-from ebbflow.infra.footprint import ModelShape
+from ebbflow.infra.footprint import ModelShape, local_gang
 from ebbflow.infra.process import die_with_parent
 from ebbflow.infra.program import PROJECT_ROOT, python_path
+from ebbflow.infra.script_folder import find_script
+from ebbflow.infra.store import Store
 from ebbflow.training.errors import TrainingError, WorkloadError
 
 EXAMINE_SECONDS = 90.0
+PROBE_VARIABLE = "EBBFLOW_PROBE"  # names the file into which an attached job writes the size of its first steps
 # The deadline of a workload's `prepare`, which may download and convert data.
 PREPARE_SECONDS = 6 * 3600.0
 _LAST_LINES = 3
@@ -40,12 +45,16 @@ class Examination:
     prepared: dict[str, Any] | None
 
 
-def examine(config: RunConfig, *, prepare: bool, seconds: float = EXAMINE_SECONDS) -> Examination:
+def examine(
+    config: RunConfig, *, prepare: bool, seconds: float = EXAMINE_SECONDS, script_sha256: str | None = None
+) -> Examination:
     """Import, build and try out the configured workload in a child process, within `seconds`.
 
     With `prepare`, prepare the workload's data first, within 6 hours. Otherwise, a workload that has a `prepare` is
     only imported, because it cannot be tried without its data. Raises WorkloadError if the workload cannot be trained.
     """
+    if config.script is not None:
+        return examine_script(config, script_sha256)
     seconds = max(seconds, PREPARE_SECONDS) if prepare else seconds
     with tempfile.TemporaryDirectory(prefix="ebbflow-examine-") as folder:
         given, found = Path(folder, "config.json"), Path(folder, "found.json")
@@ -63,6 +72,67 @@ def examine(config: RunConfig, *, prepare: bool, seconds: float = EXAMINE_SECOND
         raise WorkloadError(data["problem"])
     shape = data["shape"] and ModelShape.from_json(data["shape"])
     return Examination(text=data["text"], shape=shape, prepared=data["prepared"])
+
+
+def examine_script(config: RunConfig, sha256: str | None = None) -> Examination:
+    """Run the script on the CPU as a single rank until its attached job has taken two steps, within 90 s.
+
+    If that fails, the shape is of kind "unknown": the plan then knows neither steps nor hours. `sha256` is the hash of
+    the archive of its folder, if this machine does not have it.
+    """
+    assert config.script is not None
+    words = {"script": config.script, "words": config.script_args, "script_sha256": sha256}
+    prepared = {"fingerprint": "", "weight_unit": "samples", **words}
+    script = find_script(config.script, sha256, Store.open(config.store))
+    if not script.is_file():
+        raise WorkloadError(f"script {script}: no such file; fix: give the path of a Python file")
+    with tempfile.TemporaryDirectory(prefix="ebbflow-examine-") as folder:
+        found = Path(folder, "found.json")
+        own = {PROBE_VARIABLE: str(found), "EBBFLOW__STORE": folder, "EBBFLOW_JOB": "examined", "EBBFLOW_SPEC": ""}
+        own |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+        own |= {"MASTER_PORT": str(_free_port()), "GLOO_SOCKET_IFNAME": "lo"}
+        output, command = "", [sys.executable, str(script), *config.script_args]
+        try:
+            output = _run(command, EXAMINE_SECONDS, f"script {script.name}", shown=False, environment=own)
+            measured = json.loads(found.read_text())
+        except (OSError, ValueError, WorkloadError) as error:
+            last = str(error) if isinstance(error, WorkloadError) else " | ".join(output.splitlines()[-_LAST_LINES:])
+            text = f"{script.name}: not measured, because its first two steps were not seen: {last}"
+            return Examination(text=text, shape=_shape({}, config), prepared=prepared)
+    shape = _shape(measured, config)
+    text = (
+        f"{script.name}: {shape.parameters:,} parameters, {shape.flops_per_sample:.3g} floating point operations per "
+    )
+    text += (
+        f"sample, {shape.samples_per_step} samples per step of all ranks, {shape.steps or 'unknown'} steps: measured"
+    )
+    return Examination(text=f"{text} on the CPU", shape=shape, prepared=prepared)
+
+
+def _shape(measured: dict[str, Any], config: RunConfig) -> ModelShape:
+    """Return a script's shape from what its job wrote (`ebbflow.training.attached_guards.probe`)."""
+    gang = local_gang(config)
+    ranks, samples = 1 if gang is None else gang.ranks, measured.get("samples", 1.0)
+    steps = measured.get("steps") or config.training.max_steps
+    return ModelShape(
+        parameters=measured.get("parameters", 0),
+        largest_unit_parameters=measured.get("parameters", 0),
+        activation_bytes_per_sample=0,
+        logits_bytes_per_sample=0,
+        flops_per_sample=measured.get("flops", 0.0) / samples,
+        tokens_per_sample=1,
+        units=1,
+        weight_unit="samples",
+        kind="measured" if measured else "unknown",
+        steps=max(1, -(-steps // ranks) if measured.get("divided") else steps),
+        samples_per_step=round(samples * ranks),
+    )
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def main(arguments: list[str]) -> int:
@@ -84,7 +154,10 @@ def main(arguments: list[str]) -> int:
             config = load_config(given.config, given.set, project_root=PROJECT_ROOT).config
         else:
             parser.error("CONFIG is missing")
-        found = _examine_here(config, prepare=given.prepare)
+        if config.script is not None:
+            found = asdict(examine_script(config))
+        else:
+            found = _examine_here(config, prepare=given.prepare)
     except (TrainingError, InfraError) as error:
         if not given.output:
             print(error, file=sys.stderr)
@@ -115,14 +188,16 @@ def _examine_here(config: RunConfig, *, prepare: bool) -> dict[str, Any]:
     return {**trial.to_json(), "prepared": prepared}
 
 
-def _run(command: list[str], seconds: float, what: str, *, shown: bool) -> str:
+def _run(
+    command: list[str], seconds: float, what: str, *, shown: bool, environment: Mapping[str, str] | None = None
+) -> str:
     """Run a command and return its output, or "" if the output goes to the terminal.
 
     At the deadline, the command and all its children are killed, and a WorkloadError that names `what` is raised.
     """
     with subprocess.Popen(
         command,
-        env=dict(os.environ, PYTHONPATH=python_path(), CUDA_VISIBLE_DEVICES=""),
+        env=dict(os.environ, PYTHONPATH=python_path(), CUDA_VISIBLE_DEVICES="", **(environment or {})),
         stdin=subprocess.DEVNULL,
         stdout=None if shown else subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -1,0 +1,97 @@
+"""The folder of a user's script, as an archive in the store, for machines that do not have it."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import re
+import subprocess
+import tarfile
+import tempfile
+from pathlib import Path
+
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.errors import InfraError, Outcome
+from ebbflow.infra.layout import script_key
+from ebbflow.infra.store import Store
+
+_LARGEST_FILE_BYTES = 10 * 2**20
+_LARGEST_FOLDER_BYTES = 100 * 2**20
+_SKIPPED = frozenset({"__pycache__", "node_modules", "venv", "runs", "build", "dist"})
+_SECRET = re.compile(
+    r"(\.env(\..+)?|\.netrc|\.pgpass|id_(rsa|dsa|ecdsa|ed25519)|.+\.(pem|key|p12|pfx)|credentials(\..+)?)"
+)
+
+
+class ScriptFolderError(InfraError):
+    """The folder of a script cannot be sent to other machines. The message names the file and the fix."""
+
+    outcome = Outcome.CONFIG
+
+
+def pack_script(config: RunConfig, store: Store) -> str:
+    """Put the script's folder into the store, and return the hash of the archive, which is part of its key.
+
+    In a git checkout, the files that git does not ignore are taken. Raises ScriptFolderError if a file may be a secret
+    or is too large.
+    """
+    assert config.script is not None
+    folder, content = Path(config.script).parent, io.BytesIO()
+    if not Path(config.script).is_file():
+        raise ScriptFolderError(f"script {config.script}: no such file; fix: give the path of a Python file")
+    total = 0
+    with tarfile.open(fileobj=content, mode="w") as archive:
+        for path in _files(folder):
+            name, size = str(path.relative_to(folder)), path.stat().st_size
+            fix = "move it out of the script's folder, or let git ignore it"
+            if _SECRET.fullmatch(path.name):
+                raise ScriptFolderError(f"{path} looks like a secret, and the folder would be copied; fix: {fix}")
+            total += size
+            if size > _LARGEST_FILE_BYTES or total > _LARGEST_FOLDER_BYTES:
+                what = f"{size / 2**20:.1f} MiB, limit 10 MiB" if size > _LARGEST_FILE_BYTES else "over 100 MiB in all"
+                raise ScriptFolderError(f"{path}: {what}; fix: {fix}, and read data from the store or another bucket")
+            entry = tarfile.TarInfo(name)
+            entry.size, entry.mode = size, path.stat().st_mode & 0o777  # no times, so equal files have equal archives
+            with path.open("rb") as file:
+                archive.addfile(entry, file)
+    data = content.getvalue()
+    sha256 = hashlib.sha256(data).hexdigest()
+    store.put(script_key(sha256), data)
+    return sha256
+
+
+def find_script(script: str, sha256: str | None, store: Store) -> Path:
+    """Return the script's path on this machine. If it has an archive, unpack that once. Raises ScriptFolderError."""
+    path = Path(script)
+    if sha256 is None:
+        return path
+    folder = Path(tempfile.gettempdir(), f"ebbflow-script-{os.getuid()}-{sha256[:16]}")
+    if not folder.is_dir():
+        data = store.get(script_key(sha256))
+        if hashlib.sha256(data).hexdigest() != sha256:
+            raise ScriptFolderError(f"{store.uri}/{script_key(sha256)} is damaged; fix: start the job again")
+        with tempfile.TemporaryDirectory(dir=folder.parent) as fresh, tarfile.open(fileobj=io.BytesIO(data)) as archive:
+            archive.extractall(fresh, filter="data")
+            try:
+                os.rename(fresh, folder)
+                os.mkdir(fresh)  # for TemporaryDirectory to delete
+            except OSError:
+                if not folder.is_dir():
+                    raise
+    if folder.stat().st_uid != os.getuid():
+        raise ScriptFolderError(f"{folder} belongs to another user; fix: delete it, or set TMPDIR to a folder of yours")
+    return folder / path.name
+
+
+def _files(folder: Path) -> list[Path]:
+    command = ["git", "-C", str(folder), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, capture_output=True, check=False)
+    if listed.returncode == 0:
+        names = {os.fsdecode(name) for name in listed.stdout.split(b"\0") if name}
+        return sorted(path for path in (folder / name for name in names) if path.is_file())
+    found: list[Path] = []
+    for parent, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if name not in _SKIPPED and not name.startswith(".")]
+        found += [Path(parent, name) for name in names if not name.endswith(".pyc")]
+    return sorted(path for path in found if path.is_file())

@@ -1,0 +1,135 @@
+"""Guards, rehearsed faults and the promise of an attached job.
+
+A script's optimizer has taken a step before the job sees its loss. So a bad step cannot be skipped: the job goes back
+to a commit instead. Losses are judged at syncs, before a save, so no commit has weights that a bad loss has spoiled.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DistributedSampler
+from torch.utils.flop_counter import FlopCounterMode
+
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.events import PROMISE
+from ebbflow.training.attached_state import BatchSource
+from ebbflow.training.gang import Gang
+from ebbflow.training.guards.guards import Action, Guards, make_guards
+from ebbflow.training.launch.messages import WorkerSpec
+from ebbflow.training.limits import Limits, Position
+from ebbflow.training.reporter import Reporter
+from ebbflow.training.step_sync import StepSync
+from ebbflow.training.trainer_setup import make_rehearsal
+from ebbflow.training.workloads.examine import PROBE_VARIABLE
+
+
+class ScriptGuards:
+    """Guards against non-finite losses and spikes with the settings `guards`, the rehearsed fault, and the promise."""
+
+    def __init__(self, spec: WorkerSpec, config: RunConfig, gang: Gang, reporter: Reporter) -> None:
+        rules = config.guards
+        changed: dict[str, Any] = {name: "rewind" for name in ("non_finite", "spike") if getattr(rules, name) == "skip"}
+        changed["memory_growth"] = "off"
+        config = config.model_copy(update={"guards": rules.model_copy(update=changed)})
+        self._gang, self._reporter, self._promised = gang, reporter, {}
+        self._guards: Guards = make_guards(spec, config, gang, copies=1, emit=reporter.emit)
+        self._rehearsal = make_rehearsal(spec, gang.world_size // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) or 1)
+        self._probe = Probe(os.environ[PROBE_VARIABLE]) if os.environ.get(PROBE_VARIABLE) else None
+        self.numbers = self._guards.numbers
+        self.first_sample = self._guards.overrides.first_sample  # samples before it are skipped after a rewind
+
+    def judge(self, sync: StepSync, synced_step: int, samples: int, settle: Callable[[], object]) -> str:
+        """Judge the losses since the sync at `synced_step`; return why the job must stop, else "". Collective.
+
+        Raises Rewind or TooManyRewinds if the job must go back to a commit of `synced_step` or earlier. `samples`
+        counts the samples read so far.
+        """
+        if not sync.non_finite and all(row.loss_sum == 0.0 for row in sync.rows):
+            return ""  # no loss was logged
+        before = Position(synced_step, samples - self._guards.config.training.batch_size)
+        verdict = self._guards.judge(before, sync, settle)
+        return verdict.reason if verdict.action is Action.STOP else ""
+
+    def probe(self, step: int, model: nn.Module, **facts: Any) -> None:
+        if self._probe is not None:
+            self._probe.end_step(step, model, **facts)
+
+    def rehearse(self, step: int, max_steps: int, limits: Limits) -> None:
+        if self._rehearsal is not None:
+            own = {"gang": self._gang, "reporter": self._reporter, "limits": limits}
+            self._rehearsal.inject(step, max_steps=max_steps, **own)
+
+    def spoil(self, loss: Any) -> Any:
+        """Return the loss, or NaN in the step after a rehearsed fault of that kind."""
+        if self._rehearsal is None or not self._rehearsal.spoils_loss:
+            return loss
+        self._rehearsal.spoils_loss = False
+        return math.nan
+
+    def promise(self, step: int, model: nn.Module, **facts: Any) -> None:
+        """Record how exactly this job resumes (`describe_promise`) on rank 0, if that is new."""
+        if self._gang.rank == 0 and (found := describe_promise(model, **facts)) != self._promised:
+            self._promised = found
+            self._reporter.emit(PROMISE, step=step, **found)
+
+
+def worst_loss(losses: list[float]) -> float:
+    """Return the largest loss, NaN if one is not finite, or 0 if there is none."""
+    return max(losses, default=0.0) if all(map(math.isfinite, losses)) else math.nan
+
+
+class Probe:
+    """Measures a step for `ebbflow examine`, and ends the process (`EBBFLOW_PROBE`)."""
+
+    def __init__(self, path: str) -> None:
+        self._path, self._counter = Path(path), FlopCounterMode(display=False)
+
+    def end_step(self, step: int, model: nn.Module, *, samples: int, steps: int, loader: Any) -> None:
+        """Count the operations of the second step, and write them, with what is known of the job, to the file."""
+        if step == 1:
+            self._counter.__enter__()
+            return
+        divided = isinstance(getattr(loader, "sampler", None), DistributedSampler)
+        parameters = sum(one.numel() for one in model.parameters())
+        found = {"parameters": parameters, "flops": float(self._counter.get_total_flops()), "samples": samples / step}
+        self._path.write_text(json.dumps(found | {"steps": steps, "divided": divided}))
+        os._exit(0)
+
+
+EXACT, CLOSE, NOT_EXACT = "bit for bit", "within tolerance", "not exact"
+
+
+def describe_promise(
+    model: nn.Module, *, has_optimizer: bool, source: BatchSource | None, same_data: str, resized: str
+) -> dict[str, Any]:
+    """Return how exactly the job resumes, as data of the event `promise`: level, same_data and reasons.
+
+    Args:
+        same_data: the means by which a resumed run reads the same data, if there is no `source`; "" if it may not.
+        resized: why the number of ranks has changed in this job, "" if it has not.
+    """
+    lost, close = [], []
+    if source is not None:
+        same_data = source.same_data
+        if not same_data:
+            kind = type(source.loader).__name__
+            lost.append(f"{kind} has no sampler and no state_dict: its batches are read again, and may be others")
+    elif not same_data:
+        lost.append("samples of an epoch are read again after a resume")
+    if not has_optimizer:
+        lost.append("attach was given no optimizer, so that its state starts anew")
+    if resized:
+        close.append(resized)
+    device = next((one.device.type for one in model.parameters()), "cpu")
+    if device != "cpu" and not torch.are_deterministic_algorithms_enabled():
+        close.append(f"{device} kernels may sum in another order; fix: torch.use_deterministic_algorithms(True)")
+    level = NOT_EXACT if lost else CLOSE if close else EXACT
+    return {"level": level, "same_data": same_data, "reasons": lost + close}
