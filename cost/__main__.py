@@ -28,6 +28,7 @@ from ebbflow.cost.reconcile import add_command as add_reconcile
 from ebbflow.cost.replay import add_command as add_replay
 from ebbflow.cost.report.render_text import JOB_COLUMNS, build_job_row, render_table
 from ebbflow.cost.report.report import RunReport, build_report
+from ebbflow.cost.watch import add_command as add_watch
 from ebbflow.infra.errors import InfraError, Outcome
 from ebbflow.infra.process import run_benchmarks, silence_stdout
 from ebbflow.infra.program import DEFAULT_CONFIG, PROJECT_ROOT
@@ -73,6 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.set_defaults(run=_plan)
     add_report(commands)
     add_jobs(commands)
+    add_watch(commands)
     add_reconcile(commands)
     add_replay(commands)
     add_commands(commands, PROJECT_ROOT)

@@ -20,6 +20,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "preflight": ("ebbflow.infra.__main__", "find what is wrong with a job before it starts"),
     "plan": ("ebbflow.cost.__main__", "rank the capacity pools that could run a configuration"),
     "report": ("ebbflow.cost.__main__", "show what a job trained, what it cost and what was lost"),
+    "watch": ("ebbflow.cost.__main__", "show a running job's live page: progress, dollars, plots"),
     "jobs": ("ebbflow.cost.__main__", "list all jobs: running, waiting, done, spent, forecast, and who may start"),
     "logs": ("ebbflow.infra.__main__", "show the output of a job's ranks"),
     "diagnose": ("ebbflow.infra.__main__", "name the failure in anybody's logs, with its cause and fix"),

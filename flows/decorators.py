@@ -90,7 +90,7 @@ def training_backend(flow: Any) -> Target | None:
 
 
 OWN = not hasattr(metaflow, "package_sources")
-_SUFFIXES = (".py", ".yaml", ".csv")
+_SUFFIXES = (".py", ".yaml", ".csv", ".js", ".css")
 _SHIPPED: list[Path] = []
 
 

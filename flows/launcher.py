@@ -25,6 +25,7 @@ from typing import NoReturn, TypeGuard
 
 from ebbflow.flows import remote
 from ebbflow.flows.job import RUNS, Job, local_folder, mark_latest
+from ebbflow.flows.live_page import LivePageWriter, finish_page
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.errors import InfraError, JobIsRunning, Outcome
 from ebbflow.infra.launchers import (
@@ -73,6 +74,7 @@ class _Launch:
         self._interrupts = 0  # Ctrl-C while the report is written
         self.take_over = False  # --take-over is given
         self._unnamed: RunConfig | None = None  # configuration of a job that is named after its run
+        self._known: tuple[str, str] | None = None  # name ("": not yet) and store of the job
         self._ended = threading.Event()
 
     @property
@@ -91,6 +93,7 @@ class _Launch:
         printed and the run goes on without a claim. Exits with 3 if another launcher runs the job, or if the permits
         cannot be recorded.
         """
+        self._known = job, config.store
         if not job:
             self._unnamed = config
             return
@@ -124,13 +127,18 @@ class _Launch:
         """Run Metaflow and return its exit code, or 75 if a signal asked the run to exit."""
         if self._unnamed is not None and claim_of_parent() is None:
             threading.Thread(target=self._claim_by_run, args=(run_id_file,), daemon=True).start()
+        page = None if self._known is None else LivePageWriter(*self._known, run_id_file)
         try:
+            if page is not None:
+                page.start()
             self._doing = "run"
             code = _metaflow(flow_class)
             self._doing = "report"
         except KeyboardInterrupt:  # a signal between two of these lines
             self._doing = "report"
             code = Outcome.INTERRUPTED.exit_code
+        if page is not None:
+            page.end()
         return Outcome.INTERRUPTED.exit_code if self.asked else code
 
     def release(self) -> None:
@@ -460,6 +468,7 @@ def finish_job(job: Job, code: int, started: float, *, asked: bool) -> int:
             print(f"no report: {error}", file=sys.stderr)
             return code
         print(f"the report is on this machine only: {error}", file=sys.stderr)
+    finish_page(path.parent)
     report = RunReport.from_json(json.loads(path.read_text()))
     python = Path(sys.executable)
     python = python.relative_to(PROJECT_ROOT) if python.is_relative_to(PROJECT_ROOT) else python

@@ -7,19 +7,17 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from ebbflow.cost.errors import CostError, PriceError
+from ebbflow.cost.errors import PriceError
 from ebbflow.cost.job_history import save_job_record
-from ebbflow.cost.jobs import list_known_jobs, load_report
 from ebbflow.cost.prices.source import read_price_changes
 from ebbflow.cost.report.render_html import render as render_html
 from ebbflow.cost.report.report import RunReport, build_report
-from ebbflow.flows.job import RUNS, Job, write_atomically
+from ebbflow.cost.watch import read_earlier_reports
+from ebbflow.flows.job import Job, write_atomically
 from ebbflow.infra.errors import InfraError
 from ebbflow.infra.events import NODE_STARTED, PLAN, PRICES, Event, read_events, read_log
 from ebbflow.infra.metrics import render_job_metrics
 from ebbflow.infra.program import PROJECT_ROOT
-
-_COMPARED_JOBS = 8
 
 
 def record_prices(job: Job) -> None:
@@ -67,7 +65,7 @@ def write_report(job: Job) -> RunReport:
     report = build_report(events, damage=content.damage)
     files = {
         "report.json": json.dumps(report.to_json(), indent=1, allow_nan=False).encode(),
-        "report.html": render_html(report).encode(errors="backslashreplace"),
+        "report.html": render_html(report, earlier=read_earlier_reports(job.name)).encode(errors="backslashreplace"),
         "metrics.prom": render_job_metrics(report.to_json(), events),
     }
     for name, content in files.items():
@@ -81,14 +79,3 @@ def write_report(job: Job) -> RunReport:
     except InfraError as error:  # the job has ended; only later plans lack its history
         print(f"the job's history for later plans was not stored: {error}", flush=True)
     return report
-
-
-def earlier_reports(job: str) -> list[dict]:
-    """Return the newest readable reports of other jobs on this machine as JSON, for comparison."""
-    found = []
-    for name in [name for name in list_known_jobs(RUNS) if name != job][-_COMPARED_JOBS:]:
-        try:
-            found.append(load_report(str(RUNS / name / "report.json")).to_json())
-        except (CostError, OSError):
-            continue
-    return found

@@ -133,11 +133,14 @@ class TrainFlow(FlowSpec):
     @step
     def report(self):
         """Build one report on the job's training and cost from the events of all attempts, and show it as a card."""
-        from ebbflow.flows import cards, reporting  # at module level they would slow all tasks
+        from ebbflow.cost.watch import read_earlier_reports
+        from ebbflow.flows import cards  # at module level they would slow all tasks
 
         self.run_report = steps.write_report(self)
         self.loss_frame, self.ledger_frame = steps.report_frames(self.run_report)
-        cards.show_report(current.card["report"], self.run_report, reporting.earlier_reports(self.job))
+        cards.show_report(
+            current.card["report"], self.run_report, [one.to_json() for one in read_earlier_reports(self.job)]
+        )
         self.next(self.end)
 
     @step

@@ -21,7 +21,7 @@ from enum import StrEnum
 from typing import Any
 
 from ebbflow.infra.errors import Outcome
-from ebbflow.infra.segments import Damage, Line, Unsealed, read_segments, unseal
+from ebbflow.infra.segments import Damage, Line, Segments, Unsealed, read_new_segments, read_segments, unseal
 from ebbflow.infra.store import Store
 
 
@@ -355,6 +355,28 @@ def read_log(job_store: Store) -> LogContent:
     events.sort(key=lambda event: (event.t_wall, event.t_mono))
     damage += _missing_writers(unsealed, events, newest)
     return LogContent(events=events, damage=tuple(damage))
+
+
+class LogFollower:
+    """Reader of a growing event log that reads each segment once. It leaves out damage, which `read_log` reports."""
+
+    def __init__(self, job_store: Store) -> None:
+        self.events: list[Event] = []  # sorted by wall time
+        self._store, self._segments = job_store, Segments()
+
+    def read_new(self) -> int:
+        """Read the segments that were added since the last call, and return the number of new events.
+
+        Raises StoreError.
+        """
+        found: list[Event] = []
+        for key, content in read_new_segments(self._store, self._segments):
+            lines = unseal(Segments(contents={key: content})).lines
+            found += [event for event, _ in map(_parse, lines) if event is not None]
+        if found:
+            self.events.extend(found)
+            self.events.sort(key=lambda event: (event.t_wall, event.t_mono))
+        return len(found)
 
 
 def _parse(line: Line) -> tuple[Event | None, str]:

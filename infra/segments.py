@@ -143,6 +143,21 @@ def read_segments(job_store: Store) -> Segments:
     return found
 
 
+def read_new_segments(job_store: Store, known: Segments) -> list[tuple[str, bytes]]:
+    """Read the listed segments that `known` lacks, and note their keys in it without their contents.
+
+    Raises StoreError.
+    """
+    before = set(known.contents)
+    known.unreadable.clear()  # they may be readable by now
+    with ThreadPoolExecutor(_READERS, thread_name_prefix="events") as pool:
+        _read_listed(job_store, pool, known)
+    found = [(key, content) for key, content in known.contents.items() if key not in before]
+    known.contents.update((key, b"") for key, _ in found)
+    known.damage.clear()
+    return found
+
+
 def _checksum(content: bytes) -> str:
     return f"{zlib.crc32(content):08x}"
 

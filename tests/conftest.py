@@ -39,4 +39,5 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if name.startswith(("METAFLOW_", "EBBFLOW_", "AWS_", "MF_PARALLEL_")) or name in {"RANK", "WORLD_SIZE"}:
             monkeypatch.delenv(name)
+    monkeypatch.setenv("EBBFLOW_LIVE_PAGE", "0")  # a process beside each run; the tests of the page start it
     monkeypatch.setenv("PATH", os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))

@@ -79,6 +79,7 @@ class Ledger:
         price_kind: "recorded …", "estimated …", "simulated" (a local run with assumed prices) or "unpriced" (no plan).
         useful_on_demand_usd: Cost of the useful step time at the on-demand price of the same nodes; None if unknown.
         causes: The same seconds and dollars, divided by cause.
+        cells: The same seconds and dollars, divided by cause and class.
         nodes: The cost of each node of each generation.
         unreported: The cost of nodes of Batch jobs that recorded no event.
         owner, project: The configured names; empty if not set.
@@ -91,6 +92,7 @@ class Ledger:
     useful_on_demand_usd: Decimal | None
     redone_steps: int
     causes: tuple[CauseLine, ...] = ()
+    cells: tuple[tuple[str, LedgerClass, int, Decimal], ...] = ()  # cause, class, rank-microseconds, exact dollars
     nodes: tuple[NodeBill, ...] = field(default=(), compare=False)
     unreported: tuple[UnreportedBill, ...] = field(default=(), compare=False)
     owner: str = ""
@@ -136,6 +138,7 @@ def fold(events: Sequence[Event], *, running: bool = False) -> Ledger:
         useful_on_demand_usd=None if sums.useful is None else round_amount(sums.useful),
         redone_steps=_count_redone_steps(ordered, generations),
         causes=_make_cause_lines(sums, total_usd),
+        cells=tuple((*key, sums.cell_micros[key], usd) for key, usd in sums.cell_usd.items() if sums.cell_micros[key]),
         nodes=bills.nodes,
         unreported=bills.unreported,
         owner=_read_setting(ordered, "cost.owner"),
@@ -170,6 +173,8 @@ class _Sums:
         self._start_causes = _find_start_causes(generations)
         self.cause_micros: dict[str, int] = {}
         self.cause_usd: dict[str, Decimal] = {}
+        self.cell_micros: dict[tuple[str, LedgerClass], int] = {}
+        self.cell_usd: dict[tuple[str, LedgerClass], Decimal] = {}
         self.micros: dict[LedgerClass, int] = {}
         self.usd: dict[LedgerClass, Decimal] = {}
         self.estimated: set[LedgerClass] = set()
@@ -202,6 +207,9 @@ class _Sums:
     def _add(self, kind: LedgerClass, cause: str, micros: int, usd: Decimal) -> None:
         self.cause_micros[cause] = self.cause_micros.get(cause, 0) + micros
         self.cause_usd[cause] = self.cause_usd.get(cause, Decimal(0)) + usd
+        cell = cause, kind
+        self.cell_micros[cell] = self.cell_micros.get(cell, 0) + micros
+        self.cell_usd[cell] = self.cell_usd.get(cell, Decimal(0)) + usd
         self.micros[kind] = self.micros.get(kind, 0) + micros
         self.usd[kind] = self.usd.get(kind, Decimal(0)) + usd
 

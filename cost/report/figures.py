@@ -70,7 +70,7 @@ def compute_actual_figures(
     return {
         "wall_hours": (max(times) - min(times)) / 3600,
         "steps": max((event.step for event in kept if event.step is not None), default=0),
-        "tokens_per_second": _median(_per_second(event, "tokens") for event in kept),
+        "tokens_per_second": _median(compute_rate(event, "tokens") for event in kept),
         **_compute_mfu(events, kept),
         "learning_rate": max((rate for rate in rates if rate is not None), default=None),
         "held_out_loss": held_out,
@@ -93,7 +93,7 @@ def _is_kept(event: Event, generations: dict[int, RecordedGeneration]) -> bool:
     return generation is not None and event.step is not None and generation.keeps(event.step)
 
 
-def _per_second(event: Event, key: str) -> float | None:
+def compute_rate(event: Event, key: str) -> float | None:
     """Return a step's tokens or FLOPs (`key`) per second, counting work and waits for data; None if unknown."""
     seconds, amount = event.data.get("seconds", {}), event.data.get(key)
     busy = seconds.get(LedgerClass.USEFUL_STEP, 0.0) + seconds.get(LedgerClass.DATA_WAIT, 0.0)
@@ -105,10 +105,10 @@ def _compute_mfu(events: Sequence[Event], kept: Sequence[Event]) -> dict[str, An
 
     An MFU above 1 is not reported, because the peak was then measured on a busy machine. Both are None if unknown.
     """
-    peaks = _find_peaks(events)
+    peaks = find_peaks(events)
     shares = []
     for event in kept:
-        speed, peak = _per_second(event, "flops"), peaks.get(event.generation)
+        speed, peak = compute_rate(event, "flops"), peaks.get(event.generation)
         shares.append(speed / peak if speed is not None and peak else None)
     mfu = _median(shares)
     if mfu is None or mfu <= 1.0:
@@ -116,7 +116,7 @@ def _compute_mfu(events: Sequence[Event], kept: Sequence[Event]) -> dict[str, An
     return {"mfu": None, "mfu_withheld": f"{mfu:.1f} times the peak, which was measured while the machine was busy"}
 
 
-def _find_peaks(events: Sequence[Event]) -> dict[int, float]:
+def find_peaks(events: Sequence[Event]) -> dict[int, float]:
     """Return the peak FLOPs per second of each generation, summed over its ranks.
 
     A peak measured on a busy machine is too low; no measurement is too high. So for each machine, number of ranks and
@@ -191,6 +191,7 @@ def compute_money_figures(
         - forecast: Forecast of the first plan, for the whole job. Later plans cover only the remaining work.
           `compute_usd` excludes storage and transfer, which the ledger does not meter.
         - causes: Dollars by cause, with six decimals, that sum to the total.
+        - cells: The same dollars and rank-seconds by cause and ledger class.
         - hindsight: Lowest possible cost, and regret (`compute_hindsight`).
         - thresholds: Shares of the budget (0 to 1) that were reached and notified.
         - prices: Nodes and dollars by pool and kind of price.
@@ -206,6 +207,10 @@ def compute_money_figures(
         "causes": [
             {"cause": line.cause, "rank_seconds": line.rank_microseconds / MICRO, "usd": float(line.usd)}
             for line in ledger.causes
+        ],
+        "cells": [
+            {"cause": cause, "class": str(kind), "rank_seconds": micros / MICRO, "usd": float(round_amount(usd))}
+            for cause, kind, micros, usd in ledger.cells
         ],
         "hindsight": compute_hindsight(events, generations, ledger),
         "thresholds": sorted({event.data["threshold"] for event in events if event.name == BUDGET}),

@@ -1,18 +1,25 @@
-"""Render the report as one self-contained HTML page: no requests, no scripts, light and dark, readable on a phone.
+"""Render a job as one self-contained HTML page: live while the job runs, then its report.
 
+The page makes no network request; its policy forbids them, and all scripts but its own. Tables and SVG show everything
+without JavaScript; with it, `page/page.js` draws interactive plots (uPlot) and takes newer content from the same file.
 Text from outside this program is always passed through `escape`. `cost.report.figure_text` formats the numbers.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import html
-import math
-from collections.abc import Callable, Sequence
+import json
+import time
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
 
-from ebbflow.cost.amounts import format_number
+from ebbflow.cost.amounts import NONE, format_duration, format_number, format_percent, format_usd
 from ebbflow.cost.report.figure_text import (
     ATTEMPT_HEADER,
-    CAUSE_HEADER,
     GENERATION_HEADER,
     LEDGER_HEADER,
     PLACE_HEADER,
@@ -27,35 +34,44 @@ from ebbflow.cost.report.figure_text import (
     format_ledger_rows,
     format_placement_rows,
     get_comparison_header,
-    get_loss_unit,
 )
-from ebbflow.cost.report.render_text import PYTHON, suggest_next_step
+from ebbflow.cost.report.render_svg import list_figures, render_chart
+from ebbflow.cost.report.render_text import JOB_HEADER, PYTHON, describe_price_kinds, format_job_rows, suggest_next_step
 from ebbflow.cost.report.report import RunReport
+from ebbflow.cost.report.verdict import (
+    Tile,
+    describe_model,
+    describe_stop,
+    find_changed_settings,
+    list_tiles,
+    render_verdict,
+    reproduce_command,
+)
 from ebbflow.infra.events import LedgerClass
 from ebbflow.infra.untrusted_text import one_line
 
-# One colour per class of time: work green, its overheads blue, costs of interruptions warm, unknown time grey.
+# One colour per class of time, after Okabe and Ito, whose colours the colour-blind can tell apart.
 COLOURS = {
-    LedgerClass.USEFUL_STEP: "#2f9e64",
-    LedgerClass.DATA_WAIT: "#8bc34a",
-    LedgerClass.CHECKPOINT_STALL: "#3b82c4",
-    LedgerClass.EVALUATION: "#26a5b8",
-    LedgerClass.STARTUP: "#7986cb",
-    LedgerClass.RESTORE: "#9575cd",
+    LedgerClass.USEFUL_STEP: "#009e73",
+    LedgerClass.DATA_WAIT: "#f0e442",
+    LedgerClass.CHECKPOINT_STALL: "#cc79a7",
+    LedgerClass.EVALUATION: "#7fd1ae",
+    LedgerClass.STARTUP: "#56b4e9",
+    LedgerClass.RESTORE: "#0072b2",
     LedgerClass.SHUTDOWN: "#9fa8b8",
-    LedgerClass.HANG: "#b5443a",
-    LedgerClass.REDONE_STEP: "#e0813a",
-    LedgerClass.SKIPPED_STEP: "#f0b04f",
-    LedgerClass.INTERRUPTION: "#d9534f",
+    LedgerClass.HANG: "#7a2e00",
+    LedgerClass.REDONE_STEP: "#e69f00",
+    LedgerClass.SKIPPED_STEP: "#b8860b",
+    LedgerClass.INTERRUPTION: "#d55e00",
     LedgerClass.UNATTRIBUTED: "#757575",
     LedgerClass.IDLE: "#a1887f",
     LedgerClass.MINIMUM_CHARGE: "#bcaaa4",
 }
-_WIDTH, _HEIGHT = 760, 260
-_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 12, 34
-_LARGEST_POINTS = 600
+_PAGE = Path(__file__).parent / "page"
+_MOST_EVENTS = 400
+_TOKEN = "[METAFLOW_RELOAD_TOKEN]"  # Metaflow replaces it in a card
 _LONGEST_NUMBER = 32  # characters; a column with a longer cell is text, which may wrap
-# On screens below 700 px each row becomes a block with a line for each cell, so that no column is cut off.
+# On screens below 980 px each row becomes a block with a line for each cell, so that no column is cut off.
 TABLE_STYLE = """
 .wide{overflow-x:auto}
 .wide table{width:100%;border-collapse:collapse;font-variant-numeric:tabular-nums}
@@ -65,7 +81,7 @@ TABLE_STYLE = """
 .wide td.text{white-space:normal;overflow-wrap:anywhere}
 .wide .total td{font-weight:600;border-bottom:0}
 .wide td i{display:inline-block;width:10px;height:10px;border-radius:3px;margin-right:8px}
-@media (max-width:700px){
+@media (max-width:980px){
 .wide thead{display:none}
 .wide table,.wide tbody{display:block}
 .wide tr{display:block;padding:8px 0;border-bottom:1px solid var(--line,#8884)}
@@ -114,146 +130,352 @@ def _cell(cell: str, label: str, kind: str, mark: str) -> str:
     return f"<td{kind}{named}>{mark}{escape(cell).replace(chr(10), ' ')}</td>"
 
 
-def render_ledger_bar(report: RunReport) -> str:
-    """Render the paid time as a bar with one segment per ledger class, whose name is the tooltip."""
-    parts = [
-        f'<span style="flex:{line.rank_microseconds} 1 0;background:{COLOURS[line.ledger_class]}" '
-        f'title="{escape(line.ledger_class)} {format_number(line.rank_seconds, 2)} s"></span>'
-        for line in report.ledger
-        if line.rank_microseconds > 0
-    ]
-    return f'<div class="bar" role="img" aria-label="share of paid time by class">{"".join(parts)}</div>'
-
-
-def render_loss_chart(report: RunReport) -> str:
-    """Render the loss over steps as SVG, with gaps for non-finite losses and the unigram entropy as a dashed line."""
-    points = thin_points(report.loss_curve)
-    losses = [loss for _, loss in points if loss is not None and math.isfinite(loss)]
-    if not losses:
-        return '<p class="quiet">no finite loss was recorded</p>'
-    entropy = report.actual.get("unigram_entropy_nats")
-    seen = losses if entropy is None else [*losses, entropy]
-    low, high = min(seen), max(seen)
-    margin = 0.05 * (high - low) or 0.5
-    first, last = points[0][0], points[-1][0]
-
-    def x(step: float) -> float:
-        return _LEFT + (_WIDTH - _LEFT - _RIGHT) * (step - first) / max(1, last - first)
-
-    def y(loss: float) -> float:
-        return _TOP + (_HEIGHT - _TOP - _BOTTOM) * (high + margin - loss) / (high - low + 2 * margin)
-
-    drawn = [_axis(x, y, (first, last), (low, high))]
-    if entropy is not None:
-        drawn.append(
-            f'<line class="entropy" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y(entropy):.1f}" y2="{y(entropy):.1f}"/>'
-            f'<text x="{_WIDTH - _RIGHT}" y="{y(entropy) - 5:.1f}" text-anchor="end">unigram entropy</text>'
-        )
-    for piece in _pieces(points):
-        if len(piece) == 1:
-            drawn.append(f'<circle class="dot" cx="{x(piece[0][0]):.1f}" cy="{y(piece[0][1]):.1f}" r="2"/>')
-            continue
-        path = " ".join(f"{x(step):.1f},{y(loss):.1f}" for step, loss in piece)
-        drawn.append(f'<polyline class="loss" points="{path}"/>')
-    label = f"training loss from step {first} to {last}"
-    return f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{label}">{"".join(drawn)}</svg>'
-
-
-def thin_points(
-    points: Sequence[tuple[int, float | None]], largest: int = _LARGEST_POINTS
-) -> list[tuple[int, float | None]]:
-    """Return at most `largest` evenly spaced points, plus the last one."""
-    stride = max(1, math.ceil(len(points) / largest))
-    kept = list(points[::stride])
-    if points and kept[-1] != points[-1]:
-        kept.append(points[-1])
-    return kept
-
-
-def _pieces(points: Sequence[tuple[int, float | None]]) -> list[list[tuple[int, float]]]:
-    """Split the points at non-finite losses, so that the chart has gaps there."""
-    pieces: list[list[tuple[int, float]]] = [[]]
-    for step, loss in points:
-        if loss is not None and math.isfinite(loss):
-            pieces[-1].append((step, loss))
-        elif pieces[-1]:
-            pieces.append([])
-    return [piece for piece in pieces if piece]
-
-
-def _axis(
-    x: Callable[[float], float], y: Callable[[float], float], steps: tuple[int, int], losses: tuple[float, float]
+def render(
+    report: RunReport,
+    *,
+    python: str = PYTHON,
+    earlier: Sequence[RunReport] = (),
+    written: float | None = None,
 ) -> str:
-    marks = []
-    for share in (0.0, 0.5, 1.0):
-        loss = losses[0] + share * (losses[1] - losses[0])
-        step = round(steps[0] + share * (steps[1] - steps[0]))
-        anchor = {0.0: "start", 0.5: "middle", 1.0: "end"}[share]
-        marks.append(
-            f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y(loss):.1f}" y2="{y(loss):.1f}"/>'
-            f'<text x="{_LEFT - 8}" y="{y(loss) + 4:.1f}" text-anchor="end">{format_number(loss, 2)}</text>'
-            f'<text x="{x(step):.1f}" y="{_HEIGHT - 10}" text-anchor="{anchor}">{step:,}</text>'
-        )
-    return "".join(marks)
-
-
-# Figures shown large, in this order. The list "All figures" has the others too.
-_HEADLINES = (
-    "total",
-    "savings",
-    "held-out loss",
-    "loss / entropy",
-    "interruptions",
-    "redone",
-    "goodput",
-    "speed",
-    "MFU",
-)
-
-
-def render(report: RunReport, *, python: str = PYTHON) -> str:
     """Render the whole page.
 
     Args:
-        python: Path of the Python interpreter in the command that continues the job.
+        python: Path of the Python interpreter in the commands on the page.
+        earlier: Reports of other jobs for comparison, newest last.
+        written: Unix time of the report's figures; None for now.
     """
-    figures = format_key_figures(report)
-    title = f"Ebbflow report: {figures['job']}"
-    tone = "bad" if report.exit_code else "good"
-    colours = [COLOURS[line.ledger_class] for line in report.ledger]
-    ledger = render_html_table(LEDGER_HEADER, format_ledger_rows(report), colours=colours, total=True)
-    body = [
-        f'<header><h1>{escape(figures["job"])}</h1><p class="badge {tone}">{escape(figures["outcome"])}</p></header>',
-        _message(report),
-        _tiles(figures),
-        _section("Where the paid time went", render_ledger_bar(report) + ledger),
-        _table_section("Dollars by cause", CAUSE_HEADER, format_cause_rows(report)),
-        _section(f"Training loss, {get_loss_unit(report)}", render_loss_chart(report)),
-        _table_section("Plan against actual", ("", *get_comparison_header(report)[1:]), format_comparison_rows(report)),
-        _attempts(report),
-        _table_section("Generations", GENERATION_HEADER, format_generation_rows(report)),
-        _list("What went wrong, first failure first", format_failures(report)),
-        _section("All figures", _definitions(figures)),
-        _configuration(report),
-        _list("How far to trust this", explain_figures(report)),
-        _next_step(report, python),
-    ]
+    main, data = render_parts(report, python=python, earlier=earlier)
+    title = f"{one_line(report.job)}: {report.state.replace('_', ' ')}"
+    return fill_page(main, data, title, running=report.outcome is None, written=written)
+
+
+def fill_page(main: str, data: str, title: str, *, running: bool, written: float | None = None) -> str:
+    """Put the content and its data (JSON) into the page's frame of styles, scripts and policy."""
+    scripts, styles = _read_assets()
+    hashes = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(one.encode()).digest()).decode()}'" for one in scripts)
+    policy = (
+        f"default-src 'none'; style-src 'unsafe-inline'; script-src {hashes}; frame-src 'self' file:; base-uri 'none'"
+    )
+    now = time.time() if written is None else written
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<meta name="color-scheme" content="light dark">'
-        f"<title>{escape(title)}</title><style>{_STYLE}{TABLE_STYLE}</style></head>\n"
-        f"<body><main>{''.join(body)}</main></body></html>\n"
+        f"<title>{escape(title)}</title><style>{styles}</style></head>\n"
+        f'<body data-state="{"running" if running else "ended"}" data-written="{now:.3f}" data-token="{_TOKEN}">'
+        f'<main>{main}</main><script type="application/json" id="data">{data}</script>'
+        f"{''.join(f'<script>{one}</script>' for one in scripts)}</body></html>\n"
     )
 
 
-def _tiles(figures: dict[str, str]) -> str:
-    tiles = "".join(
-        f'<div class="tile"><span>{escape(name)}</span><b>{escape(figures[name])}</b></div>'
-        for name in _HEADLINES
-        if name in figures
+def as_update(report: RunReport, *, python: str = PYTHON, earlier: Sequence[RunReport] = ()) -> dict[str, Any]:
+    """Return what an open page needs to show newer figures, as JSON values (`update` in page.js)."""
+    main, data = render_parts(report, python=python, earlier=earlier)
+    state = "running" if report.outcome is None else "ended"
+    return {"main": main, "data": data, "state": state, "written": time.time(), "title": one_line(report.job)}
+
+
+@cache
+def _read_assets() -> tuple[tuple[str, ...], str]:
+    """Return the page's scripts and styles."""
+    scripts = tuple((_PAGE / name).read_text().strip() for name in ("feed.js", "uPlot.iife.min.js", "page.js"))
+    return scripts, (_PAGE / "uPlot.min.css").read_text() + (_PAGE / "page.css").read_text() + TABLE_STYLE
+
+
+def render_parts(report: RunReport, *, python: str, earlier: Sequence[RunReport]) -> tuple[str, str]:
+    """Render the content of the page, and the data of its plots as JSON that HTML cannot misread."""
+    figures, tables = list_figures(report, earlier)
+    marks = report.charts.get("marks") or []
+    drawn = [
+        f'<figure class="chart" id="figure-{one.id}"><figcaption>{escape(one.title)}</figcaption>'
+        f"{render_chart(one, tables[one.table], marks)}</figure>"
+        for one in figures
+    ]
+    data = {
+        "figures": [{**one._asdict(), "series": [series._asdict() for series in one.series]} for one in figures],
+        "tables": tables,
+        "marks": marks,
+    }
+    verdict = render_verdict(report)
+    sections = [
+        _header(report, verdict),
+        f'<div class="tiles" id="tiles">{"".join(map(_tile, list_tiles(report)))}</div>',
+        _stop(report),
+        _failure(report, python),
+        _plots(drawn, [one.id for one in figures]),
+        _timeline(report),
+        _money(report),
+        _table_section("plan", "Plan against actual", ("", *get_comparison_header(report)[1:]), _plan_rows(report)),
+        _attempts(report),
+        _table_section("generations", "Generations", GENERATION_HEADER, format_generation_rows(report)),
+        _ranks(report),
+        _events(report),
+        _configuration(report, earlier, python),
+        _environment(report),
+        _comparison(report, earlier),
+        _section("all", "All figures", _definitions(format_key_figures(report))),
+        _list("trust", "How far to trust this", explain_figures(report)),
+    ]
+    text = json.dumps(data, allow_nan=False, separators=(",", ":"), ensure_ascii=True)
+    return "".join(sections), text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _header(report: RunReport, verdict: str) -> str:
+    tone = "on" if report.outcome is None else "bad" if report.exit_code else "good"
+    model = describe_model(report)
+    small = f" <small>{escape(model)}</small>" if model else ""
+    state = escape(report.state.replace("_", " "))
+    return (
+        f'<header id="header"><h1>{escape(one_line(report.job))}{small}</h1>'
+        f'<p class="badge {tone}">{state}<span id="age"></span></p>'
+        f'<p class="verdict">{escape(verdict)}</p></header>'
     )
-    return f'<div class="tiles">{tiles}</div><p class="quiet">Dollars: {escape(figures["prices"])}</p>'
+
+
+def _tile(tile: Tile) -> str:
+    meter = ""
+    if tile.share is not None:
+        width, over = min(100.0, max(0.0, 100 * tile.share)), " class=over" if tile.share > 1 else ""
+        meter = f'<div class="meter"><i{over} style="width:{width:.1f}%"></i></div>'
+    return (
+        f'<div class="tile"><span>{escape(tile.name)}</span><b>{escape(tile.number)}</b>{meter}'
+        f"<span>{escape(tile.words)}</span></div>"
+    )
+
+
+def _stop(report: RunReport) -> str:
+    text = describe_stop(report)
+    return f'<p class="quiet" id="stop"><b>Safe to stop?</b> {escape(text)}</p>' if text else ""
+
+
+def _failure(report: RunReport, python: str) -> str:
+    """Render the first failure, its evidence and the command that goes on. Later failures usually follow from it."""
+    parts = []
+    failures = report.events.get("failures") or []
+    ended = report.outcome is not None and bool(report.exit_code)
+    if message := report.events.get("message"):
+        parts.append(f'<p class="message">{escape(one_line(message))}</p>')
+    if failures:
+        first = failures[0]
+        rank = report.charts and next(
+            (one for one in report.events.get("notable", []) if _names_rank(one, first)), None
+        )
+        evidence = f'<p class="quiet">{escape(one_line(rank["text"]))}</p>' if rank else ""
+        lines = format_failures(report)
+        listed = "".join(f"<li>{escape(line)}</li>" for line in lines[:_MOST_EVENTS])
+        parts.append(f"<ol>{listed}</ol>{evidence}")
+        logs = f"ebbflow logs {one_line(report.job)}   ebbflow diagnose {one_line(report.job)}"
+        parts.append(f"<p>What the ranks printed:</p><pre>{escape(logs)}</pre>")
+    following = suggest_next_step(report, python=python)
+    if following is not None:
+        parts.append(f"<h3>What next</h3><p>{escape(following.explanation)}:</p><pre>{escape(following.command)}</pre>")
+    title = "Why it ended, first failure first" if ended else "What went wrong, first failure first"
+    return _section("failure", title, "".join(parts)) if parts else ""
+
+
+def _names_rank(event: dict[str, Any], failure: dict[str, Any]) -> bool:
+    return event["name"] == "fault_detected" and event["generation"] == failure["generation"]
+
+
+def _plots(drawn: Sequence[str], ids: Sequence[str]) -> str:
+    if not drawn:
+        return _section("plots", "Training", '<p class="quiet">no step has been recorded yet</p>')
+    names = {"step": "step", "seconds": "wall time", "usd": "dollars"}
+    choices = "".join(
+        f'<label><input type="radio" name="axis" value="{key}"{" checked" if key == "step" else ""}> {name}</label>'
+        for key, name in names.items()
+    )
+    keys = "dashed red: interruption; grey: start of a generation; green tick: commit; red: non-finite loss"
+    return (
+        f'<section id="plots" data-figures="{" ".join(ids)}"><h2>Training</h2>'
+        f'<fieldset id="axis"><legend class="quiet">horizontal axis (drag to zoom, double-click to reset)</legend>'
+        f'{choices}</fieldset><div class="figures">{"".join(drawn)}</div><p class="quiet">{keys}</p></section>'
+    )
+
+
+def _timeline(report: RunReport) -> str:
+    """Render a bar for each node of each generation: what its time was used for, from the job's start to its end."""
+    lanes = report.charts.get("lanes") or []
+    if not lanes:
+        return ""
+    end = max(lane["end"] for lane in lanes) or 1.0
+    start = min(lane["start"] for lane in lanes)
+    scale = 100 / max(end - start, 1e-9)
+    rows, used = [], {}
+    for lane in lanes:
+        parts = []
+        paid = max(lane["end"] - lane["start"], 1e-9)
+        for begin, until, kind in lane["segments"]:
+            used[kind] = True
+            usd = lane["usd"] * (until - begin) / paid
+            text = f"{kind.replace('_', ' ')}: {format_duration(until - begin)}, {format_usd(usd)}"
+            parts.append(
+                f'<i style="left:{(begin - start) * scale:.2f}%;width:{max(0.05, (until - begin) * scale):.2f}%;'
+                f'background:{COLOURS[LedgerClass(kind)]}" title="{escape(text)}"></i>'
+            )
+        where = f"{one_line(lane['machine'])}: {one_line(lane['pool'])}"
+        label = (
+            f"generation {lane['generation']}, node {lane['node']} {where} "
+            f"at {format_usd(lane['usd_per_hour'])}/h, from step {lane['step']:,}, {format_duration(paid)}, "
+            f"{format_usd(lane['usd'])}, ended by: {one_line(lane['ended']).replace('_', ' ')}"
+        )
+        text = escape(label)
+        rows.append(
+            f'<div class="laneof">{text}</div><div class="lane" role="img" aria-label="{text}">{"".join(parts)}</div>'
+        )
+    left_out = report.charts.get("lanes_left_out") or 0
+    more = f'<p class="quiet">{left_out:,} earlier nodes are left out</p>' if left_out else ""
+    return _section("timeline", "Timeline: nodes of each generation", "".join(rows) + _keys([*used]) + more)
+
+
+def _keys(kinds: Sequence[str]) -> str:
+    marks = "".join(
+        f'<span><i style="background:{COLOURS[kind]}"></i>{escape(kind.replace("_", " "))}</span>'
+        for kind in LedgerClass
+        if kind in kinds
+    )
+    return f'<div class="keys">{marks}</div>'
+
+
+def _money(report: RunReport) -> str:
+    """Render the paid dollars by cause, each divided by class of time, and the ledger with the totals as the legend."""
+    colours = [COLOURS[line.ledger_class] for line in report.ledger]
+    ledger = render_html_table(LEDGER_HEADER, format_ledger_rows(report), colours=colours, total=True)
+    cells: dict[str, list[dict[str, Any]]] = {}
+    for cell in report.money.get("cells") or []:
+        cells.setdefault(str(cell["cause"]), []).append(cell)
+    rows, causes = format_cause_rows(report), report.money.get("causes") or []
+    widest = max((cause["rank_seconds"] for cause in causes), default=0.0) or 1.0
+    bars = []
+    for (name, seconds, share, usd), cause in zip(rows, causes, strict=False):
+        parts = "".join(
+            f'<span style="flex:0 0 {100 * cell["rank_seconds"] / widest:.2f}%;'
+            f'background:{COLOURS[LedgerClass(cell["class"])]}" '
+            f'title="{escape(_cell_text(cell))}"></span>'
+            for cell in cells.get(str(cause["cause"])) or [{**cause, "class": LedgerClass.UNATTRIBUTED}]
+        )
+        text = f"{name}: {seconds} rank-seconds, {share}, {usd}"
+        bars.append(
+            f'<div class="cause"><span>{escape(name)}</span><div class="bar" role="img" aria-label="{escape(text)}" '
+            f'title="{escape(text)}">{parts}</div>'
+            f'<b>{escape(usd)}<br><small class="quiet">{escape(share)}</small></b></div>'
+        )
+    total = f'<div class="cause"><b>total</b><span></span><b>{escape(rows[-1][3])}</b></div>' if rows else ""
+    table = f'<h3>By class of time</h3>{ledger}<p class="quiet">{escape(format_key_figures(report)["prices"])}</p>'
+    return _section("money", "Where the money went", "".join(bars) + total + table)
+
+
+def _cell_text(cell: dict[str, Any]) -> str:
+    kind = str(cell["class"]).replace("_", " ")
+    return f"{kind}: {format_number(cell['rank_seconds'], 2)} s, {format_usd(cell['usd'])}"
+
+
+def _plan_rows(report: RunReport) -> list[tuple[str, str, str]]:
+    """Return the comparison with the plan, and the parts that make up the difference in dollars."""
+    rows = [*format_comparison_rows(report)]
+    if not rows or report.outcome is None:
+        return rows
+    extra = sum(one["usd"] for one in report.money.get("causes") or [] if one["cause"] != "useful work")
+    useful = float(report.total_usd) - extra
+    return [
+        *rows,
+        ("of the dollars: useful work", NONE, format_usd(useful)),
+        ("everything else", NONE, format_usd(extra)),
+    ]
+
+
+def _ranks(report: RunReport) -> str:
+    ranks = report.charts.get("ranks") or []
+    if not ranks:
+        return ""
+    end = max(one["last_seconds"] for one in ranks)
+    header = ("rank", "node", "step", "slowest in", "its time / median", "step", "data wait", "memory", "last event")
+    rows = [
+        (
+            str(one["rank"]),
+            f"{one['node']} {one_line(one['host'])}".strip(),
+            NONE if one["step"] is None else f"{one['step']:,}",
+            format_percent(one["slowest_share"], 0),
+            format_number(one["slowest_ratio"], 2),
+            f"{format_number(one['step_seconds'], 3)} s",
+            format_percent(one["data_share"]),
+            NONE if one["node_resident_bytes"] is None else f"{one['node_resident_bytes'] / 2**30:.2f} GiB/node",
+            f"{format_duration(end - one['last_seconds'])} before the newest",
+        )
+        for one in ranks[:64]
+    ]
+    more = f"; {len(ranks) - 64:,} more ranks are left out" if len(ranks) > 64 else ""
+    logs = f"ebbflow logs {one_line(report.job)} --rank N"
+    note = f"newest generation, the most often slowest rank first{more}; its output: {logs}"
+    return _section("ranks", "Ranks", f'{render_html_table(header, rows)}<p class="quiet">{escape(note)}</p>')
+
+
+def _events(report: RunReport) -> str:
+    found = report.events.get("notable") or []
+    if not found:
+        return ""
+    rows = [
+        (
+            format_duration(one["seconds"]),
+            str(one["generation"]),
+            NONE if one["step"] is None else str(one["step"]),
+            one_line(one["name"]).replace("_", " "),
+            one_line(one["text"]),
+        )
+        for one in found[-_MOST_EVENTS:]
+    ]
+    more = f'<p class="quiet">the newest {_MOST_EVENTS} of {len(found):,}</p>' if len(found) > _MOST_EVENTS else ""
+    table = render_html_table(("after", "generation", "step", "event", "details"), rows)
+    box = '<input id="search" type="search" placeholder="search events" aria-label="search events" hidden>'
+    return _section("events", "Events", box + table + more)
+
+
+def _configuration(report: RunReport, earlier: Sequence[RunReport], python: str) -> str:
+    if not report.configuration:
+        return ""
+    chosen, defaults = (format_configuration_rows(report, defaults=each) for each in (False, True))
+    header = ("key", "value", "source")
+    folded = (
+        f'<details id="defaults"><summary>{len(defaults)} defaults</summary>'
+        f"{render_html_table(header[:2], defaults)}</details>"
+    )
+    before = earlier[-1] if earlier else None
+    changed = find_changed_settings(report, before)
+    differs = ""
+    if before is not None and changed:
+        names = ("key", one_line(before.job), one_line(report.job))
+        differs = f"<h3>Changed since {escape(one_line(before.job))}</h3>{render_html_table(names, changed)}"
+    command = reproduce_command(report, python=python, flow="flows/train_flow.py")
+    again = f"<h3>The same configuration again</h3><pre>{escape(command)}</pre>" if command else ""
+    return _section(
+        "configuration",
+        "Configuration",
+        (render_html_table(header, chosen) if chosen else "") + folded + differs + again,
+    )
+
+
+def _environment(report: RunReport) -> str:
+    checks = report.events.get("checks") or []
+    if not checks:
+        return ""
+    rows = [(one_line(one["title"]), one_line(one["status"]), one_line(one["detail"])) for one in checks]
+    table = render_html_table(("check", "result", "found"), rows)
+    return _section(
+        "environment",
+        "Environment",
+        f'<details id="checks"><summary>{len(rows)} checks before the start</summary>{table}</details>',
+    )
+
+
+def _comparison(report: RunReport, earlier: Sequence[RunReport]) -> str:
+    if not earlier:
+        return ""
+    every = [*earlier, report]
+    note = f'<p class="quiet">{escape(describe_price_kinds(every))}</p>'
+    return _section(
+        "earlier", "Beside the jobs before it", render_html_table(JOB_HEADER, format_job_rows(every)) + note
+    )
 
 
 def _definitions(figures: dict[str, str]) -> str:
@@ -261,76 +483,21 @@ def _definitions(figures: dict[str, str]) -> str:
     return f"<dl>{rows}</dl>"
 
 
-def _message(report: RunReport) -> str:
-    message = report.events.get("message")
-    return f'<p class="message">{escape(one_line(message))}</p>' if message else ""
-
-
 def _attempts(report: RunReport) -> str:
     attempts = report.money.get("attempts") or []
     if not attempts:
         return ""
     figures = render_html_table(ATTEMPT_HEADER, format_attempt_rows(attempts))
-    return _section("Attempts", figures + render_html_table(PLACE_HEADER, format_placement_rows(attempts)))
+    return _section("attempts", "Attempts", figures + render_html_table(PLACE_HEADER, format_placement_rows(attempts)))
 
 
-def _configuration(report: RunReport) -> str:
-    if not report.configuration:
-        return ""
-    chosen, defaults = (format_configuration_rows(report, defaults=each) for each in (False, True))
-    header = ("key", "value", "source")
-    folded = f"<details><summary>{len(defaults)} defaults</summary>{render_html_table(header[:2], defaults)}</details>"
-    return _section("Configuration", (render_html_table(header, chosen) if chosen else "") + folded)
+def _list(name: str, title: str, lines: Sequence[str]) -> str:
+    return _section(name, title, f"<ol>{''.join(f'<li>{escape(line)}</li>' for line in lines)}</ol>") if lines else ""
 
 
-def _next_step(report: RunReport, python: str) -> str:
-    following = suggest_next_step(report, python=python)
-    if following is None:
-        return ""
-    return _section("What next", f"<p>{escape(following.explanation)}:</p><pre>{escape(following.command)}</pre>")
+def _table_section(name: str, title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return _section(name, title, render_html_table(header, rows)) if rows else ""
 
 
-def _list(title: str, lines: Sequence[str]) -> str:
-    if not lines:
-        return ""
-    return _section(title, f"<ol>{''.join(f'<li>{escape(line)}</li>' for line in lines)}</ol>")
-
-
-def _table_section(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return _section(title, render_html_table(header, rows)) if rows else ""
-
-
-def _section(title: str, content: str) -> str:
-    return f"<section><h2>{escape(title)}</h2>{content}</section>"
-
-
-_STYLE = """
-:root{--ink:#1c2430;--quiet:#5d6878;--line:#dde2e9;--page:#f6f7f9;--card:#fff;--good:#1c7c4c;--bad:#b5352c;
---loss:#2663b8;--entropy:#b06a1b}
-@media (prefers-color-scheme:dark){:root{--ink:#e7ebf1;--quiet:#9aa6b6;--line:#303a48;--page:#12161c;--card:#1a2029;
---good:#56c48a;--bad:#f0857c;--loss:#7db1ff;--entropy:#e3a55c}}
-*{box-sizing:border-box}
-body{margin:0;background:var(--page);color:var(--ink);font:16px/1.5 system-ui,-apple-system,"Segoe UI",sans-serif}
-main{max-width:860px;margin:0 auto;padding:24px 16px 48px}
-header{display:flex;flex-wrap:wrap;gap:8px 16px;align-items:baseline;justify-content:space-between}
-h1{font-size:1.5rem;margin:0;overflow-wrap:anywhere}
-h2{font-size:1rem;margin:0 0 12px}
-.badge{margin:0;font-weight:600}.good{color:var(--good)}.bad{color:var(--bad)}
-.quiet{color:var(--quiet);font-size:.9rem}
-.message{border-left:3px solid var(--bad);padding-left:12px;overflow-wrap:anywhere}
-section{background:var(--card);border:1px solid var(--line);border-radius:10px;padding:16px;margin-top:16px}
-.tiles{display:grid;grid-template-columns:repeat(auto-fill,minmax(180px,1fr));gap:10px;margin-top:16px}
-.tile{background:var(--card);border:1px solid var(--line);border-radius:10px;padding:12px}
-.tile span{display:block;color:var(--quiet);font-size:.8rem}
-.tile b{font-size:1.1rem;font-variant-numeric:tabular-nums;overflow-wrap:anywhere}
-.bar{display:flex;height:22px;border-radius:6px;overflow:hidden;margin-bottom:12px}
-dl{display:grid;grid-template-columns:minmax(110px,auto) 1fr;gap:4px 16px;margin:0}
-dt{color:var(--quiet)}dd{margin:0;overflow-wrap:anywhere;font-variant-numeric:tabular-nums}
-ol{margin:0;padding-left:1.2em}li{overflow-wrap:anywhere}
-pre{margin:0;white-space:pre-wrap;overflow-wrap:anywhere;font:14px/1.5 ui-monospace,monospace}
-summary{cursor:pointer;color:var(--quiet)}
-svg{display:block;width:100%;height:auto;overflow:visible}
-svg text{fill:var(--quiet);font:12px system-ui,sans-serif}
-.grid{stroke:var(--line)}.loss{fill:none;stroke:var(--loss);stroke-width:1.8;stroke-linejoin:round}
-.dot{fill:var(--loss)}.entropy{stroke:var(--entropy);stroke-dasharray:5 4}
-"""
+def _section(name: str, title: str, content: str) -> str:
+    return f'<section id="{name}"><h2>{escape(title)}</h2>{content}</section>'

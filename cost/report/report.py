@@ -18,6 +18,7 @@ from ebbflow.cost.errors import LedgerError, ReportError
 from ebbflow.cost.ledger.generations import RecordedGeneration, find_final_outcome, find_later_refusal, read_generations
 from ebbflow.cost.ledger.ledger import Ledger, LedgerLine, fold
 from ebbflow.cost.ledger.timeline import MICRO
+from ebbflow.cost.report.charts import build_charts, compute_progress
 from ebbflow.cost.report.figures import compute_actual_figures, compute_money_figures
 from ebbflow.infra.errors import Outcome
 from ebbflow.infra.events import (
@@ -71,6 +72,8 @@ class RunReport:
             not recorded.
         money: Owner, forecast, dollars by cause and hindsight (`cost.report.figures.compute_money_figures`); empty in
             old reports.
+        progress: Steps, estimated end and cost, and what a stop now would lose (`cost.report.charts.compute_progress`).
+        charts: Series, marks, lanes and ranks for plots (`cost.report.charts.build_charts`); empty in old reports.
         running: The launcher that is running the job (since_utc, host, user, pid, command, heartbeat_age_seconds); None
             if the job is not running.
     """
@@ -91,6 +94,8 @@ class RunReport:
     events: dict[str, Any]
     configuration: list[dict[str, Any]] = field(default_factory=list)
     money: dict[str, Any] = field(default_factory=dict)
+    progress: dict[str, Any] = field(default_factory=dict)
+    charts: dict[str, Any] = field(default_factory=dict)
     running: dict[str, Any] | None = None
 
     @property
@@ -135,6 +140,8 @@ class RunReport:
                 "events": self.events,
                 "configuration": self.configuration,
                 "money": self.money,
+                "progress": self.progress,
+                "charts": self.charts,
                 "running": self.running,
             }
         )
@@ -151,8 +158,10 @@ class RunReport:
         same = ("job", "interruptions", "failures", "redone_steps", "weights_sha256", "plan", "actual", "events")
         return cls(
             **{name: data[name] for name in same},
-            configuration=data.get("configuration", []),  # old reports lack this and the next two
+            configuration=data.get("configuration", []),  # old reports lack this and the next four
             money=data.get("money", {}),
+            progress=data.get("progress", {}),
+            charts=data.get("charts", {}),
             running=data.get("running"),
             outcome=None if data["outcome"] is None else Outcome(data["outcome"]),
             loss_curve=[(int(step), loss) for step, loss in data["loss_curve"]],
@@ -198,6 +207,7 @@ def build_report(
     unplanned = [generation for generation in generations.values() if generation.unplanned]
     counts = Counter(event.name for event in ordered)
     useful_usd = ledger.useful_on_demand_usd
+    charts = build_charts(ordered, generations, ledger)
     return RunReport(
         job=ordered[0].job,
         outcome=None if running else _infer_outcome(ordered, generations),
@@ -222,16 +232,28 @@ def build_report(
             "message": None if running else _make_message(final, refusal),
             "refused": None if refusal is None else {"run": refusal.run, "outcome": refusal.data["outcome"]},
             "promise": None if (said := _find_last(ordered, PROMISE)) is None else said.data,
+            "checks": _list_checks(ordered),
             "certificate": None if (last := _find_last(ordered, CERTIFICATE)) is None else last.data,
         },
         configuration=[] if configured is None else configured.data["settings"],
         money=compute_money_figures(ordered, generations, ledger),
+        progress=compute_progress(ordered, charts, ledger, running=running is not None),
+        charts=charts,
         running=running,
     )
 
 
 def _find_last(events: Sequence[Event], name: str) -> Event | None:
     return next((event for event in reversed(events) if event.name == name), None)
+
+
+def _list_checks(events: Sequence[Event]) -> list[dict[str, str]]:
+    """List the results of the newest preflight: title, status and detail."""
+    newest = _find_last(events, PREFLIGHT)
+    results = [] if newest is None else newest.data.get("results") or []
+    return [
+        {name: str(one.get(name) or "") for name in ("title", "status", "detail")} for one in results if "title" in one
+    ]
 
 
 def _fold(events: Sequence[Event], running: bool, damage: Sequence[Damage]) -> Ledger:

@@ -138,7 +138,7 @@ def test_what_is_installed_holds_the_files_that_are_no_modules() -> None:
         for pattern in listed.split(",")
         for path in ROOT.joinpath(*package.split(".")).glob(pattern.strip())
     }
-    kinds = ("*.csv", "*.c", "*.yaml", "*.json", "py.typed")
+    kinds = ("*.csv", "*.c", "*.yaml", "*.json", "*.js", "*.css", "*.txt", "py.typed")
     folders = [*(ROOT / room for room in ROOMS), ROOT / "configs", ROOT / "ebbflow"]
     assert held == {path for folder in folders for kind in kinds for path in folder.rglob(kind)}
 

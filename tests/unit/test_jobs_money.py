@@ -78,8 +78,9 @@ def test_an_interruption_carries_all_that_it_cost() -> None:
     assert sum(usd.values()) == report.total_usd == Decimal("0.032")
     assert sum(line.usd for line in fold(killed_job()).causes) == report.total_usd
     for rendering in (render_text(report), render_html(report)):
-        assert all(cell in rendering for row in [CAUSE_HEADER, *format_cause_rows(report)] for cell in row)
+        assert all(cell in rendering for row in format_cause_rows(report) for cell in row)
         assert "ada, project engine" in rendering
+    assert all(cell in render_text(report) for cell in CAUSE_HEADER)
 
 
 def test_the_forecast_is_the_first_plans_and_the_budget_says_how_much_is_gone() -> None:

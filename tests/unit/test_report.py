@@ -44,7 +44,7 @@ ROOT = Path(__file__).parents[2]
 FIELDS = [
     *("schema", "job", "outcome", "exit_code", "interruptions", "failures", "redone_steps", "weights_sha256"),
     *("loss_curve", "ledger", "total_usd", "paid_rank_seconds", "savings_usd", "plan", "actual", "events"),
-    *("configuration", "money", "running"),
+    *("configuration", "money", "progress", "charts", "running"),
 ]
 
 
@@ -211,8 +211,13 @@ def test_foreign_text_stays_text():
     events.append(event(OUTCOME, 90.0, outcome="failed", message=evil))
     events = [Event(**{**vars(one), "job": evil}) for one in events]
     report = build_report(events)
-    page = Page(render_html(report))
-    assert {tag for tag, _ in page.tags}.isdisjoint({"script", "img", "link", "iframe", "base"})
+    written = render_html(report, earlier=[report])
+    page = Page(written)
+    assert {tag for tag, _ in page.tags}.isdisjoint({"img", "link", "iframe", "base"})
+    scripts = [attributes for tag, attributes in page.tags if tag == "script"]
+    assert [one.get("id") for one in scripts] == ["data", None, None, None], "its data, and its own three scripts"
+    data = written.split('id="data">')[1].split("</script>")[0]
+    assert evil.splitlines()[0][:20] in json.dumps(json.loads(data)) and not set("<>&") & set(data)
     for _, attributes in page.tags:
         assert not any(name.startswith("on") or name in ("src", "href") for name in attributes)
     text = render_text(report)
@@ -221,6 +226,9 @@ def test_foreign_text_stays_text():
 
 def test_the_page_asks_the_network_for_nothing():
     page = render_html(build_report(interrupted_job()))
+    assert "default-src 'none'" in page and "connect-src" not in page
+    assert len(re.sub(r'id="data">.*?</script>|<svg.*?</svg>', "", page)) < 200_000
+    page = re.sub("<script>.*?</script>", "", page, flags=re.DOTALL)
     assert not re.search(r"https?://|//[a-z]|@import|url\(", page)
     assert "prefers-color-scheme:dark" in page and 'name="viewport"' in page
 
@@ -239,8 +247,11 @@ def test_losses_that_are_no_numbers_break_nothing():
     assert report.outcome is Outcome.NON_FINITE and report.interruptions == 0
     assert [step for step, loss in report.loss_curve if loss is None] == [4, 5, 8]
     page, text = render_html(report), render_text(report)
-    assert page.count("<polyline") == 2, "the curve must not bridge what was not finite"
-    assert "nan" not in re.sub(r"loss nan at step 8", "", (page + text).lower())
+    chart = re.findall(r'<figure class="chart" id="figure-loss">.*?</figure>', page)[0]
+    assert chart.count('<polyline class="soft"') == 2, "the curve must not bridge what was not finite"
+    assert chart.count('class="mark non-finite"') == 3
+    page = re.sub("<script>.*?</script>", "", page, flags=re.DOTALL)
+    assert not re.search(r"\bnan\b", re.sub(r"loss nan at step 8", "", (page + text).lower()))
     assert "held-out loss" not in format_key_figures(report), "a row of n/a says nothing"
     assert not [name for name, figure in format_key_figures(report).items() if figure.startswith("n/a")]
     json.dumps(report.to_json(), allow_nan=False)

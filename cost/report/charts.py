@@ -1,0 +1,450 @@
+"""Series, marks, lanes and ranks of a job for the plots of its page, few enough for a browser at any length of the job.
+
+All times are seconds since the job's first event. Series have at most 600 points: the lowest and the highest value of
+each bucket, and a gap (None) where a value was not finite.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from statistics import median
+from typing import Any
+
+from ebbflow.cost.ledger.bills import NodeBill
+from ebbflow.cost.ledger.generations import RecordedGeneration
+from ebbflow.cost.ledger.ledger import Ledger
+from ebbflow.cost.ledger.timeline import MICRO, compute_rank_times
+from ebbflow.cost.report.figures import compute_rate, find_peaks
+from ebbflow.infra.events import (
+    COMMIT,
+    CONFIGURED,
+    EVALUATION,
+    NODE_HEARTBEAT,
+    NODE_STARTED,
+    PLAN,
+    PRICES,
+    STEP,
+    Event,
+    LedgerClass,
+)
+
+LARGEST_POINTS = 600
+_BUCKETS = LARGEST_POINTS // 3  # two points each, and one more for a gap
+_RECENT_STEPS = 200
+_MOST_MARKS, _MOST_LANES, _MOST_SEGMENTS, _MOST_RANKS = 200, 64, 40, 1024
+_MACHINE = ("gpu_busy_percent", "gpu_memory_used_bytes", "gpu_celsius", "gpu_watts", "resident_bytes")
+_SECONDS = {"useful": LedgerClass.USEFUL_STEP, "data": LedgerClass.DATA_WAIT, "stall": LedgerClass.CHECKPOINT_STALL}
+_X = ("step", "seconds", "usd")
+
+
+def build_charts(events: Sequence[Event], generations: dict[int, RecordedGeneration], ledger: Ledger) -> dict[str, Any]:
+    """Build the data of all plots as JSON values. events: ordered by time.
+
+    Returns:
+        A dictionary with
+
+        - steps: Columns of equal length over the kept steps: step, seconds, usd (spent so far), loss, smooth, speed,
+          mfu, learning_rate, gradient_norm, and the seconds of a step in useful, data and stall.
+        - held_out: The same axes, and the held-out loss of each evaluation.
+        - machine: seconds and the means of all nodes' heartbeats.
+        - marks: Interruptions, generations, commits and non-finite losses: kind, step, seconds, usd, text.
+        - lanes: One per node and generation: label, price, dollars, and segments (start, end, class).
+        - ranks: The slowest first.
+    """
+    origin = min((event.t_wall for event in events if event.name != PRICES), default=0.0)
+    spent = _SpendCurve(ledger, origin)
+    kept = _kept_steps(events, generations)
+    steps = [one.step for one in kept]
+    seconds = _rising(one.t_wall - origin for one in kept)
+
+    def place(at: float) -> dict[str, float]:
+        before = bisect_right(seconds, at)
+        return {"step": float(steps[before - 1] or 0) if before else 0.0, "seconds": at, "usd": spent.at(at)}
+
+    return {
+        "origin_utc": origin,
+        "steps": thin_columns(_step_columns(kept, find_peaks(events), seconds, spent)),
+        "held_out": _held_out(events, origin, place),
+        "machine": _machine(events, origin, place),
+        "marks": _marks(events, generations, origin, place),
+        "lanes": _lanes(ledger, generations, origin),
+        "lanes_left_out": max(0, len(ledger.nodes) - _MOST_LANES),
+        "ranks": _ranks(events, origin),
+    }
+
+
+def compute_progress(events: Sequence[Event], charts: dict[str, Any], ledger: Ledger, *, running: bool) -> dict:
+    """Compute how far the job is, what it will cost, and what would be lost if it were stopped now.
+
+    `eta_seconds`, `forecast_usd` and the band `low_usd` to `high_usd` are estimates: the remaining steps at the pace of
+    the last 200 points, at the current price. They are None unless the job is running.
+    """
+    plan = next((event.data for event in reversed(events) if event.name == PLAN and event.data.get("chosen")), {})
+    settings = next((event.data["settings"] for event in reversed(events) if event.name == CONFIGURED), [])
+    known = {row["key"]: row.get("value") for row in settings}
+    total = known.get("training.max_steps") or plan.get("steps")
+    columns = charts["steps"]
+    done = int(columns["step"][-1]) if columns["step"] else 0
+    committed = max((event.step or 0 for event in events if event.name == COMMIT and event.step is not None), default=0)
+    last_commit = max((event.t_wall for event in events if event.name == COMMIT), default=None)
+    now = max((event.t_wall for event in events), default=0.0)
+    newest = ledger.nodes[-1].node.generation if ledger.nodes else 0
+    gang = [bill for bill in ledger.nodes if bill.node.generation == newest]
+    rate = sum(float(bill.curve.price_at(bill.node.ended_wall)) for bill in gang) / 3600
+    found = {
+        "step": done,
+        "steps": total if isinstance(total, int) else None,
+        "budget_usd": plan.get("budget_usd"),
+        "usd_per_hour": 3600 * rate if running else None,
+        "commit_step": committed or None,
+        "commit_seconds_ago": None if last_commit is None else now - last_commit,
+        "at_risk_steps": max(0, done - committed),
+        **dict.fromkeys(("at_risk_usd", "at_risk_seconds", "eta_seconds", "forecast_usd", "low_usd", "high_usd")),
+    }
+    seconds, numbers = columns["seconds"][-_RECENT_STEPS:], columns["step"][-_RECENT_STEPS:]
+    paces = [
+        (later - earlier) / (after - before)
+        for earlier, later, before, after in zip(seconds, seconds[1:], numbers, numbers[1:], strict=False)
+        if after > before
+    ]
+    if not paces or not running:
+        return found
+    pace = (seconds[-1] - seconds[0]) / max(1, numbers[-1] - numbers[0])
+    if len(paces) > 20:  # without the start-up between two generations
+        pace = sum(sorted(paces)[: -len(paces) // 20]) / (len(paces) - len(paces) // 20)
+    found["at_risk_seconds"] = found["at_risk_steps"] * pace
+    found["at_risk_usd"] = found["at_risk_seconds"] * rate
+    if total:
+        left = max(0, int(total) - done)
+        ordered, spent = sorted(paces), float(ledger.total_usd)
+        slowest = ordered[int(0.9 * (len(ordered) - 1))]
+        found["eta_seconds"] = left * pace
+        found["forecast_usd"] = spent + left * pace * rate
+        found["low_usd"] = spent + left * min(pace, ordered[len(ordered) // 10]) * rate
+        live, outlook = plan.get("live") or {}, plan["chosen"].get("outlook") or {} if plan else {}
+        ahead = live or outlook
+        tail = max(0.0, (ahead.get("p90_usd") or 0.0) - (ahead.get("mean_usd") or ahead.get("p50_usd") or 0.0))
+        risk = tail * left / max(1, int(total))  # interruptions: the plan's, for the part that is left
+        found["high_usd"] = spent + left * max(pace, slowest) * rate + risk
+    return found
+
+
+class _SpendCurve:
+    """Dollars spent by the job over time, from the bills of all nodes, as a piecewise linear curve."""
+
+    def __init__(self, ledger: Ledger, origin: float) -> None:
+        changes: list[tuple[float, float]] = []
+        for bill in (*ledger.nodes, *ledger.unreported):
+            for start, end, curve in _stays(bill):
+                rate = 0.0
+                inside = [at / MICRO for at, _ in curve.changes if start < at / MICRO < end]
+                for at in (start, *inside):
+                    now = float(curve.price_at(at)) / 3600
+                    changes.append((at - origin, now - rate))
+                    rate = now
+                changes.append((end - origin, -rate))
+        self._times, self._usd, self._rates = [0.0], [0.0], [0.0]
+        for at, change in sorted(changes):
+            last = self._rates[-1]
+            if at > self._times[-1]:
+                self._usd.append(self._usd[-1] + last * (at - self._times[-1]))
+                self._times.append(at)
+                self._rates.append(last)
+            self._rates[-1] += change
+
+    def at(self, seconds: float) -> float:
+        before = max(0, bisect_right(self._times, seconds) - 1)
+        ahead = max(0.0, seconds - self._times[before])
+        return self._usd[before] + max(0.0, self._rates[before]) * ahead
+
+
+def _stays(bill: Any) -> Iterable[tuple[float, float, Any]]:
+    """Yield (start, end, price curve) of each paid interval of a bill, in Unix seconds."""
+    if isinstance(bill, NodeBill):
+        yield bill.node.started_wall, bill.node.ended_wall, bill.curve
+        for extra in bill.extras:
+            yield extra.start, extra.start + extra.micros / MICRO, bill.price.curve
+    else:
+        stay = bill.job.stay(bill.node)
+        yield stay.started, stay.started + stay.micros / MICRO, bill.price.curve
+
+
+def _kept_steps(events: Sequence[Event], generations: dict[int, RecordedGeneration]) -> list[Event]:
+    """Return the last execution of each step by the lowest rank that recorded it, ordered by step."""
+    latest: dict[int, Event] = {}
+    for event in events:
+        if event.name != STEP or event.step is None or event.generation not in generations:
+            continue
+        known = latest.get(event.step)
+        if known is None or (-event.generation, event.rank) < (-known.generation, known.rank):
+            latest[event.step] = event
+    return [latest[step] for step in sorted(latest)]
+
+
+def _step_columns(
+    kept: Sequence[Event], peaks: dict[int, float], seconds: list[float], spent: _SpendCurve
+) -> dict[str, list[float | None]]:
+    loss = [_number(event.data.get("loss")) for event in kept]
+    flops = [(compute_rate(event, "flops"), peaks.get(event.generation)) for event in kept]
+    columns: dict[str, list[float | None]] = {
+        "step": [float(event.step or 0) for event in kept],
+        "seconds": [*seconds],
+        "usd": [spent.at(at) for at in seconds],
+        "loss": loss,
+        "smooth": _smooth(loss),
+        "speed": [compute_rate(event, "tokens") for event in kept],
+        "mfu": [None if rate is None or not peak else 100 * rate / peak for rate, peak in flops],
+        "learning_rate": [_number(event.data.get("learning_rate")) for event in kept],
+        "gradient_norm": [_number(event.data.get("gradient_norm")) for event in kept],
+    }
+    for name, kind in _SECONDS.items():
+        columns[name] = [_number((event.data.get("seconds") or {}).get(kind, 0.0)) for event in kept]
+    return {name: values for name, values in columns.items() if name in _X or any(one is not None for one in values)}
+
+
+def _smooth(values: Sequence[float | None]) -> list[float | None]:
+    """Return an exponential moving average over about a fortieth of the values; non-finite ones are left out."""
+    share = 2 / (1 + min(1000, max(5, len(values) // 40)))
+    found: list[float | None] = []
+    mean: float | None = None
+    for value in values:
+        if value is not None:
+            mean = value if mean is None else mean + share * (value - mean)
+        found.append(mean)
+    return found
+
+
+def thin_columns(columns: dict[str, list[float | None]], buckets: int = _BUCKETS) -> dict[str, list[float | None]]:
+    """Thin columns of equal length to at most 3 rows per bucket, with each column's minimum and maximum.
+
+    The rows of a bucket have the axes of its first and last row. A value that is missing although the column has it
+    elsewhere in the bucket adds a row between the two, with a gap in that column.
+    """
+    count = len(columns["step"])
+    if count <= 3 * buckets:
+        return {name: [_short(value) for value in values] for name, values in columns.items()}
+    found: dict[str, list[float | None]] = {name: [] for name in columns}
+    for bucket in range(buckets):
+        first, last = bucket * count // buckets, (bucket + 1) * count // buckets - 1
+        ends: dict[str, tuple[float | None, float | None]] = {}
+        gaps: set[str] = set()
+        for name, values in columns.items():
+            if name in _X or name == "smooth":
+                ends[name] = values[first], values[last]
+                continue
+            piece = values[first : last + 1]
+            finite = [value for value in piece if value is not None]
+            if not finite:
+                ends[name] = None, None
+                continue
+            low, high = min(finite), max(finite)
+            rising = piece.index(low) <= piece.index(high)
+            ends[name] = (low, high) if rising else (high, low)
+            if len(finite) < len(piece):
+                gaps.add(name)
+        for name, (one, other) in ends.items():
+            middle = [None if name in gaps else one] if gaps else []
+            found[name] += [_short(one), *map(_short, middle), _short(other)]
+    return found
+
+
+def _held_out(events: Sequence[Event], origin: float, place: Any) -> dict[str, list[Any]]:
+    found: dict[int, tuple[float, float]] = {}
+    for event in events:
+        value = _number(event.data.get("metrics", {}).get("held_out_loss")) if event.name == EVALUATION else None
+        if value is not None and event.step is not None:
+            found[event.step] = event.t_wall - origin, value
+    rows = [{**place(at), "step": step, "value": value} for step, (at, value) in sorted(found.items())]
+    return _columns(_spread(rows, LARGEST_POINTS), (*_X, "value"))
+
+
+def _machine(events: Sequence[Event], origin: float, place: Any) -> dict[str, list[Any]]:
+    """Average the heartbeats of all nodes in buckets of time; a GPU's load also has its lowest value."""
+    beats = [event for event in events if event.name == NODE_HEARTBEAT and any(map(event.data.get, _MACHINE))]
+    if not beats:
+        return {}
+    start, end = beats[0].t_wall, max(beat.t_wall for beat in beats)
+    width = max(1.0, (end - start) / (LARGEST_POINTS // 2))
+    sums: dict[int, dict[str, list[float]]] = {}
+    for beat in beats:
+        bucket = sums.setdefault(int((beat.t_wall - start) / width), {})
+        for name in _MACHINE:
+            value = _number(beat.data.get(name))
+            if value is not None:
+                bucket.setdefault(name, []).append(value)
+    names = [name for name in _MACHINE if any(name in bucket for bucket in sums.values())]
+    rows = [
+        {**place(start - origin + width * number)}
+        | {name: sum(bucket[name]) / len(bucket[name]) if bucket.get(name) else None for name in names}
+        for number, bucket in sorted(sums.items())
+    ]
+    return _columns(rows, (*_X, *names))
+
+
+def _marks(
+    events: Sequence[Event], generations: dict[int, RecordedGeneration], origin: float, place: Any
+) -> list[dict[str, Any]]:
+    commits = [
+        {**place(event.t_wall - origin), "step": event.step, "kind": "commit", "text": f"commit of step {event.step:,}"}
+        for event in events
+        if event.name == COMMIT and event.step is not None
+    ]
+    found = _spread(commits, _MOST_MARKS)
+    starts = []
+    for generation in generations.values():
+        starts.append(
+            {**place(generation.started_wall - origin), "kind": "generation", "text": f"generation {generation.number}"}
+        )
+        if generation.unplanned:
+            why = str(generation.reason or "no end recorded").replace("_", " ")
+            text = f"generation {generation.number} ended: {why}"
+            starts.append({**place(generation.ended_wall - origin), "kind": "interruption", "text": text})
+    found += _spread(starts, _MOST_MARKS)
+    bad = {
+        event.step: {**place(event.t_wall - origin), "step": event.step}
+        for event in events
+        if event.name == STEP and "loss" in event.data and _number(event.data["loss"]) is None
+    }
+    found += [
+        {**one, "kind": "non-finite", "text": f"non-finite loss at step {step:,}"}
+        for step, one in list(bad.items())[:_MOST_MARKS]
+        if step is not None
+    ]
+    return [{**mark, "seconds": _short(mark["seconds"]), "usd": _short(mark["usd"])} for mark in found]
+
+
+def _lanes(ledger: Ledger, generations: dict[int, RecordedGeneration], origin: float) -> list[dict[str, Any]]:
+    """Describe the time of each node in each generation by its first rank: segments of one class after another."""
+    found = []
+    nodes = ledger.nodes if len(ledger.nodes) <= _MOST_LANES else ledger.nodes[-_MOST_LANES:]
+    for bill in nodes:
+        node, generation = bill.node, generations.get(bill.node.generation)
+        if generation is None or not node.ranks:
+            continue
+        times = compute_rank_times(node, generation)[0]
+        found.append(
+            {
+                "generation": node.generation,
+                "node": node.node,
+                "machine": str(node.machine.get("instance_id") or node.machine.get("host") or ""),
+                "pool": "" if bill.price.pool is None else str(bill.price.pool),
+                "usd_per_hour": float(bill.price.curve.price_at(node.started_wall)),
+                "usd": float(bill.usd),
+                "start": _short(node.started_wall - origin),
+                "end": _short(node.ended_wall - origin),
+                "ended": "running" if generation.running else str(generation.reason or "no end recorded"),
+                "step": generation.parent_step,
+                "segments": _segments(times.spans, node.started_wall - origin),
+            }
+        )
+    return found
+
+
+def _segments(spans: Sequence[Any], start: float) -> list[list[Any]]:
+    """Join neighbouring spans with the same largest class; short ones join their neighbour until 40 are left."""
+    joined: list[list[Any]] = []
+    for span in sorted(spans, key=lambda span: span.start):
+        if span.end <= span.start:
+            continue
+        kind = str(max(span.classes, key=span.classes.__getitem__))
+        if joined and joined[-1][2] == kind:
+            joined[-1][1] = span.end
+        else:
+            joined.append([span.start, span.end, kind])
+    if len(joined) > _MOST_SEGMENTS:
+        longest = sorted((end - begin for begin, end, _ in joined), reverse=True)[_MOST_SEGMENTS - 1]
+        merged: list[list[Any]] = []
+        for begin, end, kind in joined:
+            if merged and (end - begin < longest or merged[-1][2] == kind):
+                merged[-1][1] = end
+            else:
+                merged.append([begin, end, kind])
+        joined = merged
+    return [[_short(start + begin / MICRO), _short(start + end / MICRO), kind] for begin, end, kind in joined]
+
+
+def _ranks(events: Sequence[Event], origin: float) -> list[dict[str, Any]]:
+    """Describe each rank of the newest generation: own seconds per step, waits, last event. The slowest is first.
+
+    All ranks wait for each other, so that the length of a step shows no straggler. Rank 0 records the slowest rank of
+    each step and the ratio of its own time to the median of all (`slowest_ratio`).
+    """
+    newest = max((event.generation for event in events if event.name == STEP), default=0)
+    mine = [event for event in events if event.generation == newest and event.rank >= 0]
+    hosts: dict[int, tuple[int, str]] = {}
+    memory: dict[int, float] = {}
+    for event in events:
+        if event.generation != newest:
+            continue
+        if event.name == NODE_STARTED:
+            host = event.data.get("instance_id") or event.data.get("host") or ""
+            hosts |= {rank: (event.node, str(host)) for rank in event.data.get("ranks") or []}
+        elif event.name == NODE_HEARTBEAT and (used := _number(event.data.get("resident_bytes"))):
+            memory[event.node] = used
+    slowest: Counter[int] = Counter()
+    ratios: dict[int, list[float]] = {}
+    seconds: dict[int, list[float]] = {}
+    waits: Counter[int] = Counter()
+    last: dict[int, float] = {}
+    steps: dict[int, int] = {}
+    for event in mine:
+        last[event.rank] = max(last.get(event.rank, 0.0), event.t_wall)
+        if event.name != STEP:
+            continue
+        steps[event.rank] = max(steps.get(event.rank, 0), event.step or 0)
+        parts = event.data.get("seconds") or {}
+        seconds.setdefault(event.rank, []).append(sum(parts.values()))
+        waits[event.rank] += parts.get(LedgerClass.DATA_WAIT, 0.0)
+        named, ratio = event.data.get("slowest_rank"), _number(event.data.get("slowest_ratio"))
+        if isinstance(named, int) and ratio is not None:
+            slowest[named] += 1
+            ratios.setdefault(named, []).append(ratio)
+    judged = sum(slowest.values())
+    found = [
+        {
+            "rank": rank,
+            "node": hosts.get(rank, (0, ""))[0],
+            "host": hosts.get(rank, (0, ""))[1],
+            "step": steps.get(rank),
+            "step_seconds": median(seconds[rank]) if seconds.get(rank) else None,
+            "data_share": waits[rank] / total if (total := sum(seconds.get(rank, ()))) else None,
+            "slowest_share": slowest[rank] / judged if judged else None,
+            "slowest_ratio": median(ratios[rank]) if rank in ratios else None,
+            "node_resident_bytes": memory.get(hosts.get(rank, (0, ""))[0]),
+            "last_seconds": _short(last[rank] - origin),
+        }
+        for rank in sorted(last)
+    ]
+    found.sort(key=lambda one: (-(one["slowest_share"] or 0) * (one["slowest_ratio"] or 0), one["rank"]))
+    return found[:_MOST_RANKS]
+
+
+def _columns(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> dict[str, list[Any]]:
+    return {name: [_short(row.get(name)) for row in rows] for name in names}
+
+
+def _spread(rows: list[dict[str, Any]], largest: int) -> list[dict[str, Any]]:
+    """Return at most `largest` rows, evenly spaced, with the first and the last one."""
+    if len(rows) <= largest:
+        return rows
+    return [rows[number * (len(rows) - 1) // (largest - 1)] for number in range(largest)]
+
+
+def _rising(values: Iterable[float]) -> list[float]:
+    """Return the values, each at least as large as the one before: clocks of machines may differ."""
+    found: list[float] = []
+    for value in values:
+        found.append(max(value, found[-1]) if found else max(0.0, value))
+    return found
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def _short(value: Any) -> Any:
+    """Round to seven significant digits, which no plot can show and which halves the page."""
+    return float(f"{value:.7g}") if isinstance(value, float) else value

@@ -1,0 +1,231 @@
+"""Line charts of a job's series as SVG, for print and for readers without JavaScript, and their data for the page."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from ebbflow.cost.amounts import format_number
+from ebbflow.cost.report.figure_text import get_loss_unit, get_weight_unit
+from ebbflow.cost.report.report import RunReport
+from ebbflow.infra.untrusted_text import one_line
+
+_WIDTH, _HEIGHT = 560, 230
+_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 12, 12, 30
+_COMPARED_POINTS = 120
+_GIB = 2**30
+
+
+class ChartLine(NamedTuple):
+    """A line of a figure: its column, name and colour (a CSS variable), and how it is drawn."""
+
+    key: str
+    label: str
+    colour: str
+    width: float = 1.6
+    points: bool = False  # single points instead of a line
+    span: bool = False  # missing values do not interrupt the line
+    dash: tuple[int, int] | None = None
+
+
+class Figure(NamedTuple):
+    """A line chart: the table that it reads and its lines."""
+
+    id: str
+    title: str
+    table: str
+    series: tuple[ChartLine, ...]
+
+
+def list_figures(report: RunReport, earlier: Sequence[RunReport] = ()) -> tuple[list[Figure], dict[str, Any]]:
+    """Return the figures that have data, and their tables: columns of equal length by name."""
+    charts = report.charts
+    if not charts.get("steps", {}).get("step"):
+        charts = {**charts, "steps": _old_columns(report)}
+    steps, (compared, names) = _with_forecast(report, _with_held_out(charts)), _compare(report, earlier)
+    tables = {"steps": steps, "machine": _machine(charts.get("machine") or {}), "compare": compared}
+    unit = get_weight_unit(report)
+    loss = (ChartLine("loss", "loss", "soft", 1.2), ChartLine("smooth", "smoothed", "c1", 2))
+    money = (
+        ChartLine("usd_spent", "spent", "c1", 2),
+        ChartLine("usd_forecast", "forecast", "c2", 1.6, dash=(6, 4), span=True),
+        ChartLine("usd_budget", "budget", "c4", 1.2, dash=(2, 4), span=True),
+    )
+    split = (
+        ChartLine("useful", "compute and communication", "c3"),
+        ChartLine("data", "data", "c2"),
+        ChartLine("stall", "checkpoint stall", "c4"),
+    )
+    entropy = ChartLine("entropy", "unigram entropy", "c4", 1.2, dash=(4, 4), span=True)
+    held_out = ChartLine("held_out", "held-out", "c2", 0, points=True)
+    found = [
+        Figure("loss", f"Training loss, {get_loss_unit(report)}", "steps", (*loss, held_out, entropy)),
+        Figure("speed", f"Throughput, {unit} per second", "steps", (ChartLine("speed", f"{unit}/s", "c1"),)),
+        Figure("mfu", "MFU, % of the measured peak", "steps", (ChartLine("mfu", "MFU", "c3"),)),
+        Figure("usd", "Dollars", "steps", money),
+        Figure("split", "Seconds per step", "steps", split),
+        Figure("rate", "Learning rate", "steps", (ChartLine("learning_rate", "learning rate", "c1"),)),
+        Figure("norm", "Gradient norm", "steps", (ChartLine("gradient_norm", "gradient norm", "c1"),)),
+        Figure("busy", "GPU utilisation, %", "machine", (ChartLine("gpu_busy_percent", "mean of nodes", "c3"),)),
+        Figure("gpumem", "GPU memory of a node, GiB", "machine", (ChartLine("gpu_memory_used_bytes", "used", "c1"),)),
+        Figure("heat", "GPU temperature, °C", "machine", (ChartLine("gpu_celsius", "hottest, mean of nodes", "c2"),)),
+        Figure("watts", "GPU power, W", "machine", (ChartLine("gpu_watts", "mean of nodes", "c4"),)),
+        Figure("memory", "Memory of a node's ranks, GiB", "machine", (ChartLine("resident_bytes", "used", "c1"),)),
+    ]
+    lines = tuple(
+        ChartLine(f"job{number}", name, f"c{1 + number % 4}", 2 if number == 0 else 1.2, span=True)
+        for number, name in enumerate(names)
+    )
+    found.append(Figure("compare", "Loss beside the jobs before it, by step", "compare", lines))
+    kept = []
+    for figure in found:
+        table = tables[figure.table]
+        known = tuple(one for one in figure.series if any(value is not None for value in table.get(one.key, ())))
+        if known and known != (entropy,) and (figure.id != "compare" or len(known) > 1):
+            kept.append(figure._replace(series=known))
+    used = {figure.table for figure in kept}
+    return kept, {name: table for name, table in tables.items() if name in used}
+
+
+def _old_columns(report: RunReport) -> dict[str, Any]:
+    """Columns of a report without charts, from its loss curve."""
+    from ebbflow.cost.report.charts import thin_columns
+
+    steps: list[float | None] = [float(step) for step, _ in report.loss_curve]
+    losses = [loss for _, loss in report.loss_curve]
+    return thin_columns({"step": steps, "seconds": [*steps], "usd": [*steps], "loss": losses}) if steps else {}
+
+
+def _with_held_out(charts: dict[str, Any]) -> dict[str, list[Any]]:
+    """Merge the evaluations into the columns of the steps, by step."""
+    steps, held = charts.get("steps") or {}, charts.get("held_out") or {}
+    if not held.get("step") or not steps.get("step"):
+        return dict(steps)
+    rows = [{name: values[at] for name, values in steps.items()} for at in range(len(steps["step"]))]
+    rows += [
+        {"step": step, "seconds": seconds, "usd": usd, "held_out": value}
+        for step, seconds, usd, value in zip(*(held[name] for name in ("step", "seconds", "usd", "value")), strict=True)
+    ]
+    rows.sort(key=lambda row: row["step"])
+    merged: list[dict[str, Any]] = []
+    for row in rows:
+        if "held_out" in row and merged and merged[-1]["step"] == row["step"]:
+            merged[-1]["held_out"] = row["held_out"]
+        else:
+            merged.append(row)
+    for name in ("seconds", "usd"):
+        highest = 0.0
+        for row in merged:
+            highest = row[name] = max(highest, row[name])
+    return {name: [row.get(name) for row in merged] for name in (*steps, "held_out")}
+
+
+def _with_forecast(report: RunReport, columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """Add spent, forecast and budgeted dollars, and for a running job a last row at its estimated end."""
+    if not columns.get("step"):
+        return columns
+    found, entropy = report.progress, report.actual.get("unigram_entropy_nats")
+    columns = {**columns, "usd_spent": [*columns["usd"]], "usd_forecast": [None] * len(columns["step"])}
+    forecast, eta = found.get("forecast_usd"), found.get("eta_seconds")
+    if forecast is not None and eta:
+        columns["usd_forecast"][-1] = columns["usd"][-1]
+        end = {"step": found["steps"], "seconds": columns["seconds"][-1] + eta, "usd": forecast}
+        columns = {name: [*values, end.get(name)] for name, values in columns.items()}
+        columns["usd_forecast"][-1] = forecast
+    size, top = len(columns["step"]), max(columns["usd"][-1], forecast or 0.0)
+    budget = found.get("budget_usd")
+    if budget and budget <= 3 * top:  # a distant budget would flatten the curve; the number is in the bar above
+        columns["usd_budget"] = [budget] * size
+    losses = [one for one in columns.get("loss", ()) if one is not None]
+    if entropy is not None and losses and entropy <= 1.5 * max(losses):
+        columns["entropy"] = [entropy] * size
+    return columns
+
+
+def _machine(table: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    return {
+        name: [None if value is None else value / _GIB for value in values] if name.endswith("_bytes") else values
+        for name, values in table.items()
+    }
+
+
+def _compare(report: RunReport, earlier: Sequence[RunReport]) -> tuple[dict[str, list[Any]], list[str]]:
+    """Align the loss curves of this job and of the newest four jobs with the same unit, 120 points each.
+
+    Returns:
+        The columns step, job0, job1 …, and the names of the jobs.
+    """
+    same = [one for one in earlier if one.loss_curve and get_loss_unit(one) == get_loss_unit(report)][-4:]
+    if not same or not report.loss_curve:
+        return {}, []
+    curves = []
+    for one in (report, *same[::-1]):
+        points = one.loss_curve
+        picked = {points[number * (len(points) - 1) // (_COMPARED_POINTS - 1)] for number in range(_COMPARED_POINTS)}
+        curves.append({step: loss for step, loss in picked if loss is not None})
+    steps = sorted({step for curve in curves for step in curve})
+    columns: dict[str, list[Any]] = {"step": steps}
+    for number, curve in enumerate(curves):
+        columns[f"job{number}"] = [curve.get(step) for step in steps]
+    return columns, [one_line(one.job) for one in (report, *same[::-1])]
+
+
+def render_chart(figure: Figure, table: dict[str, list[Any]], marks: Sequence[dict[str, Any]]) -> str:
+    """Render a figure over steps as SVG, with gaps at missing values, and marks such as interruptions."""
+    xs = table["step"]
+    values = [value for one in figure.series for value in table[one.key] if value is not None]
+    low, high = min(values), max(values)
+    margin = 0.05 * (high - low) or 0.05 * abs(high) or 0.5
+    first, last = xs[0], xs[-1]
+
+    def x(step: float) -> float:
+        return round(_LEFT + (_WIDTH - _LEFT - _RIGHT) * (step - first) / max(1, last - first), 1)
+
+    def y(value: float) -> float:
+        return round(_TOP + (_HEIGHT - _TOP - _BOTTOM) * (high + margin - value) / (high - low + 2 * margin), 1)
+
+    drawn = []
+    for share, anchor in ((0.0, "start"), (0.5, "middle"), (1.0, "end")):
+        value, step = low + share * (high - low), first + share * (last - first)
+        drawn.append(
+            f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y(value)}" y2="{y(value)}"/>'
+            f'<text x="{_LEFT - 8}" y="{y(value) + 4}" text-anchor="end">{_tick(value)}</text>'
+            f'<text x="{x(step)}" y="{_HEIGHT - 8}" text-anchor="{anchor}">{round(step):,}</text>'
+        )
+    for mark in marks if figure.table == "steps" else ():
+        if first <= mark["step"] <= last:
+            top = _HEIGHT - _BOTTOM - 6 if mark["kind"] == "commit" else _TOP
+            drawn.append(
+                f'<line class="mark {mark["kind"]}" x1="{x(mark["step"])}" x2="{x(mark["step"])}" y1="{top}" '
+                f'y2="{_HEIGHT - _BOTTOM}"><title>{html.escape(one_line(mark["text"]))}</title></line>'
+            )
+    for one in figure.series:
+        for piece in _pieces(xs, table[one.key], one):
+            if one.points or len(piece) == 1:
+                drawn += [f'<circle class="{one.colour}" cx="{x(s)}" cy="{y(v)}" r="3"/>' for s, v in piece]
+                continue
+            path = " ".join(f"{x(step)},{y(value)}" for step, value in piece)
+            dash = f' stroke-dasharray="{one.dash[0]} {one.dash[1]}"' if one.dash else ""
+            drawn.append(f'<polyline class="{one.colour}"{dash} points="{path}"/>')
+    names = ", ".join(one.label for one in figure.series)
+    label = html.escape(f"{figure.title}: {names}; {_tick(low)} to {_tick(high)}, steps {first:,.0f} to {last:,.0f}")
+    return f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{label}">{"".join(drawn)}</svg>'
+
+
+def _pieces(xs: Sequence[float], values: Sequence[float | None], one: ChartLine) -> list[list[tuple[float, float]]]:
+    """Split a line at its missing values, unless it spans them."""
+    pieces: list[list[tuple[float, float]]] = [[]]
+    for step, value in zip(xs, values, strict=True):
+        if value is not None:
+            pieces[-1].append((step, value))
+        elif pieces[-1] and not (one.span or one.points):
+            pieces.append([])
+    return [piece for piece in pieces if piece]
+
+
+def _tick(value: float) -> str:
+    size = abs(value)
+    if size >= 1e6 or (size and size < 1e-3):
+        return f"{value:.2g}"
+    return format_number(value, 0 if size >= 100 else 2 if size >= 1 else 4)

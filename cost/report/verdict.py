@@ -1,0 +1,216 @@
+"""The job in one sentence, its four numbers and its title, which page, terminal and card share."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from ebbflow.cost.amounts import NONE, format_count, format_duration, format_percent, format_usd
+from ebbflow.cost.ledger.pricing import SIMULATED
+from ebbflow.cost.report.figure_text import shorten
+from ebbflow.cost.report.report import RunReport
+from ebbflow.infra.errors import Outcome
+from ebbflow.infra.untrusted_text import one_line
+
+_LONGEST_CAUSE = 160
+_ENDINGS = {
+    Outcome.COMPLETED: "Completed",
+    Outcome.FAILED: "Failed",
+    Outcome.INTERRUPTED: "Interrupted",
+    Outcome.BUDGET: "Stopped by its budget",
+    Outcome.DEADLINE: "Stopped by its deadline",
+    Outcome.NON_FINITE: "Stopped by a non-finite loss",
+    Outcome.PREFLIGHT: "Refused by preflight",
+}
+
+
+class Tile(NamedTuple):
+    """One of the four numbers: its name, the number, a line of explanation, and shares of a bar (0 to 1)."""
+
+    name: str
+    number: str
+    words: str = ""
+    share: float | None = None
+
+
+def describe_model(report: RunReport) -> str:
+    """Describe the model by the configuration: the user's workload, or the size of the built-in one; "" if unknown."""
+    known = {row["key"]: row.get("value") for row in report.configuration}
+    if workload := known.get("workload"):
+        return one_line(workload)
+    names = ("num_layers", "hidden_size", "num_heads", "sequence_length")
+    layers, width, heads, length = (known.get(f"model.{name}") for name in names)
+    return "" if not layers else one_line(f"{layers}-layer transformer, width {width}, {heads} heads, length {length}")
+
+
+def render_verdict(report: RunReport) -> str:
+    """Say in one sentence how the job ended, or will, when, for how much, and what interruptions cost."""
+    if report.outcome is None:
+        return f"Running: {_ahead(report)}"
+    hours = report.actual.get("wall_hours")
+    after = f" after {format_duration(3600 * hours)}" if hours else ""
+    if report.outcome is Outcome.COMPLETED:
+        after = after.replace(" after", " in")
+    parts = [f"{_ENDINGS.get(report.outcome, f'Ended ({report.outcome})')}{after}{_price(report)}"]
+    parts += [cost] if (cost := _interruption_cost(report)) else []
+    if report.outcome is Outcome.COMPLETED:
+        certificate = report.events.get("certificate") or {}
+        parts += ["resume certified bit for bit"] if certificate.get("holds") else []
+        parts += [f"final weights {report.weights_sha256[:12]}"] if report.weights_sha256 else []
+    else:
+        parts += [cause] if (cause := describe_first_failure(report)) else []
+        done, total = report.progress.get("step"), report.progress.get("steps")
+        parts += [f"{done:,} of {total:,} steps are done"] if done and total else []
+    return "; ".join(parts)
+
+
+def describe_first_failure(report: RunReport) -> str:
+    """Return the first failure with its culprit, or the outcome's message; "" if there is neither."""
+    failures = report.events.get("failures") or []
+    if not failures:
+        return shorten(one_line(report.events.get("message") or ""), _LONGEST_CAUSE)
+    what, culprit = one_line(failures[0]["what"]), one_line(failures[0].get("culprit") or "")
+    return shorten(f"{what.replace('_', ' ')}{f' ({culprit})' if culprit else ''}", _LONGEST_CAUSE)
+
+
+def describe_stop(report: RunReport) -> str:
+    """Say what a stop at this moment would lose; "" unless the job is running."""
+    found = report.progress
+    if report.outcome is not None or not found:
+        return ""
+    steps, commit = found.get("at_risk_steps") or 0, found.get("commit_step")
+    since = f"since the commit of step {commit:,}" if commit else "because nothing is committed yet"
+    if not steps:
+        return f"a kill now loses no finished step {since}" if commit else "no step is finished yet"
+    cost = f" ({format_duration(found.get('at_risk_seconds'))}, {format_usd(found.get('at_risk_usd'))})"
+    known = cost if found.get("at_risk_seconds") is not None else ""
+    return (
+        f"a kill now loses {format_count(steps, 'step')}{known} {since}; Ctrl-C or SIGTERM saves first and loses none"
+    )
+
+
+def _ahead(report: RunReport) -> str:
+    found = report.progress
+    done, total, eta = found.get("step") or 0, found.get("steps"), found.get("eta_seconds")
+    steps = f"{done:,} of {total:,} steps ({format_percent(done / total, 0)})" if total else format_count(done, "step")
+    spent = f"{format_usd(report.total_usd)} spent{_simulated(report)}"
+    end = ""
+    if eta is not None:
+        end = f"; ends in about {format_duration(eta)} for about {format_usd(found.get('forecast_usd'))} (estimated)"
+    cost = _interruption_cost(report)
+    return f"{steps}, {spent}{end}{f'; {cost}' if cost else ''}"
+
+
+def _price(report: RunReport) -> str:
+    if not report.paid_microseconds:
+        return ", and nothing was paid"
+    text = f" for {format_usd(report.total_usd)}{_simulated(report)}"
+    total = float(report.total_usd)
+    if report.savings_usd is None or report.outcome is not Outcome.COMPLETED or not total:
+        return text
+    usual = total + float(report.savings_usd)
+    if usual <= 0:
+        return text
+    where = "below" if usual >= total else "above"
+    return f"{text}, {format_percent(abs(1 - total / usual), 0)} {where} on-demand"
+
+
+def _simulated(report: RunReport) -> str:
+    return " (simulated prices)" if report.actual.get("price_kind") == SIMULATED else ""
+
+
+def _interruption_cost(report: RunReport) -> str:
+    causes = [one for one in report.money.get("causes") or [] if str(one["cause"]).startswith("interruption")]
+    if not report.interruptions or not causes:
+        return ""
+    seconds = sum(one["rank_seconds"] for one in causes) / max(1, len(report.charts.get("ranks") or []))
+    usd = format_usd(sum(one["usd"] for one in causes))
+    return f"{format_count(report.interruptions, 'interruption')} cost {format_duration(seconds)} and {usd}"
+
+
+def list_tiles(report: RunReport) -> list[Tile]:
+    """List the four numbers: progress, dollars, goodput and time."""
+    found, running = report.progress, report.outcome is None
+    done, total = found.get("step") or report.actual.get("steps") or 0, found.get("steps")
+    share = done / total if total else None
+    steps = f"{done:,} of {total:,} steps" if total else format_count(done, "step")
+    if running:
+        progress = Tile("progress", NONE if share is None else format_percent(share), steps, share)
+    else:
+        progress = Tile("outcome", str(report.outcome).replace("_", " "), steps, share)
+    return [progress, _dollars(report), _goodput(report), _time(report)]
+
+
+def _dollars(report: RunReport) -> Tile:
+    found = report.progress
+    budget, forecast = found.get("budget_usd"), found.get("forecast_usd")
+    words: list[str] = []
+    if forecast is not None:
+        low, high = format_usd(found.get("low_usd")), format_usd(found.get("high_usd"))
+        words.append(f"about {format_usd(forecast)} at the end ({low} to {high}, estimated)")
+    share = None
+    if budget:
+        share = float(report.total_usd) / budget
+        words.append(f"{format_percent(share)} of the budget of {format_usd(budget)}")
+    if simulated := _simulated(report):
+        words.append(simulated.strip(" ()"))
+    return Tile("spent" if report.outcome is None else "cost", format_usd(report.total_usd), "; ".join(words), share)
+
+
+def _goodput(report: RunReport) -> Tile:
+    share = report.actual.get("goodput")
+    return Tile("goodput", format_percent(share), "paid time in steps that count", share)
+
+
+def _time(report: RunReport) -> Tile:
+    hours, eta = report.actual.get("wall_hours"), report.progress.get("eta_seconds")
+    wall = format_duration(None if hours is None else 3600 * hours)
+    if report.outcome is not None:
+        return Tile("wall time", wall, f"{format_count(report.interruptions, 'interruption')}")
+    ends = "unknown until steps are timed" if eta is None else f"{format_duration(eta)}"
+    return Tile("time to finish", ends, f"estimated; {wall} so far")
+
+
+def summarize_status(report: RunReport) -> list[str]:
+    """Return the lines of `ebbflow watch --once`: title, verdict, the four numbers, what a stop would lose."""
+    model = describe_model(report)
+    lines = [f"{one_line(report.job)}{f': {model}' if model else ''}", render_verdict(report)]
+    lines += [f"{tile.name:15} {tile.number}{f'  ({tile.words})' if tile.words else ''}" for tile in list_tiles(report)]
+    if stop := describe_stop(report):
+        lines.append(f"{'at risk':15} {stop}")
+    return lines
+
+
+def find_changed_settings(report: RunReport, before: RunReport | None) -> list[tuple[str, str, str]]:
+    """List the keys whose values differ from an earlier job: (key, there, here)."""
+    if before is None or not before.configuration or not report.configuration:
+        return []
+    old, new = (_values(one) for one in (before, report))
+    return [(key, old.get(key, NONE), new.get(key, NONE)) for key in {**old, **new} if old.get(key) != new.get(key)]
+
+
+def _values(report: RunReport) -> dict[str, str]:
+    from ebbflow.infra.config.load import value_text
+
+    return {one_line(row["key"]): one_line(value_text(row["value"])) for row in report.configuration}
+
+
+def reproduce_command(report: RunReport, *, python: str, flow: str) -> str:
+    """Return the command that runs the same configuration again under a new name; "" if it was not recorded."""
+    import shlex
+
+    rows: list[dict[str, Any]] = report.configuration
+    if not rows:
+        return ""
+    sources = [str(row["source"]).rpartition(":") for row in rows]
+    files = [path for path, _, line in sources if path and line.isdecimal()]
+    words = [shlex.quote(python), flow, "run", *(["--config", shlex.quote(one_line(files[0]))] if files else [])]
+    for row in rows:
+        if row["source"] == "--set":
+            words += ["--set", shlex.quote(f"{one_line(row['key'])}={_values_text(row['value'])}")]
+    return " ".join(words)
+
+
+def _values_text(value: Any) -> str:
+    from ebbflow.infra.config.load import value_text
+
+    return one_line(value_text(value))

@@ -1,0 +1,212 @@
+"""`ebbflow watch`: the live page of a job, served to this machine's browser, written to a file, or printed once."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import getpass
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from ebbflow.cost.errors import CostError, ReportError
+from ebbflow.cost.jobs import find_job_uri, find_running_launcher, list_known_jobs, load_report
+from ebbflow.cost.report.render_html import escape, fill_page, render
+from ebbflow.cost.report.report import RunReport, build_report
+from ebbflow.cost.report.verdict import summarize_status
+from ebbflow.infra.errors import InfraError, Outcome
+from ebbflow.infra.events import LogFollower
+from ebbflow.infra.layout import job_prefix, runs_folder
+from ebbflow.infra.program import PROJECT_ROOT
+from ebbflow.infra.store import Store
+from ebbflow.infra.untrusted_text import one_line
+
+_REQUEST_SECONDS = 10.0
+_PAUSE_SECONDS = 2.0  # between two looks at the event log
+_IDLE_SHARE = 4  # a long log is folded at most a fifth of the time
+_COMPARED_JOBS = 8
+
+
+class LivePage:
+    """The page of a job that may be running. It is rendered again when the job's log has grown.
+
+    Args:
+        launcher: The launcher that is known to run the job, as JSON values; None to find it by its claim in the store.
+    """
+
+    def __init__(self, job: str, store: str | None, *, launcher: dict[str, Any] | None = None) -> None:
+        self.job, self.ended = job, False
+        self._store, self._launcher = store, launcher
+        self._follower: LogFollower | None = None
+        self._lock, self._built, self._due = threading.Lock(), b"", 0.0
+        self._earlier: list[RunReport] = []
+        self._problem = "waiting for the job's first event"
+
+    def render(self, *, last: bool = False) -> bytes:
+        """Return the page, at most a few seconds old. last: the launcher has ended, and with it the job's run."""
+        with self._lock:
+            if last or not self._built or time.monotonic() >= self._due:
+                began = time.monotonic()
+                try:
+                    self._refresh(last)
+                except (CostError, InfraError) as error:
+                    self._problem = one_line(error)
+                if not self._built or (self._follower is None or not self._follower.events):
+                    self._built = render_waiting(self.job, self._problem)
+                self._due = time.monotonic() + max(_PAUSE_SECONDS, _IDLE_SHARE * (time.monotonic() - began))
+            return self._built
+
+    @property
+    def pause_seconds(self) -> float:
+        return max(0.1, self._due - time.monotonic())
+
+    def _refresh(self, last: bool) -> None:
+        if self._follower is None:
+            uri = f"{self._store.rstrip('/')}/{job_prefix(self.job)}" if self._launcher and self._store else None
+            place = uri or find_job_uri(self.job, self._store)
+            self._follower = LogFollower(Store.open(place, request_timeout_seconds=_REQUEST_SECONDS))
+        self._follower.read_new()
+        events = self._follower.events
+        if not events:
+            return
+        running = None if last else self._launcher or find_running_launcher(self.job, events, self._store)
+        report = build_report(events, running=running)
+        if not self._earlier:
+            self._earlier = read_earlier_reports(report.job)
+        self.ended = running is None
+        self._built = render(report, earlier=self._earlier).encode(errors="backslashreplace")
+
+
+def render_waiting(job: str, words: str) -> bytes:
+    """Render the page of a job of which nothing is known yet. It takes the job's page as soon as there is one."""
+    main = (
+        f'<header id="header"><h1>{escape(one_line(job))}</h1><p class="badge on">starting<span id="age"></span></p>'
+        f'<p class="verdict">{escape(words)}</p></header>'
+    )
+    return fill_page(main, '{"figures":[]}', one_line(job), running=True).encode(errors="backslashreplace")
+
+
+def read_earlier_reports(job: str) -> list[RunReport]:
+    """Return the newest readable reports of other jobs on this machine, newest last, for comparison."""
+    root, found = runs_folder(PROJECT_ROOT), []
+    for name in [name for name in list_known_jobs(root) if name != job][-_COMPARED_JOBS:]:
+        with contextlib.suppress(CostError, OSError):
+            found.append(load_report(str(root / name / "report.json")))
+    return found
+
+
+def write_until_ended(page: LivePage, path: Path, parent: int) -> None:
+    """Keep a file current until the job ends or, if `parent` is a process id, until that process ends.
+
+    The file is replaced atomically, so that a reader never sees a part of it.
+    """
+    while True:
+        orphaned = bool(parent) and os.getppid() != parent
+        content = page.render(last=orphaned)
+        fresh = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            fresh.write_bytes(content)
+            fresh.replace(path)
+        except OSError as error:
+            print(f"{path}: {error.strerror}", file=sys.stderr)
+        if orphaned or (page.ended and not parent):
+            return
+        time.sleep(page.pause_seconds)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Answer GET requests for the page under a secret path. Nothing can be changed through this server."""
+
+    def do_GET(self) -> None:
+        server = self.server
+        assert isinstance(server, _Server)
+        host = (self.headers.get("Host") or "").partition(":")[0]
+        known = secrets.compare_digest(self.path.partition("?")[0].encode(), f"/{server.token}/".encode())
+        if not known or host not in ("127.0.0.1", "localhost"):
+            self.send_error(404)
+            return
+        content = server.page.render()
+        self.send_response(200)
+        for name, value in (
+            ("Content-Type", "text/html; charset=utf-8"),
+            ("Content-Length", str(len(content))),
+            ("Cache-Control", "no-store"),
+            ("Referrer-Policy", "no-referrer"),
+            ("X-Content-Type-Options", "nosniff"),
+        ):
+            self.send_header(name, value)
+        self.end_headers()
+        with contextlib.suppress(ConnectionError):
+            self.wfile.write(content)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Print no line per request."""
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, port: int, page: LivePage) -> None:
+        self.page, self.token = page, secrets.token_urlsafe(16)
+        super().__init__(("127.0.0.1", port), _Handler)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}/{self.token}/"
+
+
+def add_command(commands: Any) -> None:
+    parser = commands.add_parser("watch", help="the live page of a job, in this machine's browser or as text")
+    parser.add_argument("job", nargs="?", default="latest", metavar="RUN", help="name, folder or s3:// URI")
+    parser.add_argument("--store", default=None, metavar="URI", help="the job's store, if not known to this machine")
+    parser.add_argument("--port", type=int, default=0, help="port on 127.0.0.1; 0: a free one")
+    shape = parser.add_mutually_exclusive_group()
+    shape.add_argument("--once", action="store_true", help="print the state and end")
+    shape.add_argument("--write", type=Path, default=None, metavar="FILE", help="keep this HTML file current instead")
+    parser.add_argument("--parent", type=int, default=0, help=argparse.SUPPRESS)  # the launcher, which runs the job
+    parser.set_defaults(run=_watch)
+
+
+def _watch(arguments: argparse.Namespace) -> int:
+    if arguments.once:
+        print("\n".join(summarize_status(load_report(arguments.job, store=arguments.store, fresh=True))))
+        return 0
+    if arguments.write is not None:
+        launcher = _describe_parent(arguments.parent) if arguments.parent else None
+        if launcher is None:
+            find_job_uri(arguments.job, arguments.store)  # a wrong name ends with a message
+        else:
+            os.nice(10)
+        write_until_ended(
+            LivePage(arguments.job, arguments.store, launcher=launcher), arguments.write, arguments.parent
+        )
+        return 0
+    find_job_uri(arguments.job, arguments.store)
+    try:
+        server = _Server(arguments.port, LivePage(arguments.job, arguments.store))
+    except (OSError, OverflowError) as error:
+        raise ReportError(f"port {arguments.port} on 127.0.0.1: {error}; fix: leave --port out") from error
+    with server:
+        print(f"{server.url}  (only for this machine; Ctrl-C ends it)", flush=True)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            return Outcome.COMPLETED.exit_code
+    return 0
+
+
+def _describe_parent(pid: int) -> dict[str, Any]:
+    return {
+        "since_utc": time.time(),
+        "host": socket.gethostname(),
+        "user": getpass.getuser(),
+        "pid": pid,
+        "command": "run",
+        "heartbeat_age_seconds": 0.0,
+    }

@@ -1,0 +1,196 @@
+"""The live page and the report page: what they show at any moment of a job, in a browser and without one."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+import urllib.request
+from pathlib import Path
+from urllib.error import HTTPError
+
+import pytest
+
+from ebbflow.cost.report.charts import thin_columns
+from ebbflow.cost.report.render_html import render
+from ebbflow.cost.report.report import RunReport, build_report
+from ebbflow.cost.report.verdict import render_verdict, summarize_status
+from ebbflow.cost.watch import LivePage, _Server, write_until_ended
+from ebbflow.infra.errors import Outcome
+from ebbflow.infra.event_log import EventLog
+from ebbflow.infra.events import CONFIGURED, STEP, Event, LedgerClass, Origin
+from ebbflow.infra.layout import job_prefix
+from ebbflow.infra.store import Store
+from tests.support.browser import cut_off, dump
+from tests.support.timelines import GangLog, event, plan_event
+from tests.unit.test_report import interrupted_job
+
+LAUNCHER = {"since_utc": 1.8e9, "host": "here", "user": "ada", "pid": 1, "command": "run"}
+SETTINGS = [
+    {"key": "training.max_steps", "value": 8, "source": "configs/laptop.yaml:18"},
+    {"key": "model.num_layers", "value": 3, "source": "--set"},
+]
+
+
+def job_with_settings(length: int | None = None) -> list[Event]:
+    return [event(CONFIGURED, 0.5, settings=SETTINGS), *interrupted_job()][:length]
+
+
+def data_of(page: str) -> dict:
+    return json.loads(re.findall(r'id="data">(.*?)</script>', page)[0])
+
+
+def test_the_page_answers_what_is_asked_in_ten_seconds() -> None:
+    report = build_report(job_with_settings())
+    verdict = render_verdict(report)
+    # Generation 1's tail and lost steps, and generation 2's start: 4 + 3 + 5 s × 2 ranks at a tenth of a cent.
+    causes = [one for one in report.money["causes"] if one["cause"].startswith("interruption")]
+    assert sum(cell["usd"] for cell in report.money["cells"]) == pytest.approx(float(report.total_usd))
+    assert f"1 interruption cost {sum(one['rank_seconds'] for one in causes) / 2:.1f} s and $" in verdict
+    assert verdict.startswith("Completed in 53.5 s for $0.0680, 42 % above on-demand")
+    page = render(report, earlier=[build_report(interrupted_job())])
+    assert verdict in page and "8 of 8 steps" in page
+    assert "--set model.num_layers=3" in page and "--config configs/laptop.yaml" in page
+    running = build_report(job_with_settings(), running=LAUNCHER)
+    assert "8 of 8 steps" in render_verdict(running) and running.progress["at_risk_steps"] == 0
+    assert any("loses no finished step" in line for line in summarize_status(running))
+
+
+def test_a_running_job_says_when_it_ends_for_how_much_and_what_a_kill_loses() -> None:
+    gang = GangLog(1, 10.0, [[0], [1]])
+    gang.phase("startup", 5.0)
+    gang.steps(1, 5, useful_step=2.0)
+    gang.commit(4)
+    settings = [{"key": "training.max_steps", "value": 20, "source": "default"}]
+    report = build_report([event(CONFIGURED, 0.0, settings=settings), plan_event(), *gang.events], running=LAUNCHER)
+    found = report.progress
+    assert (found["step"], found["steps"], found["at_risk_steps"]) == (5, 20, 1)
+    assert found["eta_seconds"] == pytest.approx(30.0)  # 15 steps of 2 s
+    assert found["at_risk_usd"] == pytest.approx(0.004)  # one step of 2 s on 2 nodes at a tenth of a cent
+    assert found["forecast_usd"] == pytest.approx(float(report.total_usd) + 0.06)
+    assert found["low_usd"] <= found["forecast_usd"] <= found["high_usd"]
+    columns = data_of(render(report))["tables"]["steps"]
+    assert columns["step"][-1] == 20 and columns["usd_forecast"][-1] == pytest.approx(found["forecast_usd"], rel=1e-5)
+    assert columns["loss"][-1] is None
+
+
+def test_thinning_keeps_spikes_and_gaps() -> None:
+    count = 100_000
+    losses: list[float | None] = [1.0] * count
+    losses[12_345], losses[50_000], losses[77_777] = 99.0, None, -7.0
+    axis: list[float | None] = [float(step) for step in range(count)]
+    thin = thin_columns({"step": axis, "seconds": axis, "usd": axis, "loss": losses})
+    assert len(thin["step"]) == len(thin["loss"]) <= 600
+    assert max(one for one in thin["loss"] if one is not None) == 99.0
+    assert min(one for one in thin["loss"] if one is not None) == -7.0
+    assert thin["loss"].count(None) == 1
+    steps = [step for step in thin["step"] if step is not None]
+    assert steps == sorted(steps) and steps[0] == 0 and steps[-1] == count - 1
+
+
+def test_a_million_steps_and_a_thousand_ranks_are_a_small_page() -> None:
+    columns = {name: [float(step) for step in range(1_000_000)] for name in ("step", "seconds", "usd", "loss", "speed")}
+    gang = GangLog(1, 0.0, [list(range(8 * node, 8 * node + 8)) for node in range(128)])
+    gang.steps(1, 3, useful_step=1.0)
+    report = build_report([plan_event(), *gang.events])
+    assert len(report.charts["ranks"]) == 1024 and len(report.charts["lanes"]) == 64
+    report.charts["steps"] = thin_columns(dict(columns))
+    report.loss_curve[:] = [(step, 1.0) for step in range(1_000_000)]
+    began = time.process_time()
+    page = render(report, earlier=[report])
+    assert time.process_time() - began < 2.0
+    assert len(page) < 600_000
+
+
+def test_an_old_report_and_a_job_without_steps_have_a_page() -> None:
+    old = build_report(interrupted_job()).to_json()
+    for name in ("charts", "progress"):
+        old.pop(name)
+    del old["events"]["checks"], old["money"]["cells"]
+    page = render(RunReport.from_json(old))
+    assert 'id="figure-loss"' in page and "Completed" in page
+    assert "no step has been recorded yet" in render(build_report([event(CONFIGURED, 0.0, settings=[])]))
+
+
+class Clock:
+    """A job's log that a test extends event by event."""
+
+    def __init__(self, folder: Path) -> None:
+        self.store = Store.open(str(folder)).sub(job_prefix("demo"))
+        self.log = EventLog(self.store, Origin(job="demo", run="run-1", process="test"), flush_seconds=0.01)
+
+    def write(self, events: list[Event]) -> None:
+        for one in events:
+            fields = {name: getattr(one, name) for name in ("generation", "node", "rank", "run", "attempt")}
+            process = "agent" if one.rank < 0 else "rank"
+            with EventLog(self.store, Origin(job="demo", process=process, **fields)) as log:
+                log.emit(one.name, step=one.step, at=(one.t_wall, one.t_mono), **one.data)
+
+
+def test_the_live_page_grows_with_the_log_and_ends_as_the_report(tmp_path: Path) -> None:
+    clock, events = Clock(tmp_path), job_with_settings()
+    live = LivePage("demo", str(tmp_path), launcher=LAUNCHER)
+    assert b"waiting for the job" in live.render()
+    clock.write([one for one in events if one.generation < 2])
+    assert b"6 of 8 steps" in live.render(last=False) if live.pause_seconds < 0.2 else True
+    target = tmp_path / "live.html"
+    writer = threading.Thread(target=write_until_ended, args=(live, target, -1))
+    writer.start()  # no process has that id: the launcher has ended
+    writer.join(30)
+    text = target.read_text()
+    assert not writer.is_alive() and 'data-state="ended"' in text and "node_lost" in text.replace(" ", "_")
+    assert not list(tmp_path.glob(".live.html*"))
+
+
+def test_the_server_shows_the_page_to_whoever_has_its_address_and_nobody_else(tmp_path: Path) -> None:
+    Clock(tmp_path).write(job_with_settings())
+    with _Server(0, LivePage("demo", str(tmp_path))) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        with urllib.request.urlopen(server.url, timeout=20) as answer:
+            assert b"Completed in" in answer.read() and answer.headers["Cache-Control"] == "no-store"
+        base = f"http://127.0.0.1:{server.server_port}"
+        for url, headers in ((f"{base}/", {}), (f"{base}/guess/", {}), (server.url, {"Host": "evil.example"})):
+            with pytest.raises(HTTPError, match="404"):
+                urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=20)
+        with pytest.raises(HTTPError, match="501"):
+            urllib.request.urlopen(urllib.request.Request(server.url, data=b"x=1"), timeout=20)
+        server.shutdown()
+
+
+def test_an_open_page_takes_newer_figures_and_ends_as_report_without_a_reload(tmp_path: Path) -> None:
+    """From disk, without a server: the file is replaced while the page is open."""
+    evil = "<img src=x onerror=document.title='hacked'>"
+    events = [Event(**{**vars(one), "job": evil}) for one in job_with_settings()]
+    page = tmp_path / "live.html"
+    now = time.time()
+    page.write_text(render(build_report(events[:20], running=LAUNCHER), written=now))
+
+    def end() -> None:
+        time.sleep(1.0)
+        fresh = tmp_path / "fresh"
+        fresh.write_text(render(build_report(events), written=now + 5))
+        fresh.replace(page)
+
+    thread = threading.Thread(target=end)
+    thread.start()
+    shown = dump(page, tmp_path, budget_milliseconds=90_000)
+    thread.join()
+    assert 'data-state="ended"' in shown and "Completed in" in shown and "<title>hacked" not in shown
+    assert shown.count('class="uplot') >= 4, "plots are drawn, and again with the new data"
+
+
+@pytest.mark.parametrize("width", [360, 768, 1440])
+def test_nothing_is_cut_off_at_any_width(width: int, tmp_path: Path) -> None:
+    report = build_report(job_with_settings())
+    assert not cut_off(render(report, earlier=[report]), width, tmp_path)
+
+
+def test_the_figures_of_a_failure_come_first() -> None:
+    report = build_report(interrupted_job(completed=False))
+    assert report.outcome is Outcome.FAILED
+    page = render(report)
+    assert page.index("Why it ended") < page.index("Training</h2>") < page.index("Timeline")
+    assert "resume train --origin-run-id run-1" in page
+    assert {segment[2] for lane in report.charts["lanes"] for segment in lane["segments"]} <= set(map(str, LedgerClass))
+    assert STEP in report.events["counts"]
