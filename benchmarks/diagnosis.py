@@ -19,7 +19,7 @@ from ebbflow.infra.diagnose.judging import diagnose_lines
 from ebbflow.infra.diagnose.reading import LogText, rank_of, time_of
 from ebbflow.infra.program import PROJECT_ROOT
 
-_HELD_OUT = PROJECT_ROOT / "tests/support/diagnosis/held_out/collected.yaml"
+_COLLECTED = PROJECT_ROOT / "tests/support/diagnosis/collected.yaml"
 
 
 def evaluate(corpus: list[dict[str, Any]]) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def _lines(text: str) -> Iterator[LogText]:
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="ebbflow bench diagnose", description=__doc__)
-    parser.add_argument("corpus", nargs="?", type=Path, default=_HELD_OUT)
+    parser.add_argument("corpus", nargs="?", type=Path, default=_COLLECTED)
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(arguments)
     result = evaluate(yaml.safe_load(options.corpus.read_text(encoding="utf-8")))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,14 @@ from ebbflow.infra.diagnose.series import Series, judge_series
 from ebbflow.infra.untrusted_text import one_line
 
 THIN = 0.5  # a root below this confidence is not named
+_LIKELY = 0.6  # the weight of advice that may be the only explanation
 _MOST_FINDINGS = 3
 _LEVELS = {"cause": 4, "effect": 2, "echo": 1, "summary": 0, "advice": -1}
 _LASTING = ("quality", "throughput", "hardware", "cost")
 _GENERIC_LEVEL = 3  # level of causes that only report that there was an exception
 _GENERIC_RANK = 3
+_VAGUE_RANK = 5  # exceptions up to this rank are attributed to the code that raised them
+_RAISED_IN = {"data": "E17", "storage": "H19", "monitoring": "J11", "compile": "L11", "sharding": "M13"}
 _TEXT_LENGTH = 300
 # A cause that is logged this long after an effect did not lead to it.
 _AFTERMATH_SECONDS = 120.0
@@ -119,13 +122,21 @@ def judge(seen: dict[str, Seen], series: Series, scans: Sequence[FileScan]) -> D
     known = {key: found for key, found in seen.items() if found.first and _confidence(found) > 0}
     suspects = [found for found in known.values() if found.rule.kind != "advice"]
     root = _root(suspects, series)
+    if root is None and not series.sound:
+        root = _only_advice(known.values())
+    if root is not None and root.rule.family == "program" and root.rule.rank <= _VAGUE_RANK and root.first:
+        root = _by_frames(root, series.raised_in(root.first))
     findings = []
     if root is not None:
         findings.append(_finding(root, "root", suspects))
         rest = sorted(suspects, key=lambda found: (-_level(found), found.order))
         after = [found for found in rest if found is not root and _confidence(found) >= 0.3]
         findings += [_finding(found, "cascade", suspects) for found in after[: _MOST_FINDINGS - 1]]
-    advice = [found for found in known.values() if found.rule.kind == "advice" and _confidence(found) >= THIN]
+    advice = [
+        found
+        for found in known.values()
+        if found.rule.kind == "advice" and found is not root and _confidence(found) >= THIN
+    ]
     if root is not None or not series.sound:
         advice.sort(key=lambda found: (-_confidence(found), found.order))
         findings += [_finding(found, "advice", advice) for found in advice[: _MOST_FINDINGS - len(findings)]]
@@ -149,11 +160,7 @@ def _level(found: Seen) -> int:
 
 def _root(suspects: list[Seen], series: Series) -> Seen | None:
     # A failure that training survived is no root, except in families that harm a run without ending it.
-    able = [
-        found
-        for found in suspects
-        if _confidence(found) >= THIN and (found.rule.family in _LASTING or not series.survived(found.last))
-    ]
+    able = [found for found in suspects if _confidence(found) >= THIN and _lasted(found, series)]
     if not able:
         return None
     level = max(_level(found) for found in able)
@@ -165,7 +172,35 @@ def _root(suspects: list[Seen], series: Series) -> Seen | None:
     effects = [found for found in able if _level(found) < level and found.rule.kind == "effect"]
     if effects and chosen.rule.rank <= 2 and _gap(_earliest(effects), chosen) > _AFTERMATH_SECONDS:
         return _earliest(effects)  # a generic exception long after an effect, such as a timeout, comes from clean-up
-    return chosen if chosen.rule.rank > 1 or chosen is first else _prefer_exact(top, chosen)
+    if chosen.rule.rank > 1 or chosen is first:
+        near = [found for found in top if found.rule.rank >= chosen.rule.rank + 2 and found.order - chosen.order <= 8]
+        return _earliest(near) if near else chosen
+    return _prefer_exact(top, chosen)
+
+
+def _by_frames(root: Seen, family: str | None) -> Seen:
+    rule = load_rules().find(_RAISED_IN[family]) if family else None
+    return root if rule is None else replace(root, rule=rule, strong=True, needed=True)
+
+
+def _lasted(found: Seen, series: Series) -> bool:
+    """Return whether a failure may have ended or spoilt the run: training did not go on as before after it."""
+    if found.rule.id == "F01":
+        return not series.recovered(found.last)
+    return found.rule.family in _LASTING or not series.survived(found.last)
+
+
+def _only_advice(known: Iterable[Seen]) -> Seen | None:
+    """Return the advice that explains logs without any failure, such as those of a run that is only slow."""
+    found = list(known)
+    if any(each.rule.kind != "advice" and _confidence(each) >= THIN for each in found):
+        return None
+    advice = [
+        each
+        for each in found
+        if each.rule.kind == "advice" and each.rule.weight >= _LIKELY and _confidence(each) >= THIN
+    ]
+    return max(advice, key=lambda each: (_confidence(each), -each.order), default=None)
 
 
 def _prefer_exact(found: list[Seen], generic: Seen) -> Seen:

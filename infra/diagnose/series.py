@@ -16,17 +16,42 @@ _LOSS = re.compile(
     r"\s*(?:[:=|]|is|of)?\s*(?:tensor\()?([-+]?(?:\d+\.?\d*(?:e[-+]?\d+)?|nan|inf(?:inity)?))(?![\w%])",
     re.IGNORECASE,
 )
+_NORM = re.compile(
+    r"grad(?:ient)?[ _/.-]?norm['\"]?\s*[:=|]?\s*(?:tensor\()?([-+]?(?:\d+\.?\d*(?:e[-+]?\d+)?|nan|inf))", re.I
+)
 _FINISHED = re.compile(
     r"training (?:is )?(?:completed|complete|finished|done)|finished training|max_(?:steps|epochs)=\d+.? reached"
     r"|exiting successfully|train_runtime|succeeded|\[exiting program after \d+ iterations|all done|job completed",
     re.IGNORECASE,
 )
 _STEP_SECONDS = re.compile(
-    r"(?:elapsed time per iteration \(ms\)|step[ _]time(?: \(?ms\)?)?|iter[ _]time|time/iter|sec/step|batch[ _]time)"
+    r"(?:elapsed time per iteration \(ms\)|step[ _]time(?: \(?ms\)?)?|iter[ _]time|time/iter|sec/step|batch[ _]time"
+    r"|time per epoch|epoch[ _]time|seconds per (?:step|epoch|iteration))"
     r"['\"]?\s*[:=]?\s*(\d+(?:\.\d+)?)|(\d+(?:\.\d+)?) ?(?:s/it\b|sec/(?:batch|step))",
     re.IGNORECASE,
 )
 _RATE = re.compile(r"(\d+(?:\.\d+)?) ?(?:it|tokens|samples|examples|images|steps)/s", re.IGNORECASE)
+# "Data" beside "Time", with averages in parentheses, as ImageNet's example script of PyTorch prints them.
+_DATA_SHARE = re.compile(
+    r"(?:\btime|batch[ _]time|step[ _]time)\W+(\d+(?:\.\d+)?)[^|]{0,30}?"
+    r"\bdata(?:[ _]?(?:time|loading|wait))?\W+(\d+(?:\.\d+)?)",
+    re.IGNORECASE,
+)
+_FRAME = re.compile(r'File "([^"]+)", line \d+(?:, in (\S+))?')
+# What code works on, by the path and function of a traceback's frame.
+_FRAME_FAMILIES = (
+    ("data", re.compile(
+        r"/(?:datasets|webdataset|streaming|torchdata|tokenizers|PIL|pyarrow|h5py|decord|librosa|soundfile)/|torch/utils/data/"
+        r"|(?:data_?set|data_?loader|collat\w*|tokeniz\w*|data_utils|sampler)s?\.py")),
+    ("storage", re.compile(
+        r"torch/serialization|safetensors|torch/distributed/checkpoint|/(?:s3fs|boto3|botocore|s3transfer|gcsfs|fsspec)/"
+        r"|checkpoint\w*\.py|file_?io|(?:save|load|restore)_(?:checkpoint|state|pretrained)")),
+    ("monitoring", re.compile(r"/(?:wandb|mlflow|tensorboardX?|prometheus_client|comet_ml|neptune|clearml)/")),
+    ("compile", re.compile(r"torch/_(?:dynamo|inductor|functorch)/|/triton/")),
+    ("sharding", re.compile(r"/(?:deepspeed|megatron|colossalai)/|torch/distributed/(?:_?tensor|fsdp|pipelining)/")),
+)  # fmt: skip
+_INNERMOST = 3  # frames of a traceback that tell what its code works on
+_TRACEBACK_LINES = 40
 _MOST_POINTS = 20_000
 
 
@@ -45,15 +70,19 @@ class Series:
     """Losses and step times of each rank, and whether the run made progress or finished."""
 
     triggers = (
-        b"loss", b"train_runtime", b"finished training", b"training complet", b"training finish", b"succeeded",
+        b'file "', b"loss", b"grad_norm", b"grad norm", b"per epoch", b"epoch time", b"train_runtime",
+        b"finished training", b"training complet", b"training finish", b"succeeded",
         b"training done", b"reached", b"exiting", b"step time", b"step_time", b"per iteration", b"iter_time",
         b"s/it", b"it/s", b"sec/", b"tokens/s", b"samples/s", b"examples/s", b"images/s",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.losses: dict[tuple[str, int | None], Track] = {}
-        self.seconds: dict[tuple[str, int | None], Track] = {}
+        self.norms: dict[tuple[str, int | None], Track] = {}
+        self.seconds: dict[tuple[str, int | None, str], Track] = {}  # the last part of a key: the value's label
+        self.data_shares: dict[tuple[str, int | None], Track] = {}
         self.progress: dict[tuple[str, int | None], tuple[int, int]] = {}
+        self.frames: dict[str, list[tuple[int, int | None, str]]] = {}  # file: (line, rank, path and function)
         self.finished: LogText | None = None
         self._steps = 0
 
@@ -66,6 +95,10 @@ class Series:
         """Yield the lines unchanged, and record the losses, step times and completion messages in them."""
         for order, line in enumerate(lines, start=1):
             low = line.text.lower()
+            if 'file "' in low and (match := _FRAME.search(line.text)):
+                frames = self.frames.setdefault(line.file, [])
+                if len(frames) < _MOST_POINTS:
+                    frames.append((line.number, line.rank, f"/{match[1]} {match[2] or ''}"))
             if "loss" in low and (match := _LOSS.search(line.text)):
                 value = float(match[1])
                 key = (line.file, line.rank)
@@ -74,10 +107,17 @@ class Series:
                     count = self.progress.get(key, (0, 0))[1]
                     self.progress[key] = (line.number, count + 1)
                     self._steps += 1
+            if "norm" in low and (match := _NORM.search(line.text)):
+                self.norms.setdefault((line.file, line.rank), Track()).add(order, line, float(match[1]))
+            if "data" in low and "time" in low and (match := _DATA_SHARE.search(line.text)) and float(match[1]):
+                share = float(match[2]) / float(match[1])
+                self.data_shares.setdefault((line.file, line.rank), Track()).add(order, line, share)
             if ("time" in low or "sec/" in low or "s/it" in low) and (match := _STEP_SECONDS.search(line.text)):
-                self.seconds.setdefault((line.file, line.rank), Track()).add(order, line, float(match[1] or match[2]))
+                label = match[0].lower().partition(match[1])[0].strip(" =:'\"") if match[1] else ""
+                track = self.seconds.setdefault((line.file, line.rank, label), Track())
+                track.add(order, line, float(match[1] or match[2]))
             elif "/s" in low and (match := _RATE.search(line.text)) and float(match[1]):
-                self.seconds.setdefault((line.file, line.rank), Track()).add(order, line, 1 / float(match[1]))
+                self.seconds.setdefault((line.file, line.rank, ""), Track()).add(order, line, 1 / float(match[1]))
             if _FINISHED.search(line.text):
                 self.finished = line
             yield line
@@ -88,6 +128,33 @@ class Series:
         return end is not None and all(
             seen.last is not None and (seen.last.file != end.file or seen.last.number < end.number) for seen in found
         )
+
+    def raised_in(self, line: LogText) -> str | None:
+        """Return what the code that raised an exception works on, such as "data"; None if its frames do not tell."""
+        frames = [
+            place
+            for number, rank, place in self.frames.get(line.file, ())
+            if line.number - _TRACEBACK_LINES <= number < line.number and rank == line.rank
+        ]
+        for place in frames[: -_INNERMOST - 1 : -1]:
+            for family, pattern in _FRAME_FAMILIES:
+                if pattern.search(place):
+                    return family
+        return None
+
+    def recovered(self, line: LogText | None) -> bool:
+        """Return whether losses and gradient norms of the same file are finite again after the line."""
+        if line is None:
+            return False
+        tracks = [*self.losses.items(), *self.norms.items()]
+        later = [
+            value
+            for (file, _), track in tracks
+            if file == line.file
+            for _, point, value in track.points
+            if point.number > line.number
+        ]
+        return bool(later) and all(map(math.isfinite, later))
 
     def survived(self, line: LogText | None) -> bool:
         """Return whether training continued after the line: at least 3 finite losses follow it in the same file."""
@@ -106,26 +173,50 @@ class Series:
 def judge_series(series: Series) -> dict[str, list[tuple[int, LogText]]]:
     """Return the symptoms that the series show: for each rule id, the (position, line) pairs that are its evidence."""
     found: dict[str, list[tuple[int, LogText]]] = {}
-    for track in series.losses.values():
+    for track in (*series.losses.values(), *series.norms.values()):
         bad = [point for point in track.points if not math.isfinite(point[2])]
-        if bad:
+        if bad and not math.isfinite(track.points[-1][2]):
             found.setdefault("F01", [(point[0], point[1]) for point in bad[:3]])
+    for track in series.losses.values():
+        values = [point[2] for point in track.points if math.isfinite(point[2])]
+        if len(values) < len(track.points):
             continue
-        values = [point[2] for point in track.points]
+        ends = [(track.points[0][0], track.points[0][1]), (track.points[-1][0], track.points[-1][1])]
+        if _stuck(track):
+            found.setdefault("F02", ends)
         if len(values) < 20:
             continue
         head, tail = values[: len(values) // 5], values[-(len(values) // 5) :]
         noise = statistics.pstdev(values[len(values) // 2 :]) + 1e-12
         start, end, low = statistics.median(head), statistics.median(tail), min(values)
-        ends = [(track.points[0][0], track.points[0][1]), (track.points[-1][0], track.points[-1][1])]
-        rises = end > 2 * abs(low) + 1e-9 and end > start * 1.2 and end - start > noise
-        if rises or (len(set(values)) == 1 and values[0] != 0):
+        if end > 2 * abs(low) + 1e-9 and end > start * 1.2 and end - start > noise:
             found.setdefault("F02", ends)
-    for track in series.seconds.values():
+    for track in series.norms.values():
+        values = [point[2] for point in track.points if math.isfinite(point[2])]
+        if len(values) >= 4 and max(values) > 1000 and max(values) > 100 * statistics.median(values):
+            found.setdefault("F05", [(point[0], point[1]) for point in track.points if point[2] == max(values)][:1])
+    for track in series.data_shares.values():
+        high = [point for point in track.points if point[2] > 0.5]
+        if len(high) >= 2 and 2 * len(high) >= len(track.points):
+            found.setdefault("E06", [(point[0], point[1]) for point in high[:3]])
+    for (_, _, label), track in series.seconds.items():
         values = [point[2] for point in track.points]
-        if len(values) >= 20:
-            base, tail = statistics.median(values[: len(values) // 2]), statistics.median(values[-len(values) // 4 :])
-            if base > 0 and tail > 2 * base:
-                at = next(point for point in track.points if point[2] > 1.6 * base)
-                found.setdefault("G02", [(at[0], at[1])])
+        half = len(values) // 2
+        if half >= 10:
+            base, tail = statistics.median(values[:half]), statistics.median(values[-len(values) // 4 :])
+        elif label and len(values) >= 3:  # rates without a label may be those of evaluation
+            base, tail = min(values[: max(half, 1)]), min(values[max(half, 1) :])
+        else:
+            continue
+        if base > 0 and tail > 2 * base:
+            at = next(point for point in track.points if point[2] > 1.6 * base)
+            found.setdefault("G02", [(at[0], at[1])])
     return found
+
+
+def _stuck(track: Track) -> bool:
+    """Return whether the loss stays at one value: the last 4 are equal to 4 digits, or all of 20."""
+    values = [point[2] for point in track.points]
+    if values[-1] == 0 or len(values) < 4 or len(set(values[-4:])) > 1:
+        return False
+    return len(str(values[-1]).partition(".")[2]) >= 4 or (len(values) >= 20 and len(set(values)) == 1)

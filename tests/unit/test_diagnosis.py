@@ -139,3 +139,28 @@ def test_the_benchmark_counts_right_wrong_silent_and_false_findings() -> None:
     assert result["families"]["memory"] == {"items": 1, "precision": 0.5, "recall": 1.0, "f1": pytest.approx(2 / 3)}
     assert result["families"]["storage"]["f1"] == 0.0 and result["abstained"] == pytest.approx(1 / 3)
     assert (result["sound"], result["false_alarms"], result["items"]) == (2, 1, 3)
+
+
+def test_the_collected_excerpts_are_still_recognised() -> None:
+    result = evaluate(yaml.safe_load((SUPPORT / "collected.yaml").read_text()))
+    assert result["macro_f1"] > 0.9 and result["abstained"] < 0.1 and result["false_alarms"] == 0
+
+
+@pytest.mark.parametrize(
+    ("lines", "symptom"),
+    [
+        (["step 1 loss 2.1 grad_norm nan", "step 2 loss 2.0 grad_norm nan"], "F01"),
+        (["step 1 loss 2.1 grad_norm nan", "step 2 loss 2.0 grad_norm 1.2"], None),
+        ([f"step {step} loss: 0.6931" for step in range(4)], "F02"),
+        ([f"step {step} loss: 0.69{step}" for step in range(4)], None),
+        ([f"loss 1.{step} grad_norm {norm}" for step, norm in enumerate((7.6, 9.2, 7.8, 11100.0))], "F05"),
+        ([f"Epoch: [0][{at}/50] Time 9.1 (9.0) Data 8.{at} (8.5)" for at in range(3)], "E06"),
+        ([f"epoch {at}: time per epoch {seconds} s" for at, seconds in enumerate((390, 890, 1200))], "G02"),
+        (["GPU utilization rate is still very low"], "G01"),
+        (['  File "/env/datasets/builder.py", line 8, in _split', "IndexError: list index out of range"], "E17"),
+        (['  File "/app/model.py", line 8, in forward', "IndexError: list index out of range"], "O06"),
+        (['  File "/env/torch/serialization.py", line 8, in save', "ValueError: x"], "H19"),
+    ],
+)
+def test_series_and_frames_name_what_no_single_line_does(lines: list[str], symptom: str | None) -> None:
+    assert roots("\n".join(lines))[1] == symptom
