@@ -67,7 +67,7 @@ def test_a_save_given_less_time_fails_within_it_and_says_why(tmp_path: Path) -> 
         saver.save(1, model_of(8), None, {}, deadline_seconds=1.0)
         with pytest.raises(CheckpointError, match="rank 0: "):
             saver.wait()
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 7.5, "8 s at 1 MiB per second"
     assert reachable_commits(job) == []
 
 

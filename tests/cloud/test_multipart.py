@@ -202,7 +202,7 @@ def test_what_cannot_be_cured_ends_in_time_names_the_part_and_leaves_nothing(
         began = time.monotonic()
         with pytest.raises(CheckpointError, match=rf"put data/1.bin: gave up {cause}"):
             uploader.upload("data/1.bin", memoryview(bytes(2 * CHUNK_BYTES)), Deadline(1))
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 20
     assert memory.aborted == 1 and not memory.objects
 
 

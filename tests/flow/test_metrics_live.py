@@ -183,9 +183,9 @@ def test_each_node_pushes_a_group_of_its_own_and_deletes_exactly_that(kind: str,
         alone = {"agent": False, "push_url": gateway.url, "interval_seconds": 1.0}
         with live_metrics(spec(tmp_path, node=1, **alone), rank=2, world_size=4, emit=quiet):
             with live_metrics(spec(tmp_path, **alone), rank=0, world_size=4, emit=quiet) as showing:
-                wait_until("both groups", lambda: len(gateway.groups()) == 2, timeout=10)
+                wait_until("both groups", lambda: len(gateway.groups()) == 2, timeout=60)
                 train_a_little(showing)
-                wait_until("the next push", lambda: gateway.groups()["job", "0"].get("ebbflow_step") == 7, timeout=10)
+                wait_until("the next push", lambda: gateway.groups()["job", "0"].get("ebbflow_step") == 7, timeout=60)
                 assert "ebbflow_step" not in gateway.groups()["job", "1"], "one node's push replaced another's group"
             assert set(gateway.groups()) == {("job", "1")}
         assert gateway.groups() == {}
@@ -197,7 +197,7 @@ def test_under_an_agent_the_rank_leaves_its_group_to_the_agent(tmp_path: Path) -
     gateway = SmallGateway()
     try:
         with live_metrics(spec(tmp_path, push_url=gateway.url), rank=0, world_size=1, emit=lambda *a, **k: None):
-            wait_until("a push", gateway.groups, timeout=10)
+            wait_until("a push", gateway.groups, timeout=60)
         assert [method for method, _ in gateway.requests] == ["PUT"]
         delete_group(PushGroup(gateway.url, "job", 0), say=print)
         assert gateway.groups() == {}
@@ -212,10 +212,10 @@ def test_a_gateway_that_is_away_costs_one_line_until_it_is_back() -> None:
     group = PushGroup(gateway.url, "job", 0)
     registry = MetricBoard(NODE_METRICS, {"job": "job", "node": "0"}).registry()
     pusher = Pusher(group, registry, interval_seconds=0.01, say=said.append)
-    wait_until("several tries", lambda: len(gateway.requests) > 3, timeout=10)
+    wait_until("several tries", lambda: len(gateway.requests) > 3, timeout=60)
     assert len(said) == 1 and "accepts no push, retrying: HTTP Error 503" in said[0]
     gateway.away = False
-    wait_until("a group", gateway.groups, timeout=10)
+    wait_until("a group", gateway.groups, timeout=60)
     pusher.close()
     gateway.close()
     delete_group(group, say=said.append)

@@ -87,7 +87,7 @@ def test_a_node_that_leaves_between_two_generations_says_so_though_it_was_ready(
 ) -> None:
     coordinator, member = pair
     member.ready()
-    wait_until("the regrouping", lambda: coordinator.regroup(10, never) == [0, 1], timeout=10)
+    wait_until("the regrouping", lambda: coordinator.regroup(10, never) == [0, 1], timeout=60)
     member.order(NOTICE)
     member.close()
     time.sleep(0.1)
@@ -99,7 +99,7 @@ def test_a_machine_that_goes_after_its_notice_is_an_interruption(pair: tuple[Coo
     coordinator, member = pair
     member.order(NOTICE)
     member.close()
-    verdict = wait_until("the verdict", coordinator.poll, timeout=10)
+    verdict = wait_until("the verdict", coordinator.poll, timeout=60)
     assert verdict.reason == EndReason.NODE_LOST and verdict.again
     last = coordinator.regroup(10, never)
     assert isinstance(last, GenerationEnd) and last.failed_as == "interrupted"
@@ -108,7 +108,7 @@ def test_a_machine_that_goes_after_its_notice_is_an_interruption(pair: tuple[Coo
 def test_a_machine_that_goes_without_one_is_a_failure(pair: tuple[CoordinatorPeers, FollowerPeers]) -> None:
     coordinator, member = pair
     member.close()
-    verdict = wait_until("the verdict", coordinator.poll, timeout=10)
+    verdict = wait_until("the verdict", coordinator.poll, timeout=60)
     assert (verdict.reason, verdict.again, verdict.failed_as) == (EndReason.NODE_LOST, False, "failed")
 
 

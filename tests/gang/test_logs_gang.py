@@ -55,7 +55,7 @@ def test_a_gang_is_seen_while_it_trains_and_its_logs_outlive_a_node(tmp_path: Pa
     gang = LocalGang(spec, tmp_path / "gang", tmp_path / "output.log")
     try:
         wait_until("both nodes' pages", lambda: len(steps_at(range(port, port + 4))) == 2, timeout=60)
-        wait_until("both groups", lambda: set(gateway.groups()) == {("job", "0"), ("job", "1")}, timeout=10)
+        wait_until("both groups", lambda: set(gateway.groups()) == {("job", "0"), ("job", "1")}, timeout=60)
         [heartbeat] = (tmp_path / "runs").rglob("rank-1.heartbeat")
         os.kill(Heartbeat(heartbeat).read().pid, signal.SIGKILL)
         again = wait_until("generation 2", lambda: list((tmp_path / "runs").rglob("000002-*/rank-0.log")), timeout=30)[

@@ -179,7 +179,7 @@ def test_a_rehearsed_notice_is_heard_at_its_step(tmp_path: Path) -> None:
     control, notice = OrderRecord.create(tmp_path / "record"), tmp_path / "notice.json"
 
     def agent() -> None:
-        wait_until("the notice", notice.exists, timeout=10)
+        wait_until("the notice", notice.exists, timeout=60)
         control.write(RankOrder(seconds=60.0, cause=CAUSES[4], node=0))
 
     thread = threading.Thread(target=agent)
@@ -256,9 +256,9 @@ def test_of_several_times_to_leave_the_shortest_counts() -> None:
     limits = Limits(None, world_size=1, elapsed_seconds=lambda: 0.0, stop_seconds=30.0)
     assert limits.stop() is Stop.NONE and limits.stop_seconds == math.inf
     limits.request_drain(110.0)
-    assert limits.stop() is Stop.INTERRUPTED and 109 < limits.stop_seconds <= 110
+    assert limits.stop() is Stop.INTERRUPTED and 100 < limits.stop_seconds <= 110
     limits.request_drain(28.0)
     limits.request_drain(90.0)
-    assert 27 < limits.stop_seconds <= 28
+    assert 20 < limits.stop_seconds <= 28
     limits.request_drain(-5.0)
     assert limits.stop_seconds == 0.0

@@ -76,17 +76,17 @@ def pass_time(watch: RankWatch, rank: Rank, seconds: float) -> list[WorkerFailur
 
 
 def test_what_is_only_remarkable_is_dumped_and_left_alone_until_the_floor(rank: Rank, tmp_path: Path) -> None:
-    watch = watch_of(rank, tmp_path, floor_seconds=20.0)
-    assert pass_time(watch, rank, 2.5) == []
-    [witness] = wait_until("the dump", lambda: pass_time(watch, rank, 1.0), timeout=20)
-    assert witness.witness and Path(witness.dump).is_file() and rank.offset < 20
+    watch, began = watch_of(rank, tmp_path, floor_seconds=20.0), rank.now()
+    assert pass_time(watch, rank, 2.0) == []
+    [witness] = pass_time(watch, rank, 2.0) or wait_until("the dump", watch.check, timeout=60)
+    assert witness.witness and Path(witness.dump).is_file()
     rank.offset += 30.0  # nobody looked: at most a second of it counts
     assert all(one.witness for one in pass_time(watch, rank, 3.0))
     [failure] = wait_until(
-        "the verdict", lambda: [one for one in pass_time(watch, rank, 1.0) if not one.witness], timeout=20
+        "the verdict", lambda: [one for one in pass_time(watch, rank, 1.0) if not one.witness], timeout=60
     )
     assert (failure.rank, failure.node, failure.step, failure.phase, failure.certainty) == (3, 1, 2, "forward", "slow")
-    assert "(limit 20 s)" in failure.message and rank.offset >= 49.0
+    assert "(limit 20 s)" in failure.message and rank.now() - began >= 49.0
     watch.close()
 
 
@@ -117,7 +117,7 @@ def test_a_hung_rank_is_found_by_an_agent_whose_loop_is_slow(rank: Rank, tmp_pat
 def test_a_disk_that_takes_no_dump_does_not_end_the_watch(rank: Rank, tmp_path: Path) -> None:
     watch = watch_of(rank, tmp_path, floor_seconds=20.0)
     (tmp_path / "dump-1").touch()  # where its folder would be
-    [witness] = wait_until("the dump", lambda: pass_time(watch, rank, 1.0), timeout=20)
+    [witness] = pass_time(watch, rank, 4.0) or wait_until("the dump", watch.check, timeout=60)
     assert witness.witness and witness.dump == ""
     watch.close()
 
@@ -127,7 +127,7 @@ def test_a_rank_that_goes_on_is_nobodys_concern(rank: Rank, tmp_path: Path) -> N
     for step in range(3, 30):
         rank.heartbeat.beat(step, "forward")
         rank.offset = 0.0
-        assert pass_time(watch, rank, 2.5) == []
+        assert pass_time(watch, rank, 2.0) == []
     watch.close()
 
 
@@ -152,7 +152,7 @@ def test_a_kill_for_memory_is_told_from_any_other(rank: Rank, tmp_path: Path) ->
         assert watch.sample()["resident_bytes"] > 1e6
         rank.process.stdin.write(b"go\n")
         rank.process.stdin.flush()
-        [failure] = wait_until("its end", watch.check, timeout=20)
+        [failure] = wait_until("its end", watch.check, timeout=60)
     assert failure.memory_kill and failure.kind == "killed for memory"
     assert "by the kernel: out of memory, 0.0" in failure.message
     if os.access("/dev/kmsg", os.R_OK):
@@ -207,7 +207,7 @@ def test_those_who_waited_along_have_the_time_of_a_step_when_the_wait_is_over(ra
         watch.check(store_wait=True)
     found = pass_time(watch, rank, 10.0)
     watch.request_witnesses()
-    found += wait_until("where it stands", watch.check, timeout=40)
+    found += wait_until("where it stands", watch.check, timeout=60)
     assert [one for one in found if one.hung] == []
     hung = wait_until("its end", lambda: [one for one in pass_time(watch, rank, 1.0) if one.hung], timeout=60)
     assert [one.rank for one in hung] == [3]

@@ -107,7 +107,7 @@ def test_what_a_rank_has_started_does_not_outlive_it(
         stuck = [int(pid) for pid in wait_until("its children", lambda: told.exists() and told.read_text().split(), 60)]
         assert len(stuck) == 3 and all(process_state(pid) in ("S", "R") for pid in stuck)
         assert group.end(culprits, grace_seconds=0.1) == {}
-        wait_until("the end of all", lambda: {process_state(pid) for pid in stuck} <= {"", "Z"}, timeout=5)
+        wait_until("the end of all", lambda: {process_state(pid) for pid in stuck} <= {"", "Z"}, timeout=60)
         assert bystander.poll() is None
     finally:
         bystander.kill()
@@ -123,7 +123,7 @@ def test_a_frozen_standby_is_given_up_though_it_does_not_read_what_it_is_asked(
     os.kill(standby.pid, signal.SIGSTOP)
     request = {"LONG": "x" * 200_000}  # a pipe holds 64 KiB
     assert standby.fork("rank 0", tmp_path / "rank-0.log", request) is None
-    assert standby.lost and time.monotonic() - began < 5
+    assert standby.lost and time.monotonic() - began < 30
     standby.close()
 
 

@@ -42,7 +42,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 1) ->
     return loss.item()
 
 
-def wait_until(condition: Callable[[], object], seconds: float = 10.0) -> None:
+def wait_until(condition: Callable[[], object], seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "did not happen in time"
@@ -96,14 +96,16 @@ def test_a_restored_run_goes_on_as_if_nothing_had_happened(job: Store) -> None:
 
 def test_a_missing_rank_means_no_commit_and_an_error_that_names_it(job: Store) -> None:
     generation = open_generation(job, run="r", attempt=0)
-    gang = {"generation": generation, "world_size": 4, "deadline_seconds": 1.0}
+    gang = {"generation": generation, "world_size": 4, "deadline_seconds": 3.0}
     with Checkpointer(job.uri, rank=0, **gang) as first, Checkpointer(job.uri, rank=2, **gang) as third:
         third.save(5, *build(), {})
         first.save(5, *build(), {})
         began = time.monotonic()
-        with pytest.raises(CheckpointError, match=r"step 5 .* within 1 s: no index from rank 1, 3 \(2 of 4 ranks"):
+        with pytest.raises(
+            CheckpointError, match=r"step 5 .* within [23][.\d]* s: no index from rank 1, 3 \(2 of 4 ranks"
+        ):
             first.wait()
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 30
         assert first.last_commit is None and reachable_commits(job) == []
 
 

@@ -150,7 +150,7 @@ def test_closing_never_raises_and_tells_how_many_events_are_lost(tmp_path: Path,
         log = EventLog(TroubledStore(tmp_path, trouble), ORIGIN, flush_seconds=NEVER)
         for name in ("a", "b", "c"):
             log.emit(name)
-        log.close(deadline_seconds=0.3)
+        log.close(deadline_seconds=1.0)
         log.close()
         log.emit("late")
         said = capfd.readouterr().err
@@ -181,7 +181,7 @@ def test_reading_keeps_the_order_of_time_and_does_not_go_one_by_one(tmp_path: Pa
         with EventLog(Store.open(str(tmp_path)), Origin(job="test", generation=1, rank=rank)) as log:
             for number in range(3):
                 log.emit("step", step=number * 6 + rank, at=(1000.0 + number * 6 + rank, 0.0))
-    together = threading.Barrier(2, timeout=10)
+    together = threading.Barrier(2, timeout=60)
     store = TroubledStore(tmp_path, lambda: None)
     get = store.get
 

@@ -250,6 +250,6 @@ def test_a_store_that_stays_away_is_said_and_holds_nobody_up(tmp_path: Path) -> 
     said: list[str] = []
     shipper = LogUploader(Away(), generation=1, node=0, say=said.append, interval_seconds=0.01, queue_bytes=100)
     shipper.add(0, [b"x" * 60, b"y" * 60, b"z" * 30])
-    wait_until("a warning", lambda: said, timeout=10)
+    wait_until("a warning", lambda: said, timeout=60)
     shipper.close(deadline_seconds=0.1)
     assert "retrying: refused" in said[0] and "3 lines did not reach s3://away/jobs/job/logs" in said[-1]

@@ -101,9 +101,9 @@ def test_a_store_that_is_away_stops_the_run_in_preflight(tmp_path: Path, away: s
     began = time.monotonic()
     with swallowing_port() as endpoint:
         runner.environment["AWS_ENDPOINT_URL"] = endpoint if away == "swallowed" else closed_port()
-        run = runner.run("run", *runner.options(), timeout=60)
+        run = runner.run("run", *runner.options(), timeout=200)
     assert run.exit_code == 3, run.output
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 60
     assert ("connection refused by" if away == "refused" else "no connection to") in run.output
     assert "Traceback" not in run.output and "Task is starting" not in run.output
     assert not (tmp_path / "runs" / "latest").exists()
