@@ -41,9 +41,10 @@ def train(trainer: Trainer) -> LoopResult:
         rate = learning_rate(training, step)
         set_learning_rate(optimizer, rate)
         if judgement.action is Action.STEP:
-            scale_and_clip(gradients, scale=sync.scale, norm=sync.gradient_norm, limit=training.gradient_clip_norm)
-            trainer.saver.before_step()
-            optimizer.step()
+            with trainer.guards.catch_out_of_memory(step):
+                scale_and_clip(gradients, scale=sync.scale, norm=sync.gradient_norm, limit=training.gradient_clip_norm)
+                trainer.saver.before_step()
+                optimizer.step()
         optimizer.zero_grad()
 
         at, stop = at.next(training.batch_size), sync.stop
@@ -67,10 +68,9 @@ def forward_backward(trainer: Trainer, batch: Batch, step: int) -> Loss:
 
     The gradients are sums too. The step sync computes the total weight of all ranks, by which they are divided later.
     """
-    accumulation = trainer.config.training.gradient_accumulation_steps
-    parts = batch.split(accumulation)
+    parts = batch.split(trainer.config.training.gradient_accumulation_steps)
     sums, weight = torch.zeros((), device=trainer.gang.device), 0.0
-    try:
+    with trainer.guards.catch_out_of_memory(step):
         for number, part in enumerate(parts, start=1):
             with trainer.spread.gradients(last=number == len(parts)):
                 trainer.enter("forward", step)
@@ -79,7 +79,4 @@ def forward_backward(trainer: Trainer, batch: Batch, step: int) -> Loss:
                 loss.sum.backward()
             sums += loss.sum.detach()
             weight += loss.weight
-    except (RuntimeError, MemoryError) as error:
-        trainer.guards.raise_if_out_of_memory(error, step, accumulation)
-        raise
     return Loss(sums, weight)

@@ -31,9 +31,10 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from ebbflow.infra.config.schema import DdpConfig, FsdpConfig, RunConfig
 from ebbflow.infra.footprint import SMALL_MODEL_BYTES, shard_ranks
 from ebbflow.training.compat import HashStore, compile_module
-from ebbflow.training.errors import ParallelError
+from ebbflow.training.errors import ParallelError, WorkloadError
 from ebbflow.training.gang import Gang
 from ebbflow.training.parallel_limits import RankLayout, find_unsupported_options
+from ebbflow.training.weights.files import abbreviate
 from ebbflow.training.weights.load import initialise, materialise
 from ebbflow.training.workload import Workload
 
@@ -277,9 +278,29 @@ class Spread:
                     unit.reshard()  # otherwise freed in a backward pass, which evaluation lacks
 
     def gradient_tensors(self) -> list[Tensor]:
-        """Return this rank's shards of all gradients, as plain tensors that share the gradients' memory."""
+        """Return this rank's shards of all gradients, as plain tensors that share the gradients' memory.
+
+        Raises WorkloadError if DDP waits for a gradient that this rank did not compute: the other ranks would wait for
+        it until the step deadline.
+        """
         gradients = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
+        self._check_complete(len(gradients))
         return [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+
+    def _check_complete(self, gradients: int) -> None:
+        model = self.model
+        if not isinstance(model, DistributedDataParallel) or model.static_graph or model.find_unused_parameters:
+            return
+        if gradients >= sum(parameter.requires_grad for parameter in self.module.parameters()):
+            return
+        unused = [name for name, p in self.module.named_parameters() if p.requires_grad and p.grad is None]
+        owners = sorted({name.rpartition(".")[0] for name in unused})
+        kinds = [f"{owner or 'the model'} ({type(self.module.get_submodule(owner)).__name__})" for owner in owners]
+        raise WorkloadError(
+            f"rank {dist.get_rank()}: {abbreviate(unused)} of {gradients + len(unused)} parameters got no gradient in "
+            f"this step, because its forward pass did not use {abbreviate(kinds)}; DDP on the other ranks waits for "
+            "them; fix: set ddp.find_unused_parameters to true, or let every rank use every parameter in every step"
+        )
 
     def square_sum(self, gradients: Sequence[Tensor]) -> Tensor:
         """Return this rank's share of the squared norm of the gradient, in float64.

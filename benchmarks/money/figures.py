@@ -14,9 +14,12 @@ from typing import Any
 
 import numpy as np
 
+from ebbflow.cost.errors import SimulationError
+
 _SEED = 20261123
 _RESAMPLES = 2000
 _FINE_TICKS = 5
+PARTS = ("limits", "dollars", "enactable", "research")
 
 
 @dataclass(frozen=True)
@@ -35,20 +38,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", type=Path, default=None, metavar="DIR", help="traces (docs/money.md)")
     parser.add_argument("--adversarial", type=int, default=2000, help="jobs under the adversary")
     parser.add_argument("--starts", type=int, default=20, help="jobs per zone and deadline, and per world")
+    parser.add_argument("--parts", default=",".join(PARTS), help="some of these, with commas; the default is all")
     parser.add_argument("--json", action="store_true", help="the figures for a program")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    figures = []
-    parts: list[Callable[[], Iterator[MoneyFigure]]] = [lambda: live_limits(arguments.adversarial)]
-    if arguments.data is not None:
-        parts += [
-            lambda: live_dollars(arguments.data, arguments.starts),
-            lambda: enactable(arguments.data, arguments.starts),
-            lambda: research(arguments.data, max(2, arguments.starts // 5)),
-        ]
+    figures, wanted = [], arguments.parts.split(",")
+    if unknown := set(wanted) - set(PARTS):
+        raise SimulationError(f"--parts {', '.join(sorted(unknown))}: there are {', '.join(PARTS)}")
+    data, starts = arguments.data, arguments.starts
+    parts: dict[str, Callable[[], Iterator[MoneyFigure]]] = {"limits": lambda: live_limits(arguments.adversarial)}
+    if data is not None:
+        parts["dollars"] = lambda: live_dollars(data, starts)
+        parts["enactable"] = lambda: enactable(data, starts)
+        parts["research"] = lambda: research(data, max(2, starts // 5))
     began = time.process_time()
-    for part in parts:
+    for part in (parts[name] for name in wanted if name in parts):
         for figure in part():
             figures.append(figure)
             if not arguments.json:
@@ -120,7 +125,10 @@ def live_dollars(data: Path, starts: int) -> Iterator[MoneyFigure]:
     note = f"{where}; error as a share {_interval(errors, zones)} over zones"
     yield MoneyFigure("planned ÷ actual dollars − 1, mean", value, "≤ ±10 %", len(found), note)
     inside = [float(0.1 <= one.rank <= 0.9) for one in found]
-    note = f"{where}; {_interval(inside, zones)} over zones"
+    ends = {trace.zone: trace.hours / 2 for trace in traces}
+    halves = [covered([one for one in found if (one.start_hours >= ends[one.zone]) is late]) for late in (False, True)]
+    note = f"{where}; {_interval(inside, zones)} over zones; first half (chose its width) {halves[0]:.0%}, second "
+    note += f"{halves[1]:.0%}"
     yield MoneyFigure(
         "jobs within the planned p10–p90 (ties split at random)", f"{covered(found):.0%}", "80 ± 7 %", len(found), note
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,12 @@ import pytest
 from ebbflow.cost.ledger.ledger import fold
 from ebbflow.cost.report.report import list_notable_events
 from ebbflow.infra.errors import Outcome
-from ebbflow.infra.events import GUARD, RESTORE, STEP, read_events
-from ebbflow.training.errors import MemoryGrowth, MicroBatchTooLarge, Rewind, TooManyRewinds
+from ebbflow.infra.events import GENERATION_ENDED, GUARD, RESTORE, STEP, read_events
+from ebbflow.training.errors import GangError, MemoryGrowth, MicroBatchTooLarge, Rewind, TooManyRewinds
 from tests.support.guard_jobs import Job
 
 STEPS = 12
+_FINDS_UNUSED = {"find_unused_parameters": True}
 BAD = {"bad_first": 48, "bad_end": 56, "bad_factor": "nan"}  # step 7, with eight samples a step
 
 
@@ -26,8 +28,8 @@ def quiet(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     return job.losses()
 
 
-def guarded(folder: Path, options: dict[str, Any] | None = None, **sections: Any) -> Job:
-    return Job.make(folder / "job", steps=STEPS, options=options, **sections)
+def guarded(folder: Path, options: dict[str, Any] | None = None, name: str = "job", **sections: Any) -> Job:
+    return Job.make(folder / name, steps=STEPS, options=options, **sections)
 
 
 def test_going_back_is_leaving_out_where_every_step_is_a_commit(tmp_path: Path, quiet: dict[int, float]) -> None:
@@ -134,3 +136,19 @@ def test_memory_that_grows_is_given_back_at_a_commit(
     assert job.losses() == quiet
     taken = [event.step for event in job.events(STEP)]
     assert taken == list(range(1, STEPS + 1)), "no step was lost"
+
+
+@pytest.mark.parametrize("unused_from", [0, 44])
+def test_a_parameter_that_one_rank_does_not_use_ends_the_job_at_once(tmp_path: Path, unused_from: int) -> None:
+    """In the first step, and in step 6, which both ranks reach with used parameters."""
+    job = guarded(tmp_path, {"unused_from": unused_from}, workload="OneSided")
+    begun = time.monotonic()
+    with pytest.raises(GangError, match=r"rank 1: branch\.weight, branch\.bias of 4 param.* branch \(Lin") as error:
+        job.run()
+    assert time.monotonic() - begun < 60, "the step deadline of 300 s was awaited"
+    assert not error.value.curable and error.value.outcome == "config"
+    (end,) = job.events(GENERATION_ENDED)
+    assert end.data["culprit"].count("set ddp.find_unused_parameters to true") == 1
+    if unused_from:  # as the message advises
+        job = guarded(tmp_path, job.config["workload_options"], "again", workload="OneSided", ddp=_FINDS_UNUSED)
+        assert job.run().outcome == Outcome.COMPLETED

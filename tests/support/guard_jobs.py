@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.events import Event, read_events
@@ -19,6 +19,33 @@ from ebbflow.training.limits import LoopResult
 from ebbflow.training.workload import Cursor, Loss
 from tests.support.alone import run_alone
 from tests.support.workload_cases import Points, Sound
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.branch = nn.Linear(4, 1), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor, *, branch: bool) -> Tensor:
+        return self.trunk(x) + self.branch(x) if branch else self.trunk(x)
+
+
+class OneSided(Sound):
+    """On rank 1, the model's branch is left out from the sample `unused_from` on."""
+
+    def model(self) -> nn.Module:
+        with torch.device("meta"):
+            return Branching()
+
+    def units(self, model: Any) -> list[nn.Module]:
+        return [model.trunk, model.branch]
+
+    def next_batch(self, model: nn.Module, cursor: Cursor) -> Points:
+        self.branch = self.context.rank != 1 or cursor.first < self.context.options["unused_from"]
+        return super().next_batch(model, cursor)
+
+    def errors(self, model: nn.Module, batch: Points) -> Tensor:
+        return (model(batch.x, branch=self.branch)[:, 0] - batch.x.sum(dim=1)).square()
 
 
 class Troubled(Sound):
@@ -62,7 +89,15 @@ class Job:
     config: dict[str, Any]
 
     @classmethod
-    def make(cls, folder: Path, *, steps: int = 12, options: dict[str, Any] | None = None, **sections: Any) -> Job:
+    def make(
+        cls,
+        folder: Path,
+        *,
+        steps: int = 12,
+        options: dict[str, Any] | None = None,
+        workload: str = "Troubled",
+        **sections: Any,
+    ) -> Job:
         folder.mkdir()
         training = {
             "batch_size": 8,
@@ -72,7 +107,7 @@ class Job:
         }
         settings = {
             "store": str(folder / "store"),
-            "workload": "tests.support.guard_jobs:Troubled",
+            "workload": f"tests.support.guard_jobs:{workload}",
             "workload_options": options or {},
             "training": training | sections.pop("training", {}),
             "parallel": {"mode": "ddp"},

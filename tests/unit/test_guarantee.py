@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 
 from benchmarks.money.adversary import adversarial_job
@@ -15,6 +16,7 @@ from benchmarks.money.commands import main
 from benchmarks.money.virtual_batch import BEGAN_UTC, HOUR, VirtualBatch
 from ebbflow.cost.capacity import choose_placement, read_attempts
 from ebbflow.cost.plan.candidates import JobProgress, read_progress
+from ebbflow.cost.plan.live_forecast import ZONE_SPELLS, simulate_live
 from ebbflow.cost.plan.plan import make_plan
 from ebbflow.flows.job import CLOCK_TOLERANCE_SECONDS, ClockReading
 from ebbflow.infra.errors import Outcome
@@ -151,6 +153,16 @@ def test_a_rank_and_its_agent_leave_spot_before_the_reserve_is_used_up() -> None
         refused = end_if_unaffordable(start, 0, max_steps=80, restart=True)
         assert (refused is None) is restarts
         assert end_if_unaffordable(start, 0, max_steps=80, restart=False) is None, "a first start was checked already"
+
+
+def test_the_dollar_band_allows_for_a_zone_unlike_the_recorded_ones() -> None:
+    """us-east-1a had capacity for 17 % of the time, so half of its jobs cost more than $3.50."""
+    config = batch_config("cost.deadline_hours=12", "batch.runnable_minutes=20")
+    best = {one.market: one for one in reversed(planned(config, BEGAN_UTC).ranked)}
+    others = {name: zone for name, zone in ZONE_SPELLS.items() if name != "us-east-1a"}
+    runs = simulate_live(config, best["spot"], best["on_demand"], hours_left=12.0, usd_left=100.0, zones=others)
+    assert float(numpy.quantile(runs.usd, 0.9)) > 3.5
+    assert float(numpy.quantile(runs.usd, 0.1)) < 1.7
 
 
 def test_the_figures_are_one_table(capsys: pytest.CaptureFixture[str]) -> None:

@@ -123,7 +123,8 @@ class Checkpointer:
 
     def prepare(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         """Allocate staging buffers in the background, so that the first save is as fast as the others."""
-        self._stage.prepare(self._planner.expected_bytes(model, optimizer))
+        device = next((tensor.device for tensor in model.parameters() if tensor.is_cuda), None)
+        self._stage.prepare(self._planner.expected_bytes(model, optimizer), device)
 
     def hurry(self) -> None:
         """Lift the bandwidth cap on uploads. Call this after the last step, when little time is left."""
@@ -164,7 +165,7 @@ class Checkpointer:
             rng_name(self._rank, name): tensor for name, tensor in self.further.own.items()
         }
         sources = self._planner.plan(model, optimizer, own, self.further.shared)
-        staged = self._stage.stage(sources, self._planner.layout)
+        staged = self._stage.stage(sources, self._planner.layout, self._planner.settled)
         self._emit(STAGED, step=step, bytes=staged.layout.length)
         self._saves.settle()
         self._saves.raise_if_hopeless()

@@ -131,6 +131,8 @@ class SavePlanner:
         self._shards: list[TensorShard] = []
         self._wholes: list[Tensor] = []  # the shards' whole tensors, in the same order
         self._shapes: list[tuple[Any, ...]] = []
+        # Whether only the optimizer changes a source, by its position. Those of further tensors are left out.
+        self.settled: list[bool] = []
         self.layout = BufferLayout(0, (), 0)
 
     def plan(
@@ -148,6 +150,9 @@ class SavePlanner:
             # Read after `named_state`, which may bring a module's parameters back into their sharded form.
             self._known = _tensors(model, optimizer)
             self._memory = [_address(tensor) for tensor in self._known]
+            buffers = {_address(buffer) for buffer in model.buffers()}
+            stepped = set(self._memory) - buffers
+            self.settled = [_address(whole) in stepped for whole in self._wholes]
             self._owner = (model, optimizer)
         sources = [whole.to_local() if isinstance(whole, DTensor) else whole for whole in self._wholes]
         further = assign_shards(shared, self._rank, self._world_size) if shared else []

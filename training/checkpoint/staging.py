@@ -6,18 +6,21 @@ uploaded.
 
 `stage` copies CPU tensors before it returns. It copies CUDA tensors into page-locked memory on a separate stream, while
 the next forward and backward pass run; `Checkpointer.before_step` waits for this copy before the optimizer changes the
-state.
+state. The forward pass itself may change other tensors, such as the statistics of a batch norm: these are copied on the
+device first.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import mmap
 import os
 import sys
 import tempfile
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,15 +29,21 @@ from torch import Tensor
 
 from ebbflow.training.checkpoint.save_plan import BufferLayout
 from ebbflow.training.errors import CheckpointError
+from ebbflow.training.launch.watch import available_bytes
 
 _BLOCK = 64 * 2**20
 _GROWTH = 1.05  # a state that has grown is likely to grow again
 
 
 class StagingBuffer:
-    """A shared-memory buffer. `prepare` allocates it in a background thread; `view` waits for that thread."""
+    """A shared-memory buffer, which a thread of its own allocates and page-locks. `view` waits for that thread.
+
+    An error of `cudaHostRegister` stays the last error of the thread that called it, and torch would raise it at some
+    later call. So it is always this thread.
+    """
 
     def __init__(self, name: str) -> None:
+        self.device: torch.device | None = None  # the GPU that copies into the buffer; None: it is not page-locked
         if hasattr(os, "memfd_create"):
             self.descriptor = os.memfd_create(name)
         else:  # outside Linux
@@ -51,24 +60,15 @@ class StagingBuffer:
         if self._view is not None and self._view.numel() >= length:
             return
         self._allocate(length)
-        self._thread = threading.Thread(target=self._fault, name="staging", daemon=True)
-        self._thread.start()
 
     def view(self, length: int) -> Tensor:
         """Return the buffer as a uint8 tensor of at least `length` bytes, enlarging it if necessary."""
         self.join()
         if self._view is None or self._view.numel() < length:
             self._allocate(length if self._view is None else int(length * _GROWTH))
-            self._fault()
+            self.join()
         assert self._view is not None
         return self._view
-
-    def pin(self) -> None:
-        """Page-lock the buffer, so that a CUDA device can copy into it directly, without the CPU."""
-        if not self._pinned and self._view is not None:
-            cuda: Any = torch.cuda.cudart()
-            result = cuda.cudaHostRegister(self._view.data_ptr(), self._view.numel(), 0)
-            self._pinned = int(result) == 0
 
     def close(self) -> None:
         self.join()
@@ -91,9 +91,11 @@ class StagingBuffer:
             with contextlib.suppress(OSError):  # where shared memory has no large pages
                 self._map.madvise(mmap.MADV_HUGEPAGE)
         self._view = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._thread = threading.Thread(target=self._fault, name="staging", daemon=True)
+        self._thread.start()
 
     def _fault(self) -> None:
-        """Touch each page, so that later copies cause no page faults.
+        """Touch each page, so that later copies cause no page faults, and page-lock the buffer for a GPU.
 
         The work is done in blocks, each of which releases the interpreter lock (GIL).
         """
@@ -101,6 +103,19 @@ class StagingBuffer:
         assert view is not None
         for start in range(0, view.numel(), _BLOCK):
             ctypes.memset(view.data_ptr() + start, 0, min(_BLOCK, view.numel() - start))
+        if self.device is None:
+            return
+        why = "it would take more than half of the free memory"
+        if (available_bytes() or math.inf) > view.numel():
+            with torch.cuda.device(self.device):  # a new thread would use the first GPU
+                cuda: Any = torch.cuda.cudart()
+                error = int(cuda.cudaHostRegister(view.data_ptr(), view.numel(), 0))
+            self._pinned, why = error == 0, f"cudaHostRegister failed with error {error}"
+        if not self._pinned:
+            size = f"{view.numel() / 2**30:.2f} GiB"
+            print(
+                f"checkpoint: {size} are not page-locked, so saves hold up training: {why}", file=sys.stderr, flush=True
+            )
 
     def _unpin(self) -> None:
         if self._pinned and self._view is not None:
@@ -117,6 +132,7 @@ class StagedState:
     layout: BufferLayout
     # event at which the copy from a CUDA device is complete; None if it is complete already
     copied: torch.cuda.Event | None = None
+    kept: tuple[Tensor, ...] = ()  # copies on the device, which are needed until then
 
 
 class StagingArea:
@@ -131,14 +147,17 @@ class StagingArea:
         self._next = 0
         self._stream: torch.cuda.Stream | None = None
 
-    def prepare(self, length: int) -> None:
+    def prepare(self, length: int, device: torch.device | None = None) -> None:
+        """Allocate the buffers in the background. `device` is the GPU whose tensors will be copied, if any."""
         for buffer in self._buffers:
+            buffer.device = device
             buffer.prepare(length)
 
-    def stage(self, sources: list[Tensor], layout: BufferLayout) -> StagedState:
+    def stage(self, sources: list[Tensor], layout: BufferLayout, settled: Sequence[bool] = ()) -> StagedState:
         """Copy tensors into the next of the two buffers, at the positions in `layout`.
 
-        The caller ensures that no upload is reading this buffer.
+        The caller ensures that no upload is reading this buffer, and that only the optimizer changes the sources that
+        are `settled`.
         """
         number, self._next = self._next, 1 - self._next
         targets = self._views(number, layout)
@@ -146,7 +165,9 @@ class StagingArea:
         if not on_device:
             torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage] - has no public name
             return StagedState(number, layout)
-        return StagedState(number, layout, self._copy_from_device(number, targets, sources, on_device))
+        kept = {i: sources[i].clone() for i in on_device if not (i < len(settled) and settled[i])}
+        sources = [kept.get(index, source) for index, source in enumerate(sources)]
+        return StagedState(number, layout, self._copy_from_device(targets, sources, on_device), tuple(kept.values()))
 
     def close(self) -> None:
         """Free the memory. Call this after the uploader has exited."""
@@ -168,10 +189,7 @@ class StagingArea:
         self._targets[number] = (layout.number, targets)
         return targets
 
-    def _copy_from_device(
-        self, number: int, targets: list[Tensor], sources: list[Tensor], on_device: list[int]
-    ) -> torch.cuda.Event:
-        self._buffers[number].pin()
+    def _copy_from_device(self, targets: list[Tensor], sources: list[Tensor], on_device: list[int]) -> torch.cuda.Event:
         device = sources[on_device[0]].device
         self._stream = self._stream or torch.cuda.Stream(device)
         self._stream.wait_stream(torch.cuda.current_stream(device))

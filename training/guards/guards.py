@@ -10,10 +10,11 @@ import os
 import statistics
 from bisect import bisect_left, insort
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -31,6 +32,7 @@ from ebbflow.training.errors import (
     MicroBatchTooLarge,
     Rewind,
     TooManyRewinds,
+    TrainingError,
 )
 from ebbflow.training.gang import Gang
 from ebbflow.training.guards.memory import (
@@ -38,6 +40,7 @@ from ebbflow.training.guards.memory import (
     fitting_accumulation,
     host_bytes_left,
     is_out_of_memory,
+    memory_of_other_processes,
     more_micro_batches,
     try_micro_batch,
 )
@@ -220,6 +223,7 @@ class Guards:
 
     def __post_init__(self) -> None:
         self.numbers = LossGuard(self.config.guards)
+        self._first_step: int | None = None  # of this generation
 
     def commit_fields(self, step: int) -> dict[str, Any]:
         """Return the guards' fields for the commit of `step`. The replicas' weights are compared after this step."""
@@ -290,13 +294,28 @@ class Guards:
                 return True
         return False
 
-    def raise_if_out_of_memory(self, error: BaseException, step: int, accumulation: int) -> None:
-        """If `error` means out of memory, raise MicroBatchTooLarge.
+    @contextmanager
+    def catch_out_of_memory(self, step: int) -> Iterator[None]:
+        """Return a context that raises MicroBatchTooLarge for an error that means out of memory.
 
-        If micro-batches cannot be made smaller, raise BatchCannotBeSplit instead.
+        If micro-batches cannot be made smaller, it raises BatchCannotBeSplit instead.
         """
-        if not is_out_of_memory(error) or self.config.guards.out_of_memory == "stop":
-            return
+        self._first_step = step if self._first_step is None else self._first_step
+        try:
+            yield
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error) or self.config.guards.out_of_memory == "stop":
+                raise
+            if step == self._first_step and (held := memory_of_other_processes(self.gang.device)):
+                # Such as a rank that was killed just now. A smaller micro-batch would be used for the rest of the job.
+                first = " ".join(str(error).split())[:200]
+                raise TrainingError(
+                    f"rank {self.gang.rank}: other processes hold {held} of its GPU: {first}"
+                ) from error
+            self._split(error, step)
+
+    def _split(self, error: BaseException, step: int) -> NoReturn:
+        accumulation = self.config.training.gradient_accumulation_steps
         first, rank = " ".join(str(error).split())[:200], self.gang.rank
         try:
             more = more_micro_batches(self.config, self.gang.world_size, accumulation)

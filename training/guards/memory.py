@@ -123,13 +123,35 @@ def _cgroup_left(limit: str, use: str, droppable: tuple[str, ...]) -> float:
 
 # The number of AdamW's moments per parameter, which it allocates in its first step.
 _OPTIMIZER_COPIES = 2
-_HOST_SIGNS = ("can't allocate memory", "not enough memory", "out of memory")
+# Parts of the messages of other errors, from the host's allocator, CUDA, NCCL and libraries that allocate themselves.
+_MEMORY_SIGNS = (
+    "can't allocate memory",
+    "not enough memory",
+    "out of memory",
+    "cublas_status_alloc_failed",
+    "cudnn_status_alloc_failed",
+    "cusolver_status_alloc_failed",
+    "cusparse_status_alloc_failed",
+)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in _HOST_SIGNS)
+    return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in _MEMORY_SIGNS)
+
+
+# Share of a GPU's memory that contexts and NCCL's buffers may have outside of torch's allocator.
+_OWN_SHARE = 0.1
+
+
+def memory_of_other_processes(device: torch.device) -> str:
+    """Describe the memory of a GPU that other processes hold; "" if it is little, or without a GPU."""
+    if device.type != "cuda":
+        return ""
+    free, total = torch.cuda.mem_get_info(device)
+    other = total - free - torch.cuda.memory_reserved(device)
+    return f"{other / _GIB:.1f} of {total / _GIB:.1f} GiB" if other > _OWN_SHARE * total else ""
 
 
 def more_micro_batches(config: RunConfig, world_size: int, accumulation: int, *, factor: int = 2) -> int:

@@ -5,11 +5,12 @@ The culprit is the first of these that the evidence shows:
 1. a process that died, the earliest first
 2. a process that is stopped (SIGSTOP)
 3. ranks whose flight recorders show different collectives
-4. a living rank that does not wait in a collective, while others do
-5. a rank that finished while the others continued
-6. a rank whose collective failed at another code location than on the other ranks
-7. the rank that is furthest behind
-8. the network
+4. a rank whose GPU has not started a collective in which the GPUs of other ranks wait (NCCL)
+5. a living rank that waits neither in a collective nor for its GPU, while others do
+6. a rank that finished while the others continued
+7. a rank whose collective failed at another code location than on the other ranks
+8. the rank that is furthest behind
+9. the network
 
 All other unfinished ranks in the evidence are cascades: they failed or waited because of the culprit.
 """
@@ -25,8 +26,10 @@ from ebbflow.training.launch.evidence import (
     SLOW,
     Mismatch,
     WorkerFailure,
+    find_device_behind,
     find_furthest_behind,
     find_mismatch,
+    has_queued_calls,
     is_engine_location,
     is_unusual_call,
 )
@@ -78,7 +81,7 @@ def blame(evidence: Sequence[WorkerFailure]) -> Culprit:
             return _culprit(found[0], found[1], evidence)
     if (mismatch := detect_mismatch(evidence)) is not None:
         return _mismatched(mismatch, evidence)
-    for rule in (_outside_collective, _left, _odd_call, _behind):
+    for rule in (_device_behind, _outside_collective, _left, _odd_call, _behind):
         if (found := rule(evidence)) is not None:
             return _culprit(found[0], found[1], evidence)
     return _network(evidence)
@@ -125,13 +128,25 @@ def _stopped(failures: Sequence[WorkerFailure]) -> tuple[WorkerFailure, str] | N
     return (min(stopped, key=_first), "its process is stopped") if stopped else None
 
 
+def _device_behind(evidence: Sequence[WorkerFailure]) -> tuple[WorkerFailure, str] | None:
+    ranks = {one.rank: one for one in _latest(evidence) if one.calls and not one.left}
+    late = [ranks[rank] for rank in find_device_behind({rank: one.calls for rank, one in ranks.items()})]
+    if not late:
+        return None
+    return min(late, key=_place_and_time), "its GPU has not started a collective in which the others' GPUs wait"
+
+
+def _waits(one: WorkerFailure) -> bool:
+    return one.waiting or has_queued_calls(one.calls)
+
+
 def _outside_collective(evidence: Sequence[WorkerFailure]) -> tuple[WorkerFailure, str] | None:
-    """Return a living rank that does not wait in a collective.
+    """Return a living rank that waits neither in a collective nor for its device.
 
     Return None if there is none, or if all living ranks are outside of collectives in the same step and phase.
     """
     alive = [one for one in _latest(evidence) if not one.cascade and not one.left and one.where]
-    outside = [one for one in alive if not one.waiting]
+    outside = [one for one in alive if not _waits(one)]
     if not outside or (len(outside) == len(alive) > 1 and len({_place(one) for one in alive}) == 1):
         return None
     return min(outside, key=_place_and_time), "it stands outside of any collective"
@@ -200,8 +215,8 @@ def _network(evidence: Sequence[WorkerFailure]) -> Culprit:
     """Blame the network if the first failed rank waits for others or lost a peer; otherwise blame that rank."""
     failures = [one for one in evidence if not one.witness] or list(evidence)
     first = min(failures, key=_first)
-    because = "all ranks wait alike" if all(one.waiting for one in failures) else "no rank stands out"
-    if len(evidence) == 1 or not (first.cascade or first.waiting):
+    because = "all ranks wait alike" if all(map(_waits, failures)) else "no rank stands out"
+    if len(evidence) == 1 or not (first.cascade or _waits(first)):
         return _culprit(first, because, evidence)
     text = f"{first.message}; {because} and no process has ended: check the network and the storage for a hang"
     return _culprit(first, because, evidence, message=text, certainty=SLOW)

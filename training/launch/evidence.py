@@ -5,7 +5,9 @@ Stacks come from py-spy if tracing is permitted, else from Python's faulthandler
 
 torch's flight recorder records the collectives of each rank. In a correct program, the n-th collective of a process
 group is the same on all ranks. This module represents a collective as [group, sequence, operation]: the group's name,
-n, and the operation's name, followed by the tensor sizes if they must be equal on all ranks.
+n, and the operation's name, followed by the tensor sizes if they must be equal on all ranks. NCCL has a recorder of its
+own, which also has the state on the device: "scheduled" (queued by the host), "started" (its kernel waits for the other
+GPUs) or "completed". It is the fourth element there.
 """
 
 from __future__ import annotations
@@ -213,9 +215,16 @@ def _describe(thread: dict) -> str:
     return "\n".join([f"thread {thread['thread_name']} ({state})", *lines])
 
 
-BUFFER_VARIABLE = "TORCH_FR_BUFFER_SIZE"
-BUFFER_RECORDS = "512"
+# Of the recorders. Before torch 2.8, NCCL's had a variable of its own. It records starts only with timing.
+RECORDER_VARIABLES = {
+    "TORCH_FR_BUFFER_SIZE": "512",
+    "TORCH_NCCL_TRACE_BUFFER_SIZE": "512",
+    "TORCH_NCCL_ENABLE_TIMING": "1",
+}
+_HANDLERS = ("dump_nccl_trace_json", "fr_trace_json")  # of NCCL's recorder and of gloo's
+_SCHEDULED, _STARTED, _COMPLETED = "scheduled", "started", "completed"
 _KEPT_CALLS = 64
+_KEPT_QUEUED = 32  # of calls that the device has not reached
 _LEAST_CALLS = 8  # fewer calls do not show which call is usual
 _SAME_SIZES = ("all_reduce", "allreduce", "all_gather", "allgather", "reduce_scatter", "broadcast", "barrier")
 _RECORDER_SECONDS = 0.5
@@ -241,25 +250,33 @@ class Mismatch:
 
 
 def parse_records(raw: bytes) -> list[list]:
-    """Return the last 64 collectives in a flight recorder's JSON, oldest first; [] if the JSON is malformed."""
+    """Return the last 64 collectives in a flight recorder's JSON, oldest first; [] if the JSON is malformed.
+
+    A host can be far ahead of its device: then at most 32 of them are collectives that the device has not started.
+    """
     try:
         entries = json.loads(raw).get("entries", [])
         calls = [_call(entry) for entry in entries if not entry.get("is_p2p")]
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return []
-    return calls[-_KEPT_CALLS:]
+    queued = next((number for number, call in enumerate(calls) if call[3:] == [_SCHEDULED]), len(calls))
+    return calls[: queued + _KEPT_QUEUED][-_KEPT_CALLS:]
 
 
 def fetch_records(socket_path: Path) -> bytes:
-    """Return a rank's flight recorder as JSON; b"" if the rank does not answer within 0.5 s.
+    """Return a rank's flight recorder as JSON: NCCL's, or gloo's if NCCL's is empty; b"" without an answer in 0.5 s.
 
     A C++ thread of the rank answers, so this works even if Python code is blocked.
     """
-    connection = _UnixConnection(socket_path)
-    with contextlib.suppress(OSError, http.client.HTTPException), contextlib.closing(connection):
-        connection.request("POST", "/handler/fr_trace_json")
-        return connection.getresponse().read()
-    return b""
+    raw = b""
+    for handler in _HANDLERS:
+        connection = _UnixConnection(socket_path)
+        with contextlib.suppress(OSError, http.client.HTTPException), contextlib.closing(connection):
+            connection.request("POST", f"/handler/{handler}")
+            raw = connection.getresponse().read()
+            if parse_records(raw):
+                return raw
+    return raw
 
 
 def find_mismatch(calls: Mapping[int, Calls]) -> Mismatch | None:
@@ -284,7 +301,7 @@ def find_mismatch(calls: Mapping[int, Calls]) -> Mismatch | None:
 def is_unusual_call(calls: Calls) -> bool | None:
     """Return whether a rank's last two calls never occurred in this order before; None if it made under 8 calls."""
     group = calls[-1][0] if calls else ""
-    own = [operation for name, _, operation in calls if name == group]
+    own = [operation for name, _, operation, *_ in calls if name == group]
     if len(own) < _LEAST_CALLS:
         return None
     pairs = list(itertools.pairwise(own))
@@ -299,7 +316,7 @@ def find_furthest_behind(calls: Mapping[int, Calls]) -> list[int]:
     """
     last: dict[str, dict[int, int]] = {}
     for rank, records in calls.items():
-        for group, sequence, _ in records:
+        for group, sequence, *_ in records:
             last.setdefault(group, {})[rank] = sequence
     behind: set[int] = set()
     ahead: set[int] = set()
@@ -312,11 +329,42 @@ def find_furthest_behind(calls: Mapping[int, Calls]) -> list[int]:
     return sorted(behind - ahead or behind)
 
 
+def find_device_behind(calls: Mapping[int, Calls]) -> list[int]:
+    """Return the ranks whose GPU has not started a collective in which GPUs of other ranks wait; [] if none is known.
+
+    A rank whose GPU waits in a collective itself is not returned: it waits for another one of them (HSDP).
+    """
+    waited: dict[str, int] = {}
+    ahead: set[int] = set()
+    for rank, records in calls.items():
+        for group, sequence, _, *state in records:
+            if state == [_STARTED]:
+                ahead.add(rank)
+                waited[group] = max(waited.get(group, 0), sequence)
+    behind: set[int] = set()
+    for rank, records in calls.items():
+        for group, first in waited.items():
+            own = [(sequence, state) for name, sequence, _, *state in records if name == group]
+            reached = max((sequence for sequence, state in own if state != [_SCHEDULED]), default=0)
+            if own and reached < first:
+                behind.add(rank)
+    return sorted(behind - ahead)
+
+
+def has_queued_calls(calls: Calls) -> bool:
+    """Return whether the rank's device has not completed all collectives that the host has called (NCCL).
+
+    Then the host waits for its device, wherever it is: a launch blocks if the device's queue is full.
+    """
+    return any(state and state != [_COMPLETED] for _, _, _, *state in calls)
+
+
 def _call(entry: dict) -> list:
-    name = entry["profiling_name"].rpartition(":")[2]
+    library, _, name = entry["profiling_name"].rpartition(":")
     sized = any(kind in name.lower() for kind in _SAME_SIZES)
     operation = f"{name} {entry.get('input_sizes')}" if sized else name
-    return [str(entry["process_group"][0]), int(entry["collective_seq_id"]), operation]
+    state = [entry["state"]] if library == "nccl" else []
+    return [str(entry["process_group"][0]), int(entry["collective_seq_id"]), operation, *state]
 
 
 def _common_places(calls: Mapping[int, Calls]) -> list[tuple[str, int, dict[int, str]]]:
@@ -327,7 +375,7 @@ def _common_places(calls: Mapping[int, Calls]) -> list[tuple[str, int, dict[int,
     places: dict[tuple[str, int], dict[int, str]] = {}
     coalesced: set[tuple[str, int]] = set()
     for rank, records in calls.items():
-        for group, sequence, operation in records:
+        for group, sequence, operation, *_ in records:
             by_rank = places.setdefault((group, sequence), {})
             if rank in by_rank:
                 coalesced.add((group, sequence))
@@ -344,7 +392,7 @@ def _habit(calls: Mapping[int, Calls], group: str, sequence: int, by_rank: Mappi
     """
     count = 0
     for rank in (rank for rank, called in by_rank.items() if called == operation):
-        own = [(number, name) for name_of_group, number, name in calls[rank] if name_of_group == group]
+        own = [(number, name) for name_of_group, number, name, *_ in calls[rank] if name_of_group == group]
         before = next((name for number, name in own if number == sequence - 1), None)
         pairs = itertools.pairwise(own)
         count += sum(
@@ -399,7 +447,7 @@ class WorkerFailure:
     where: str = ""  # code location, as in `StackTrace.where`
     waiting: bool = False  # whether that location is in a collective
     dump: str = ""  # path of the file with the rank's stacks
-    calls: Sequence[Sequence] = ()  # the rank's last collectives, oldest first, as [group, sequence, operation]
+    calls: Sequence[Sequence] = ()  # the rank's last collectives, oldest first (see the module's docstring)
 
     @property
     def headline(self) -> str:
@@ -446,6 +494,9 @@ _COLLECTIVE_SIGNS = (
     "called another exchange",
     "watchdog caught collective operation timeout",
     "ncclremoteerror",
+    "ncclsystemerror",
+    "ncclinternalerror",
+    "nccl communicator was aborted",
     "remote process exited",
 )
 

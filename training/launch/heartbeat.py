@@ -108,12 +108,14 @@ class WatchHooks:
     def save_records(self) -> None:
         """Save the flight recorder's content to a file, for use after the process has ended. Never raises."""
         with contextlib.suppress(Exception):
-            # The stubs of torch do not list it.
-            from torch._C._distributed_c10d import _dump_fr_trace_json  # pyright: ignore[reportAttributeAccessIssue]
+            from torch._C import _distributed_c10d as recorders
 
-            self._heartbeat.with_suffix(RECORDS).write_bytes(
-                _dump_fr_trace_json(includeCollectives=True, onlyActive=False)
-            )
+            for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):  # a build without NCCL lacks the first
+                dump = getattr(recorders, name, None)
+                raw = b"" if dump is None else dump(includeCollectives=True, onlyActive=False)
+                if b'"entries"' in raw:
+                    self._heartbeat.with_suffix(RECORDS).write_bytes(raw)
+                    return
 
     def _serve_recorder(self) -> object | None:
         """Start torch's private debug server, which runs in C++ threads. Return None if this torch does not have it."""

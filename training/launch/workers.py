@@ -39,7 +39,7 @@ from ebbflow.infra.process import (
 from ebbflow.infra.program import python_path
 from ebbflow.training import errors
 from ebbflow.training.errors import bounded_text, error_class
-from ebbflow.training.launch.evidence import BUFFER_RECORDS, BUFFER_VARIABLE, WorkerFailure, is_peer_loss_error
+from ebbflow.training.launch.evidence import RECORDER_VARIABLES, WorkerFailure, is_peer_loss_error
 from ebbflow.training.launch.heartbeat import Heartbeat, HeartbeatReading
 from ebbflow.training.launch.messages import SPEC_VARIABLE, WorkerSpec
 
@@ -408,7 +408,8 @@ def _environment(rendezvous: tuple[str, int], world_size: int, local_world_size:
         OMP_NUM_THREADS=threads_per_rank(colocated),
         PYTHONUNBUFFERED="1",
     )
-    environment.setdefault(BUFFER_VARIABLE, BUFFER_RECORDS)
+    for variable, value in RECORDER_VARIABLES.items():
+        environment.setdefault(variable, value)
     if address == "127.0.0.1":
         # Otherwise gloo resolves the host name, which may fail or lead to an interface that is down.
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")

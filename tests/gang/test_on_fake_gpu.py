@@ -1,0 +1,214 @@
+"""The real engine loop on a device that says it is a GPU: what waits for it, and what reaches a commit."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from benchmarks.training.no_saver import NoSaver
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.store import Store
+from ebbflow.training.checkpoint import Checkpointer, open_generation, reachable_commits
+from ebbflow.training.checkpoint.save_plan import SavePlanner
+from ebbflow.training.checkpoint.staging import StagingArea
+from ebbflow.training.engine import train
+from ebbflow.training.errors import MicroBatchTooLarge, TrainingError
+from ebbflow.training.gang import Gang
+from ebbflow.training.guards.guards import Guards
+from ebbflow.training.guards.memory import is_out_of_memory
+from ebbflow.training.limits import Limits
+from ebbflow.training.optimizer import make_optimizer
+from ebbflow.training.parallel import spread_model
+from ebbflow.training.reporter import Clock, Reporter
+from ebbflow.training.save_controller import SaveSchedule, prior_hazard
+from ebbflow.training.trainer import Trainer
+from ebbflow.training.workload import Cursor, Loss
+from tests.support.fake_gpu import GIB, FakeGpu, GpuTensor, fake_gpu
+
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
+    with fake_gpu(monkeypatch) as gpu:
+        yield gpu
+
+
+class Numbers:
+    """Samples that are a function of their index, already on the device."""
+
+    def __init__(self, first: int, count: int, *, on_gpu: bool) -> None:
+        rows = torch.arange(first, first + count, dtype=torch.float32)[:, None] * torch.tensor([0.1, 0.2, 0.3, 0.4])
+        rows = torch.sin(rows)
+        self.rows, self.weight = GpuTensor(rows, FakeGpu.newest) if on_gpu else rows, float(count)
+
+    def split(self, parts: int) -> list[Numbers]:
+        return [self]
+
+
+class Workload:
+    """A model whose forward pass changes a persistent buffer, as a batch norm's does."""
+
+    def model(self) -> nn.Module:
+        with torch.device("meta"):
+            return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.GELU(), nn.Linear(8, 1))
+
+    def units(self, model: nn.Module) -> list[nn.Module]:
+        return []
+
+    def next_batch(self, model: nn.Module, cursor: Cursor) -> Numbers:
+        return Numbers(cursor.first, cursor.count, on_gpu=next(model.parameters()).is_cuda)
+
+    def loss(self, model: nn.Module, batch: Numbers) -> Loss:
+        return Loss(model(batch.rows).square().sum(), batch.weight)
+
+    def flops(self, batch: Numbers) -> float:
+        return 1.0
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        return {}
+
+
+class Kept(NoSaver):
+    """Keeps what a commit of each step should have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.states: dict[int, dict[str, Tensor]] = {}
+
+    def save(self, step: int, model: nn.Module, *_: Any, **__: Any) -> float:
+        self.states[step] = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        return 0.0
+
+
+def make_config(*, steps: int, every: int, **guards: Any) -> RunConfig:
+    training = {
+        "batch_size": 8,
+        "max_steps": steps,
+        "evaluation_interval_steps": 1000,
+        "scheduler": {"warmup_steps": 1},
+    }
+    return RunConfig.model_validate(
+        {"training": training, "guards": guards, "checkpoint": {"interval_steps": every, "when_busy": "wait"}}
+    )
+
+
+def make_trainer(config: RunConfig, *, saver: Any = None, device: torch.device = CUDA) -> tuple[Trainer, list]:
+    events: list[tuple[str, dict]] = []
+
+    def emit(name: str, **data: Any) -> None:
+        events.append((name, data))
+
+    gang, clock, workload = Gang(device=device), Clock(emit), Workload()
+    spread = spread_model(workload, config, gang)  # type: ignore[arg-type]
+    trainer = Trainer(
+        config=config,
+        gang=gang,
+        workload=workload,  # type: ignore[arg-type]
+        spread=spread,
+        optimizer=make_optimizer(spread.module, config.training),
+        saver=saver or NoSaver(),  # type: ignore[arg-type]
+        limits=Limits(None, world_size=1, elapsed_seconds=lambda: clock.elapsed_seconds),
+        reporter=Reporter(clock, emit),
+        save_schedule=SaveSchedule(config.checkpoint, prior_hazard(None, interruptions=0)),
+        guards=Guards(config=config, gang=gang, copies=spread.copies, emit=emit),
+        extra={},
+    )
+    return trainer, events
+
+
+def open_saver(folder: Path) -> Checkpointer:
+    store = Store.open(str(folder)).sub("jobs/one")
+    return Checkpointer(store.uri, generation=open_generation(store, run="1", attempt=0))
+
+
+def saved_tensors(folder: Path, step: int) -> dict[str, Tensor]:
+    """The model of the commit of a step."""
+    store = Store.open(str(folder)).sub("jobs/one")
+    keys = [ref.key for ref in reachable_commits(store) if ref.step == step]
+    module = Workload().model().to_empty(device="cpu")
+    optimizer = make_optimizer(module, RunConfig().training)
+    generation = open_generation(store, run="2", attempt=0, parent=keys[0])
+    with Checkpointer(store.uri, generation=generation) as saver:
+        saver.restore(keys, module, optimizer)
+    return {name: tensor.clone() for name, tensor in module.state_dict().items()}
+
+
+def test_a_commit_holds_one_step_though_it_is_copied_at_the_last_moment(gpu: FakeGpu, tmp_path: Path) -> None:
+    """The next forward pass changes the batch norm's statistics before the copy is awaited."""
+    with open_saver(tmp_path) as saver:
+        trainer, _ = make_trainer(make_config(steps=4, every=2), saver=saver)
+        saver.prepare(trainer.spread.module, trainer.optimizer)
+        train(trainer)
+    kept = Kept()
+    train(make_trainer(make_config(steps=4, every=2), saver=kept, device=torch.device("cpu"))[0])
+    expected, found = kept.states[2], saved_tensors(tmp_path, 2)
+    assert set(found) == set(expected)
+    for name, tensor in found.items():
+        assert torch.equal(tensor, expected[name]), name
+    assert gpu.threads == ["staging", "staging"], "no save page-locks memory in the loop"
+
+
+def test_memory_that_cannot_be_page_locked_is_copied_all_the_same(
+    gpu: FakeGpu, capfd: pytest.CaptureFixture[str]
+) -> None:
+    gpu.refuse_pinning = True
+    stage = StagingArea()
+    stage.prepare(1000, CUDA)
+    planner = SavePlanner(0, 1)
+    module = nn.Linear(4, 2)
+    source: dict[str, Tensor] = {"x": GpuTensor(torch.arange(6.0), gpu)}
+    sources = planner.plan(module, None, {}, source)
+    state = stage.stage(sources, planner.layout)
+    assert state.copied is not None
+    state.copied.synchronize()
+    copied = stage._views(0, planner.layout)[[item.name for item in planner.layout.items].index("x")]
+    assert copied.tolist() == [0, 1, 2, 3, 4, 5]
+    assert "are not page-locked" in capfd.readouterr().err and threading.current_thread().name not in gpu.threads
+    stage.close()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "CUDA out of memory. Tried to allocate 2.00 GiB",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+    ],
+)
+def test_memory_that_runs_out_in_the_optimizer_splits_the_batch(gpu: FakeGpu, message: str) -> None:
+    assert is_out_of_memory(RuntimeError(message)) and not is_out_of_memory(RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED"))
+    trainer, events = make_trainer(make_config(steps=4, every=100))
+    take_step, count = trainer.optimizer.step, 0
+
+    def step() -> None:
+        nonlocal count
+        count += 1
+        if count == 2:
+            raise RuntimeError(message)
+        take_step()
+
+    trainer.optimizer.step = step  # type: ignore[method-assign]
+    with pytest.raises(MicroBatchTooLarge, match="out of memory in one of 1 micro-batches"):
+        train(trainer)
+    assert [data["accumulation"] for name, data in events if name == "guard"] == [2]
+
+
+def test_memory_that_another_process_still_holds_splits_nothing(gpu: FakeGpu) -> None:
+    """The rank before was killed, and the driver has not freed its memory yet: the first step does not fit."""
+    gpu.free_bytes = 10 * GIB
+    trainer, events = make_trainer(make_config(steps=4, every=100))
+
+    def step() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    trainer.optimizer.step = step  # type: ignore[method-assign,assignment]
+    with pytest.raises(TrainingError, match="other processes hold 68"):
+        train(trainer)
+    assert [name for name, _ in events if name == "guard"] == []

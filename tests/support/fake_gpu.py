@@ -1,0 +1,285 @@
+"""A CUDA device without a GPU: torch's own code runs on tensors that say they are on cuda:0, and each wait is logged.
+
+Values are computed on the CPU. Work on the current stream is done at once. A copy to page-locked memory on another
+stream is done at the last legal moment: when the host or another stream waits for it. So a copy that is not ordered
+before a later write gets the later values, as it may on a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_aten = torch.ops.aten
+_ROOT = str(Path(__file__).resolve().parents[2])
+_READS = (_aten._local_scalar_dense.default, _aten.nonzero.default, _aten.is_nonzero.default, _aten.equal.default)
+GIB = 2**30
+
+
+class GpuTensor(Tensor):
+    """A tensor on the fake device. `host` has its values."""
+
+    host: Tensor
+    gpu: FakeGpu
+
+    @staticmethod
+    def __new__(cls, host: Tensor, gpu: FakeGpu) -> GpuTensor:
+        tensor = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls,
+            host.shape,
+            strides=host.stride(),
+            storage_offset=host.storage_offset(),
+            dtype=host.dtype,
+        )
+        tensor.host, tensor.gpu = host, gpu
+        return tensor
+
+    def __init__(self, host: Tensor, gpu: FakeGpu) -> None:
+        pass
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        gpu = next(one.gpu for one in _pytree.tree_leaves((args, kwargs)) if isinstance(one, GpuTensor))
+        return gpu.run(func, args, kwargs or {})
+
+    # torch itself takes it for a CPU tensor: a build without CUDA cannot differentiate through another.
+    device = property(lambda self: torch.device("cuda", 0))  # type: ignore[assignment]
+    is_cuda = property(lambda self: True)  # type: ignore[assignment]
+
+    def data_ptr(self) -> int:
+        return self.host.data_ptr()
+
+    def cpu(self, *_: Any, **__: Any) -> Tensor:
+        self.gpu.note("read")  # into pageable memory: the host waits
+        return self.host.detach().clone()
+
+    def to(self, *args: Any, **kwargs: Any) -> Tensor:
+        if any(
+            torch.device(one).type == "cpu" for one in (*args, *kwargs.values()) if isinstance(one, str | torch.device)
+        ):
+            return self.cpu()
+        return super().to(*args, **kwargs)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self.cpu().numpy()
+
+    def tolist(self) -> Any:
+        return self.cpu().tolist()
+
+
+class Stream:
+    def __init__(self, gpu: FakeGpu) -> None:
+        self.gpu, self.pending = gpu, list[Callable[[], object]]()
+
+    def flush(self, count: int | None = None) -> None:
+        todo, self.pending = self.pending[:count], self.pending[len(self.pending[:count]) :]
+        for one in todo:
+            one()
+
+    def wait_stream(self, other: Stream) -> None:
+        other.flush()
+
+    def wait_event(self, event: Event) -> None:
+        event.reach()
+
+    def synchronize(self) -> None:
+        self.gpu.note("stream.synchronize")
+        self.flush()
+
+
+class Event:
+    """`count` operations of its stream come before it."""
+
+    def __init__(self, gpu: FakeGpu) -> None:
+        self.gpu, self.stream, self.count = gpu, None, 0
+        self.marks = 0
+
+    def record(self, stream: Stream | None = None) -> None:
+        self.stream = stream or self.gpu.current
+        mark = self
+        self.done = False
+        self.stream.pending.append(lambda: setattr(mark, "done", True))
+        if self.stream is self.gpu.main:
+            self.stream.flush()
+
+    def reach(self) -> None:
+        while self.stream is not None and not self.done:
+            self.stream.flush(1)
+
+    def query(self) -> bool:
+        return self.stream is None or self.done
+
+    def synchronize(self) -> None:
+        self.gpu.note("event.synchronize")
+        self.reach()
+
+    def wait(self, stream: Stream | None = None) -> None:
+        self.reach()
+
+    def elapsed_time(self, end: Event) -> float:
+        return self.gpu.milliseconds
+
+
+class FakeGpu(TorchDispatchMode):
+    """The device, as a context in which torch has one GPU.
+
+    Attributes:
+        waits: each wait of the host for the device: what it was, and the line of this project that caused it.
+        refuse_pinning: whether page-locking memory fails.
+        threads: the threads that page-locked memory.
+        free_bytes: free memory, of 80 GiB; torch itself holds 2 GiB.
+    """
+
+    newest: FakeGpu  # the one in use
+
+    def __init__(self) -> None:
+        super().__init__()
+        FakeGpu.newest = self
+        self.waits: list[tuple[str, str]] = []
+        self.main = self.current = Stream(self)
+        self.refuse_pinning, self.pinned = False, dict[int, int]()
+        self.milliseconds, self.free_bytes = 10.0, 77 * GIB
+        self.threads: list[str] = []
+
+    def note(self, what: str) -> None:
+        frames = [
+            one for one in traceback.extract_stack() if one.filename.startswith(_ROOT) and ".venv" not in one.filename
+        ]
+        own = [one for one in frames if "fake_gpu" not in one.filename]
+        self.waits.append(
+            (what, f"{own[-1].filename.rpartition('/')[2]}:{own[-1].lineno} {own[-1].name}" if own else "")
+        )
+
+    def take_waits(self) -> list[tuple[str, str]]:
+        waits, self.waits = self.waits, []
+        return waits
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        start = tensor.data_ptr()
+        return any(begin <= start < begin + length for begin, length in self.pinned.items())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.run(func, args, kwargs or {})
+
+    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        leaves = _pytree.tree_leaves((args, kwargs))
+        inputs = [one for one in leaves if isinstance(one, GpuTensor)]
+        device = kwargs.get("device")
+        to = None if device is None else torch.device(device).type
+        plain_args, plain_kwargs = _pytree.tree_map(_host, (args, kwargs))
+        if to == "cuda":
+            plain_kwargs["device"] = torch.device("cpu")
+        if func in _READS and inputs:
+            self.note("item" if func is _READS[0] else str(func))
+            return func(*plain_args, **plain_kwargs)
+        if func is _aten._to_copy.default:
+            return self._to_copy(func, args, plain_args, plain_kwargs, to)
+        if func is _aten.copy_.default and isinstance(args[1], GpuTensor) != isinstance(args[0], GpuTensor):
+            return self._copy(args, plain_args, plain_kwargs)
+        if plain_kwargs.pop("pin_memory", False):
+            out = func(*plain_args, **plain_kwargs)
+            self.pinned[out.data_ptr()] = max(out.nbytes, 1)
+            return out
+        out = func(*plain_args, **plain_kwargs)
+        if to == "cpu" or (to is None and not inputs) or to == "meta":
+            return out
+        known = {id(one.host): one for one in inputs}
+        return _pytree.tree_map(lambda one: known[id(one)] if id(one) in known else self._wrap(one), out)
+
+    def _wrap(self, one: Any) -> Any:
+        return GpuTensor(one, self) if isinstance(one, Tensor) and not isinstance(one, GpuTensor) else one
+
+    def _to_copy(self, func: Any, args: Any, plain_args: Any, plain_kwargs: dict[str, Any], to: str | None) -> Any:
+        on_gpu = isinstance(args[0], GpuTensor)
+        out = func(*plain_args, **plain_kwargs)
+        if to == "cuda" and not on_gpu and not self.is_pinned(args[0]):
+            self.note("pageable copy")
+        return self._wrap(out) if to == "cuda" or (to is None and on_gpu) else out
+
+    def _copy(self, args: Any, plain_args: Any, plain_kwargs: dict[str, Any]) -> Any:
+        target, source = plain_args[:2]
+        later = bool(plain_kwargs.get("non_blocking") or (len(plain_args) > 2 and plain_args[2]))
+        if isinstance(args[0], GpuTensor):  # from the host
+            if not (later and self.is_pinned(source)):
+                self.note("pageable copy")
+            target.copy_(source)
+        elif not (later and self.is_pinned(target)):
+            self.note("read")
+            target.copy_(source)
+        else:
+            self.current.pending.append(lambda: target.copy_(source))
+            if self.current is self.main:
+                self.main.flush()
+        return args[0]
+
+
+def _host(one: Any) -> Any:
+    return one.host if isinstance(one, GpuTensor) else one
+
+
+@contextlib.contextmanager
+def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
+    """Give torch one GPU."""
+    gpu = FakeGpu()
+
+    @contextlib.contextmanager
+    def on(stream: Stream) -> Iterator[None]:
+        before, gpu.current = gpu.current, stream
+        try:
+            yield
+        finally:
+            gpu.current = before
+
+    def register(start: int, length: int, flags: int) -> int:
+        gpu.threads.append(threading.current_thread().name)
+        if gpu.refuse_pinning:
+            return 2
+        gpu.pinned[start] = length
+        return 0
+
+    runtime = SimpleNamespace(
+        cudaHostRegister=register, cudaHostUnregister=lambda start: gpu.pinned.pop(start, 0) and 0
+    )
+    fakes: dict[str, Any] = {
+        "_lazy_init": lambda: None,
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "set_device": lambda device: None,
+        "device": lambda device: contextlib.nullcontext(),
+        "synchronize": lambda device=None: gpu.note("synchronize"),
+        "current_stream": lambda device=None: gpu.current,
+        "default_stream": lambda device=None: gpu.main,
+        "stream": on,
+        "Stream": lambda *_, **__: Stream(gpu),
+        "Event": lambda *_, **__: Event(gpu),
+        "cudart": lambda: runtime,
+        "empty_cache": lambda: None,
+        "memory_allocated": lambda device=None: GIB,
+        "memory_reserved": lambda device=None: 2 * GIB,
+        "mem_get_info": lambda device=None: (gpu.free_bytes, 80 * GIB),
+        "manual_seed": lambda seed: None,
+        "manual_seed_all": lambda seed: None,
+        "get_rng_state": lambda device="cuda": torch.zeros(16, dtype=torch.uint8),
+        "set_rng_state": lambda state, device="cuda": None,
+        "get_device_name": lambda device=None: "fake",
+        "get_device_properties": lambda device=None: SimpleNamespace(uuid="GPU-0", total_memory=80 * GIB),
+        "get_device_capability": lambda device=None: (9, 0),
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(Tensor, "is_pinned", lambda tensor, device=None: gpu.is_pinned(tensor))
+    with gpu:
+        yield gpu
