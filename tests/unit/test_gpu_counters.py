@@ -8,11 +8,17 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from ebbflow.infra.events import EndReason
+from ebbflow.training.launch.evidence import WorkerFailure
+from ebbflow.training.launch.generation import NodeGeneration
+from ebbflow.training.launch.gpus import GpuMonitor, fault_from_error, fault_from_xid
 from ebbflow.training.launch.heartbeat import HangLimits, HeartbeatReading
-from ebbflow.training.launch.watch import GpuCounters, RankWatch
+from ebbflow.training.launch.messages import end_from_failures
+from ebbflow.training.launch.watch import RankWatch
 from tests.support.flow import wait_until
 
 GIB = 2**30
@@ -50,8 +56,8 @@ class Library:
 
 
 @pytest.fixture
-def counters() -> Iterator[GpuCounters]:
-    counters = GpuCounters()
+def counters() -> Iterator[GpuMonitor]:
+    counters = GpuMonitor()
     yield counters
     counters.close()
 
@@ -64,7 +70,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
     library.released.set()
 
 
-def test_extremes_and_sums_of_what_the_devices_tell(library: Library, counters: GpuCounters) -> None:
+def test_extremes_and_sums_of_what_the_devices_tell(library: Library, counters: GpuMonitor) -> None:
     wait_until("an answer", counters.sample, timeout=60)
     assert counters.sample() == {
         "gpus": 2,
@@ -75,7 +81,7 @@ def test_extremes_and_sums_of_what_the_devices_tell(library: Library, counters: 
     }
 
 
-def test_a_driver_that_does_not_answer_holds_nobody_up(library: Library, counters: GpuCounters) -> None:
+def test_a_driver_that_does_not_answer_holds_nobody_up(library: Library, counters: GpuMonitor) -> None:
     """The agent's loop, which watches the ranks, asks this once a second."""
     wait_until("an answer", counters.sample, timeout=60)
     library.stuck = True
@@ -83,7 +89,7 @@ def test_a_driver_that_does_not_answer_holds_nobody_up(library: Library, counter
 
 
 def test_a_driver_that_hangs_keeps_one_thread_however_many_generations_come(
-    library: Library, counters: GpuCounters, tmp_path: Path
+    library: Library, counters: GpuMonitor, tmp_path: Path
 ) -> None:
     library.stuck = True
     deadlines = HangLimits(floor_seconds=3.0, start_seconds=100.0, store_seconds=130.0, longest_seconds=300.0)
@@ -117,9 +123,140 @@ class Here:
         return None
 
 
-def test_without_the_library_nothing_is_told(monkeypatch: pytest.MonkeyPatch, counters: GpuCounters) -> None:
+def test_without_the_library_nothing_is_told(monkeypatch: pytest.MonkeyPatch, counters: GpuMonitor) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
     before = set(threading.enumerate())
     assert counters.sample() == {}
     wait_until("the end of its thread", lambda: not set(threading.enumerate()) - before, timeout=60)
     assert counters.sample() == {}
+
+
+class Faulty(Library):
+    """Two devices, whose faults and memory a test sets. NVML's events are a queue of (device, Xid)."""
+
+    NVML_MEMORY_ERROR_TYPE_UNCORRECTED = NVML_VOLATILE_ECC = 1
+    NVML_NVLINK_MAX_LINKS, NVML_ERROR_GPU_IS_LOST, nvmlEventTypeXidCriticalError = 4, 15, 8  # noqa: N815
+    nvmlClocksThrottleReasonHwSlowdown, nvmlClocksThrottleReasonSwThermalSlowdown = 8, 0x20  # noqa: N815
+    nvmlClocksThrottleReasonHwThermalSlowdown, nvmlClocksThrottleReasonHwPowerBrakeSlowdown = 0x40, 0x80  # noqa: N815
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[tuple[int, int]] = []
+        self.ecc, self.rows, self.link, self.lost, self.used = 0, 0, 1, False, [1, 1]
+
+    def nvmlDeviceGetPciInfo(self, device: int) -> SimpleNamespace:  # noqa: N802
+        return SimpleNamespace(busId=f"00000000:0{device + 7}:00.0".encode())
+
+    def nvmlEventSetCreate(self) -> str:  # noqa: N802
+        return "events"
+
+    def nvmlDeviceRegisterEvents(self, device: int, kinds: int, events: str) -> None:  # noqa: N802
+        assert kinds == 8
+
+    def nvmlEventSetWait_v2(self, events: str, milliseconds: int) -> SimpleNamespace:  # noqa: N802
+        device, xid = self.events.pop(0)  # IndexError: none came in time
+        return SimpleNamespace(device=device, eventData=xid)
+
+    def nvmlDeviceGetTotalEccErrors(self, device: int, kind: int, counter: int) -> int:  # noqa: N802
+        return self.ecc * device
+
+    def nvmlDeviceGetRemappedRows(self, device: int) -> tuple[int, int, int, int]:  # noqa: N802
+        return (1, 0, 0, self.rows)
+
+    def nvmlDeviceGetNvLinkState(self, device: int, link: int) -> int:  # noqa: N802
+        if link > 1:
+            raise RuntimeError("Invalid Argument")
+        return self.link
+
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, device: int) -> int:  # noqa: N802
+        return 0x40 if device else 0x4  # hardware is too hot; a power cap, which is usual
+
+    def nvmlDeviceGetMemoryInfo(self, device: int) -> SimpleNamespace:  # noqa: N802
+        if self.lost and device:
+            error = RuntimeError("GPU is lost")
+            error.value = 15  # type: ignore[attr-defined]
+            raise error
+        return SimpleNamespace(used=self.used[device] * GIB, free=GIB)
+
+
+@pytest.fixture
+def faulty(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[tuple[Faulty, GpuMonitor, Path]]:
+    library, log = Faulty(), tmp_path / "kmsg"
+    log.write_text("")
+    monkeypatch.setitem(sys.modules, "pynvml", library)
+    monitor = GpuMonitor(kernel_log=str(log))
+    wait_until("an answer", monitor.sample, timeout=60)
+    yield library, monitor, log
+    monitor.close()
+
+
+@pytest.mark.parametrize(
+    ("cause", "expected"),
+    [
+        (lambda library: library.events.append((1, 79)), "GPU 0000:08:00: Xid 79, GPU has fallen off the bus"),
+        (lambda library: setattr(library, "ecc", 2), "GPU 0000:08:00: uncorrectable ECC error"),
+        (lambda library: setattr(library, "rows", 1), "GPU 0000:07:00: row remapping failed"),
+        (lambda library: setattr(library, "link", 0), "GPU 0000:07:00: NVLink 0 is down"),
+        (lambda library: setattr(library, "lost", True), "GPU 0000:08:00: GPU is lost"),
+    ],
+)
+def test_faults_of_hardware_are_found(faulty: tuple, cause: Any, expected: str) -> None:
+    library, monitor, _ = faulty
+    assert monitor.fatal_fault is None and monitor.sample()["gpus_slowed"] == 1
+    library.events += [(0, 31), (0, 13)]  # a program's own errors
+    cause(library)
+    assert monitor.refresh(30)
+    assert str(monitor.fatal_fault) == expected
+
+
+def test_the_kernel_log_shows_xids_of_this_nodes_gpus_alone(faulty: tuple) -> None:
+    _, monitor, log = faulty
+    other, own = "0000:c1:00", "0000:07:00"
+    for device in (other, own):
+        with log.open("a") as file:
+            file.write(f"3,1,5,-;NVRM: Xid (PCI:{device}): 95, pid=77, name=python, Uncontained ECC error\n")
+        assert monitor.refresh(30)
+        assert [fault.device for fault in monitor.faults] == [own] * (device == own)
+    assert fault_from_xid(own, 43) is None and (passing := fault_from_xid(own, 94)) and not passing.fatal
+    assert fault_from_error("CUDA error: uncorrectable ECC error encountered")
+    assert fault_from_error("CUDA error: an illegal memory access was encountered") is None
+
+
+def test_a_broken_gpu_is_blamed_and_counts_towards_no_crash_loop() -> None:
+    """Rank 0 has raised before, in a collective that broke."""
+    broken: dict[str, Any] = {"message": "CUDA error: unspecified launch failure", "error": "AcceleratorError"}
+    user = WorkerFailure(rank=0, message="ValueError: x", error="ValueError", where="user/a.py:1 in f", timestamp=1.0)
+    fault = WorkerFailure(rank=3, **broken, gpu_fault="GPU 0000:07:00: Xid 79", timestamp=2.0)
+    end = end_from_failures([user, fault])
+    assert (end.ranks, end.fingerprint, end.user_code, end.again) == ([3], "", False, True)
+    assert end_from_failures([user]).fingerprint and end_from_failures([user]).user_code
+
+
+def test_a_rank_starts_once_the_memory_of_the_last_is_free(faulty: tuple) -> None:
+    library, monitor, _ = faulty
+    monitor.note_idle()
+    library.used = [40, 1]
+    waits: list[int] = []
+
+    def release() -> None:
+        waits.append(len(waits))
+        if len(waits) == 3:
+            library.used = [1, 1]
+
+    assert monitor.await_release(60, release) == "" and len(waits) >= 3
+    library.used = [1, 30]
+    assert monitor.await_release(0.0, release) == "29.0 GiB of GPU 1 are still in use after 0 s"
+
+
+def test_a_node_with_a_broken_gpu_leaves(faulty: tuple, tmp_path: Path) -> None:
+    """The end of its generation, with the fault found only after the rank's failure was reported."""
+    library, monitor, _ = faulty
+    generation: Any = object.__new__(NodeGeneration)
+    generation._gpus, generation._spec, generation._faults_before = monitor, SimpleNamespace(node=2), 0
+    failed = WorkerFailure(rank=5, message="RuntimeError: CUDA error: unknown error", error="RuntimeError")
+    assert generation._add_gpu_fault(failed) == failed
+    library.events.append((0, 79))
+    known = generation._add_gpu_fault(failed)
+    assert known.gpu_fault == "GPU 0000:07:00: Xid 79, GPU has fallen off the bus" and known.kind == "GPU fault"
+    end = generation._after_ranks(end_from_failures([known]), {})
+    assert (end.reason, end.again) == (EndReason.NODE_LOST, False) and "Xid 79" in end.culprit

@@ -2,15 +2,16 @@
 
 The culprit is the first of these that the evidence shows:
 
-1. a process that died, the earliest first
-2. a process that is stopped (SIGSTOP)
-3. ranks whose flight recorders show different collectives
-4. a rank whose GPU has not started a collective in which the GPUs of other ranks wait (NCCL)
-5. a living rank that waits neither in a collective nor for its GPU, while others do
-6. a rank that finished while the others continued
-7. a rank whose collective failed at another code location than on the other ranks
-8. the rank that is furthest behind
-9. the network
+1. a rank that failed on a node whose GPU has a hardware fault
+2. a process that died, the earliest first
+3. a process that is stopped (SIGSTOP)
+4. ranks whose flight recorders show different collectives
+5. a rank whose GPU has not started a collective in which the GPUs of other ranks wait (NCCL)
+6. a living rank that waits neither in a collective nor for its GPU, while others do
+7. a rank that finished while the others continued
+8. a rank whose collective failed at another code location than on the other ranks
+9. the rank that is furthest behind
+10. the network
 
 All other unfinished ranks in the evidence are cascades: they failed or waited because of the culprit.
 """
@@ -76,7 +77,7 @@ class Culprit:
 def blame(evidence: Sequence[WorkerFailure]) -> Culprit:
     """Return the culprit, given the reported failures and witnesses (positions of ranks that have not failed)."""
     failures = [one for one in evidence if not one.witness]
-    for rule in (_died, _stopped):
+    for rule in (_gpu_fault, _died, _stopped):
         if (found := rule(failures)) is not None:
             return _culprit(found[0], found[1], evidence)
     if (mismatch := detect_mismatch(evidence)) is not None:
@@ -104,6 +105,11 @@ def settle_seconds(failures: Sequence[WorkerFailure], *, all_heard: bool = False
     if all(one.cascade for one in failures):
         return 3.0
     return 0.2 if all_heard else 1.5
+
+
+def _gpu_fault(failures: Sequence[WorkerFailure]) -> tuple[WorkerFailure, str] | None:
+    broken = [one for one in failures if one.gpu_fault]
+    return (min(broken, key=_first), "a GPU of its node has a hardware fault") if broken else None
 
 
 def _died(failures: Sequence[WorkerFailure]) -> tuple[WorkerFailure, str] | None:
@@ -260,7 +266,7 @@ def _kind(one: WorkerFailure, because: str) -> str:
 
 
 def _next_action(one: WorkerFailure, kind: str) -> str:
-    if (one.killed_by or "").startswith("node "):
+    if (one.killed_by or "").startswith("node ") or one.gpu_fault:
         return "a new attempt on another machine, from the newest commit"
     if one.memory_kill:
         return (

@@ -440,6 +440,7 @@ class WorkerFailure:
     witness: bool = False
     left: bool = False  # whether the rank has finished with a result
     error: str = ""  # class name of the rank's exception
+    gpu_fault: str = ""  # a fault of the node's GPUs that explains the failure; "" for none
     timestamp: float = 0.0  # Unix time of the rank's death or, if it is alive, of its last progress
     certainty: str = PROVEN  # PROVEN (dead, stopped) or SLOW (without progress for longer than its hang threshold)
     step: int = 0  # step and phase of the rank's last heartbeat
@@ -462,6 +463,8 @@ class WorkerFailure:
             return f"killed by {self.killed_by}"
         if self.stopped:
             return "stopped"
+        if self.gpu_fault:
+            return "GPU fault"
         if self.hung:
             return "hang"
         return "followed a peer" if self.cascade else self.error or "ended early"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,17 +22,20 @@ from ebbflow.infra.terms import Terms
 from ebbflow.training.errors import AgentFailure, RankNotStarted, TrainingError, describe_exception, describe_traceback
 from ebbflow.training.launch.devices import NodeGpuCheck
 from ebbflow.training.launch.evidence import WorkerFailure, parse_traceback
+from ebbflow.training.launch.gpus import GpuMonitor, fault_from_error
 from ebbflow.training.launch.heartbeat import STORE_PHASE, HangLimits
 from ebbflow.training.launch.logs import RankOutput, print_line, show_failed_logs
 from ebbflow.training.launch.membership import Peers, StickyFlag
 from ebbflow.training.launch.messages import GangSpec, GenerationEnd, GenerationStart, WorkerSpec
 from ebbflow.training.launch.preemption import Drain
-from ebbflow.training.launch.watch import GpuCounters, RankWatch
+from ebbflow.training.launch.watch import RankWatch
 from ebbflow.training.launch.workers import Standby, WorkerGroup
 
 _HEARTBEAT_SECONDS = 1.0
 _CLOSE_SECONDS = 6.0
 _POLL_SECONDS = 0.05
+_GPU_ANSWER_SECONDS = 2.0
+_GPU_RELEASE_SECONDS = 20.0
 _WAITING_SECONDS = 1.0  # between two reports that a rank of this node waits for the store
 
 
@@ -51,11 +54,12 @@ class NodeGeneration:
         log: NodeLog,
         job_store: Store,
         *,
-        gpus: GpuCounters | None = None,
+        gpus: GpuMonitor | None = None,
         gpu_check: NodeGpuCheck | None = None,
     ) -> None:
         self._spec, self._start, self._peers, self._drain, self._log = spec, start, peers, drain, log
         self._job_store, self._gpus, self._gpu_check = job_store, gpus, gpu_check
+        self._faults_before = 0 if gpus is None else len(gpus.faults)
         self._created = time.monotonic()
         self._store_wait_reported = StickyFlag(_WAITING_SECONDS)
         self._cluster = ClusterConfig(**spec.config["cluster"])
@@ -70,6 +74,8 @@ class NodeGeneration:
             return end
         if self._gpu_check is not None and (refusal := self._gpu_check.refusal):
             return self._report_own(refusal)
+        if self._gpus is not None:
+            self._gpus.note_idle()
         rendezvous = (self._spec.main_address, self._start.rendezvous_port)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -96,11 +102,25 @@ class NodeGeneration:
             if output is not None:
                 output.close()
         assert end is not None
-        devices = [f"rank {rank} is in state D and holds {device}" for rank, device in stuck.items() if device]
-        if not devices or not end.again:
+        return self._after_ranks(end, stuck)
+
+    def _after_ranks(self, end: GenerationEnd, stuck: Mapping[int, str]) -> GenerationEnd:
+        """Return the result, or that this node is lost if its GPUs cannot be used again. Wait until they are free."""
+        if not end.again:
             return end
         # The rank of the next generation would need that GPU.
-        culprit = f"node {self._spec.node} cannot go on: {'; '.join(devices)}; fix: reboot the machine"
+        if devices := [f"rank {rank} is in state D and holds {device}" for rank, device in stuck.items() if device]:
+            return self._leave_for("; ".join(devices), "fix: reboot the machine")
+        if self._gpus is not None:
+            self._gpus.refresh(_GPU_ANSWER_SECONDS)
+            if (fault := self._gpus.fatal_fault) is not None:
+                return self._leave_for(str(fault), "fix: reset or replace the GPU")
+            if held := self._gpus.await_release(_GPU_RELEASE_SECONDS, self._keep_in_touch):
+                print_line(f"node {self._spec.node}: {held}; its next rank may run out of memory")
+        return end
+
+    def _leave_for(self, cause: str, fix: str) -> GenerationEnd:
+        culprit = f"node {self._spec.node} cannot go on: {cause}; {fix}"
         print_line(culprit)
         return GenerationEnd(culprit=culprit, reason=EndReason.NODE_LOST)
 
@@ -180,6 +200,7 @@ class NodeGeneration:
                     if not failure.witness and failure.rank in reported:
                         continue
                     if not failure.witness:
+                        failure = self._add_gpu_fault(failure)
                         reported[failure.rank] = failure
                         print_line(f"node {self._spec.node}: rank {failure.rank}: {failure.headline}")
                     self._peers.report(failure)
@@ -195,6 +216,21 @@ class NodeGeneration:
         if end.culprit:
             show_failed_logs(group, list(reported.values()), job=self._spec.job, generation=self._start.generation)
         return end
+
+    def _add_gpu_fault(self, failure: WorkerFailure) -> WorkerFailure:
+        """Return a failure with the hardware fault that explains it, so that it does not count as the program's."""
+        if self._gpus is None or failure.stopped:
+            return failure
+        self._gpus.refresh(_GPU_ANSWER_SECONDS)
+        of_cuda = failure.hung or failure.killed_by or "cuda" in failure.message.lower()
+        recent = [one for one in self._gpus.faults[self._faults_before :] if one.fatal or of_cuda]
+        if (shown := fault_from_error(failure.message)) is not None:
+            self._gpus.add(shown)
+            recent.append(shown)
+        if not recent:
+            return failure
+        fault = recent[0]
+        return replace(failure, gpu_fault=str(fault), message=f"{fault}; {failure.message}")
 
     def _check_store_wait(self, group: WorkerGroup) -> bool:
         """Return whether a rank of any node waits for the store. If a rank of this node does, tell the other nodes.

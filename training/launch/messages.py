@@ -283,7 +283,7 @@ def end_from_failures(evidence: Sequence[WorkerFailure]) -> GenerationEnd:
         reason = EndReason.SUPERSEDED
     else:
         reason = kind.end_reason
-    blameless = lost_node or issubclass(kind, errors.StartAnew)
+    blameless = lost_node or issubclass(kind, errors.StartAnew) or bool(worst.gpu_fault)
     cascade = worst.cascade and culprit.kind != DIFFERENT_CALLS
     return GenerationEnd(
         culprit=culprit.message if lost_node else f"rank {culprit.rank}: {culprit.message}",
@@ -293,7 +293,7 @@ def end_from_failures(evidence: Sequence[WorkerFailure]) -> GenerationEnd:
         fingerprint="" if blameless else _fingerprint(culprit),
         details=culprit.details(),
         at=(time.time(), time.monotonic()),
-        user_code=reason in (EndReason.RANK_FAILED, EndReason.AGENT_FAILED) and not cascade,
+        user_code=reason in (EndReason.RANK_FAILED, EndReason.AGENT_FAILED) and not (cascade or worst.gpu_fault),
         again=kind.curable and not lost_node,
         curable=kind.curable,
         failed_as=kind.outcome.value,

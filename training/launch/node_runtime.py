@@ -23,12 +23,12 @@ from ebbflow.training.errors import AgentFailure, describe_exception, describe_t
 from ebbflow.training.launch.devices import NodeGpuCheck
 from ebbflow.training.launch.evidence import parse_traceback
 from ebbflow.training.launch.generation import NodeGeneration, NodeLog
+from ebbflow.training.launch.gpus import GpuMonitor
 from ebbflow.training.launch.logs import print_line
 from ebbflow.training.launch.membership import Peers
 from ebbflow.training.launch.messages import GangSpec, GenerationEnd, GenerationStart, RankOrder
 from ebbflow.training.launch.preemption import Drain
 from ebbflow.training.launch.transport import StartSecret
-from ebbflow.training.launch.watch import GpuCounters
 from ebbflow.training.launch.workers import Standby
 from ebbflow.training.retry import run_while
 
@@ -89,7 +89,8 @@ class NodeRuntime:
         self.log = NodeLog(self.job_store, self.host)
         self.drain = Drain(spec)
         self._watchdog = LoopWatchdog(lambda: self.log.turns)
-        self._gpus = GpuCounters()
+        self._gpus = GpuMonitor()
+        self._gpus.sample()
         self._keeper: Keeper | None = None
         self._standby: Standby | None = None
         self._cache_folder: Path | None = None  # folder of the first generation

@@ -1,19 +1,17 @@
-"""Supervision of a node's ranks: heartbeats, process states, out-of-memory kills and GPU counters."""
+"""Supervision of a node's ranks: heartbeats, process states and out-of-memory kills."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib
+import itertools
 import json
 import os
 import shutil
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from ebbflow.infra.process import process_state
 from ebbflow.training.errors import bounded_text
@@ -26,6 +24,7 @@ from ebbflow.training.launch.evidence import (
     parse_traceback,
     read_crash_stack,
 )
+from ebbflow.training.launch.gpus import GpuMonitor, kernel_records
 from ebbflow.training.launch.heartbeat import RECORDS, STORE_PHASE, HangLimits, PhaseThresholds
 from ebbflow.training.launch.workers import Worker
 
@@ -78,20 +77,13 @@ def node_sample(pids: Iterable[int], folder: Path) -> dict[str, int]:
 
 
 def _kernel_log() -> Iterable[tuple[float, str]]:
-    """Yield (seconds since boot, text) of each record in /dev/kmsg: "priority,number,microseconds,flags;text"."""
+    """Yield (seconds since boot, text) of each record in /dev/kmsg."""
     try:
         log = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
         return
     try:
-        for _ in range(_LOG_RECORDS):
-            try:
-                prefix, _, text = os.read(log, 8192).decode(errors="replace").partition(";")
-                yield int(prefix.split(",")[2]) / 1e6, text.partition("\n")[0]
-            except BrokenPipeError:  # the record was overwritten; the next one is available
-                continue
-            except (OSError, ValueError, IndexError):
-                return
+        yield from itertools.islice(kernel_records(log), _LOG_RECORDS)
     finally:
         os.close(log)
 
@@ -129,70 +121,6 @@ def _kills(file: Path) -> int:
         return 0
 
 
-_FRESH_SECONDS = 5.0
-
-
-class GpuCounters:
-    """Reader of GPU counters, with pynvml if it is installed. It uses a thread, because a broken driver may block."""
-
-    def __init__(self) -> None:
-        self._wanted = threading.Event()
-        self._last: tuple[float, dict[str, int]] = (-_FRESH_SECONDS, {})
-        self._thread: threading.Thread | None = None
-        self._closed = False
-
-    def sample(self) -> dict[str, int]:
-        """Return the newest measurement and request the next one, without waiting.
-
-        Return {} if the measurement is older than 5 s. Fields: gpus (number), gpu_memory_used_bytes (sum),
-        gpu_memory_free_bytes (smallest), gpu_busy_percent (smallest) and gpu_celsius (highest).
-        """
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._ask, name="gpu counters", daemon=True)
-            self._thread.start()
-        self._wanted.set()
-        at, found = self._last
-        return found if time.monotonic() - at < _FRESH_SECONDS else {}
-
-    def close(self) -> None:
-        self._closed = True
-        self._wanted.set()
-
-    def _ask(self) -> None:
-        try:
-            library = importlib.import_module("pynvml")
-            library.nvmlInit()
-            devices = [library.nvmlDeviceGetHandleByIndex(i) for i in range(library.nvmlDeviceGetCount())]
-        except Exception:  # no binding, no driver or a lost device: train without these figures
-            return
-        while devices:
-            self._wanted.wait()
-            self._wanted.clear()
-            if self._closed:
-                return
-            self._last = (time.monotonic(), _counters(library, devices))
-
-
-def _counters(library: Any, devices: list[Any]) -> dict[str, int]:
-    found = {"gpus": len(devices)}
-    if memory := _query(library.nvmlDeviceGetMemoryInfo, devices):
-        found["gpu_memory_used_bytes"] = sum(int(one.used) for one in memory)
-        found["gpu_memory_free_bytes"] = min(int(one.free) for one in memory)
-    if busy := _query(library.nvmlDeviceGetUtilizationRates, devices):
-        found["gpu_busy_percent"] = min(int(one.gpu) for one in busy)
-    if heat := _query(library.nvmlDeviceGetTemperature, devices, library.NVML_TEMPERATURE_GPU):
-        found["gpu_celsius"] = max(map(int, heat))
-    return found
-
-
-def _query(function: Any, devices: list[Any], *more: Any) -> list[Any]:
-    answers = []
-    for device in devices:
-        with contextlib.suppress(Exception):  # not supported by this device, or not permitted
-            answers.append(function(device, *more))
-    return answers
-
-
 _LONGEST_PLACE = 500
 _STOPPED_SECONDS = 1.0  # in state T before a rank counts as stopped; tracers stop it for less
 _STATE_SECONDS = 0.25  # between two reads of a process's state
@@ -215,7 +143,7 @@ class RankWatch:
         folder: Path,
         *,
         node: int = 0,
-        gpus: GpuCounters | None = None,
+        gpus: GpuMonitor | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._ranks = [_Rank(worker, limits, node) for worker in workers]
