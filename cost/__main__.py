@@ -91,7 +91,9 @@ def _plan(arguments: argparse.Namespace) -> int:
     from ebbflow.cost.plan.candidates import NO_PROGRESS, PlanInputs, read_progress
     from ebbflow.cost.plan.plan import make_plan
     from ebbflow.cost.plan.plan_text import render_plan
+    from ebbflow.cost.prices.reservations import open_evidence
     from ebbflow.cost.prices.source import open_prices
+    from ebbflow.infra.batch import has_foreign_queues, limit_to_queue_region
     from ebbflow.infra.config.load import load_config
     from ebbflow.infra.config.problems import ConfigError
     from ebbflow.infra.footprint import causal_lm_shape
@@ -101,23 +103,25 @@ def _plan(arguments: argparse.Namespace) -> int:
     except ConfigError as error:
         print(error, file=sys.stderr)
         return Outcome.CONFIG.exit_code
-    now = time.time()
-    prices = open_prices(loaded.config, now, project_root=PROJECT_ROOT)
+    now, config = time.time(), loaded.config
+    if has_foreign_queues(config.batch):
+        config = limit_to_queue_region(config)
+    prices = open_prices(config, now, project_root=PROJECT_ROOT)
     history, shape, progress = _job_history(loaded.config), _measured_shape(loaded.config), NO_PROGRESS
     if arguments.job is not None:
         events = read_job(arguments.job)
         progress, history = read_progress(events), history.adding(summarize_job(events))
-    plan = make_plan(loaded.config, now_utc=now, prices=prices, history=history, shape=shape, progress=progress)
+    known = {"history": history, "progress": progress, "evidence": open_evidence(config, now)}
+    plan = make_plan(config, now_utc=now, prices=prices, shape=shape, **known)
     if arguments.frontier:
         sources = PlanInputs(
             catalogue=load_catalogue(),
-            shape=shape or causal_lm_shape(loaded.config.model),
+            shape=shape or causal_lm_shape(config.model),
             prices=prices,
             now_utc=now,
-            history=history,
-            progress=progress,
+            **known,
         )
-        front = find_frontier(loaded.config, sources)
+        front = find_frontier(config, sources)
         found = [point.to_json() for point in front]
         print(json.dumps(found, indent=1, allow_nan=False) if arguments.json else render_frontier(front, plan))
     else:

@@ -67,7 +67,13 @@ def check_quota(context: PreflightContext) -> CheckFinding:
         return asked
     if not asked.offered:
         return CheckFinding.skipped("no queue can run the plan; see the check aws-capacity")
-    codes = [(offer, quota_code(offer.candidate.instance_type, offer.candidate.market)) for offer in asked.offered]
+    # A reservation has its quota already; those of other regions are not asked for.
+    here = [
+        offer
+        for offer in asked.offered
+        if offer.candidate.reservation is None and offer.candidate.region in (None, asked.region)
+    ]
+    codes = [(offer, quota_code(offer.candidate.instance_type, offer.candidate.market)) for offer in here]
     counted = [(offer, code) for offer, code in codes if code is not None]
     if not counted:
         return CheckFinding.skipped("no quota of these instance families is known")

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ebbflow.cost.amounts import format_duration, format_number, format_percent, format_usd
-from ebbflow.cost.plan.candidates import Candidate, PlanInputs, feasible_pools
+from ebbflow.cost.plan.candidates import PlanInputs, feasible_pools
 from ebbflow.cost.plan.plan import Plan, with_outlook
+from ebbflow.cost.plan.pools import Candidate
 from ebbflow.cost.plan.refusal import change_config, needed_usd
 from ebbflow.cost.report.render_text import format_table
 from ebbflow.infra.config.schema import RunConfig

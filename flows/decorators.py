@@ -29,6 +29,7 @@ from metaflow.decorators import StepDecorator, _base_step_decorator
 from ebbflow.flows import pods
 from ebbflow.flows.attempts.order import SUBMIT_VARIABLE, UNPLACED_VARIABLE, AttemptName, AttemptOrder
 from ebbflow.infra.program import IMPORT_ROOT, INSTALLED
+from ebbflow.infra.store.s3 import STORE_REGION_VARIABLE
 
 if TYPE_CHECKING:
     from ebbflow.infra.preflight import Target
@@ -198,7 +199,10 @@ class CapacityDecorator(StepDecorator):
         else:
             apply_to_batch(cli_args, answer.order, flow.settings["config"])
             config, placement = flow.settings["config"], answer.order.placement or {}
-            submit = {"job": flow.job, "store": config["store"], "region": config["batch"]["region"], **asdict(name)}
+            home, region = config["batch"]["region"], placement.get("region")
+            if home and region and region != home:  # Metaflow's client follows the variable
+                cli_args.env |= {"AWS_DEFAULT_REGION": region, STORE_REGION_VARIABLE: config["cost"]["store_region"]}
+            submit = {"job": flow.job, "store": config["store"], "region": (home and region) or home, **asdict(name)}
             submit |= {key: placement.get(key) for key in ("runnable_seconds", "start_by_utc")}
             cli_args.env[SUBMIT_VARIABLE] = json.dumps(submit)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from ebbflow.infra.batch import has_foreign_queues
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.event_log import EventLog
 from ebbflow.infra.events import Origin
@@ -16,6 +18,7 @@ from ebbflow.infra.layout import NOTE, KnownJob, job_prefix, runs_folder
 from ebbflow.infra.program import PROJECT_ROOT
 from ebbflow.infra.store import Store
 from ebbflow.infra.store.objects import StoreClock
+from ebbflow.infra.store.s3 import STORE_REGION_VARIABLE
 
 RUNS = runs_folder(PROJECT_ROOT)
 
@@ -31,8 +34,14 @@ class Job:
 
     @classmethod
     def of(cls, flow: Any, run: str) -> Job:
-        """Build the job from a flow's artifacts. run: the id of the Metaflow run."""
-        return cls(name=flow.job, run=run, config=RunConfig.model_validate_json(json.dumps(flow.settings["config"])))
+        """Build the job from a flow's artifacts. run: the id of the Metaflow run.
+
+        With queues in several regions, let this process and its children find the store in its own region.
+        """
+        config = RunConfig.model_validate_json(json.dumps(flow.settings["config"]))
+        if has_foreign_queues(config.batch) and config.cost.store_region:
+            os.environ[STORE_REGION_VARIABLE] = config.cost.store_region
+        return cls(name=flow.job, run=run, config=config)
 
     @cached_property
     def root_store(self) -> Store:

@@ -46,7 +46,7 @@ def is_local(flow: Any) -> bool:
 
 
 def with_queue_region(flow: Any, config: RunConfig) -> RunConfig:
-    """On AWS Batch, return the configuration with `cost.regions` limited to the region of the queues.
+    """On AWS Batch, return the configuration with `cost.regions` limited to the regions of the queues.
 
     For other backends, return the configuration unchanged.
     """
@@ -54,10 +54,8 @@ def with_queue_region(flow: Any, config: RunConfig) -> RunConfig:
 
     there = limit_to_queue_region(config) if training_backend(flow) == "batch" else config
     if there.cost.regions != config.cost.regions:
-        named = ", ".join(config.cost.regions)
-        print(
-            f"using prices of {there.cost.regions[0]}, the region of the queues; cost.regions has {named}", flush=True
-        )
+        named, found = ", ".join(config.cost.regions), ", ".join(there.cost.regions)
+        print(f"using prices of {found}, the region of the queues; cost.regions has {named}", flush=True)
     return there
 
 
@@ -197,6 +195,7 @@ def plan_capacity(flow: Any) -> dict:
     """
     from ebbflow.cost.plan.plan import make_plan
     from ebbflow.cost.plan.plan_text import render_plan
+    from ebbflow.cost.prices.reservations import open_evidence
     from ebbflow.cost.prices.source import open_prices
 
     job = current_job(flow)
@@ -211,6 +210,7 @@ def plan_capacity(flow: Any) -> dict:
         history=read_job_history(job),
         progress=read_progress(job),
         queues=available_queues(flow, config),
+        evidence=open_evidence(config, now),
     )
     say(render_plan(plan))
     job.store.put(PLAN_KEY, json.dumps(plan.to_json(), allow_nan=False).encode())

@@ -10,12 +10,16 @@ pool that was refused longest ago.
 
 The job changes to on-demand at the last safe moment, not earlier, because waiting for Spot costs nothing until then.
 
+A capacity reservation or Capacity Block comes before this choice, if the rest of the job costs no more there and
+waiting for its begin is safe. Nothing takes its machines away before its end, and it needs no fallback.
+
 The current time is the caller's clock, or the latest time that AWS Batch reported for an earlier attempt if that is
 later. Otherwise a clock that was set back would make the deadline look farther away.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -39,6 +43,7 @@ from ebbflow.cost.errors import PlacementError
 from ebbflow.cost.plan.guarantee import (
     DECIDE_HOURS,
     delay_hours,
+    finish_hours,
     make_fallback,
     spare_hours,
     spare_usd,
@@ -94,7 +99,7 @@ def choose_placement(
         raise PlacementError(plan.refusal.outcome, f"{plan.refusal.message} ({plan.refusal.hint})")
     now = history.latest_utc(now_utc)
     kinds = load_catalogue() if catalogue is None else catalogue
-    region = config.batch.region or _region_of(queues)
+    region = config.batch.region
     found = find_offers(plan.ranked, queues, region=region, catalogue=kinds)
     if not found:
         why = explain_no_offer(plan.ranked, queues, region=region, catalogue=kinds)
@@ -110,6 +115,27 @@ def choose_placement(
 
 
 def _apply_rule(
+    config: RunConfig, plan: Plan, found: Sequence[QueueOffer], history: AttemptHistory, now_utc: float
+) -> _Choice:
+    """Choose a reservation that costs no more than Spot or on-demand, whichever `_spot_or_on_demand` chooses."""
+    plain = [one for one in found if one.candidate.reservation is None]
+    choice = _spot_or_on_demand(config, plan, plain or found, history, now_utc)
+    refused = _refused_lately(history)
+    for one in found if plain else ():
+        if one.candidate.reservation is None or one.id in refused:
+            continue
+        least, wait = one.candidate.case.wait_hours, one.candidate.case.wait_hours + delay_hours(config)
+        if plan.deadline_hours is not None:
+            last = next((other for other in plain if not other.is_spot), one)
+            left = plan.deadline_hours - (now_utc - plan.started_utc) / HOUR
+            wait = min(wait, left - finish_hours(config, last.candidate))
+        if one.candidate.expected_usd <= choice.offer.candidate.expected_usd and wait >= least + DECIDE_HOURS:
+            reason = f"{_last_end(history)}reservation {one.candidate.reservation}, where the rest costs no more"
+            return _Choice(offer=one, reason=reason, rule=RULE, wait_hours=wait)
+    return choice
+
+
+def _spot_or_on_demand(
     config: RunConfig, plan: Plan, found: Sequence[QueueOffer], history: AttemptHistory, now_utc: float
 ) -> _Choice:
     """Choose Spot while a Spot start is safe, else on-demand.
@@ -171,13 +197,15 @@ def _fallback_offers(found: Sequence[QueueOffer], history: AttemptHistory) -> li
 
     If all of them lacked capacity, return all on-demand offers.
     """
-    refused = set()
-    for attempt in reversed(history.attempts):
-        if not attempt.refused:
-            break
-        refused.add(attempt.placement.pool)
+    refused = _refused_lately(history)
     all_of_them = [offer for offer in found if not offer.is_spot]
     return [offer for offer in all_of_them if offer.id not in refused] or all_of_them
+
+
+def _refused_lately(history: AttemptHistory) -> set[str]:
+    """Return the pools that lacked capacity in the latest attempts, up to the last one that started."""
+    latest = itertools.takewhile(lambda attempt: attempt.refused, reversed(history.attempts))
+    return {attempt.placement.pool for attempt in latest}
 
 
 def _why_no_spot(spares: Sequence[tuple[float, float]]) -> str:
@@ -187,12 +215,6 @@ def _why_no_spot(spares: Sequence[tuple[float, float]]) -> str:
     if hours >= DECIDE_HOURS:
         return f"on-demand: a start of Spot needs ${-usd:.4f} more than the budget has left"
     return f"on-demand at the last safe moment: a start of Spot needs {DECIDE_HOURS - hours:.2f} h more slack"
-
-
-def _region_of(queues: Mapping[str, QueueState]) -> str | None:
-    """Return the region named in the queues' ARNs (arn:aws:batch:REGION:…); None if there is none, or more than one."""
-    said = {queue.arn.split(":")[3] for queue in queues.values() if queue.arn.count(":") > 3}
-    return said.pop() if len(said) == 1 else None
 
 
 def _placement(config: RunConfig, choice: _Choice, kind: InstanceType, wall: int, now_utc: float) -> Placement:
@@ -220,6 +242,7 @@ def _placement(config: RunConfig, choice: _Choice, kind: InstanceType, wall: int
         reason=choice.reason,
         policy=choice.rule,
         start_by_utc=None if math.isinf(start_by) else start_by,
+        reservation=one.reservation,
         fallback=choice.fallback and asdict(choice.fallback),
     )
 
@@ -240,6 +263,8 @@ def wall_seconds(config: RunConfig, plan: Plan, offer: QueueOffer, now_utc: floa
     if plan.deadline_hours is not None:
         left = plan.started_utc + plan.deadline_hours * HOUR - now_utc
         limits.append(left + config.checkpoint.deadline_seconds)
+    if one.ends_utc is not None:
+        limits.append(one.ends_utc - now_utc)
     if not limits:
         limits.append(max(_WALL_AT_LEAST_SECONDS, _WALL_TIMES * one.expected_hours * HOUR))
     return max(LEAST_WALL_SECONDS, math.floor(min(limits)))

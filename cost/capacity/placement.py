@@ -8,8 +8,9 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ebbflow.cost.catalogue import Catalogue, InstanceType, load_catalogue
-from ebbflow.cost.plan.candidates import Candidate, accepts_type, short_queue_name, why_unusable
 from ebbflow.cost.plan.plan import Plan
+from ebbflow.cost.plan.pools import Candidate, short_queue_name, why_unusable
+from ebbflow.infra.batch.queues import accepts_type
 from ebbflow.infra.events import BATCH_ATTEMPT, BATCH_SUBMITTED, GENERATION_ENDED, NODE_STARTED, NOTICE, PLACED, Event
 from ebbflow.infra.notices import RECLAIMS
 
@@ -42,6 +43,7 @@ class Placement:
         policy: Name of the rule that chose the pool; "" after a failure of the user's code.
         start_by_utc: Unix time by which the attempt must start. A later start would leave too little time to finish on
             demand if the attempt fails. None means no limit.
+        reservation: Id of the capacity reservation or Capacity Block on which it runs; None for other pools.
         fallback: Time and dollars that a Spot attempt reserves for finishing on demand (`ebbflow.infra.terms.Fallback`
             as JSON). None for an on-demand attempt, or if there is no on-demand pool.
     """
@@ -66,6 +68,7 @@ class Placement:
     reason: str
     policy: str = ""
     start_by_utc: float | None = None
+    reservation: str | None = None
     fallback: dict[str, Any] | None = field(default=None, repr=False)
 
     @property
@@ -119,7 +122,7 @@ def reserve_usd(plan: Plan, pool: Candidate) -> float:
 
 
 def _is_of(one: Candidate, placement: Placement) -> bool:
-    names = ("instance_type", "nodes", "processes_per_node", "market", "region", "zone")
+    names = ("instance_type", "nodes", "processes_per_node", "market", "region", "zone", "reservation")
     return all(getattr(one, name) == getattr(placement, name) for name in names)
 
 
@@ -156,18 +159,20 @@ def find_offers(
     """Return one offer for each usable combination of queue, instance type and number of nodes, in the plan's order.
 
     Args:
-        region: Region of the queues; pools of other regions are left out. None if it is unknown.
+        region: Region of the queues that name none; they run no pools of other regions. None if it is unknown.
     """
     kinds = load_catalogue() if catalogue is None else catalogue
     found: dict[str, QueueOffer] = {}
     for one in ranked:
-        if region is not None and one.region not in (None, region):
-            continue
         for name, queue in queues.items():
-            if why_unusable(queue, one, kinds) is None:
+            if _is_there(one, queue.region or region) and why_unusable(queue, one, kinds) is None:
                 offer = QueueOffer(candidate=one, queue=name)
                 found.setdefault(offer.id, offer)
     return tuple(found.values())
+
+
+def _is_there(one: Candidate, region: str | None) -> bool:
+    return region is None or one.region in (None, region)
 
 
 def explain_no_offer(
@@ -184,9 +189,11 @@ def explain_no_offer(
     """
     if not queues:
         return "the account has no queue that training may go to"
-    here = [one for one in ranked if region is None or one.region in (None, region)]
+    where = {queue.region or region for queue in queues.values()}
+    here = [one for one in ranked if any(_is_there(one, place) for place in where)]
     if not here:
-        return f"the plan has no pool in {region}, where the queues are; fix: name it in cost.regions"
+        places = ", ".join(sorted(map(str, where)))
+        return f"the plan has no pool in {places}, where the queues are; fix: name it in cost.regions"
     kinds = load_catalogue() if catalogue is None else catalogue
     lines = []
     for name, queue in queues.items():

@@ -6,6 +6,7 @@ type and number of nodes; prices and hazards (expected interruptions per hour) a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -18,17 +19,16 @@ from ebbflow.cost.ledger.ledger import compute_spent_usd
 from ebbflow.cost.plan.forecast import (
     FAILURES_PER_GPU_HOUR,
     ExpectedRun,
-    ForecastInputs,
-    ForecastQuantiles,
     PoolHazard,
     RemainingWork,
+    delay_start,
     expect_run,
     reclaim_prior,
     save_seconds,
 )
+from ebbflow.cost.plan.pools import Candidate, Pool, Rejection, why_no_queue
 from ebbflow.cost.plan.throughput import (
     NETWORK_EFFICIENCY,
-    MemoryFit,
     explain_batch,
     gib_text,
     known_throughput,
@@ -38,7 +38,7 @@ from ebbflow.cost.plan.throughput import (
     why_host_too_small,
 )
 from ebbflow.cost.prices.quote import PriceSource, Quote, is_zone_of
-from ebbflow.infra.batch.queues import AUTO_INSTANCE_TYPES
+from ebbflow.cost.prices.reservations import CapacityEvidence, Reservation
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.events import PLAN, STEP, Event
 from ebbflow.infra.footprint import COMMIT_BYTES_PER_PARAMETER, ModelShape, shard_ranks
@@ -46,199 +46,6 @@ from ebbflow.infra.reliability import daly_interval_seconds
 
 if TYPE_CHECKING:
     from ebbflow.infra.batch.queues import QueueState
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pool:
-    """Machines on which a job could run: instance type, number of nodes, ranks per node, market and zone.
-
-    All nodes of a job (its gang) are in the same zone.
-
-    Attributes:
-        region: None if the pool was rejected before regions were considered.
-        zone: Zone id (use1-az1), or the zone name if the id is unknown. None means any single zone of the region: the
-            price is the same in all zones (on-demand), or known for the whole region only (static table).
-    """
-
-    instance_type: str
-    nodes: int
-    processes_per_node: int
-    market: str
-    region: str | None = None
-    zone: str | None = None
-
-    @property
-    def ranks(self) -> int:
-        return self.nodes * self.processes_per_node
-
-    @property
-    def place(self) -> str:
-        """The zone; the region if no zone is set; "" if neither is set."""
-        return self.zone or self.region or ""
-
-    def __str__(self) -> str:
-        place = f" in {self.place}" if self.place else ""
-        return f"{self.nodes} × {self.instance_type} {self.market.replace('_', '-')}{place}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Candidate(Pool):
-    """A pool that can run the job, with its expected cost. All figures except the price are estimates.
-
-    Attributes:
-        usd_per_hour: Price of one node.
-        quoted_usd_per_hour: The same price as exact decimal text, from which bills are computed.
-        on_demand_usd_per_hour: On-demand price of one node of this type in this region; None if not on record.
-        price_kind: Source of the price, as text that begins with "live", "recorded" or "estimated".
-        price_age_hours: Hours since the price was last known to be valid.
-        price_stale: Whether a quoted spot price is older than `cost.max_price_age_hours`.
-        bound: The resource that limits the speed: compute, network, host, pcie or launch.
-        speed_kind: Source of the speed: "measured", "scaled from …", or "prior" (estimated).
-        save_seconds: Time for which one checkpoint stops training.
-        hazard_per_hour: Expected interruptions of the job per hour.
-        hazard_kind: Source of the hazard estimate, as text.
-        daly_interval_steps: Optimal number of steps between checkpoints, by Daly's formula.
-        paid_hours: Expected paid hours per node.
-        expected_hours: `paid_hours` plus unpaid waits for capacity after machines were reclaimed.
-        expected_usd: `compute_usd` + `storage_usd` + `transfer_usd`.
-        case: Inputs of the Monte Carlo forecast.
-        outlook: Quantiles of that forecast; None except for the cheapest pools.
-    """
-
-    gpu: str
-    gpu_count: int
-    gpu_memory_bytes: int
-    usd_per_hour: float
-    quoted_usd_per_hour: str
-    on_demand_usd_per_hour: float | None
-    price_kind: str
-    price_age_hours: float
-    price_stale: bool
-    micro_batch: int
-    fit: MemoryFit
-    tokens_per_second: float
-    step_seconds: float
-    bound: str
-    mfu: float
-    speed_kind: str
-    save_seconds: float
-    interval_seconds: float
-    hazard_per_hour: float
-    hazard_kind: str
-    daly_interval_steps: int
-    interruptions: float
-    paid_hours: float
-    expected_hours: float
-    compute_usd: float
-    storage_usd: float
-    transfer_usd: float
-    expected_usd: float
-    usd_per_step: float
-    case: ForecastInputs
-    outlook: ForecastQuantiles | None = None
-
-    @property
-    def gang_usd_per_hour(self) -> float:
-        return self.usd_per_hour * self.nodes
-
-    @property
-    def savings_percent(self) -> float | None:
-        """Savings against the on-demand price, in percent; None if that price is not on record."""
-        on_demand = self.on_demand_usd_per_hour
-        return None if on_demand is None else 100.0 * (1.0 - self.usd_per_hour / on_demand)
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Candidate:
-        outlook = data["outlook"] and ForecastQuantiles(**data["outlook"])
-        return cls(
-            **{
-                **data,
-                "fit": MemoryFit(**data["fit"]),
-                "case": ForecastInputs.from_json(data["case"]),
-                "outlook": outlook,
-            }
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rejection(Pool):
-    """A pool that cannot run the job.
-
-    Attributes:
-        kind: Short name of the reason. Rejections of one kind are counted together.
-        reason: The reason in full, with numbers.
-        excess: Ratio of the needed to the available memory, time or money; 0 if the reason is none of these.
-    """
-
-    kind: str
-    reason: str
-    excess: float = 0.0
-
-
-def why_no_queue(queues: Mapping[str, QueueState], wanted: Pool, catalogue: Catalogue) -> str | None:
-    """Explain why no queue can run the pool, using one queue as an example. Return None if a queue can run it."""
-    lacks = {name: why_unusable(queue, wanted, catalogue) for name, queue in queues.items()}
-    if None in lacks.values():
-        return None
-    near = next((name for name, queue in queues.items() if queue.market == wanted.market), None)
-    if near is None:
-        return f"no queue is {wanted.market.replace('_', '-')}"
-    return f"{short_queue_name(near)}: {lacks[near]}"
-
-
-def short_queue_name(queue: str) -> str:
-    """Return the name of a queue, given its name or ARN."""
-    return queue.rpartition("/")[2]
-
-
-def why_unusable(queue: QueueState, wanted: Pool, catalogue: Catalogue) -> str | None:
-    """Explain why the queue cannot run the pool. Return None if it can."""
-    if not queue.usable:
-        return queue.problem or "not usable"
-    if queue.fargate:
-        return "Fargate, which has no GPUs"
-    if queue.market != wanted.market:
-        return f"{str(queue.market).replace('_', '-')}, of which the plan has no pool; its best is {wanted}"
-    if wanted.nodes > 1 and wanted.market == "spot" and not queue.multi_node:
-        return f"AWS Batch runs no job of several nodes on Spot, and {wanted} is one"
-    if wanted.nodes > 1 and not queue.multi_node:
-        return f"takes no job of several nodes, and {wanted} is one"
-    if not accepts_type(queue.instance_types, wanted.instance_type):
-        listed = ", ".join(queue.instance_types)
-        if any(one in AUTO_INSTANCE_TYPES for one in queue.instance_types):
-            family = wanted.instance_type.partition(".")[0]
-            return (
-                f"has {listed}: what AWS Batch chooses itself has no GPUs, and {wanted} is one of {family}, not listed"
-            )
-        return f"has {listed}, and {wanted} is none of them"
-    most, needed = _most_vcpus(queue, wanted.instance_type), wanted.nodes * catalogue[wanted.instance_type].vcpu
-    if most is not None and needed > most:
-        return f"may have {most} vCPUs (maxvCpus of its compute environment), and {wanted} has {needed}"
-    return None
-
-
-def _most_vcpus(queue: QueueState, instance_type: str) -> int | None:
-    """Return the largest vCPU limit of the compute environments that offer the type; None if a limit is unknown.
-
-    AWS Batch runs a job in one compute environment. A job that needs more vCPUs than the limit stays RUNNABLE forever.
-    """
-    able = [one for one in queue.compute_environments if one.usable and accepts_type(one.instance_types, instance_type)]
-    limits = [one.max_vcpus for one in able] or [queue.max_vcpus]
-    return None if None in limits else max(limit for limit in limits if limit is not None)
-
-
-def accepts_type(listed: Sequence[str], instance_type: str) -> bool:
-    """Return whether a compute environment that lists the instance types `listed` can start `instance_type`.
-
-    An empty list accepts every type. An entry is a type (g5.xlarge), a family (g5), or a family with the beginning of a
-    size (p4d.24, p4d.24*). The entry "optimal" matches no type: AWS Batch then chooses types without GPUs.
-    """
-    return not listed or any(
-        instance_type == one
-        or instance_type.startswith(f"{one}.")
-        or ("." in one and instance_type.startswith(one.removesuffix("*")))
-        for one in listed
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -298,6 +105,7 @@ HAZARD_UNKNOWN = "hazard unknown"
 MISSES_DEADLINE = "misses the deadline"
 NEVER_ENDS = "interrupted too often"
 NO_QUEUE = "no queue"
+RESERVATION = "reservation"
 OVER_BUDGET = "over the budget"
 
 
@@ -313,6 +121,7 @@ class PlanInputs:
         now_utc: Unix time of the plan and of its prices.
         queues: AWS Batch queues by name. A pool that none of them can run is rejected. None if the job uses no queues,
             or if they are unknown; no pool is then rejected for its queue.
+        evidence: Reservations of the account, Capacity Blocks for sale, and Spot placement scores.
     """
 
     catalogue: Catalogue
@@ -324,6 +133,12 @@ class PlanInputs:
     rates: Rates = field(default_factory=load_rates)
     queues: Mapping[str, QueueState] | None = None
     simulated: bool = False  # the job runs on this machine
+    evidence: CapacityEvidence = field(default_factory=CapacityEvidence)
+
+    def held(self, pool: Pool) -> list[Reservation]:
+        """Return the reservations of the pool's type and, if it is set, region. AWS Batch alone runs jobs on them."""
+        found = self.evidence.held if pool.market == "on_demand" else ()
+        return [one for one in found if one.instance_type == pool.instance_type and pool.region in (None, one.region)]
 
     def steps_left(self, config: RunConfig) -> int:
         return max(0, config.training.max_steps - self.progress.done_steps)
@@ -343,7 +158,7 @@ def judge_pools(config: RunConfig, sources: PlanInputs) -> Iterator[Candidate | 
     fingerprint = speed_fingerprint(config)
     for pool, kind in _sizes(config, sources.catalogue):
         found = _cannot_run(config, pool, kind) or _does_not_fit(config, sources.shape, pool, kind)
-        found = found or _has_no_queue(sources, pool)
+        found = found or (None if sources.held(pool) else _has_no_queue(sources, pool))
         if found:
             yield _rejection(pool, *found)
             continue
@@ -378,6 +193,12 @@ def _judge_region(
     config: RunConfig, sources: PlanInputs, pool: Pool, kind: InstanceType, work: RemainingWork, run_at: RunAt
 ) -> Iterator[Candidate | Rejection]:
     region = pool.region or ""
+    if config.cluster.plan_for == "batch":
+        for held in sources.held(pool):
+            yield _judge_reservation(config, sources, pool, kind, work, held, run_at)
+    if found := _has_no_queue(sources, pool):
+        yield _rejection(pool, *found)
+        return
     wanted = [zone for zone in config.cost.zones if is_zone_of(zone, region)]
     if config.cost.zones and not wanted:
         yield _rejection(pool, ELSEWHERE, f"none of cost.zones ({', '.join(config.cost.zones)}) lies in {region}")
@@ -393,7 +214,53 @@ def _judge_region(
         if hazard is None:
             yield _rejection(here, HAZARD_UNKNOWN, f"no interruption band of {kind.name} in {region} on record")
             continue
-        yield _judge_place(config, sources, here, kind, work, quote, hazard, run_at(hazard))
+        expected, score = run_at(hazard), sources.evidence.score(region, zone)
+        if expected is not None and score is not None and pool.market == "spot":
+            hazard = replace(hazard, kind=f"{hazard.kind}; Spot placement score {score} of 10")
+            expected = delay_start(expected, start_chance=score / 10)  # AWS gives no probabilities: an assumption
+        yield _judge_place(config, sources, here, kind, work, quote, hazard, expected)
+
+
+def _judge_reservation(
+    config: RunConfig,
+    sources: PlanInputs,
+    pool: Pool,
+    kind: InstanceType,
+    work: RemainingWork,
+    held: Reservation,
+    run_at: RunAt,
+) -> Candidate | Rejection:
+    here, now = Pool(**{**vars(pool), "zone": held.zone, "reservation": held.id}), sources.now_utc
+    if why := held.why_unusable(pool.nodes, now):
+        return _rejection(here, RESERVATION, f"reservation {held.id} {why}")
+    if held.fee_usd is None and (found := _has_no_queue(sources, here)):
+        return _rejection(here, *found)
+    quote, hazard = held.quote(sources.prices.on_demand(kind, held.region), now), _hazard(sources, here, kind)
+    if quote is None:
+        return _rejection(here, NO_ON_DEMAND_PRICE, f"no on-demand price of {kind.name} on record, nor usd_per_hour")
+    assert hazard is not None  # only Spot may lack one
+    expected = run_at(hazard)
+    if expected is not None:
+        expected = delay_start(expected, wait_hours=held.wait_hours(now))
+        ends = math.inf if held.end_utc is None else (held.end_utc - now) / 3600
+        if expected.expected_hours > ends:
+            reason = f"needs {expected.expected_hours:.4g} h from now, and reservation {held.id} ends in {ends:.4g} h"
+            return _rejection(here, RESERVATION, reason, expected.expected_hours / ends)
+    found = _judge_place(config, sources, here, kind, work, quote, hazard, expected)
+    if isinstance(found, Rejection):
+        return found
+    fee = 0.0 if held.fee_usd is None else float(held.fee_usd) - found.compute_usd
+    total = found.expected_usd + fee
+    sums = {"compute_usd": found.compute_usd + fee, "expected_usd": total, "usd_per_step": total / max(1, work.steps)}
+    return replace(found, ends_utc=held.end_utc, **sums)
+
+
+def judge_blocks(config: RunConfig, sources: PlanInputs) -> Iterator[Candidate]:
+    """Yield the Capacity Blocks for sale that can run the job, at the price of the whole block."""
+    free = config.model_copy(update={"cluster": config.cluster.model_copy(update={"plan_for": "batch"})})
+    sale = replace(sources, evidence=replace(sources.evidence, held=sources.evidence.blocks), queues=None)
+    if sources.evidence.blocks:
+        yield from (one for one in judge_pools(free, sale) if isinstance(one, Candidate) and one.reservation)
 
 
 def _hazard(sources: PlanInputs, pool: Pool, kind: InstanceType) -> PoolHazard | None:

@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -93,6 +93,8 @@ class ForecastInputs:
         reclaims: Distribution of the reclaims per hour; None for on-demand, where only machines fail.
         failures_per_hour: Expected machine failures per hour of all nodes.
         speed_log_deviation: Standard deviation of the log of the speed.
+        wait_hours: Hours until a reservation begins.
+        start_chance: Probability that the first start on Spot is granted at once; None if unknown, which counts as 1.
     """
 
     start_hours: float
@@ -102,6 +104,8 @@ class ForecastInputs:
     reclaims: GammaHazard | None
     failures_per_hour: float
     speed_log_deviation: float
+    wait_hours: float = 0.0
+    start_chance: float | None = None
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> ForecastInputs:
@@ -200,7 +204,10 @@ def simulate_runs(case: ForecastInputs, waits: Sequence[float] = WAIT_HOURS) -> 
     spread = case.interval_hours / math.sqrt(12.0)
     lost = number * mean + numpy.sqrt(number) * spread * losses
     paid = undisturbed + numpy.maximum(lost, number * case.fixed_lost_hours)
-    return SimulatedRuns(paid_hours=paid, hours=paid + _waits(chance, reclaims, waits))
+    hours = paid + case.wait_hours + _waits(chance, reclaims, waits)
+    if case.start_chance is not None:
+        hours += (chance.random(DRAWS) >= case.start_chance) * chance.choice(numpy.array(waits), size=DRAWS)
+    return SimulatedRuns(paid_hours=paid, hours=hours)
 
 
 def _counts(
@@ -351,6 +358,16 @@ def expect_run(config: RunConfig, work: RemainingWork, hazard: PoolHazard) -> Ex
         interruptions=hazard.per_hour * paid,
         paid_hours=paid,
         expected_hours=paid + reclaims * MEAN_WAIT_HOURS,
+    )
+
+
+def delay_start(expected: ExpectedRun, *, wait_hours: float = 0.0, start_chance: float | None = None) -> ExpectedRun:
+    """Return the run with a later first start: `ForecastInputs` explains the arguments."""
+    refused = 0.0 if start_chance is None else 1 - start_chance
+    return replace(
+        expected,
+        case=replace(expected.case, wait_hours=wait_hours, start_chance=start_chance),
+        expected_hours=expected.expected_hours + wait_hours + refused * MEAN_WAIT_HOURS,
     )
 
 

@@ -21,7 +21,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from ebbflow.cost.plan.candidates import MISSES_DEADLINE, OVER_BUDGET, Candidate, Rejection
+from ebbflow.cost.plan.candidates import MISSES_DEADLINE, OVER_BUDGET
+from ebbflow.cost.plan.pools import Candidate, Rejection
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.errors import Outcome
 from ebbflow.infra.terms import Fallback
@@ -47,12 +48,18 @@ def delay_hours(config: RunConfig) -> float:
 
 def finish_hours(config: RunConfig, one: Candidate) -> float:
     """Return the hours needed to finish on demand from now, including a last checkpoint and expected failures."""
-    return delay_hours(config) + busy_hours(one) + _save_hours(config)
+    return one.case.wait_hours + delay_hours(config) + busy_hours(one) + _save_hours(config)
 
 
 def finish_usd(config: RunConfig, one: Candidate) -> float:
     """Return the dollars needed to finish on demand, including a last checkpoint, storage and transfer."""
     return (busy_hours(one) + _save_hours(config)) * one.gang_usd_per_hour + one.storage_usd + one.transfer_usd
+
+
+def last_resorts(pools: Sequence[Candidate]) -> list[Candidate]:
+    """Return the on-demand pools, without reservations if others exist: those may be full, or end, when needed."""
+    found = [one for one in pools if one.market == "on_demand"]
+    return [one for one in found if one.reservation is None] or found
 
 
 def busy_hours(one: Candidate) -> float:
@@ -102,8 +109,7 @@ def guaranteed_hours(config: RunConfig, pools: Sequence[Candidate], chosen: Cand
     If no on-demand pool is within the budget, return the hours of the chosen pool if it is on-demand, else 0.
     """
     budget = math.inf if config.cost.budget_usd is None else config.cost.budget_usd
-    on_demand = [one for one in pools if one.market == "on_demand"]
-    able = [one for one in on_demand if finish_usd(config, one) <= budget]
+    able = [one for one in last_resorts(pools) if finish_usd(config, one) <= budget]
     able = able or [one for one in [chosen] if one.market == "on_demand"]
     return min((finish_hours(config, one) + DECIDE_HOURS for one in able), default=0.0)
 
@@ -125,7 +131,7 @@ def refuse_unguaranteed(
         hours_left: Hours until the deadline.
         usd_left: Dollars left of the budget; infinite without one.
     """
-    pools = [one for one in ranked if one.market == "on_demand"]
+    pools = last_resorts(ranked)
     without = "; without this guarantee: cluster.market=spot"
     if not pools:
         late = [one for one in rejected if one.market == "on_demand" and one.kind in (MISSES_DEADLINE, OVER_BUDGET)]

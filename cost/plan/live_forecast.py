@@ -18,7 +18,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from ebbflow.cost.plan.candidates import Candidate
 from ebbflow.cost.plan.forecast import DRAWS, PRIOR_WEIGHT
 from ebbflow.cost.plan.guarantee import (
     DECIDE_HOURS,
@@ -28,6 +27,7 @@ from ebbflow.cost.plan.guarantee import (
     spare_usd,
     start_hours,
 )
+from ebbflow.cost.plan.pools import Candidate
 from ebbflow.infra.config.schema import RunConfig
 
 if TYPE_CHECKING:
@@ -121,7 +121,9 @@ class LiveRuns:
         scale = self._zone_factors(table)
         spells = table[zone] * scale[..., numpy.newaxis]
         odds = numpy.array([one.share_up / (1 - one.share_up) for one in known])[zone] * scale[:, 1] / scale[:, 0]
-        up = self.chance.random(DRAWS) < odds / (1 + odds)
+        # A placement score, where there is one, says more of this moment than the recorded zones.
+        now = odds / (1 + odds) if spot.case.start_chance is None else spot.case.start_chance
+        up = self.chance.random(DRAWS) < now
         # A run starts at a random moment, so it more often starts within a long spell, at any point of it.
         groups = spells[runs, up.astype(int)].cumsum(axis=1)
         first = (groups < groups[:, -1:] * self.chance.random((DRAWS, 1))).sum(axis=1)
@@ -213,7 +215,8 @@ def simulate_live(
     on_demand = ~runs.done
     if last_resort is not None:
         paid = start_hours(last_resort) + runs.work / pool.case.work_hours * _work_hours(last_resort)
-        runs.hours += on_demand * (runs.chance.uniform(0, delay_hours(config), DRAWS) + paid)
+        delay = last_resort.case.wait_hours + runs.chance.uniform(0, delay_hours(config), DRAWS)
+        runs.hours += on_demand * (delay + paid)
         runs.usd += on_demand * paid * last_resort.gang_usd_per_hour
     runs.usd += pool.storage_usd + pool.transfer_usd
     return runs

@@ -18,24 +18,20 @@ from typing import TYPE_CHECKING, Any
 from ebbflow.cost.catalogue import RATES_KIND, Catalogue, load_catalogue, on_demand_recorded
 from ebbflow.cost.errors import PlanError
 from ebbflow.cost.job_history import JobHistory
-from ebbflow.cost.plan.candidates import (
-    NO_PROGRESS,
-    Candidate,
-    JobProgress,
-    PlanInputs,
-    Rejection,
-    judge_pools,
-    short_queue_name,
-)
+from ebbflow.cost.plan.candidates import NO_PROGRESS, JobProgress, PlanInputs, judge_blocks, judge_pools
 from ebbflow.cost.plan.forecast import DRAWS, forecast_quantiles
+from ebbflow.cost.plan.guarantee import last_resorts
 from ebbflow.cost.plan.live_forecast import LiveForecast, forecast_live
+from ebbflow.cost.plan.pools import Candidate, Rejection, short_queue_name
 from ebbflow.cost.plan.refusal import PlanRefusal, find_refusal, needed_usd, reserve_usd, split_by_budget
 from ebbflow.cost.plan.throughput import speed_fingerprint
 from ebbflow.cost.prices.quote import PriceSource, StaticPrices, warn_of_age
+from ebbflow.cost.prices.reservations import CapacityEvidence, open_evidence
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.errors import Outcome
 from ebbflow.infra.footprint import ModelShape, causal_lm_shape
 from ebbflow.infra.terms import Terms
+from ebbflow.infra.untrusted_text import one_line
 
 if TYPE_CHECKING:
     from ebbflow.infra.batch.queues import QueueState
@@ -68,6 +64,9 @@ def plan_notes(config: RunConfig, sources: PlanInputs) -> tuple[str, ...]:
         lines.append("as placed: simulated, with capacity as recorded of V100, 2023, until own jobs ran in the pool")
     if sources.shape.kind == "unknown":
         lines.append("the script was not measured: its steps, hours and dollars are not known, and not these")
+    lines += [one_line(note) for note in sources.evidence.notes]
+    if sources.evidence.scores:
+        lines.append("Spot placement scores ÷ 10 count as the chance that a first start is granted at once (assumed)")
     old = warn_of_age(sources.now_utc, regions)
     return (*lines, old) if old else tuple(lines)
 
@@ -76,6 +75,7 @@ def plan_notes(config: RunConfig, sources: PlanInputs) -> tuple[str, ...]:
 SCHEMA = 3
 # Ranked pools in the event and the artifact of a plan; the job's plan.json has all pools.
 KEPT_POOLS = 12
+_KEPT_BLOCKS = 5
 # Ranked pools with a Monte Carlo forecast.
 LOOKED_AHEAD = 100
 # Key of `Plan.counts` for pools that can run the job.
@@ -102,6 +102,7 @@ class Plan:
             `ranked` and `rejected` are shortened.
         on_demand: On-demand dollars per hour by instance type in the chosen pool's region, in case AWS starts another
             type than planned.
+        blocks: Capacity Blocks for sale that can run the job, cheapest first; none of them is chosen.
         live: Forecast that includes moves from Spot to on-demand; None without a pool, or for a run on this machine.
     """
 
@@ -127,6 +128,7 @@ class Plan:
     refusal: PlanRefusal | None
     on_demand: dict[str, str] = field(default_factory=dict)
     live: LiveForecast | None = None
+    blocks: tuple[Candidate, ...] = ()
 
     @property
     def chosen(self) -> Candidate | None:
@@ -188,9 +190,10 @@ class Plan:
             made = f"the plan is of schema {data.get('schema')!r}, this version reads {SCHEMA}"
             raise PlanError(f"{made}: start a new run of the job, which plans anew and goes on from the last commit")
         refusal = data["refusal"]
-        fields = {name: data[name] for name in cls.__dataclass_fields__ if name not in ("on_demand", "live")}
+        fields = {name: data[name] for name in cls.__dataclass_fields__ if name not in ("on_demand", "live", "blocks")}
         fields["on_demand"] = data.get("on_demand", {})  # missing in plans of earlier versions, like `live`
         fields["live"] = LiveForecast(**data["live"]) if data.get("live") else None
+        fields["blocks"] = tuple(map(Candidate.from_json, data.get("blocks", ())))
         fields["ranked"] = tuple(map(Candidate.from_json, data["ranked"]))
         fields["rejected"] = tuple(Rejection(**one) for one in data["rejected"])
         fields["prices"], fields["notes"] = tuple(data["prices"]), tuple(data["notes"])
@@ -228,6 +231,7 @@ def make_plan(
     history: JobHistory | None = None,
     progress: JobProgress = NO_PROGRESS,
     queues: Mapping[str, QueueState] | None = None,
+    evidence: CapacityEvidence | None = None,
 ) -> Plan:
     """Rank every pool that `config` allows, and decide whether the job may start.
 
@@ -242,6 +246,7 @@ def make_plan(
         history: Measurements of earlier jobs. None means that there are none.
         progress: Work that the job has already done. Only the remaining work is planned.
         queues: AWS Batch queues by name; pools that none of them can run are rejected. None means no such limit.
+        evidence: From `cost.prices.reservations.open_evidence`. None means the configured reservations.
 
     Raises:
         CatalogueError: A shipped table has an invalid entry.
@@ -257,6 +262,7 @@ def make_plan(
         progress=progress,
         queues=queues,
         simulated=simulated or config.cluster.plan_for == "local",
+        evidence=open_evidence(config, now_utc, network=False) if evidence is None else evidence,
     )
     ranked, rejected = _divided(config, sources)
     cost, steps = config.cost, sources.steps_left(config)
@@ -283,13 +289,15 @@ def make_plan(
         refusal=find_refusal(config, sources, ranked, rejected),
         on_demand=_on_demand(config, sources, ranked[0].region) if ranked else {},
         live=_live(config, sources, ranked),
+        blocks=tuple(sorted(judge_blocks(config, sources), key=_rank)[:_KEPT_BLOCKS]),
     )
 
 
 def _live(config: RunConfig, sources: PlanInputs, ranked: list[Candidate]) -> LiveForecast | None:
-    best = {one.market: one for one in reversed(ranked)}
-    if sources.simulated or not best:
+    if sources.simulated or not ranked:
         return None
+    able = [one for one in ranked if one.market == "spot"] + last_resorts(ranked)
+    best = {one.market: one for one in reversed([ranked[0]] if ranked[0].reservation else able)}
     budget = config.cost.budget_usd
     usd_left = math.inf if budget is None else budget - sources.progress.spent_usd
     pools = best.get("spot"), best.get("on_demand")

@@ -14,8 +14,8 @@ from typing import Any
 
 from ebbflow.cost.amounts import format_count, format_duration, format_number, format_percent, format_usd
 from ebbflow.cost.catalogue import advisor_recorded
-from ebbflow.cost.plan.candidates import Candidate, Rejection
 from ebbflow.cost.plan.plan import RANKED, Plan
+from ebbflow.cost.plan.pools import Candidate, Rejection
 from ebbflow.cost.plan.throughput import gib_text
 from ebbflow.cost.prices.quote import format_short_age
 from ebbflow.infra.untrusted_text import one_line
@@ -30,6 +30,10 @@ def render_plan(plan: Plan) -> str:
     sections = [_header(plan)]
     if plan.chosen is not None:
         sections += [_chosen(plan, plan.chosen), _ranked(plan)]
+    if regions := _regions(plan):
+        sections.append(regions)
+    if plan.blocks:
+        sections.append(_for_sale(plan))
     if plan.rejected:
         sections.append(_rejected(plan))
     sections.append(_kinds(plan))
@@ -166,6 +170,35 @@ def _ranked(plan: Plan) -> list[str]:
     folded = "; +n: as many other zones at the same price" if any(len(group) > 1 for group in groups[:_LISTED]) else ""
     legend = f"age: since the price was last known to hold; {speed}, hours and dollars are estimated{folded}"
     return [*_table(rows), *([f"… and {more} more pools"] if more > 0 else []), *_wrapped(legend)]
+
+
+def _regions(plan: Plan) -> list[str]:
+    """Return a line per region with its best pool, and what a move there would save or cost; nothing for one region."""
+    best: dict[str, Candidate] = {}
+    for one in plan.ranked:
+        best.setdefault(one.region or "", one)
+    first = next(iter(best.values()), None)
+    if first is None or len(best) < 2:
+        return []
+    lines = [f"{first.region}: stay, {format_usd(first.expected_usd, 4)}, {first}"]
+    for one in list(best.values())[1:]:
+        more = format_usd(one.expected_usd - first.expected_usd, 4)
+        away = f"of which transfer {format_usd(one.transfer_usd, 4)}, {one}"
+        lines.append(f"{one.region}: moving costs {more} more, {format_usd(one.expected_usd, 4)}, {away}")
+    return [line for text in lines for line in _wrapped(f"region {text} (e)")]
+
+
+def _for_sale(plan: Plan) -> list[str]:
+    lines = []
+    for one in plan.blocks:
+        begin = datetime.fromtimestamp(plan.made_utc + 3600 * one.case.wait_hours, UTC).strftime("%Y-%m-%d %H:%M UTC")
+        buy = f"aws ec2 purchase-capacity-block --instance-platform Linux/UNIX --region {one.region}"
+        lines += _wrapped(
+            f"for sale: Capacity Block of {one.nodes} × {one.instance_type} in {one.place}, {begin}: "
+            f"{format_usd(one.expected_usd, 2)} in all, done in {format_number(one.expected_hours, 1)} h (e); buy: "
+            f"{buy} --capacity-block-offering-id {one.reservation}"
+        )
+    return lines
 
 
 def _same_but_for_the_zone(ranked: Sequence[Candidate]) -> list[list[Candidate]]:

@@ -16,13 +16,11 @@ from ebbflow.cost.plan.candidates import (
     NO_QUEUE,
     NO_SPOT_PRICE,
     OVER_BUDGET,
-    Candidate,
     PlanInputs,
-    Pool,
-    Rejection,
     feasible_pools,
 )
 from ebbflow.cost.plan.guarantee import guaranteed_hours, refuse_unguaranteed
+from ebbflow.cost.plan.pools import Candidate, Pool, Rejection
 from ebbflow.cost.prices.quote import refresh_command
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.errors import Outcome

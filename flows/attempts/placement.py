@@ -212,6 +212,7 @@ def make_order(request: PlacementRequest, plan: Plan, placed: Placement) -> Atte
 def make_fresh_plan(job: Job, events: Sequence[Event], examined: dict[str, Any] | None, now: float) -> Plan:
     from ebbflow.cost.plan.candidates import read_progress
     from ebbflow.cost.plan.plan import make_plan
+    from ebbflow.cost.prices.reservations import open_evidence
     from ebbflow.cost.prices.source import open_prices
 
     return make_plan(
@@ -221,6 +222,7 @@ def make_fresh_plan(job: Job, events: Sequence[Event], examined: dict[str, Any] 
         prices=open_prices(job.config, now, project_root=PROJECT_ROOT),
         history=read_job_history(job),
         progress=read_progress(events, run=job.run),
+        evidence=open_evidence(job.config, now),
     )
 
 

@@ -27,6 +27,7 @@ _REPORT_SECONDS = 6.0
 # Batch may report a job's end some seconds before its time and reason.
 _WHOLE_SECONDS = 10.0
 _LOOK_SECONDS = 1.0
+_LOOK_ALL_SECONDS = 20.0
 
 
 def _say(text: str) -> None:
@@ -60,9 +61,13 @@ def settle_attempts(
     if not submitted:
         return []
     check_run_claim(job.store, job.name)
-    found = _describe_when_complete(list(submitted), list(unsettled), client, deadline_seconds)
     settled = []
-    for job_id, attempt in found.items():
+    found: dict[str, tuple[BatchAttempt, Any]] = {}
+    for there, known in _by_region(submitted, events, client):
+        wanted = [job_id for job_id in known if job_id in unsettled]
+        told = _describe_when_complete(list(known), wanted, there, deadline_seconds)
+        found |= {job_id: (attempt, there) for job_id, attempt in told.items()}
+    for job_id, (attempt, there) in found.items():
         event = submitted[job_id]
         if attempt.finished:
             if job_id in half_told and not _is_complete(attempt.to_json()):
@@ -73,9 +78,35 @@ def settle_attempts(
             with contextlib.suppress(CloudRefused):  # the job ended meanwhile; the next call records it
                 why = f"run {job.run} goes on with job {job.name}"
                 words = NEVER_STARTED if attempt.started_utc is None else TERMINATED
-                cancel_job(job_id, why, client, words=words, deadline_seconds=deadline_seconds)
+                cancel_job(job_id, why, there, words=words, deadline_seconds=deadline_seconds)
                 say(f"{_describe_left_behind(attempt, event)} was left behind: terminated, since {why}")
     return settled
+
+
+def _by_region(
+    submitted: Mapping[str, Event], events: Sequence[Event], client: Any
+) -> list[tuple[Any, dict[str, Event]]]:
+    """Return a client and the Batch jobs of each region in which the jobs were placed.
+
+    client: Client of the home region, which also has the jobs without a known region.
+    """
+    found: dict[str, dict[str, Event]] = {}
+    for job_id, event in submitted.items():
+        region = getattr(find_placement(event, events), "region", None) or client.meta.region_name
+        found.setdefault(region, {})[job_id] = event
+    return [
+        (client if region == client.meta.region_name else batch_client(region), known)
+        for region, known in found.items()
+    ]
+
+
+def _describe_all(
+    submitted: Mapping[str, Event], events: Sequence[Event], client: Any, seconds: float
+) -> dict[str, BatchAttempt]:
+    found: dict[str, BatchAttempt] = {}
+    for there, known in _by_region(submitted, events, client):
+        found |= describe_attempts(list(known), there, deadline_seconds=seconds)
+    return found
 
 
 def _describe_when_complete(
@@ -133,9 +164,10 @@ def check_left_behind(context: PreflightContext) -> CheckFinding:
     if context.job is None:
         return passed("a new job has no Batch jobs")
     job = Job(name=context.job, run="", config=context.config, request_seconds=ANSWER_SECONDS)
-    submitted = unsettled_jobs(read_events(job.store))
+    events = read_events(job.store)
+    submitted = unsettled_jobs(events)
     client = batch_client(context.config.batch.region) if submitted else None
-    found = describe_attempts(list(submitted), client, deadline_seconds=ANSWER_SECONDS) if submitted else {}
+    found = _describe_all(submitted, events, client, ANSWER_SECONDS) if submitted else {}
     left = [_describe_left_behind(one, submitted[one.job_id]) for one in found.values() if not one.finished]
     if not left:
         return passed(f"AWS Batch runs nothing of job {context.job}")
@@ -203,7 +235,7 @@ def end_leftovers(job: Job, say: Callable[[str], None]) -> None:
         with job.events("leftovers") as log:
             while True:
                 events += settle_attempts(job, events, client, log)
-                known = describe_attempts(list(unsettled_jobs(events)), client)
+                known = _describe_all(unsettled_jobs(events), events, client, _LOOK_ALL_SECONDS)
                 left = [job_id for job_id, attempt in known.items() if not attempt.finished]
                 if not left or time.monotonic() > limit:
                     break

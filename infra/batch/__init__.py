@@ -19,6 +19,7 @@ from ebbflow.infra.batch.queues import (
     declared_queues,
     describe_queues,
     find_marked_jobs,
+    has_foreign_queues,
     has_gpus_only,
     lightest_queue,
     limit_to_queue_region,

@@ -10,8 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from ebbflow.infra.aws.calls import RequestDeadline, describe_in_parts, is_amazons, paginate
+from ebbflow.infra.aws.calls import RequestDeadline, aws_client, describe_in_parts, is_amazons, paginate
 from ebbflow.infra.config.schema import BatchConfig, QueueConfig, RunConfig
+from ebbflow.infra.errors import CloudError
 from ebbflow.infra.store.s3 import aws_settings
 
 # Batch chooses from the families c6i, c7i, m6i and r6i, or their Arm variants; none has a GPU.
@@ -82,6 +83,13 @@ class QueueState:
     max_vcpus: int | None = None  # largest limit of a compute environment; None: no limit, or unknown
     compute_environments: tuple[ComputeEnvironment, ...] = ()
     cancels_after_seconds: Mapping[str, int] | None = None  # limits in seconds by reason (jobStateTimeLimitActions)
+    configured_region: str | None = None
+    reservation: str | None = None  # id of the reservation on whose machines alone it runs jobs
+
+    @property
+    def region(self) -> str | None:
+        """The region in the queue's ARN, else the configured one; None if unknown."""
+        return region_of_arn(self.arn) or self.configured_region
 
     @property
     def places_nodes_together(self) -> bool:
@@ -196,6 +204,11 @@ def _state(detail: Mapping[str, Any], known: Mapping[str, ComputeEnvironment]) -
     )
 
 
+def region_of_arn(arn: str) -> str | None:
+    """Return the region in an ARN (arn:aws:batch:REGION:…); None if `arn` is a name, or has no region."""
+    return arn.split(":")[3] or None if arn.count(":") > 3 else None
+
+
 def _problem(
     detail: Mapping[str, Any],
     environments: Sequence[ComputeEnvironment],
@@ -228,7 +241,12 @@ def declared_queues(batch: BatchConfig) -> dict[str, QueueState]:
     """Return the configuration's queues by name, all marked usable. They are the fallback if Batch does not answer."""
     return {
         one.name: _unseen(
-            one.name, market=one.market, instance_types=tuple(one.instance_types), multi_node=one.multi_node
+            one.name,
+            market=one.market,
+            instance_types=tuple(one.instance_types),
+            multi_node=one.multi_node,
+            configured_region=queue_region(one, batch),
+            reservation=one.reservation,
         )
         for one in batch.queues
     }
@@ -243,12 +261,33 @@ def training_queues(batch: BatchConfig, client: Any, *, deadline_seconds: float 
     if not batch.queues:
         found = describe_queues(None, client, deadline_seconds=deadline_seconds)
         return {name: state for name, state in found.items() if not state.fargate}  # Fargate has no GPUs
-    found = describe_queues([queue.name for queue in batch.queues], client, deadline_seconds=deadline_seconds)
+    home, found = client.meta.region_name, {}
+    for region in dict.fromkeys(queue_region(queue, batch) or home for queue in batch.queues):
+        names = [queue.name for queue in batch.queues if (queue_region(queue, batch) or home) == region]
+        try:
+            there = client if region == home else aws_client("batch", region)
+            found |= describe_queues(names, there, deadline_seconds=deadline_seconds)
+        except CloudError as error:  # the other regions still run the job
+            if region == home:
+                raise
+            found |= {name: _unseen(name, configured_region=region, problem=str(error)) for name in names}
     return {queue.name: _narrowed(found[queue.name], queue) for queue in batch.queues}
 
 
+def queue_region(queue: QueueConfig, batch: BatchConfig) -> str | None:
+    """Return the region of a configured queue; None if it is that of the AWS SDK."""
+    return queue.region or region_of_arn(queue.name) or batch.region
+
+
+def has_foreign_queues(batch: BatchConfig) -> bool:
+    """Return whether a configured queue is in another region than `batch.region`."""
+    return any(queue_region(queue, batch) != batch.region for queue in batch.queues)
+
+
 def limit_to_queue_region(config: RunConfig, *, only_if_set: bool = True) -> RunConfig:
-    """Return the configuration with `batch.region` set and with prices limited to this region. Raises StoreError.
+    """Return the configuration with `batch.region` set and with prices limited to the queues' regions.
+
+    Raises StoreError.
 
     If neither the configuration nor the AWS settings name a region, `only_if_set` decides. True returns the
     configuration unchanged, because a container may not know the region. False uses the default region, as a client
@@ -260,8 +299,9 @@ def limit_to_queue_region(config: RunConfig, *, only_if_set: bool = True) -> Run
         if only_if_set and not settings.region_is_set:
             return config
         region = settings.region
-    cost = config.cost.model_copy(update={"regions": [region]})
-    return config.model_copy(update={"cost": cost, "batch": config.batch.model_copy(update={"region": region})})
+    batch = config.batch.model_copy(update={"region": region})
+    regions = list(dict.fromkeys(queue_region(one, batch) or region for one in batch.queues)) or [region]
+    return config.model_copy(update={"cost": config.cost.model_copy(update={"regions": regions}), "batch": batch})
 
 
 def declaration_conflict(state: QueueState, declared: QueueConfig) -> str:
@@ -291,7 +331,32 @@ def _narrowed(state: QueueState, declared: QueueConfig) -> QueueState:
         multi_node=state.multi_node and declared.multi_node,
         usable=not problem,
         problem=problem,
+        reservation=declared.reservation,
     )
+
+
+def accepts_type(listed: Sequence[str], instance_type: str) -> bool:
+    """Return whether a compute environment that lists the instance types `listed` can start `instance_type`.
+
+    An empty list accepts every type. An entry is a type (g5.xlarge), a family (g5), or a family with the beginning of a
+    size (p4d.24, p4d.24*). The entry "optimal" matches no type: AWS Batch then chooses types without GPUs.
+    """
+    return not listed or any(
+        instance_type == one
+        or instance_type.startswith(f"{one}.")
+        or ("." in one and instance_type.startswith(one.removesuffix("*")))
+        for one in listed
+    )
+
+
+def most_vcpus(queue: QueueState, instance_type: str) -> int | None:
+    """Return the largest vCPU limit of the compute environments that offer the type; None if a limit is unknown.
+
+    AWS Batch runs a job in one compute environment. A job that needs more vCPUs than the limit stays RUNNABLE forever.
+    """
+    able = [one for one in queue.compute_environments if one.usable and accepts_type(one.instance_types, instance_type)]
+    limits = [one.max_vcpus for one in able] or [queue.max_vcpus]
+    return None if None in limits else max(limit for limit in limits if limit is not None)
 
 
 def _common(declared: Sequence[str], offered: Sequence[str]) -> tuple[str, ...]:

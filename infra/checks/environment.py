@@ -169,6 +169,7 @@ def _same_environment(python: str) -> bool:
 
 # All variables that Ebbflow reads, whether a user or Ebbflow sets them. A test checks that this list is complete.
 _OWN_VARIABLES = (
+    "EBBFLOW_STORE_REGION",
     *(
         "EBBFLOW_RUNS",
         "EBBFLOW_PARENT_PID",

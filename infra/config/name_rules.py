@@ -6,6 +6,7 @@ import ipaddress
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable
+from datetime import datetime
 from pathlib import PurePath
 from urllib.parse import urlsplit
 
@@ -203,6 +204,13 @@ def _is_ip_address(text: str) -> bool:
         return False
 
 
+def _is_utc(text: str) -> bool:
+    try:
+        return len(text) == 20 and text.endswith("Z") and bool(datetime.fromisoformat(text))
+    except ValueError:
+        return False
+
+
 # https://docs.aws.amazon.com/batch/latest/APIReference/API_CreateJobQueue.html
 _QUEUE = re.compile(r"(arn:aws[a-z-]*:batch:[a-z0-9-]+:[0-9]{12}:job-queue/)?[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
 _QUEUE_HINT = "letters, digits, '-' and '_', at most 128; aws batch describe-job-queues lists them"
@@ -240,10 +248,51 @@ def _queues_are_possible(config: RunConfig) -> Breach:
         if queue.market == "spot" and queue.multi_node:
             message = f"batch.queues: {name} is spot and multi_node: AWS Batch runs no job of several nodes on Spot"
             return message, f"set multi_node of {name} to false; several nodes on Spot need Kubernetes"
+        if queue.region is not None and zone_prefix(queue.region) is None:
+            return f"batch.queues: {name}: region {queue.region!r} is no AWS region", "such as us-west-2"
         if wrong := [kind for kind in queue.instance_types if not _INSTANCE_TYPE.fullmatch(kind)]:
             message = f"batch.queues: {name}: {wrong[0]!r} is no instance type nor the beginning of one"
             return message, "such as g5 or g5.12xlarge; leave instance_types out for any"
     return _repetition("batch.queues", (queue.name for queue in config.batch.queues))
+
+
+@RULES.about("batch.queues", "batch.region", "cost.store_region")
+def _several_regions_are_named(config: RunConfig) -> Breach:
+    batch = config.batch
+    there = [one.region or (one.name.split(":")[3] if one.name.startswith("arn:") else None) for one in batch.queues]
+    regions = dict.fromkeys(region for region in there if region not in (None, batch.region))
+    if not regions or (len(regions) == 1 and batch.region is None and None not in there):
+        return None
+    lacking = [key for key in ("batch.region", "cost.store_region") if value_of(config, key) is None]
+    if not lacking:
+        return None
+    message = f"batch.queues has queues in other regions ({', '.join(map(str, regions))}), and no {lacking[0]} is set"
+    return message, "set batch.region to the region of the light queue, and cost.store_region to that of the bucket"
+
+
+@RULES.about("cost.reservations", "batch.queues")
+def _reservations_are_possible(config: RunConfig) -> Breach:
+    for one in config.cost.reservations:
+        if not _INSTANCE_TYPE.fullmatch(one.instance_type) or "." not in one.instance_type:
+            return f"cost.reservations: {one.id}: {one.instance_type!r} is no instance type", "such as p5.48xlarge"
+        if zone_prefix(one.region) is None:
+            return f"cost.reservations: {one.id}: region {one.region!r} is no AWS region", "such as us-west-2"
+        for name, text in (("start", one.start), ("end", one.end)):
+            if text is not None and not _is_utc(text):
+                hint = "such as 2026-12-01T11:30:00Z"
+                return f"cost.reservations: {one.id}: {name} {text!r} is no time in UTC", hint
+        if one.start is not None and one.end is not None and one.end <= one.start:
+            message = f"cost.reservations: {one.id} ends at {one.end}, before its start at {one.start}"
+            return message, "correct one of them"
+    known = [one.id for one in config.cost.reservations]
+    for queue in config.batch.queues:
+        if queue.reservation is not None and queue.reservation not in known:
+            message = f"batch.queues: {queue.name}: reservation {queue.reservation} is not in cost.reservations"
+            return message, f"there are: {', '.join(known) or 'none'}"
+        if queue.reservation is not None and queue.market != "on_demand":
+            message = f"batch.queues: {queue.name} is {queue.market} and has a reservation, which is never Spot"
+            return message, "set its market to on_demand"
+    return _repetition("cost.reservations", known)
 
 
 @RULES.about("cluster.nodes", "batch.queues", "cluster.plan_for")

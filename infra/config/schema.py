@@ -38,6 +38,10 @@ class QueueConfig(Section):
     multi_node: bool = key(
         False, "accepts multi-node jobs; Batch runs them on-demand only, in managed EC2 environments"
     )
+    region: str | None = key(None, "region of the queue; null: that of its ARN, else batch.region")
+    reservation: str | None = key(
+        None, "id in cost.reservations of the capacity that the queue's launch template targets; null: none"
+    )
 
 
 class BatchConfig(Section):
@@ -215,6 +219,21 @@ class CheckpointConfig(Section):
     )
 
 
+class ReservationConfig(Section):
+    """A capacity reservation (ODCR) or Capacity Block that the account holds. A queue of `batch.queues` runs it."""
+
+    id: str = key(..., "id of the reservation, such as cr-0123456789abcdef0")
+    instance_type: str = key(..., "its instance type")
+    instances: Count = key(1, "its number of instances")
+    region: str = key(..., "its region")
+    zone: str | None = key(None, "its zone id; null: unknown")
+    start: str | None = key(None, "begin in UTC, such as 2026-12-01T11:30:00Z; null: it has begun")
+    end: str | None = key(None, "end in UTC, as for start; null: none")
+    usd_per_hour: float | None = key(
+        None, "price of an instance in use; 0: it is paid in any case; null: the on-demand price", ge=0
+    )
+
+
 class CostConfig(Section):
     """Budget and deadline, and the source of prices."""
 
@@ -237,6 +256,10 @@ class CostConfig(Section):
         24.0, "age from which spot prices are reported as stale; they are still used", gt=0
     )
     store_region: str | None = key(None, "region of an s3:// store, for the cost of transfer; null: the pool's region")
+    reservations: list[ReservationConfig] = key([], "capacity reservations and Capacity Blocks that the account holds")
+    capacity_block_days: int | None = key(
+        None, "with prices: live, the plan lists Capacity Blocks of this many days that AWS sells; null: none", ge=1
+    )
     volume_gib_per_node: float = key(100.0, "EBS gp3 volume of each node, for the cost of storage", ge=0)
 
 

@@ -39,6 +39,10 @@ class AwsSettings:
     region_is_set: bool = True  # False if the region is the default
 
 
+# Region of the store, for processes that run in another region.
+STORE_REGION_VARIABLE = "EBBFLOW_STORE_REGION"
+
+
 def aws_settings() -> AwsSettings:
     """Return the region and the endpoint of S3. Environment variables take precedence over the AWS profile.
 
@@ -50,7 +54,8 @@ def aws_settings() -> AwsSettings:
             would use nevertheless.
     """
     environment, profile = os.environ, _Profile()
-    region = environment.get("AWS_REGION") or environment.get("AWS_DEFAULT_REGION") or profile.get("region")
+    names = (STORE_REGION_VARIABLE, "AWS_REGION", "AWS_DEFAULT_REGION")
+    region = next((environment[name] for name in names if environment.get(name)), None) or profile.get("region")
     endpoint = next((environment[name] for name in _ENDPOINTS if environment.get(name)), None)
     ignored = environment.get("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "").lower() in _TRUE
     if ignored and endpoint is not None:

@@ -32,6 +32,9 @@ BUCKET = {
 STEP = BUCKET | {
     "ec2:DescribeSpotPriceHistory": ("cost/prices/ec2_prices.py", '"describe_spot_price_history"'),
     "ec2:DescribeAvailabilityZones": ("cost/prices/ec2_prices.py", '"describe_availability_zones"'),
+    "ec2:DescribeCapacityReservations": ("cost/prices/reservations.py", '"describe_capacity_reservations"'),
+    "ec2:DescribeCapacityBlockOfferings": ("cost/prices/reservations.py", '"describe_capacity_block_offerings"'),
+    "ec2:GetSpotPlacementScores": ("cost/prices/reservations.py", '"get_spot_placement_scores"'),
     "batch:DescribeJobs": ("infra/batch/jobs.py", "describe_jobs"),
     "batch:TerminateJob": ("infra/batch/jobs.py", "terminate_job"),
 }
@@ -83,7 +86,8 @@ RUN_BY: dict[str, set[str]] = {
 ANY_RESOURCE = {
     "batch:DescribeComputeEnvironments", "batch:DescribeJobDefinitions", "batch:DescribeJobQueues",
     "batch:DescribeJobs", "batch:ListJobs",
-    "ec2:DescribeAvailabilityZones", "ec2:DescribeSpotPriceHistory", "ecr:GetAuthorizationToken",
+    "ec2:DescribeAvailabilityZones", "ec2:DescribeCapacityBlockOfferings", "ec2:DescribeCapacityReservations",
+    "ec2:DescribeSpotPriceHistory", "ec2:GetSpotPlacementScores", "ecr:GetAuthorizationToken",
 }  # fmt: skip
 
 

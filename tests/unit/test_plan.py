@@ -12,10 +12,10 @@ import pytest
 
 from ebbflow.cost.catalogue import Catalogue, load_catalogue
 from ebbflow.cost.errors import PlanError
-from ebbflow.cost.plan.candidates import Candidate
 from ebbflow.cost.plan.forecast import DETECT_SECONDS, FAILURES_PER_GPU_HOUR
 from ebbflow.cost.plan.plan import Plan, make_plan
 from ebbflow.cost.plan.plan_text import render_plan
+from ebbflow.cost.plan.pools import Candidate
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.errors import Outcome
 

@@ -1,0 +1,193 @@
+"""Pools of machines: those that can run a job (`Candidate`) or not (`Rejection`), and the queues that run them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ebbflow.cost.catalogue import Catalogue
+from ebbflow.cost.plan.forecast import ForecastInputs, ForecastQuantiles
+from ebbflow.cost.plan.throughput import MemoryFit
+from ebbflow.infra.batch.queues import AUTO_INSTANCE_TYPES, accepts_type, most_vcpus
+
+if TYPE_CHECKING:
+    from ebbflow.infra.batch.queues import QueueState
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pool:
+    """Machines on which a job could run: instance type, number of nodes, ranks per node, market and zone.
+
+    All nodes of a job (its gang) are in the same zone.
+
+    Attributes:
+        region: None if the pool was rejected before regions were considered.
+        zone: Zone id (use1-az1), or the zone name if the id is unknown. None means any single zone of the region: the
+            price is the same in all zones (on-demand), or known for the whole region only (static table).
+        reservation: Id of the capacity reservation or Capacity Block whose machines these are.
+    """
+
+    instance_type: str
+    nodes: int
+    processes_per_node: int
+    market: str
+    region: str | None = None
+    zone: str | None = None
+    reservation: str | None = None
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.processes_per_node
+
+    @property
+    def place(self) -> str:
+        """The zone; the region if no zone is set; "" if neither is set."""
+        return self.zone or self.region or ""
+
+    def __str__(self) -> str:
+        place = f" in {self.place}" if self.place else ""
+        held = f" (reservation {self.reservation})" if self.reservation else ""
+        return f"{self.nodes} × {self.instance_type} {self.market.replace('_', '-')}{place}{held}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate(Pool):
+    """A pool that can run the job, with its expected cost. All figures except the price are estimates.
+
+    Attributes:
+        usd_per_hour: Price of one node.
+        quoted_usd_per_hour: The same price as exact decimal text, from which bills are computed.
+        on_demand_usd_per_hour: On-demand price of one node of this type in this region; None if not on record.
+        price_kind: Source of the price, as text that begins with "live", "recorded" or "estimated".
+        price_age_hours: Hours since the price was last known to be valid.
+        price_stale: Whether a quoted spot price is older than `cost.max_price_age_hours`.
+        bound: The resource that limits the speed: compute, network, host, pcie or launch.
+        speed_kind: Source of the speed: "measured", "scaled from …", or "prior" (estimated).
+        save_seconds: Time for which one checkpoint stops training.
+        hazard_per_hour: Expected interruptions of the job per hour.
+        hazard_kind: Source of the hazard estimate, as text.
+        daly_interval_steps: Optimal number of steps between checkpoints, by Daly's formula.
+        paid_hours: Expected paid hours per node.
+        expected_hours: `paid_hours` plus unpaid waits for capacity after machines were reclaimed.
+        expected_usd: `compute_usd` + `storage_usd` + `transfer_usd`.
+        case: Inputs of the Monte Carlo forecast.
+        outlook: Quantiles of that forecast; None except for the cheapest pools.
+        ends_utc: Unix time at which a reservation ends; None for other pools, and without an end.
+    """
+
+    gpu: str
+    gpu_count: int
+    gpu_memory_bytes: int
+    usd_per_hour: float
+    quoted_usd_per_hour: str
+    on_demand_usd_per_hour: float | None
+    price_kind: str
+    price_age_hours: float
+    price_stale: bool
+    micro_batch: int
+    fit: MemoryFit
+    tokens_per_second: float
+    step_seconds: float
+    bound: str
+    mfu: float
+    speed_kind: str
+    save_seconds: float
+    interval_seconds: float
+    hazard_per_hour: float
+    hazard_kind: str
+    daly_interval_steps: int
+    interruptions: float
+    paid_hours: float
+    expected_hours: float
+    compute_usd: float
+    storage_usd: float
+    transfer_usd: float
+    expected_usd: float
+    usd_per_step: float
+    case: ForecastInputs
+    outlook: ForecastQuantiles | None = None
+    ends_utc: float | None = None
+
+    @property
+    def gang_usd_per_hour(self) -> float:
+        return self.usd_per_hour * self.nodes
+
+    @property
+    def savings_percent(self) -> float | None:
+        """Savings against the on-demand price, in percent; None if that price is not on record."""
+        on_demand = self.on_demand_usd_per_hour
+        return None if on_demand is None else 100.0 * (1.0 - self.usd_per_hour / on_demand)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Candidate:
+        outlook = data["outlook"] and ForecastQuantiles(**data["outlook"])
+        return cls(
+            **{
+                **data,
+                "fit": MemoryFit(**data["fit"]),
+                "case": ForecastInputs.from_json(data["case"]),
+                "outlook": outlook,
+            }
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rejection(Pool):
+    """A pool that cannot run the job.
+
+    Attributes:
+        kind: Short name of the reason. Rejections of one kind are counted together.
+        reason: The reason in full, with numbers.
+        excess: Ratio of the needed to the available memory, time or money; 0 if the reason is none of these.
+    """
+
+    kind: str
+    reason: str
+    excess: float = 0.0
+
+
+def why_no_queue(queues: Mapping[str, QueueState], wanted: Pool, catalogue: Catalogue) -> str | None:
+    """Explain why no queue can run the pool, using one queue as an example. Return None if a queue can run it."""
+    lacks = {name: why_unusable(queue, wanted, catalogue) for name, queue in queues.items()}
+    if None in lacks.values():
+        return None
+    near = next((name for name, queue in queues.items() if queue.market == wanted.market), None)
+    if near is None:
+        return f"no queue is {wanted.market.replace('_', '-')}"
+    return f"{short_queue_name(near)}: {lacks[near]}"
+
+
+def short_queue_name(queue: str) -> str:
+    """Return the name of a queue, given its name or ARN."""
+    return queue.rpartition("/")[2]
+
+
+def why_unusable(queue: QueueState, wanted: Pool, catalogue: Catalogue) -> str | None:
+    """Explain why the queue cannot run the pool. Return None if it can."""
+    if not queue.usable:
+        return queue.problem or "not usable"
+    if queue.fargate:
+        return "Fargate, which has no GPUs"
+    if wanted.region is not None and queue.region not in (None, wanted.region):
+        return f"is in {queue.region}"
+    if queue.reservation != wanted.reservation:
+        return f"runs on reservation {queue.reservation}" if queue.reservation else f"is not of {wanted.reservation}"
+    if queue.market != wanted.market:
+        return f"{str(queue.market).replace('_', '-')}, of which the plan has no pool; its best is {wanted}"
+    if wanted.nodes > 1 and wanted.market == "spot" and not queue.multi_node:
+        return f"AWS Batch runs no job of several nodes on Spot, and {wanted} is one"
+    if wanted.nodes > 1 and not queue.multi_node:
+        return f"takes no job of several nodes, and {wanted} is one"
+    if not accepts_type(queue.instance_types, wanted.instance_type):
+        listed = ", ".join(queue.instance_types)
+        if any(one in AUTO_INSTANCE_TYPES for one in queue.instance_types):
+            family = wanted.instance_type.partition(".")[0]
+            return (
+                f"has {listed}: what AWS Batch chooses itself has no GPUs, and {wanted} is one of {family}, not listed"
+            )
+        return f"has {listed}, and {wanted} is none of them"
+    most, needed = most_vcpus(queue, wanted.instance_type), wanted.nodes * catalogue[wanted.instance_type].vcpu
+    if most is not None and needed > most:
+        return f"may have {most} vCPUs (maxvCpus of its compute environment), and {wanted} has {needed}"
+    return None

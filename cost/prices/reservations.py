@@ -1,0 +1,233 @@
+"""Capacity reservations, Capacity Blocks for sale, and Spot placement scores: the evidence on capacity besides prices.
+
+`open_evidence` takes reservations from the configuration and, with `cost.prices: live`, asks EC2 for their present
+state. The shapes of EC2's answers are botocore's; no AWS account has been asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from decimal import Decimal
+from typing import Any
+
+from ebbflow.cost.catalogue import load_catalogue
+from ebbflow.cost.prices.quote import Quote, format_time
+from ebbflow.infra.aws.calls import RequestDeadline, aws_client, call_aws, paginate
+from ebbflow.infra.config.schema import ReservationConfig, RunConfig
+from ebbflow.infra.errors import CloudError
+
+_SECONDS = 15.0
+# EC2 ends the instances of a Capacity Block this long before the block's end.
+# https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/capacity-blocks-how.html
+_BLOCK_ENDS_EARLY_SECONDS = 1800.0
+# With fewer instance types the score is always low.
+# https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/how-sps-works.html
+_LEAST_TYPES = 3
+# https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/ec2-capacity-blocks.html
+_BLOCK_FAMILIES = ("p4d.", "p4de.", "p5.", "p5e.", "p5en.", "p6")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reservation:
+    """Capacity with a begin and an end: held by the account, or a Capacity Block for sale.
+
+    Attributes:
+        start_utc, end_utc: Unix times between which it runs instances; None means now, and no end.
+        usd_per_hour: Price of an instance in use; None means the on-demand price.
+        fee_usd: Price of the whole block, due when it is bought; None if the account holds it.
+        problem: Why it runs no instances, "" if it does.
+        kind: "live" if EC2 described it, else "configured".
+    """
+
+    id: str
+    instance_type: str
+    instances: int
+    region: str
+    zone: str | None = None
+    start_utc: float | None = None
+    end_utc: float | None = None
+    usd_per_hour: Decimal | None = None
+    fee_usd: Decimal | None = None
+    problem: str = ""
+    kind: str = "configured"
+
+    @classmethod
+    def of(cls, declared: ReservationConfig) -> Reservation:
+        values = {name: getattr(declared, name) for name in ("id", "instance_type", "instances", "region", "zone")}
+        usd = declared.usd_per_hour
+        return cls(
+            **values,
+            start_utc=_unix(declared.start),
+            end_utc=_unix(declared.end),
+            usd_per_hour=None if usd is None else Decimal(str(usd)),
+        )
+
+    def wait_hours(self, now_utc: float) -> float:
+        return max(0.0, (self.start_utc or now_utc) - now_utc) / 3600
+
+    def why_unusable(self, nodes: int, now_utc: float) -> str:
+        """Return why the reservation cannot start `nodes` instances, or "" if it can."""
+        if self.end_utc is not None and self.end_utc <= now_utc:
+            return f"ended {format_time(self.end_utc)}"
+        if not self.problem and nodes > self.instances:
+            return f"has {self.instances} instances free, and the pool has {nodes}"
+        return self.problem
+
+    def quote(self, on_demand: Quote | None, now_utc: float) -> Quote | None:
+        """Return the price of an instance-hour; None without a price of its own or on demand."""
+        if self.usd_per_hour is None:
+            return on_demand and replace(on_demand, zone=self.zone)
+        return Quote(
+            instance_type=self.instance_type,
+            region=self.region,
+            zone=self.zone,
+            zone_name=None,
+            usd_per_hour=self.usd_per_hour,
+            at=None,
+            observed=now_utc,
+            kind="live" if self.kind == "live" and self.fee_usd is not None else "recorded",
+            source="the block's fee ÷ its hours" if self.fee_usd is not None else "in cost.reservations",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CapacityEvidence:
+    """What is known of capacity besides prices.
+
+    Attributes:
+        held: Reservations of the account.
+        blocks: Capacity Blocks for sale.
+        scores: Spot placement scores, 1 to 10, by (region, zone id), for `score_nodes` instances of any planned type.
+        notes: Questions that EC2 did not answer, one sentence each.
+    """
+
+    held: tuple[Reservation, ...] = ()
+    blocks: tuple[Reservation, ...] = ()
+    scores: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def score(self, region: str, zone: str | None) -> int | None:
+        """Return the score of a zone, or the highest one of the region if `zone` is None; None if unknown."""
+        found = [score for (of, where), score in self.scores.items() if of == region and zone in (None, where)]
+        return max(found, default=None)
+
+
+def open_evidence(
+    config: RunConfig, now_utc: float, *, network: bool = True, client: Callable[[str], Any] | None = None
+) -> CapacityEvidence:
+    """Return the configured reservations and, with `cost.prices: live`, what EC2 says of them, of blocks and of Spot.
+
+    If EC2 does not answer, or the account may not ask, a note says so, and the configuration stands.
+
+    Args:
+        network: Whether requests are allowed.
+        client: Function that makes the EC2 client of a region. None uses botocore with its usual credentials.
+    """
+    cost, held = config.cost, tuple(map(Reservation.of, config.cost.reservations))
+    if cost.prices != "live" or not network or config.cluster.plan_for == "local":
+        return CapacityEvidence(held=held)
+    make, deadline = client or (lambda region: aws_client("ec2", region)), RequestDeadline.after(_SECONDS)
+    notes: list[str] = []
+
+    def ask(what: str, find: Callable[[], Any], otherwise: Any) -> Any:
+        try:
+            return find()
+        except (CloudError, KeyError, ValueError) as error:
+            notes.append(f"{what} unknown: {error}")
+            return otherwise
+
+    held = tuple(
+        ask(f"state of reservation {one.id}", lambda one=one: _described(one, make(one.region), deadline), one)
+        for one in held
+    )
+    blocks: list[Reservation] = []
+    kinds = [kind.name for kind in load_catalogue().matching(config.cluster.instance_types)]
+    for region in cost.regions if cost.capacity_block_days else ():
+        for name in (name for name in kinds if name.startswith(_BLOCK_FAMILIES)):
+            what = f"Capacity Blocks of {name} in {region}"
+            blocks += ask(what, lambda name=name, region=region: _blocks(config, name, make(region), deadline), [])
+    scores: dict[tuple[str, str], int] = {}
+    if config.cluster.market != "on_demand" and len(kinds) >= _LEAST_TYPES:
+        scores = ask("Spot placement scores", lambda: _scores(config, kinds, make(cost.regions[0]), deadline), {})
+    return CapacityEvidence(held=held, blocks=tuple(blocks), scores=scores, notes=tuple(notes))
+
+
+def _described(one: Reservation, client: Any, deadline: RequestDeadline) -> Reservation:
+    answer = call_aws(client, "describe_capacity_reservations", deadline, CapacityReservationIds=[one.id])
+    [found] = answer.get("CapacityReservations") or [{}]
+    if not found:
+        return replace(one, problem=f"EC2 knows no reservation {one.id} in {one.region}", kind="live")
+    state, end = found.get("State", ""), _moment(found.get("EndDate"))
+    block = found.get("ReservationType") == "capacity-block"
+    # A block is scheduled until it begins, and all its instances are then free.
+    waits = state in ("scheduled", "payment-pending")
+    free = found["TotalInstanceCount"] if waits else found["AvailableInstanceCount"]
+    return replace(
+        one,
+        instance_type=found["InstanceType"],
+        instances=int(free),
+        zone=found.get("AvailabilityZoneId") or one.zone,
+        start_utc=_moment(found.get("StartDate")) or one.start_utc,
+        end_utc=end - _BLOCK_ENDS_EARLY_SECONDS if block and end else end or one.end_utc,
+        problem="" if waits or state == "active" else f"is {state}",
+        kind="live",
+    )
+
+
+def _blocks(config: RunConfig, instance_type: str, client: Any, deadline: RequestDeadline) -> list[Reservation]:
+    """Return the Capacity Blocks for sale with `cluster.nodes` instances (one if that is auto)."""
+    region, nodes, days = client.meta.region_name, config.cluster.nodes, config.cost.capacity_block_days or 1
+    wanted = {"InstanceType": instance_type, "InstanceCount": 1 if nodes == "auto" else nodes}
+    return [
+        Reservation(
+            id=found["CapacityBlockOfferingId"],
+            instance_type=found["InstanceType"],
+            instances=found["InstanceCount"],
+            region=region,
+            zone=found.get("AvailabilityZone"),
+            start_utc=_moment(found["StartDate"]),
+            end_utc=found["EndDate"].timestamp() - _BLOCK_ENDS_EARLY_SECONDS,
+            usd_per_hour=Decimal(found["UpfrontFee"]) / found["InstanceCount"] / found["CapacityBlockDurationHours"],
+            fee_usd=Decimal(found["UpfrontFee"]),
+            kind="live",
+        )
+        for found in paginate(
+            client,
+            "describe_capacity_block_offerings",
+            "CapacityBlockOfferings",
+            deadline,
+            token="NextToken",
+            **wanted,
+            CapacityDurationHours=24 * days,
+        )
+        if found.get("CurrencyCode", "USD") == "USD"
+    ]
+
+
+def _scores(
+    config: RunConfig, kinds: Sequence[str], client: Any, deadline: RequestDeadline
+) -> dict[tuple[str, str], int]:
+    nodes = config.cluster.nodes
+    found = paginate(
+        client,
+        "get_spot_placement_scores",
+        "SpotPlacementScores",
+        deadline,
+        token="NextToken",
+        InstanceTypes=list(kinds),
+        TargetCapacity=1 if nodes == "auto" else nodes,
+        TargetCapacityUnitType="units",
+        SingleAvailabilityZone=True,
+        RegionNames=list(config.cost.regions),
+    )
+    return {(one["Region"], one["AvailabilityZoneId"]): int(one["Score"]) for one in found}
+
+
+def _moment(value: datetime | None) -> float | None:
+    return None if value is None else value.timestamp()
+
+
+def _unix(text: str | None) -> float | None:
+    return None if text is None else datetime.fromisoformat(text).astimezone(UTC).timestamp()

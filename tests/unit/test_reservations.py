@@ -1,0 +1,261 @@
+"""Other places to buy: capacity reservations, Capacity Blocks, several regions, and Spot placement scores."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from decimal import Decimal
+from typing import Any
+
+import pytest
+from botocore.session import Session
+from botocore.stub import Stubber
+
+from benchmarks.money.virtual_batch import BEGAN_UTC, HOUR
+from ebbflow.cost.capacity import choose_placement, read_attempts, with_placement
+from ebbflow.cost.plan.plan import Plan, make_plan
+from ebbflow.cost.plan.plan_text import render_plan
+from ebbflow.cost.prices.quote import Quote, StaticPrices
+from ebbflow.cost.prices.reservations import CapacityEvidence, Reservation, open_evidence
+from ebbflow.infra.batch import limit_to_queue_region
+from ebbflow.infra.config.problems import ConfigError
+from ebbflow.infra.config.schema import RunConfig
+from tests.support.capacity import BOTH, JobLog, batch_config, queue, queues
+
+NOW = datetime.fromtimestamp(BEGAN_UTC, UTC)
+HELD = "{id: cr-1, instance_type: g5.xlarge, instances: 2, region: us-east-1, zone: use1-az4, usd_per_hour: 0}"
+QUEUES = (
+    "batch.queues=[{name: spot-g5, market: spot}, {name: on-demand-g5, market: on_demand}, "
+    "{name: held, market: on_demand, reservation: cr-1}]"
+)
+WHERE = queues(*BOTH.values(), queue("held", "on_demand", ["g5"], reservation="cr-1"))
+
+
+def utc(hours: float) -> str:
+    return (NOW + timedelta(hours=hours)).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def held_config(*more: str, reservation: str = HELD) -> RunConfig:
+    return batch_config(QUEUES, f"cost.reservations=[{reservation}]", "batch.runnable_minutes=20", *more)
+
+
+def place(config: RunConfig, plan: Plan, log: JobLog | None = None, at: float = 0.0) -> Any:
+    history = read_attempts((log or JobLog()).events)
+    return choose_placement(config, plan=plan, history=history, queues=WHERE, now_utc=BEGAN_UTC + at)
+
+
+def test_a_paid_reservation_comes_first_and_a_refused_one_gives_way_to_spot() -> None:
+    config, log = held_config(), JobLog()
+    plan = make_plan(config, now_utc=BEGAN_UTC, queues=WHERE)
+    assert str(plan.chosen).endswith("on-demand in use1-az4 (reservation cr-1)")
+    assert plan.chosen.compute_usd == 0 < plan.chosen.expected_usd == plan.chosen.storage_usd
+    assert (
+        plan.live is not None
+        and plan.live.on_demand_share == 1.0
+        and plan.live.mean_usd == pytest.approx(plan.chosen.expected_usd)
+    )
+    found = place(config, plan)
+    assert (found.queue, found.reservation, found.fallback) == ("held", "cr-1", None)
+    assert with_placement(plan, found).chosen == plan.chosen
+    assert type(found).from_json(found.to_json()) == found
+    assert Plan.from_json(plan.to_json()).chosen == plan.chosen
+    log.placed(found, 0.0)
+    log.told("never_started", found, 1200.0, started=None)
+    assert place(config, plan, log, 1201.0).market == "spot"
+
+
+def test_a_dear_reservation_is_no_reason_to_leave_spot_and_none_runs_without_its_queue() -> None:
+    dear = held_config(reservation=HELD.replace("usd_per_hour: 0", "usd_per_hour: 9"))
+    assert place(dear, make_plan(dear, now_utc=BEGAN_UTC, queues=WHERE)).market == "spot"
+    plan = make_plan(held_config(), now_utc=BEGAN_UTC, queues=BOTH)
+    assert all(one.reservation is None for one in plan.ranked)
+    assert any("is not of cr-1" in one.reason for one in plan.rejected if one.reservation)
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        (f", end: {utc(2)!r}", "reservation cr-1 ends in 2 h"),
+        (f", end: {utc(-1)!r}", "reservation cr-1 ended"),
+    ],
+)
+def test_a_reservation_that_ends_too_early_is_rejected(given: str, why: str) -> None:
+    config = held_config(reservation=HELD.replace("}", f"{given}}}"))
+    rejected = [one for one in make_plan(config, now_utc=BEGAN_UTC, queues=WHERE).rejected if one.reservation]
+    assert len(rejected) == 1 and why in rejected[0].reason
+
+
+def test_a_block_that_begins_later_is_waited_for_if_the_deadline_allows() -> None:
+    later = HELD.replace("}", f", start: {utc(6)!r}, end: {utc(30)!r}}}")
+    config = held_config(reservation=later)
+    plan = make_plan(config, now_utc=BEGAN_UTC, queues=WHERE)
+    found = place(config, plan)
+    assert found.queue == "held" and found.runnable_seconds == pytest.approx(6 * HOUR + 1200, abs=2)
+    assert found.wall_seconds <= 30 * HOUR
+    assert plan.chosen.expected_hours > 6 and plan.chosen.outlook.p50_hours > 6 + plan.chosen.paid_hours * 0.6
+    soon = held_config("cost.deadline_hours=9", reservation=later)
+    assert place(soon, make_plan(soon, now_utc=BEGAN_UTC, queues=WHERE)).market == "spot"
+
+
+def test_the_guarantee_counts_on_plain_on_demand_not_on_a_reservation_that_may_be_full() -> None:
+    work = make_plan(held_config(), now_utc=BEGAN_UTC, queues=WHERE).ranked[-1].case.work_hours
+    tight = held_config(f"cost.deadline_hours={work + 0.3:.3f}", "batch.runnable_minutes=60")
+    refused = make_plan(tight, now_utc=BEGAN_UTC, queues=WHERE).refusal
+    assert refused is not None and "(reservation" not in refused.message
+
+
+def ec2(*answers: tuple[str, dict[str, Any]], error: str = "") -> Any:
+    client = Session().create_client("ec2", region_name="us-east-1", aws_access_key_id="a", aws_secret_access_key="b")
+    stub = Stubber(client)
+    for operation, answer in answers:
+        stub.add_response(operation, answer)
+    if error:
+        stub.add_client_error("get_spot_placement_scores", error, http_status_code=403)
+    stub.activate()
+    return client
+
+
+LIVE = ("cost.prices=live", "cluster.market=on_demand")
+
+
+def test_ec2_corrects_what_the_configuration_says_of_a_reservation() -> None:
+    block = {"InstanceType": "g5.xlarge", "TotalInstanceCount": 4, "AvailableInstanceCount": 0, "State": "scheduled"}
+    block |= {"AvailabilityZoneId": "use1-az2", "StartDate": NOW + timedelta(hours=3)}
+    block |= {"EndDate": NOW + timedelta(hours=27), "ReservationType": "capacity-block"}
+    config = held_config(*LIVE)
+    answer = ("describe_capacity_reservations", {"CapacityReservations": [block]})
+    [held] = open_evidence(config, BEGAN_UTC, client=lambda region: ec2(answer)).held
+    assert (held.instances, held.zone, held.problem, held.kind) == (4, "use1-az2", "", "live")
+    assert held.start_utc == BEGAN_UTC + 3 * HOUR and held.end_utc == BEGAN_UTC + 26.5 * HOUR
+    gone = {**block, "State": "expired"}
+    found = open_evidence(config, BEGAN_UTC, client=lambda region: ec2((answer[0], {"CapacityReservations": [gone]})))
+    plan = make_plan(config, now_utc=BEGAN_UTC, queues=WHERE, evidence=found)
+    assert any("reservation cr-1 is expired" in one.reason for one in plan.rejected)
+
+
+def test_the_plan_lists_capacity_blocks_for_sale_at_the_price_of_the_whole_block() -> None:
+    sale = {"CapacityBlockOfferingId": "cbo-1", "InstanceType": "p5.48xlarge", "InstanceCount": 1}
+    sale |= {"AvailabilityZone": "us-east-1a", "StartDate": NOW + timedelta(hours=10)}
+    sale |= {"EndDate": NOW + timedelta(hours=34), "CapacityBlockDurationHours": 24, "UpfrontFee": "755.00"}
+    answer = ("describe_capacity_block_offerings", {"CapacityBlockOfferings": [{**sale, "CurrencyCode": "USD"}]})
+    config = batch_config(
+        "cluster.instance_types=[p5.48xlarge]", "cluster.processes_per_node=auto", "training.batch_size=64",
+        "cost.capacity_block_days=1", "cost.budget_usd=null", *LIVE,
+    )  # fmt: skip
+    evidence = open_evidence(config, BEGAN_UTC, client=lambda region: ec2(answer))
+    assert evidence.notes == ()
+    plan = make_plan(config, now_utc=BEGAN_UTC, evidence=evidence)
+    [one] = plan.blocks
+    assert one.compute_usd == pytest.approx(755.0) and one.expected_hours > 10
+    assert all(other.reservation is None for other in plan.ranked), "what is not bought cannot be chosen"
+    text = " ".join(render_plan(plan).replace("│", " ").split())
+    assert "purchase-capacity-block" in text and "--capacity-block-offering-id cbo-1" in text
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_a_low_placement_score_makes_a_first_start_later_and_a_denied_one_is_said() -> None:
+    config = batch_config("cost.prices=live", "cluster.instance_types=[g5]")
+    scores = {"SpotPlacementScores": [{"Region": "us-east-1", "AvailabilityZoneId": "use1-az1", "Score": 2}]}
+    found = open_evidence(config, BEGAN_UTC, client=lambda region: ec2(("get_spot_placement_scores", scores)))
+    assert found.scores == {("us-east-1", "use1-az1"): 2}
+    low, none = (
+        next(one for one in make_plan(config, now_utc=BEGAN_UTC, evidence=known).ranked if one.market == "spot")
+        for known in (found, CapacityEvidence())
+    )
+    assert low.expected_hours > none.expected_hours + 1 and low.expected_usd == none.expected_usd
+    assert low.outlook.deadline_probability <= none.outlook.deadline_probability
+    assert "Spot placement score 2 of 10" in low.hazard_kind
+    denied = open_evidence(config, BEGAN_UTC, client=lambda region: ec2(error="UnauthorizedOperation"))
+    assert denied.scores == {} and "allow ec2:GetSpotPlacementScores" in denied.notes[0]
+    few = batch_config("cost.prices=live", "cluster.instance_types=[g5.xlarge]")
+    assert open_evidence(few, BEGAN_UTC, client=lambda region: ec2()).scores == {}, "always low for fewer than 3 types"
+
+
+TWO_REGIONS = (
+    "batch.queues=[{name: spot-g5, market: spot}, {name: on-demand-g5, market: on_demand}, "
+    "{name: far-spot, market: spot, region: us-west-2}]"
+)
+
+
+class TwoRegions(StaticPrices):
+    """The table of us-east-1 for both regions, at half the Spot price in us-west-2."""
+
+    def _there(self, quote: Quote | None, region: str, factor: Decimal) -> Quote | None:
+        return quote and replace(quote, region=region, usd_per_hour=quote.usd_per_hour * factor)
+
+    def spot(self, kind: Any, region: str) -> Any:
+        half = Decimal("0.5") if region == "us-west-2" else Decimal(1)
+        return tuple(filter(None, (self._there(one, region, half) for one in super().spot(kind, "us-east-1"))))
+
+    def on_demand(self, kind: Any, region: str) -> Any:
+        return self._there(super().on_demand(kind, "us-east-1"), region, Decimal(1))
+
+
+def two_regions(*more: str) -> RunConfig:
+    return limit_to_queue_region(
+        batch_config(TWO_REGIONS, "batch.region=us-east-1", "cost.store_region=us-east-1", *more)
+    )
+
+
+def arn(region: str, name: str) -> str:
+    return f"arn:aws:batch:{region}:123456789012:job-queue/{name}"
+
+
+FAR = queues(
+    *(replace(one, arn=arn("us-east-1", one.name)) for one in BOTH.values()),
+    queue("far-spot", "spot", ["g5"], arn=arn("us-west-2", "far-spot")),
+)
+
+
+def test_an_attempt_goes_to_the_region_that_is_cheapest_with_the_transfer_of_its_commits() -> None:
+    config = two_regions()
+    assert config.cost.regions == ["us-east-1", "us-west-2"]
+    plan = make_plan(config, now_utc=BEGAN_UTC, prices=TwoRegions(), queues=FAR)
+    found = choose_placement(config, plan=plan, history=read_attempts([]), queues=FAR, now_utc=BEGAN_UTC)
+    far = next(one for one in plan.ranked if one.region == "us-west-2" and one.market == "spot")
+    near = next(one for one in plan.ranked if one.region == "us-east-1" and one.market == "spot")
+    assert near.transfer_usd == 0 < far.transfer_usd
+    cheaper = far if far.expected_usd < near.expected_usd else near
+    assert found.region == cheaper.region
+    often = two_regions("checkpoint.interval=seconds", "checkpoint.interval_seconds=5")
+    dear = make_plan(often, now_utc=BEGAN_UTC, prices=TwoRegions(), queues=FAR)
+    stays = choose_placement(often, plan=dear, history=read_attempts([]), queues=FAR, now_utc=BEGAN_UTC)
+    assert stays.region == "us-east-1", "commits every 5 s cost more to send than Spot saves there"
+    text = " ".join(render_plan(plan).replace("│", " ").split())
+    assert "region us-west-2: " in text and "of which transfer $" in text
+    no_on_demand_there = [one for one in plan.rejected if one.region == "us-west-2" and one.market == "on_demand"]
+    assert no_on_demand_there and "is in us-east-1" in no_on_demand_there[0].reason
+
+
+def test_a_region_that_refuses_an_attempt_is_followed_by_the_other() -> None:
+    config, log = two_regions("batch.runnable_minutes=20"), JobLog()
+    plan = make_plan(config, now_utc=BEGAN_UTC, prices=TwoRegions(), queues=FAR)
+    regions = []
+    for number in range(2):
+        now = BEGAN_UTC + number * 1200
+        found = choose_placement(config, plan=plan, history=read_attempts(log.events), queues=FAR, now_utc=now)
+        log.placed(found, number * 1200.0)
+        log.told("never_started", found, number * 1200.0 + 1199, started=None, job_id=f"job-{number}")
+        regions.append(found.region)
+    assert sorted(regions) == ["us-east-1", "us-west-2"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ((TWO_REGIONS,), "other regions (us-west-2), and no batch.region is set"),
+        ((TWO_REGIONS, "batch.region=us-east-1"), "and no cost.store_region is set"),
+        ((QUEUES,), "reservation cr-1 is not in cost.reservations"),
+        ((f"cost.reservations=[{HELD.replace('}', ', end: 2026-02-31T00:00:00Z}')}]",), "is no time in UTC"),
+        ((f"cost.reservations=[{HELD}, {HELD}]",), "cost.reservations"),
+        ((f"cost.reservations=[{HELD.replace('g5.xlarge', 'g5')}]",), "'g5' is no instance type"),
+    ],
+)
+def test_a_configuration_that_cannot_be_meant_is_refused(settings: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message.replace("(", r"\(").replace(")", r"\)")):
+        batch_config(*settings)
+
+
+def test_a_configured_reservation_needs_no_network() -> None:
+    config = held_config("cost.prices=live")
+    assert open_evidence(config, BEGAN_UTC, network=False).held[0] == Reservation.of(config.cost.reservations[0])
