@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from ebbflow.infra.events import Event, read_events
-from ebbflow.infra.program import PROJECT_ROOT
 from ebbflow.infra.store import Store
 from ebbflow.training.checkpoint import reachable_commits
 from ebbflow.training.checkpoint.commands import main as checkpoints
 from ebbflow.training.checkpoint.reader import read_manifest
+from tests.support.gangs import run_ranks
 
 
 @pytest.fixture(scope="module")
@@ -39,13 +37,9 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(config: Path, job: str, steps: int) -> tuple[str, Store]:
-    command = [sys.executable, "-m", "training", str(config), "--job", job, "--set", f"training.max_steps={steps}"]
-    environment = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=str(PROJECT_ROOT))
-    done = subprocess.run(
-        command, cwd=PROJECT_ROOT, env=environment, capture_output=True, text=True, timeout=90, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout + done.stderr, Store.open(str(config.parent / "store" / "jobs" / job))
+    words = [str(config), "--job", job, "--set", f"training.max_steps={steps}"]
+    [said] = run_ranks(1, ["-m", "ebbflow.training", *words])
+    return said, Store.open(str(config.parent / "store" / "jobs" / job))
 
 
 def of(store: Store, name: str) -> list[Event]:
@@ -72,8 +66,7 @@ def test_jobs_lose_what_is_damaged_and_go_on_from_what_is_imported(config: Path,
 
     assert checkpoints(["export", job.uri, str(tmp_path / "theirs.pt"), "--weights-only"]) == 0
     weights = tmp_path / "weights.pt"
-    plain = "import sys, torch; torch.save(torch.load(sys.argv[1], weights_only=True)['model'], sys.argv[2])"
-    subprocess.run([sys.executable, "-c", plain, str(tmp_path / "theirs.pt"), str(weights)], check=True)
+    torch.save(torch.load(tmp_path / "theirs.pt", weights_only=True)["model"], weights)
     new = str(config.parent / "store" / "jobs" / "second")
     assert checkpoints(["import", str(weights), new]) == 0
     train(config, "second", 20)

@@ -1,27 +1,16 @@
 """examples/hugging_face.py: fine-tunes a model from transformers' files, and gives it back in the same format."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-ROOT = Path(__file__).resolve()
-while not (ROOT / "setup.cfg").is_file():
-    ROOT = ROOT.parent
+from ebbflow.infra.program import PROJECT_ROOT
+from ebbflow.training.checkpoint.commands import main as checkpoints
+from tests.support.gangs import run_ranks
+
 SIZE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-
-
-def run(*words: str) -> str:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", *words], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout + done.stderr
 
 
 def test_a_model_of_transformers_trains_from_its_files_and_returns_to_them(tmp_path: Path) -> None:
@@ -59,13 +48,11 @@ def test_a_model_of_transformers_trains_from_its_files_and_returns_to_them(tmp_p
         "cluster.device": "cpu",
     }
     words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
-    example = str(ROOT / "examples" / "hugging_face.yaml")
-    output = run(
-        "torch.distributed.run", "--nproc-per-node", "2", "-m", "ebbflow.training", example, "--job", "tide", *words
-    )
-    assert "initial weights: 20 tensors" in output
+    example = str(PROJECT_ROOT / "examples" / "hugging_face.yaml")
+    output = run_ranks(2, ["-m", "ebbflow.training", example, "--job", "tide", *words])
+    assert "initial weights: 20 tensors" in output[0]
     target = exported / "model.safetensors"
-    run("ebbflow", "checkpoints", "export", str(tmp_path / "store" / "jobs" / "tide"), str(target), "--weights-only")
+    assert checkpoints(["export", str(tmp_path / "store" / "jobs" / "tide"), str(target), "--weights-only"]) == 0
     (exported / "config.json").write_bytes((folder / "config.json").read_bytes())
     end, info = AutoModelForCausalLM.from_pretrained(exported, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]

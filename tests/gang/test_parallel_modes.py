@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from torch.profiler import profile
 from ebbflow.infra.config.schema import DataConfig, DdpConfig, FsdpConfig, ModelConfig, ParallelConfig, RunConfig
 from ebbflow.infra.config.schema import TrainingConfig as Training
 from ebbflow.infra.errors import Outcome
-from ebbflow.infra.program import PROJECT_ROOT
 from ebbflow.infra.store import Store
 from ebbflow.training.data import prepare_tokens
 from ebbflow.training.errors import ParallelError
@@ -26,6 +24,7 @@ from tests.support.checks import failed, passed
 from tests.support.curves import TEXT
 from tests.support.gangs import run_ranks, train_gang
 from tests.support.spread_rank import ModelOnly
+from tests.support.warm import start_warm
 
 MODEL = ModelConfig(hidden_size=32, num_layers=2, num_heads=2, sequence_length=32)
 STEPS = 12
@@ -244,7 +243,6 @@ def test_one_process_alone_has_what_only_shards_can(tmp_path: Path) -> None:
         "fsdp.cpu_offload": "true",
     }
     settings = [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
-    command = [sys.executable, "-m", "training", "configs/laptop.yaml", "--job", "alone", *settings]
-    done = subprocess.run(command, cwd=PROJECT_ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "step 4/4 · 100%" in done.stdout
+    words, log = ["configs/laptop.yaml", "--job", "alone", *settings], tmp_path / "output.log"
+    process = start_warm("ebbflow.training", words, environment=os.environ, output=log)
+    assert process.wait(120) == 0 and "step 4/4 · 100%" in log.read_text(), log.read_text()

@@ -20,6 +20,7 @@ from ebbflow.training.errors import DataError
 from ebbflow.training.standalone import default_job_name
 from tests.support.gangs import free_port, run_ranks
 from tests.support.tied_rank import STEP_DEADLINE_SECONDS
+from tests.support.warm import start_warm
 
 STEPS = 200
 SETTINGS = {
@@ -121,21 +122,22 @@ def test_an_error_of_rank_0_before_the_start_is_one_line_and_every_ranks_exit_co
         text.unlink()
     environment = dict(os.environ, GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1", PYTHONPATH=str(PROJECT_ROOT))
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    environment["LOCAL_WORLD_SIZE"] = "2"
+    logs = [tmp_path / f"{rank}.log" for rank in range(2)]
     ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "training", str(path), "--job", "empty"],
-            cwd=PROJECT_ROOT,
-            env=environment | {"LOCAL_WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
+        start_warm(
+            "ebbflow.training",
+            [str(path), "--job", "empty"],
+            environment=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            output=log,
         )
-        for rank in range(2)
+        for rank, log in enumerate(logs)
     ]
     try:
-        errors = [rank.communicate(timeout=180)[1] for rank in ranks]
+        codes = [rank.wait(180) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
-    assert [rank.returncode for rank in ranks] == [DataError.outcome.exit_code] * 2, errors
+    errors = [log.read_text() for log in logs]
+    assert codes == [DataError.outcome.exit_code] * 2, errors
     assert "Traceback" not in "".join(errors) and len(errors[0].splitlines()) == 1 and not errors[1], errors
