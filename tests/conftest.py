@@ -33,11 +33,22 @@ if threading.current_thread() is threading.main_thread():
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def foreign_variables() -> list[str]:
+    """Variables that a cluster or a shell happens to have set."""
+    prefixes = ("METAFLOW_", "EBBFLOW_", "AWS_", "MF_PARALLEL_")
+    return [name for name in os.environ if name.startswith(prefixes) or name in {"RANK", "WORLD_SIZE"}]
+
+
+# Also for fixtures that several tests share, which are made before the fixture below is.
+for _name in foreign_variables():
+    del os.environ[_name]
+os.environ["EBBFLOW_LIVE_PAGE"] = "0"  # a process beside each run; the tests of the page start it
+
+
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test may depend on variables that a cluster or a shell happens to have set."""
-    for name in list(os.environ):
-        if name.startswith(("METAFLOW_", "EBBFLOW_", "AWS_", "MF_PARALLEL_")) or name in {"RANK", "WORLD_SIZE"}:
-            monkeypatch.delenv(name)
-    monkeypatch.setenv("EBBFLOW_LIVE_PAGE", "0")  # a process beside each run; the tests of the page start it
+    """No test may depend on what another one has set."""
+    for name in foreign_variables():
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("EBBFLOW_LIVE_PAGE", "0")
     monkeypatch.setenv("PATH", os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
