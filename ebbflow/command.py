@@ -30,6 +30,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "config": ("ebbflow.infra.__main__", "show every value of a configuration and where it comes from"),
     "schema": ("ebbflow.infra.__main__", "print the JSON schema of configurations, for editors"),
     "examine": ("ebbflow.training.__main__", "try a workload of your own and print its model's shape"),
+    "compare": ("ebbflow.training.__main__", "measure one's own model in each parallel mode, on this machine"),
     "certify": ("ebbflow.training.__main__", "prove that a configuration resumes exactly"),
     "prices": ("ebbflow.cost.__main__", "record live spot prices, or show those that a plan would use"),
     "replay": ("ebbflow.cost.__main__", "price a job again under other capacity or another checkpoint interval"),

@@ -18,6 +18,7 @@ _COMMANDS = {
     "checkpoints": "ebbflow.training.checkpoint.commands",
     "examine": "ebbflow.training.workloads.examine",
     "certify": "ebbflow.training.certify",
+    "compare": "ebbflow.training.compare",
     "run": "ebbflow.training.script",
 }
 _BENCHMARKS = {"soak": "soak", "bench": "training"}

@@ -179,23 +179,8 @@ def certified_run(config: RunConfig, prepared: dict, folder: Path, interruption:
     records, logs = folder / job / "records", folder / job / "logs"
     records.mkdir(parents=True)
     config = record_batches(config, records)
-    nodes, processes = config.cluster.nodes, config.cluster.processes_per_node
-    assert isinstance(nodes, int) and isinstance(processes, int)
-    spec = GangSpec(
-        job=job,
-        run=job,
-        attempt=0,
-        node=0,
-        nodes=nodes,
-        processes_per_node=processes,
-        main_address="127.0.0.1",
-        config=config.model_dump(mode="json"),
-        store_uri=config.store,
-        prepared=prepared,
-        log_folder=str(logs),
-        rehearse=INTERRUPTIONS.get(interruption),
-    )
-    outcome, starts = _to_the_end(spec, folder / job)
+    spec = local_spec(config, prepared, job=job, logs=logs)
+    outcome, starts = run_to_end(replace(spec, rehearse=INTERRUPTIONS.get(interruption)), folder / job)
     events = read_events(Store.open(config.store).sub(job_prefix(job)))
     steps = [event for event in events if event.name == STEP]
     first = [event for event in steps if event.rank == 0]
@@ -210,7 +195,30 @@ def certified_run(config: RunConfig, prepared: dict, folder: Path, interruption:
     )
 
 
-def _to_the_end(spec: GangSpec, folder: Path) -> tuple[GangOutcome, int]:
+def local_spec(config: RunConfig, prepared: dict, *, job: str, logs: Path) -> GangSpec:
+    """Return the specification of a gang on this machine. config: from `small_config`."""
+    nodes, processes = config.cluster.nodes, config.cluster.processes_per_node
+    assert isinstance(nodes, int) and isinstance(processes, int)
+    return GangSpec(
+        job=job,
+        run=job,
+        attempt=0,
+        node=0,
+        nodes=nodes,
+        processes_per_node=processes,
+        main_address="127.0.0.1",
+        config=config.model_dump(mode="json"),
+        store_uri=config.store,
+        prepared=prepared,
+        log_folder=str(logs),
+    )
+
+
+def run_to_end(spec: GangSpec, folder: Path) -> tuple[GangOutcome, int]:
+    """Start a gang until its job ends, at most four times. Return its outcome and the number of starts.
+
+    Raises TrainingError.
+    """
     last = ""
     for attempt in range(_MOST_STARTS):
         gang = LocalGang(replace(spec, attempt=attempt), folder / f"start-{attempt}", folder / "output.log")

@@ -15,7 +15,7 @@ import ebbflow.training.certify
 from ebbflow.cost.report.figure_text import format_key_figures
 from ebbflow.cost.report.report import build_report
 from ebbflow.flows import steps
-from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.config.schema import ClusterConfig, ParallelConfig, RunConfig
 from ebbflow.infra.events import CERTIFICATE, Event, read_events
 from ebbflow.infra.events import OUTCOME as OUTCOME_EVENT
 from ebbflow.infra.layout import job_prefix
@@ -29,6 +29,7 @@ from ebbflow.training.certify import (
     gang_size,
     small_config,
 )
+from ebbflow.training.compare import compare_modes, format_comparison
 from ebbflow.training.launch.messages import GangOutcome
 from ebbflow.training.workloads.language_model import TextBatch
 from tests.support.timelines import event
@@ -164,3 +165,15 @@ def test_a_certificate_that_does_not_hold_ends_the_run_before_the_gang_starts(
         (OUTCOME_EVENT, "failed"),
     ]
     assert steps.certify(SimpleNamespace(certify=False)) is None
+
+
+def test_modes_are_compared_on_the_same_job(tmp_path: Path) -> None:
+    parallel, cluster = ParallelConfig(shard_size=2), ClusterConfig(nodes=1, processes_per_node=2)
+    config = RunConfig(workload="tests.support.workload_cases:Sound", parallel=parallel, cluster=cluster)
+    found = compare_modes(config, ["ddp"], steps=6, rounds=1, parent=tmp_path)
+    figures = found["modes"]["ddp"]
+    assert all(figures[name]["median"] > 0 for name in ("tokens_per_second", "step_seconds", "commit_bytes"))
+    assert figures["restore_seconds"]["median"] > 0 and figures["startup_seconds"]["median"] > 0
+    text = format_comparison(found | {"modes": {"ddp": figures, "hsdp": "3 ranks are no multiple of 2"}})
+    assert "1 × 2 ranks" in text and "hsdp: not supported: 3 ranks" in text
+    assert not list(tmp_path.iterdir()), "its folder is removed"
