@@ -1,93 +1,75 @@
-"""The job's report as a Metaflow card, with the same figures as on the terminal and in report.html."""
+"""The job's page as a Metaflow card: of the step `report`, and of the whole run while it runs, however it ends."""
 
 # Metaflow's stubs neither re-export its public names nor know the attributes that it adds at run time.
-# pyright: reportPrivateImportUsage=false
+# pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
 
 from __future__ import annotations
 
-import html
-import math
-import re
+import sys
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
-from metaflow.cards import Markdown, VegaChart
+from metaflow.cards import MetaflowCard, MetaflowCardComponent
+from metaflow.plugins import CARDS
 
-from ebbflow.cost.report.figure_text import (
-    ATTEMPT_HEADER,
-    CAUSE_HEADER,
-    GENERATION_HEADER,
-    LEDGER_HEADER,
-    PLACE_HEADER,
-    explain_figures,
-    format_attempt_rows,
-    format_cause_rows,
-    format_comparison_rows,
-    format_generation_rows,
-    format_key_figures,
-    format_ledger_rows,
-    format_placement_rows,
-    get_comparison_header,
-    get_loss_unit,
-)
-from ebbflow.cost.report.render_html import COLOURS, TABLE_STYLE, render_html_table
-from ebbflow.cost.report.render_text import JOB_HEADER, describe_price_kinds, format_job_rows, suggest_next_step
-from ebbflow.cost.report.report import RunReport
+_CARD_TYPE = "ebbflow"  # no hyphen: Metaflow splits file names there
+_LIVE_ID, _LIVE_HASH = "live", "0" * 20  # one file, which is replaced
 
 
-def show_report(card: Any, report: dict, earlier: Sequence[dict] = ()) -> None:
-    """Fill a blank card with a report (JSON) and, for comparison, with earlier reports of other jobs.
+class PageCard(MetaflowCard):
+    """A card that is a page of its own instead of a list of Metaflow's components."""
 
-    Text from outside this program is escaped. NaN losses are left out, because a single NaN blanks the whole page.
-    Tables use the HTML of report.html, because Metaflow's own tables are cut off on a phone.
-    """
+    type = _CARD_TYPE
+    ALLOW_USER_COMPONENTS = True
+
+    def __init__(
+        self, options: Any = None, components: Sequence[Any] = (), graph: Any = None, flow: Any = None
+    ) -> None:
+        self._parts = components
+
+    def render(self, task: Any) -> str:
+        return "".join(str(part) for part in self._parts)
+
+
+class _Page(MetaflowCardComponent):
+    def __init__(self, html: str) -> None:
+        self._html = html
+
+    def render(self) -> str:
+        return self._html
+
+
+def register_card() -> None:
+    """Make the type of card known to this process, before Metaflow reads the flow's decorators."""
+    if PageCard not in CARDS:
+        CARDS.append(PageCard)
+
+
+def show_report(card: Any, report: dict) -> None:
+    """Fill a card with the page of a report (JSON), compared with earlier reports of other jobs."""
+    from ebbflow.cost.report.render_html import render
+    from ebbflow.cost.report.report import RunReport
+    from ebbflow.cost.watch import read_earlier_reports
+
     run = RunReport.from_json(report)
-    card.append(Markdown(f"<style>{TABLE_STYLE.replace(chr(10), '')}</style>"))
-    card.append(Markdown(f"# {_text(run.job)}: {_text(run.state)}"))
-    card.append(Markdown(render_html_table(("figure", "value"), [*format_key_figures(run).items()])))
-    card.append(Markdown("## Where the paid time went"))
-    colours = [COLOURS[line.ledger_class] for line in run.ledger]
-    card.append(Markdown(render_html_table(LEDGER_HEADER, format_ledger_rows(run), colours=colours, total=True)))
-    _show_table(card, "Dollars by cause", CAUSE_HEADER, format_cause_rows(run))
-    curve = [{"step": step, "loss": loss} for step, loss in run.loss_curve if loss is not None and math.isfinite(loss)]
-    if curve:
-        card.append(Markdown("## Loss"))
-        card.append(VegaChart(_loss_chart(curve, get_loss_unit(run))))
-    if attempts := run.money.get("attempts"):
-        _show_table(card, "Attempts, planned against actual", ATTEMPT_HEADER, format_attempt_rows(attempts))
-        card.append(Markdown(render_html_table(PLACE_HEADER, format_placement_rows(attempts))))
-    _show_table(card, "Generations", GENERATION_HEADER, format_generation_rows(run))
-    _show_table(card, "Plan against actual", get_comparison_header(run), format_comparison_rows(run))
-    if earlier:
-        compared = [*map(RunReport.from_json, earlier), run]
-        _show_table(card, "Beside the jobs before it", JOB_HEADER, format_job_rows(compared))
-        card.append(Markdown(_text(describe_price_kinds(compared))))
-    if step := suggest_next_step(run):
-        card.append(Markdown(f"## Next\n{_text(step.explanation)}: {_text(step.command)}"))
-    card.append(Markdown("## How far to trust this"))
-    card.append(Markdown("\n".join(f"- {_text(line)}" for line in explain_figures(run))))
+    card.append(_Page(render(run, earlier=read_earlier_reports(run.job))))
 
 
-def _show_table(card: Any, title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    if rows:
-        card.append(Markdown(f"## {title}"))
-        card.append(Markdown(render_html_table(header, rows)))
+def save_live_card(flow: str, run: str, html: str) -> None:
+    """Store the page as the card `live` of the run's step `start`, which exists however the run ends.
 
+    Metaflow itself stores no final card of a task that fails or is killed.
+    """
+    from metaflow import Run
+    from metaflow.metaflow_config import DEFAULT_DATASTORE
+    from metaflow.plugins import DATASTORES
+    from metaflow.plugins.cards.card_datastore import CardDatastore
 
-def _loss_chart(curve: list[dict], unit: str) -> dict:
-    return {
-        "$schema": "https://vega.github.io/schema/vega-lite/v5.json",
-        "width": "container",
-        "height": 260,
-        "data": {"values": curve},
-        "mark": {"type": "line"},
-        "encoding": {
-            "x": {"field": "step", "type": "quantitative", "title": "step"},
-            "y": {"field": "loss", "type": "quantitative", "title": unit, "scale": {"zero": False}},
-        },
-    }
-
-
-def _text(value: object) -> str:
-    """Escape text from outside this program, so that Markdown shows it without HTML, emphasis, links or code."""
-    return re.sub(r"([\\`*_~\[\]|])", r"\\\1", html.escape(str(value), quote=False))
+    given = [word.partition("=")[2] for word in sys.argv if word.startswith("--datastore=")]
+    given += [after for word, after in zip(sys.argv, sys.argv[1:], strict=False) if word == "--datastore"]
+    kind = (given or [DEFAULT_DATASTORE])[0]
+    backend = next(one for one in DATASTORES if kind == one.TYPE)(CardDatastore.get_storage_root(kind))
+    task = Run(f"{flow}/{run}", _namespace_check=False)["start"].task
+    known = SimpleNamespace(_storage_impl=backend, flow_name=flow)
+    CardDatastore(known, pathspec=task.pathspec).save_card(_LIVE_HASH, _CARD_TYPE, html, card_id=_LIVE_ID)

@@ -74,6 +74,7 @@ class _Launch:
         self._interrupts = 0  # Ctrl-C while the report is written
         self.take_over = False  # --take-over is given
         self._unnamed: RunConfig | None = None  # configuration of a job that is named after its run
+        self.page: LivePageWriter | None = None
         self._known: tuple[str, str] | None = None  # name ("": not yet) and store of the job
         self._ended = threading.Event()
 
@@ -127,18 +128,18 @@ class _Launch:
         """Run Metaflow and return its exit code, or 75 if a signal asked the run to exit."""
         if self._unnamed is not None and claim_of_parent() is None:
             threading.Thread(target=self._claim_by_run, args=(run_id_file,), daemon=True).start()
-        page = None if self._known is None else LivePageWriter(*self._known, run_id_file)
+        self.page = None if self._known is None else LivePageWriter(flow_class.__name__, *self._known, run_id_file)
         try:
-            if page is not None:
-                page.start()
+            if self.page is not None:
+                self.page.start()
             self._doing = "run"
             code = _metaflow(flow_class)
             self._doing = "report"
         except KeyboardInterrupt:  # a signal between two of these lines
             self._doing = "report"
             code = Outcome.INTERRUPTED.exit_code
-        if page is not None:
-            page.end()
+        if self.page is not None:
+            self.page.end()
         return Outcome.INTERRUPTED.exit_code if self.asked else code
 
     def release(self) -> None:
@@ -278,6 +279,8 @@ def run(flow_class: type) -> None:
         job = None if _launch.fenced or not run_id else _job_of(flow_class.__name__, run_id)
         if job is not None:
             code = finish_job(job, code, started, asked=_launch.asked)
+            if _launch.page is not None:
+                _launch.page.save_card()
         elif _launch.asked and not _launch.fenced:
             write_to_stderr("interrupted before anything was recorded")
     finally:  # if there is no job, Metaflow has refused to start and printed why

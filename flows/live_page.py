@@ -17,6 +17,7 @@ LIVE_PAGE = "live.html"
 SWITCH = "EBBFLOW_LIVE_PAGE"  # 0: no live page
 _WAIT_SECONDS = 0.1
 _END_SECONDS = 3.0
+_CARD_SECONDS = 10.0
 
 
 class LivePageWriter:
@@ -26,10 +27,12 @@ class LivePageWriter:
     that a signal to the run does not wait for the page.
     """
 
-    def __init__(self, job: str, store: str, run_id_file: Path) -> None:
-        self._job, self._store, self._run_id_file = job, store, run_id_file
+    def __init__(self, flow: str, job: str, store: str, run_id_file: Path) -> None:
+        self._flow, self._job, self._store, self._run_id_file = flow, job, store, run_id_file
+        self._run = ""  # Metaflow's id, once it is known
+        self._page: Path | None = None
         self._ending = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="live page", daemon=True)
+        self._thread = threading.Thread(target=self._keep, name="live page", daemon=True)
 
     def start(self) -> None:
         if os.environ.get(SWITCH) != "0":
@@ -37,41 +40,63 @@ class LivePageWriter:
 
     def end(self) -> None:
         """End the process, so that it does not overwrite the report."""
+        self._run_id()  # the launcher deletes the file
         self._ending.set()
         if self._thread.ident is not None:
             self._thread.join(2 * _END_SECONDS)
 
-    def _run(self) -> None:
+    def save_card(self) -> None:
+        """Store the page as a card of the run. Cards are a copy: if this fails, no other is tried."""
+        from ebbflow.flows.cards import save_live_card
+
+        if self._page is None or not self._run_id():
+            return
+        try:
+            save_live_card(self._flow, self._run, self._page.read_text())
+        except Exception as error:  # Metaflow's client and its storages raise many kinds of errors
+            if self._ending.is_set() or not isinstance(error, LookupError | OSError):
+                print(f"no live card: {type(error).__name__}: {error}", file=sys.stderr)
+                self._page = None
+
+    def _run_id(self) -> str:
+        with contextlib.suppress(OSError):
+            self._run = self._run or self._run_id_file.read_text().strip()
+        return self._run
+
+    def _keep(self) -> None:
         job = self._job
-        while not job and not self._ending.wait(_WAIT_SECONDS):  # a job without a name is named after its run
-            with contextlib.suppress(OSError):
-                job = self._run_id_file.read_text().strip()
+        while not (job := job or self._run_id()) and not self._ending.wait(_WAIT_SECONDS):
+            pass  # a job without a name is named after its run
         if self._ending.is_set():
             return
         try:
-            folder = local_folder(job, self._store)
-            write_atomically(folder / NOTE, KnownJob(job, self._store).note())
-            mark_latest(job)
-            page = folder / LIVE_PAGE
-            words = [sys.executable, "-m", "ebbflow", "watch", job, "--store", self._store]
-            process = subprocess.Popen(
-                [*words, "--write", str(page), "--parent", str(os.getpid())],
-                env={**os.environ, "PYTHONPATH": python_path()},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-            )
+            process = self._start(job)
         except OSError as error:
             print(f"no live page: {error}", file=sys.stderr)
             return
         print(f"live page: {RUNS / 'latest' / LIVE_PAGE}", flush=True)
-        self._ending.wait()
+        while not self._ending.wait(_CARD_SECONDS):
+            self.save_card()
         process.terminate()
         try:
             process.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+    def _start(self, job: str) -> subprocess.Popen[bytes]:
+        folder = local_folder(job, self._store)
+        write_atomically(folder / NOTE, KnownJob(job, self._store).note())
+        mark_latest(job)
+        self._page = folder / LIVE_PAGE
+        words = [sys.executable, "-m", "ebbflow", "watch", job, "--store", self._store, "--write", str(self._page)]
+        return subprocess.Popen(
+            [*words, "--parent", str(os.getpid())],
+            env={**os.environ, "PYTHONPATH": python_path()},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
 
 
 def finish_page(folder: Path) -> None:

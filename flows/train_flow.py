@@ -35,8 +35,10 @@ launcher.prepare(__name__)
 
 from metaflow import FlowSpec, JSONType, Parameter, card, catch, current, parallel, retry, step
 
-from ebbflow.flows import gang, steps
+from ebbflow.flows import cards, gang, steps
 from ebbflow.flows.decorators import capacity, cloud, local, package_sources  # noqa: F401 - makes `--with cloud` and `--with local` known
+
+cards.register_card()
 
 
 @package_sources()
@@ -129,18 +131,13 @@ class TrainFlow(FlowSpec):
         self.merge_artifacts(inputs, include=shared)
         self.next(self.report)
 
-    @card(type="blank", id="report")
+    @card(type="ebbflow", id="report")
     @step
     def report(self):
         """Build one report on the job's training and cost from the events of all attempts, and show it as a card."""
-        from ebbflow.cost.watch import read_earlier_reports
-        from ebbflow.flows import cards  # at module level they would slow all tasks
-
         self.run_report = steps.write_report(self)
         self.loss_frame, self.ledger_frame = steps.report_frames(self.run_report)
-        cards.show_report(
-            current.card["report"], self.run_report, [one.to_json() for one in read_earlier_reports(self.job)]
-        )
+        cards.show_report(current.card["report"], self.run_report)
         self.next(self.end)
 
     @step

@@ -361,7 +361,7 @@ def _money(report: RunReport) -> str:
             f'title="{escape(text)}">{parts}</div>'
             f'<b>{escape(usd)}<br><small class="quiet">{escape(share)}</small></b></div>'
         )
-    total = f'<div class="cause"><b>total</b><span></span><b>{escape(rows[-1][3])}</b></div>' if rows else ""
+    total = f'<div class="cause"><strong>total</strong><span></span><b>{escape(rows[-1][3])}</b></div>' if rows else ""
     table = f'<h3>By class of time</h3>{ledger}<p class="quiet">{escape(format_key_figures(report)["prices"])}</p>'
     return _section("money", "Where the money went", "".join(bars) + total + table)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -136,18 +137,13 @@ def test_no_table_is_cut_off(report: RunReport, width: int, tmp_path: Path) -> N
     assert not cut_off(page, width, tmp_path)
 
 
-def test_the_card_escapes_foreign_text_once_and_names_the_unit_of_the_loss(report: RunReport) -> None:
+def test_the_card_is_the_page_and_names_the_unit_of_the_loss(report: RunReport) -> None:
     text = "rank 1 can't <b>read</b> *x* & [y](javascript:z)"
     lines = [{**line, "culprit": text} for line in report.events["generations"]]
     report = replace(report, job="it's *a* job", events={**report.events, "generations": lines})
     report.actual["weight_unit"] = "images"
     card: list[Any] = []
     cards.show_report(card, report.to_json())
-    rendered = [part.render() for part in card]
-    sources = [part["source"] for part in rendered if part["type"] == "markdown"]
-    assert any("# it's \\*a\\* job: completed" in source for source in sources)
-    table = next(source for source in sources if "javascript" in source)
-    assert table.count(html.escape(text)) == 2 and "\n" not in table.strip(), "one block of HTML"
-    assert "&amp;#" not in "".join(sources)
-    chart = next(part["spec"] for part in rendered if part["type"] == "vegaChart")
-    assert chart["encoding"]["y"]["title"] == "per image"
+    page = cards.PageCard(components=[part.render() for part in card]).render(None)
+    assert page.count(html.escape(text)) == 2 and "&amp;#" not in re.sub("<script.*?</script>", "", page, flags=re.S)
+    assert "<h1>it&#x27;s *a* job" in page and "Training loss, per image" in page

@@ -186,5 +186,5 @@
   matchMedia('(prefers-color-scheme: dark)').addEventListener('change', () => { signature = ''; render(); });
   setInterval(age, 1000);
   age();
-  if (parent === window) setTimeout(poll, 2000);
+  if (location.protocol !== 'about:' && location.protocol !== 'blob:') setTimeout(poll, 2000);
 })();
