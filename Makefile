@@ -13,7 +13,7 @@ PIP_TORCH := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 JOBS ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help run check test lint types coverage compat docs bench soak soak-batch batch-demo metaflow-releases audit clean
+.PHONY: help run check test lint types coverage compat docs pictures bench soak soak-batch batch-demo metaflow-releases audit clean
 
 help:  ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 8
@@ -46,6 +46,9 @@ compat: $(VENV)/dev.stamp  ## a short job on the oldest and the newest supported
 
 docs: $(VENV)/dev.stamp  ## build the documentation site in docs/_build; a warning, such as a broken link, fails
 	$(BIN)/sphinx-build -q -n -W --keep-going docs docs/_build
+
+pictures: $(VENV)/run.stamp  ## make the pictures of the live page and the report again, from a real run (needs chromium)
+	docs/make_image.sh
 
 bench: $(VENV)/dev.stamp  ## measure what docs/benchmarks.md reports
 	$(BIN)/ebbflow bench $(ARGS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 import time
@@ -21,6 +22,7 @@ from ebbflow.cost.plan.candidates import read_progress
 from ebbflow.cost.plan.plan import make_plan
 from ebbflow.cost.prices.source import open_prices
 from ebbflow.cost.report.render_text import format_table
+from ebbflow.cost.report.report import RunReport
 from ebbflow.cost.team import Admission, JobMoney, Team, WaitingJob, admit, left_usd, read_team
 from ebbflow.infra.config.load import load_config
 from ebbflow.infra.config.problems import ConfigError
@@ -233,6 +235,7 @@ def add_command(commands: Any) -> None:
         "--focus", type=Path, default=None, metavar="CSV", help="write all charges with FOCUS column names"
     )
     parser.add_argument("--json", action="store_true", help="as JSON, dollars as exact strings")
+    parser.add_argument("--html", type=Path, default=None, metavar="FILE", help="write all jobs as one HTML page")
     parser.set_defaults(run=_jobs)
 
 
@@ -256,6 +259,8 @@ def _jobs(arguments: argparse.Namespace) -> int:
     rows = [row for one in records for row in one.rows]
     if arguments.focus is not None:
         print(f"{arguments.focus}: {write_focus(arguments.focus, rows)} charges", file=sys.stderr)
+    if arguments.html is not None:
+        _write_page(arguments.html, records, arguments.store)
     if arguments.by is not None:
         grouped = group_rows(rows, arguments.by)
         lines = [(month, one_line(value) or "-", format_usd(usd, 4)) for (month, value), usd in grouped.items()]
@@ -265,3 +270,23 @@ def _jobs(arguments: argparse.Namespace) -> int:
     else:
         print(render_jobs(records, team, now))
     return 0
+
+
+def _write_page(path: Path, records: Sequence[TeamJob], store: str | None) -> None:
+    from ebbflow.cost.jobs import load_report
+    from ebbflow.cost.report.render_jobs import render_jobs_page
+
+    reports: dict[str, RunReport] = {}
+    for one in records:
+        with contextlib.suppress(CostError, InfraError):  # a job that waits has no events yet
+            reports[one.money.job] = load_report(one.money.job, store=store)
+    rows = [
+        (one.money.job, one.money.project, one.owner, one.state, float(one.money.spent_usd), one.forecast_usd)
+        for one in records
+    ]
+    page = render_jobs_page(rows, reports, [row for one in records for row in one.rows])
+    try:
+        path.write_text(page, errors="backslashreplace")
+    except OSError as error:
+        raise ReportError(f"{path}: {error.strerror}") from error
+    print(f"{path}: {len(records)} jobs", file=sys.stderr)

@@ -12,6 +12,7 @@ from urllib.error import HTTPError
 
 import pytest
 
+from ebbflow.cost.__main__ import main
 from ebbflow.cost.report.charts import thin_columns
 from ebbflow.cost.report.render_html import render
 from ebbflow.cost.report.report import RunReport, build_report
@@ -194,3 +195,21 @@ def test_the_figures_of_a_failure_come_first() -> None:
     assert "resume train --origin-run-id run-1" in page
     assert {segment[2] for lane in report.charts["lanes"] for segment in lane["segments"]} <= set(map(str, LedgerClass))
     assert STEP in report.events["counts"]
+
+
+def test_the_commands_print_one_state_and_write_a_page_of_all_jobs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Clock(tmp_path).write(job_with_settings())
+    assert main(["watch", "demo", "--store", str(tmp_path), "--once"]) == 0
+    assert capsys.readouterr().out.splitlines()[1].startswith("Completed in 53.5 s for $0.0680")
+    page = tmp_path / "jobs.html"
+    assert main(["jobs", "demo", "--store", str(tmp_path), "--html", str(page)]) == 0
+    text = page.read_text()
+    assert "1 job, 0 running; $0.0680 spent" in text and "100 % of 8" in text and "node lost" in text
+    assert "2027-01-15" in text and "Dollars by day and owner" in text
+    capsys.readouterr()
+    assert main(["watch", "nosuch", "--store", str(tmp_path)]) != 0
+    assert "no events of job 'nosuch'" in capsys.readouterr().err
+    assert main(["watch", "demo", "--store", str(tmp_path), "--port", "70000"]) != 0
+    assert "fix: leave --port out" in capsys.readouterr().err

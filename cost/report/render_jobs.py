@@ -1,0 +1,109 @@
+"""Render the jobs of a team as one self-contained HTML page: states, dollars by day and owner, failures by cause."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from decimal import Decimal
+
+from ebbflow.cost.amounts import NONE, format_count, format_percent, format_usd
+from ebbflow.cost.report.render_html import escape, fill_page, render_html_table
+from ebbflow.cost.report.report import RunReport
+from ebbflow.cost.report.verdict import describe_first_failure
+from ebbflow.infra.untrusted_text import one_line
+
+_HEADER = (
+    "job",
+    "project",
+    "owner",
+    "state",
+    "progress",
+    "spent",
+    "forecast",
+    "savings",
+    "interruptions",
+    "first failure",
+)
+_MOST_DAYS = 60
+
+
+def render_jobs_page(
+    rows: Sequence[tuple[str, str, str, str, float, float | None]],
+    reports: Mapping[str, RunReport],
+    charges: Sequence[Mapping[str, str]],
+) -> str:
+    """Render the page.
+
+    Args:
+        rows: For each job its name, project, owner, state, and dollars spent and forecast.
+        reports: Reports by name of the job; a job that never started has none.
+        charges: FOCUS rows of all jobs (`cost.focus`).
+    """
+    spent, states = sum(row[4] for row in rows), [row[3] for row in rows]
+    saved = [float(one.savings_usd) for one in reports.values() if one.savings_usd is not None]
+    running = states.count("running")
+    verdict = f"{format_count(len(rows), 'job')}, {running:,} running; {format_usd(spent)} spent, {format_usd(sum(saved))} saved"
+    verdict += " against the on-demand price of the useful work"
+    table = render_html_table(_HEADER, [_cells(row, reports.get(row[0])) for row in rows])
+    main = (
+        f'<header id="header"><h1>Jobs</h1><p class="verdict">{escape(verdict)}</p></header>'
+        f'<section id="jobs"><h2>Jobs</h2>{table}</section>{_by_day(charges)}{_by_cause(reports)}'
+    )
+    return fill_page(main, '{"figures":[]}', "Ebbflow jobs", running=False)
+
+
+def _cells(row: tuple[str, str, str, str, float, float | None], report: RunReport | None) -> tuple[str, ...]:
+    job, project, owner, state, spent, forecast = row
+    found = {} if report is None else report.progress
+    done, total = found.get("step"), found.get("steps")
+    return (
+        one_line(job),
+        one_line(project),
+        one_line(owner),
+        one_line(state),
+        NONE if not total else f"{format_percent((done or 0) / total, 0)} of {total:,}",
+        format_usd(spent),
+        format_usd(forecast),
+        format_usd(None if report is None else report.savings_usd),
+        NONE if report is None else str(report.interruptions),
+        "" if report is None else describe_first_failure(report),
+    )
+
+
+def _by_day(charges: Sequence[Mapping[str, str]]) -> str:
+    """Render the dollars of each day, with a bar, by owner. A charge counts on the UTC day on which it began."""
+    days: dict[str, dict[str, Decimal]] = {}
+    for row in charges:
+        day = days.setdefault(row["ChargePeriodStart"][:10], {})
+        owner = one_line(row.get("x_Owner") or "no owner")
+        day[owner] = day.get(owner, Decimal(0)) + Decimal(row["BilledCost"])
+    if not days:
+        return ""
+    highest = max(sum(owners.values()) for owners in days.values()) or Decimal(1)
+    bars = []
+    for day, owners in sorted(days.items())[-_MOST_DAYS:]:
+        total = sum(owners.values())
+        names = ", ".join(
+            f"{owner} {format_usd(usd)}" for owner, usd in sorted(owners.items(), key=lambda one: -one[1])
+        )
+        bars.append(
+            f'<div class="cause"><span>{escape(day)} <small class="quiet">{escape(names)}</small></span>'
+            f'<div class="meter"><i style="width:{float(100 * total / highest):.1f}%"></i></div>'
+            f"<b>{escape(format_usd(total))}</b></div>"
+        )
+    return f'<section id="days"><h2>Dollars by day and owner</h2>{"".join(bars)}</section>'
+
+
+def _by_cause(reports: Mapping[str, RunReport]) -> str:
+    """Render how many jobs each cause of an interruption hit, and what it cost in all."""
+    found: dict[str, tuple[int, float]] = {}
+    for report in reports.values():
+        for line in report.money.get("causes") or []:
+            if str(line["cause"]).startswith("interruption"):
+                cause = one_line(line["cause"]).removeprefix("interruption: ")
+                jobs, usd = found.get(cause, (0, 0.0))
+                found[cause] = jobs + 1, usd + line["usd"]
+    rows = [
+        (cause, str(jobs), format_usd(usd)) for cause, (jobs, usd) in sorted(found.items(), key=lambda one: -one[1][1])
+    ]
+    table = render_html_table(("cause", "jobs", "cost of interruptions"), rows)
+    return f'<section id="causes"><h2>Failures by cause</h2>{table}</section>' if rows else ""
