@@ -11,6 +11,9 @@ import socket
 import sys
 import threading
 import time
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -21,7 +24,7 @@ from ebbflow.cost.report.render_html import escape, fill_page, render
 from ebbflow.cost.report.report import RunReport, build_report
 from ebbflow.cost.report.verdict import summarize_status
 from ebbflow.infra.errors import InfraError, Outcome
-from ebbflow.infra.events import LogFollower
+from ebbflow.infra.events import COMMIT, STEP, Event, LogFollower
 from ebbflow.infra.layout import job_prefix, runs_folder
 from ebbflow.infra.program import PROJECT_ROOT
 from ebbflow.infra.store import Store
@@ -31,6 +34,55 @@ _REQUEST_SECONDS = 10.0
 _PAUSE_SECONDS = 2.0  # between two looks at the event log
 _IDLE_SHARE = 4  # a long log is folded at most a fifth of the time
 _COMPARED_JOBS = 8
+_MOST_UNMERGED = 20_000  # events
+
+
+def merge_committed_steps(events: Sequence[Event]) -> list[Event]:
+    """Merge the steps between two commits of each rank into one event, of the lowest rank eight steps into one.
+
+    A log of days has millions of steps, too many to evaluate every few seconds. The ledger stays the same, because
+    steps between two commits are kept or lost together; later steps are not merged. Of merged losses the highest
+    remains. `merged` in an event's data is its number of steps.
+    """
+    commits: dict[int, set[int]] = {}
+    lowest: dict[int, int] = {}
+    for event in events:
+        if event.name == COMMIT and event.step is not None:
+            commits.setdefault(event.generation, set()).add(event.step)
+        elif event.name == STEP:
+            lowest[event.generation] = min(lowest.get(event.generation, event.rank), event.rank)
+    bounds = {generation: sorted(steps) for generation, steps in commits.items()}
+    found: list[Event] = []
+    last: dict[tuple[Any, ...], tuple[tuple[int, int], int]] = {}  # by writer: its newest group and that event's index
+    for event in events:
+        ends = bounds.get(event.generation, [])
+        if event.name != STEP or event.step is None or not ends or event.step > ends[-1] or event.data.get("skipped"):
+            found.append(event)
+            continue
+        group = bisect_left(ends, event.step), event.step // 8 if event.rank == lowest[event.generation] else 0
+        writer = event.run, event.attempt, event.generation, event.node, event.rank
+        known = last.get(writer)
+        if known is not None and known[0] == group:
+            found[known[1]] = _merge(found[known[1]], event)
+        else:
+            last[writer] = group, len(found)
+            found.append(event)
+    return sorted(found, key=lambda event: (event.t_wall, event.t_mono))
+
+
+def _merge(first: Event, second: Event) -> Event:
+    data = {**first.data, **second.data, "merged": first.data.get("merged", 1) + second.data.get("merged", 1)}
+    seconds = dict(first.data.get("seconds") or {})
+    for kind, value in (second.data.get("seconds") or {}).items():
+        seconds[kind] = seconds.get(kind, 0.0) + value
+    data["seconds"] = seconds
+    for name in ("tokens", "flops"):
+        if name in first.data and name in second.data:
+            data[name] = (first.data[name] or 0) + (second.data[name] or 0)
+    losses = [one.data.get("loss") for one in (first, second)]
+    if "loss" in data:
+        data["loss"] = None if None in losses else max(losses)
+    return replace(second, data=data)
 
 
 class LivePage:
@@ -46,6 +98,7 @@ class LivePage:
         self._follower: LogFollower | None = None
         self._lock, self._built, self._due = threading.Lock(), b"", 0.0
         self._earlier: list[RunReport] = []
+        self._merge_at = _MOST_UNMERGED
         self._problem = "waiting for the job's first event"
 
     def render(self, *, last: bool = False) -> bytes:
@@ -72,6 +125,9 @@ class LivePage:
             place = uri or find_job_uri(self.job, self._store)
             self._follower = LogFollower(Store.open(place, request_timeout_seconds=_REQUEST_SECONDS))
         self._follower.read_new()
+        if len(self._follower.events) > self._merge_at:
+            self._follower.events = merge_committed_steps(self._follower.events)
+            self._merge_at = len(self._follower.events) + _MOST_UNMERGED
         events = self._follower.events
         if not events:
             return

@@ -78,6 +78,7 @@ class NodeTime:
     ranks: list[int]
     events: dict[int, list[Event]] = field(default_factory=dict)
     machine: dict[str, Any] = field(default_factory=dict)
+    rank_times: dict[RecordedGeneration, list[RankTime]] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def paid_seconds(self) -> float:
@@ -121,12 +122,14 @@ def read_paid_nodes(events: Sequence[Event]) -> list[NodeTime]:
 
 
 def compute_rank_times(node: NodeTime, generation: RecordedGeneration) -> list[RankTime]:
-    """Divide the paid time of each rank of a node into classes.
+    """Divide the paid time of each rank of a node into classes. The result is kept with the node.
 
     Raises:
         LedgerError: The intervals of a rank contradict each other.
     """
-    return [_rank_time(node, rank, generation) for rank in node.ranks]
+    if generation not in node.rank_times:
+        node.rank_times[generation] = [_rank_time(node, rank, generation) for rank in node.ranks]
+    return node.rank_times[generation]
 
 
 def _node(events: list[Event]) -> NodeTime | None:

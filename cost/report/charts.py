@@ -201,7 +201,9 @@ def _step_columns(
         "gradient_norm": [_number(event.data.get("gradient_norm")) for event in kept],
     }
     for name, kind in _SECONDS.items():
-        columns[name] = [_number((event.data.get("seconds") or {}).get(kind, 0.0)) for event in kept]
+        columns[name] = [
+            _number((event.data.get("seconds") or {}).get(kind, 0.0) / event.data.get("merged", 1)) for event in kept
+        ]
     return {name: values for name, values in columns.items() if name in _X or any(one is not None for one in values)}
 
 
@@ -388,6 +390,7 @@ def _ranks(events: Sequence[Event], origin: float) -> list[dict[str, Any]]:
     ratios: dict[int, list[float]] = {}
     seconds: dict[int, list[float]] = {}
     waits: Counter[int] = Counter()
+    spent: Counter[int] = Counter()
     last: dict[int, float] = {}
     steps: dict[int, int] = {}
     for event in mine:
@@ -396,8 +399,10 @@ def _ranks(events: Sequence[Event], origin: float) -> list[dict[str, Any]]:
             continue
         steps[event.rank] = max(steps.get(event.rank, 0), event.step or 0)
         parts = event.data.get("seconds") or {}
-        seconds.setdefault(event.rank, []).append(sum(parts.values()))
+        merged = event.data.get("merged", 1)  # `cost.watch.merge_committed_steps`
+        seconds.setdefault(event.rank, []).append(sum(parts.values()) / merged)
         waits[event.rank] += parts.get(LedgerClass.DATA_WAIT, 0.0)
+        spent[event.rank] += sum(parts.values())
         named, ratio = event.data.get("slowest_rank"), _number(event.data.get("slowest_ratio"))
         if isinstance(named, int) and ratio is not None:
             slowest[named] += 1
@@ -410,7 +415,7 @@ def _ranks(events: Sequence[Event], origin: float) -> list[dict[str, Any]]:
             "host": hosts.get(rank, (0, ""))[1],
             "step": steps.get(rank),
             "step_seconds": median(seconds[rank]) if seconds.get(rank) else None,
-            "data_share": waits[rank] / total if (total := sum(seconds.get(rank, ()))) else None,
+            "data_share": waits[rank] / spent[rank] if spent[rank] else None,
             "slowest_share": slowest[rank] / judged if judged else None,
             "slowest_ratio": median(ratios[rank]) if rank in ratios else None,
             "node_resident_bytes": memory.get(hosts.get(rank, (0, ""))[0]),

@@ -41,8 +41,8 @@ def render_jobs_page(
     spent, states = sum(row[4] for row in rows), [row[3] for row in rows]
     saved = [float(one.savings_usd) for one in reports.values() if one.savings_usd is not None]
     running = states.count("running")
-    verdict = f"{format_count(len(rows), 'job')}, {running:,} running; {format_usd(spent)} spent, {format_usd(sum(saved))} saved"
-    verdict += " against the on-demand price of the useful work"
+    verdict = f"{format_count(len(rows), 'job')}, {running:,} running; {format_usd(spent)} spent"
+    verdict += f", {format_usd(sum(saved))} saved against the on-demand price of the useful work"
     table = render_html_table(_HEADER, [_cells(row, reports.get(row[0])) for row in rows])
     main = (
         f'<header id="header"><h1>Jobs</h1><p class="verdict">{escape(verdict)}</p></header>'

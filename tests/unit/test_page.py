@@ -17,7 +17,7 @@ from ebbflow.cost.report.charts import thin_columns
 from ebbflow.cost.report.render_html import render
 from ebbflow.cost.report.report import RunReport, build_report
 from ebbflow.cost.report.verdict import render_verdict, summarize_status
-from ebbflow.cost.watch import LivePage, _Server, write_until_ended
+from ebbflow.cost.watch import LivePage, _Server, merge_committed_steps, write_until_ended
 from ebbflow.infra.errors import Outcome
 from ebbflow.infra.event_log import EventLog
 from ebbflow.infra.events import CONFIGURED, STEP, Event, LedgerClass, Origin
@@ -25,7 +25,7 @@ from ebbflow.infra.layout import job_prefix
 from ebbflow.infra.store import Store
 from tests.support.browser import cut_off, dump
 from tests.support.timelines import GangLog, event, plan_event
-from tests.unit.test_report import interrupted_job
+from tests.unit.test_report import expensive, interrupted_job
 
 LAUNCHER = {"since_utc": 1.8e9, "host": "here", "user": "ada", "pid": 1, "command": "run"}
 SETTINGS = [
@@ -213,3 +213,25 @@ def test_the_commands_print_one_state_and_write_a_page_of_all_jobs(
     assert "no events of job 'nosuch'" in capsys.readouterr().err
     assert main(["watch", "demo", "--store", str(tmp_path), "--port", "70000"]) != 0
     assert "fix: leave --port out" in capsys.readouterr().err
+
+
+def test_merging_committed_steps_changes_no_amount() -> None:
+    events = sorted(expensive() + interrupted_tail(), key=lambda one: (one.t_wall, one.t_mono))
+    merged = merge_committed_steps(events)
+    assert len(merged) < 0.7 * len(events)
+    before, after = build_report(events), build_report(merge_committed_steps(merged))
+    assert [(line.ledger_class, line.rank_microseconds) for line in after.ledger] == [
+        (line.ledger_class, line.rank_microseconds) for line in before.ledger
+    ]
+    assert after.total_usd == before.total_usd and after.actual["steps"] == before.actual["steps"]
+    spread = [one["step_seconds"] for one in before.charts["ranks"]]
+    assert [one["step_seconds"] for one in after.charts["ranks"]] == pytest.approx(spread)
+
+
+def interrupted_tail() -> list[Event]:
+    """A fourth generation that goes on from step 21, and is killed after steps that no commit holds."""
+    gang = GangLog(4, 400_000.0, [[0, 1, 2], [3, 4, 5]], (21, 3))
+    gang.steps(22, 40, useful_step=100.0, data_wait=1.0)
+    gang.commit(36)
+    gang.ended("node_lost", 3000.0)
+    return gang.events
