@@ -102,4 +102,6 @@ class LivePageWriter:
 def finish_page(folder: Path) -> None:
     """Replace the live page by the report, which an open page shows within seconds."""
     with contextlib.suppress(OSError):
+        for unfinished in folder.glob(f".{LIVE_PAGE}.*"):  # of a writer that was ended
+            unfinished.unlink(missing_ok=True)
         write_atomically(folder / LIVE_PAGE, (folder / "report.html").read_bytes())

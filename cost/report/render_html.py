@@ -206,7 +206,9 @@ def render_parts(report: RunReport, *, python: str, earlier: Sequence[RunReport]
         _plots(drawn, [one.id for one in figures]),
         _timeline(report),
         _money(report),
-        _table_section("plan", "Plan against actual", ("", *get_comparison_header(report)[1:]), _plan_rows(report)),
+        _table_section(
+            "plan", "Plan against actual", ("figure", *get_comparison_header(report)[1:]), _plan_rows(report)
+        ),
         _attempts(report),
         _table_section("generations", "Generations", GENERATION_HEADER, format_generation_rows(report)),
         _ranks(report),

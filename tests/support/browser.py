@@ -34,19 +34,26 @@ addEventListener('message', (event) => {
 _OPTIONS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
     "--disable-component-update", "--disable-sync", "--disable-quic", "--window-size=1600,1200",
+    "--enable-logging=stderr",
 )  # fmt: skip
 
 
 def dump(page: Path, folder: Path, *, budget_milliseconds: int = 40_000) -> str:
-    """The page's document after its scripts have run; skips the test where chromium is not installed."""
+    """The page's document after its scripts have run, without a word on the console, which also names refused requests.
+
+    Skips the test where chromium is not installed.
+    """
     browser = shutil.which("chromium")
     if browser is None:
         pytest.skip("chromium is not installed")
-    return subprocess.run(
+    done = subprocess.run(
         [browser, *_OPTIONS, f"--user-data-dir={folder}/profile", f"--virtual-time-budget={budget_milliseconds}",
          "--dump-dom", page.as_uri()],
         capture_output=True, text=True, timeout=120,
-    ).stdout  # fmt: skip
+    )  # fmt: skip
+    said = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+    assert not said, said
+    return done.stdout
 
 
 def cut_off(page: str, width: int, folder: Path, *, wait_milliseconds: int = 100) -> list[str]:
