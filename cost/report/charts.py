@@ -10,6 +10,7 @@ import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -80,55 +81,44 @@ def compute_progress(events: Sequence[Event], charts: dict[str, Any], ledger: Le
     """Compute how far the job is, what it will cost, and what would be lost if it were stopped now.
 
     `eta_seconds`, `forecast_usd` and the band `low_usd` to `high_usd` are estimates: the remaining steps at the pace of
-    the last 200 points, at the current price. They are None unless the job is running.
+    the newest generation's last 200 points, at the current price. They are None unless the job is running.
     """
     plan = next((event.data for event in reversed(events) if event.name == PLAN and event.data.get("chosen")), {})
     settings = next((event.data["settings"] for event in reversed(events) if event.name == CONFIGURED), [])
-    known = {row["key"]: row.get("value") for row in settings}
-    total = known.get("training.max_steps") or plan.get("steps")
-    columns = charts["steps"]
+    total = {row["key"]: row.get("value") for row in settings}.get("training.max_steps") or plan.get("steps")
+    total = total if isinstance(total, int) else None
+    columns, spent = charts["steps"], float(ledger.total_usd)
     done = int(columns["step"][-1]) if columns["step"] else 0
-    committed = max((event.step or 0 for event in events if event.name == COMMIT and event.step is not None), default=0)
-    last_commit = max((event.t_wall for event in events if event.name == COMMIT), default=None)
-    now = max((event.t_wall for event in events), default=0.0)
+    committed = max((event.step or 0 for event in events if event.name == COMMIT), default=0)
     newest = ledger.nodes[-1].node.generation if ledger.nodes else 0
     gang = [bill for bill in ledger.nodes if bill.node.generation == newest]
     rate = sum(float(bill.curve.price_at(bill.node.ended_wall)) for bill in gang) / 3600
     found = {
         "step": done,
-        "steps": total if isinstance(total, int) else None,
+        "steps": total,
         "budget_usd": plan.get("budget_usd"),
-        "usd_per_hour": 3600 * rate if running else None,
         "commit_step": committed or None,
-        "commit_seconds_ago": None if last_commit is None else now - last_commit,
         "at_risk_steps": max(0, done - committed),
         **dict.fromkeys(("at_risk_usd", "at_risk_seconds", "eta_seconds", "forecast_usd", "low_usd", "high_usd")),
     }
-    seconds, numbers = columns["seconds"][-_RECENT_STEPS:], columns["step"][-_RECENT_STEPS:]
-    paces = [
-        (later - earlier) / (after - before)
-        for earlier, later, before, after in zip(seconds, seconds[1:], numbers, numbers[1:], strict=False)
-        if after > before
-    ]
+    since = min((bill.node.started_wall for bill in gang), default=0.0) - charts["origin_utc"]
+    recent = [one for one in zip(columns["seconds"], columns["step"], strict=True) if one[0] >= since][-_RECENT_STEPS:]
+    paces = sorted(
+        (late - early) / (after - before) for (early, before), (late, after) in pairwise(recent) if after > before
+    )
     if not paces or not running:
         return found
-    pace = (seconds[-1] - seconds[0]) / max(1, numbers[-1] - numbers[0])
-    if len(paces) > 20:  # without the start-up between two generations
-        pace = sum(sorted(paces)[: -len(paces) // 20]) / (len(paces) - len(paces) // 20)
-    found["at_risk_seconds"] = found["at_risk_steps"] * pace
-    found["at_risk_usd"] = found["at_risk_seconds"] * rate
+    pace = (recent[-1][0] - recent[0][0]) / (recent[-1][1] - recent[0][1])
+    found |= {"at_risk_seconds": found["at_risk_steps"] * pace, "at_risk_usd": found["at_risk_steps"] * pace * rate}
     if total:
-        left = max(0, int(total) - done)
-        ordered, spent = sorted(paces), float(ledger.total_usd)
-        slowest = ordered[int(0.9 * (len(ordered) - 1))]
+        left = max(0, total - done)
+        low, high = min(pace, paces[len(paces) // 10]), max(pace, paces[9 * (len(paces) - 1) // 10])
+        ahead = plan.get("live") or (plan.get("chosen") or {}).get("outlook") or {}
+        tail = (ahead.get("p90_usd") or 0.0) - (ahead.get("mean_usd") or ahead.get("p50_usd") or 0.0)
         found["eta_seconds"] = left * pace
         found["forecast_usd"] = spent + left * pace * rate
-        found["low_usd"] = spent + left * min(pace, ordered[len(ordered) // 10]) * rate
-        live, outlook = plan.get("live") or {}, plan["chosen"].get("outlook") or {} if plan else {}
-        ahead = live or outlook
-        tail = max(0.0, (ahead.get("p90_usd") or 0.0) - (ahead.get("mean_usd") or ahead.get("p50_usd") or 0.0))
-        risk = tail * left / max(1, int(total))  # interruptions: the plan's, for the part that is left
-        found["high_usd"] = spent + left * max(pace, slowest) * rate + risk
+        found["low_usd"] = spent + left * low * rate
+        found["high_usd"] = spent + left * high * rate + max(0.0, tail) * left / total  # the plan's risk of the rest
     return found
 
 
@@ -256,7 +246,7 @@ def thin_columns(columns: dict[str, list[float | None]], buckets: int = _BUCKETS
 def _held_out(events: Sequence[Event], origin: float, place: Any) -> dict[str, list[Any]]:
     found: dict[int, tuple[float, float]] = {}
     for event in events:
-        value = _number(event.data.get("metrics", {}).get("held_out_loss")) if event.name == EVALUATION else None
+        value = _number((event.data.get("metrics") or {}).get("held_out_loss")) if event.name == EVALUATION else None
         if value is not None and event.step is not None:
             found[event.step] = event.t_wall - origin, value
     rows = [{**place(at), "step": step, "value": value} for step, (at, value) in sorted(found.items())]

@@ -69,7 +69,6 @@ COLOURS = {
 }
 _PAGE = Path(__file__).parent / "page"
 _MOST_EVENTS = 400
-_TOKEN = "[METAFLOW_RELOAD_TOKEN]"  # Metaflow replaces it in a card
 _LONGEST_NUMBER = 32  # characters; a column with a longer cell is text, which may wrap
 # On screens below 980 px each row becomes a block with a line for each cell, so that no column is cut off.
 TABLE_STYLE = """
@@ -163,17 +162,10 @@ def fill_page(main: str, data: str, title: str, *, running: bool, written: float
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<meta name="color-scheme" content="light dark">'
         f"<title>{escape(title)}</title><style>{styles}</style></head>\n"
-        f'<body data-state="{"running" if running else "ended"}" data-written="{now:.3f}" data-token="{_TOKEN}">'
+        f'<body data-state="{"running" if running else "ended"}" data-written="{now:.3f}">'
         f'<main>{main}</main><script type="application/json" id="data">{data}</script>'
         f"{''.join(f'<script>{one}</script>' for one in scripts)}</body></html>\n"
     )
-
-
-def as_update(report: RunReport, *, python: str = PYTHON, earlier: Sequence[RunReport] = ()) -> dict[str, Any]:
-    """Return what an open page needs to show newer figures, as JSON values (`update` in page.js)."""
-    main, data = render_parts(report, python=python, earlier=earlier)
-    state = "running" if report.outcome is None else "ended"
-    return {"main": main, "data": data, "state": state, "written": time.time(), "title": one_line(report.job)}
 
 
 @cache

@@ -3,7 +3,6 @@
   'use strict';
   if (location.hash === '#feed' && parent !== window) return;
   const body = document.body;
-  window.METAFLOW_RELOAD_TOKEN = body.dataset.token;
   const axes = {
     step: {label: 'step', text: (v) => v.toLocaleString('en')},
     seconds: {label: 'wall time', text: duration},
@@ -174,10 +173,6 @@
     addEventListener('message', take);
     body.append(frame);
   }
-  window.metaflow_card_update = (next) => {
-    if (next && typeof next.main === 'string') update(next);
-    return true;
-  };
   if (window.uPlot) document.documentElement.classList.add('plotted');
   wire();
   render();
