@@ -442,4 +442,6 @@ def _number(value: Any) -> float | None:
 
 def _short(value: Any) -> Any:
     """Round to seven significant digits, which no plot can show and which halves the page."""
-    return float(f"{value:.7g}") if isinstance(value, float) else value
+    if not isinstance(value, float):
+        return value
+    return float(f"{value:.7g}") if math.isfinite(value) else None

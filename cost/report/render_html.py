@@ -37,7 +37,7 @@ from ebbflow.cost.report.figure_text import (
 )
 from ebbflow.cost.report.render_svg import list_figures, render_chart
 from ebbflow.cost.report.render_text import JOB_HEADER, PYTHON, describe_price_kinds, format_job_rows, suggest_next_step
-from ebbflow.cost.report.report import RunReport
+from ebbflow.cost.report.report import RunReport, without_nan
 from ebbflow.cost.report.verdict import (
     Tile,
     describe_model,
@@ -211,7 +211,7 @@ def render_parts(report: RunReport, *, python: str, earlier: Sequence[RunReport]
         _section("all", "All figures", _definitions(format_key_figures(report))),
         _list("trust", "How far to trust this", explain_figures(report)),
     ]
-    text = json.dumps(data, allow_nan=False, separators=(",", ":"), ensure_ascii=True)
+    text = json.dumps(without_nan(data), allow_nan=False, separators=(",", ":"), ensure_ascii=True)
     return "".join(sections), text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 

@@ -112,7 +112,7 @@ class RunReport:
 
     def to_json(self) -> dict[str, Any]:
         """Convert to JSON values without NaN. Dollars are rounded to six decimals."""
-        return _without_nan(
+        return without_nan(
             {
                 "schema": SCHEMA,
                 "job": self.job,
@@ -277,7 +277,7 @@ def _read_loss_curve(events: Sequence[Event]) -> list[tuple[int, float | None]]:
         if event.name != STEP or event.step is None or "loss" not in event.data:
             continue
         if event.step not in latest or latest[event.step][0] <= event.generation:
-            latest[event.step] = (event.generation, _without_nan(event.data["loss"]))
+            latest[event.step] = (event.generation, without_nan(event.data["loss"]))
     return [(step, latest[step][1]) for step in sorted(latest)]
 
 
@@ -343,14 +343,14 @@ def _parse_usd(number: float) -> Decimal:
     return round_amount(Decimal(str(number)))
 
 
-def _without_nan(value: Any) -> Any:
+def without_nan(value: Any) -> Any:
     """Replace NaN and infinities with None, also in nested values, because JSON does not support them."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {key: _without_nan(item) for key, item in value.items()}
+        return {key: without_nan(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_without_nan(item) for item in value]
+        return [without_nan(item) for item in value]
     return value
 
 
