@@ -36,7 +36,7 @@ LARGEST_POINTS = 600
 _BUCKETS = LARGEST_POINTS // 3  # two points each, and one more for a gap
 _RECENT_STEPS = 200
 _MOST_MARKS, _MOST_LANES, _MOST_SEGMENTS, _MOST_RANKS = 200, 64, 40, 1024
-_MACHINE = ("gpu_busy_percent", "gpu_memory_used_bytes", "gpu_celsius", "gpu_watts", "resident_bytes")
+_MACHINE = ("gpu_busy_percent", "gpu_memory_used_bytes", "gpu_celsius", "resident_bytes")
 _SECONDS = {"useful": LedgerClass.USEFUL_STEP, "data": LedgerClass.DATA_WAIT, "stall": LedgerClass.CHECKPOINT_STALL}
 _X = ("step", "seconds", "usd")
 

@@ -70,7 +70,6 @@ def list_figures(report: RunReport, earlier: Sequence[RunReport] = ()) -> tuple[
         Figure("busy", "GPU utilisation, %", "machine", (ChartLine("gpu_busy_percent", "mean of nodes", "c3"),)),
         Figure("gpumem", "GPU memory of a node, GiB", "machine", (ChartLine("gpu_memory_used_bytes", "used", "c1"),)),
         Figure("heat", "GPU temperature, °C", "machine", (ChartLine("gpu_celsius", "hottest, mean of nodes", "c2"),)),
-        Figure("watts", "GPU power, W", "machine", (ChartLine("gpu_watts", "mean of nodes", "c4"),)),
         Figure("memory", "Memory of a node's ranks, GiB", "machine", (ChartLine("resident_bytes", "used", "c1"),)),
     ]
     lines = tuple(
