@@ -79,9 +79,9 @@ def _merge(first: Event, second: Event) -> Event:
     for name in ("tokens", "flops"):
         if name in first.data and name in second.data:
             data[name] = (first.data[name] or 0) + (second.data[name] or 0)
-    losses = [one.data.get("loss") for one in (first, second)]
+    losses = [one.data["loss"] for one in (first, second) if one.data.get("loss") is not None]
     if "loss" in data:
-        data["loss"] = None if None in losses else max(losses)
+        data["loss"] = max(losses) if len(losses) == 2 else None
     return replace(second, data=data)
 
 

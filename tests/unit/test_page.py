@@ -91,7 +91,8 @@ def test_thinning_keeps_spikes_and_gaps() -> None:
 
 
 def test_a_million_steps_and_a_thousand_ranks_are_a_small_page() -> None:
-    columns = {name: [float(step) for step in range(1_000_000)] for name in ("step", "seconds", "usd", "loss", "speed")}
+    values: list[float | None] = [float(step) for step in range(1_000_000)]
+    columns = dict.fromkeys(("step", "seconds", "usd", "loss", "speed"), values)
     gang = GangLog(1, 0.0, [list(range(8 * node, 8 * node + 8)) for node in range(128)])
     gang.steps(1, 3, useful_step=1.0)
     report = build_report([plan_event(), *gang.events])
