@@ -13,7 +13,7 @@ PIP_TORCH := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 JOBS ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help run check test lint types coverage compat docs pictures bench soak soak-batch batch-demo metaflow-releases audit clean
+.PHONY: help run check test lint types coverage compat docs pictures bench soak soak-batch batch-demo kubernetes-demo soak-kubernetes metaflow-releases audit clean
 
 help:  ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 8
@@ -56,11 +56,17 @@ bench: $(VENV)/dev.stamp  ## measure what docs/benchmarks.md reports
 soak: $(VENV)/dev.stamp  ## the long proofs: a job under kills, 1,000 schedules of commits (ARGS="schedules --seed 7")
 	$(BIN)/ebbflow soak $(ARGS)
 
+soak-kubernetes: $(VENV)/dev.stamp  ## long proofs on a local Kubernetes cluster: eviction, loss, no capacity, no API server, a killed launcher
+	$(BIN)/python -m pytest -s tests/soak/soak_kubernetes.py $(ARGS)
+
 soak-batch: $(VENV)/dev.stamp  ## long proofs in a local AWS Batch: interruptions, Spot by a trace (SPOT_TRACE=zone.json), gangs, the head job, a launcher that is killed
 	$(BIN)/python -m pytest -s tests/soak/soak_batch_gang.py tests/soak/soak_batch_trace.py tests/soak/soak_supervise.py tests/soak/soak_head_job.py tests/soak/soak_batch_launcher.py tests/soak/soak_metadata_service.py tests/soak/soak_batch_metaflow.py $(ARGS)
 
 metaflow-releases: $(VENV)/dev.stamp  ## the flow here and in a local AWS Batch on several releases of Metaflow
 	$(BIN)/python -m tests.releases $(ARGS)
+
+kubernetes-demo: $(VENV)/dev.stamp  ## a run of two Spot nodes on a local Kubernetes cluster, one node lost on the way
+	$(BIN)/python -m tests.support.kubernetes.demo $(ARGS)
 
 batch-demo: $(VENV)/dev.stamp  ## a run on a local AWS Batch, its Spot machine taken away on the way (ARGS="--with cloud")
 	$(BIN)/python -m tests.support.batch.demo $(ARGS)

@@ -39,6 +39,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "catalogue": ("ebbflow.cost.__main__", "renew the tables of instances, prices and interruptions from AWS"),
     "deploy": ("ebbflow.infra.__main__", "make the AWS resources of a stack, or show what would change"),
     "adopt": ("ebbflow.infra.__main__", "write a configuration for queues that an AWS account already has"),
+    "kubernetes": ("ebbflow.infra.__main__", "check whether a Kubernetes cluster can run a job"),
     "bench": ("benchmarks", "run a benchmark (source checkout only)"),
     "soak": ("benchmarks", "run a long proof (source checkout only)"),
     "completion": ("ebbflow.command", "print a completion script for bash, zsh or fish"),

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 # Checks that need a network and still run before anything is submitted to AWS Batch.
 _BEFORE_A_SUBMIT = ("aws-queues", "aws-metaflow", "aws-metadata", "aws-clock")
-_OF_AN_ACCOUNT = "aws-"  # prefix of the ids of checks of an AWS account
+_OF_BACKENDS = {"aws-": "batch", "kubernetes-": "kubernetes"}  # prefixes of the ids of a backend's checks
 
 
 def all_checks() -> list[Check]:
@@ -37,7 +37,7 @@ def check_before_launch(config: RunConfig, config_path: str, *, job: str | None,
     """
     from ebbflow.infra.preflight import failed_results, render_results
 
-    backend = requested_backend(words)
+    backend = requested_backend(words, config.cluster.plan_for)
     if refusal := refusal_reason(config, backend, words):
         return refusal
     if backend is not None:
@@ -58,8 +58,7 @@ def run_all_checks(
 
     Args:
         quick_only: run only the checks that take well under a second, and a few slower ones that every launch needs.
-        target: backend of the job. "batch" always checks the AWS Batch queues, "local" skips all checks of an AWS
-            account, and None uses the backend that the configuration names.
+        target: backend of the job. A backend's checks run for it only; None: the backend of the configuration.
     """
     from ebbflow.infra.preflight import PreflightContext, run_checks
 
@@ -69,6 +68,7 @@ def run_all_checks(
     at_once = {"store-probe"} if "://" in config.store else set()
     at_once |= set(_BEFORE_A_SUBMIT) if target == "batch" else set()
     checks = [replace(check, tier="quick") if check.id in at_once else check for check in all_checks()]
-    if target == "local":
-        checks = [check for check in checks if not check.id.startswith(_OF_AN_ACCOUNT)]
+    if target is not None:
+        others = tuple(prefix for prefix, backend in _OF_BACKENDS.items() if backend != target)
+        checks = [check for check in checks if not check.id.startswith(others)]
     return run_checks(checks, context, quick_only=quick_only)

@@ -28,6 +28,7 @@ from metaflow.decorators import StepDecorator, _base_step_decorator
 
 from ebbflow.flows import pods
 from ebbflow.flows.attempts.order import SUBMIT_VARIABLE, UNPLACED_VARIABLE, AttemptName, AttemptOrder
+from ebbflow.flows.remote import CLOUD_VARIABLE
 from ebbflow.infra.program import IMPORT_ROOT, INSTALLED
 from ebbflow.infra.store.s3 import STORE_REGION_VARIABLE
 
@@ -64,13 +65,16 @@ class local(StepMutator):  # noqa: N801 - the name follows --with
 
 
 class cloud(StepMutator):  # noqa: N801
-    """Step mutator for `--with cloud`. It sends the training steps to AWS Batch; all others stay on this machine."""
+    """Step mutator for `--with cloud`. It sends the training steps to AWS Batch, or to Kubernetes if the job's plan is
+    for it (`cluster.plan_for`); all others stay on this machine."""
 
     def mutate(self, mutable_step):
         names = _decorator_names(mutable_step)
         if "capacity" in names and not names.intersection(REMOTE):
-            mutable_step.add_decorator("batch")
-            _init_decorator(mutable_step, "batch")
+            in_pod = "METAFLOW_KUBERNETES_WORKLOAD" in os.environ
+            backend = "kubernetes" if in_pod or os.environ.get(CLOUD_VARIABLE) == "kubernetes" else "batch"
+            mutable_step.add_decorator(backend)
+            _init_decorator(mutable_step, backend)
 
 
 def _init_decorator(mutable_step: Any, name: str) -> None:
@@ -147,7 +151,10 @@ class CapacityDecorator(StepDecorator):
         self._parallel = graph[step_name].parallel_step
         # Hooks run in the order of this list, and @batch overwrites the command line, so this decorator must be last.
         step = getattr(type(flow), step_name)
-        step.decorators = [one for one in step.decorators if one is not self] + [self]
+        # Metaflow refuses @catch beside @parallel on Kubernetes. Without it, a gang that fails ends the run before
+        # `report`, and the launcher writes the report from the events.
+        unfit = "catch" if self._parallel and any(one.name == "kubernetes" for one in step.decorators) else ""
+        step.decorators = [one for one in step.decorators if one is not self and one.name != unfit] + [self]
 
     def add_to_package(self) -> list[tuple[str, str]]:
         return list(packaged_files())
@@ -194,16 +201,20 @@ class CapacityDecorator(StepDecorator):
         task.log(f"capacity: {describe_order(answer.order)}", system_msg=True)
         if answer.order.does != "train":
             run_locally(cli_args, self._step)
-        elif ask.backend == "kubernetes":
-            pods.apply_to_pod(cli_args, answer.order, flow.settings["config"])
         else:
-            apply_to_batch(cli_args, answer.order, flow.settings["config"])
             config, placement = flow.settings["config"], answer.order.placement or {}
             home, region = config["batch"]["region"], placement.get("region")
             if home and region and region != home:  # Metaflow's client follows the variable
                 cli_args.env |= {"AWS_DEFAULT_REGION": region, STORE_REGION_VARIABLE: config["cost"]["store_region"]}
             submit = {"job": flow.job, "store": config["store"], "region": (home and region) or home, **asdict(name)}
             submit |= {key: placement.get(key) for key in ("runnable_seconds", "start_by_utc")}
+            if ask.backend == "kubernetes":
+                pods.apply_to_pod(cli_args, answer.order, config)
+                own = config.get("kubernetes") or {}
+                submit |= {"placement": placement, "kueue": own.get("queue"), "last": ask.last}
+                submit |= {"node_replacements": own.get("node_replacements", 0)}
+            else:
+                apply_to_batch(cli_args, answer.order, config)
             cli_args.env[SUBMIT_VARIABLE] = json.dumps(submit)
 
     def _unplaced(self, cli_args: Any, task: Any, trouble: str) -> None:

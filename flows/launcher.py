@@ -358,10 +358,16 @@ def _join_in(words: list[str]) -> None:
         elif metaflow_fixes.is_known_release():
             metaflow_fixes.fix_batch_requests()
     elif words[:2] == ["kubernetes", "step"]:
+        from ebbflow.flows.attempts.pod_submission import open_pod_submission
         from ebbflow.flows.pods import exit_when_asked, set_grace_period
 
         exit_when_asked()
         set_grace_period()
+        open_pod_submission().listen()
+        if mended:
+            from metaflow.plugins.kubernetes import kubernetes_cli
+
+            metaflow_fixes.pass_over_missing_metadata(kubernetes_cli)
     elif words[:1] == ["step"] and remote.in_container():
         from ebbflow.flows.attempts.submission import listen_for_stop
 

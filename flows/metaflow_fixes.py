@@ -160,8 +160,10 @@ def keep_terminal_from_tasks() -> None:
 
 
 def fix_submitter() -> None:
+    from metaflow.plugins.aws.batch import batch_cli
+
     fix_batch_requests()
-    _pass_over_missing_metadata()
+    pass_over_missing_metadata(batch_cli)
 
 
 def fix_batch_requests() -> None:
@@ -227,12 +229,12 @@ def node_command(main: str) -> str:
     return re.sub(r"(--split-index )\d+", lambda match: match.group(1) + _NODE, command)
 
 
-def _pass_over_missing_metadata() -> None:
+def pass_over_missing_metadata(cli: Any) -> None:
+    """cli: Metaflow's module of `batch step` or `kubernetes step`."""
     from metaflow.datastore.exceptions import DataException
     from metaflow.datastore.flow_datastore import FlowDataStore
-    from metaflow.plugins.aws.batch import batch_cli
 
-    find, sync = FlowDataStore.get_task_datastore, batch_cli.sync_local_metadata_from_datastore
+    find, sync = FlowDataStore.get_task_datastore, cli.sync_local_metadata_from_datastore
 
     def lenient(self: Any, *args: Any, **options: Any) -> Any:
         try:
@@ -247,7 +249,7 @@ def _pass_over_missing_metadata() -> None:
             sync(folder, datastore)
 
     FlowDataStore.get_task_datastore = lenient
-    batch_cli.sync_local_metadata_from_datastore = sync_what_there_is
+    cli.sync_local_metadata_from_datastore = sync_what_there_is
 
 
 def _wait_for_mappers(self: Any, flow: Any, step_name: str) -> None:

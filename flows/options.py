@@ -48,11 +48,10 @@ def check_run_options(options: list[str]) -> list[str]:
     parser.add_argument("--job", default="")
     add_permits(parser)
     known, rest = parser.parse_known_args(options)
-    backend = requested_backend(sys.argv)
     if known.config is None and not any(one.startswith("script=") for one in known.overrides):
         known.config = str(DEFAULT_CONFIG)
     try:
-        loaded = _loaded(known, backend)
+        loaded = _loaded(known)
         cluster, steps = loaded.config.cluster, loaded.config.training.max_steps
         if known.rehearse and (fault := Fault.parse(known.rehearse)):
             nodes, processes = cluster.nodes, cluster.processes_per_node
@@ -78,7 +77,7 @@ def check_run_options(options: list[str]) -> list[str]:
     settings = {"path": known.config or "", "config": loaded.config.model_dump(mode="json"), "sources": loaded.sources}
     if loaded.config.script is not None:
         settings["config"], settings["script_sha256"] = loaded.script_settings(), None
-        if backend is not None:
+        if requested_backend(sys.argv, loaded.config.cluster.plan_for) is not None:
             try:
                 settings["script_sha256"] = pack_script(loaded.config, Store.open(loaded.config.store))
             except InfraError as error:
@@ -123,10 +122,11 @@ def parse_checked_options(words: list[str]) -> tuple[str, RunConfig]:
     return values["--job"], RunConfig.model_validate_json(json.dumps(json.loads(values["--config"])["config"]))
 
 
-def _loaded(known: argparse.Namespace, backend: str | None) -> LoadedConfig:
+def _loaded(known: argparse.Namespace) -> LoadedConfig:
     """Load the configuration. The backend that `--with` names becomes cluster.plan_for. Raises ConfigError."""
     load = partial(load_config, known.config, project_root=PROJECT_ROOT, cwd=Path.cwd())
     loaded = load(known.overrides)
+    backend = requested_backend(sys.argv, loaded.config.cluster.plan_for)
     if backend is None or loaded.config.cluster.plan_for == backend:
         return loaded
     loaded = load([*known.overrides, f"cluster.plan_for={backend}"])

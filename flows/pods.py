@@ -19,14 +19,18 @@ from ebbflow.flows.attempts.order import AttemptOrder
 from ebbflow.flows.attempts.submission import wrap_command
 from ebbflow.infra.batch import QueueState
 from ebbflow.infra.batch.queues import Market
-from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.config.schema import KubernetesConfig, RunConfig
 
 CAPACITY_TYPE = "karpenter.sh/capacity-type"
+_MARKET_LABELS = {
+    "karpenter": (CAPACITY_TYPE, ("spot", "on-demand")),
+    "eks": ("eks.amazonaws.com/capacityType", ("SPOT", "ON_DEMAND")),
+}
 INSTANCE_TYPE = "node.kubernetes.io/instance-type"
 ZONE, ZONE_ID = "topology.kubernetes.io/zone", "topology.k8s.aws/zone-id"
 # Taints of the NodePools in nodepools.yaml, which keep other pods off costly nodes.
 TAINT = "ebbflow/training"
-GPU_TAINT = "nvidia.com/gpu"
+GPU_TAINT, EFA = "nvidia.com/gpu", "vpc.amazonaws.com/efa"
 _ZONE_ID = re.compile(r"[a-z]+\d+-[a-z]{2,}\d+")  # use1-az1; a zone's name is us-east-1a
 
 # Memory that a pod must leave free, unlike a Batch job: kubelet 255 MiB + 11 MiB for each of maxPods = 30 pods
@@ -34,13 +38,14 @@ _ZONE_ID = re.compile(r"[a-z]+\d+-[a-z]{2,}\d+")  # use1-az1; a zone's name is u
 _KUBELET_MIB, _OWN_PODS_MIB = 255 + 11 * 30 + 100, 339
 
 
-def node_selector(placement: Mapping[str, Any]) -> dict[str, str]:
+def node_selector(placement: Mapping[str, Any], nodes: str = "karpenter") -> dict[str, str]:
     """Return the node labels that select the machines of a placement (JSON).
 
-    If the placement names a zone, all nodes are in that zone.
+    If the placement names a zone, all nodes are in that zone. nodes: `kubernetes.nodes` of the configuration.
     """
+    label, (spot, on_demand) = _MARKET_LABELS[nodes]
     chosen = {
-        CAPACITY_TYPE: "spot" if placement["market"] == "spot" else "on-demand",
+        label: spot if placement["market"] == "spot" else on_demand,
         INSTANCE_TYPE: placement["instance_type"],
     }
     if zone := placement.get("zone"):
@@ -99,17 +104,19 @@ def with_nodes(config: RunConfig, nodes: int) -> RunConfig:
 
 def apply_to_pod(cli_args: Any, order: AttemptOrder, config: dict[str, Any]) -> None:
     """Set the options of Metaflow's `kubernetes step` from the placement in `order`, replacing those of @kubernetes."""
-    placement, options = order.placement or {}, cli_args.command_options
+    placement, options, efa = order.placement or {}, cli_args.command_options, config["batch"]["efa_interfaces"]
+    own = KubernetesConfig.model_validate(config.get("kubernetes") or {})  # absent in the run of an older release
     options.update({
         "cpu": str(max(placement["cpu"] - 1, 1)),  # one for the node's own pods
         "gpu": str(placement["gpu"]) if placement["gpu"] else None,
         "memory": str(pod_memory_mib(placement["memory_mib"])),
         "shared_memory": str(config["batch"]["shared_memory_mib"]),
-        "node_selector": [f"{key}={value}" for key, value in node_selector(placement).items()],
+        "node_selector": [f"{key}={value}" for key, value in node_selector(placement, own.nodes).items()],
         "tolerations": json.dumps(tolerations(placement)),
         "labels": json.dumps({**_of(options, "labels"), **_LABELS}),
         "annotations": json.dumps({**_of(options, "annotations"), **pod_annotations(config["metrics"]["port"])}),
         "run-time-limit": int(placement["wall_seconds"]),
+        "extended_resources": json.dumps({EFA: efa}) if efa and order.nodes > 1 else options.get("extended_resources"),
     })  # fmt: skip
     if config["batch"]["image"]:
         options["image"] = config["batch"]["image"]

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 # Seconds for which the Batch job of a step around training may wait for capacity (`attempts/submission.py`).
 RUNNABLE_VARIABLE = "EBBFLOW_RUNNABLE_SECONDS"
+# Backend of `--with cloud`, for the tasks that the launcher starts.
+CLOUD_VARIABLE = "EBBFLOW_CLOUD"
 
 _BACKENDS: dict[str, Target] = {"batch": "batch", "cloud": "batch", "kubernetes": "kubernetes"}
 
@@ -29,10 +31,15 @@ def in_container() -> bool:
     return os.environ.get("METAFLOW_RUNTIME_ENVIRONMENT", "local") != "local"
 
 
-def requested_backend(words: Sequence[str]) -> Target | None:
-    """Return the backend that --with names in a command line: "batch", "kubernetes", or None for this machine."""
+def requested_backend(words: Sequence[str], plan_for: str = "batch") -> Target | None:
+    """Return the backend that --with names in a command line: "batch", "kubernetes", or None for this machine.
+
+    plan_for: cluster.plan_for of the configuration, by which `--with cloud` means Kubernetes or AWS Batch.
+    """
     names = [value.partition(":")[0] for value in option_values(words, "--with")]
-    return None if "local" in names else next((_BACKENDS[name] for name in names if name in _BACKENDS), None)
+    if "local" in names or (name := next((name for name in names if name in _BACKENDS), None)) is None:
+        return None
+    return "kubernetes" if name == "cloud" and plan_for == "kubernetes" else _BACKENDS[name]
 
 
 def option_values(words: Sequence[str], option: str) -> list[str]:
@@ -51,8 +58,10 @@ def set_environment(config: RunConfig, backend: str) -> None:
     configured = {
         "METAFLOW_BATCH_JOB_QUEUE": batch.light_queue,
         "METAFLOW_BATCH_CONTAINER_IMAGE": batch.image,
+        "METAFLOW_KUBERNETES_CONTAINER_IMAGE": batch.image,
         "METAFLOW_ECS_S3_ACCESS_IAM_ROLE": batch.job_role,
         "AWS_DEFAULT_REGION": batch.region,
+        CLOUD_VARIABLE: backend,
         RUNNABLE_VARIABLE: f"{batch.runnable_minutes * 60:g}",
     }
     os.environ.update({name: value for name, value in configured.items() if value})
@@ -63,6 +72,7 @@ def set_environment(config: RunConfig, backend: str) -> None:
         # Metaflow tries once, but AWS throttles accounts that start many jobs at once.
         "AWS_RETRY_MODE": "standard",
         "AWS_MAX_ATTEMPTS": "10",
+        "METAFLOW_KUBERNETES_JOB_TERMINATE_MODE": "delete",  # Metaflow would leave a Job without pods behind
         "METAFLOW_BATCH_EMIT_TAGS": "true" if config.batch.tags else "",  # Metaflow sets no tags otherwise
     }
     for name, value in follows.items():

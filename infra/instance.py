@@ -135,7 +135,7 @@ class MachineIdentity:
     region: str | None = None
     market: str | None = None  # spot or on_demand
     uptime_seconds: float | None = None  # time since boot
-    batch_job_id: str | None = None  # the AWS Batch job of this container, without a node's number; None: no Batch job
+    batch_job_id: str | None = None  # the AWS Batch job (without a node's number), JobSet or Job of this container
     identified_by: str = ""  # environment, metadata or firmware; empty: unidentified
     problem: str = ""  # why an AWS instance is unidentified; empty elsewhere
 
@@ -152,6 +152,10 @@ def identify_machine(
     system: the folder that contains /proc and /sys. deadline_seconds: limit for all requests together.
     """
     job = environment.get("AWS_BATCH_JOB_ID", "").split("#")[0]  # a multi-node job has "<job>#<node>"
+    if pod := environment.get("METAFLOW_KUBERNETES_POD_NAME"):  # the id of its JobSet or Job (`infra.kubernetes`)
+        jobset = environment.get("METAFLOW_KUBERNETES_JOBSET_NAME")
+        owner = f"jobsets/{jobset}" if jobset else f"jobs/{pod.rpartition('-')[0]}"
+        job = f"{environment.get('METAFLOW_KUBERNETES_POD_NAMESPACE', '')}/{owner}"
     return replace(_identify(environment, system, deadline_seconds), batch_job_id=job or None)
 
 

@@ -87,13 +87,14 @@ def _place_afresh(request: PlacementRequest) -> AttemptOrder:
     from ebbflow.cost.capacity import read_attempts
     from ebbflow.cost.errors import CostError
     from ebbflow.infra.batch import batch_client, training_queues
+    from ebbflow.infra.kubernetes.cluster import open_cluster
 
     job, on_batch = _job(request), request.backend == "batch"
     config = job.config
-    client = batch_client(config.batch.region) if on_batch else None
+    client = batch_client(config.batch.region) if on_batch else open_cluster()
     with job.events(_process(request)) as log:
         events = read_events(job.store)
-        events += settle_attempts(job, events, client, log) if on_batch else []
+        events += settle_attempts(job, events, client, log)
         history = read_attempts(events)
         comes = config.cost.deadline_hours is not None
         if ending := give_up_reason(history, events, run=job.run, on_demand_comes=comes):

@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ebbflow.cost.capacity import Placement, batch_attempt_data
@@ -19,6 +20,7 @@ from ebbflow.infra.checks.batch import ANSWER_SECONDS, for_batch
 from ebbflow.infra.errors import CloudRefused, InfraError
 from ebbflow.infra.event_log import EventLog
 from ebbflow.infra.events import BATCH_ATTEMPT, BATCH_SUBMITTED, NODE_STARTED, PLACED, Event, read_events
+from ebbflow.infra.kubernetes import cluster as kubernetes
 from ebbflow.infra.launchers import check_run_claim
 from ebbflow.infra.preflight import Check, CheckFinding, PreflightContext, failed, passed
 
@@ -78,7 +80,11 @@ def settle_attempts(
             with contextlib.suppress(CloudRefused):  # the job ended meanwhile; the next call records it
                 why = f"run {job.run} goes on with job {job.name}"
                 words = NEVER_STARTED if attempt.started_utc is None else TERMINATED
-                cancel_job(job_id, why, there, words=words, deadline_seconds=deadline_seconds)
+                if isinstance(there, kubernetes.Cluster):
+                    there.delete(job_id)
+                    settled.append(log.emit(BATCH_ATTEMPT, **_ended_attempt(attempt, find_placement(event, events))))
+                else:
+                    cancel_job(job_id, why, there, words=words, deadline_seconds=deadline_seconds)
                 say(f"{_describe_left_behind(attempt, event)} was left behind: terminated, since {why}")
     return settled
 
@@ -88,8 +94,12 @@ def _by_region(
 ) -> list[tuple[Any, dict[str, Event]]]:
     """Return a client and the Batch jobs of each region in which the jobs were placed.
 
-    client: Client of the home region, which also has the jobs without a known region.
+    client: Client of the home region, which also has the jobs without a known region; or a Kubernetes cluster.
     """
+    pods = isinstance(client, kubernetes.Cluster)
+    submitted = {one: event for one, event in submitted.items() if kubernetes.is_cluster_id(one) is pods}
+    if pods:
+        return [(client, dict(submitted))]
     found: dict[str, dict[str, Event]] = {}
     for job_id, event in submitted.items():
         region = getattr(find_placement(event, events), "region", None) or client.meta.region_name
@@ -105,7 +115,7 @@ def _describe_all(
 ) -> dict[str, BatchAttempt]:
     found: dict[str, BatchAttempt] = {}
     for there, known in _by_region(submitted, events, client):
-        found |= describe_attempts(list(known), there, deadline_seconds=seconds)
+        found |= _describe(list(known), there, seconds)
     return found
 
 
@@ -115,11 +125,23 @@ def _describe_when_complete(
     """Query Batch for the jobs. Wait up to 10 s until all ended jobs in `wanted` have an end time and a reason."""
     limit = time.monotonic() + min(_WHOLE_SECONDS, deadline_seconds / 2)
     while True:
-        found = describe_attempts(job_ids, client, deadline_seconds=deadline_seconds)
+        found = _describe(job_ids, client, deadline_seconds)
         ended = [found[one] for one in wanted if one in found and found[one].finished]
         if all(_is_complete(attempt.to_json()) for attempt in ended) or time.monotonic() + _LOOK_SECONDS > limit:
             return found
         time.sleep(_LOOK_SECONDS)
+
+
+def _client(job: Job, job_ids: Iterable[str]) -> Any:
+    """Return a client for the backend of these attempts. Raises CloudError."""
+    pods = any(kubernetes.is_cluster_id(one) for one in job_ids)
+    return kubernetes.open_cluster() if pods else batch_client(job.config.batch.region)
+
+
+def _describe(job_ids: Sequence[str], client: Any, deadline_seconds: float) -> dict[str, BatchAttempt]:
+    if isinstance(client, kubernetes.Cluster):
+        return kubernetes.describe_attempts(job_ids, client, now=time.time())
+    return describe_attempts(job_ids, client, deadline_seconds=deadline_seconds)
 
 
 def _is_complete(record: Mapping[str, Any]) -> bool:
@@ -152,6 +174,13 @@ def _submitted_jobs(events: Sequence[Event]) -> dict[str, Event]:
             if event.name == name and job_id:
                 found.setdefault(job_id, event)
     return found
+
+
+def _ended_attempt(attempt: BatchAttempt, placement: Placement | None) -> dict[str, Any]:
+    """Return the record of pods that are deleted now: the cluster forgets them, unlike Batch its jobs."""
+    times = tuple((start, start and (stop or time.time())) for start, stop in attempt.node_times)
+    ended = replace(attempt, status="FAILED", cause="terminated", stopped_utc=time.time(), node_times=times)
+    return batch_attempt_data(ended, placement)
 
 
 def _describe_left_behind(attempt: BatchAttempt, submitted: Event) -> str:
@@ -210,11 +239,11 @@ def settle_for_report(job: Job) -> None:
     if not {**unsettled_jobs(events), **_incomplete_jobs(events)}:
         return
     try:
-        client = batch_client(job.config.batch.region)
+        client = _client(job, unsettled_jobs(events) or _incomplete_jobs(events))
         with job.events("settle") as log:
             settle_attempts(job, events, client, log, deadline_seconds=_REPORT_SECONDS)
     except InfraError as error:
-        print(f"the end of the last Batch job is unknown yet, so the bill uses its agents' records: {error}")
+        print(f"the end of the last attempt is unknown yet, so the bill uses its agents' records: {error}")
 
 
 _LEFTOVER_SECONDS = 90.0
@@ -231,7 +260,7 @@ def end_leftovers(job: Job, say: Callable[[str], None]) -> None:
         return
     limit = time.monotonic() + _LEFTOVER_SECONDS
     try:
-        client = batch_client(job.config.batch.region)
+        client = _client(job, unsettled_jobs(events))
         with job.events("leftovers") as log:
             while True:
                 events += settle_attempts(job, events, client, log)
@@ -244,4 +273,4 @@ def end_leftovers(job: Job, say: Callable[[str], None]) -> None:
         if left:
             say(f"not ended within {_LEFTOVER_SECONDS:g} s and still paid for: {', '.join(left)}")
     except InfraError as error:
-        say(f"cannot check for jobs left behind in AWS Batch: {error}")
+        say(f"cannot check for jobs left behind: {error}")

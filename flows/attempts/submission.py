@@ -85,7 +85,7 @@ _REQUEST_SECONDS = 15.0
 _LEAVE_SECONDS = 50.0  # less than the 60 s for which the launcher waits
 
 
-class _StartLimits:
+class StartLimits:
     """Time limits within which a submitted job must begin to run.
 
     `runnable_seconds` limits the wait for capacity, counted from the submit. `starting_seconds` limits the time in the
@@ -97,6 +97,10 @@ class _StartLimits:
         self._submitted = time.monotonic()
         self._start_by = math.inf if start_by_utc is None else self._submitted + start_by_utc - time.time()
         self._starting: float | None = None
+
+    def restart(self) -> None:
+        """Count the wait for capacity from now on."""
+        self._submitted, self._starting = time.monotonic(), None
 
     def left(self) -> float:
         limit = self._submitted + self._runnable_seconds
@@ -198,7 +202,7 @@ class Submission:
         from ebbflow.infra.events import OUTCOME
 
         if self._asked:
-            with self._events() as log:
+            with submit_events(self._asked) as log:
                 message = f"AWS Batch refused the submit of {self._asked['step']}: {why}"
                 log.emit(OUTCOME, flush=True, outcome=Outcome.FAILED.value, message=message)
 
@@ -220,7 +224,7 @@ class Submission:
         asked = self._asked
         if not asked:
             return
-        with self._events() as log:
+        with submit_events(asked) as log:
             details = {"step": asked["step"], "task": asked["task"]}
             details |= {"twin_of": self._job_id or None} if unwanted else {}
             log.emit(BATCH_SUBMITTED, job_id=unwanted or self._job_id, job_name=job_name, **details)
@@ -229,17 +233,6 @@ class Submission:
                     return log.flush()
                 except StoreError as error:
                     _say(f"job {unwanted or self._job_id} is not in the events yet: {error}")
-
-    def _events(self) -> EventLog:
-        from ebbflow.infra.config.schema import RunConfig
-        from ebbflow.infra.event_log import EventLog
-        from ebbflow.infra.events import Origin
-
-        asked = self._asked
-        config = RunConfig.model_validate({"store": asked["store"]})
-        job = Job(name=asked["job"], run=asked["run"], config=config, request_seconds=_REQUEST_SECONDS)
-        process = f"submit-{asked['step']}-{asked['task']}-{asked['attempt']}"
-        return EventLog(job.store, Origin(job=job.name, run=job.run, attempt=asked["attempt"], process=process))
 
     def _limit(self, name: str, usual: float) -> float:
         return float(self._asked.get(name) or usual)
@@ -250,7 +243,7 @@ class Submission:
         from ebbflow.infra.errors import InfraError
 
         client = batch_client(self._asked.get("region"))
-        patience = _StartLimits(
+        patience = StartLimits(
             runnable_seconds=self._limit("runnable_seconds", float(os.environ.get(RUNNABLE_VARIABLE) or math.inf)),
             starting_seconds=self._limit("starting_seconds", STARTING_SECONDS),
             start_by_utc=self._asked.get("start_by_utc"),
@@ -305,6 +298,18 @@ class Submission:
                 return
             time.sleep(0.5)
         _say(f"job {job_id} has not ended within {_LEAVE_SECONDS:g} s after its termination")
+
+
+def submit_events(asked: dict[str, Any]) -> EventLog:
+    """Open the job's event log for the process that submits an attempt. asked: the JSON of SUBMIT_VARIABLE."""
+    from ebbflow.infra.config.schema import RunConfig
+    from ebbflow.infra.event_log import EventLog
+    from ebbflow.infra.events import Origin
+
+    config = RunConfig.model_validate({"store": asked["store"]})
+    job = Job(name=asked["job"], run=asked["run"], config=config, request_seconds=_REQUEST_SECONDS)
+    process = f"submit-{asked['step']}-{asked['task']}-{asked['attempt']}"
+    return EventLog(job.store, Origin(job=job.name, run=job.run, attempt=asked["attempt"], process=process))
 
 
 def refusal_reason(answer: dict[str, Any]) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ebbflow.infra.checks import batch, gpu, machine, store
 from ebbflow.infra.checks import environment as env
+from ebbflow.infra.kubernetes.checks import CHECKS as KUBERNETES_CHECKS
 from ebbflow.infra.preflight import Check
 
 _AWS_SECONDS = batch.ANSWER_SECONDS + 3.0  # boto3 is imported and its service descriptions are read as well
@@ -74,4 +75,5 @@ CHECKS: list[Check] = [
         "aws-image", "container image exists", "error", "full", _AWS_SECONDS, ("A01", "A18"), batch.check_batch_image
     ),
     Check("aws-clock", "clock agrees with AWS's", "error", "full", 10.0, ("A19",), batch.check_batch_clock),
+    *KUBERNETES_CHECKS,
 ]

@@ -63,6 +63,18 @@ class BatchConfig(Section):
     )
 
 
+class KubernetesConfig(Section):
+    """Kubernetes, for `--with kubernetes`; image, shared memory and waiting time are those of the section batch."""
+
+    queue: str | None = key(None, "Kueue's local queue, which admits the job's pods; null: none")
+    nodes: Literal["karpenter", "eks"] = key(
+        "karpenter", "labels that select nodes: Karpenter's, or those of EKS managed node groups"
+    )
+    node_replacements: int = key(
+        0, "lost nodes (not node 0) that JobSet may replace within an attempt; 0: the gang restarts as a whole", ge=0
+    )
+
+
 class ModelConfig(Section):
     """Shape of the causal language model."""
 
@@ -334,6 +346,7 @@ class RunConfig(Section):
     fsdp: FsdpConfig = FsdpConfig()
     cluster: ClusterConfig = ClusterConfig()
     batch: BatchConfig = BatchConfig()
+    kubernetes: KubernetesConfig = KubernetesConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     cost: CostConfig = CostConfig()
     metrics: MetricsConfig = MetricsConfig()

@@ -54,7 +54,10 @@ def test_every_manifest_is_valid_strictly(version: str) -> None:
     for one in checked:
         kubernetes_validate.validate(one, version, strict=True)
     kinds = {one["kind"] for one in checked}
-    assert kinds == {"Namespace", "ServiceAccount", "Role", "RoleBinding", "NetworkPolicy", "Job"}
+    assert kinds == {
+        "Namespace", "ServiceAccount", "Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding", "NetworkPolicy",
+        "Job",
+    }  # fmt: skip
     broken = json.loads(json.dumps(of_kind("NetworkPolicy")[0]))
     broken["spec"]["ingres"] = []
     with pytest.raises(kubernetes_validate.ValidationError):
@@ -93,8 +96,10 @@ def test_training_pods_ask_the_api_for_nothing_and_the_head_for_what_metaflow_ca
     [binding], [role] = of_kind("RoleBinding"), of_kind("Role")
     assert [one["name"] for one in binding["subjects"]] == ["ebbflow-head"]
     assert {resource for rule in role["rules"] for resource in rule["resources"]} == {
-        "jobs", "jobs/status", "jobsets", "jobsets/status", "pods", "pods/exec",
+        "jobs", "jobs/status", "jobsets", "jobsets/status", "pods", "localqueues", "localqueues/pendingworkloads",
     }  # fmt: skip
+    [nodes] = of_kind("ClusterRole")
+    assert nodes["rules"] == [{"apiGroups": [""], "resources": ["nodes"], "verbs": ["get", "list"]}]
     assert not any("*" in rule["verbs"] + rule["resources"] for rule in role["rules"])
 
 

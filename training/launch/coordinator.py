@@ -42,7 +42,7 @@ from ebbflow.training.checkpoint.rollback import MissingCommits, check_rollback,
 from ebbflow.training.errors import GangError, TrainingError
 from ebbflow.training.guards.overrides import read_overrides, rewind_parent
 from ebbflow.training.launch.logs import print_line
-from ebbflow.training.launch.membership import CoordinatorPeers
+from ebbflow.training.launch.membership import CoordinatorPeers, replacements_of
 from ebbflow.training.launch.messages import (
     GangSpec,
     GenerationEnd,
@@ -160,7 +160,8 @@ class Coordinator:
             if notice is not None and (why := self._own.wait_out_notices(peers.announce_wait)):
                 raise GangError(why, outcome=Outcome.INTERRUPTED)
             peers.roll_call(self._own.start_seconds, self._own.is_leaving)
-            self._update_secret(self._own.secret.withdraw)
+            if not replacements_of(spec.config):  # replacements of lost nodes need it too
+                self._update_secret(self._own.secret.withdraw)
             start = self._retry_store(lambda: planner.plan(generation, nodes, peers.hosts(nodes)), peers.keep_in_touch)
             refusal = end_if_unaffordable(
                 start,
@@ -207,7 +208,7 @@ class Coordinator:
         """Wait until every node's ranks have ended. Return the next generation and its nodes, or the gang's result."""
         if not ended.again:
             return ended
-        nodes = self._peers.regroup(REGROUP_SECONDS, self._own.is_leaving)
+        nodes = self._peers.regroup(REGROUP_SECONDS, self._own.is_leaving, self._log.beat)
         if isinstance(nodes, GenerationEnd):
             return self._peers.give_up(nodes)
 

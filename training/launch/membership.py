@@ -6,10 +6,12 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, replace
+from typing import Any
 
 from ebbflow.infra.errors import Outcome
 from ebbflow.infra.events import EndReason
@@ -44,6 +46,12 @@ class StickyFlag:
         return self._now() - self._marked < self._seconds
 
 
+def replacements_of(config: Mapping[str, Any]) -> int:
+    """Return how many lost nodes the scheduler of this process replaces within an attempt."""
+    jobset = "METAFLOW_KUBERNETES_JOBSET_NAME" in os.environ
+    return int((config.get("kubernetes") or {}).get("node_replacements") or 0) if jobset else 0
+
+
 _WAIT_REPORT_SECONDS = 1.0  # between two messages that a node waits for its notice to expire
 _LOOK_SECONDS = 0.02
 _WITNESS_SECONDS = 10.0  # older positions of ranks say nothing about the failure
@@ -74,14 +82,14 @@ class CoordinatorPeers(_Peers):
 
     def __init__(self, spec: GangSpec, host: str, secret: bytes) -> None:
         super().__init__()
-        self._spec, self._host = spec, host
+        self._spec, self._host, self._secret = spec, host, secret
+        # Lost nodes that the scheduler replaces within this attempt (a JobSet's failure policy).
+        self._replacements = replacements_of(spec.config)
         self._members: dict[int, Connection] = {}  # nodes that have joined
         self._hellos: dict[int, Message] = {}  # their first messages
         self._server: RollCallServer | None = None  # until all nodes have joined
         if spec.nodes > 1:
-            self._server = RollCallServer(
-                spec.main_address, spec.candidate_ports, spec.token, secret, spec.silence_seconds
-            )
+            self._server = self._open_server()
         self._number = 0
         self._waits: dict[int, tuple[float, RankOrder]] = {}  # node: (time.monotonic() of the wait's end, its notice)
         self._wait_announced = StickyFlag(_WAIT_REPORT_SECONDS)
@@ -93,6 +101,12 @@ class CoordinatorPeers(_Peers):
         self._started: GenerationStart | None = None
         self._leave_orders: list[RankOrder] = []
         self._left_out: set[int] = set()
+
+    def _open_server(self) -> RollCallServer:
+        spec = self._spec
+        return RollCallServer(
+            spec.main_address, spec.candidate_ports, spec.token, self._secret, spec.silence_seconds
+        )  # fmt: skip
 
     @property
     def nodes(self) -> list[int]:
@@ -206,11 +220,13 @@ class CoordinatorPeers(_Peers):
         self._first_failure, self._witnesses_wanted = float("inf"), False
         self._broadcast({"kind": "start", **asdict(start)})
 
-    def regroup(self, deadline_seconds: float, stopped: Callable[[], bool]) -> list[int] | GenerationEnd:
+    def regroup(
+        self, deadline_seconds: float, stopped: Callable[[], bool], meanwhile: Callable[[], object] = lambda: None
+    ) -> list[int] | GenerationEnd:
         """Wait until every node's ranks have ended, and return the nodes for the next generation.
 
-        A node that is late counts as lost. Return the gang's result instead if too few nodes are left, or if a node was
-        asked to stop.
+        A node that is late counts as lost. If lost nodes are replaced, wait for their replacements too. Return the
+        gang's result instead if too few nodes are left, or if a node was asked to stop.
         """
         limit = time.monotonic() + deadline_seconds
         while True:
@@ -228,10 +244,38 @@ class CoordinatorPeers(_Peers):
             connection.close()
         nodes = self.nodes
         lost = [node for node in self._start.nodes if node not in nodes]
-        if lost and not self._is_enough(self.nodes):
+        if lost and not self._is_enough(nodes) and not self._await_replacements(lost, stopped, meanwhile):
             culprit = "; ".join(self._describe_loss(node) for node in lost)
             return GenerationEnd(culprit=culprit, reason=EndReason.NODE_LOST)
-        return nodes
+        return self.nodes
+
+    def _await_replacements(
+        self, lost: Sequence[int], stopped: Callable[[], bool], meanwhile: Callable[[], object]
+    ) -> bool:
+        """Wait until all lost nodes have joined again. Return whether they have in time."""
+        if not self._is_replaced(lost):
+            return False
+        cluster = self._spec.config["cluster"]
+        limit = time.monotonic() + cluster["expected_start_seconds"] + cluster["start_deadline_seconds"]
+        self._number = 0  # the ended generation is not theirs
+        self._server = server = self._open_server()
+        try:
+            while any(node not in server.joined for node in lost):
+                if stopped() or self.leave_cause or time.monotonic() > limit:
+                    return False
+                self.admit_nodes()
+                self._send_wait(limit - time.monotonic())
+                meanwhile()
+                time.sleep(_LOOK_SECONDS)
+            self._add_joined()
+        finally:
+            server.close()
+            self._server = None
+        self._replacements -= len(lost)
+        return True
+
+    def _is_replaced(self, lost: Collection[int]) -> bool:
+        return 0 < len(lost) <= self._replacements and 0 not in lost
 
     def give_up(self, end: GenerationEnd) -> GenerationEnd:
         """Send the result of the generation or of the gang to all followers, and return it."""
@@ -325,7 +369,8 @@ class CoordinatorPeers(_Peers):
         end = self._go_on_without_noticed(end_from_failures(self._evidence()))
         if end.error == UnreliableReader.__name__ and not end.left_out:
             return self._go_on_without_reader(end)
-        if end.reason == EndReason.NODE_LOST and (self._is_enough(self.nodes) or self.leave_cause):
+        enough = self._is_enough(self.nodes) or self._is_replaced(set(self._start.nodes) - set(self.nodes))
+        if end.reason == EndReason.NODE_LOST and (enough or self.leave_cause):
             return replace(end, again=True)  # if all are to leave, `regroup` ends the gang
         return end
 

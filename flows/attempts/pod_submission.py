@@ -1,0 +1,317 @@
+"""Submission of one step to Kubernetes, in the process on the launching machine that then waits for its pods.
+
+Metaflow starts this process for each step (`kubernetes step`). This module changes the requests that the process sends
+through the Kubernetes client, and no internals of Metaflow:
+
+- requests that fail for the moment (429, 5xx, no connection) are sent again, so that training goes on without its API
+  server; a refused create ends the run with one line
+- a JobSet gets a failure policy, a Kueue queue if one is configured, and a name that a repeated create cannot double
+- the pods are watched: what does not start in time is deleted and placed anew, and the attempt's times and its end are
+  recorded for the bill
+- the end of the process deletes the Job or JobSet, so that its pods save a checkpoint and end; Metaflow itself would
+  run a command in node 0's pod, after which a failure policy would restart it
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ebbflow.flows.attempts.order import SUBMIT_VARIABLE
+from ebbflow.flows.attempts.submission import StartLimits, submit_events
+from ebbflow.flows.remote import RUNNABLE_VARIABLE
+from ebbflow.infra.batch.jobs import NEVER_STARTED, Cause
+from ebbflow.infra.errors import CloudError, Outcome
+from ebbflow.infra.kubernetes.cluster import QUEUE_LABEL, AttemptWatch, Cluster, open_cluster
+
+_NO_RETRY = 202  # Metaflow's exit code of a task that must not be retried
+_TRANSIENT = (429, 500, 502, 503, 504)
+_OUTAGE_SECONDS = 900.0  # without an API server; then the attempt counts as failed
+_LEAVE_SECONDS = 50.0  # less than the 60 s for which the launcher waits
+_LONGEST_PAUSE_SECONDS = 15.0
+_LOOK_SECONDS = 1.0
+_KEPT_SECONDS = 86400  # for which the cluster keeps a JobSet that has ended
+_IMAGE_SECONDS = 300.0  # of failed pulls
+_PATIENCE_SECONDS = 60.0  # for a node to be made, before a message says why a pod waits
+
+
+class PodSubmission:
+    """The only Job or JobSet that this process creates.
+
+    Args:
+        asked: JSON that the scheduler wrote for this attempt; {} for a step that does not train.
+    """
+
+    def __init__(self, asked: dict[str, Any]) -> None:
+        self._asked = asked
+        self._watch: AttemptWatch | None = None
+        self._ended_by: Cause | None = None
+        self._why = ""
+        self._lock = threading.Lock()
+        self._recorded = False
+        self._limit = _OUTAGE_SECONDS
+        self._shown = ""
+
+    def listen(self) -> None:
+        """Change the Kubernetes client of this process, and delete the pods when it ends."""
+        from kubernetes import client, stream
+        from kubernetes.client.rest import RESTClientObject
+
+        def no_exec(*_: Any, **__: Any) -> None:
+            raise RuntimeError("pods are ended by deletion")
+
+        stream.stream = no_exec  # Metaflow then deletes the JobSet, or ends the Job by its parallelism
+        RESTClientObject.request = self._persistent(RESTClientObject.request)
+        custom, batch = client.CustomObjectsApi, client.BatchV1Api
+        custom.create_namespaced_custom_object = self._creating(custom.create_namespaced_custom_object, "jobsets")
+        custom.get_namespaced_custom_object = self._reading(custom.get_namespaced_custom_object)
+        batch.create_namespaced_job = self._creating(batch.create_namespaced_job, "jobs")
+        atexit.register(self._leave)
+
+    def _persistent(self, send: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `request` of the REST client, repeated while the API server does not answer or asks to wait."""
+        from kubernetes.client.exceptions import ApiException
+        from urllib3.exceptions import HTTPError
+
+        def request(client: Any, method: str, url: str, *args: Any, **options: Any) -> Any:
+            began, pause, told = time.monotonic(), 0.5, False
+            options["_request_timeout"] = options.get("_request_timeout") or 30.0
+            while True:
+                try:
+                    answer = send(client, method, url, *args, **options)
+                    status, after = answer.status, (answer.headers or {}).get("Retry-After")
+                    if status not in _TRANSIENT:
+                        return answer
+                    problem: Any = f"HTTP {status}"
+                except ApiException as error:  # releases of the client that raise here
+                    if error.status not in _TRANSIENT:
+                        raise
+                    answer, problem, after = error, error, (error.headers or {}).get("Retry-After")
+                except (HTTPError, OSError) as error:
+                    answer, problem, after = error, error, None
+                if time.monotonic() - began > self._limit:
+                    if isinstance(answer, Exception):
+                        raise answer
+                    return answer
+                if not told:
+                    _say(f"the API server does not answer ({str(problem)[:200]}); training goes on, asking again")
+                    told = True
+                time.sleep(min(float(after) if after and after.isdigit() else pause, _LONGEST_PAUSE_SECONDS))
+                pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+
+        return request
+
+    def _creating(self, create: Callable[..., Any], kind: str) -> Callable[..., Any]:
+        from kubernetes.client.exceptions import ApiException
+
+        def make(api: Any, *args: Any, **options: Any) -> Any:
+            body = options["body"]
+            body = body if isinstance(body, dict) else api.api_client.sanitize_for_serialization(body)
+            self._complete(body, kind)
+            name = body["metadata"]["name"]
+            nodes = sum(one.get("replicas", 1) for one in body["spec"].get("replicatedJobs") or [{}])
+            job_id = f"{options['namespace']}/{kind}/{name}"
+            self._watch = AttemptWatch(job_id, nodes)
+            _report_errors(lambda: self._note(job_id))
+            try:
+                try:
+                    answer = create(api, *args, **{**options, "body": body})
+                except ApiException as error:
+                    if error.status != 422 or "failurePolicy" not in str(error.body):
+                        raise
+                    _say("this release of JobSet cannot replace a single node: the gang restarts as a whole")
+                    del body["spec"]["failurePolicy"]
+                    answer = create(api, *args, **{**options, "body": body})
+            except ApiException as error:
+                if error.status != 409:
+                    raise SystemExit(self._refuse(error)) from None
+                answer = self._existing(api, kind, options, name)  # made by a create whose answer was lost
+            threading.Thread(target=_report_errors, args=(self._follow,), daemon=True).start()
+            return answer
+
+        return make
+
+    def _reading(self, get: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a read of JobSets that shows Metaflow neither replaced failures nor a preemption by Kueue.
+
+        Metaflow takes any failed Job for the end of the gang, also one that the failure policy is about to replace, and
+        a gang without an active Job for one that has succeeded.
+        """
+
+        def read(*args: Any, **options: Any) -> Any:
+            found = get(*args, **options)
+            if not isinstance(found, dict) or found.get("kind") != "JobSet":
+                return found
+            status, spec = found.get("status") or {}, found.get("spec") or {}
+            over = any(
+                one["type"] in ("Failed", "Completed") and one["status"] == "True"
+                for one in status.get("conditions") or []
+            )
+            for one in [] if over else status.get("replicatedJobsStatus") or []:
+                if spec.get("failurePolicy"):
+                    one["failed"] = 0
+                if spec.get("suspend") and self._watch is not None and self._watch.started:
+                    one["active"] = max(one["active"], 1)
+            return found
+
+        return read
+
+    def _existing(self, api: Any, kind: str, options: dict[str, Any], name: str) -> Any:
+        if kind == "jobs":
+            return api.read_namespaced_job(name=name, namespace=options["namespace"])
+        names = ("group", "version", "namespace", "plural")
+        return api.get_namespaced_custom_object(name=name, **{key: options[key] for key in names})
+
+    def _complete(self, body: dict[str, Any], kind: str) -> None:
+        """Add to a Job or JobSet what Metaflow cannot."""
+        metadata = body["metadata"]
+        if not metadata.get("name"):
+            metadata["name"] = f"{metadata.pop('generateName')}{os.urandom(3).hex()}"
+        if queue := self._asked.get("kueue"):
+            metadata["labels"] = {**(metadata.get("labels") or {}), QUEUE_LABEL: queue}
+        if kind == "jobsets":
+            for name in [name for name, value in body["spec"].items() if value is None]:
+                del body["spec"][name]
+            body.pop("status", None)
+            body["spec"]["ttlSecondsAfterFinished"] = _KEPT_SECONDS
+            if restarts := int(self._asked.get("node_replacements") or 0):
+                body["spec"]["failurePolicy"] = failure_policy(restarts)
+
+    def _refuse(self, error: Any) -> int:
+        """Record the refusal as the job's outcome. Return an exit code; Metaflow itself would print a traceback."""
+        try:
+            text = json.loads(error.body)["message"]
+        except (ValueError, KeyError, TypeError):
+            text = str(error.reason)
+        message = f"Kubernetes refused {self._asked.get('step') or 'a step'}: {text} ({error.status})"
+        _say(message)
+        if self._asked:
+            from ebbflow.infra.events import OUTCOME
+
+            with submit_events(self._asked) as log:
+                log.emit(OUTCOME, flush=True, outcome=Outcome.FAILED.value, message=message)
+        self._recorded = True
+        return _NO_RETRY
+
+    def _note(self, job_id: str) -> None:
+        """Record the id before the create, so that the next launcher finds what this one leaves behind."""
+        from ebbflow.infra.events import BATCH_SUBMITTED
+
+        if self._asked:
+            details = {"step": self._asked["step"], "task": self._asked["task"]}
+            with submit_events(self._asked) as log:
+                log.emit(BATCH_SUBMITTED, job_id=job_id, job_name=job_id.rpartition("/")[2], **details)
+
+    def _follow(self) -> None:
+        """Look at the pods until they have ended; delete what does not start in time."""
+        watch, cluster = self._watch, open_cluster()
+        assert watch is not None
+        limits = StartLimits(
+            runnable_seconds=float(
+                self._asked.get("runnable_seconds") or os.environ.get(RUNNABLE_VARIABLE) or math.inf
+            ),
+            starting_seconds=float(self._asked.get("image_seconds") or _IMAGE_SECONDS),
+            start_by_utc=self._asked.get("start_by_utc"),
+        )
+        began = time.monotonic()
+        while not watch.ended:
+            with self._lock:
+                _report_errors(lambda: watch.look(cluster, time.time()))
+            if watch.suspended and (queue := self._asked.get("kueue")):
+                self._show_queue(cluster, queue)
+                limits.restart()  # the queue's own limits apply
+            elif len([one for one in watch.pods.values() if one.started]) < watch.nodes and not watch.ended:
+                if time.monotonic() - began > _PATIENCE_SECONDS:
+                    self._show(watch.waiting)
+                image = any(one.no_image for one in watch.pods.values())
+                if (over := limits.exhausted("STARTING" if image else "PENDING")) is not None:
+                    words, why = over
+                    self._ended_by = "never_started" if words == NEVER_STARTED and not image else "not_made"
+                    self._why = f"{why} ({watch.waiting})" if watch.waiting else why
+                    _say(f"{watch.job_id} {self._why}: deleted, to be placed anew")
+                    cluster.delete(watch.job_id)
+                    return
+            time.sleep(_LOOK_SECONDS)
+
+    def _show_queue(self, cluster: Cluster, queue: str) -> None:
+        assert self._watch is not None
+        ahead = cluster.queue_position(self._watch.job_id, queue)
+        place = "" if ahead is None else f", position {ahead + 1}"
+        self._show(f"waiting for admission to queue {queue}{place}; not paid for")
+
+    def _show(self, text: str) -> None:
+        if text and text != self._shown:
+            self._shown = text
+            _say(text)
+
+    def _leave(self) -> None:
+        """Delete what still runs, wait for its end, and record it. Called when the process ends."""
+        watch = self._watch
+        if watch is None or self._recorded:
+            return
+        self._limit = _LEAVE_SECONDS / 2
+        limit = time.monotonic() + _LEAVE_SECONDS
+        with self._lock:
+            try:
+                cluster = open_cluster()
+                watch.look(cluster, time.time())
+                if not watch.ended or watch.gone:  # Metaflow may have deleted it already
+                    self._ended_by = self._ended_by or "terminated"
+                    self._why = self._why or "the launcher was asked to leave"
+                    cluster.delete(watch.job_id)
+                while any(one.ended is None for one in watch.pods.values()) and time.monotonic() < limit:
+                    time.sleep(0.3)
+                    watch.look(cluster, time.time())
+            except CloudError as error:
+                _say(f"the end of {watch.job_id} is unknown: {error}")
+                if not watch.ended:
+                    return  # the next launcher deletes and records it
+            _report_errors(self._record)
+
+    def _record(self) -> None:
+        from ebbflow.cost.capacity import Placement, batch_attempt_data
+        from ebbflow.infra.events import BATCH_ATTEMPT, OUTCOME
+
+        assert self._watch is not None
+        self._recorded = True
+        if not self._asked:
+            return
+        placement = Placement.from_json(self._asked["placement"])
+        attempt = self._watch.attempt(now=time.time(), ended_by=self._ended_by, reason=self._why)
+        with submit_events(self._asked) as log:
+            log.emit(BATCH_ATTEMPT, **{**batch_attempt_data(attempt, placement), **self._watch.given()})
+            if self._asked.get("last") and attempt.cause in ("never_started", "not_made"):
+                outcome = Outcome.NO_CAPACITY if attempt.cause == "never_started" else Outcome.FAILED
+                message = f"no attempt of {self._asked['step']} is left; the last one {self._why or 'never started'}"
+                log.emit(OUTCOME, outcome=outcome.value, message=message)
+
+
+def failure_policy(restarts: int) -> dict[str, Any]:
+    """Return a JobSet's failure policy: a lost worker is replaced alone; the loss of node 0 ends the JobSet."""
+    rules = [
+        {"name": "coordinatorLost", "action": "FailJobSet", "targetReplicatedJobs": ["control"]},
+        {"name": "workerLost", "action": "RestartJob", "targetReplicatedJobs": ["worker"]},
+    ]
+    return {"maxRestarts": restarts, "rules": rules}
+
+
+def open_pod_submission() -> PodSubmission:
+    return PodSubmission(json.loads(os.environ.get(SUBMIT_VARIABLE) or "{}"))
+
+
+def _report_errors(work: Callable[[], Any]) -> None:
+    try:
+        work()
+    except Exception as error:
+        _say(f"{type(error).__name__}: {error}")
+
+
+def _say(text: str) -> None:
+    print(f"kubernetes: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,152 @@
+"""Whether a cluster can run the job: the preflight check `kubernetes-cluster` and `ebbflow kubernetes check`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable
+
+from ebbflow.infra.errors import CloudError, CloudForbidden, CloudRefused, CloudUnavailable, Outcome
+from ebbflow.infra.kubernetes.cluster import JOBSET_GROUP, Cluster, namespace, open_cluster
+from ebbflow.infra.preflight import Check, CheckFinding, PreflightContext, failed, passed, render_results, skipped
+
+_SECONDS = 4.0
+_NEEDED = (
+    *[(verb, "batch", "jobs") for verb in ("create", "get", "delete", "patch")],
+    *[(verb, JOBSET_GROUP, "jobsets") for verb in ("create", "get", "delete")],
+    *[(verb, "", "pods") for verb in ("get", "list")],
+)
+_RBAC = "kubectl apply -f infra/kubernetes/rbac.yaml"
+
+
+def _for_cluster(check: Callable[[PreflightContext, Cluster], CheckFinding]) -> Callable[..., CheckFinding]:
+    def run(context: PreflightContext) -> CheckFinding:
+        config = context.config
+        planned = config.cluster.plan_for == "kubernetes" and "://" in config.store  # pods cannot read a folder
+        if context.target != "kubernetes" and (context.target is not None or not planned):
+            return skipped("the job does not run on Kubernetes")
+        if "METAFLOW_KUBERNETES_WORKLOAD" in os.environ:
+            return skipped("the launcher checked the cluster, whose API this pod may not use")
+        try:
+            return check(context, open_cluster(_SECONDS))
+        except CloudForbidden as error:
+            return failed(str(error), _RBAC)
+        except CloudUnavailable as error:
+            return failed(f"the API server does not answer: {error}", "kubectl cluster-info; check KUBECONFIG and VPN")
+        except CloudError as error:
+            return failed(str(error), "correct KUBECONFIG, or METAFLOW_KUBERNETES_NAMESPACE")
+
+    run.__doc__ = check.__doc__
+    return run
+
+
+@_for_cluster
+def check_create(context: PreflightContext, cluster: Cluster) -> CheckFinding:
+    """Check, by a dry run, that the API server accepts a JobSet of this job: rights, namespace, quota, definitions."""
+    try:
+        cluster.try_create(_example(context))
+    except CloudRefused as error:
+        text = str(error)
+        if "namespaces" in text:
+            return failed(text, "kubectl apply -f infra/kubernetes/namespace.yaml; set METAFLOW_KUBERNETES_NAMESPACE")
+        if error.code == "404":
+            release = "https://github.com/kubernetes-sigs/jobset/releases/latest/download/manifests.yaml"
+            return failed(
+                f"the cluster has no JobSet, which several nodes need: {text}",
+                f"kubectl apply --server-side -f {release}",
+            )
+        if "exceeded quota" in text:
+            return failed(text, "end other jobs, or raise the namespace's ResourceQuota")
+        return failed(text, "the API server's message names the field")
+    return passed(f"a JobSet would be accepted in namespace {namespace()}")
+
+
+@_for_cluster
+def check_access(context: PreflightContext, cluster: Cluster) -> CheckFinding:
+    """Check that this account may create, read and delete Jobs, JobSets and pods (SelfSubjectAccessReview)."""
+    lacking = [f"{verb} {resource}" for verb, group, resource in _NEEDED if not cluster.may(verb, group, resource)]
+    if lacking:
+        return failed(f"this account may not {', '.join(lacking)} in namespace {namespace()}", _RBAC)
+    return passed(f"all {len(_NEEDED)} rights in namespace {namespace()}")
+
+
+@_for_cluster
+def check_queue(context: PreflightContext, cluster: Cluster) -> CheckFinding:
+    """Check that the Kueue queue of `kubernetes.queue` exists."""
+    queue = context.config.kubernetes.queue
+    if queue is None:
+        return skipped("kubernetes.queue is not set")
+    if not cluster.queue_exists(queue):
+        fix = "create the LocalQueue in this namespace, correct kubernetes.queue, or install Kueue"
+        return failed(f"namespace {namespace()} has no Kueue queue {queue}", fix)
+    return passed(f"queue {queue} exists")
+
+
+@_for_cluster
+def check_nodes(context: PreflightContext, cluster: Cluster) -> CheckFinding:
+    """Check that nodes of a wanted type that exist already show their GPUs and EFA devices. Karpenter makes others."""
+    try:
+        nodes = cluster.nodes()
+    except CloudForbidden:
+        return skipped("this account may not list nodes; infra/kubernetes/rbac.yaml has the ClusterRole")
+    types = context.config.cluster.instance_types
+    label = "node.kubernetes.io/instance-type"
+    found = [
+        one for one in nodes if any((one["metadata"].get("labels") or {}).get(label, "").startswith(t) for t in types)
+    ]
+    wanted = [] if context.config.cluster.device == "cpu" else ["nvidia.com/gpu"]
+    wanted += ["vpc.amazonaws.com/efa"] if context.config.batch.efa_interfaces else []
+    for resource in wanted:
+        without = [one["metadata"]["name"] for one in found if resource not in one["status"].get("allocatable", {})]
+        if without:
+            return failed(
+                f"{len(without)} of {len(found)} nodes of {', '.join(types)} show no {resource}: {without[0]}",
+                "install the NVIDIA (or EFA) device plugin with a toleration of ebbflow/training, or correct the pool",
+            )
+    return passed(f"{len(nodes)} nodes, {len(found)} of the wanted types; {', '.join(wanted) or 'no device'} needed")
+
+
+CHECKS = [
+    Check("kubernetes-cluster", "cluster accepts the job", "error", "quick", 8.0, ("A18", "I04"), check_create),
+    Check("kubernetes-rights", "account has its rights", "error", "quick", 12.0, ("A19",), check_access),
+    Check("kubernetes-queue", "Kueue queue exists", "error", "quick", 8.0, ("I04",), check_queue),
+    Check("kubernetes-devices", "nodes show their devices", "warning", "quick", 8.0, ("A04",), check_nodes),
+]
+
+
+def _example(context: PreflightContext) -> dict:
+    """Return a JobSet like those of the job, for a dry run."""
+    image = context.config.batch.image or os.environ.get("METAFLOW_KUBERNETES_CONTAINER_IMAGE") or "python"
+    pod = {"restartPolicy": "Never", "containers": [{"name": "check", "image": image}]}
+    job = {"spec": {"backoffLimit": 0, "template": {"spec": pod}}}
+    names = ("control", "worker")
+    return {
+        "apiVersion": f"{JOBSET_GROUP}/v1alpha2",
+        "kind": "JobSet",
+        "metadata": {"name": "ebbflow-check"},
+        "spec": {"replicatedJobs": [{"name": name, "replicas": 1, "template": job} for name in names]},
+    }
+
+
+def add_kubernetes_command(commands: argparse._SubParsersAction) -> None:
+    command = commands.add_parser("kubernetes", help="check whether a Kubernetes cluster can run a job")
+    command.add_argument("what", choices=["check"], help="check: what the cluster has, each problem with its fix")
+    command.add_argument("config", nargs="?", metavar="CONFIG")
+    command.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key")
+    command.set_defaults(command=_check)
+
+
+def _check(options: argparse.Namespace) -> int:
+    from ebbflow.infra.config import ConfigError, load_config
+    from ebbflow.infra.preflight import failed_results, run_checks
+    from ebbflow.infra.program import DEFAULT_CONFIG, PROJECT_ROOT
+
+    try:
+        loaded = load_config(options.config or DEFAULT_CONFIG, options.set, project_root=PROJECT_ROOT)
+    except ConfigError as error:
+        print(error)
+        return Outcome.CONFIG.exit_code
+    context = PreflightContext(config=loaded.config, project_root=PROJECT_ROOT, target="kubernetes")
+    results = run_checks(CHECKS, context)
+    print(render_results(results))
+    return (Outcome.PREFLIGHT if failed_results(results) else Outcome.COMPLETED).exit_code

@@ -1,0 +1,377 @@
+"""Requests to a Kubernetes API server: the pods of an attempt, why they ended, and the end of an attempt.
+
+An attempt is a JobSet (several nodes) or a Job (one node). Its id is NAMESPACE/KIND/NAME, such as
+ebbflow/jobsets/js-1a2b3c; AWS Batch's ids contain no slash. The `kubernetes` package is imported only when needed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from typing import Any
+
+from ebbflow.infra.batch.jobs import BatchAttempt, Cause
+from ebbflow.infra.errors import CloudError, CloudForbidden, CloudRefused, CloudUnavailable
+
+JOBSET_GROUP, JOBSET_VERSION = "jobset.x-k8s.io", "v1alpha2"
+QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
+_JOBSET_LABEL = "jobset.sigs.k8s.io/jobset-name"
+_INSTANCE_TYPE, _ZONE = "node.kubernetes.io/instance-type", "topology.kubernetes.io/zone"
+_MARKETS = {"spot": "spot", "SPOT": "spot", "on-demand": "on_demand", "ON_DEMAND": "on_demand"}
+# Reasons of a pod whose node was taken away or drained:
+# https://kubernetes.io/docs/concepts/workloads/pods/disruptions/#pod-disruption-conditions
+_LOST = ("NodeLost", "Evicted", "Terminated", "NodeShutdown", "Shutdown", "Preempting", "NodeAffinity")
+_NO_IMAGE = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "CreateContainerError")
+_SECONDS = 10.0
+
+
+def namespace() -> str:
+    return os.environ.get("METAFLOW_KUBERNETES_NAMESPACE") or "default"
+
+
+def is_cluster_id(job_id: str) -> bool:
+    return job_id.count("/") == 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class PodState:
+    """One pod of an attempt. Times are Unix seconds by the cluster's clock, or None."""
+
+    name: str
+    node: int  # number of the node in the gang
+    machine: str  # name of the cluster's node, or ""
+    phase: str
+    created: float | None
+    started: float | None = None  # its container
+    ended: float | None = None
+    exit_code: int | None = None
+    waiting: str = ""  # why it does not run yet
+    no_image: bool = False
+    lost: bool = False  # its node is gone or was drained
+    late: bool = False  # it ran longer than its limit
+    labels: Mapping[str, str] = field(default_factory=dict)  # of its node, if they may be read
+
+
+class Cluster:
+    """A connection with the rights of the kubeconfig, or of the pod's service account. Each request has a deadline."""
+
+    def __init__(self, api_client: Any, seconds: float = _SECONDS) -> None:
+        from kubernetes import client
+
+        self._core, self._batch = client.CoreV1Api(api_client), client.BatchV1Api(api_client)
+        self._custom = client.CustomObjectsApi(api_client)
+        self._access = client.AuthorizationV1Api(api_client)
+        self._seconds = seconds
+        self._labels: dict[str, dict[str, str]] = {}  # by node; {} if they may not be read
+
+    def ask(self, what: str, call: Callable[..., Any], *args: Any, **options: Any) -> dict[str, Any]:
+        """Return the answer as JSON. Raises CloudError; `what` names the request in its message."""
+        from kubernetes.client.exceptions import ApiException
+        from urllib3.exceptions import HTTPError
+
+        try:
+            answer = call(*args, **options, _preload_content=False, _request_timeout=self._seconds)
+            body = json.loads(answer.data or b"{}")
+            if answer.status >= 400:
+                raise _api_error(what, answer.status, body)
+            return body
+        except ApiException as error:
+            raise _api_error(what, error.status or 0, _json(error.body)) from None
+        except (HTTPError, OSError, ValueError) as error:
+            raise CloudUnavailable(f"Kubernetes: {what}: {str(error)[:300]}") from None
+
+    def owner(self, job_id: str) -> dict[str, Any] | None:
+        """The Job or JobSet, or None if it is gone. Raises CloudError."""
+        space, kind, name = job_id.split("/")
+        try:
+            if kind == "jobs":
+                return self.ask(f"get {kind} {name}", self._batch.read_namespaced_job, name, space)
+            return self.ask(
+                f"get {kind} {name}",
+                self._custom.get_namespaced_custom_object,
+                JOBSET_GROUP, JOBSET_VERSION, space, kind, name,
+            )  # fmt: skip
+        except CloudRefused as error:
+            if error.code == "404":
+                return None
+            raise
+
+    def pods(self, job_id: str) -> list[PodState]:
+        """The pods that there are now. Raises CloudError."""
+        space, kind, name = job_id.split("/")
+        label = "job-name" if kind == "jobs" else _JOBSET_LABEL
+        found = self.ask("list pods", self._core.list_namespaced_pod, space, label_selector=f"{label}={name}")
+        return [replace(one, labels=self._node_labels(one.machine)) for one in map(_pod_state, found["items"])]
+
+    def delete(self, job_id: str) -> None:
+        """Delete the Job or JobSet; its pods get SIGTERM and their grace period. Raises CloudError."""
+        space, kind, name = job_id.split("/")
+        try:
+            if kind == "jobs":
+                call, args = self._batch.delete_namespaced_job, (name, space)
+            else:
+                call = self._custom.delete_namespaced_custom_object
+                args = (JOBSET_GROUP, JOBSET_VERSION, space, kind, name)
+            self.ask(f"delete {kind} {name}", call, *args, propagation_policy="Foreground")
+        except CloudRefused as error:
+            if error.code != "404":
+                raise
+
+    def may(self, verb: str, group: str, resource: str) -> bool:
+        """Raises CloudError."""
+        name, _, sub = resource.partition("/")
+        about = {"namespace": namespace(), "verb": verb, "group": group, "resource": name, "subresource": sub}
+        body = {"apiVersion": "authorization.k8s.io/v1", "kind": "SelfSubjectAccessReview"}
+        body["spec"] = {"resourceAttributes": about}  # type: ignore[assignment]
+        answer = self.ask("review access", self._access.create_self_subject_access_review, body)
+        return bool(answer.get("status", {}).get("allowed"))
+
+    def try_create(self, body: dict[str, Any]) -> None:
+        """Let the API server check a JobSet without creating it. Raises CloudError."""
+        self.ask(
+            "create jobsets (dry run)",
+            self._custom.create_namespaced_custom_object,
+            JOBSET_GROUP, JOBSET_VERSION, namespace(), "jobsets", body, dry_run="All",
+        )  # fmt: skip
+
+    def queue_position(self, job_id: str, queue: str) -> int | None:
+        """How many workloads Kueue admits before this one; None if Kueue does not tell."""
+        space, _, name = job_id.split("/")
+        try:
+            found = self.ask(
+                "list pending workloads",
+                self._custom.get_namespaced_custom_object,
+                "visibility.kueue.x-k8s.io", "v1beta1", space, "localqueues", f"{queue}/pendingworkloads",
+            )  # fmt: skip
+        except CloudError:
+            return None
+        for one in found.get("items") or []:
+            if any(each.get("name") == name for each in one["metadata"].get("ownerReferences") or []):
+                return int(one.get("positionInLocalQueue") or 0)
+        return None
+
+    def queue_exists(self, queue: str) -> bool:
+        """Raises CloudError."""
+        group = ("kueue.x-k8s.io", "v1beta1", namespace(), "localqueues", queue)
+        try:
+            self.ask(f"get localqueues {queue}", self._custom.get_namespaced_custom_object, *group)
+        except CloudRefused as error:
+            if error.code == "404":
+                return False
+            raise
+        return True
+
+    def nodes(self) -> list[dict[str, Any]]:
+        """Raises CloudError, for example without the right to list nodes."""
+        return self.ask("list nodes", self._core.list_node)["items"]
+
+    def _node_labels(self, name: str) -> dict[str, str]:
+        if name and name not in self._labels:
+            try:
+                node = self.ask(f"get node {name}", self._core.read_node, name)
+                self._labels[name] = node["metadata"].get("labels") or {}
+            except CloudError:
+                self._labels[name] = {}
+        return self._labels.get(name, {})
+
+
+def open_cluster(seconds: float = _SECONDS) -> Cluster:
+    """Connect as Metaflow does: KUBECONFIG, else the pod's service account, else ~/.kube/config. Sends no request.
+
+    Raises CloudRefused if there is no configuration.
+    """
+    try:
+        from kubernetes import client, config
+    except ImportError:
+        raise CloudRefused("--with kubernetes needs a package; fix: pip install kubernetes") from None
+    try:
+        made = client.Configuration()
+        if not os.environ.get("KUBECONFIG") and os.environ.get("KUBERNETES_SERVICE_HOST"):
+            config.load_incluster_config(made)
+        else:
+            config.load_kube_config(client_configuration=made)
+    except (config.ConfigException, OSError, ValueError, TypeError) as error:
+        raise CloudRefused(f"no usable kubeconfig: {error}; fix: set KUBECONFIG, or run in a pod") from None
+    made.retries = False
+    return Cluster(client.ApiClient(made), seconds)
+
+
+def _json(body: Any) -> dict[str, Any]:
+    try:
+        found = json.loads(body or b"{}")
+    except (ValueError, TypeError):
+        found = {}
+    return found if isinstance(found, dict) else {}
+
+
+def _api_error(what: str, status: int, body: Mapping[str, Any]) -> CloudError:
+    text = f"Kubernetes: {what}: {str(body.get('message') or 'no reason given')[:500]} ({status})"
+    if status in (401, 403) and "exceeded quota" not in text:
+        return CloudForbidden(text)
+    return CloudUnavailable(text) if status == 429 or status >= 500 or not status else CloudRefused(text, str(status))
+
+
+def _unix(text: Any) -> float | None:
+    return datetime.fromisoformat(str(text).replace("Z", "+00:00")).timestamp() if text else None
+
+
+def _pod_state(pod: Mapping[str, Any]) -> PodState:
+    metadata, status, labels = pod["metadata"], pod.get("status") or {}, pod["metadata"].get("labels") or {}
+    worker = labels.get("jobset.sigs.k8s.io/replicatedjob-name") == "worker"
+    lines = status.get("containerStatuses") or []
+    state = (lines[0].get("state") or {}) if lines else {}
+    ended, running, waits = (state.get(name) or {} for name in ("terminated", "running", "waiting"))
+    conditions = {one["type"]: one for one in status.get("conditions") or []}
+    disrupted = conditions.get("DisruptionTarget", {}).get("status") == "True"
+    unscheduled = conditions.get("PodScheduled", {})
+    reason = str(waits.get("reason") or "")
+    waiting = ": ".join(filter(None, (reason, str(waits.get("message") or ""))))
+    if unscheduled.get("status") == "False":
+        waiting = f"{unscheduled.get('reason') or 'Unschedulable'}: {unscheduled.get('message') or ''}"
+    return PodState(
+        name=metadata["name"],
+        node=1 + int(labels.get("jobset.sigs.k8s.io/job-index") or 0) if worker else 0,
+        machine=(pod.get("spec") or {}).get("nodeName") or "",
+        phase=status.get("phase") or "Pending",
+        created=_unix(metadata.get("creationTimestamp")),
+        started=_unix(ended.get("startedAt") or running.get("startedAt")),
+        ended=_unix(ended.get("finishedAt")),
+        exit_code=ended.get("exitCode"),
+        waiting=waiting,
+        no_image=reason in _NO_IMAGE,
+        lost=disrupted or status.get("reason") in _LOST,
+        late=status.get("reason") == "DeadlineExceeded",
+    )
+
+
+class AttemptWatch:
+    """All that was seen of one attempt, also of pods that are gone by now. Not thread-safe."""
+
+    def __init__(self, job_id: str, nodes: int) -> None:
+        self.job_id, self.nodes = job_id, nodes
+        self.pods: dict[str, PodState] = {}
+        self.succeeded = self.failed = self.suspended = self.gone = False
+        self.reason = ""
+
+    def look(self, cluster: Cluster, now: float) -> None:
+        """Read the attempt's present state. now: Unix time. Raises CloudError."""
+        pods = cluster.pods(self.job_id)  # before the owner, whose end removes them
+        owner = cluster.owner(self.job_id)
+        present = {one.name for one in pods}
+        for one in pods:
+            old = self.pods.get(one.name)
+            started, ended = one.started or (old and old.started), one.ended or (old and old.ended)
+            lost = one.lost or bool(old and old.lost)
+            self.pods[one.name] = replace(one, started=started, ended=ended or (now if lost else None), lost=lost)
+        self.gone = owner is None
+        if owner is not None:
+            self._read_owner(owner)
+        for name, one in self.pods.items():
+            if name not in present and one.ended is None:  # deleted: by a drain, or with what has ended
+                self.pods[name] = replace(one, ended=now, lost=one.lost or not self.ended)
+
+    def _read_owner(self, owner: Mapping[str, Any]) -> None:
+        conditions = {one["type"]: one for one in (owner.get("status") or {}).get("conditions") or []}
+        self.succeeded = any(conditions.get(name, {}).get("status") == "True" for name in ("Completed", "Complete"))
+        failed = conditions.get("Failed") or {}
+        self.failed = failed.get("status") == "True"
+        self.reason = str(failed.get("message") or "")
+        self.suspended = bool((owner.get("spec") or {}).get("suspend"))
+
+    @property
+    def ended(self) -> bool:
+        return self.succeeded or self.failed or self.gone
+
+    @property
+    def waiting(self) -> str:
+        """Why a pod does not run yet, or ""."""
+        return next((f"{one.name}: {one.waiting}" for one in self.pods.values() if one.waiting), "")
+
+    @property
+    def started(self) -> bool:
+        return any(one.started is not None for one in self.pods.values())
+
+    def cause(self, ended_by: Cause | None) -> Cause:
+        """ended_by: why this process ended the attempt, if it did."""
+        pods = list(self.pods.values())
+        if self.succeeded:
+            return "ended"
+        if ended_by is not None:
+            return ended_by
+        if any(one.lost for one in pods):
+            return "reclaimed"
+        if any(one.late for one in pods):
+            return "terminated"
+        if any(one.exit_code for one in pods):
+            return "user_code"
+        if any(one.no_image for one in pods):
+            return "not_made"
+        return "unknown" if self.started else "never_started"
+
+    def attempt(self, *, now: float, ended_by: Cause | None = None, reason: str = "") -> BatchAttempt:
+        """Return the attempt as it is recorded. A node is paid while a pod of it runs; between two pods it is not."""
+        main = [one for one in self.pods.values() if one.node == 0]
+        texts = [reason or self.reason, *(f"{one.name}: {_why(one)}" for one in self.pods.values() if _why(one))]
+        times = tuple(self._times(node, now) for node in range(self.nodes))
+        begun = [start for start, _ in times if start is not None]
+        over = [stop for _, stop in times if stop is not None]
+        return BatchAttempt(
+            job_id=self.job_id,
+            job_name=self.job_id.rpartition("/")[2],
+            queue="kubernetes",
+            nodes=self.nodes,
+            status=("SUCCEEDED" if self.succeeded else "FAILED") if self.ended or ended_by else "RUNNING",
+            created_utc=min((one.created for one in self.pods.values() if one.created), default=None),
+            started_utc=min(begun, default=None),
+            stopped_utc=max(over, default=None),
+            exit_code=next((one.exit_code for one in main if one.exit_code is not None), None),
+            reason="; ".join(filter(None, texts))[:1000],
+            cause=self.cause(ended_by) if self.ended or ended_by else "unknown",
+            node_times=times if begun else (),
+        )
+
+    def _times(self, node: int, now: float) -> tuple[float | None, float | None]:
+        mine = [one for one in self.pods.values() if one.node == node and one.started is not None]
+        if not mine:
+            return None, None
+        # A lost pod has no time of its end. Its gang ends within seconds, long before the cluster notices the loss.
+        gang = max((one.ended for one in self.pods.values() if one.ended and not one.lost), default=now)
+        ends = [now if one.ended is None else min(one.ended, gang) if one.lost else one.ended for one in mine]
+        start = min(one.started or now for one in mine)
+        return start, start + sum(end - (one.started or end) for one, end in zip(mine, ends, strict=True))
+
+    def given(self) -> dict[str, str]:
+        """Return type, market and zone of the machines as their labels tell them; only what all have in common."""
+        found: dict[str, set[str]] = {}
+        for one in self.pods.values():
+            market = _MARKETS.get(
+                one.labels.get("karpenter.sh/capacity-type") or one.labels.get("eks.amazonaws.com/capacityType") or ""
+            )
+            facts = {"instance_type": one.labels.get(_INSTANCE_TYPE), "market": market, "zone": one.labels.get(_ZONE)}
+            for name, value in facts.items():
+                if value:
+                    found.setdefault(name, set()).add(value)
+        return {name: next(iter(values)) for name, values in found.items() if len(values) == 1}
+
+
+def _why(pod: PodState) -> str:
+    if pod.lost:
+        return "its node was lost or drained"
+    if pod.waiting:
+        return pod.waiting
+    return f"exit code {pod.exit_code}" if pod.exit_code else ""
+
+
+def describe_attempts(job_ids: Sequence[str], cluster: Cluster, *, now: float) -> dict[str, BatchAttempt]:
+    """Return the attempts that the cluster still knows. Raises CloudError."""
+    found = {}
+    for job_id in job_ids:
+        watch = AttemptWatch(job_id, 1)
+        watch.look(cluster, now)
+        if not watch.gone:
+            watch.nodes = 1 + max((one.node for one in watch.pods.values()), default=0)
+            found[job_id] = watch.attempt(now=now)
+    return found

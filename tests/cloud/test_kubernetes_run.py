@@ -1,0 +1,73 @@
+"""A gang of two Spot nodes on the local cluster: one node is lost without notice, and the next attempt ends bit-equal.
+
+Weights and losses equal those of two ranks on this machine; the bill is of the pods' own times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from tests.support.batch.prepared import paced_settings, with_paced
+from tests.support.flow import FlowRun, FlowRunner, train_alone, wait_until
+from tests.support.kubernetes.flow import KubernetesRunner, cluster
+from tests.support.swift import Swift
+
+pytestmark = [pytest.mark.flow, pytest.mark.timeout(900)]
+
+
+@dataclass(frozen=True)
+class Ran:
+    runner: KubernetesRunner
+    run: FlowRun
+
+
+@pytest.fixture(scope="module")
+def quiet(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("quiet")
+    runner = FlowRunner(folder, environment=with_paced(folder))
+    return train_alone(runner, **paced_settings(0.0), cluster__processes_per_node=2)
+
+
+@pytest.fixture(scope="module")
+def lost(tmp_path_factory: pytest.TempPathFactory, swift: Swift) -> Iterator[Ran]:
+    """Only the training steps go to the cluster."""
+    folder = tmp_path_factory.mktemp("kubernetes")
+    image = with_paced(folder)
+    with cluster(folder / "cluster", swift, image=image) as running:
+        runner = KubernetesRunner(folder / "launcher", swift, running)
+        runner.environment |= image
+        process = runner.start("run", "--with", "cloud", *runner.options(**paced_settings(0.2)))
+        runner.await_commit()
+        pods = wait_until("two pods", lambda: len(found := running.training_pods()) == 2 and found)
+        running.ask("lose", {"node": pods[-1]["spec"]["nodeName"]})
+        run = runner.finish(process, 400)
+        if run.exit_code:
+            print(running.outputs())
+        yield Ran(runner, run)
+
+
+def test_a_gang_that_loses_a_node_ends_with_the_weights_of_a_quiet_run(lost: Ran, quiet: dict[str, Any]) -> None:
+    assert lost.run.exit_code == 0, lost.run.output
+    assert lost.run.report["weights_sha256"] == quiet["weights_sha256"]
+    assert lost.run.report["loss_curve"] == quiet["loss_curve"]
+
+
+def test_both_attempts_are_billed_by_the_pods_own_times(lost: Ran) -> None:
+    past = [one for one in lost.runner.cluster.past()["pods"] if "replicatedjob-name" in str(one["labels"])]
+    assert len(past) == 4 and [one["exit_code"] for one in past].count(None) == 1
+    seconds = sum(one["ended"] - one["started"] for one in past)
+    # The API server's times are whole seconds, and the cluster notices the loss late.
+    assert lost.run.report["paid_rank_seconds"] == pytest.approx(seconds, abs=8)
+    ended = [event["data"] for event in lost.runner.events() if event["name"] == "batch_attempt"]
+    assert [one["cause"] for one in ended] == ["reclaimed", "ended"]
+    assert {one["market"] for one in ended} == {"spot"} and {one["instance_type"] for one in ended} == {"g5.xlarge"}
+
+
+def test_nothing_stays_in_the_cluster_and_no_right_was_missing(lost: Ran) -> None:
+    told = lost.runner.cluster.told()
+    assert told["denied"] == [] and told["problems"] == []
+    assert [one for one in lost.runner.cluster.items("pods") if one["status"]["phase"] in ("Pending", "Running")] == []

@@ -1,0 +1,214 @@
+"""What a cluster does to a gang of two Spot nodes, one scenario per run, on the local cluster.
+
+Quiet; a pod evicted; a node lost; no capacity; no API server for a minute; a launcher that is killed. Where training
+ends, its weights equal those of two ranks on this machine. `EBBFLOW_SOAK_MINUTES` sets the length of the last proof,
+which loses a node per minute (default: 20).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.batch.prepared import paced_settings, with_paced
+from tests.support.flow import FlowRun, FlowRunner, processes_with, train_alone, wait_until
+from tests.support.kubernetes.attempt import Submitted
+from tests.support.kubernetes.fixture import LocalCluster, local_cluster
+from tests.support.kubernetes.flow import KubernetesRunner, cluster
+from tests.support.swift import Swift
+
+pytestmark = [pytest.mark.flow, pytest.mark.timeout(3600)]
+
+Start = Callable[..., KubernetesRunner]
+
+
+@pytest.fixture(scope="module")
+def image(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return with_paced(tmp_path_factory.mktemp("image"))
+
+
+@pytest.fixture(scope="module")
+def quiet(tmp_path_factory: pytest.TempPathFactory, image: dict[str, str]) -> dict[str, Any]:
+    runner = FlowRunner(tmp_path_factory.mktemp("quiet"), environment=image)
+    return train_alone(runner, **paced_settings(0.0), cluster__processes_per_node=2)
+
+
+@pytest.fixture
+def start(tmp_path: Path, swift: Swift, image: dict[str, str]) -> Iterator[Start]:
+    """Make a cluster and a runner whose process has been started."""
+    with cluster(tmp_path / "cluster", swift, image=image) as running:
+
+        def begin(backend: str = "cloud", pace: float = 0.2, changes: dict[str, Any] | None = None, **settings: Any):
+            running.change(**(changes or {}))
+            runner = KubernetesRunner(tmp_path / "launcher", swift, running)
+            runner.environment |= image
+            options = runner.options(**{**paced_settings(pace), **settings})
+            runner.process = runner.start("run", "--with", backend, "--job", "soak", *options)  # type: ignore[attr-defined]
+            return runner
+
+        yield begin
+
+
+def two_pods(runner: KubernetesRunner) -> list[dict[str, Any]]:
+    runner.await_commit()
+    return wait_until("two pods", lambda: len(found := runner.cluster.training_pods()) == 2 and found)
+
+
+def finished(runner: KubernetesRunner, timeout: float = 600) -> FlowRun:
+    run = runner.finish(runner.process, timeout)  # type: ignore[attr-defined]
+    (runner.folder / "pods.txt").write_text(runner.cluster.outputs())
+    assert runner.cluster.told()["problems"] == []
+    return run
+
+
+def alive(runner: KubernetesRunner) -> list[str]:
+    pods = runner.cluster.items("pods")
+    return [one["metadata"]["name"] for one in pods if one["status"]["phase"] in ("Pending", "Running")]
+
+
+def pod_seconds(runner: KubernetesRunner) -> float:
+    past = runner.cluster.past()["pods"]
+    return sum(one["ended"] - one["started"] for one in past if "replicatedjob-name" in str(one["labels"]))
+
+
+def test_quiet_with_every_step_in_the_cluster(start: Start, quiet: dict[str, Any]) -> None:
+    run = finished(runner := start("kubernetes", pace=0.0))
+    assert run.exit_code == 0, run.output
+    assert run.report["weights_sha256"] == quiet["weights_sha256"] and run.report["loss_curve"] == quiet["loss_curve"]
+    assert run.report["paid_rank_seconds"] == pytest.approx(pod_seconds(runner), abs=4)  # whole seconds, twice two pods
+    assert runner.cluster.told()["denied"] == []
+
+
+def test_an_evicted_pod_redoes_no_step(start: Start, quiet: dict[str, Any]) -> None:
+    runner = start()
+    runner.cluster.ask("evict", {"pod": two_pods(runner)[-1]["metadata"]["name"]})
+    run = finished(runner)
+    assert run.exit_code == 0, run.output
+    assert run.report["redone_steps"] == 0
+    assert run.report["weights_sha256"] == quiet["weights_sha256"]
+
+
+def test_a_node_with_a_notice_redoes_no_step(start: Start, quiet: dict[str, Any]) -> None:
+    runner = start()
+    runner.cluster.ask("notice", {"node": two_pods(runner)[-1]["spec"]["nodeName"]})
+    run = finished(runner)
+    assert run.exit_code == 0, run.output
+    assert run.report["redone_steps"] == 0
+    assert run.report["weights_sha256"] == quiet["weights_sha256"]
+
+
+def test_the_loss_of_node_0_ends_bit_equal(start: Start, quiet: dict[str, Any]) -> None:
+    runner = start()
+    runner.cluster.ask("lose", {"node": two_pods(runner)[0]["spec"]["nodeName"]})
+    run = finished(runner)
+    assert run.exit_code == 0, run.output
+    assert run.report["weights_sha256"] == quiet["weights_sha256"]
+
+
+def test_a_cluster_without_capacity_ends_with_5(start: Start) -> None:
+    runner = start(changes={"pools": []}, batch__runnable_minutes=0.05)
+    run = finished(runner)
+    assert run.exit_code == 5, run.output
+    assert alive(runner) == [] and runner.cluster.items("jobsets") == []
+
+
+def test_an_image_that_cannot_be_pulled_ends_the_job(start: Start) -> None:
+    runner = start(changes={"missing_images": ["ebbflow:local"]}, batch__runnable_minutes=0.05)
+    run = finished(runner)
+    assert run.exit_code in (1, 5) and "ImagePullBackOff" in run.output, run.output
+    assert alive(runner) == []
+
+
+def test_training_goes_on_without_the_api_server(start: Start, quiet: dict[str, Any]) -> None:
+    runner = start(pace=1.0)
+    two_pods(runner)
+    runner.cluster.change(down=True)
+    time.sleep(60)
+    runner.cluster.change(down=False)
+    run = finished(runner)
+    assert run.exit_code == 0, run.output
+    assert run.report["weights_sha256"] == quiet["weights_sha256"]
+    assert [event["name"] for event in runner.events()].count("placed") == 1, "one attempt"
+
+
+def test_a_queue_admits_the_gang_and_the_wait_is_not_paid(start: Start) -> None:
+    runner = start(changes={"kueue": True, "kueue_pods": 0}, kubernetes__queue="team")
+    wait_until(
+        "the wait is shown", lambda: "waiting for admission to queue team" in runner.log.read_text(), timeout=200
+    )
+    time.sleep(10)
+    runner.cluster.change(kueue_pods=2)
+    run = finished(runner)
+    assert run.exit_code == 0, run.output
+    assert run.report["paid_rank_seconds"] == pytest.approx(pod_seconds(runner), abs=4)
+
+
+def test_a_killed_launcher_leaves_nothing_and_the_next_one_goes_on(start: Start, quiet: dict[str, Any]) -> None:
+    runner = start()
+    two_pods(runner)
+    runner.process.send_signal(signal.SIGKILL)  # type: ignore[attr-defined]
+    wait_until("the cluster is empty", lambda: not alive(runner), timeout=120)
+    wait_until("no process is left", lambda: not processes_with("kubernetes step"), timeout=120)
+    options = runner.options(**paced_settings(0.0))
+    run = runner.run("run", "--with", "cloud", "--job", "soak", "--take-over", *options)
+    assert run.exit_code == 0, run.output
+    assert run.report["weights_sha256"] == quiet["weights_sha256"]
+
+
+@pytest.fixture
+def idle(tmp_path: Path) -> Iterator[LocalCluster]:
+    with local_cluster(tmp_path / "cluster", lost_seconds=0.5) as running:
+        yield running
+
+
+def test_an_outage_and_throttling_change_nothing(idle: LocalCluster, tmp_path: Path) -> None:
+    idle.change(faults=[{"path": "POST .*jobsets", "status": 429, "times": 1}])
+    submitted = Submitted(idle, tmp_path, 2, "sleep 4")
+    submitted.pods(2)
+    idle.change(down=True)
+    time.sleep(2)  # a look of the submitter and one of Metaflow's
+    idle.change(down=False)
+    code, output = submitted.finish()
+    assert code == 0 and output.splitlines()[-1] == "succeeded", output
+    assert "training goes on" in output
+    [ended] = submitted.events("batch_attempt")
+    assert ended["cause"] == "ended" and ended["status"] == "SUCCEEDED"
+    past = [one for one in idle.past()["pods"] if ended["job_name"] in one["pod"]]
+    for (start, stop), one in zip(
+        sorted(ended["node_times"]), sorted(past, key=lambda one: one["started"]), strict=True
+    ):
+        assert abs(start - one["started"]) <= 1.5 and abs(stop - one["ended"]) <= 1.5, "whole seconds"
+
+
+def test_an_older_release_of_jobset_gets_no_failure_policy(idle: LocalCluster, tmp_path: Path) -> None:
+    idle.change(jobset_actions=["FailJobSet", "RestartJobSet"])
+    try:
+        code, output = Submitted(idle, tmp_path, 2, "true", node_replacements=1).finish()
+    finally:
+        idle.change(jobset_actions=["FailJobSet", "RestartJobSet", "RestartJob"])
+    assert code == 0 and "cannot replace a single node" in output, output
+
+
+def test_a_node_lost_per_minute(start: Start) -> None:
+    """The longest proof: the job must end, whatever is lost. Prints its goodput."""
+    minutes = float(os.environ.get("EBBFLOW_SOAK_MINUTES") or 20)
+    steps = round(minutes * 60 / 0.5)
+    runner = start(pace=0.5, training__max_steps=steps, checkpoint__interval_steps=20)
+    two_pods(runner)
+    began = time.monotonic()
+    while time.monotonic() < began + minutes * 60 and runner.process.poll() is None:  # type: ignore[attr-defined]
+        time.sleep(60)
+        if pods := runner.cluster.training_pods():
+            runner.cluster.ask("lose", {"node": pods[-1]["spec"]["nodeName"]})
+    run = finished(runner, 3 * minutes * 60)
+    report = run.report
+    print(
+        f"goodput {report.get('goodput')}, redone steps {report.get('redone_steps')}, outcome {report.get('outcome')}"
+    )
+    assert run.exit_code in (0, 75), run.output

@@ -1,0 +1,94 @@
+"""The local cluster as a test sees it: a process of its own, a kubeconfig, and the door that changes it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_ROOT = Path(__file__).resolve().parents[3]
+HEAD = "head-token"
+
+
+@dataclass(frozen=True)
+class LocalCluster:
+    """A running local cluster. folder: where its pods run."""
+
+    endpoint: str
+    folder: Path
+
+    def kubeconfig(self, *, token: str = HEAD, server: str = "") -> Path:
+        path = self.folder.parent / f"kubeconfig-{token}"
+        context = {"cluster": "local", "user": "local", "namespace": "ebbflow"}
+        path.write_text(json.dumps({
+            "apiVersion": "v1", "kind": "Config", "current-context": "local",
+            "clusters": [{"name": "local", "cluster": {"server": server or self.endpoint}}],
+            "users": [{"name": "local", "user": {"token": token}}],
+            "contexts": [{"name": "local", "context": context}],
+        }))  # fmt: skip
+        return path
+
+    def change(self, **settings: Any) -> None:
+        self.ask("settings", settings)
+
+    def items(self, resource: str) -> list[dict[str, Any]]:
+        return self.ask(resource, {})["items"]
+
+    def training_pods(self, phase: str = "Running") -> list[dict[str, Any]]:
+        """Node 0's first."""
+        mark = "jobset.sigs.k8s.io/replicatedjob-name"
+        found = [
+            one for one in self.items("pods")
+            if (one["metadata"].get("labels") or {}).get(mark) and one["status"]["phase"] == phase
+        ]  # fmt: skip
+        return sorted(found, key=lambda one: one["metadata"]["labels"][mark])
+
+    def past(self) -> dict[str, list[dict[str, Any]]]:
+        return self.ask("past", {})
+
+    def told(self) -> dict[str, Any]:
+        return self.ask("told", {})
+
+    def outputs(self) -> str:
+        """What all pods wrote, for the message of a test that failed."""
+        texts = []
+        for path in sorted(self.folder.glob("*/output.log")):
+            texts.append(f"--- {path.parent.name}\n{path.read_text(errors='replace')[-6000:]}")
+        return "\n".join(texts)
+
+    def ask(self, path: str, document: dict[str, Any]) -> dict[str, Any]:
+        request = urllib.request.Request(f"{self.endpoint}/_control/{path}", json.dumps(document).encode())
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return json.loads(answer.read())
+
+
+@contextlib.contextmanager
+def local_cluster(folder: Path, **settings: Any) -> Iterator[LocalCluster]:
+    """Run one until the end of the block; its pods end with it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "server.log", "w") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.support.kubernetes", str(folder / "pods"), "--parent", str(os.getpid()),
+             "--settings", json.dumps(settings)],
+            cwd=_ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, text=True,
+        )  # fmt: skip
+    assert process.stdout is not None
+    try:
+        line = process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the local cluster did not start:\n{(folder / 'server.log').read_text()}")
+        yield LocalCluster(json.loads(line)["endpoint"], folder / "pods")
+    finally:
+        process.terminate()
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
