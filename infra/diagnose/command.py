@@ -9,12 +9,15 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
+from ebbflow.infra.diagnose.against import Comparison, compare_jobs
 from ebbflow.infra.diagnose.judging import Diagnosis, Finding, diagnose_files, diagnose_lines, shorten
 from ebbflow.infra.diagnose.reading import LogText, log_files, time_of
 from ebbflow.infra.diagnose.rules import load_rules
 from ebbflow.infra.errors import InfraError, Outcome
-from ebbflow.infra.rank_logs import LogLine, find_logs
+from ebbflow.infra.events import read_events
+from ebbflow.infra.rank_logs import LogLine, find_job, find_logs, read_logs, unknown_job
 
 
 def add_diagnose_commands(commands: argparse._SubParsersAction, project_root: Path) -> None:
@@ -24,6 +27,7 @@ def add_diagnose_commands(commands: argparse._SubParsersAction, project_root: Pa
     command.add_argument("--json", action="store_true", help="print the findings for a program")
     command.add_argument("--list", action="store_true", help="list all symptoms, by family")
     command.add_argument("--store", metavar="URI", help="the job's store, if this machine has no note of it")
+    command.add_argument("--against", metavar="JOB", help="a sound job of the same configuration: show what differs")
     command.set_defaults(command=lambda options: diagnose(options, project_root))
     command = commands.add_parser("explain", help="print causes and fixes of a symptom, such as D07")
     command.add_argument("symptom", metavar="ID", help="an id from `ebbflow diagnose --list`")
@@ -43,7 +47,11 @@ def diagnose(options: argparse.Namespace, project_root: Path) -> int:
     if not options.targets:
         print("diagnose: name a job, log files or a folder, or - for standard input", file=sys.stderr)
         return Outcome.CONFIG.exit_code
+    if options.against is not None and (len(options.targets) != 1 or "/" in options.targets[0]):
+        print("diagnose: --against compares two jobs: name one job, and the sound one", file=sys.stderr)
+        return Outcome.CONFIG.exit_code
     try:
+        comparison = None if options.against is None else _compare(options, project_root)
         diagnosis = _diagnose(options.targets, options.store, project_root)
     except InfraError as error:
         print(f"diagnose: {error}", file=sys.stderr)
@@ -51,7 +59,13 @@ def diagnose(options: argparse.Namespace, project_root: Path) -> int:
     refused = [scan for scan in diagnosis.scans if scan.refused]
     for scan in refused:
         print(f"diagnose: {scan.file}: not read: {scan.refused}", file=sys.stderr)
-    print(json.dumps(diagnosis.to_json(), indent=1, ensure_ascii=False) if options.json else render(diagnosis))
+    if options.json:
+        document = diagnosis.to_json() | ({} if comparison is None else {"against": comparison.to_json()})
+        print(json.dumps(document, indent=1, ensure_ascii=False))
+    else:
+        print(render(diagnosis))
+        if comparison is not None:
+            print(f"\ncompared with {options.against}:\n{comparison.render()}")
     return Outcome.FAILED.exit_code if refused and len(refused) == len(diagnosis.scans) else 0
 
 
@@ -63,6 +77,20 @@ def explain(options: argparse.Namespace) -> int:
         return Outcome.CONFIG.exit_code
     print(rule.render())
     return 0
+
+
+def _compare(options: argparse.Namespace, project_root: Path) -> Comparison:
+    parts: list[Any] = []
+    for job in (options.targets[0], options.against):
+        place = find_job(job, options.store, project_root)
+        store = place.open_store()
+        if store is None:
+            raise unknown_job(job, place, project_root)
+        logs = read_logs(place.folders, [store])
+        if not (events := read_events(store)):
+            raise unknown_job(job, place, project_root)
+        parts += [events, logs.lines]
+    return compare_jobs(*parts)
 
 
 def _diagnose(targets: list[str], store_uri: str | None, project_root: Path) -> Diagnosis:

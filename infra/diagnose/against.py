@@ -1,0 +1,234 @@
+"""`ebbflow diagnose JOB --against SOUND`: what differs between a job and a sound one of the same configuration."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ebbflow.infra.events import COMMIT, CONFIGURED, PHASE, STEP, Event
+from ebbflow.infra.rank_logs import LogLine
+from ebbflow.infra.untrusted_text import one_line
+
+SLOWER = 1.3  # a duration this many times the sound job's is reported
+_SHORTEST_SECONDS = 0.005  # a shorter difference is noise
+_WARM_UP_STEPS = 3
+_IN_A_ROW = 3  # steps that must be slow for "since"
+_MOST_LINES = 5
+_Timed = tuple[int | None, int, float]  # step (None: not of a step), node, seconds
+_DIGITS = re.compile(r"0x[0-9a-f]+|[0-9]+(?:[.:,][0-9]+)*", re.IGNORECASE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlowerPart:
+    """A part of a rank's steps, or a kind of operation, that takes longer than in the sound job."""
+
+    part: str  # ledger class of a step, "commit", or the class of a phase such as startup
+    rank: int | None  # None: every rank is slower
+    node: int | None
+    seconds: float  # median
+    sound_seconds: float  # median over all ranks of the sound job
+    since_step: int | None  # first of at least three slow steps in a row; None: not a part of steps
+
+    def render(self) -> str:
+        since = "" if self.since_step is None else f" since step {self.since_step}"
+        ratio = self.seconds / self.sound_seconds if self.sound_seconds else float("inf")
+        who = "every rank" if self.rank is None else f"node {self.node} rank {self.rank}"
+        return (
+            f"{who}: {self.part} takes {self.seconds:.3g} s, in the sound job "
+            f"{self.sound_seconds:.3g} s ({ratio:.1f} times){since}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Straggler:
+    """The rank that was slowest in most steps, by its own time without waiting for others."""
+
+    rank: int
+    node: int | None  # None: unknown
+    ratio: float  # median over its steps of its own time divided by the median of all ranks
+    steps: int  # number of steps in which it was the slowest
+    since_step: int | None  # first of at least three such steps in a row
+
+    def render(self) -> str:
+        since = "" if self.since_step is None else f" since step {self.since_step}"
+        node = "" if self.node is None else f"node {self.node} "
+        return (
+            f"{node}rank {self.rank} is {self.ratio:.1f} times as slow as the median rank{since}, in {self.steps} steps"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Differences between a job and a sound one.
+
+    Attributes:
+        straggler: a rank that slows the others down; None if there is none, or the sound job has the same.
+        settings: (key, value, value in the sound job) of each setting that differs, without names and folders.
+        new_lines: first lines of the job's ranks whose form, digits aside, the sound job never printed.
+        missing: parts of a job that the sound one has and this one lacks, such as commits.
+    """
+
+    settings: tuple[tuple[str, Any, Any], ...]
+    straggler: Straggler | None
+    slower: tuple[SlowerPart, ...]
+    new_lines: tuple[LogLine, ...]
+    missing: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "settings": [list(each) for each in self.settings],
+            "straggler": None if self.straggler is None else asdict(self.straggler),
+            "slower": [asdict(each) for each in self.slower],
+            "new_lines": [
+                {"generation": line.generation, "node": line.node, "rank": line.rank, "step": line.step, "t": line.t,
+                 "text": line.text}
+                for line in self.new_lines
+            ],
+            "missing": list(self.missing),
+        }  # fmt: skip
+
+    def render(self) -> str:
+        parts = [f"setting {key}: {mine}, in the sound job {sound}" for key, mine, sound in self.settings]
+        parts += [] if self.straggler is None else [self.straggler.render()]
+        parts += [each.render() for each in self.slower]
+        parts += [f"missing: {name}" for name in self.missing]
+        parts += [
+            f"new line of node {line.node} rank {line.rank}, step {'?' if line.step is None else line.step}: "
+            f"{one_line(line.text)[:200]}"
+            for line in self.new_lines
+        ]
+        return "\n".join(parts) or "no difference in settings, times, events or lines"
+
+
+def compare_jobs(
+    events: Sequence[Event], lines: Iterable[LogLine], sound: Sequence[Event], sound_lines: Iterable[LogLine]
+) -> Comparison:
+    """Compare the events and log lines of a job with those of a sound one."""
+    known = {_form(line.text) for line in sound_lines}
+    new: dict[str, LogLine] = {}
+    for line in lines:
+        form = _form(line.text)
+        if form and form not in known:
+            new.setdefault(form, line)
+    have, had = ({event.name for event in each} for each in (events, sound))
+    slower = sorted(_slower(events, sound), key=lambda each: each.sound_seconds - each.seconds)
+    straggler, usual = _straggler(events), _straggler(sound)
+    if straggler and usual and usual.rank == straggler.rank and straggler.ratio < SLOWER * usual.ratio:
+        straggler = None
+    return Comparison(
+        settings=tuple(_settings(events, sound)),
+        straggler=straggler,
+        slower=tuple(slower[:_MOST_LINES]),
+        new_lines=tuple(list(new.values())[:_MOST_LINES]),
+        missing=tuple(sorted(had - have)),
+    )
+
+
+def _form(text: str) -> str:
+    return _DIGITS.sub("0", text).strip()
+
+
+def _settings(events: Sequence[Event], sound: Sequence[Event]) -> Iterator[tuple[str, Any, Any]]:
+    mine, theirs = (
+        {
+            entry["key"]: entry.get("value")
+            for event in each
+            if event.name == CONFIGURED
+            for entry in event.data["settings"]
+        }
+        for each in (events, sound)
+    )
+    for key in sorted(mine.keys() & theirs.keys()):
+        if mine[key] != theirs[key] and key != "store":
+            yield key, mine[key], theirs[key]
+
+
+def _straggler(events: Sequence[Event]) -> Straggler | None:
+    steps = [
+        (event.step, event.data["slowest_rank"], event.data["slowest_ratio"])
+        for event in events
+        if event.name == STEP and event.step is not None and isinstance(event.data.get("slowest_rank"), int)
+        and isinstance(event.data.get("slowest_ratio"), int | float)
+    ]  # fmt: skip
+    slow = [(step, rank, ratio) for step, rank, ratio in steps if ratio > SLOWER]
+    if len(slow) < max(_IN_A_ROW, len(steps) // 10):
+        return None
+    rank, count = Counter(rank for _, rank, _ in slow).most_common(1)[0]
+    if 2 * count < len(slow):
+        return None
+    ratio = statistics.median(ratio for _, slowest, ratio in slow if slowest == rank)
+    since = _since([(step, slowest == rank and ratio > SLOWER) for step, slowest, ratio in steps])
+    node = next((event.node for event in events if event.name == STEP and event.rank == rank), None)
+    return Straggler(rank=rank, node=node, ratio=ratio, steps=count, since_step=since)
+
+
+def _slower(events: Sequence[Event], sound: Sequence[Event]) -> Iterator[SlowerPart]:
+    for mine, theirs in ((_step_parts(events), _step_parts(sound)), (_operations(events), _operations(sound))):
+        for part in dict.fromkeys(part for part, _ in mine):
+            reference = [second for (name, _), each in theirs.items() if name == part for _, _, second in each]
+            ranks = {rank: each for (name, rank), each in mine.items() if name == part}
+            slow = {
+                rank: found
+                for rank, each in ranks.items()
+                if (found := _compare([second for _, _, second in each], reference))
+            }
+            if len(slow) == len(ranks) > 1:  # ranks wait for each other
+                everyone = [value for each in ranks.values() for value in each]
+                if found := _compare([second for _, _, second in everyone], reference):
+                    yield _part(part, None, everyone, found)
+                continue
+            for rank, found in slow.items():
+                yield _part(part, rank, ranks[rank], found)
+
+
+def _part(part: str, rank: int | None, values: Sequence[_Timed], found: tuple[float, float]) -> SlowerPart:
+    steps = sorted((step, second > SLOWER * found[1]) for step, _, second in values if step is not None)
+    node = None if rank is None else values[0][1]
+    return SlowerPart(
+        part=part, rank=rank, node=node, seconds=found[0], sound_seconds=found[1], since_step=_since(steps)
+    )
+
+
+def _compare(seconds: list[float], sound: list[float]) -> tuple[float, float] | None:
+    if not seconds or not sound:
+        return None
+    mine, other = statistics.median(seconds), statistics.median(sound)
+    return (mine, other) if mine > SLOWER * other and mine - other > _SHORTEST_SECONDS else None
+
+
+def _step_parts(events: Sequence[Event]) -> dict[tuple[str, int], list[_Timed]]:
+    """Return the times of each step, by (ledger class, rank). The first steps of a start are left out."""
+    found: dict[tuple[str, int], list[_Timed]] = defaultdict(list)
+    taken: Counter[tuple[int, int]] = Counter()
+    for event in events:
+        if event.name != STEP or event.step is None:
+            continue
+        taken[event.generation, event.rank] += 1
+        if taken[event.generation, event.rank] <= _WARM_UP_STEPS:
+            continue
+        for part, seconds in (event.data.get("seconds") or {}).items():
+            found[str(part), event.rank].append((event.step, event.node, seconds))
+    return found
+
+
+def _operations(events: Sequence[Event]) -> dict[tuple[str, int], list[_Timed]]:
+    """Return the times of commits and phases, by (name or ledger class, rank)."""
+    found: dict[tuple[str, int], list[_Timed]] = defaultdict(list)
+    for event in events:
+        if event.name in (COMMIT, PHASE) and isinstance(seconds := event.data.get("seconds"), int | float):
+            found[str(event.data.get("class", event.name)), event.rank].append((None, event.node, seconds))
+    return found
+
+
+def _since(steps: Sequence[tuple[int, bool]]) -> int | None:
+    """Return the first step from which on at least three in a row are slow."""
+    row = 0
+    for at, (_, slow) in enumerate(steps):
+        row = row + 1 if slow else 0
+        if row == _IN_A_ROW:
+            return steps[at - _IN_A_ROW + 1][0]
+    return None
