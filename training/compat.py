@@ -7,6 +7,7 @@ them.
 from __future__ import annotations
 
 import inspect
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -14,7 +15,16 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
-__all__ = ["HashStore", "PrefixStore", "Store", "TCPStore", "all_gather_flat", "compile_module", "open_tcp_store"]
+__all__ = [
+    "HashStore",
+    "PrefixStore",
+    "Store",
+    "TCPStore",
+    "all_gather_flat",
+    "compile_module",
+    "open_tcp_store",
+    "set_group_timeout",
+]
 
 # Collective: writes every rank's tensor, the second argument, of shape `[k]`, into the first, of shape
 # `[world_size * k]`. Renamed in torch 2.13.
@@ -30,6 +40,11 @@ def open_tcp_store(host: str, port: int, world_size: int, **options: Any) -> TCP
         if "listen fd" not in str(error):
             raise
         return TCPStore(host, port, world_size, use_libuv=False, **options)
+
+
+def set_group_timeout(group: dist.ProcessGroup, seconds: float) -> None:
+    """Set the timeout of a group's collectives. torch has no public function for groups of a device mesh."""
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 def compile_module(module: nn.Module, *, recompile_limit: int) -> None:

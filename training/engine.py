@@ -8,9 +8,10 @@ from __future__ import annotations
 import torch
 
 from ebbflow.infra.errors import Outcome
-from ebbflow.training.guards.guards import Action
+from ebbflow.training.guards.guards import Action, Judgement
 from ebbflow.training.limits import LoopResult, Stop
 from ebbflow.training.optimizer import learning_rate, scale_and_clip, set_learning_rate
+from ebbflow.training.step_sync import StepSync
 from ebbflow.training.trainer import Trainer
 from ebbflow.training.workload import Batch, Loss
 
@@ -32,26 +33,33 @@ def train(trainer: Trainer) -> LoopResult:
         loss = forward_backward(trainer, batch, step)
 
         gradients = spread.gradient_tensors()
-        sync = trainer.sync_step(at, batch, loss, gradients)
-        judgement = trainer.judge(at, sync)
+        sync, scale, norm = trainer.sync_step(at, batch, loss, gradients)
+        judgement = trainer.judge(sync)
         if judgement.action is Action.STOP:
-            return trainer.end(at, Outcome.NON_FINITE, f"step {step}: {judgement.reason}; the last commit stands")
+            return end_non_finite(trainer, sync, judgement)
 
         trainer.enter("optimizer", step)
-        rate = learning_rate(training, step)
-        set_learning_rate(optimizer, rate)
+        set_learning_rate(optimizer, learning_rate(training, step))
         if judgement.action is Action.STEP:
             with trainer.guards.catch_out_of_memory(step):
-                scale_and_clip(gradients, scale=sync.scale, norm=sync.gradient_norm, limit=training.gradient_clip_norm)
+                scale_and_clip(gradients, scale=scale, norm=norm, limit=training.gradient_clip_norm)
                 trainer.saver.before_step()
                 optimizer.step()
         optimizer.zero_grad()
 
-        at, stop = at.next(training.batch_size), sync.stop
-        trainer.record_step(at, sync, rate, judgement)
+        at = at.next(training.batch_size)
+        trainer.record_step(sync, judgement)
         trainer.rehearse_fault(step)
-        last = step == training.max_steps or stop is not Stop.NONE
-        if not last and step % training.evaluation_interval_steps == 0:
+        last = step == training.max_steps or sync.stop is not Stop.NONE
+        evaluated = not last and step % training.evaluation_interval_steps == 0
+        if (last or evaluated or sync.save_due or sync.renew) and (newer := trainer.read_step(sync)).rows:
+            sync, judgement = newer, trainer.judge(newer)
+            if judgement.action is Action.STOP:
+                return end_non_finite(trainer, sync, judgement)
+            trainer.record_step(sync, judgement)
+        stop = sync.stop
+        last = last or stop is not Stop.NONE
+        if evaluated:
             trainer.evaluate(at)
         trainer.save_controller.save_if_due(at, sync, last=last)
         trainer.renew_if_due(at, sync, last=last)
@@ -61,6 +69,11 @@ def train(trainer: Trainer) -> LoopResult:
     if stop is not Stop.NONE:
         return trainer.end(at, stop.outcome, trainer.limits.describe(stop))
     return trainer.end(at, Outcome.COMPLETED)
+
+
+def end_non_finite(trainer: Trainer, sync: StepSync, judgement: Judgement) -> LoopResult:
+    step = sync.at.step + 1
+    return trainer.end(sync.at, Outcome.NON_FINITE, f"step {step}: {judgement.reason}; the last commit stands")
 
 
 def forward_backward(trainer: Trainer, batch: Batch, step: int) -> Loss:

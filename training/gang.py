@@ -34,6 +34,7 @@ class Gang:
     store: Store | None = None  # for messages outside collectives; None without torchrun's environment
     peers: PeerSockets | None = None  # for small rows; None if the process group is used for them
     group: dist.ProcessGroup | None = None  # for the exchanges; None for the default one
+    collective_seconds: float | None = None  # the timeout of each collective; None: torch's default
     device_note: str = ""  # a message if GPUs of this machine remain unused, else ""
 
     @property
@@ -123,6 +124,7 @@ def connect(
         device=device,
         store=store,
         peers=peers,
+        collective_seconds=collective_seconds,
         device_note=assigned.note,
     )
 

@@ -32,13 +32,18 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) ->
         group["lr"] = learning_rate * group.get("lr_scale", 1.0)
 
 
-def scale_and_clip(gradients: list[Tensor], *, scale: float, norm: float, limit: float | None) -> None:
+def scale_and_clip(
+    gradients: list[Tensor], *, scale: float | Tensor, norm: float | Tensor, limit: float | None
+) -> None:
     """Scale all gradients by `scale` and clip them to the norm `limit`, in place and in one pass.
 
-    `norm` is the gradient norm after scaling and before clipping.
+    `norm` is the gradient norm after scaling and before clipping. Both are numbers, or both on the device.
     """
     if limit is not None:
-        scale *= min(1.0, limit / (norm + _CLIP_EPSILON))
+        ratio = limit / (norm + _CLIP_EPSILON)
+        scale = scale * (ratio.clamp(max=1.0) if isinstance(ratio, Tensor) else min(1.0, ratio))
+    if isinstance(scale, Tensor):
+        scale = scale.float()
     torch._foreach_mul_(gradients, scale)  # pyright: ignore[reportPrivateImportUsage]  not in torch's type information
 
 

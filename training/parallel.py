@@ -30,7 +30,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from ebbflow.infra.config.schema import DdpConfig, FsdpConfig, RunConfig
 from ebbflow.infra.footprint import SMALL_MODEL_BYTES, shard_ranks
-from ebbflow.training.compat import HashStore, compile_module
+from ebbflow.training.compat import HashStore, compile_module, set_group_timeout
 from ebbflow.training.errors import ParallelError, WorkloadError
 from ebbflow.training.gang import Gang
 from ebbflow.training.parallel_limits import RankLayout, find_unsupported_options
@@ -69,7 +69,11 @@ def make_mesh(gang: Gang, *, shard: int) -> DeviceMesh:
     if not dist.is_initialized():  # a single rank without torchrun's environment
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     shape = (gang.world_size // shard, shard)
-    return init_device_mesh(gang.device.type, shape, mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(gang.device.type, shape, mesh_dim_names=("replicate", "shard"))
+    if (seconds := gang.collective_seconds) is not None:  # torch's default is 10 or 30 minutes
+        for name in ("replicate", "shard"):
+            set_group_timeout(mesh[name].get_group(), seconds)
+    return mesh
 
 
 _POWERSGD_RANK = 2

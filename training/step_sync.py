@@ -3,21 +3,27 @@
 From it, all ranks learn the same facts at the same step: the exact mean loss, the total weight, the gradient norm,
 non-finite losses, stragglers, requests to stop or save, and whether all ranks are at the same step.
 
-The host reads the result at once, so on a GPU it waits for the device at every step.
+On a CPU the host reads the result at once. On a GPU (`DeviceExchange`) the gradients are scaled and clipped there, and
+the host reads the result one step later, so that it never waits for an idle device. Then every decision is made one
+step later, on all ranks alike.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
 from ebbflow.infra.events import GuardAction
 from ebbflow.training.errors import DivergenceError
 from ebbflow.training.gang import Gang
-from ebbflow.training.limits import Stop
+from ebbflow.training.limits import Position, Stop
 
 STEPS_IN_A_ROW = 20
 SLOW_RATIO = 1.5
@@ -135,9 +141,24 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class StepSync:
-    """The rows of all ranks for one step, the same on every rank."""
+    """The rows of all ranks for one step, the same on every rank; no rows if none is read yet (on a GPU)."""
 
     rows: list[Row]
+
+    @property
+    def at(self) -> Position:
+        """Position before the step that the rows belong to."""
+        return Position(int(self.rows[0].step) - 1, int(self.rows[0].cursor))
+
+    def merge(self, older: StepSync) -> StepSync:
+        """Return the sync with the requests of the step before added, which have not been met."""
+        if not older.rows:
+            return self
+        names = ("stop", "save_due", "renew")
+        pairs = zip(self.rows, older.rows, strict=True)
+        return StepSync(
+            [row._replace(**{n: max(getattr(row, n), getattr(before, n)) for n in names}) for row, before in pairs]
+        )
 
     @property
     def weight(self) -> float:
@@ -160,11 +181,11 @@ class StepSync:
 
     @property
     def stop(self) -> Stop:
-        return Stop(int(max(row.stop for row in self.rows)))
+        return Stop(int(max((row.stop for row in self.rows), default=0)))
 
     @property
     def save_due(self) -> bool:
-        return bool(self.rows[0].save_due)
+        return bool(self.rows and self.rows[0].save_due)
 
     @property
     def saving(self) -> list[int]:
@@ -172,7 +193,7 @@ class StepSync:
 
     @property
     def failed_save(self) -> int:
-        return int(max(row.failed_save for row in self.rows))
+        return int(max((row.failed_save for row in self.rows), default=0))
 
     @property
     def settled(self) -> bool:
@@ -229,3 +250,61 @@ def exchange(gang: Gang, row: Row) -> StepSync:
     sync = StepSync([Row._make(numbers) for numbers in gang.gather_numbers(row)])
     sync.check()
     return sync
+
+
+_LOSS, _WEIGHT, _SQUARES = (Row._fields.index(name) for name in ("loss_sum", "weight", "square_sum"))
+
+
+class DeviceExchange:
+    """The step sync of ranks on GPUs. No call of `send` waits for the device; `read` waits for the step sent last.
+
+    Rows travel through page-locked memory. Two sets of buffers alternate, so at most two steps may be unread.
+    """
+
+    def __init__(self, gang: Gang) -> None:
+        self._gang = gang
+        shape = (len(Row._fields),)
+        self._own = [torch.empty(shape, dtype=torch.float64, pin_memory=True) for _ in range(2)]
+        self._all = [torch.empty((gang.world_size, *shape), dtype=torch.float64, pin_memory=True) for _ in range(2)]
+        self._arrived = [torch.cuda.Event() for _ in range(2)]
+        self._next = 0
+        self._unread: deque[tuple[int, list[list[torch.cuda.Event]]]] = deque()
+        self._spans: list[list[torch.cuda.Event]] = []
+        self.forward_seconds = 0.0  # of the device, in the step that was read last
+
+    @property
+    def unread(self) -> int:
+        return len(self._unread)
+
+    def enter(self, phase: str) -> None:
+        """Mark the beginning and the end of each forward pass on the device."""
+        if phase == "forward" or (phase == "backward" and self._spans):
+            mark = torch.cuda.Event(enable_timing=True)
+            mark.record()
+            if phase == "forward":
+                self._spans.append([])
+            self._spans[-1].append(mark)
+
+    def send(self, row: Row, loss_sum: Tensor, square_sum: Tensor) -> tuple[Tensor, Tensor]:
+        """Send a row, whose two sums are on the device. Return the step's scale and gradient norm. Collective."""
+        slot, self._next = self._next, 1 - self._next
+        self._own[slot].copy_(torch.tensor(row, dtype=torch.float64))
+        own = self._own[slot].to(self._gang.device, non_blocking=True)
+        own[_LOSS].copy_(loss_sum)
+        own[_SQUARES].copy_(square_sum)
+        rows = self._gang.gather(own)
+        self._all[slot].copy_(rows, non_blocking=True)
+        self._arrived[slot].record()
+        spans, self._spans = self._spans, []
+        self._unread.append((slot, spans))
+        scale = self._gang.world_size / rows[:, _WEIGHT].sum()
+        return scale, scale * rows[:, _SQUARES].sum().sqrt()
+
+    def read(self) -> StepSync:
+        """Check and return the rows of the oldest step that is unread."""
+        slot, spans = self._unread.popleft()
+        self._arrived[slot].synchronize()
+        self.forward_seconds = sum(start.elapsed_time(end) for start, end in spans) / 1000
+        sync = StepSync([Row._make(numbers) for numbers in self._all[slot].tolist()])
+        sync.check()
+        return sync

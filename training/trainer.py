@@ -29,13 +29,14 @@ from ebbflow.training.errors import CheckpointError, GenerationSuperseded, Memor
 from ebbflow.training.gang import Gang
 from ebbflow.training.guards.guards import Action, Guards, Judgement
 from ebbflow.training.limits import Limits, LoopResult, Position, Stop
+from ebbflow.training.optimizer import learning_rate
 from ebbflow.training.parallel import Spread
 from ebbflow.training.progress import Progress, Status
 from ebbflow.training.rehearse import NON_FINITE, Fault
 from ebbflow.training.rehearse import NOTICE as NOTICE_KIND
 from ebbflow.training.reporter import Reporter
 from ebbflow.training.save_controller import SaveController, SaveSchedule
-from ebbflow.training.step_sync import Row, StepSync, exchange
+from ebbflow.training.step_sync import DeviceExchange, Row, StepSync, exchange
 from ebbflow.training.weights.load import weights_sha256
 from ebbflow.training.workload import Batch, Cursor, Loss, Workload, as_numbers
 
@@ -177,6 +178,18 @@ class Trainer:
 
     def enter(self, phase: str, step: int) -> None:
         self.reporter.enter(phase, step)
+        if self.device_exchange is not None:
+            self.device_exchange.enter(phase)
+
+    @cached_property
+    def device_exchange(self) -> DeviceExchange | None:
+        """The step sync on GPUs, which is read one step later; None if each step is read at once.
+
+        That is so on a CPU, if gradients are in host memory, and if a step must not be taken after its loss is known.
+        """
+        guards = self.config.guards
+        at_once = self.config.fsdp.cpu_offload or "skip" in (guards.non_finite, guards.spike)
+        return None if self.gang.device.type != "cuda" or at_once else DeviceExchange(self.gang)
 
     def seed_random_numbers(self, step: int) -> None:
         """Seed torch with a hash of seed, step and rank, so that a resumed run draws the same random numbers."""
@@ -195,38 +208,58 @@ class Trainer:
         asked = self.gang.gather_numbers([self.limits.drain_requested])
         return Stop.INTERRUPTED if any(rank for (rank,) in asked) else Stop.NONE
 
-    def sync_step(self, at: Position, batch: Batch, loss: Loss, gradients: Sequence[Tensor]) -> StepSync:
+    def sync_step(
+        self, at: Position, batch: Batch, loss: Loss, gradients: Sequence[Tensor]
+    ) -> tuple[StepSync, float | Tensor, float | Tensor]:
+        """Exchange this step's figures. Return the newest sync that was read, and this step's scale and norm."""
+        late = self.device_exchange
         clock = self.reporter.clock
         taken, to_go = at.step - self.start.step, self.config.training.max_steps - at.step
         seconds_to_go = clock.elapsed_seconds / taken * to_go if taken else 0.0  # mean step time × steps
         spoiled = self.rehearsal is not None and self.rehearsal.spoils_loss
         if self.rehearsal is not None:
             self.rehearsal.spoils_loss = False
+        data_seconds = clock.booked_seconds(LedgerClass.DATA_WAIT)
         row = Row(
             step=at.step + 1,
             cursor=at.cursor,
-            loss_sum=math.nan if spoiled else float(loss.sum),
+            loss_sum=0.0 if late else math.nan if spoiled else float(loss.sum),
             weight=loss.weight,
-            square_sum=float(self.spread.square_sum(gradients)),
+            square_sum=0.0 if late else float(self.spread.square_sum(gradients)),
             flops=self.workload.flops(batch),
             compute_seconds=clock.booked_seconds(LedgerClass.USEFUL_STEP),
-            data_seconds=clock.booked_seconds(LedgerClass.DATA_WAIT),
+            data_seconds=data_seconds,
             stop=self.limits.stop(self.config.training.max_steps - at.step - 1),
             save_due=self.save_controller.due(at.step + 1),
             saving=self.saver.busy,
             save_seconds=self.save_controller.last_save_seconds,
             stop_seconds=self.limits.stop_seconds,
-            own_seconds=clock.own_seconds,
+            own_seconds=data_seconds + late.forward_seconds if late else clock.own_seconds,
             weights_checksum=self.guards.weights_checksum(at.step, self.spread.module),
             renew=self.guards.is_memory_running_out(seconds_to_go),
             failed_save=self.saver.failed_step or 0,
         )
-        sync = exchange(self.gang, row)
+        if late is None:
+            sync = exchange(self.gang, row)
+            scale, norm = sync.scale, sync.gradient_norm
+        else:
+            loss_sum = torch.full_like(loss.sum, math.nan) if spoiled else loss.sum
+            scale, norm = late.send(row, loss_sum, self.spread.square_sum(gradients))
+            sync = late.read() if late.unread > 1 else StepSync([])
         if sync.failed_save:
             self.saver.abandon(sync.failed_save)
-        return sync
+        return sync, scale, norm
 
-    def judge(self, at: Position, sync: StepSync) -> Judgement:
+    def read_step(self, sync: StepSync) -> StepSync:
+        """Read the sync of the step, and add the requests of `sync`, the one before; no rows if it was read."""
+        late = self.device_exchange
+        return late.read().merge(sync) if late is not None and late.unread else StepSync([])
+
+    def judge(self, sync: StepSync) -> Judgement:
+        if not sync.rows:
+            return Judgement(Action.STEP)
+        at = sync.at
+
         def settle() -> None:
             self.enter("checkpoint", at.step)
             self.saver.wait()
@@ -236,12 +269,15 @@ class Trainer:
             self.spread.reset_compression()
         return judgement
 
-    def record_step(self, at: Position, sync: StepSync, learning_rate: float, judgement: Judgement) -> None:
+    def record_step(self, sync: StepSync, judgement: Judgement) -> None:
         """Emit the step's event with the seconds since the previous step, and print a progress line if one is due."""
+        if not sync.rows:
+            return
+        at = sync.at.next(self.config.training.batch_size)
         data: dict[str, Any] = {
             "loss": sync.loss,
             "tokens": sync.weight,
-            "learning_rate": learning_rate,
+            "learning_rate": learning_rate(self.config.training, at.step),
             "gradient_norm": sync.gradient_norm,
             "seconds": self.reporter.clock.take(),
         }

@@ -143,16 +143,71 @@ def saved_tensors(folder: Path, step: int) -> dict[str, Tensor]:
 def test_a_commit_holds_one_step_though_it_is_copied_at_the_last_moment(gpu: FakeGpu, tmp_path: Path) -> None:
     """The next forward pass changes the batch norm's statistics before the copy is awaited."""
     with open_saver(tmp_path) as saver:
-        trainer, _ = make_trainer(make_config(steps=4, every=2), saver=saver)
+        trainer, _ = make_trainer(make_config(steps=5, every=2), saver=saver)
         saver.prepare(trainer.spread.module, trainer.optimizer)
         train(trainer)
     kept = Kept()
-    train(make_trainer(make_config(steps=4, every=2), saver=kept, device=torch.device("cpu"))[0])
-    expected, found = kept.states[2], saved_tensors(tmp_path, 2)
+    train(make_trainer(make_config(steps=5, every=1), saver=kept, device=torch.device("cpu"))[0])
+    expected, found = kept.states[3], saved_tensors(tmp_path, 3)
     assert set(found) == set(expected)
     for name, tensor in found.items():
         assert torch.equal(tensor, expected[name]), name
     assert gpu.threads == ["staging", "staging"], "no save page-locks memory in the loop"
+
+
+def test_the_host_waits_for_no_result_of_the_step_in_progress(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between saves, each step waits once for the event of the step before, and for nothing else."""
+    trainer, events = make_trainer(make_config(steps=8, every=4))
+    waits: list[list[tuple[str, str]]] = []
+    take_step = trainer.optimizer.step
+    monkeypatch.setattr(trainer.optimizer, "step", lambda: (waits.append(gpu.take_waits()), take_step()))
+    gpu.take_waits()
+    ending = train(trainer)
+    assert (ending.outcome, ending.step, trainer.saver.steps) == ("completed", 8, [5, 8])  # type: ignore[attr-defined]
+    kinds = [[f"{what} {place.rpartition(' ')[2]}" for what, place in one] for one in waits]
+    read = ["event.synchronize read"]
+    assert kinds == [[], read, read, read, read, read, read, read], kinds
+    steps = [data for name, data in events if name == "step"]
+    cpu, expected = make_trainer(make_config(steps=8, every=4), device=torch.device("cpu"))
+    train(cpu)
+    for one, other in zip(steps, [data for name, data in expected if name == "step"], strict=True):
+        assert one["step"] == other["step"] and one["learning_rate"] == other["learning_rate"]
+        assert one["loss"] == other["loss"] and one["gradient_norm"] == pytest.approx(other["gradient_norm"], rel=1e-12)
+    weights = zip(trainer.spread.module.parameters(), cpu.spread.module.parameters(), strict=True)
+    assert all(torch.equal(one.cpu(), other) for one, other in weights)
+
+
+@pytest.mark.parametrize("steps", [3, 4])
+def test_a_loss_that_is_not_finite_ends_the_job_before_it_is_saved(gpu: FakeGpu, steps: int) -> None:
+    """In the third step: seen in the fourth, or at the end."""
+    trainer, _ = make_trainer(make_config(steps=steps, every=100))
+    take_loss, count = trainer.workload.loss, 0
+
+    def loss(model: nn.Module, batch: Numbers) -> Loss:
+        nonlocal count
+        count += 1
+        found = take_loss(model, batch)
+        return Loss(found.sum * torch.nan, found.weight) if count == 3 else found
+
+    trainer.workload.loss = loss  # type: ignore[method-assign,assignment]
+    ending = train(trainer)
+    assert (ending.outcome, ending.step, trainer.saver.steps) == ("non_finite", 2, [])  # type: ignore[attr-defined]
+    assert ending.message.startswith("step 3: loss is not finite on rank 0")
+
+
+def test_steps_that_a_guard_may_skip_are_judged_before_they_are_taken(gpu: FakeGpu) -> None:
+    trainer, events = make_trainer(make_config(steps=3, every=100, non_finite="skip"))
+    assert trainer.device_exchange is None
+    train(trainer)
+    assert [data["step"] for name, data in events if name == "step"] == [1, 2, 3]
+
+
+def test_a_straggler_is_found_by_the_time_of_its_device(gpu: FakeGpu) -> None:
+    """The host is done with a forward pass long before its GPU."""
+    trainer, _ = make_trainer(make_config(steps=5, every=100))
+    gpu.milliseconds = 250.0
+    train(trainer)
+    assert trainer.device_exchange is not None and trainer.device_exchange.forward_seconds == 0.25
 
 
 def test_memory_that_cannot_be_page_locked_is_copied_all_the_same(

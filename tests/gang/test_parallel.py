@@ -141,6 +141,8 @@ def test_spreading_changes_no_bit_of_the_initial_weights() -> None:
     config = RunConfig(model=MODELS[0])
     outputs = run_ranks(3, ["-m", "tests.support.spread_rank", config.model_dump_json()])
     found = [line.split()[1:] for output in outputs for line in output.splitlines() if line.startswith("sha256")]
+    deadlines = [line for output in outputs for line in output.splitlines() if line.startswith("timeout")]
+    assert sorted(set(deadlines)) == ["timeout replicate 61.0", "timeout shard 61.0"], "not torch's default"
     model = meta_model(MODELS[0]).to_empty(device="cpu")
     initialise(model, meta_model(MODELS[0]), seed=config.training.seed)
     digest = weights_sha256(model)

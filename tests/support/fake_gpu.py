@@ -169,6 +169,10 @@ class FakeGpu(TorchDispatchMode):
         start = tensor.data_ptr()
         return any(begin <= start < begin + length for begin, length in self.pinned.items())
 
+    def pin(self, tensor: Tensor) -> Tensor:
+        self.pinned[tensor.data_ptr()] = max(tensor.nbytes, 1)
+        return tensor
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.run(func, args, kwargs or {})
 
@@ -188,9 +192,7 @@ class FakeGpu(TorchDispatchMode):
         if func is _aten.copy_.default and isinstance(args[1], GpuTensor) != isinstance(args[0], GpuTensor):
             return self._copy(args, plain_args, plain_kwargs)
         if plain_kwargs.pop("pin_memory", False):
-            out = func(*plain_args, **plain_kwargs)
-            self.pinned[out.data_ptr()] = max(out.nbytes, 1)
-            return out
+            return self.pin(func(*plain_args, **plain_kwargs))
         out = func(*plain_args, **plain_kwargs)
         if to == "cpu" or (to is None and not inputs) or to == "meta":
             return out
@@ -280,6 +282,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     }
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(Tensor, "pin_memory", lambda tensor, device=None: gpu.pin(tensor.clone()))
     monkeypatch.setattr(Tensor, "is_pinned", lambda tensor, device=None: gpu.is_pinned(tensor))
     with gpu:
         yield gpu

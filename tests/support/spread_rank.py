@@ -9,7 +9,7 @@ from torch import nn
 
 from ebbflow.infra.config.schema import DdpConfig, FsdpConfig, ParallelConfig, RunConfig
 from ebbflow.training.gang import connect, disconnect, leave
-from ebbflow.training.parallel import spread_model
+from ebbflow.training.parallel import make_mesh, spread_model
 from ebbflow.training.weights.load import weights_sha256
 from ebbflow.training.workloads.language_model import CausalLM
 
@@ -45,7 +45,9 @@ def main() -> None:
     config = RunConfig.model_validate_json(sys.argv[1])
     torch.set_num_threads(1)
     plain = [name for name, _ in ModelOnly(config).model().named_parameters()]
-    gang = connect(start_seconds=60, collective_seconds=60, generation="test")
+    gang = connect(start_seconds=60, collective_seconds=61, generation="test")
+    for name, group in ((name, make_mesh(gang, shard=1)[name].get_group()) for name in ("replicate", "shard")):
+        print("timeout", name, group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
     for name, changes in ARRANGEMENTS.items():
         spread_config = config.model_copy(update=changes)
         spread = spread_model(ModelOnly(config), spread_config, gang)

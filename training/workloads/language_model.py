@@ -205,7 +205,9 @@ class TextWorkload:
 
     def _batch(self, tokens: np.ndarray, windows: np.ndarray) -> TextBatch:
         offsets = windows[:, None] * self._length + np.arange(self._length + 1)
-        text = torch.from_numpy(tokens[offsets].astype(np.int64)).to(self._context.device)
+        text = torch.from_numpy(tokens[offsets].astype(np.int64))
+        if self._context.device.type == "cuda":  # from page-locked memory, so that the host need not wait
+            text = text.pin_memory().to(self._context.device, non_blocking=True)
         return TextBatch(text[:, :-1], text[:, 1:])
 
     def _windows(self, tokens: np.ndarray, side: str) -> int:
