@@ -112,7 +112,8 @@ BUDGET = "budget"  # threshold (share of the budget), spent_usd, budget_usd, res
 PRICES = "prices"
 # certificate: the resume certificate as JSON (ebbflow.training.certify), if requested.
 CERTIFICATE = "certificate"
-# Written by rank 0 of a script: level (how exactly it resumes), same_data (by which means; "": it may differ), reasons.
+# Written by rank 0 of a script, or of a job on GPUs: level (how exactly it resumes), same_data (by which means; "": it
+# may differ), reasons.
 PROMISE = "promise"
 OUTCOME = "outcome"  # outcome, step, weights_sha256, message
 # Written by the supervisor after each run of the flow: verdict (`flows.supervising.verdict.Verdict`), exit_code,

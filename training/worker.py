@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -23,13 +24,14 @@ import torch.distributed as dist
 
 from ebbflow.infra.config.load import load_config
 from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.errors import InfraError, JobIsRunning, Outcome
+from ebbflow.infra.errors import InfraError, JobIsRunning, Outcome, StoreError
 from ebbflow.infra.event_log import EventLog
-from ebbflow.infra.events import NOTICE, Origin
+from ebbflow.infra.events import NOTICE, PROMISE, Origin
 from ebbflow.infra.layout import check_job_name, generation_name, job_prefix
 from ebbflow.infra.process import tie_forked_children
 from ebbflow.infra.program import PROJECT_ROOT
 from ebbflow.infra.store import Store
+from ebbflow.training.attached_guards import CLOSE, EXACT
 from ebbflow.training.checkpoint.rollback import PERMITS
 from ebbflow.training.checkpoint.signing import signer, use_signing_key
 from ebbflow.training.engine import train
@@ -42,7 +44,7 @@ from ebbflow.training.errors import (
 from ebbflow.training.gang import Gang, connect, disconnect, leave
 from ebbflow.training.guards.overrides import read_overrides, rewind_parent
 from ebbflow.training.launch.heartbeat import WatchHooks
-from ebbflow.training.launch.messages import WorkerSpec
+from ebbflow.training.launch.messages import OrderRecord, WorkerSpec
 from ebbflow.training.limits import LoopResult
 from ebbflow.training.progress import live_metrics
 from ebbflow.training.reporter import Clock
@@ -58,6 +60,8 @@ from ebbflow.training.trainer_setup import build_trainer, make_reporter, open_sa
 from ebbflow.training.workloads.examine import PREPARE_SECONDS
 from ebbflow.training.workloads.loader import prepare_data, workload_context
 from ebbflow.training.workloads.trial import try_workload
+
+_LOOK_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
@@ -228,6 +232,8 @@ def _train(task: WorkerSpec | Request) -> LoopResult:
     colocated = spec.colocated_ranks if spec else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // colocated))
     torch.set_num_interop_threads(1)
+    if config.training.deterministic != "off":  # cuBLAS reads it when its first handle is made
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     # Identifies the restart, because torchrun's key-value store keeps the keys of dead workers.
     restart = os.environ.get("TORCHELASTIC_RUN_ID", "none"), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     gang = connect(
@@ -237,15 +243,49 @@ def _train(task: WorkerSpec | Request) -> LoopResult:
         device_choice=config.cluster.device,
         promised_gpus=spec.promised_gpus if spec else 0,
     )
-    if gang.device.type == "cpu":  # equal runs give results that are equal bit for bit
-        torch.use_deterministic_algorithms(True)
-        # Deterministic mode would fill every new tensor, a debugging aid that costs time.
-        torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
+    arrange_determinism(config.training.deterministic, gang.device)
     if gang.device_note and gang.rank == 0:
         print(gang.device_note, flush=True)
     ending = run_rank(share_spec(task, gang) if isinstance(task, Request) else task, gang)
     disconnect()
     return ending
+
+
+def arrange_determinism(mode: str, device: torch.device) -> None:
+    """Choose deterministic algorithms, as `training.deterministic` says.
+
+    On a GPU, the backward pass of fused attention is deterministic only if operations without a deterministic algorithm
+    raise an error ("strict"). With "auto" they run all the same.
+    """
+    if mode == "off":
+        return
+    torch.use_deterministic_algorithms(True, warn_only=mode == "auto" and device.type != "cpu")
+    # Deterministic mode would fill every new tensor, a debugging aid that costs time.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def describe_promise(mode: str, device: torch.device) -> dict[str, Any]:
+    """Return how exactly the job resumes at the same world size, as data of the event `promise`."""
+    reasons = []
+    if mode == "off":
+        reasons.append("training.deterministic is off")
+    elif device.type != "cpu":
+        reasons.append(
+            "never run on CUDA by us; certify decides"
+            if mode == "strict"
+            else "operations without a deterministic algorithm, such as attention's backward, run on the GPU; "
+            "fix: training.deterministic strict"
+        )
+    level = EXACT if not reasons or mode == "strict" else CLOSE
+    return {"level": level, "same_data": "the order of samples, a function of the seed", "reasons": reasons}
+
+
+def flush_before_end(log: EventLog, record: OrderRecord) -> None:
+    """Flush the events once the agent is about to kill this rank, whose main thread may wait for its GPU for ever."""
+    while not record.ending:
+        time.sleep(_LOOK_SECONDS)
+    with contextlib.suppress(StoreError):
+        log.flush()
 
 
 def run_rank(spec: WorkerSpec, gang: Gang) -> LoopResult:
@@ -259,12 +299,18 @@ def run_rank(spec: WorkerSpec, gang: Gang) -> LoopResult:
         EventLog(job_store, origin) as log,
         live_metrics(spec, rank=gang.rank, world_size=gang.world_size, emit=log.emit) as emit,
     ):
+        if spec.control_path:
+            record = OrderRecord(Path(spec.control_path))
+            threading.Thread(target=flush_before_end, args=(log, record), name="last events", daemon=True).start()
         clock = Clock(emit)
         reporter = make_reporter(spec, clock, emit)
         try:
             reporter.enter("init", 0)
             if gang.device_note and gang.rank == 0:
                 emit(NOTICE, message=gang.device_note)
+            mode = RunConfig.model_validate(spec.config).training.deterministic
+            if gang.rank == 0 and (mode != "auto" or gang.device.type != "cpu"):
+                emit(PROMISE, **describe_promise(mode, gang.device))
             saver = open_saver(spec, gang, emit, lambda: reporter.enter_temporarily("store"))
             trainer = build_trainer(spec, gang, nodes=nodes, reporter=reporter, saver=saver)
             ending = train(replace(trainer, start=restore(trainer, saver, spec.candidates)))

@@ -164,7 +164,7 @@ def _quality(report: RunReport) -> dict[str, str]:
 
 
 def _promise(report: RunReport) -> dict[str, str]:
-    """Format how exactly a script resumes, such as "bit for bit, not proven; same data by its sampler"."""
+    """Format how exactly a job resumes, such as "bit for bit, not proven; same data by its sampler"."""
     found = report.events.get("promise")
     if not found:
         return {}

@@ -103,6 +103,11 @@ class TrainingConfig(Section):
     gradient_accumulation_steps: int = key(1, "micro-batches per step and rank", ge=1)
     max_steps: int = key(300, "optimizer steps of the job", ge=1)
     seed: int = key(1234, "seed of the initial weights and the data order", ge=0)
+    deterministic: Literal["auto", "strict", "off"] = key(
+        "auto",
+        "equal runs give equal bits. auto: on a CPU, and on a GPU where it is cheap; strict: on a GPU too, or an error "
+        "names the operation that cannot; off: nowhere promised",
+    )
     micro_batch: Literal["fixed", "auto"] = key(
         "fixed", "auto: the fewest micro-batches that fit into memory, at least gradient_accumulation_steps"
     )

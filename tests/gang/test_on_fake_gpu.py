@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 
 from benchmarks.training.no_saver import NoSaver
 from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.event_log import EventLog
+from ebbflow.infra.events import Origin, read_events
 from ebbflow.infra.store import Store
 from ebbflow.training.checkpoint import Checkpointer, open_generation, reachable_commits
 from ebbflow.training.checkpoint.save_plan import SavePlanner
@@ -22,14 +25,17 @@ from ebbflow.training.errors import MicroBatchTooLarge, TrainingError
 from ebbflow.training.gang import Gang
 from ebbflow.training.guards.guards import Guards
 from ebbflow.training.guards.memory import is_out_of_memory
+from ebbflow.training.launch.messages import OrderRecord
 from ebbflow.training.limits import Limits
 from ebbflow.training.optimizer import make_optimizer
 from ebbflow.training.parallel import spread_model
 from ebbflow.training.reporter import Clock, Reporter
 from ebbflow.training.save_controller import SaveSchedule, prior_hazard
 from ebbflow.training.trainer import Trainer
+from ebbflow.training.worker import arrange_determinism, describe_promise, flush_before_end
 from ebbflow.training.workload import Cursor, Loss
 from tests.support.fake_gpu import GIB, FakeGpu, GpuTensor, fake_gpu
+from tests.support.flow import wait_until
 
 CUDA = torch.device("cuda", 0)
 
@@ -208,6 +214,45 @@ def test_a_straggler_is_found_by_the_time_of_its_device(gpu: FakeGpu) -> None:
     gpu.milliseconds = 250.0
     train(trainer)
     assert trainer.device_exchange is not None and trainer.device_exchange.forward_seconds == 0.25
+
+
+@pytest.mark.parametrize(
+    ("mode", "device", "level", "on", "warns"),
+    [
+        ("auto", "cpu", "bit for bit", True, False),
+        ("auto", "cuda", "within tolerance", True, True),
+        ("strict", "cuda", "bit for bit", True, False),
+        ("off", "cuda", "within tolerance", False, False),
+        ("off", "cpu", "within tolerance", False, False),
+    ],
+)
+def test_what_is_deterministic_is_what_the_report_promises(
+    mode: str, device: str, level: str, on: bool, warns: bool
+) -> None:
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(False)
+    try:
+        arrange_determinism(mode, torch.device(device))
+        enabled = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+        assert enabled == (on, warns)
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+    promise = describe_promise(mode, torch.device(device))
+    assert promise["level"] == level and bool(promise["reasons"]) == ((mode, device) != ("auto", "cpu"))
+
+
+def test_a_rank_that_waits_for_its_gpu_flushes_its_events_before_it_is_ended(tmp_path: Path) -> None:
+    """NCCL raises nothing in the main thread of a survivor. Otherwise events are written every 100 s here."""
+    store = Store.open(str(tmp_path)).sub("jobs/one")
+    record = OrderRecord.create(tmp_path / "node-0.control")
+    origin = Origin(job="one", run="1", attempt=0, generation=1, node=0, rank=1)
+    with EventLog(store, origin, flush_seconds=100.0) as log:
+        threading.Thread(target=flush_before_end, args=(log, record), daemon=True).start()
+        log.emit("step", step=7, loss=1.0)
+        time.sleep(0.5)
+        assert not list(read_events(store))
+        record.announce_end()
+        wait_until("the event", lambda: [event.step for event in read_events(store)] == [7], timeout=60)
 
 
 def test_memory_that_cannot_be_page_locked_is_copied_all_the_same(

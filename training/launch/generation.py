@@ -95,6 +95,7 @@ class NodeGeneration:
             cause = f"the agent of node {self._spec.node} raised {describe_exception(error)}"
             end = self._report_own(AgentFailure(cause), where=parse_traceback(text))
         finally:
+            self._drain.announce_end()
             stuck = group.end(end.ranks if end is not None else (), meanwhile=self._keep_in_touch)
             place = f"node {self._spec.node}: rank"
             for rank in stuck:

@@ -131,7 +131,7 @@ CAUSES = (
     "rehearsed notice",
     "rebalance recommendation",
 )
-_LEAVE_AT, _CAUSE, _NODE, _SAVES, _FIELDS = range(5)
+_LEAVE_AT, _CAUSE, _NODE, _SAVES, _ENDING, _FIELDS = range(6)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,6 +183,14 @@ class OrderRecord:
         if not record[_LEAVE_AT]:  # the first cause counts; it is written before the time, which readers check
             record[_NODE], record[_CAUSE] = order.node, CAUSES.index(order.cause)
         record[_LEAVE_AT] = leave_at
+
+    def announce_end(self) -> None:
+        """Tell ranks that they are about to be killed."""
+        self._record[_ENDING] = 1
+
+    @property
+    def ending(self) -> bool:
+        return bool(self._record[_ENDING])
 
     @property
     def leave_at(self) -> float:

@@ -185,6 +185,10 @@ class Drain:
                 self._record.write(replace(order, seconds=came_at + order.seconds - time.monotonic()))
         return path
 
+    def announce_end(self) -> None:
+        if self._record is not None:
+            self._record.announce_end()
+
     def forward_orders(self, peers: Peers, emit: Callable[..., object]) -> None:
         """Report new notices to the coordinator, and pass the coordinator's orders on to the ranks."""
         self._receive()
