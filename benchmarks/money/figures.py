@@ -19,7 +19,7 @@ from ebbflow.cost.errors import SimulationError
 _SEED = 20261123
 _RESAMPLES = 2000
 _FINE_TICKS = 5
-PARTS = ("limits", "dollars", "enactable", "research")
+PARTS = ("limits", "dollars", "regions", "enactable", "research")
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     parts: dict[str, Callable[[], Iterator[MoneyFigure]]] = {"limits": lambda: live_limits(arguments.adversarial)}
     if data is not None:
         parts["dollars"] = lambda: live_dollars(data, starts)
+        parts["regions"] = lambda: several_regions(data, starts)
         parts["enactable"] = lambda: enactable(data, starts)
         parts["research"] = lambda: research(data, max(2, starts // 5))
     began = time.process_time()
@@ -136,6 +137,24 @@ def live_dollars(data: Path, starts: int) -> Iterator[MoneyFigure]:
     total = usd / statistics.fmean(one.optimum_usd for one in found)
     note = f"{where}; mean of ratios {_interval(ratio, zones)}"
     yield MoneyFigure("live path ÷ optimum", f"{total:.3f}", "-", len(found), note)
+
+
+def several_regions(data: Path, starts: int) -> Iterator[MoneyFigure]:
+    """Compare jobs that may use three regions with the same jobs in each of them alone."""
+    from benchmarks.money.cases import CELL_ZONES
+    from benchmarks.money.regions import REGIONS, compare_regions
+
+    rows = compare_regions(data, starts)
+    blocks = [row["start_hours"] // 168 for row in rows]
+    where = f"{', '.join(CELL_ZONES)}; bucket in us-east-1; seed {_SEED}"
+    late = int(sum(row["late"] for row in rows))
+    yield MoneyFigure("one or three regions: late", str(late), "0", 4 * len(rows), where)
+    three = statistics.fmean(row["three"] for row in rows)
+    for region in REGIONS:
+        alone = statistics.fmean(row[region] for row in rows)
+        errors = [(row["three"] - row[region]) / alone for row in rows]
+        note = f"{where}; ${three:.2f} against ${alone:.2f}, transfer included {_interval(errors, blocks)} over weeks"
+        yield MoneyFigure(f"three regions ÷ {region} alone − 1", f"{three / alone - 1:+.1%}", "-", len(rows), note)
 
 
 def enactable(data: Path, starts: int) -> Iterator[MoneyFigure]:

@@ -14,6 +14,7 @@ from ebbflow.cost.capacity import Placement, batch_attempt_data, choose_placemen
 from ebbflow.cost.plan.candidates import JobProgress
 from ebbflow.cost.plan.forecast import ForecastInputs
 from ebbflow.cost.plan.plan import Plan, make_plan
+from ebbflow.cost.prices.quote import PriceSource
 from ebbflow.infra.batch.jobs import BatchAttempt, Cause
 from ebbflow.infra.batch.queues import Market, QueueState
 from ebbflow.infra.config.schema import RunConfig
@@ -37,11 +38,18 @@ def queues(*states: QueueState) -> dict[str, QueueState]:
 BOTH = queues(queue("spot-g5", "spot", ["g5"]), queue("on-demand-g5", "on_demand", ["g5"]))
 
 
-def planned(config: RunConfig, now_utc: float, *, share_done: float = 0.0, spent_usd: float = 0.0) -> Plan:
-    """Plan the rest of a job that began at `BEGAN_UTC`, at the static table's prices."""
+def planned(
+    config: RunConfig,
+    now_utc: float,
+    *,
+    share_done: float = 0.0,
+    spent_usd: float = 0.0,
+    prices: PriceSource | None = None,
+) -> Plan:
+    """Plan the rest of a job that began at `BEGAN_UTC`, at the static table's prices unless others are given."""
     done = round(config.training.max_steps * share_done)
     progress = JobProgress(done_steps=done, spent_usd=spent_usd, started_utc=BEGAN_UTC)
-    return make_plan(config, now_utc=now_utc, progress=progress)
+    return make_plan(config, now_utc=now_utc, progress=progress, prices=prices)
 
 
 def attempt(cause: Cause, stopped: float, started: float | None, job_id: str = "", *, nodes: int = 1) -> BatchAttempt:
@@ -142,6 +150,8 @@ class VirtualBatch:
         adversary: None reclaims an attempt only when capacity ends.
         slowest: On-demand starts take the whole stated limit.
         clock: Returns the launcher's clock, given the true second.
+        queues, prices: The queues, and the prices of the plans.
+        capacity: Like `up`, by name of a queue; `up` holds for the other Spot queues.
     """
 
     up: Sequence[bool]
@@ -151,23 +161,24 @@ class VirtualBatch:
     adversary: Adversary | None = None
     slowest: bool = False
     clock: Callable[[float], float] = float
+    queues: Mapping[str, QueueState] = field(default_factory=lambda: BOTH)
+    prices: PriceSource | None = None
+    capacity: Mapping[str, Sequence[bool]] = field(default_factory=dict)
 
-    def has(self, second: float) -> bool:
-        return self.up[min(len(self.up) - 1, int(second // self.gap_seconds))]
-
-    def next_change(self, second: float, wanted: bool) -> float:
-        """Return the first time from `second` on at which capacity is `wanted`; infinite if never."""
-        if self.has(second) is wanted:
+    def next_change(self, second: float, wanted: bool, queue: str = "") -> float:
+        """Return the first time from `second` on at which the queue's capacity is `wanted`; infinite if never."""
+        up = self.capacity.get(queue, self.up)
+        if up[min(len(up) - 1, int(second // self.gap_seconds))] is wanted:
             return second
-        for index in range(int(second // self.gap_seconds) + 1, len(self.up)):
-            if self.up[index] is wanted:
+        for index in range(int(second // self.gap_seconds) + 1, len(up)):
+            if up[index] is wanted:
                 return index * self.gap_seconds
         return float("inf")
 
     def run(self, config: RunConfig) -> Course:
         """Place, run, lose and place again until the job is done or ten times its deadline has passed."""
         course, draw, now, done = Course(), random.Random(self.seed), 0.0, 0.0
-        whole = planned(config, BEGAN_UTC).ranked[0].case.work_hours
+        whole = planned(config, BEGAN_UTC, prices=self.prices).ranked[0].case.work_hours
         limit = 10 * (config.cost.deadline_hours or 1000.0) * HOUR
         while now < limit and course.finished is None:
             # Each decision is made by a new process, which knows only what is in the store.
@@ -175,8 +186,8 @@ class VirtualBatch:
             share = min(1.0, done / whole)
             history = read_attempts(course.log.events)
             believed = history.latest_utc(BEGAN_UTC + self.clock(now))
-            plan = planned(config, believed, share_done=share, spent_usd=course.usd)
-            placement = choose_placement(config, plan=plan, history=history, queues=BOTH, now_utc=believed)
+            plan = planned(config, believed, share_done=share, spent_usd=course.usd, prices=self.prices)
+            placement = choose_placement(config, plan=plan, history=history, queues=self.queues, now_utc=believed)
             course.log.placed(placement, now + 0.01)
             course.spent_before.append(course.usd)
             course.decisions.append((now, placement, whole - done))
@@ -184,8 +195,9 @@ class VirtualBatch:
                 with_placement(plan, placement).terms(spent_usd=course.usd),
                 fallback=placement.fallback and Fallback(**placement.fallback),
             )
-            case = with_placement(plan, placement).ranked[0].case
-            now, done = self._attempt(placement, course, draw, now, done, whole, case, terms, plan.steps)
+            pool = with_placement(plan, placement).ranked[0]
+            price = pool.gang_usd_per_hour + pool.transfer_usd / pool.paid_hours
+            now, done = self._attempt(placement, course, draw, now, done, whole, pool.case, terms, plan.steps, price)
         return course
 
     def _attempt(
@@ -199,16 +211,17 @@ class VirtualBatch:
         case: ForecastInputs,
         terms: Terms,
         steps: int,
+        price: float,
     ) -> tuple[float, float]:
         waits, spot = placement.runnable_seconds, placement.market == "spot"
         delay = waits if self.slowest else draw.uniform(0, waits)
-        start = self.next_change(now, True) if spot else now + delay
+        start = self.next_change(now, True, placement.queue) if spot else now + delay
         job = f"job-{now}"
         if start > now + waits:
             course.log.told("never_started", placement, now + waits, started=None, job_id=job)
             return now + waits, done
-        price, startup = placement.gang_usd_per_hour, max(case.fixed_lost_hours, case.start_hours)
-        lost = self.next_change(start, False) if spot else float("inf")
+        startup = max(case.fixed_lost_hours, case.start_hours)
+        lost = self.next_change(start, False, placement.queue) if spot else float("inf")
         if not spot:
             end = start + (startup + whole - done) * HOUR
             course.usd += (end - start) / HOUR * price
