@@ -152,8 +152,9 @@ def _forecast(
         reclaims=belief,
         failures_per_hour=0.0,
         speed_log_deviation=0.0,
+        waits=seen.waits("", zone[:-1], zone, waits) or waits,
     )
-    found = forecast_quantiles(course, gang_usd_per_hour=1.0, other_usd=0.0, hours_left=deadline, waits=waits)
+    found = forecast_quantiles(course, gang_usd_per_hour=1.0, other_usd=0.0, hours_left=deadline)
     assert found.deadline_probability is not None
     outcome = simulate(window, SimulatedJob(work, deadline, changeover), PUBLISHED, Greedy())
     said = 1.0 - found.deadline_probability
@@ -169,6 +170,8 @@ def _stays(before: World, zone: str) -> Iterator[PoolStay]:
     for first, last in pairwise(edges):
         if up[first]:
             lost = last < len(up) and not up[last]
+            back = np.flatnonzero(up[last:])
+            gone = float(back[0]) * tick if lost and len(back) else None
             yield PoolStay(
                 instance_type="",
                 nodes=1,
@@ -178,6 +181,7 @@ def _stays(before: World, zone: str) -> Iterator[PoolStay]:
                 ended_utc=last * tick * 3600,
                 hours=(last - first) * tick,
                 reclaimed=lost,
+                gone_hours=gone,
             )
 
 

@@ -275,7 +275,9 @@ def _hazard(sources: PlanInputs, pool: Pool, kind: InstanceType) -> PoolHazard |
         reclaim_prior(band), kind.name, pool.region, pool.zone, sources.now_utc
     )
     own = f", updated by {stays} stays of own jobs" if stays else ""
-    return PoolHazard(reclaims=belief, failures_per_hour=failures, kind=f"estimated: advisor's band {band}{own}")
+    kind_of = f"estimated: advisor's band {band}{own}"
+    waits = sources.history.waits(kind.name, pool.region, pool.zone)
+    return PoolHazard(reclaims=belief, failures_per_hour=failures, kind=kind_of, waits=waits)
 
 
 def _quotes(

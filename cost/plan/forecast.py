@@ -35,8 +35,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from ebbflow.cost.job_history import WAIT_HOURS
 from ebbflow.cost.plan.throughput import MemoryFit, Throughput
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.footprint import COMMIT_BYTES_PER_PARAMETER, ModelShape
@@ -70,15 +72,8 @@ def reclaim_hazard_per_hour(band: int) -> float:
 
 DRAWS = 1000
 _SEED = 20_260_720
-# Hours without capacity after each of 1,886 losses in nine zones, V100, 45.5 days from 2023-02-15 (recorded by
-# skypilot-org/spot-traces 221da1a): the means of twenty equal groups, sorted.
-WAIT_HOURS = (
-    *(0.16, 0.16, 0.16, 0.16, 0.19, 0.23, 0.32, 0.33, 0.38, 0.43),
-    *(0.54, 0.67, 0.81, 1.12, 1.47, 1.97, 2.75, 3.81, 5.52, 14.58),
-)
 _MOST_INTERRUPTIONS = 1e6
 _WAITS_DRAWN = 64
-MEAN_WAIT_HOURS = sum(WAIT_HOURS) / len(WAIT_HOURS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +90,7 @@ class ForecastInputs:
         speed_log_deviation: Standard deviation of the log of the speed.
         wait_hours: Hours until a reservation begins.
         start_chance: Probability that the first start on Spot is granted at once; None if unknown, which counts as 1.
+        waits: Possible waits for capacity after a reclaim in hours, all equally likely; None means `WAIT_HOURS`.
     """
 
     start_hours: float
@@ -106,10 +102,16 @@ class ForecastInputs:
     speed_log_deviation: float
     wait_hours: float = 0.0
     start_chance: float | None = None
+    waits: tuple[float, ...] | None = None
+
+    @property
+    def possible_waits(self) -> tuple[float, ...]:
+        return WAIT_HOURS if self.waits is None else self.waits
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> ForecastInputs:
-        return cls(**{**data, "reclaims": data["reclaims"] and GammaHazard(**data["reclaims"])})
+        known = {"reclaims": data["reclaims"] and GammaHazard(**data["reclaims"])}
+        return cls(**{**data, **known, "waits": data.get("waits") and tuple(data["waits"])})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +135,6 @@ def forecast_quantiles(
     gang_usd_per_hour: float,
     other_usd: float,
     hours_left: float | None,
-    waits: Sequence[float] = WAIT_HOURS,
 ) -> ForecastQuantiles:
     """Simulate a job in one pool, and return the quantiles of its hours and dollars.
 
@@ -141,9 +142,8 @@ def forecast_quantiles(
         gang_usd_per_hour: Price of all nodes.
         other_usd: Cost of storage and transfer, the same in every simulated run.
         hours_left: Hours until the deadline; None without a deadline.
-        waits: Possible waits for capacity after a reclaim in hours, all equally likely.
     """
-    drawn = simulate_runs(case, waits)
+    drawn = simulate_runs(case)
     return ForecastQuantiles(
         p50_hours=_quantile(drawn.hours, 0.5),
         p90_hours=_quantile(drawn.hours, 0.9),
@@ -187,7 +187,7 @@ def _standard_draws() -> tuple[numpy.ndarray, numpy.ndarray]:
     return chance.permutation(strata), chance.standard_normal(DRAWS)
 
 
-def simulate_runs(case: ForecastInputs, waits: Sequence[float] = WAIT_HOURS) -> SimulatedRuns:
+def simulate_runs(case: ForecastInputs) -> SimulatedRuns:
     """Simulate `DRAWS` runs of a job. Equal inputs give equal results, because the seed is fixed."""
     import numpy
 
@@ -204,9 +204,10 @@ def simulate_runs(case: ForecastInputs, waits: Sequence[float] = WAIT_HOURS) -> 
     spread = case.interval_hours / math.sqrt(12.0)
     lost = number * mean + numpy.sqrt(number) * spread * losses
     paid = undisturbed + numpy.maximum(lost, number * case.fixed_lost_hours)
-    hours = paid + case.wait_hours + _waits(chance, reclaims, waits)
+    hours = paid + case.wait_hours + _waits(chance, reclaims, case.possible_waits)
     if case.start_chance is not None:
-        hours += (chance.random(DRAWS) >= case.start_chance) * chance.choice(numpy.array(waits), size=DRAWS)
+        refused = chance.random(DRAWS) >= case.start_chance
+        hours += refused * chance.choice(numpy.array(case.possible_waits), size=DRAWS)
     return SimulatedRuns(paid_hours=paid, hours=hours)
 
 
@@ -293,11 +294,13 @@ class PoolHazard:
         reclaims: Distribution of the reclaims per hour; None for on-demand.
         failures_per_hour: Expected machine failures per hour of all nodes.
         kind: Source of the estimate, as text.
+        waits: As in `ForecastInputs`.
     """
 
     reclaims: GammaHazard | None
     failures_per_hour: float
     kind: str
+    waits: tuple[float, ...] | None = None
 
     @property
     def per_hour(self) -> float:
@@ -351,13 +354,14 @@ def expect_run(config: RunConfig, work: RemainingWork, hazard: PoolHazard) -> Ex
         reclaims=hazard.reclaims,
         failures_per_hour=hazard.failures_per_hour,
         speed_log_deviation=work.speed.log_deviation,
+        waits=hazard.waits,
     )
     return ExpectedRun(
         case=case,
         interval_seconds=interval,
         interruptions=hazard.per_hour * paid,
         paid_hours=paid,
-        expected_hours=paid + reclaims * MEAN_WAIT_HOURS,
+        expected_hours=paid + reclaims * fmean(case.possible_waits),
     )
 
 
@@ -367,7 +371,7 @@ def delay_start(expected: ExpectedRun, *, wait_hours: float = 0.0, start_chance:
     return replace(
         expected,
         case=replace(expected.case, wait_hours=wait_hours, start_chance=start_chance),
-        expected_hours=expected.expected_hours + wait_hours + refused * MEAN_WAIT_HOURS,
+        expected_hours=expected.expected_hours + wait_hours + refused * fmean(expected.case.possible_waits),
     )
 
 

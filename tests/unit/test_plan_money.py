@@ -15,6 +15,7 @@ from ebbflow.cost.errors import ReportError
 from ebbflow.cost.frontier import find_frontier, render_frontier
 from ebbflow.cost.job_history import (
     EVIDENCE_WORTH,
+    WAIT_HOURS,
     JobHistory,
     JobMeasurements,
     PoolStay,
@@ -24,7 +25,7 @@ from ebbflow.cost.job_history import (
 )
 from ebbflow.cost.jobs import get_accumulated_cost, get_cheapest_suitable_instance
 from ebbflow.cost.plan.candidates import PlanInputs, feasible_pools, read_progress
-from ebbflow.cost.plan.forecast import WAIT_HOURS, ForecastInputs, simulate_runs
+from ebbflow.cost.plan.forecast import ForecastInputs, simulate_runs
 from ebbflow.cost.plan.plan import KEPT_POOLS, Plan, make_plan
 from ebbflow.cost.plan.plan_text import render_plan
 from ebbflow.cost.plan.refusal import change_config
@@ -302,3 +303,34 @@ def test_each_hour_of_a_stay_counts_by_its_own_age_and_leaves_the_doubt_of_losse
     halved = believed(stay(1.0, ended=24, reclaimed=True))
     assert halved.shape == pytest.approx(EVIDENCE_WORTH / 2)
     assert believed(stay(1.0, ended=48, reclaimed=True)).per_hour == pytest.approx(1.0, rel=0.02)
+
+
+def test_waits_of_own_jobs_lengthen_those_recorded_elsewhere() -> None:
+    events = job(plan(), steps=40, speed=0.5, reclaimed=True)
+    started = [one for one in events if one.generation == 1]
+    gap = 6 * 3600.0
+    again = [replace(one, generation=2, t_wall=one.t_wall + gap, t_mono=one.t_mono + gap) for one in started]
+    record = summarize_job([*events, *again])
+    first, second = record.stays
+    assert first.gone_hours == pytest.approx(second.ended_utc / 3600 - second.hours - first.ended_utc / 3600)
+    assert 5.5 < first.gone_hours < 6 and not first.moved and second.gone_hours is None
+    elsewhere = summarize_job([*events, *(replace(one, run="another") for one in again)])
+    assert elsewhere.stays[0].gone_hours is None, "a later run says nothing of the wait"
+    history = JobHistory.of([JobMeasurements(job="j", stays=(first,) * 10)])
+    waits = history.waits("g5.xlarge", "us-east-1", None)
+    assert waits is not None and len(waits) == len(WAIT_HOURS) and sum(waits) > 1.5 * sum(WAIT_HOURS)
+    assert history.waits("g6.xlarge", "us-east-1", None) is None
+    moved = JobHistory.of([JobMeasurements(job="j", stays=(replace(first, gone_hours=0.3, moved=True),) * 10)])
+    longer = moved.waits("g5.xlarge", "us-east-1", None)
+    assert longer is not None and sum(longer) > sum(WAIT_HOURS), "what ended elsewhere after 0.3 h was no short wait"
+    known, none = (
+        make_plan(config(cost={"deadline_hours": 6.0}), now_utc=WALL + gap + 3600, history=seen).ranked
+        for seen in (history, JobHistory.of([JobMeasurements(job="j", stays=(replace(first, gone_hours=None),) * 10)]))
+    )
+    chances = [
+        next(one.outlook.deadline_probability for one in found if one.market == "spot") for found in (known, none)
+    ]
+    assert chances[0] < chances[1]
+    assert make_plan(config(), now_utc=WALL, history=history) == Plan.from_json(
+        json.loads(json.dumps(make_plan(config(), now_utc=WALL, history=history).to_json()))
+    )
