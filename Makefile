@@ -13,7 +13,7 @@ PIP_TORCH := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 JOBS ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help run check test lint types coverage compat docs pictures bench soak soak-batch batch-demo kubernetes-demo soak-kubernetes metaflow-releases audit clean
+.PHONY: help run check test lint types coverage compat docs pictures recording observe bench soak soak-batch batch-demo kubernetes-demo soak-kubernetes metaflow-releases audit clean
 
 help:  ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 8
@@ -49,6 +49,12 @@ docs: $(VENV)/dev.stamp  ## build the documentation site in docs/_build; a warni
 
 pictures: $(VENV)/run.stamp  ## make the pictures of the live page and the report again, from a real run (needs chromium)
 	docs/make_image.sh
+
+recording: $(VENV)/dev.stamp  ## record a rehearsal on a terminal: the animation of README.md, and a page of screens
+	$(BIN)/python docs/record.py
+
+observe: $(VENV)/run.stamp  ## Prometheus with the alert rules for the jobs of this machine (ARGS="--port 9095")
+	$(BIN)/ebbflow observe $(ARGS)
 
 bench: $(VENV)/dev.stamp  ## measure what docs/benchmarks.md reports
 	$(BIN)/ebbflow bench $(ARGS)

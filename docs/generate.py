@@ -100,7 +100,45 @@ def _plain(text: str) -> str:
     return text
 
 
+METRICS_HEAD = """# All metrics and alerts
+
+Written by `python docs/generate.py` from `infra/metrics.py` and `infra/observe/rules.yaml`; do not edit. [Metrics and
+logs](observability.md) explains how to get them.
+
+## Of a running node
+
+At `/metrics` of each node. Constant labels: `job`, `node`.
+"""
+
+
+def metrics_page() -> str:
+    """The page with every metric, every recorded series, and every alert with its runbook."""
+    import yaml
+
+    from ebbflow.infra.metrics import JOB_METRICS, NODE_METRICS
+    from ebbflow.infra.observe.command import RULES
+
+    def rows(metrics: Any) -> list[str]:
+        found = ["| name | type | labels | meaning |", "|---|---|---|---|"]
+        for one in metrics:
+            labels = ", ".join(f"`{label}`" for label in one.labels) or "-"
+            found.append(f"| `{one.name}` | {one.kind.value} | {labels} | {one.help.removesuffix('.')} |")
+        return [*found, ""]
+
+    recorded, alerts = (group["rules"] for group in yaml.safe_load(RULES.read_text(encoding="utf-8"))["groups"])
+    parts = [METRICS_HEAD, *rows(NODE_METRICS), "## Of a whole job\n", "In `metrics.prom`. Constant label: `job`.\n"]
+    parts += [*rows(JOB_METRICS), "## Recorded series\n", "| series | expression |", "|---|---|"]
+    parts += [f"| `{rule['record']}` | `{rule['expr']}` |" for rule in recorded]
+    parts.append("\n## Alerts\n\nThe text below each alert says what to do.\n")
+    for rule in alerts:
+        lasting = f" for {rule['for']}" if "for" in rule else ""
+        fires = f"`{rule['expr']}`{lasting}. Severity: {rule['labels']['severity']}."
+        parts += [f"### {rule['alert']}\n", fires + "\n", rule["annotations"]["description"] + "\n"]
+    return "\n".join(parts).rstrip() + "\n"
+
+
 if __name__ == "__main__":
     sys.path.insert(0, str(DOCS.parent))
     (DOCS / "configuration-keys.md").write_text(keys_page(), encoding="utf-8")
+    (DOCS / "metrics.md").write_text(metrics_page(), encoding="utf-8")
     (DOCS / "symptoms.md").write_text(symptoms_page(), encoding="utf-8")

@@ -32,6 +32,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "examine": ("ebbflow.training.__main__", "try a workload of your own and print its model's shape"),
     "compare": ("ebbflow.training.__main__", "measure one's own model in each parallel mode, on this machine"),
     "certify": ("ebbflow.training.__main__", "prove that a configuration resumes exactly"),
+    "trace": ("ebbflow.cost.__main__", "write a job's timeline for ui.perfetto.dev"),
+    "observe": ("ebbflow.infra.__main__", "watch this machine's jobs with Prometheus, alert rules included"),
     "prices": ("ebbflow.cost.__main__", "record live spot prices, or show those that a plan would use"),
     "replay": ("ebbflow.cost.__main__", "price a job again under other capacity or another checkpoint interval"),
     "reconcile": ("ebbflow.cost.__main__", "compare a job's ledger with the cloud's bill"),

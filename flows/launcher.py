@@ -15,6 +15,7 @@ import json
 import os
 import shlex
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import NoReturn, TypeGuard
 
 from ebbflow.flows import remote
+from ebbflow.flows.console import RunView, is_terminal, show_run
 from ebbflow.flows.job import RUNS, Job, local_folder, mark_latest
 from ebbflow.flows.live_page import LivePageWriter, finish_page
 from ebbflow.infra.config.schema import RunConfig
@@ -49,7 +51,9 @@ _RUN_ID_PREFIX = "ebbflow-run-id-"
 _PARENT_VARIABLE = "EBBFLOW_PARENT_PID"
 _DRAIN_SECONDS = 60.0
 _RUN_ID_SECONDS = 0.2
-_TAKE_OVER = "--take-over"
+# Flags of this launcher that Metaflow does not know. verbose: Metaflow's log, full plan and report on the terminal.
+# yes: no question before money is spent. compare: after a rehearsal, run the job without it and compare the weights.
+_OWN_FLAGS = frozenset({"--take-over", "--verbose", "--yes", "--compare"})
 _ASKED = "asked to leave: waiting for the last checkpoint (Ctrl-C again to leave at once)"
 _REPORT_REQUEST_SECONDS = 10.0  # short: the user waits for the report of a run that died
 # Metaflow's commands, used to find the command among the words of the command line.
@@ -72,10 +76,13 @@ class _Launch:
         self._doing = "prepare"
         self._hurried = False
         self._interrupts = 0  # Ctrl-C while the report is written
-        self.take_over = False  # --take-over is given
+        self.flags: frozenset[str] = frozenset()  # those of `_OWN_FLAGS` that are given
+        self.words: list[str] = []  # the command line as the user typed it
+        self.job = ""  # of this run, as far as it is known before Metaflow starts; so is the configuration
+        self.config: RunConfig | None = None
+        self.view: RunView | None = None
         self._unnamed: RunConfig | None = None  # configuration of a job that is named after its run
         self.page: LivePageWriter | None = None
-        self._known: tuple[str, str] | None = None  # name ("": not yet) and store of the job
         self._ended = threading.Event()
 
     @property
@@ -94,7 +101,7 @@ class _Launch:
         printed and the run goes on without a claim. Exits with 3 if another launcher runs the job, or if the permits
         cannot be recorded.
         """
-        self._known = job, config.store
+        self.job, self.config = job, config
         if not job:
             self._unnamed = config
             return
@@ -104,7 +111,9 @@ class _Launch:
                 check_inherited_claim(store, job, inherited)
                 os.environ[RUN_CLAIM_VARIABLE] = inherited
             else:
-                self.claim = claim_job(store, job, command, take_over=self.take_over, on_fenced=_tell_main_thread)
+                self.claim = claim_job(
+                    store, job, command, take_over="--take-over" in self.flags, on_fenced=_tell_main_thread
+                )
                 os.environ[RUN_CLAIM_VARIABLE] = self.claim.launcher.id
         except JobIsRunning as error:
             print(error, file=sys.stderr)
@@ -128,7 +137,8 @@ class _Launch:
         """Run Metaflow and return its exit code, or 75 if a signal asked the run to exit."""
         if self._unnamed is not None and claim_of_parent() is None:
             threading.Thread(target=self._claim_by_run, args=(run_id_file,), daemon=True).start()
-        self.page = None if self._known is None else LivePageWriter(flow_class.__name__, *self._known, run_id_file)
+        if self.config is not None:
+            self.page = LivePageWriter(flow_class.__name__, self.job, self.config.store, run_id_file)
         try:
             if self.page is not None:
                 self.page.start()
@@ -172,13 +182,19 @@ class _Launch:
             self._hurried = self._hurried or number == signal.SIGINT
             return
         self.asked = True
-        write_to_stderr(self._why_leaving() or _ASKED)
+        self._tell(self._why_leaving() or _ASKED)
         for child in children(os.getpid()):
             os.kill(child, signal.SIGTERM)
         limit = time.monotonic() + _DRAIN_SECONDS
         while children(os.getpid()) and time.monotonic() < limit and not self._hurried:
             time.sleep(0.05)
         raise KeyboardInterrupt
+
+    def _tell(self, text: str) -> None:
+        if self.view is None or not self.view.fancy:
+            write_to_stderr(text)
+        else:  # the bar would overwrite it
+            self.view.say(f"! {text}")
 
     def _why_leaving(self) -> str:
         if self.claim is None or self.claim.fenced_by is None:
@@ -208,8 +224,9 @@ def prepare(module_name: str) -> None:
     """
     if module_name != "__main__":
         return
-    _launch.take_over = _TAKE_OVER in sys.argv
-    sys.argv[1:] = reorder_words([word for word in sys.argv[1:] if word != _TAKE_OVER])  # Metaflow does not know it
+    _launch.words = sys.argv[1:]
+    _launch.flags = _OWN_FLAGS & set(sys.argv)
+    sys.argv[1:] = reorder_words([word for word in sys.argv[1:] if word not in _OWN_FLAGS])
     at = _command_index(sys.argv)
     if _is_launch(at):
         ignore_lost_readers()
@@ -273,14 +290,19 @@ def run(flow_class: type) -> None:
     unknown = sys.argv[at] == "resume" and origin and _launch.claim is None and claim_of_parent() is None
     if unknown and (job := _job_of(flow_class.__name__, origin[-1], without="no claim on the job")):
         _launch.claim_job(job.name, job.config, "resume")
+    _launch.view = view = _open_view()
     code = _launch.run(flow_class, run_id_file)
+    if view is not None:
+        view.close(explained=run_id_file.is_file() and bool(run_id_file.read_text().strip()))
     try:
         run_id = _read_run_id(run_id_file)
         job = None if _launch.fenced or not run_id else _job_of(flow_class.__name__, run_id)
         if job is not None:
-            code = finish_job(job, code, started, asked=_launch.asked)
+            code = finish_job(job, code, started, asked=_launch.asked, width=view.closing_width if view else None)
             if _launch.page is not None:
                 _launch.page.save_card()
+            if "--compare" in _launch.flags and code == 0:
+                code = _run_reference(job)
         elif _launch.asked and not _launch.fenced:
             write_to_stderr("interrupted before anything was recorded")
     finally:  # if there is no job, Metaflow has refused to start and printed why
@@ -288,6 +310,41 @@ def run(flow_class: type) -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the defaults apply while the interpreter ends
     sys.exit(code)
+
+
+def _run_reference(job: Job) -> int:
+    """Run the job once more without its rehearsal, and print whether both have equal weights. Return the exit code."""
+    from ebbflow.cost.report.render_text import describe_rehearsal
+    from ebbflow.cost.report.report import RunReport
+    from ebbflow.cost.watch import read_earlier_reports
+
+    words, rest = [], list(_launch.words)
+    while rest:
+        word = rest.pop(0)
+        if word in ("--rehearse", "--job"):
+            rest[:1] = []
+        elif word != "--compare" and not word.startswith(("--rehearse=", "--job=")):
+            words.append(word)
+    _launch.release()
+    print(f"\n--compare: the same job without the rehearsal, as job {job.name}-quiet")
+    code = subprocess.call([sys.executable, sys.argv[0], *words, "--job", f"{job.name}-quiet"])
+    report = RunReport.from_json(json.loads((RUNS / job.name / "report.json").read_text()))
+    print("\n".join(describe_rehearsal(report, read_earlier_reports(job.name))))
+    return code
+
+
+def _open_view() -> RunView | None:
+    """Return the view that replaces Metaflow's log on the terminal, or None with --verbose."""
+    if "--verbose" in _launch.flags:
+        return None
+    fancy = is_terminal()
+    paid = remote.requested_backend(sys.argv) is not None
+    ask = paid and fancy and sys.stdin.isatty() and "--yes" not in _launch.flags
+    view = RunView(_launch.job, _launch.config, fancy=fancy, ask=ask)
+    if show_run(view):
+        return view
+    view.close(explained=True)
+    return None
 
 
 def _tell_main_thread() -> None:
@@ -444,17 +501,19 @@ def _job_of(flow_name: str, run_id: str, *, without: str = "no report") -> Job |
         return None
 
 
-def finish_job(job: Job, code: int, started: float, *, asked: bool) -> int:
+def finish_job(job: Job, code: int, started: float, *, asked: bool, width: int | None = None) -> int:
     """Print the job's report and return the exit code. If the run died before writing a report, write it first.
 
     Args:
         code: Metaflow's exit code.
         started: Unix time at which the run began.
         asked: a signal asked the run to exit. Then `code` is returned, unless the job completed in this run.
+        width: columns of the closing block, which is printed instead of the whole report; None: print the report.
     """
     from ebbflow.cost.errors import CostError, ReportError
-    from ebbflow.cost.report.render_text import render
+    from ebbflow.cost.report.render_text import describe_rehearsal, render, render_closing
     from ebbflow.cost.report.report import RunReport
+    from ebbflow.cost.watch import read_earlier_reports
     from ebbflow.flows.reporting import write_report
 
     job.remember()  # `start` may have run on another machine
@@ -481,8 +540,13 @@ def finish_job(job: Job, code: int, started: float, *, asked: bool) -> int:
     report = RunReport.from_json(json.loads(path.read_text()))
     python = Path(sys.executable)
     python = python.relative_to(PROJECT_ROOT) if python.is_relative_to(PROJECT_ROOT) else python
-    print(render(report, python=str(python)))
-    print(f"\nreport: {RUNS / job.name / 'report.html'}")
+    page = RUNS / job.name / "report.html"
+    if width:
+        notes = describe_rehearsal(report, read_earlier_reports(job.name))
+        print(render_closing(report, os.path.relpath(page), python=str(python), notes=notes, width=width))
+    else:
+        print(render(report, python=str(python)))
+        print(f"\nreport: {page}")
     if asked and not _completed_since(job, started):
         return code
     refused = report.events.get("refused") or {}

@@ -27,6 +27,7 @@ from ebbflow.infra.config.load import render_sources, values_with_sources
 from ebbflow.infra.diagnose.command import add_diagnose_commands
 from ebbflow.infra.errors import Outcome
 from ebbflow.infra.kubernetes.checks import add_kubernetes_command
+from ebbflow.infra.observe.command import add_observe_command
 from ebbflow.infra.preflight import CheckResult, failed_results, render_checks, render_results
 from ebbflow.infra.process import silence_stdout
 from ebbflow.infra.program import DEFAULT_CONFIG, PACKAGE_ROOT, PROJECT_ROOT
@@ -126,6 +127,7 @@ def _parser() -> argparse.ArgumentParser:
     add_logs_command(commands, PROJECT_ROOT)
     add_bundle_command(commands, PROJECT_ROOT)
     add_diagnose_commands(commands, PROJECT_ROOT)
+    add_observe_command(commands, PROJECT_ROOT)
     add_deploy_command(commands)
     add_adopt_command(commands)
     add_kubernetes_command(commands)

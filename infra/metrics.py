@@ -1,7 +1,7 @@
 """Prometheus metrics: the catalogue of names, the boards that hold the values, and how they are served or pushed.
 
 Names follow Prometheus' conventions. No label has unbounded values such as steps, paths or messages. A test compares
-the catalogue with docs/observability.md.
+the catalogue with docs/metrics.md, which `docs/generate.py` writes.
 
 A Pushgateway stores values in groups that never expire, and each push replaces a whole group. Every node therefore
 pushes to its own group, identified by job and node. A process on the node deletes this group when training ends there.
@@ -146,8 +146,15 @@ NODE_METRICS = (
         "ebbflow_at_risk_usd", "Spent since the state of the newest durable checkpoint, in US dollars; node 0 only.",
         "kind",
     ),
+    _gauge("ebbflow_usd_per_hour", "What the whole gang costs at the planned price, in US dollars per hour.", "kind"),
     _gauge("ebbflow_budget_usd", "The limit cost.budget_usd, in US dollars; absent without one."),
     _gauge("ebbflow_deadline_timestamp_seconds", "When the job must be done, in Unix time; absent without a deadline."),
+    _gauge("ebbflow_peak_flops_per_second", "Measured peak of this node's first rank, by a matrix product."),
+    _gauge("ebbflow_gpus", "GPUs of this node; this and the next four are absent without GPUs or without pynvml."),
+    _gauge("ebbflow_gpu_memory_used_bytes", "Bytes of memory in use on all GPUs of this node."),
+    _gauge("ebbflow_gpu_memory_free_bytes", "Bytes of memory free on the fullest GPU of this node."),
+    _gauge("ebbflow_gpu_busy_ratio", "Share of time in which the least busy GPU of this node ran a kernel, 0 to 1."),
+    _gauge("ebbflow_gpu_celsius", "Temperature of this node's hottest GPU, in degrees Celsius."),
 )  # fmt: skip
 
 

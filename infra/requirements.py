@@ -55,6 +55,7 @@ REQUIREMENTS = (
     Requirement("obstore", "obstore", (0, 12), (0, 13)),
     Requirement("awscrt", "awscrt", (0, 38), (1,)),
     Requirement("safetensors", "safetensors", (0, 8), (1,)),
+    Requirement("rich", "rich", (14,), (16,)),
 )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import sys
+import textwrap
 from collections.abc import Iterable
 from typing import Any
 
@@ -39,6 +40,14 @@ def printable(text: object) -> str:
 def one_line(text: object) -> str:
     """Return printable text with each run of line breaks and tabs replaced by one space."""
     return printable(re.sub(r"[\t\n\v\f\r\x85\u2028\u2029]+", " ", str(text)).strip())
+
+
+def wrap_line(text: str, width: int, *, indent: str = "  ") -> list[str]:
+    """Wrap text, keeping its indentation and factors such as "2 × g5.xlarge" whole. indent: of the further lines."""
+    margin = text[: len(text) - len(text.lstrip(" "))]
+    joined = margin + one_line(text).replace(" × ", "\u00a0×\u00a0")
+    lines = textwrap.wrap(joined, width, subsequent_indent=indent, break_on_hyphens=False)
+    return [line.replace("\u00a0", " ") for line in lines]
 
 
 def strip_colours(text: str) -> str:
@@ -78,6 +87,11 @@ class GuardedStream:
         encoding = getattr(self._stream, "encoding", None) or "utf-8"
         self._stream.write(shown.encode(encoding, REPLACE_UNPRINTABLE).decode(encoding))
         return len(text)
+
+    @property
+    def unguarded(self) -> Any:
+        """The other stream, for a program that moves the cursor and escapes all text itself."""
+        return self._stream
 
     def writelines(self, lines: Iterable[str]) -> None:
         for line in lines:

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 
 from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.events import COMMIT, COMMIT_FAILED, EVALUATION, PHASE, RESTORE, STEP, LedgerClass
+from ebbflow.infra.events import COMMIT, COMMIT_FAILED, EVALUATION, PEAK, PHASE, RESTORE, STEP, LedgerClass
 from ebbflow.infra.layout import parse_commit_key
 from ebbflow.infra.metrics import NODE_METRICS, MetricBoard, MetricsServer, Pusher, PushGroup, delete_group
 from ebbflow.infra.terms import Terms
+from ebbflow.training.launch.gpus import GpuMonitor
 from ebbflow.training.launch.heartbeat import Heartbeat
 from ebbflow.training.launch.messages import WorkerSpec
 from ebbflow.training.launch.transport import is_loopback
@@ -150,6 +151,7 @@ def _duration(seconds: float) -> str:
 
 
 Emit = Callable[..., Any]
+_GPU_WAIT_SECONDS = 1.0
 
 
 @contextlib.contextmanager
@@ -191,6 +193,7 @@ class NodeMetrics:
             path = Path(spec.heartbeat_path or "").with_name(f"rank-{one}.heartbeat")
             if path.exists():
                 self._heartbeats[one] = Heartbeat(path)
+        self._gpus = GpuMonitor(kernel_log=os.devnull)
         self._unshown: set[str] = set()
         self._at_risk: tuple[float, float] | None = None  # US dollars, and the monotonic time of the event
         board, terms = self.board, self._terms
@@ -236,6 +239,8 @@ class NodeMetrics:
             board.observe("ebbflow_commit_seconds", data["seconds"])
         elif name == COMMIT_FAILED:
             board.add("ebbflow_commit_failures_total", 1)
+        elif name == PEAK:
+            board.set("ebbflow_peak_flops_per_second", data["flops_per_second"])
 
     def _show_step(self, step: int | None, data: dict[str, Any]) -> None:
         board, seconds = self.board, data["seconds"]
@@ -259,10 +264,16 @@ class NodeMetrics:
     def _look(self) -> None:
         if self._terms is not None:
             self.board.set("ebbflow_spent_usd", self._limits.spent_usd, self._terms.price_kind)
+            self.board.set("ebbflow_usd_per_hour", 3600 * self._limits.usd_per_second, self._terms.price_kind)
             if self._at_risk is not None:
                 usd, at = self._at_risk
                 since = (time.monotonic() - at) * self._limits.usd_per_second
                 self.board.set("ebbflow_at_risk_usd", usd + since, self._terms.price_kind)
+        if found := self._gpus.sample(wait_seconds=_GPU_WAIT_SECONDS):
+            for name in ("gpus", "gpu_memory_used_bytes", "gpu_memory_free_bytes", "gpu_celsius"):
+                self.board.set(f"ebbflow_{name}", found.get(name))
+            busy = found.get("gpu_busy_percent")
+            self.board.set("ebbflow_gpu_busy_ratio", None if busy is None else busy / 100)
         for rank, heartbeat in self._heartbeats.items():
             beat = heartbeat.read()
             self.board.set("ebbflow_rank_step", beat.step, str(rank))

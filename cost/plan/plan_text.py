@@ -18,7 +18,7 @@ from ebbflow.cost.plan.plan import RANKED, Plan
 from ebbflow.cost.plan.pools import Candidate, Rejection
 from ebbflow.cost.plan.throughput import gib_text
 from ebbflow.cost.prices.quote import format_short_age
-from ebbflow.infra.untrusted_text import one_line
+from ebbflow.infra.untrusted_text import one_line, wrap_line
 
 WIDTH = 100
 BAR = "│"
@@ -45,6 +45,36 @@ def render_plan(plan: Plan) -> str:
         lines += [BAR] if index else []
         lines += [f"{BAR} {line}".rstrip() for line in section]
     return "\n".join([*lines, "└" + "─" * (WIDTH - 2)])
+
+
+def render_brief(plan: Plan, *, width: int = 80) -> list[str]:
+    """Render what a person decides on: the chosen pool, its dollars and hours, the next three pools, and rejections."""
+    lines = []
+    if (best := plan.chosen) is not None:
+        where = " (simulated: this run stays on this machine)" if plan.simulated else ""
+        ahead, live = best.outlook, plan.live
+        dollars, hours, chance = format_usd(best.expected_usd), f"{format_number(best.expected_hours, 3)} h", None
+        if live is not None:
+            dollars = f"{format_usd(live.mean_usd)} (p10 {format_usd(live.p10_usd)}, p90 {format_usd(live.p90_usd)})"
+            hours, chance = f"{format_number(live.mean_hours, 3)} h with waits", live.deadline_probability
+        elif ahead is not None:
+            dollars += f" (p50 {format_usd(ahead.p50_usd)}, p90 {format_usd(ahead.p90_usd)})"
+            hours += f" (p90 {format_number(ahead.p90_hours, 3)})"
+            chance = ahead.deadline_probability
+        limit = "" if plan.budget_usd is None else f" of ${plan.budget_usd:.2f}"
+        in_time = "" if chance is None else f" · P(in time) {format_percent(chance)}"
+        lines += [f"{best}{where}", f"{dollars}{limit} · {hours}{in_time} · estimated"]
+        others = [group[0] for group in _same_but_for_the_zone(plan.ranked)[1:4]]
+        names = [f"{one.nodes} × {one.instance_type} {one.market} {format_usd(one.expected_usd)}" for one in others]
+        lines += [f"next: {' · '.join(names)}".replace("_", "-")] if names else []
+    rejected = {kind: count for kind, count in plan.counts.items() if kind != RANKED and count}
+    if rejected:
+        ordered = sorted(rejected, key=lambda kind: -rejected[kind])
+        kinds = ", ".join(f"{rejected[kind]} × {kind}" for kind in ordered)
+        lines.append(f"rejected: {format_count(sum(rejected.values()), 'pool')}: {kinds}")
+    if plan.refusal is not None:
+        lines.append(f"refused ({plan.refusal.outcome}): {plan.refusal.message}; hint: {plan.refusal.hint}")
+    return [piece for line in lines for piece in wrap_line(line, width)]
 
 
 def _header(plan: Plan) -> list[str]:

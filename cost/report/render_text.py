@@ -28,9 +28,10 @@ from ebbflow.cost.report.figure_text import (
     shorten,
 )
 from ebbflow.cost.report.report import RunReport
+from ebbflow.cost.report.verdict import render_verdict
 from ebbflow.infra.errors import Outcome
-from ebbflow.infra.events import LedgerClass
-from ebbflow.infra.untrusted_text import one_line
+from ebbflow.infra.events import FAULT_INJECTED, LedgerClass
+from ebbflow.infra.untrusted_text import one_line, wrap_line
 
 PYTHON = ".venv/bin/python"
 _FLOW = "flows/train_flow.py"
@@ -161,6 +162,71 @@ def render(report: RunReport, *, python: str = PYTHON) -> str:
         lines += [BAR] if index else []
         lines += [f"{BAR} {line}".rstrip() for line in section]
     return "\n".join([*lines, "└" + "─" * (WIDTH - 2)])
+
+
+_CLOSING = ("budget", "goodput", "held-out loss", "final loss", "redone")  # key figures of the closing block
+_LONGEST_CLOSING = 15
+
+
+def render_closing(
+    report: RunReport, page: str, *, python: str = PYTHON, notes: Sequence[str] = (), width: int = 80
+) -> str:
+    """Render how the job ended in at most 15 lines: the verdict, what it cost, what was lost, and what to do next.
+
+    Args:
+        page: Path of the report page.
+        notes: Further lines, such as the verdict of a rehearsal.
+        width: Columns to wrap at. Commands are never wrapped.
+    """
+    figures, following = format_key_figures(report), suggest_next_step(report, python=python)
+    mark = "✓" if report.outcome is Outcome.COMPLETED else "✗"
+    verdict, message = render_verdict(report), one_line(report.events.get("message") or "")
+    lines = [f"{mark} {verdict}", *notes]
+    if len(failures := format_failures(report)) > 1 or report.outcome is Outcome.COMPLETED:  # else it is in the verdict
+        lines += [f"  {'lost' if report.outcome is Outcome.COMPLETED else 'cause':<9} {one}" for one in failures[:2]]
+    if message and message not in verdict:
+        lines.append(f"  message   {message}")
+    shown = [f"{name} {figures[name]}" for name in _CLOSING if name in figures and not figures[name].startswith("0 ")]
+    lines += [f"  figures   {'; '.join(shown)}"] if shown else []
+    wrapped = [piece for line in lines for piece in wrap_line(line, width, indent=" " * (12 if line[0] == " " else 2))]
+    end = [f"  report    {page}", f"  all       ebbflow report {one_line(report.job)}"]
+    if following:
+        explained = wrap_line(f"  next      {following.explanation}:", width, indent=" " * 12)
+        end += [*explained[:2], f"  {following.command}"]
+    room = _LONGEST_CLOSING - len(end)
+    if len(wrapped) > room:
+        wrapped = [*wrapped[: room - 1], f"{' ' * 12}…"]
+    return "\n".join([*wrapped, *end])
+
+
+# Settings on which the weights depend.
+_DECISIVE = ("workload", "model.", "data.", "training.", "cluster.", "parallel.")
+
+
+def describe_rehearsal(report: RunReport, others: Sequence[RunReport]) -> list[str]:
+    """Say whether a rehearsed fault changed the weights, compared with an uninterrupted run; [] without a rehearsal.
+
+    others: reports of other jobs, newest last.
+    """
+    if not (report.events.get("counts") or {}).get(FAULT_INJECTED):
+        return []
+    if report.outcome is not Outcome.COMPLETED:
+        return [f"  rehearsal not survived so far: {report.outcome}"]
+    quiet = [
+        one
+        for one in others
+        if one.outcome is Outcome.COMPLETED and not one.interruptions and _decisive(one) == _decisive(report)
+    ]
+    if not quiet:
+        compared = "no uninterrupted run of these settings is on this machine; --compare runs one"
+    else:
+        equal = quiet[-1].weights_sha256 == report.weights_sha256
+        compared = f"weights {'equal to' if equal else 'DIFFER from'} the uninterrupted run {one_line(quiet[-1].job)}"
+    return [f"  rehearsal survived; {compared}"]
+
+
+def _decisive(report: RunReport) -> dict[str, Any]:
+    return {row["key"]: row["value"] for row in report.configuration if row["key"].startswith(_DECISIVE)}
 
 
 def _pairs(figures: dict[str, str]) -> list[str]:

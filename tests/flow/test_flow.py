@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from ebbflow.cost.report.figure_text import format_key_figures
+from ebbflow.cost.report.render_text import render
 from ebbflow.cost.report.report import RunReport
 from tests.support.browser import cut_off, dump
 from tests.support.exposition import values
@@ -92,14 +93,15 @@ def test_the_report_says_who_set_what(default: tuple[FlowRunner, FlowRun]) -> No
 
 def test_every_rendering_shows_the_same_figures(default: tuple[FlowRunner, FlowRun]) -> None:
     runner, run = default
-    figures = format_key_figures(RunReport.from_json(run.report))
+    report = RunReport.from_json(run.report)
+    figures, terminal = format_key_figures(report), render(report)
     page = (run.folder / "report.html").read_text()
     card = runner.run("card", "get", f"{run.report['job']}/report", "--id", "report")
     assert card.exit_code == 0, card.output
     assert len(figures) >= 8
     assert "default-src 'none'" in card.output, "the card is the page itself"
     for name, figure in figures.items():
-        assert figure in run.output, f"{name} is missing on the terminal"
+        assert figure in terminal, f"{name} is missing on the terminal"
         assert figure in page, f"{name} is missing in report.html"
         assert figure in html.unescape(card.output), f"{name} is missing in the card"
     assert not re.search(r"""(?:src|href)\s*=\s*["']?(?:https?:)?//""", page), "report.html makes network requests"
@@ -128,11 +130,18 @@ def test_the_card_is_not_blank_in_a_browser(default: tuple[FlowRunner, FlowRun],
 
 
 def test_the_terminal_tells_the_story(default: tuple[FlowRunner, FlowRun]) -> None:
-    output = default[1].output
-    order = ["preflight", "plan", "prepare", "train", "join", "report", "end"]
-    starts = [output.index(f"/{step}/") for step in order]
-    assert starts == sorted(starts)
-    assert re.search(r"step +\d+/\d+ .*loss .*tok/s .*MFU .*ETA", output)
+    """The steps in order, one line per 10 s of training, and the closing block; Metaflow's log is beside the report."""
+    output, report = default[1].output, default[1].report
+    done = re.findall(r"^✓ (\w+) [\d.]+ s", output, re.MULTILINE)
+    assert done == ["start", "preflight", "plan", "prepare", "train", "report"]
+    progress = re.findall(r"^  [\d,]+/240 \d+% · loss .* tok/s · MFU .* · ETA", output, re.MULTILINE)
+    assert 2 <= len(progress) <= 3 + report["actual"]["wall_hours"] * 360
+    assert sum(-(-len(line) // 80) for line in output.splitlines()) <= 56 + 2 * len(progress), output
+    assert "\x1b" not in output and "\r" not in output
+    assert 5 <= len(output[output.rindex("\n✓ ") :].strip().splitlines()) <= 15
+    log = (default[1].folder / "metaflow.log").read_text()
+    starts = [log.index(f"/{step}/") for step in ["preflight", "plan", "prepare", "train", "join", "report", "end"]]
+    assert starts == sorted(starts) and "capacity plan" in log
     logs = [path.read_text() for path in default[1].folder.glob("logs/*/rank-0.log")]
     assert "WorkerServer.cpp" in "".join(logs) and ".cpp:" not in output, "native notes stay in the raw log"
 
@@ -151,7 +160,8 @@ def test_with_local_and_a_job_that_goes_on(tmp_path: Path) -> None:
     assert run.exit_code == 0, run.output
     chosen = run.report["plan"]["chosen"]
     assert (chosen["zone"], chosen["quoted_usd_per_hour"]) == ("use2-az1", "0.298800"), "the step plan asks cost.prices"
-    assert "recorded in synthetic.json (us-east-1, us-east-2 2026-09-21 08:00 UTC" in run.output
+    log = (run.folder / "metaflow.log").read_text()
+    assert "recorded in synthetic.json (us-east-1, us-east-2 2026-09-21 08:00 UTC" in log
     assert run.folder.name == "mine" and run.report["job"] == "mine"
 
     before = (run.folder / "report.json").read_bytes(), (run.folder / "config.json").read_bytes()

@@ -122,7 +122,7 @@ def test_a_notice_and_requests_to_leave_lose_nothing(quiet: FlowRun, tmp_path: P
 def test_interrupted_before_training(number: int, step: str, tmp_path: Path) -> None:
     """A terminal's signal comes to every process of its group."""
     runner = FlowRunner(tmp_path)
-    process = runner.start("run", *runner.options())
+    process = runner.start("run", "--verbose", *runner.options())
     wait_until(f"the step {step}", lambda: re.search(rf"{step}/\d+ \(pid", runner.log.read_text()))
     os.killpg(process.pid, number)
     run = runner.finish(process, timeout=60)

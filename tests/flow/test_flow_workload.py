@@ -42,7 +42,16 @@ def quiet(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def run(tmp_path_factory: pytest.TempPathFactory) -> FlowRun:
     """The flow, in which a node is lost."""
     runner = FlowRunner(tmp_path_factory.mktemp("run"))
-    words = ["run", "--config", str(EXAMPLE), "--set", f"store={runner.runs}", "--rehearse", "node-loss@60%"]
+    words = [
+        "run",
+        "--verbose",
+        "--config",
+        str(EXAMPLE),
+        "--set",
+        f"store={runner.runs}",
+        "--rehearse",
+        "node-loss@60%",
+    ]
     run = runner.run(*words)
     assert run.exit_code == 0, run.output
     return run

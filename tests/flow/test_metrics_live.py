@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.events import COMMIT, COMMIT_FAILED, EVALUATION, PHASE, RESTORE, STEP
+from ebbflow.infra.events import COMMIT, COMMIT_FAILED, EVALUATION, PEAK, PHASE, RESTORE, STEP
 from ebbflow.infra.layout import commit_key
 from ebbflow.infra.metrics import NODE_METRICS, MetricBoard, Pusher, PushGroup, delete_group
 from ebbflow.infra.terms import Terms
@@ -24,6 +24,7 @@ from tests.support.gangs import free_port
 from tests.support.gateway import BINARY, SmallGateway, running_gateway
 
 Emit = Callable[..., Any]
+GPU = "ebbflow_gpu"  # tests/unit/test_gpu_counters.py
 NODE_0_ONLY = "node 0 only"
 
 
@@ -51,6 +52,7 @@ def spec(folder: Path, *, node: int = 0, agent: bool = True, **metrics: Any) -> 
 def train_a_little(emit: Emit, *, gang_wide: bool = True) -> None:
     """The events of a rank: rank 0 tells what concerns the whole gang as well."""
     emit(PHASE, **{"class": "startup", "seconds": 2.0})
+    emit(PEAK, flops_per_second=5e9, dtype="float32")
     if gang_wide:
         emit(RESTORE, step=5, key=commit_key(5, 2, "cd" * 32), seconds=0.5, rejected=[])
     whole = {"flops": 1e6, "slowest_rank": 1, "slowest_ratio": 1.25, "at_risk_usd": 40.0} if gang_wide else {}
@@ -88,8 +90,8 @@ def test_a_nodes_page_shows_every_metric_of_the_catalogue(tmp_path: Path) -> Non
         train_a_little(showing)
         assert showing("other", step=1, anything=2, flush=True) == "event other", "it stands in for emit in every way"
         page = scrape(port)
-    assert len(emitted) == 8 and emitted[-1] == ("other", {"step": 1, "anything": 2, "flush": True})
-    assert set(parse(page)) == {metric.name for metric in NODE_METRICS}
+    assert len(emitted) == 9 and emitted[-1] == ("other", {"step": 1, "anything": 2, "flush": True})
+    assert set(parse(page)) == {metric.name for metric in NODE_METRICS if not metric.name.startswith(GPU)}
     expected = {
         "step": 7, "steps_total": 2, "tokens_total": 2000, "loss": 2.3, "held_out_loss": 2.5, "world_size": 4,
         "tokens_per_second": 2500, "last_commit_step": 7, "committed_bytes_total": 4096, "commit_failures_total": 1,
@@ -122,7 +124,8 @@ def test_other_nodes_leave_out_what_only_node_0_knows(tmp_path: Path) -> None:
         page = scrape(port)
     told = {name for name, family in parse(page).items() if any(s.value for s in family.samples)}
     only_node_0 = {metric.name for metric in NODE_METRICS if NODE_0_ONLY in metric.help}
-    assert told == {metric.name for metric in NODE_METRICS} - only_node_0 and only_node_0
+    shown = {metric.name for metric in NODE_METRICS if not metric.name.startswith(GPU)}
+    assert told == shown - only_node_0 and only_node_0
     assert {s.labels["node"] for family in parse(page).values() for s in family.samples} == {"1"}
 
 

@@ -117,7 +117,7 @@ def test_whose_job_is_taken_over_saves_and_ends_with_75(story: Story) -> None:
 def test_a_job_that_is_complete_is_not_run_again(story: Story) -> None:
     again = story.runner.run(*story.runner.words(**_LONGER))
     assert again.exit_code == 0 and len(told(again)) == 2 and "complete already" in told(again)[1]
-    assert "Workflow starting" not in again.output
+    assert "ebbflow: job" not in again.output
 
 
 def test_a_crash_loop_ends_with_its_code_its_reason_and_its_cost(tmp_path: Path) -> None:

@@ -164,7 +164,7 @@ def test_what_was_left_behind_is_told_and_ended_by_the_next_start(
     [left] = running(runner, before)
     frozen = processes_with(left)
     signal_all(frozen, signal.SIGSTOP)
-    process = runner.start("run", "--job", "left", "--with", "cloud", *runner.options(**SETTINGS))
+    process = runner.start("run", "--verbose", "--job", "left", "--with", "cloud", *runner.options(**SETTINGS))
     runner.await_so("a new attempt", lambda: running(runner, before)[1:])
     signal_all(frozen, signal.SIGCONT)
     run = runner.finish(process, timeout=PATIENCE_SECONDS)

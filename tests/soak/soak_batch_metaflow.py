@@ -54,7 +54,9 @@ def test_with_a_metadata_service_a_run_is_told_to_it_and_nothing_is_mended(
     with metadata_service() as service, account(tmp_path / "batch", swift) as batch:
         runner = BatchRunner(tmp_path, swift, batch)
         runner.environment |= service.environment()
-        run = runner.run("run", "--with", sent, *runner.options(cluster__nodes=nodes), timeout=PATIENCE_SECONDS)
+        run = runner.run(
+            "run", "--verbose", "--with", sent, *runner.options(cluster__nodes=nodes), timeout=PATIENCE_SECONDS
+        )
         assert run.exit_code == 0, run.output
         assert "is unchanged" in run.output and "fixes for Metaflow" not in run.output
         seen = seen_by_client("TrainFlow/1", runner.environment)

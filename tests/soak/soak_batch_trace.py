@@ -93,7 +93,7 @@ def finished(
     options = runner.options(**SETTINGS)
     tokens = TINY["training.batch_size"] * TINY["model.sequence_length"]
     remember_speeds(runner, options, {("g5.xlarge", 1): tokens / SECONDS_PER_STEP})
-    process = runner.start("run", "--config", CONFIG, *options, "--with", "cloud")
+    process = runner.start("run", "--verbose", "--config", CONFIG, *options, "--with", "cloud")
     runner.await_so("training", lambda: any(job["status"] == "RUNNING" for job in runner.training_jobs()))
     batch.change(queues={SPOT: {"capacity": capacity(ticks)}})
     batch.begin_traces()

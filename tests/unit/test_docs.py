@@ -84,6 +84,7 @@ def test_the_page_of_all_keys_is_that_of_the_schema():
     generate = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(generate)
     assert page("configuration-keys.md") == generate.keys_page(), "fix: python docs/generate.py"
+    assert page("metrics.md") == generate.metrics_page(), "fix: python docs/generate.py"
     assert page("symptoms.md") == generate.symptoms_page(), "fix: python docs/generate.py"
 
 

@@ -81,6 +81,10 @@ def test_extremes_and_sums_of_what_the_devices_tell(library: Library, counters: 
     }
 
 
+def test_a_page_that_is_asked_for_rarely_waits_for_the_first_answer(library: Library, counters: GpuMonitor) -> None:
+    assert counters.sample(wait_seconds=60.0)["gpus"] == 2
+
+
 def test_a_driver_that_does_not_answer_holds_nobody_up(library: Library, counters: GpuMonitor) -> None:
     """The agent's loop, which watches the ranks, asks this once a second."""
     wait_until("an answer", counters.sample, timeout=60)

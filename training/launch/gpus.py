@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 _FRESH_SECONDS = 5.0
+_LOOK_SECONDS = 0.02
 _ANSWER_SECONDS = 1.0
 _RELEASED_BYTES = 2**29  # less than a CUDA context and a model
 _XID = re.compile(r"NVRM: Xid \((?:PCI:)?(?P<device>[^)]*)\): (?P<number>\d+)")
@@ -94,8 +95,8 @@ class GpuMonitor:
         self.faults: list[GpuFault] = []
         self.idle_bytes: list[int] = []
 
-    def sample(self) -> dict[str, int]:
-        """Return the newest measurement and request the next one, without waiting.
+    def sample(self, *, wait_seconds: float = 0.0) -> dict[str, int]:
+        """Return the newest measurement and request the next one. Wait for it at most `wait_seconds`.
 
         Return {} if the measurement is older than 5 s. Fields: gpus (number), gpu_memory_used_bytes (sum),
         gpu_memory_free_bytes (smallest), gpu_busy_percent (smallest), gpu_celsius (highest), gpus_slowed (number of
@@ -105,6 +106,9 @@ class GpuMonitor:
             self._thread = threading.Thread(target=self._ask, name="gpu counters", daemon=True)
             self._thread.start()
         self._wanted.set()
+        limit = time.monotonic() + wait_seconds
+        while (now := time.monotonic()) < limit and now - self._last[0] >= _FRESH_SECONDS and self._thread.is_alive():
+            time.sleep(_LOOK_SECONDS)
         at, found = self._last
         return found if time.monotonic() - at < _FRESH_SECONDS else {}
 

@@ -1,0 +1,469 @@
+"""The terminal of a run: a checklist of the flow's steps, one progress bar, events as they happen, and a closing block.
+
+Metaflow's own log goes to a file. On a terminal, rich draws the bar. Elsewhere the same facts are plain lines, with one
+line of progress per 10 s and no escape codes. `--verbose` shows Metaflow's log instead, with the full plan and report.
+"""
+
+# Metaflow's stubs neither re-export its public names nor know the attributes that it adds at run time.
+# pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ebbflow.infra.errors import InfraError
+from ebbflow.infra.events import (
+    BUDGET,
+    COMMIT,
+    COMMIT_FAILED,
+    FAULT_DETECTED,
+    FAULT_INJECTED,
+    GENERATION_ENDED,
+    GENERATION_STARTED,
+    GUARD,
+    NOTICE,
+    PLACED,
+    STEP,
+    Event,
+)
+from ebbflow.infra.layout import PLAN_KEY, job_prefix
+from ebbflow.infra.store import Store
+from ebbflow.infra.untrusted_text import GuardedStream, one_line, strip_colours, wrap_line
+
+if TYPE_CHECKING:
+    from ebbflow.infra.config.schema import RunConfig
+
+WIDTH = 80
+_TASK = re.compile(r"\[(?P<run>[^/\]]+)/(?P<step>\w+)/(?P<task>[^/ \]]+)")
+_RUN_ID = re.compile(r"\(run-id ([^)]+)\)")
+_PROGRESS = re.compile(r"step (\d+)/(\d+) · ")
+_CHECK = re.compile(r"(ok|skip|warn|FAIL)  +\S")
+_HEADLINE = re.compile(r"<flow .*> failed:$|This attempt ended:$")  # Metaflow's, above the message of a failed task
+_PLAN_MARKS = "┌│└"  # each line of the full plan begins with one
+_QUIET_STEPS = frozenset({"_parameters", "fan_out", "join", "end"})  # technical steps, shown only if they fail
+_LOOK_SECONDS = {True: 2.0, False: 10.0}  # between two looks at the event log: in a local folder, elsewhere
+_LINES_OF_A_TASK = 12  # lines of user code shown per task; all are in the log
+
+
+@dataclass
+class _Step:
+    started: float
+    note: str = ""
+    lines: int = 0
+    show: bool = False  # whether the next indented line continues one that is shown
+
+
+@dataclass
+class _Training:
+    """What the bar shows: step and loss from events, the other figures from the newest progress line of rank 0."""
+
+    step: int = 0
+    max_steps: int = 0
+    figures: list[str] = field(default_factory=list)
+    eta: str = ""
+    commit: int | None = None
+
+
+class RunView:
+    """The view of one run. Its methods may be called from several threads.
+
+    Args:
+        job: name of the job; "" if it is named after its run.
+        fancy: draw a live bar with rich; otherwise print plain lines.
+    """
+
+    def __init__(self, job: str, config: RunConfig | None, *, fancy: bool, ask: bool = False) -> None:
+        self.job, self.fancy, self._config, self._ask = job, fancy, config, ask
+        self._lock = threading.RLock()
+        self._steps: dict[str, _Step] = {}
+        self._training = _Training()
+        self._log: Any = None
+        self._held: list[str] = []  # Metaflow's lines until the job's folder is known
+        self._unseen: list[str] = []  # what Metaflow said before the first step
+        self._done = threading.Event()
+        self._incident: Event | None = None  # failure from which the job has not recovered yet
+        self._usd_per_second = 0.0
+        self._live: Any = _Bar(self) if fancy else None
+        self._tail: threading.Thread | None = None
+
+    # What Metaflow calls.
+
+    def logged(self, body: str = "", system_msg: bool = False, head: str = "", bad: bool = False, **_: Any) -> None:
+        """Take a line of Metaflow's log. head: the task that printed it; "" for the scheduler."""
+        text = strip_colours(str(body))
+        with self._lock:
+            self._write_log(f"{time.strftime('%H:%M:%S')} {head}{text}")
+            if task := _TASK.match(head):
+                self._task_line(task["step"], text, system=system_msg)
+            elif found := _RUN_ID.search(text):
+                self._began(found[1])
+
+    def echoed(self, line: str = "", **options: Any) -> None:
+        """Take a line that Metaflow prints around the run, such as a refusal to start."""
+        text = strip_colours(str(line))
+        with self._lock:
+            self._write_log(text)
+            if self._tail is None and not self._steps:
+                self._unseen.append(text.replace("*", "") + ("\n" if options.get("nl", True) else ""))
+
+    # Steps of the flow.
+
+    def _began(self, run: str) -> None:
+        self.job = self.job or run
+        if self._config is None or self._tail is not None:
+            return
+        from ebbflow.flows.job import local_folder
+
+        folder = local_folder(self.job, self._config.store)
+        with contextlib.suppress(OSError):
+            self._log = open(folder / "metaflow.log", "a", errors="backslashreplace")  # noqa: SIM115 - until close
+        self._unseen.clear()
+        steps = self._config.training.max_steps
+        self._training.max_steps = steps
+        self.say(f"ebbflow: job {self.job}, {steps:,} steps, store {self._config.store}")
+        where = os.path.relpath(folder / "metaflow.log")
+        self.say(f"Metaflow's log: {where} (--verbose shows it here)")
+        self._tail = threading.Thread(target=self._follow_events, name="events to the terminal", daemon=True)
+        self._tail.start()
+
+    def _task_line(self, name: str, text: str, *, system: bool) -> None:
+        step = self._steps.get(name)
+        if system and text.startswith("Task is starting"):
+            if step is None:
+                self._steps[name] = _Step(time.monotonic())
+            if "retry" in text:
+                self.say(f"! {name}: tried again")
+        elif system and text.startswith(("Task finished", "Cloned", "Task failed")):
+            self._end_step(name, failed="failed" in text)
+        elif step is not None and not system:
+            self._output(name, step, text)
+
+    def _end_step(self, name: str, *, failed: bool) -> None:
+        step = self._steps.pop(name, None)
+        if step is None or (name in _QUIET_STEPS and not failed):
+            return
+        note = f": {step.note}" if step.note else ""
+        seconds = f"{time.monotonic() - step.started:.1f} s"
+        self.say(f"{'✗' if failed else '✓'} {name} {seconds}{note}")
+        if name == "plan":
+            self._show_plan()
+
+    def _output(self, name: str, step: _Step, text: str) -> None:
+        """Show a line of a task, unless the view shows its content in another way."""
+        text = text.strip()
+        if found := _PROGRESS.match(text):
+            self._progressed(found, text)
+        elif name == "preflight":
+            if found := _CHECK.match(text):
+                step.show = found[1] in ("warn", "FAIL")
+            elif text.startswith("preflight: "):
+                step.note, step.show = text.removeprefix("preflight: "), False
+            if step.show:
+                self.say(f"  {text}")
+        elif _HEADLINE.match(text):
+            return
+        elif name == "prepare" and not step.note:
+            step.note = text.partition(", unigram")[0]
+        elif text and not (name == "plan" and text[0] in _PLAN_MARKS) and not (name == "start" and step.lines == 0):
+            if step.lines < _LINES_OF_A_TASK:
+                self.say(f"  {text}")
+            elif step.lines == _LINES_OF_A_TASK:
+                self.say("  … (more lines are in Metaflow's log)")
+        step.lines += 1
+
+    def _progressed(self, found: re.Match[str], text: str) -> None:
+        now, (_, share, *figures) = self._training, text.split(" · ")
+        now.step, now.max_steps = int(found[1]), int(found[2])
+        now.eta = next((part for part in figures if part.startswith("ETA ")), "")
+        now.figures = [_short(part) for part in figures if part != now.eta]
+        if self._live is None:
+            self.say(" · ".join([f"  {now.step:,}/{now.max_steps:,} {share}", *now.figures, now.eta]))
+
+    def _show_plan(self) -> None:
+        from ebbflow.cost.plan.plan import Plan
+        from ebbflow.cost.plan.plan_text import render_brief
+
+        store = self._store()
+        try:
+            plan = None if store is None else Plan.from_json(json.loads(store.get(PLAN_KEY)))
+        except (InfraError, ValueError, KeyError, TypeError):
+            plan = None  # the plan is in Metaflow's log
+        if plan is None:
+            return
+        for line in render_brief(plan, width=self.width - 2):
+            self.say(f"  {line}")
+        if plan.chosen is not None:
+            self._usd_per_second = plan.chosen.gang_usd_per_hour / 3600
+        if self._ask and not plan.simulated and plan.refusal is None:
+            self._ask = False
+            self._require_yes()
+
+    def _require_yes(self) -> None:
+        """Ask whether money may be spent, while Metaflow's scheduler waits. Any answer but yes ends the run."""
+        with self.paused():
+            try:
+                answer = input("start and pay for it? [y/N] ")
+            except EOFError:
+                answer = ""
+        if answer.strip().lower() not in ("y", "yes"):
+            self.say("not started: no machine for training was paid for (--yes starts without the question)")
+            raise KeyboardInterrupt
+
+    # Events of the job.
+
+    def _store(self) -> Store | None:
+        if self._config is None or not self.job:
+            return None
+        try:
+            return Store.open(self._config.store, request_timeout_seconds=10.0).sub(job_prefix(self.job))
+        except InfraError:
+            return None
+
+    def _follow_events(self) -> None:
+        store, known, began = self._store(), set[str](), time.time()
+        if store is None:
+            return
+        pause = _LOOK_SECONDS[store.local_path("events") is not None]
+        while not self._done.wait(pause):
+            looked = time.monotonic()
+            with contextlib.suppress(InfraError):  # the next look may succeed
+                events = list(_new_events(store, known, began))
+                for event in sorted(events, key=lambda event: event.t_wall):
+                    with self._lock, contextlib.suppress(KeyError, TypeError, ValueError):  # of another version
+                        self._happened(event)
+            pause = max(pause, 20 * (time.monotonic() - looked))  # a long job has many segments
+
+    def _happened(self, event: Event) -> None:
+        data, at = event.data, "" if event.step is None else f" at step {event.step:,}"
+        if event.name == STEP:
+            self._stepped(event)
+        elif event.name == COMMIT:
+            self._training.commit = event.step
+        elif event.name == COMMIT_FAILED:
+            self.say(f"! commit of step {event.step} failed: {data.get('message')}")
+        elif event.name == NOTICE:
+            left = data.get("seconds_left")
+            within = "" if left is None else f", {left:.0f} s left"
+            self.say(
+                f"! notice to node {event.node}: {data.get('source')} {data.get('action')}{within}: {data.get('does')}"
+            )
+        elif event.name == FAULT_INJECTED:
+            self.say(f"! rehearsal{at}: {data.get('kind')} of {data.get('target')}")
+        elif event.name == FAULT_DETECTED:
+            usd = data.get("usd_lost")
+            lost = "" if usd is None else f"; ${usd:.4f} of work since the last commit is lost"
+            self.say(f"✗ {data.get('culprit')}: {str(data.get('reason')).replace('_', ' ')}{lost}")
+            self._incident = event
+        elif event.name == GENERATION_ENDED and data.get("culprit") and self._incident is None:
+            self.say(f"✗ generation {event.generation} ended: {data['culprit']}")
+            self._incident = event
+        elif event.name == GENERATION_STARTED and event.generation > 1:
+            self.say(f"› generation {event.generation} starts from step {data.get('parent_step') or 0:,}")
+        elif event.name == GUARD:
+            self.say(f"! guard{at}: {data.get('action')}: {data.get('reason')}")
+        elif event.name == BUDGET:
+            self.say(f"! budget: {data['threshold']:.0%} of ${data['budget_usd']:.2f} is spent")
+        elif event.name == PLACED:
+            self.say(f"› attempt {data.get('attempt')}: {data.get('why')}")
+
+    def _stepped(self, event: Event) -> None:
+        self._training.step = event.step or 0
+        before = self._incident
+        if before is not None and event.generation > before.generation:
+            seconds = event.t_wall - before.t_wall
+            paid = seconds * self._usd_per_second
+            cost = f" and ${paid:.4f}{self._price_note()}" if self._usd_per_second else ""
+            self.say(f"✓ training again after {seconds:.1f} s{cost}, from step {event.step:,}")
+            self._incident = None
+
+    def _price_note(self) -> str:
+        return " (simulated)" if any("simulated" in part for part in self._training.figures) else ""
+
+    # Output.
+
+    @property
+    def width(self) -> int:
+        return min(shutil.get_terminal_size((WIDTH, 24)).columns, 120)
+
+    @property
+    def closing_width(self) -> int:
+        return self.width if self.fancy else 10_000  # log viewers wrap lines themselves, and searches want them whole
+
+    def say(self, text: str) -> None:
+        """Print one fact. On a terminal it is wrapped, with indented continuation lines."""
+        with self._lock:
+            if self._live is None:
+                print(text[: len(text) - len(text.lstrip(" "))] + one_line(text), flush=True)
+                return
+            for line in wrap_line(text, self.width, indent="    "):
+                self._live.print(line)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Take the bar off the terminal while another program writes or asks."""
+        with self._live.paused() if self._live is not None else contextlib.nullcontext():
+            yield
+
+    def close(self, *, explained: bool) -> None:
+        """Remove the bar. If no report explains how the run ended, print what Metaflow said before the first step."""
+        self._done.set()
+        if self._tail is not None:
+            self._tail.join(5.0)
+        if self._live is not None:
+            self._live.stop()
+        with self._lock:
+            if not explained and self._unseen:
+                print("".join(self._unseen), end="", file=sys.stderr, flush=True)
+            if self._log is not None:
+                self._log.close()
+                self._log = None
+
+    def state(self) -> tuple[list[str], _Training, float]:
+        """Return the names of the running steps, the training figures, and the seconds of the newest step."""
+        # Without the lock: rich calls this while it holds its own, and `say` takes them in the other order.
+        steps = [(name, step) for name, step in list(self._steps.items()) if name != "_parameters"]
+        began = max((step.started for _, step in steps), default=time.monotonic())
+        return [name for name, _ in steps], self._training, time.monotonic() - began
+
+    def _write_log(self, line: str) -> None:
+        self._held.append(line)
+        if self._log is not None:
+            with contextlib.suppress(OSError, ValueError):  # a full disk must not end the run
+                self._log.write("\n".join([*self._held, ""]))
+                self._log.flush()
+            self._held.clear()
+
+
+class _Bar:
+    """rich's live region at the bottom of a terminal: the running step, the progress bar, and rank 0's figures."""
+
+    def __init__(self, view: RunView) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        # The guard would escape the codes that move the cursor. `say` escapes all text itself.
+        file = sys.stdout.unguarded if isinstance(sys.stdout, GuardedStream) else sys.stdout
+        self._console = Console(file=file, markup=False, highlight=False, emoji=False, soft_wrap=False)
+        self._view = view
+        self._live = Live(
+            console=self._console,
+            get_renderable=self._render,
+            refresh_per_second=4,
+            transient=True,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+        self._streams = sys.stdout, sys.stderr
+        self.start()
+
+    def start(self) -> None:
+        sys.stdout = sys.stderr = _Lines(self._view)  # prints of this process would move the bar
+        self._live.start()
+
+    def print(self, line: str) -> None:
+        from rich.text import Text
+
+        styles = {"✓": "green", "✗": "bold red", "!": "yellow", "›": "cyan"}
+        text = Text(line, styles.get(line.lstrip()[:1], ""), no_wrap=True, overflow="ignore")
+        self._console.print(text, crop=False)
+
+    def stop(self) -> None:
+        self._live.stop()
+        sys.stdout, sys.stderr = self._streams
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        self.stop()
+        try:
+            yield
+        finally:
+            self.start()
+
+    def _render(self) -> Any:
+        from rich.console import Group
+        from rich.progress_bar import ProgressBar
+        from rich.spinner import Spinner
+        from rich.table import Table
+        from rich.text import Text
+
+        names, training, seconds = self._view.state()
+        if not names:
+            return Text("")
+        head = Table.grid(padding=(0, 1))
+        spinner = Spinner("line", style="cyan")
+        clock = f"{seconds // 60:.0f}:{seconds % 60:02.0f}"
+        if ("train" not in names and "train_node" not in names) or not training.step:
+            head.add_row(spinner, Text(f"{', '.join(names)} {clock}"))
+            return head
+        share = training.step / max(training.max_steps, 1)
+        width = max(self._view.width - 48, 10)
+        bar = ProgressBar(training.max_steps, training.step, width=width, complete_style="cyan", finished_style="green")
+        count = f"{training.step:,}/{training.max_steps:,} {share:.0%} {training.eta}"
+        head.add_row(spinner, Text(f"{names[-1]} {clock}"), bar, Text(count))
+        newest = "" if training.commit is None else f"commit {training.commit}"
+        figures = [newest if newest and "commit" in part else part for part in training.figures]
+        lines = wrap_line(f"  {' · '.join(figures)}", self._view.width)
+        return Group(head, Text("\n".join(lines), style="dim"))
+
+
+class _Lines(io.TextIOBase):
+    """A stream whose lines appear above the bar."""
+
+    def __init__(self, view: RunView) -> None:
+        self._view, self._rest = view, ""
+
+    def write(self, text: str) -> int:
+        *lines, self._rest = f"{self._rest}{text}".split("\n")
+        for line in lines:
+            self._view.say(line)
+        return len(text)
+
+
+def _short(figure: str) -> str:
+    return (
+        figure.replace(" of measured peak", "")
+        .replace(" price)", ")")
+        .replace("unknown (faster than the peak measured on a busy machine)", "unknown")
+    )
+
+
+def _new_events(store: Store, known: set[str], since: float) -> Iterator[Event]:
+    """Yield the events of rank 0 and of the agents in segments that are not in `known`, and add these segments."""
+    for item in store.list("events/"):
+        name = item.key.rpartition("/")[2]
+        if item.key in known or not (name.startswith("0-0-") or "-agent-" in name or "-submit" in name):
+            continue
+        known.add(item.key)
+        for line in store.get(item.key).splitlines():
+            if line.startswith(b'{"seal"'):
+                continue
+            with contextlib.suppress(ValueError, TypeError, KeyError):  # the report describes damage
+                event = Event.from_json(line)
+                if event.t_wall >= since:
+                    yield event
+
+
+def is_terminal() -> bool:
+    """Return whether the launcher's output is a terminal on which the cursor can be moved."""
+    return sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+
+
+def show_run(view: RunView) -> bool:
+    """Send Metaflow's log of this process to the view. Return False for a release of Metaflow that lacks the hooks."""
+    from metaflow import cli
+
+    if not (callable(getattr(cli, "logger", None)) and callable(getattr(cli, "echo_always", None))):
+        return False
+    cli.logger, cli.echo_always = view.logged, view.echoed
+    return True

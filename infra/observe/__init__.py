@@ -1,0 +1,1 @@
+"""Prometheus, Grafana and alert rules for jobs."""

@@ -1,0 +1,76 @@
+"""`ebbflow trace`: a timeline that Perfetto opens, with each rank's time where the ledger has it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from ebbflow.cost.__main__ import main
+from ebbflow.cost.ledger.ledger import fold
+from ebbflow.cost.trace import build_trace
+from ebbflow.infra.events import Event
+from tests.support.timelines import GangLog, event, plan_event
+
+
+def a_job() -> list[Event]:
+    first = GangLog(1, 1.0, [[0], [1]])
+    first.phase("startup", 1.0)
+    first.steps(1, 3, useful_step=1.0, data_wait=0.25)
+    first.commit(2)
+    second = GangLog(2, 20.0, [[0], [1]], parent=(2, 1))
+    second.phase("startup", 1.0)
+    second.steps(3, 4, useful_step=1.0, checkpoint_stall=0.5)
+    second.outcome("completed")
+    second.ended("completed", 5.0)
+    notice = event("notice", 5.0, generation=1, node=1, source="metadata", action="terminate", does="leave")
+    return [plan_event(), *first.events, notice, *second.events]
+
+
+def test_slices_of_a_rank_do_not_overlap_and_sum_to_its_classes() -> None:
+    trace = build_trace(a_job())
+    assert json.loads(json.dumps(trace, allow_nan=False)) == trace
+    slices = [one for one in trace["traceEvents"] if one["ph"] == "X" and one["pid"] >= 0]
+    by_rank = defaultdict(list)
+    for one in slices:
+        by_rank[one["pid"], one["tid"]].append(one)
+    assert set(by_rank) == {(0, 0), (1, 1)}
+    for found in by_rank.values():
+        found.sort(key=lambda one: one["ts"])
+        for one, following in itertools.pairwise(found):
+            assert one["ts"] + one["dur"] <= following["ts"] + 2, (one, following)
+    seconds = defaultdict(float)
+    for one in slices:
+        seconds[one["name"]] += one["dur"] / 1e6
+    ledger = {str(line.ledger_class).replace("_", " "): line.rank_seconds for line in fold(a_job()).lines}
+    for name in ("checkpoint stall", "startup"):
+        assert seconds[name] == pytest.approx(ledger[name], abs=1e-3)
+    steps = sum(ledger[name] for name in ("useful step", "redone step", "data wait"))  # redone: with its waits
+    assert seconds["useful step"] + seconds["data wait"] == pytest.approx(steps, abs=1e-3)
+
+
+def test_generations_marks_and_names_are_there_also_for_an_end_that_was_not_recorded() -> None:
+    found = build_trace(a_job())["traceEvents"]
+    spans = {one["name"]: one for one in found if one["pid"] == -1 and one["ph"] == "X"}
+    assert spans["generation 1"]["dur"] > 0 and spans["generation 2"]["args"]["reason"] == "completed"
+    marks = {one["name"] for one in found if one["ph"] == "i"}
+    assert {"commit 2", "notice", "outcome"} <= marks
+    assert {one["args"]["name"] for one in found if one["ph"] == "M"} >= {"generations", "node 1", "rank 0"}
+    assert all(one["ts"] >= -1 for one in found if one["ph"] != "M")
+
+
+def test_the_command_writes_a_file_and_names_what_it_cannot_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "job" / "events" / "000001"
+    folder.mkdir(parents=True)
+    (folder / "0-0-000000.abcdef.jsonl").write_text("".join(f"{one.to_json()}\n" for one in a_job()))
+    assert main(["trace", str(tmp_path / "job")]) == 0
+    assert json.loads((tmp_path / "demo.trace.json").read_text())["otherData"]["job"] == "demo"
+    assert "ui.perfetto.dev" in capsys.readouterr().out
+    assert main(["trace", str(tmp_path / "job"), "--out", str(tmp_path / "no" / "file")]) == 1
+    assert main(["trace", "nothing"]) != 0 and "no events of job 'nothing'" in capsys.readouterr().err
