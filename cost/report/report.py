@@ -370,7 +370,9 @@ def list_failures(events: Sequence[Event], generations: dict[int, RecordedGenera
         cause = causes.get(job_id) or str(event.data.get("cause") or "unknown")
         if cause != "ended":
             stopped = min(event.t_wall, event.data.get("stopped_utc") or event.t_wall)
-            what = f"Batch job in queue {event.data.get('queue') or '?'}: {cause.replace('_', ' ')}"
+            where = f"Batch job in queue {event.data.get('queue') or '?'}"
+            where = "pods on Kubernetes" if event.data.get("queue") == "kubernetes" else where
+            what = f"{where}: {cause.replace('_', ' ')}"
             found.append(_failure(stopped, event.generation, what, str(event.data.get("reason") or "")))
     start = min((event.t_wall for event in events), default=0.0)
     found.sort(key=lambda failure: failure["t_wall"])

@@ -27,7 +27,8 @@ pytest.importorskip("kubernetes")
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "infra" / "kubernetes"
 VERSIONS = ("1.31", "1.34", "1.37")
-OF_KARPENTER = {"karpenter.sh/v1": {"NodePool"}, "karpenter.k8s.aws/v1": {"EC2NodeClass"}}
+OTHERS = {"karpenter.sh/v1": {"NodePool"}, "karpenter.k8s.aws/v1": {"EC2NodeClass"}}
+OTHERS |= {"monitoring.coreos.com/v1": {"ServiceMonitor"}}
 PLACEMENT = {
     "queue": "spot", "market": "spot", "instance_type": "g5.12xlarge", "region": "us-east-1", "zone": "use1-az1",
     "nodes": 2, "processes_per_node": 4, "cpu": 48, "gpu": 4, "memory_mib": 180000, "wall_seconds": 7200,
@@ -50,13 +51,13 @@ def of_kind(kind: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_every_manifest_is_valid_strictly(version: str) -> None:
-    checked = [one for _, one in documents() if one["apiVersion"] not in OF_KARPENTER]
+    checked = [one for _, one in documents() if one["apiVersion"] not in OTHERS]
     for one in checked:
         kubernetes_validate.validate(one, version, strict=True)
     kinds = {one["kind"] for one in checked}
     assert kinds == {
         "Namespace", "ServiceAccount", "Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding", "NetworkPolicy",
-        "Job",
+        "Job", "LimitRange", "Service",
     }  # fmt: skip
     broken = json.loads(json.dumps(of_kind("NetworkPolicy")[0]))
     broken["spec"]["ingres"] = []
@@ -88,6 +89,16 @@ def test_node_pools_are_of_karpenter_v1_and_make_nodes_that_pods_of_a_placement_
     assert pod_markets == placed == {"spot", "on-demand"}
     assert node_class["spec"]["metadataOptions"]["httpPutResponseHopLimit"] == 2
     assert node_class["spec"]["metadataOptions"]["httpTokens"] == "required"
+
+
+def test_prometheus_finds_the_training_pods_where_the_network_policy_lets_it() -> None:
+    [service], [monitor] = of_kind("Service"), of_kind("ServiceMonitor")
+    assert monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+    [endpoint], [port] = monitor["spec"]["endpoints"], service["spec"]["ports"]
+    assert endpoint["port"] == port["name"]
+    [policy] = [one for one in of_kind("NetworkPolicy") if one["metadata"]["name"] == "ebbflow-training"]
+    assert service["spec"]["selector"] == policy["spec"]["podSelector"]["matchLabels"]
+    assert port["port"] in [one["port"] for rule in policy["spec"]["ingress"] for one in rule.get("ports", [])]
 
 
 def test_training_pods_ask_the_api_for_nothing_and_the_head_for_what_metaflow_calls() -> None:

@@ -111,6 +111,18 @@ def test_the_loss_of_node_0_ends_bit_equal(start: Start, quiet: dict[str, Any]) 
     assert run.report["weights_sha256"] == quiet["weights_sha256"]
 
 
+def test_a_lost_worker_is_replaced_within_the_attempt(start: Start, quiet: dict[str, Any]) -> None:
+    runner = start(kubernetes__node_replacements=1, cluster__expected_start_seconds=60)
+    control, worker = two_pods(runner)
+    runner.cluster.ask("lose", {"node": worker["spec"]["nodeName"]})
+    run = finished(runner)
+    assert run.exit_code == 0, run.output
+    assert run.report["weights_sha256"] == quiet["weights_sha256"]
+    assert [event["name"] for event in runner.events()].count("placed") == 1, "one attempt"
+    past = [one["pod"] for one in runner.cluster.past()["pods"] if "replicatedjob-name" in str(one["labels"])]
+    assert len(past) == 3 and past.count(control["metadata"]["name"]) == 1
+
+
 def test_a_cluster_without_capacity_ends_with_5(start: Start) -> None:
     runner = start(changes={"pools": []}, batch__runnable_minutes=0.05)
     run = finished(runner)

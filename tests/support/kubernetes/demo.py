@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -19,7 +20,7 @@ from pathlib import Path
 
 from tests.support.batch.demo import _print_new, _say, _store
 from tests.support.batch.prepared import paced_settings, with_paced
-from tests.support.flow import ROOT
+from tests.support.flow import ROOT, FlowRunner, train_alone
 from tests.support.kubernetes.fixture import LocalCluster
 from tests.support.kubernetes.flow import KubernetesRunner, cluster
 
@@ -49,6 +50,8 @@ def main(arguments: list[str]) -> int:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
             _tell(running)
+            if code == 0:
+                _compare(folder, image, settings)
             if given.outputs:
                 print(running.outputs())
     finally:
@@ -75,6 +78,15 @@ def _follow(runner: KubernetesRunner, process: subprocess.Popen[str], *, take: b
         _say(f"not done within {_DEADLINE_SECONDS:g} s: ended")
         return 1
     return process.returncode
+
+
+def _compare(folder: Path, image: dict[str, str], settings: dict[str, object]) -> None:
+    """Train the same job as two ranks of this machine, undisturbed, and compare the weights."""
+    quiet = FlowRunner(folder / "quiet", environment=image)
+    alone = train_alone(quiet, **{**settings, **paced_settings(0.0)}, cluster__processes_per_node=2)
+    report = json.loads((_RUNS / "latest" / "report.json").read_text())
+    equal = report["weights_sha256"] == alone["weights_sha256"]
+    _say(f"weights {report['weights_sha256'][:12]}: {'bit-equal to' if equal else 'NOT those of'} an uninterrupted run")
 
 
 def _tell(running: LocalCluster) -> None:
