@@ -20,7 +20,7 @@
   function short(value) {
     if (value === 0) return '0';
     const size = Math.abs(value);
-    if (size >= 1e6 || size < 1e-3) return value.toExponential(2);
+    if (size >= 1e6 || size < 1e-3) return value.toExponential(1);
     return value.toLocaleString('en', {maximumSignificantDigits: size >= 1000 ? 6 : 4});
   }
   function data() {
@@ -54,7 +54,7 @@
   }
   function draw(found, figure, box, host) {
     const scale = axes[figure.table === 'compare' ? 'step' : axis];
-    const ink = colour('quiet'), line = colour('line');
+    const ink = colour('quiet'), line = colour('line'), few = rows(found, figure)[0].length < 4;
     const options = {
       width: host.clientWidth || 300, height: 230,
       cursor: {sync: {key: 'job', scales: ['x', null]}, drag: {x: true, y: false}},
@@ -66,7 +66,7 @@
       ],
       series: [{label: scale.label, value: (u, v) => v === null ? '–' : scale.text(v)}].concat(figure.series.map((one) => ({
         label: one.label, stroke: colour(one.colour), width: one.width, dash: one.dash, spanGaps: !!one.span,
-        points: {show: one.points ? true : undefined, size: one.points ? 7 : 4},
+        points: {show: one.points || few ? true : undefined, size: one.points || few ? 7 : 4},
         value: (u, v) => v === null || v === undefined ? '–' : short(v),
       }))),
       hooks: {draw: [marks(found, figure)]},
