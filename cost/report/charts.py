@@ -18,7 +18,7 @@ from ebbflow.cost.ledger.bills import NodeBill
 from ebbflow.cost.ledger.generations import RecordedGeneration
 from ebbflow.cost.ledger.ledger import Ledger
 from ebbflow.cost.ledger.timeline import MICRO, compute_rank_times
-from ebbflow.cost.report.figures import compute_rate, find_peaks
+from ebbflow.cost.report.figures import compute_rate, find_peaks, read_number
 from ebbflow.infra.events import (
     COMMIT,
     CONFIGURED,
@@ -177,7 +177,7 @@ def _kept_steps(events: Sequence[Event], generations: dict[int, RecordedGenerati
 def _step_columns(
     kept: Sequence[Event], peaks: dict[int, float], seconds: list[float], spent: _SpendCurve
 ) -> dict[str, list[float | None]]:
-    loss = [_number(event.data.get("loss")) for event in kept]
+    loss = [read_number(event.data.get("loss")) for event in kept]
     flops = [(compute_rate(event, "flops"), peaks.get(event.generation)) for event in kept]
     columns: dict[str, list[float | None]] = {
         "step": [float(event.step or 0) for event in kept],
@@ -187,12 +187,13 @@ def _step_columns(
         "smooth": _smooth(loss),
         "speed": [compute_rate(event, "tokens") for event in kept],
         "mfu": [None if rate is None or not peak else 100 * rate / peak for rate, peak in flops],
-        "learning_rate": [_number(event.data.get("learning_rate")) for event in kept],
-        "gradient_norm": [_number(event.data.get("gradient_norm")) for event in kept],
+        "learning_rate": [read_number(event.data.get("learning_rate")) for event in kept],
+        "gradient_norm": [read_number(event.data.get("gradient_norm")) for event in kept],
     }
     for name, kind in _SECONDS.items():
         columns[name] = [
-            _number((event.data.get("seconds") or {}).get(kind, 0.0) / event.data.get("merged", 1)) for event in kept
+            read_number((event.data.get("seconds") or {}).get(kind, 0.0) / event.data.get("merged", 1))
+            for event in kept
         ]
     return {name: values for name, values in columns.items() if name in _X or any(one is not None for one in values)}
 
@@ -246,7 +247,9 @@ def thin_columns(columns: dict[str, list[float | None]], buckets: int = _BUCKETS
 def _held_out(events: Sequence[Event], origin: float, place: Any) -> dict[str, list[Any]]:
     found: dict[int, tuple[float, float]] = {}
     for event in events:
-        value = _number((event.data.get("metrics") or {}).get("held_out_loss")) if event.name == EVALUATION else None
+        value = (
+            read_number((event.data.get("metrics") or {}).get("held_out_loss")) if event.name == EVALUATION else None
+        )
         if value is not None and event.step is not None:
             found[event.step] = event.t_wall - origin, value
     rows = [{**place(at), "step": step, "value": value} for step, (at, value) in sorted(found.items())]
@@ -264,7 +267,7 @@ def _machine(events: Sequence[Event], origin: float, place: Any) -> dict[str, li
     for beat in beats:
         bucket = sums.setdefault(int((beat.t_wall - start) / width), {})
         for name in _MACHINE:
-            value = _number(beat.data.get(name))
+            value = read_number(beat.data.get(name))
             if value is not None:
                 bucket.setdefault(name, []).append(value)
     names = [name for name in _MACHINE if any(name in bucket for bucket in sums.values())]
@@ -298,7 +301,7 @@ def _marks(
     bad = {
         event.step: {**place(event.t_wall - origin), "step": event.step}
         for event in events
-        if event.name == STEP and "loss" in event.data and _number(event.data["loss"]) is None
+        if event.name == STEP and "loss" in event.data and read_number(event.data["loss"]) is None
     }
     found += [
         {**one, "kind": "non-finite", "text": f"non-finite loss at step {step:,}"}
@@ -374,7 +377,7 @@ def _ranks(events: Sequence[Event], origin: float) -> list[dict[str, Any]]:
         if event.name == NODE_STARTED:
             host = event.data.get("instance_id") or event.data.get("host") or ""
             hosts |= {rank: (event.node, str(host)) for rank in event.data.get("ranks") or []}
-        elif event.name == NODE_HEARTBEAT and (used := _number(event.data.get("resident_bytes"))):
+        elif event.name == NODE_HEARTBEAT and (used := read_number(event.data.get("resident_bytes"))):
             memory[event.node] = used
     slowest: Counter[int] = Counter()
     ratios: dict[int, list[float]] = {}
@@ -393,7 +396,7 @@ def _ranks(events: Sequence[Event], origin: float) -> list[dict[str, Any]]:
         seconds.setdefault(event.rank, []).append(sum(parts.values()) / merged)
         waits[event.rank] += parts.get(LedgerClass.DATA_WAIT, 0.0)
         spent[event.rank] += sum(parts.values())
-        named, ratio = event.data.get("slowest_rank"), _number(event.data.get("slowest_ratio"))
+        named, ratio = event.data.get("slowest_rank"), read_number(event.data.get("slowest_ratio"))
         if isinstance(named, int) and ratio is not None:
             slowest[named] += 1
             ratios.setdefault(named, []).append(ratio)
@@ -434,10 +437,6 @@ def _rising(values: Iterable[float]) -> list[float]:
     for value in values:
         found.append(max(value, found[-1]) if found else max(0.0, value))
     return found
-
-
-def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
 def _short(value: Any) -> Any:

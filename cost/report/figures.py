@@ -61,11 +61,11 @@ def compute_actual_figures(
     """
     kept = [event for event in events if event.name == STEP and _is_kept(event, generations)]
     prepared = next((event.data for event in reversed(events) if event.name == PREPARED), {})
-    entropy = _number(prepared.get("unigram_entropy_nats"))
+    entropy = read_number(prepared.get("unigram_entropy_nats"))
     metrics = [event.data.get("metrics", {}) for event in reversed(events) if event.name == EVALUATION]
-    held_out = next((_number(found["held_out_loss"]) for found in metrics if "held_out_loss" in found), None)
+    held_out = next((read_number(found["held_out_loss"]) for found in metrics if "held_out_loss" in found), None)
     times = [event.t_wall for event in events if event.name != PRICES] or [0.0]  # prices may be recorded much later
-    rates = [_number(event.data.get("learning_rate")) for event in events if event.name == STEP]
+    rates = [read_number(event.data.get("learning_rate")) for event in events if event.name == STEP]
     useful = sum(line.rank_microseconds for line in ledger.lines if line.ledger_class == LedgerClass.USEFUL_STEP)
     return {
         "wall_hours": (max(times) - min(times)) / 3600,
@@ -78,7 +78,7 @@ def compute_actual_figures(
         "held_out_ratio": held_out / entropy if held_out is not None and entropy else None,
         "train_tokens": prepared.get("train_tokens"),
         "weight_unit": str(prepared.get("weight_unit", "tokens")),
-        "metrics": {str(name): _number(value) for name, value in (metrics[0] if metrics else {}).items()},
+        "metrics": {str(name): read_number(value) for name, value in (metrics[0] if metrics else {}).items()},
         "commits": len({event.data.get("key", event.step) for event in events if event.name == COMMIT}),
         "saves": compute_save_figures(events, ledger),
         "generations": len(generations),
@@ -130,7 +130,7 @@ def find_peaks(events: Sequence[Event]) -> dict[int, float]:
         if event.name == NODE_STARTED:
             machines[node] = event.data.get("instance_id") or event.data.get("host") or ""
         elif event.name == PEAK:
-            peaks.setdefault(node, {})[event.rank] = _number(event.data.get("flops_per_second")) or 0.0
+            peaks.setdefault(node, {})[event.rank] = read_number(event.data.get("flops_per_second")) or 0.0
             dtypes[node] = str(event.data.get("dtype"))
     keys = {node: (machines.get(node) or node[-1], dtypes[node], len(ranks)) for node, ranks in peaks.items()}
     best: dict[tuple[str | int, str, int], float] = {}
@@ -164,7 +164,7 @@ def compute_save_figures(events: Sequence[Event], ledger: Ledger) -> dict[str, A
 
 
 def _numbers(events: Sequence[Event], name: str, key: str) -> list[float]:
-    values = [_number(event.data.get(key)) for event in events if event.name == name]
+    values = [read_number(event.data.get(key)) for event in events if event.name == name]
     return [value for value in values if value is not None]
 
 
@@ -173,7 +173,7 @@ def _median(values: Iterable[float | None]) -> float | None:
     return median(known) if known else None
 
 
-def _number(value: Any) -> float | None:
+def read_number(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 

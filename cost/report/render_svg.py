@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ebbflow.cost.amounts import format_number
+from ebbflow.cost.report.charts import thin_columns
 from ebbflow.cost.report.figure_text import get_loss_unit, get_weight_unit
 from ebbflow.cost.report.report import RunReport
 from ebbflow.infra.untrusted_text import one_line
@@ -89,8 +90,6 @@ def list_figures(report: RunReport, earlier: Sequence[RunReport] = ()) -> tuple[
 
 def _old_columns(report: RunReport) -> dict[str, Any]:
     """Columns of a report without charts, from its loss curve."""
-    from ebbflow.cost.report.charts import thin_columns
-
     steps: list[float | None] = [float(step) for step, _ in report.loss_curve]
     losses = [loss for _, loss in report.loss_curve]
     return thin_columns({"step": steps, "seconds": [*steps], "usd": [*steps], "loss": losses}) if steps else {}

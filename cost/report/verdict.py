@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import shlex
+from typing import NamedTuple
 
 from ebbflow.cost.amounts import NONE, format_count, format_duration, format_percent, format_usd
 from ebbflow.cost.ledger.pricing import SIMULATED
 from ebbflow.cost.report.figure_text import shorten
 from ebbflow.cost.report.report import RunReport
+from ebbflow.infra.config.load import value_text
 from ebbflow.infra.errors import Outcome
 from ebbflow.infra.untrusted_text import one_line
 
@@ -189,16 +191,12 @@ def find_changed_settings(report: RunReport, before: RunReport | None) -> list[t
 
 
 def _values(report: RunReport) -> dict[str, str]:
-    from ebbflow.infra.config.load import value_text
-
     return {one_line(row["key"]): one_line(value_text(row["value"])) for row in report.configuration}
 
 
 def reproduce_command(report: RunReport, *, python: str, flow: str) -> str:
     """Return the command that runs the same configuration again under a new name; "" if it was not recorded."""
-    import shlex
-
-    rows: list[dict[str, Any]] = report.configuration
+    rows = report.configuration
     if not rows:
         return ""
     sources = [str(row["source"]).rpartition(":") for row in rows]
@@ -206,11 +204,5 @@ def reproduce_command(report: RunReport, *, python: str, flow: str) -> str:
     words = [shlex.quote(python), flow, "run", *(["--config", shlex.quote(one_line(files[0]))] if files else [])]
     for row in rows:
         if row["source"] == "--set":
-            words += ["--set", shlex.quote(f"{one_line(row['key'])}={_values_text(row['value'])}")]
+            words += ["--set", shlex.quote(f"{one_line(row['key'])}={one_line(value_text(row['value']))}")]
     return " ".join(words)
-
-
-def _values_text(value: Any) -> str:
-    from ebbflow.infra.config.load import value_text
-
-    return one_line(value_text(value))
