@@ -251,11 +251,12 @@ def _failure(report: RunReport, python: str) -> str:
     if message := report.events.get("message"):
         parts.append(f'<p class="message">{escape(one_line(message))}</p>')
     if failures:
-        first = failures[0]
-        rank = report.charts and next(
-            (one for one in report.events.get("notable", []) if _names_rank(one, first)), None
+        evidence = _definitions(
+            {
+                name.replace("_", " "): format_usd(value) if isinstance(value, float) else one_line(value)
+                for name, value in (failures[0].get("evidence") or {}).items()
+            }
         )
-        evidence = f'<p class="quiet">{escape(one_line(rank["text"]))}</p>' if rank else ""
         lines = format_failures(report)
         listed = "".join(f"<li>{escape(line)}</li>" for line in lines[:_MOST_EVENTS])
         parts.append(f"<ol>{listed}</ol>{evidence}")
@@ -266,10 +267,6 @@ def _failure(report: RunReport, python: str) -> str:
         parts.append(f"<h3>What next</h3><p>{escape(following.explanation)}:</p><pre>{escape(following.command)}</pre>")
     title = "Why it ended, first failure first" if ended else "What went wrong, first failure first"
     return _section("failure", title, "".join(parts)) if parts else ""
-
-
-def _names_rank(event: dict[str, Any], failure: dict[str, Any]) -> bool:
-    return event["name"] == "fault_detected" and event["generation"] == failure["generation"]
 
 
 def _plots(drawn: Sequence[str], ids: Sequence[str]) -> str:

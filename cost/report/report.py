@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     import pandas
 
 SCHEMA = 1
+_EVIDENCE = ("rank", "step", "phase", "where", "because", "certainty", "cascades", "dump", "next_action", "usd_lost")
 _NOTABLE = {BUDGET, FAULT_DETECTED, FAULT_INJECTED, GENERATION_ENDED, GUARD, NOTICE, OUTCOME}
 
 
@@ -355,7 +356,7 @@ def without_nan(value: Any) -> Any:
 
 
 def list_failures(events: Sequence[Event], generations: dict[int, RecordedGeneration]) -> list[dict[str, Any]]:
-    """List the failures of a job by time: {seconds, t_wall, generation, what, culprit}.
+    """List the failures of a job by time: {seconds, t_wall, generation, what, culprit, evidence (if any)}.
 
     A failure is a generation with an unplanned end, a Batch job that did not succeed, a failed check, a refused plan, a
     commit that could not be restored, or a store that was restored from an older snapshot. Later failures usually
@@ -409,12 +410,15 @@ def _describe_interruption(events: Sequence[Event], generation: RecordedGenerati
         noticed = ""
     else:
         noticed = f"node {notice.node} had a notice by {notice.data['source']}: {notice.data['action']}"
-    return _failure(
+    found = _failure(
         generation.ended_wall if sign is None else sign.t_wall,
         generation.number,
         f"generation {generation.number}: {generation.reason or 'no end recorded: killed or lost'}",
         culprit or generation.culprit or noticed,
     )
+    known = {} if detected is None else {name: detected.data.get(name) for name in _EVIDENCE}
+    evidence = {name: value for name, value in known.items() if value not in (None, "", [])}
+    return {**found, "evidence": evidence} if evidence else found
 
 
 def _describe_failures(event: Event) -> list[dict[str, Any]]:
