@@ -160,6 +160,14 @@ def children(pid: int) -> list[int]:
     return [int(child) for child in listed if process_state(int(child)) not in ("Z", "")]
 
 
+def available_bytes() -> int | None:
+    """Return the bytes of memory that the machine can still give out; None if the kernel does not tell."""
+    try:
+        return int(Path("/proc/meminfo").read_text().partition("MemAvailable:")[2].split()[0]) * 1024
+    except (OSError, ValueError, IndexError):
+        return None
+
+
 def process_state(pid: int) -> str:
     """Return the kernel's letter for a process's state (R running, T stopped, Z zombie, …); "" without a process."""
     try:

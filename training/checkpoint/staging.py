@@ -27,9 +27,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ebbflow.infra.process import available_bytes
 from ebbflow.training.checkpoint.save_plan import BufferLayout
 from ebbflow.training.errors import CheckpointError
-from ebbflow.training.launch.watch import available_bytes
 
 _BLOCK = 64 * 2**20
 _GROWTH = 1.05  # a state that has grown is likely to grow again

@@ -19,9 +19,9 @@ import torch
 from torch import nn
 
 from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.process import available_bytes
 from ebbflow.training.errors import BatchCannotBeSplit
 from ebbflow.training.gang import Gang
-from ebbflow.training.launch.watch import available_bytes
 from ebbflow.training.workload import Batch, Workload
 
 _SAMPLE_SECONDS = 1.0

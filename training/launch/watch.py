@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-from ebbflow.infra.process import process_state
+from ebbflow.infra.process import available_bytes, process_state
 from ebbflow.training.errors import bounded_text
 from ebbflow.training.launch.evidence import (
     PROVEN,
@@ -86,13 +86,6 @@ def _kernel_log() -> Iterable[tuple[float, str]]:
         yield from itertools.islice(kernel_records(log), _LOG_RECORDS)
     finally:
         os.close(log)
-
-
-def available_bytes() -> int | None:
-    try:
-        return int(Path("/proc/meminfo").read_text().partition("MemAvailable:")[2].split()[0]) * 1024
-    except (OSError, ValueError, IndexError):
-        return None
 
 
 def _counter_files(pid: int) -> Iterable[Path]:
