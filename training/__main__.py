@@ -20,6 +20,7 @@ _COMMANDS = {
     "certify": "ebbflow.training.certify",
     "compare": "ebbflow.training.compare",
     "run": "ebbflow.training.script",
+    "doctor": "ebbflow.training.doctor",
 }
 _BENCHMARKS = {"soak": "soak", "bench": "training"}
 

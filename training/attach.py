@@ -57,6 +57,8 @@ def attach(
     if scheduler is not None:
         states["scheduler"] = scheduler
     try:
+        if isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+            optimizer = inner  # accelerate's wrapper runs no hooks
         _check_arguments(model, optimizer, states)
         return open_attached(
             lambda spec, gang: AttachedJob(spec, gang, model, optimizer, states), store=store, name=name, config=config
@@ -68,6 +70,11 @@ def attach(
 def _check_arguments(model: nn.Module, optimizer: Optimizer | None, states: dict[str, Stateful]) -> None:
     if not isinstance(model, nn.Module):
         raise AttachError(f"attach: the model has type {type(model).__name__}; fix: pass the torch.nn.Module first")
+    if any(type(one).__name__ == "FullyShardedDataParallel" for one in model.modules()):
+        raise AttachError(
+            "attach: FullyShardedDataParallel (FSDP1) flattens parameters, so its state cannot be resharded; fix: "
+            "shard the model with torch.distributed.fsdp.fully_shard (FSDP2)"
+        )
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         kind = type(optimizer).__name__
         raise AttachError(f"attach: the optimizer has type {kind}; fix: pass the torch.optim.Optimizer second")

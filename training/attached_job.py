@@ -199,7 +199,8 @@ class AttachedJob:
             self._max_steps = count * (length or 0)
             iterate = type(loader).__iter__
             own = {"__iter__": lambda loader: self._epoch(loader) if self._reads else iterate(loader)}
-            loader.__class__ = type(type(loader).__name__, (type(loader),), own)
+            changed = type(type(loader).__name__, (type(loader),), own)
+            vars(object)["__class__"].__set__(loader, changed)  # accelerate's loaders refuse a plain assignment
         with self._outermost_loop():
             while self.epoch < count:
                 self._reads = True

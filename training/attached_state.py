@@ -207,7 +207,8 @@ class BatchSource:
         stock = type(loader) is DataLoader
         workers = getattr(loader, "num_workers", 0) > 0
         self._stateful: Any = None
-        for one in (None if stock else loader, None if workers else dataset):
+        self._skips = hasattr(loader, "skip_batches") and hasattr(loader, "base_dataloader")  # a loader of accelerate
+        for one in () if self._skips else (None if stock else loader, None if workers else dataset):
             if hasattr(one, "state_dict") and hasattr(one, "load_state_dict"):
                 self._stateful = self._stateful or one
         self._in_sampler = isinstance(loader, DataLoader) and not isinstance(dataset, IterableDataset)
@@ -253,6 +254,8 @@ class BatchSource:
             if skip == 0:
                 return self._iterate(self.loader)
         seed = derive_seed(self._seed, epoch)
+        if self._skips:
+            return self._from_accelerate(seed, skip)
         if (generator := getattr(self.loader, "generator", None)) is not None:
             generator.manual_seed(derive_seed(self._generator_seed, epoch))
         if not self._in_sampler or self._stateful is not None:
@@ -260,6 +263,20 @@ class BatchSource:
                 self._say(f"reading {skip} batches of epoch {epoch} again to skip them: the loader has no state_dict")
             return itertools.islice(self._iterate(self.loader), skip, None)
         return self._from_sampler(seed, skip)
+
+    def _from_accelerate(self, seed: int, skip: int) -> Iterator[Any]:
+        """Yield the batches of a loader that accelerate has prepared. It fetches them one ahead."""
+        loader = self.loader
+        if loader.synchronized_generator is not None:
+            loader.synchronized_generator.manual_seed(seed)
+        loader.skip_batches = skip
+        try:
+            with _random_numbers_of(seed):
+                batches = self._iterate(loader)
+                first = list(itertools.islice(batches, 1))
+        finally:
+            loader.skip_batches = 0
+        return itertools.chain(first, batches)
 
     def _from_sampler(self, seed: int, skip: int) -> Iterator[Any]:
         loader = self.loader

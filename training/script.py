@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import json
 import os
 import runpy
@@ -133,9 +134,12 @@ def run_script(spec: WorkerSpec) -> LoopResult:
     """Run the script in this rank. Return the result of its attached job or, if it has none, completed at step 0."""
     script = find_script(spec.prepared["script"], spec.prepared.get("script_sha256"), Store.open(spec.store_uri))
     result = Path(spec.result_path or os.devnull)
+    if spec.prepared.get("script_sha256"):  # on another machine, relative paths begin at the unpacked folder
+        os.chdir(script.parent)
     if spec.heartbeat_path:
         heartbeat = Heartbeat(Path(spec.heartbeat_path))
         threading.Thread(target=_beat_while_working, args=(heartbeat,), name="heartbeat", daemon=True).start()
+    importlib.import_module("ebbflow.integrations").switch_on()  # no room imports it when it is loaded itself
     sys.argv = [str(script), *spec.prepared["words"]]
     sys.path[0] = str(script.parent)
     try:

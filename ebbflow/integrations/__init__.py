@@ -1,1 +1,62 @@
-"""Adapters to training libraries. Each module has the name of its library, and needs it installed."""
+"""Adapters to training libraries. Each module has the name of its library, and needs it installed.
+
+`ebbflow run SCRIPT.py` calls `switch_on`, so that a script with one of these Trainers commits without a changed line.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import sys
+from collections.abc import Callable
+from importlib.abc import MetaPathFinder
+from typing import Any
+
+# module with the Trainer: (the adapter, the method that trains, the argument with the checkpoint to resume from)
+_TRAINERS = {
+    "transformers.trainer": ("transformers", "train", "resume_from_checkpoint"),
+    "lightning.pytorch.trainer.trainer": ("lightning", "fit", "ckpt_path"),
+}
+
+
+def switch_on() -> None:
+    """Make Trainers that this process imports later add a CommitCallback and resume from the newest commit."""
+    sys.meta_path.insert(0, _AfterImport())
+
+
+class _AfterImport(MetaPathFinder):
+    """Finder that lets the other finders import a module, and changes its Trainer afterwards."""
+
+    def __init__(self) -> None:
+        self._left = dict(_TRAINERS)
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        if (known := self._left.pop(name, None)) is None:
+            return None
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: Any) -> None:
+                execute(module)
+                trainer, (_, method, _) = module.Trainer, known
+                setattr(trainer, method, _committing(getattr(trainer, method), *known))
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def _committing(original: Callable[..., Any], library: str, method: str, argument: str) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def train(trainer: Any, *given: Any, **options: Any) -> Any:
+        callback = importlib.import_module(f"ebbflow.integrations.{library}").CommitCallback
+        callbacks = trainer.callback_handler.callbacks if library == "transformers" else trainer.callbacks
+        if not any(isinstance(one, callback) for one in callbacks):
+            loader = [options.get("train_dataloaders", given[1] if len(given) > 1 else None)] if method == "fit" else []
+            callbacks.append(callback())
+            if restored := callback.restore(trainer, *loader):
+                given = given[:0] if method == "train" else given
+                options[argument] = restored
+        return original(trainer, *given, **options)
+
+    return train

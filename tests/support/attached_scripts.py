@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from ebbflow.infra.events import Event, read_events
-from ebbflow.infra.layout import parse_commit_key
+from ebbflow.infra.layout import job_prefix, parse_commit_key
 from ebbflow.infra.store import Store
 from tests.support.gangs import free_port
 from tests.support.warm import WarmProcess, start_warm
@@ -65,17 +65,20 @@ def job_folder(script: Path) -> Path:
     return script.parent / "runs" / "jobs" / script.stem
 
 
+def job_store(script: Path) -> Store:
+    return Store.open(os.environ.get("EBBFLOW__STORE") or str(script.parent / "runs")).sub(job_prefix(script.stem))
+
+
 def commits(script: Path) -> list[int]:
-    base = job_folder(script)
-    return sorted(parse_commit_key(str(path.relative_to(base)))[0] for path in base.glob("commits/*/*/*.json"))
+    return sorted(parse_commit_key(meta.key)[0] for meta in job_store(script).list("commits"))
 
 
 def interrupt(
     processes: list[WarmProcess], script: Path, step: int, number: int, *, ranks: list[int] | None = None
 ) -> None:
-    """Send a signal to the ranks once there is a commit of `step` or later."""
-    limit = time.monotonic() + _DEADLINE_SECONDS
-    while not any(found >= step for found in commits(script)):
+    """Send a signal to the ranks once they have made a commit of `step` or later."""
+    limit, before = time.monotonic() + _DEADLINE_SECONDS, max(commits(script), default=0)
+    while not any(found >= step and found > before for found in commits(script)):
         assert all(process.poll() is None for process in processes), output(script)
         assert time.monotonic() < limit, output(script)
         time.sleep(0.005)
@@ -95,4 +98,4 @@ def final_state(script: Path, step: int) -> dict[tuple[str, str], bytes]:
 
 
 def events_of(script: Path) -> list[Event]:
-    return read_events(Store.open(str(job_folder(script))))
+    return read_events(job_store(script))

@@ -1,0 +1,118 @@
+"""Users' scripts, at length: the flow loses a node, commits are in a bucket, and the doctor meets planted bugs."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.attached_scripts import ROOT, SCRIPTS, attached, events_of, finish, start
+from tests.support.batch.flow import PREFIX, BatchRunner, account
+from tests.support.flow import FlowRunner, assert_ledger_adds_up
+from tests.support.planted_resume_bugs import PLANTED, plant
+from tests.support.swift import Swift
+
+pytestmark = [pytest.mark.flow, pytest.mark.timeout(1800)]
+
+
+def _weights(script: Path) -> str:
+    return next(one.data["weights_sha256"] for one in events_of(script) if one.name == "outcome")
+
+
+@pytest.mark.parametrize("place", ["folder", "bucket"])
+def test_a_script_in_the_flow_loses_a_node_and_ends_bit_equal(place: str, tmp_path: Path, swift: Swift) -> None:
+    whole, lost = attached(tmp_path / "whole", "ddp"), attached(tmp_path / "lost", "ddp")
+    finish(start(whole, ranks=2), whole)
+    bucket = {"store": f"s3://{swift.new_bucket()}/p", "environment": swift.environment()} if place == "bucket" else {}
+    runner = FlowRunner(tmp_path / "flow", **bucket)
+    settings = {"script": json.dumps(str(lost)), "script_args": '["0.05"]', "store": runner.store}
+    settings |= {"checkpoint.interval": "steps", "checkpoint.interval_steps": 5, "cluster.nodes": 2}
+    words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    run = runner.run("run", *words, "--rehearse", "node-loss@step:12:node=1")
+    assert run.exit_code == 0, run.output
+    report = run.report
+    assert report["outcome"] == "completed" and report["interruptions"] == 1 and report["redone_steps"] > 0
+    assert report["weights_sha256"] == _weights(whole)
+    assert report["events"]["promise"]["level"] == "bit for bit" and report["plan"]["steps"] == 30
+    assert_ledger_adds_up(report)
+
+
+def test_a_script_and_its_folder_are_sent_to_batch_and_a_killed_rank_is_replaced(tmp_path: Path, swift: Swift) -> None:
+    """x"""
+    whole, sent = attached(tmp_path / "whole", "nano_gpt"), attached(tmp_path / "sent", "nano_gpt")
+    finish(start(whole), whole)
+    sent.write_text(sent.read_text().replace("import ebbflow\n", "import ebbflow\nimport utils.helper\n"))
+    (sent.parent / "utils").mkdir()
+    (sent.parent / "utils" / "helper.py").write_text("print('helped in', __file__, flush=True)\n")
+    with account(tmp_path / "batch", swift) as batch:
+        runner = BatchRunner(tmp_path / "flow", swift, batch)
+        own = {"script": json.dumps(str(sent)), "script_args": '["0.05"]', "checkpoint__interval": "steps"}
+        options = runner.options(**own, checkpoint__interval_steps=5)
+        run = runner.run("run", "--with", "batch", *options, "--rehearse", "rank-kill@step:12", timeout=900)
+        assert run.exit_code == 0, run.output
+        assert run.report["weights_sha256"] == _weights(whole) and run.report["interruptions"] == 1
+        assert any(key.startswith(f"{PREFIX}/scripts/") for key in runner.keys(PREFIX))
+
+
+def test_a_script_that_hangs_is_named_and_started_again(tmp_path: Path) -> None:
+    script = attached(tmp_path, "ddp")
+    command = [sys.executable, "-m", "ebbflow", "run", "ddp.py", "--ranks", "2", "--rehearse", "sleep@step:12:rank=1"]
+    command += ["--set", "survival.hang_floor_seconds=3", "--set", "checkpoint.interval_steps=5", "--", "0.02"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "at step 12 in forward, training/rehearse.py" in done.stdout, done.stdout
+    assert "completed at step 30" in done.stdout
+    assert [one.data["reason"] for one in events_of(script) if one.name == "generation_ended"] == ["hang", "completed"]
+
+
+@pytest.mark.parametrize("name", ["hugging_face", "lightning_mlp"])
+def test_a_trainer_commits_without_a_changed_line(name: str, tmp_path: Path) -> None:
+    found = []
+    for fault in ([], ["--rehearse", "rank-kill@step:12"]):
+        folder = tmp_path / str(len(found))
+        folder.mkdir()
+        shutil.copy(SCRIPTS / f"{name}.py", folder)
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "EBBFLOW__CHECKPOINT__INTERVAL_STEPS": "5"}
+        words = [sys.executable, "-m", "ebbflow", "run", f"{name}.py", *fault, "--", "0.02"]
+        done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=400)
+        assert done.returncode == 0, done.stdout + done.stderr
+        found.append(torch.load(folder / "final.pt"))
+    assert "goes on from step" in done.stdout
+    assert found[0].keys() == found[1].keys() and all(torch.equal(found[0][key], found[1][key]) for key in found[0])
+
+
+def _doctor(script: Path, *words: str) -> tuple[int, str]:
+    command = [sys.executable, "-m", "ebbflow", "doctor", script.name, "--kills", "1", "--", *words]
+    done = subprocess.run(command, cwd=script.parent, capture_output=True, text=True, timeout=400,
+                          env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"})  # fmt: skip
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_the_doctor_finds_a_planted_bug(name: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(plant((SCRIPTS / "resumable.py").read_text(), name))
+    code, text = _doctor(script)
+    assert code == 1 and PLANTED[name][2] in text, text
+
+
+@pytest.mark.parametrize("name", ["resumable", "plain", "nano_gpt", "resnet", "accelerated"])
+def test_the_doctor_raises_no_false_alarm(name: str, tmp_path: Path) -> None:
+    if name in ("resumable", "plain"):
+        script = tmp_path / "train.py"
+        text = (SCRIPTS / "resumable.py").read_text()
+        if name == "plain":  # what it does not restore is never drawn from
+            text = text.replace("nn.Dropout(0.2), ", "").replace("0.1 * random.random()", "0.1")
+            text = text.replace('        torch.set_rng_state(checkpoint["rng"])\n', "")
+            text = text.replace('        random.setstate(checkpoint["random"])\n', "")
+        script.write_text(text)
+    else:
+        script = attached(tmp_path, name)
+    code, text = _doctor(script)
+    assert code == 0 and "resumes exactly, bit for bit" in text, text

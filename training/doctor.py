@@ -1,0 +1,358 @@
+"""`ebbflow doctor SCRIPT.py [-- ARGUMENTS]`: kill a script, let it resume, and name what its resume loses.
+
+The script runs on the CPU in copies of its folder: once undisturbed, and once for each kill, with a second start that
+resumes by the script's own means. A tracer records what each step begins with: batch, random states, weights, buffers,
+optimizer, counters and all variables that have a state. The resumed run is compared with the undisturbed one, from the
+step whose weights it has restored. Differences that change no weight and belong to no such variable are harmless.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import hashlib
+import importlib.util
+import json
+import os
+import random
+import runpy
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ebbflow.infra.process import die_with_parent
+
+_RUN_SECONDS = 180.0
+_COPIED_BYTES = 2**20  # larger files of the script's folder are linked
+Record = dict[str, Any]
+
+
+def main(words: list[str]) -> int:
+    """Examine a script. Return 0 if it resumes exactly, 1 if not, 2 if it cannot be examined."""
+    own, arguments = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
+    parser = argparse.ArgumentParser(prog="ebbflow doctor", description="Find what a script's resume loses.")
+    parser.add_argument("script", type=Path, help="the script; its arguments follow after --")
+    parser.add_argument("--steps", type=int, default=24, help="optimizer steps of each run (24)")
+    parser.add_argument("--kills", type=int, default=2, help="number of kills, each at a random step (2)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the steps to kill at (0)")
+    given = parser.parse_args(own)
+    if not given.script.is_file():
+        print(f"ebbflow: {given.script}: no such script; fix: give the path of a Python file", file=sys.stderr)
+        return 2
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}  # read when torch is loaded, before the forks
+    importlib.import_module("torch.optim.optimizer")
+    with tempfile.TemporaryDirectory(prefix="ebbflow-doctor-") as folder:
+        return _examine(given, arguments, Path(folder))
+
+
+def _examine(given: argparse.Namespace, arguments: list[str], folder: Path) -> int:
+    script, name = given.script.resolve(), given.script.name
+    whole = _run(script, arguments, folder / "whole", "whole", given.steps)
+    steps = len(whole["records"]) - 1
+    if steps < 4:
+        print(f"ebbflow: {name}: {max(steps, 0)} steps of a torch optimizer were seen, at least 4 are needed; its end:")
+        print(whole["output"])
+        return 2
+    saves = [step for step in whole["saves"] if step < steps - 1]
+    if not saves:
+        print(
+            f"{name} does not resume: it saved nothing in its first {steps - 1} steps; fix: save more often, or --steps"
+        )
+        return 1
+    choose, found, points = random.Random(given.seed), {}, []
+    for number in range(given.kills):
+        kill = choose.randrange(saves[0] + 1, steps)
+        killed = _run(script, arguments, folder / str(number), "killed", steps, kill=kill)
+        if why := _why_not_repeatable(whole["records"], killed["records"]):
+            print(f"{name} is not repeatable: two equal starts differ at {why}; fix: seed that generator")
+            return 1
+        resumed = _run(script, arguments, folder / str(number), "resumed", steps, seed=1)
+        at, lost = compare(whole["records"], resumed["records"], kill)
+        points.append(f"killed after step {kill}, went on from step {at}")
+        found |= dict.fromkeys(lost)
+        if not resumed["records"]:
+            print(resumed["output"])
+    verdict = "does not resume exactly" if found else f"resumes exactly, bit for bit up to step {steps}"
+    print(f"{name} {verdict} ({'; '.join(points)})")
+    source = script.read_text()
+    for kind, variable in found:
+        print("\n".join(_explain(name, source, kind, variable)))
+    return int(bool(found))
+
+
+def _run(
+    script: Path, arguments: list[str], folder: Path, name: str, steps: int, *, kill: int = 0, seed: int = 0
+) -> dict[str, Any]:
+    """Run the script in a copy of its folder until `steps` or `kill`; return its records, saves and last output."""
+    if not folder.exists():
+        shutil.copytree(script.parent, folder, copy_function=_copy, ignore=shutil.ignore_patterns(".git", "runs"))
+    trace, output = folder.parent / f"{folder.name}-{name}.jsonl", folder.parent / "output"
+    sys.stdout.flush()
+    if (pid := os.fork()) == 0:
+        tracer = _Tracer(str(trace), kill or steps, folder)
+        _run_traced(tracer, str(folder / script.name), arguments, seed=seed, output=output)
+    limit = time.monotonic() + _RUN_SECONDS
+    while os.waitpid(pid, os.WNOHANG)[0] == 0:
+        time.sleep(0.02)
+        if time.monotonic() > limit:
+            os.kill(pid, signal.SIGKILL)
+    last = output.read_text(errors="replace").splitlines()[-5:]
+    lines = [json.loads(line) for line in trace.read_text().splitlines()] if trace.exists() else []
+    records = [line for line in lines if "params" in line]
+    return {
+        "records": records,
+        "saves": [line["saved"] for line in lines if "saved" in line],
+        "output": "\n".join(last),
+    }
+
+
+def _copy(source: str, target: str) -> None:
+    if os.path.getsize(source) > _COPIED_BYTES:
+        os.symlink(os.path.realpath(source), target)
+    else:
+        shutil.copy2(source, target)
+
+
+def _why_not_repeatable(whole: list[Record], killed: list[Record]) -> str:
+    for step, (one, other) in enumerate(zip(whole, killed, strict=False), start=1):
+        for kind, what in (("batch", "the batch"), ("params", "the weights"), ("rng", "the random states")):
+            if kind in other and one.get(kind) != other[kind]:
+                return f"{what} of step {step}"
+    return ""
+
+
+def compare(whole: list[Record], resumed: list[Record], kill: int) -> tuple[int, list[tuple[str, str]]]:
+    """Return the step from which a resumed run went on, and what it lost, as pairs of kind and variable.
+
+    `whole` and `resumed` have one record per step, of its beginning, and one of the end.
+    """
+    if not resumed:
+        return 0, [("start", "")]
+    same = [step for step, one in enumerate(whole[: kill + 1]) if one["params"] == resumed[0]["params"]]
+    if not same:
+        return 0, [("weights", "")]
+    if not (at := same[-1]):
+        return 0, [("start", "")]
+    before, first = whole[at], resumed[0]
+    found = [
+        (kind, name) for name, (kind, state) in before["objects"].items() if first["objects"].get(name) != [kind, state]
+    ]
+    for name, value in before["counters"].items():
+        values = [one["counters"][name] for one in whole if name in one["counters"]]
+        counts = values == sorted(values) and len(set(values)) > 2
+        if counts and first["counters"].get(name) != value:
+            found.append(("counter", name))
+    found += [("buffers", "")] if before.get("buffers") != first.get("buffers") else []
+    pairs = list(zip(whole[at:], resumed, strict=False))
+    if all(one["params"] == other["params"] for one, other in pairs):
+        return at, found
+    if any(one.get("batch") != other.get("batch") for one, other in pairs[:-1]):
+        found.append(("data", ""))
+    if before.get("rng") != first.get("rng"):
+        used = [name for name in before["rng"] if len({one["rng"].get(name) for one in whole[:-1]}) > 1]
+        found += [("random", name) for name in used if first["rng"].get(name) != before["rng"][name]]
+    return at, found or [("unknown", "")]
+
+
+_LOST = {
+    "start": ("nothing is resumed: the second start begins at step 1", "load what you save, before the loop"),
+    "weights": ("the weights after a resume are those of no earlier step", "save and load model.state_dict()"),
+    "buffers": ("buffers of the model, such as BatchNorm's statistics, are lost", "save model.state_dict() as a whole"),
+    "data": ("other samples are read after a resume", "skip the batches that were read, with the order of that epoch"),
+    "random": (
+        "the random state is lost",
+        "save and restore it: torch.get_rng_state, random.getstate, np.random.get_state",
+    ),
+    "counter": ("the count starts anew", "save the number, and begin with it"),
+    "unknown": ("weights differ, and no state that was seen explains it", "compare the first steps after a resume"),
+}
+
+
+def _explain(name: str, source: str, kind: str, variable: str) -> list[str]:
+    """Return lines that name the loss, the line of the variable, and the smallest patch."""
+    tree = ast.walk(ast.parse(source))
+    calls = [node for node in tree if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
+    save = next((call.lineno for call in calls if call.func.attr in ("save", "save_file")), None)  # type: ignore[attr-defined]
+    load = next((call.lineno for call in calls if call.func.attr in ("load", "load_file")), None)  # type: ignore[attr-defined]
+    line = next(_assignments(source, variable), save or 1)
+    if kind not in _LOST:  # an object with a state
+        what = f"{variable} ({kind}): its state is not restored"
+        patch = [f"line {save or '?'} saves:  {variable!r}: {variable}.state_dict()"]
+        patch.append(f"line {load or '?'} loads:  {variable}.load_state_dict(checkpoint[{variable!r}])")
+    else:
+        text, fix = _LOST[kind]
+        what, patch = f"{variable}: {text}" if variable else text, [f"line {save or '?'}: {fix}"]
+    patch.append("or let ebbflow.attach save it (docs/attach.md)")
+    return [
+        f"  {name}:{line}: {what}",
+        *(f"      fix: {one}" if not number else f"           {one}" for number, one in enumerate(patch)),
+    ]
+
+
+def _assignments(source: str, variable: str) -> Iterator[int]:
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Name) and node.id == variable and isinstance(node.ctx, ast.Store):
+            yield node.lineno
+
+
+def _run_traced(tracer: _Tracer, script: str, arguments: list[str], *, seed: int, output: Path) -> NoReturn:
+    """Run the script in this forked process, which the tracer kills after its last step."""
+    import torch
+
+    try:
+        die_with_parent()
+        target = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        for stream in (1, 2):
+            os.dup2(target, stream)
+        os.chdir(Path(script).parent)
+        os.environ |= {"EBBFLOW__STORE": f"{os.getcwd()}/runs", "EBBFLOW__CHECKPOINT__INTERVAL": "steps"}
+        os.environ["EBBFLOW__CHECKPOINT__INTERVAL_STEPS"] = "3"
+        torch.manual_seed(seed)
+        random.seed(seed)
+        if importlib.util.find_spec("numpy"):
+            importlib.import_module("numpy").random.seed(seed)
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        tracer.install()
+        sys.argv, sys.path[0] = [script, *arguments], str(Path(script).parent)
+        runpy.run_path(script, run_name="__main__")
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(0)
+
+
+class _Tracer:
+    """Writes a record of each step's beginning. It runs in the script's process."""
+
+    def __init__(self, trace: str, steps: int, folder: Path) -> None:
+        self._trace, self._last, self._folder = open(trace, "w"), steps, str(folder)  # noqa: SIM115
+        self._step, self._record = 0, {}
+        self._optimizer: Any = None
+        self._model: Any = None
+        self._saved = -1
+
+    def install(self) -> None:
+        import torch
+        from torch.nn.modules.module import register_module_forward_pre_hook
+        from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+        register_module_forward_pre_hook(self._forward)
+        register_optimizer_step_pre_hook(self._before)
+        register_optimizer_step_post_hook(self._after)
+        save = torch.save
+
+        def traced(*arguments: Any, **options: Any) -> Any:
+            save(*arguments, **options)
+            self._write({"saved": self._step})
+
+        torch.save = traced
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        self._trace.write(json.dumps(line) + "\n")
+        self._trace.flush()
+
+    def _forward(self, module: Any, inputs: Any) -> None:
+        import torch
+
+        if self._record or not module.training or not torch.is_grad_enabled():
+            return
+        self._model = self._model or module
+        rng = {"torch": _digest(torch.get_rng_state()), "random": _digest(random.getstate())}
+        if (numpy := sys.modules.get("numpy")) is not None:
+            rng["numpy"] = _digest(numpy.random.get_state())
+        self._record = {"batch": _digest(inputs), "rng": rng}
+        self._record["buffers"] = _digest(dict(self._model.named_buffers()))
+
+    def _before(self, optimizer: Any, *_: Any) -> None:
+        self._optimizer = self._optimizer or optimizer
+        if optimizer is self._optimizer:
+            self._write(self._record | self._state())
+
+    def _state(self) -> Record:
+        import torch
+
+        groups = self._optimizer.param_groups
+        objects: dict[str, tuple[str, str]] = {}
+        counters: dict[str, int] = {}
+        seen: set[int] = set()
+        frame = sys._getframe(1)
+        while frame is not None:
+            if frame.f_code.co_filename.startswith(self._folder):
+                for name, value in list(frame.f_locals.items()):
+                    if type(value) is int:
+                        counters.setdefault(name, value)
+                    elif id(value) not in seen and not isinstance(value, type) and (kind := _kind(value)):
+                        seen.add(id(value))
+                        if not isinstance(value, torch.nn.Module) or not self._is_trained(value):
+                            objects.setdefault(name, (kind, _digest(_state_of(value))))
+            frame = frame.f_back
+        return {"params": _digest([group["params"] for group in groups]), "objects": objects, "counters": counters}
+
+    def _is_trained(self, module: Any) -> bool:
+        trained = {id(one) for group in self._optimizer.param_groups for one in group["params"]}
+        return any(id(one) in trained for one in module.parameters()) or not any(True for _ in module.parameters())
+
+    def _after(self, optimizer: Any, *_: Any) -> None:
+        if optimizer is not self._optimizer:
+            return
+        self._step, self._record = self._step + 1, {}
+        job = getattr(sys.modules.get("ebbflow.training.attached_job"), "current", None)
+        if job is not None and job._saved_step != self._saved:
+            self._saved = job._saved_step
+            self._write({"saved": self._step})
+        if self._step >= self._last:
+            self._write({"params": _digest([group["params"] for group in optimizer.param_groups]), "counters": {}})
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _kind(value: Any) -> str:
+    """Return the kind of an object whose state a resume must restore, else ""."""
+    name = type(value).__name__
+    if name == "Generator" or callable(getattr(value, "set_epoch", None)):
+        return name
+    return name if callable(getattr(value, "state_dict", None)) and hasattr(value, "load_state_dict") else ""
+
+
+def _state_of(value: Any) -> Any:
+    if callable(getattr(value, "state_dict", None)):
+        return value.state_dict()
+    if hasattr(value, "bit_generator"):
+        return value.bit_generator.state
+    return (
+        value.get_state()
+        if hasattr(value, "get_state")
+        else {name: getattr(value, name, 0) for name in ("epoch", "seed")}
+    )
+
+
+def _digest(value: Any) -> str:
+    found = hashlib.sha1(usedforsecurity=False)
+    for part in _parts(value):
+        found.update(part)
+    return found.hexdigest()[:16]
+
+
+def _parts(value: Any) -> Iterator[bytes]:
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        yield value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield repr(key).encode()
+            yield from _parts(item)
+    elif isinstance(value, list | tuple):
+        yield b"["
+        for item in value:
+            yield from _parts(item)
+    elif isinstance(value, str | int | float | bytes | None):
+        yield repr(value).encode()
+    elif hasattr(value, "tobytes"):
+        yield value.tobytes()
