@@ -18,6 +18,8 @@ from tests.support.swift import Swift
 
 pytestmark = [pytest.mark.flow, pytest.mark.timeout(900)]
 
+_SETTINGS: dict[str, object] = {"training__max_steps": 32, "training__evaluation_interval_steps": 16}
+
 
 @dataclass(frozen=True)
 class Ran:
@@ -29,7 +31,7 @@ class Ran:
 def quiet(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("quiet")
     runner = FlowRunner(folder, environment=with_paced(folder))
-    return train_alone(runner, **paced_settings(0.0), cluster__processes_per_node=2)
+    return train_alone(runner, **_SETTINGS, **paced_settings(0.0), cluster__processes_per_node=2)
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +42,7 @@ def lost(tmp_path_factory: pytest.TempPathFactory, swift: Swift) -> Iterator[Ran
     with cluster(folder / "cluster", swift, image=image) as running:
         runner = KubernetesRunner(folder / "launcher", swift, running)
         runner.environment |= image
-        process = runner.start("run", "--with", "cloud", *runner.options(**paced_settings(0.2)))
+        process = runner.start("run", "--with", "cloud", *runner.options(**_SETTINGS, **paced_settings(0.3)))
         runner.await_commit()
         pods = wait_until("two pods", lambda: len(found := running.training_pods()) == 2 and found)
         running.ask("lose", {"node": pods[-1]["spec"]["nodeName"]})

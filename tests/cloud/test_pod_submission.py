@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,17 +16,6 @@ from tests.support.kubernetes.fixture import LocalCluster, local_cluster
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     with local_cluster(tmp_path_factory.mktemp("cluster"), lost_seconds=0.5) as cluster:
         yield cluster
-
-
-def test_a_lost_worker_is_replaced_alone_and_metaflow_sees_no_failure(running: LocalCluster, tmp_path: Path) -> None:
-    submitted = Submitted(running, tmp_path, 2, "sleep 6", node_replacements=1)
-    control, worker = submitted.pods(2)
-    running.ask("lose", {"node": worker["spec"]["nodeName"]})
-    code, output = submitted.finish()
-    assert code == 0 and output.splitlines()[-1] == "succeeded", output
-    [ended] = submitted.events("batch_attempt")
-    past = [one["pod"] for one in running.past()["pods"] if ended["job_name"] in one["pod"]]
-    assert len(past) == 3 and past.count(control["metadata"]["name"]) == 1, "node 0's pod ran on"
 
 
 def test_a_refused_create_is_one_line_and_the_jobs_outcome(running: LocalCluster, tmp_path: Path) -> None:
@@ -56,16 +44,3 @@ def test_what_never_starts_is_deleted_and_the_last_attempt_says_so(running: Loca
     assert ended["cause"] == "never_started" and ended["started_utc"] is None
     assert [one["outcome"] for one in submitted.events("outcome")] == ["no_capacity"]
     assert running.items("jobsets") == [] or ended["job_name"] not in json.dumps(running.items("jobsets"))
-
-
-def test_a_launcher_that_is_asked_to_leave_deletes_its_pods_and_waits_for_their_end(
-    running: LocalCluster, tmp_path: Path
-) -> None:
-    submitted = Submitted(running, tmp_path, 2, "sleep 60")
-    submitted.pods(2)
-    submitted.process.send_signal(signal.SIGTERM)
-    code, output = submitted.finish()
-    assert code == 128 + signal.SIGTERM, output
-    [ended] = submitted.events("batch_attempt")
-    assert ended["cause"] == "terminated" and len(ended["node_times"]) == 2
-    assert not [one for one in running.items("pods") if ended["job_name"] in one["metadata"]["name"]]

@@ -207,6 +207,30 @@ def test_an_older_release_of_jobset_gets_no_failure_policy(idle: LocalCluster, t
     assert code == 0 and "cannot replace a single node" in output, output
 
 
+def test_a_lost_worker_is_replaced_alone_and_metaflow_sees_no_failure(idle: LocalCluster, tmp_path: Path) -> None:
+    submitted = Submitted(idle, tmp_path, 2, "sleep 6", node_replacements=1)
+    control, worker = submitted.pods(2)
+    idle.ask("lose", {"node": worker["spec"]["nodeName"]})
+    code, output = submitted.finish()
+    assert code == 0 and output.splitlines()[-1] == "succeeded", output
+    [ended] = submitted.events("batch_attempt")
+    past = [one["pod"] for one in idle.past()["pods"] if ended["job_name"] in one["pod"]]
+    assert len(past) == 3 and past.count(control["metadata"]["name"]) == 1, "node 0's pod ran on"
+
+
+def test_a_launcher_that_is_asked_to_leave_deletes_its_pods_and_waits_for_their_end(
+    idle: LocalCluster, tmp_path: Path
+) -> None:
+    submitted = Submitted(idle, tmp_path, 2, "sleep 60")
+    submitted.pods(2)
+    submitted.process.send_signal(signal.SIGTERM)
+    code, output = submitted.finish()
+    assert code == 128 + signal.SIGTERM, output
+    [ended] = submitted.events("batch_attempt")
+    assert ended["cause"] == "terminated" and len(ended["node_times"]) == 2
+    assert not [one for one in idle.items("pods") if ended["job_name"] in one["metadata"]["name"]]
+
+
 def test_a_node_lost_per_minute(start: Start) -> None:
     """The longest proof: the job must end, whatever is lost. Prints its goodput."""
     minutes = float(os.environ.get("EBBFLOW_SOAK_MINUTES") or 20)
