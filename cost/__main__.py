@@ -72,6 +72,9 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--job", default=None, metavar="JOB", help="continue this job: plan only the remaining work")
     front = "dollars against time to finish, over pools, markets, nodes and checkpoint intervals"
     plan.add_argument("--frontier", action="store_true", help=front)
+    plan.add_argument(
+        "--html", type=Path, default=None, metavar="FILE", help="with --frontier: also write it as a page"
+    )
     plan.set_defaults(run=_plan)
     add_report(commands)
     add_jobs(commands)
@@ -87,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _plan(arguments: argparse.Namespace) -> int:
     from ebbflow.cost.catalogue import load_catalogue
-    from ebbflow.cost.frontier import find_frontier, render_frontier
+    from ebbflow.cost.frontier import find_frontier, render_frontier, render_frontier_page
     from ebbflow.cost.job_history import summarize_job
     from ebbflow.cost.jobs import read_job
     from ebbflow.cost.plan.candidates import NO_PROGRESS, PlanInputs, read_progress
@@ -124,6 +127,11 @@ def _plan(arguments: argparse.Namespace) -> int:
             **known,
         )
         front = find_frontier(config, sources)
+        if arguments.html is not None:
+            try:
+                arguments.html.write_text(render_frontier_page(front, plan), encoding="utf-8")
+            except OSError as error:
+                raise ReportError(f"{arguments.html}: cannot be written: {error.strerror}") from error
         found = [point.to_json() for point in front]
         print(json.dumps(found, indent=1, allow_nan=False) if arguments.json else render_frontier(front, plan))
     else:

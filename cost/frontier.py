@@ -11,6 +11,7 @@ from ebbflow.cost.plan.candidates import PlanInputs, feasible_pools
 from ebbflow.cost.plan.plan import Plan, with_outlook
 from ebbflow.cost.plan.pools import Candidate
 from ebbflow.cost.plan.refusal import change_config, needed_usd
+from ebbflow.cost.report.render_html import escape, fill_page, render_html_table
 from ebbflow.cost.report.render_text import format_table
 from ebbflow.infra.config.schema import RunConfig
 
@@ -83,8 +84,55 @@ def _judge(config: RunConfig, sources: PlanInputs, one: Candidate, interval: str
 _HEADER = ("", "pool", "place", "checkpoints", "hours", "p90", "dollars", "p90", "P(in time)")
 
 
+_LEGEND = (
+    "hours, dollars: estimated; p90, P(in time): simulated, staying in the pool; *: the plan's choice; !: beyond "
+    "cost.budget_usd, or less likely in time than cost.confidence"
+)
+
+
 def render_frontier(front: Sequence[FrontierPoint], plan: Plan) -> str:
     """Render the front as a table. `*` marks the plan's choice, `!` one that exceeds budget or deadline."""
+    rows = _rows(front, plan)
+    if not rows:
+        return "no pool can run the job: `ebbflow plan` without --frontier shows why"
+    return "\n".join([*(line.rstrip() for line in format_table(rows, _HEADER, left=4, width=None)), _LEGEND])
+
+
+def render_frontier_page(front: Sequence[FrontierPoint], plan: Plan) -> str:
+    """Render the front as one self-contained HTML page: a chart and the table."""
+    rows = _rows(front, plan)
+    what = f"the {plan.steps:,} steps that are left" if plan.done_steps else f"{plan.steps:,} steps"
+    main = (
+        f'<header id="header"><h1>Dollars against time to finish</h1><p class="verdict">{len(rows)} choices for {what}'
+        f'</p></header><section id="front">{_chart(front, rows)}{render_html_table(_HEADER, rows)}'
+        f'<p class="quiet">{escape(_LEGEND)}</p></section>'
+    )
+    return fill_page(main, '{"figures":[]}', "Ebbflow frontier", running=False, written=plan.made_utc)
+
+
+def _chart(front: Sequence[FrontierPoint], rows: Sequence[tuple[str, ...]]) -> str:
+    """Draw each choice as a dot, with its row as the title: hours to the right, dollars upwards, both from 0."""
+    if not front:
+        return ""
+    most_hours = max(one.pool.expected_hours for one in front)
+    most_usd = max(one.pool.expected_usd for one in front)
+    dots = []
+    for one, row in zip(front, rows, strict=True):
+        x, y = 60 + 480 * one.pool.expected_hours / most_hours, 210 - 190 * one.pool.expected_usd / most_usd
+        dots.append(
+            f'<circle class="{"c1" if one.within else "c4"}" r="5" cx="{x:.1f}" cy="{y:.1f}">'
+            f"<title>{escape(', '.join(filter(None, row)))}</title></circle>"
+        )
+    labels = (
+        f'<text x="52" y="24" text-anchor="end">{escape(format_usd(most_usd, 2))}</text>'
+        f'<text x="540" y="228" text-anchor="end">{format_number(most_hours, 1)} h</text>'
+        '<line class="grid" x1="60" x2="548" y1="210" y2="210"/><line class="grid" x1="60" x2="60" y1="14" y2="210"/>'
+    )
+    name = "expected dollars by expected hours of each choice"
+    return f'<svg viewBox="0 0 560 234" role="img" aria-label="{name}">{labels}{"".join(dots)}</svg>'
+
+
+def _rows(front: Sequence[FrontierPoint], plan: Plan) -> list[tuple[str, ...]]:
     rows = []
     for point in front:
         one, ahead = point.pool, point.pool.outlook
@@ -103,8 +151,4 @@ def render_frontier(front: Sequence[FrontierPoint], plan: Plan) -> str:
                 format_percent(ahead and ahead.deadline_probability),
             )
         )
-    if not rows:
-        return "no pool can run the job: `ebbflow plan` without --frontier shows why"
-    legend = "hours, dollars: estimated; p90, P(in time): simulated, staying in the pool; *: the plan's choice"
-    legend += "; !: beyond cost.budget_usd, or less likely in time than cost.confidence"
-    return "\n".join([*(line.rstrip() for line in format_table(rows, _HEADER, left=4, width=None)), legend])
+    return rows

@@ -12,7 +12,7 @@ import pytest
 
 from ebbflow.cost.catalogue import load_catalogue, load_rates
 from ebbflow.cost.errors import ReportError
-from ebbflow.cost.frontier import find_frontier, render_frontier
+from ebbflow.cost.frontier import find_frontier, render_frontier, render_frontier_page
 from ebbflow.cost.job_history import (
     EVIDENCE_WORTH,
     WAIT_HOURS,
@@ -149,6 +149,8 @@ def test_no_choice_of_the_frontier_is_beaten_in_both_hours_and_dollars() -> None
     hours = [point.pool.expected_hours for point in front]
     usd = [point.pool.expected_usd for point in front]
     assert len(front) > 3 and hours == sorted(hours) and usd == sorted(usd, reverse=True)
+    page = render_frontier_page(front, make_plan(given, now_utc=WALL))
+    assert page.count("<circle") == len(front) and front[0].pool.instance_type in page
     cheap = change_config(given, "checkpoint", interval="seconds", interval_seconds=300.0)
     for one in feasible_pools(change_config(cheap, "cost", deadline_hours=None), sources):
         assert any(h <= one.expected_hours and d <= one.expected_usd for h, d in zip(hours, usd, strict=True)), str(one)
