@@ -63,7 +63,8 @@ def build_trainer(spec: WorkerSpec, gang: Gang, *, nodes: int, reporter: Reporte
     workload = make_workload(config, workload_context(config, gang, store=store, prepared=spec.prepared))
     if config.workload is not None:
         workload = wrap_user_workload(workload, config.workload)
-    spread = spread_model(workload, config, gang)
+    overwritten = bool(spec.candidates or config.training.initial_weights)
+    spread = spread_model(workload, config, gang, overwritten=overwritten)
     reporter.on_close(report_compilation(lambda: reporter.enter_temporarily("compile")))
     optimizer = _optimizer(workload, spread.module, config)
     guards = make_guards(spec, config, gang, copies=spread.copies, emit=reporter.emit)

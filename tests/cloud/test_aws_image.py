@@ -49,6 +49,16 @@ def test_what_is_installed_is_requirements_txt_and_every_line_there_is_pinned(st
     assert {name.strip() for name in told.split(",")} <= names, "the check of the build imports what is installed"
 
 
+def test_it_compiles_models_reads_tokenizers_and_sees_faults_of_gpus(steps: list[tuple[str, str]]) -> None:
+    packages = next(rest for rest in of(steps, "RUN") if "apt-get install" in rest).split()
+    assert "g++" in packages, "torch.compile needs a compiler: of C for GPUs, of C++ for CPUs"
+    pinned = (ROOT / "requirements.txt").read_text()
+    assert all(re.search(rf"^{name}~=", pinned, re.MULTILINE) for name in ("tokenizers", "nvidia-ml-py", "py-spy"))
+    assert re.search(r"^torch==2\.13\.0\b", pinned, re.MULTILINE) and "assert torch.version.cuda" in " ".join(
+        of(steps, "RUN")
+    )
+
+
 def test_it_holds_the_project_and_what_the_head_job_runs(steps: list[tuple[str, str]]) -> None:
     copied = {rest.split()[0] for rest in of(steps, "COPY") if not rest.startswith("--from")}
     assert copied == {"requirements.txt", "ebbflow", "flows", "training", "cost", "infra", "configs", "examples"}

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.training.no_saver import NoSaver
-from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.config.schema import DataConfig, RunConfig
 from ebbflow.infra.event_log import EventLog
 from ebbflow.infra.events import Origin, read_events
 from ebbflow.infra.store import Store
 from ebbflow.training.checkpoint import Checkpointer, open_generation, reachable_commits
 from ebbflow.training.checkpoint.save_plan import SavePlanner
 from ebbflow.training.checkpoint.staging import StagingArea
+from ebbflow.training.data import prepare_tokens
 from ebbflow.training.engine import train
 from ebbflow.training.errors import MicroBatchTooLarge, TrainingError
 from ebbflow.training.gang import Gang
@@ -33,7 +34,8 @@ from ebbflow.training.reporter import Clock, Reporter
 from ebbflow.training.save_controller import SaveSchedule, prior_hazard
 from ebbflow.training.trainer import Trainer
 from ebbflow.training.worker import arrange_determinism, describe_promise, flush_before_end
-from ebbflow.training.workload import Cursor, Loss
+from ebbflow.training.workload import Cursor, Loss, WorkloadContext
+from ebbflow.training.workloads.language_model import TextWorkload
 from tests.support.fake_gpu import GIB, FakeGpu, GpuTensor, fake_gpu
 from tests.support.flow import wait_until
 
@@ -253,6 +255,30 @@ def test_a_rank_that_waits_for_its_gpu_flushes_its_events_before_it_is_ended(tmp
         assert not list(read_events(store))
         record.announce_end()
         wait_until("the event", lambda: [event.step for event in read_events(store)] == [7], timeout=60)
+
+
+def test_text_for_the_next_step_is_read_in_the_background(gpu: FakeGpu, tmp_path: Path) -> None:
+    """Its samples are those of a CPU, also after a jump, and no copy of it makes the host wait."""
+    (tmp_path / "a.txt").write_text("".join(f"{number} times {number}\n" for number in range(900)))
+    (tmp_path / "b.txt").write_text("".join(f"{number} and {number}\n" for number in range(900)))
+    store = Store.open(str(tmp_path / "store"))
+    data = DataConfig(path=".", suffixes=[".txt"], held_out_fraction=0.4, held_out_samples=2)
+    prepared = prepare_tokens(data, store, project_root=tmp_path).to_json()
+    config = RunConfig.model_validate({"model": {"sequence_length": 16}, "training": {"batch_size": 4}})
+    config = config.model_copy(update={"data": data})
+    on = {
+        device: TextWorkload(
+            WorkloadContext(config=config, store=store, project_root=tmp_path, prepared=prepared, device=device)
+        )
+        for device in (torch.device("cpu"), CUDA)
+    }
+    gpu.take_waits()
+    for first in (0, 4, 8, 100, 104):
+        expected, found = (workload.next_batch(nn.Module(), Cursor(first, 4)) for workload in on.values())
+        assert gpu.take_waits() == []
+        assert torch.equal(found.inputs.cpu(), expected.inputs) and torch.equal(found.targets.cpu(), expected.targets)
+        gpu.take_waits()
+    assert "tokens_0" in {thread.name for thread in threading.enumerate()}
 
 
 def test_memory_that_cannot_be_page_locked_is_copied_all_the_same(

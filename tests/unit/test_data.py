@@ -7,6 +7,8 @@ import hashlib
 import os
 import socket
 import sqlite3
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +141,28 @@ def test_a_remote_shard_is_downloaded_once_and_verified(tmp_path: Path) -> None:
     assert np.array_equal(again.train, arrays.train), "the cache is used"
     with pytest.raises(DataError, match="sha256"):
         open_tokens(remote, tokens.fingerprint, cache=tmp_path / "other")
+
+
+def test_ranks_of_one_machine_download_once(tmp_path: Path) -> None:
+    """Each thread stands for a rank: a lock of a file holds between threads too, if each opens it."""
+    write_texts(tmp_path / "texts")
+    local = Store.open(str(tmp_path / "store"))
+    tokens = prepare_tokens(DataConfig(path="texts", suffixes=[".txt"]), local, project_root=tmp_path)
+    reads: list[str] = []
+
+    class Slow(RemoteStore):
+        def sub(self, prefix: str) -> RemoteStore:
+            return Slow(self._inner.sub(prefix))
+
+        def get_range(self, key: str, start: int, length: int) -> bytes:
+            reads.append(key)
+            time.sleep(0.2)
+            return self._inner.get_range(key, start, length)
+
+    with ThreadPoolExecutor(4) as pool:
+        opened = [pool.submit(open_tokens, Slow(local), tokens.fingerprint, cache=tmp_path / "c") for _ in range(4)]
+        trains = {one.result().train.tobytes() for one in opened}
+    assert sorted(reads) == ["held_out.bin", "train.bin"] and len(trains) == 1
 
 
 def test_the_standard_library_comes_without_its_tests() -> None:

@@ -12,6 +12,7 @@ shuffles; it does not encrypt.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -172,12 +173,19 @@ def read_description(shards: Store) -> Tokens | None:
 def _download(shards: Store, key: str, sha256: str, size: int, cache: Path) -> Path:
     """Download a shard into a file of `cache` that is named after its SHA-256.
 
-    Several ranks may do this at once, since they write the same content.
+    Of the ranks of a machine one downloads, and the others wait for it. If it dies, the next one takes over.
     """
     path = cache / f"{sha256}.bin"
     if path.is_file():
         return path
     cache.mkdir(parents=True, exist_ok=True)
+    with open(cache / f"{sha256}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed or the process ends
+        return path if path.is_file() else _download_alone(shards, key, sha256, size, path)
+
+
+def _download_alone(shards: Store, key: str, sha256: str, size: int, path: Path) -> Path:
+    cache = path.parent
     descriptor, temporary = tempfile.mkstemp(dir=cache)
     try:
         digest = hashlib.sha256()

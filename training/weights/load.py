@@ -24,19 +24,22 @@ from ebbflow.training.weights.files import StoredTensor, Translate, abbreviate, 
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 
 
-def initialise(module: nn.Module, blank: nn.Module, *, seed: int) -> None:
+def initialise(module: nn.Module, blank: nn.Module, *, seed: int, overwritten: bool = False) -> None:
     """Fill `module`, sharded or not, with initial weights. `blank` is a copy of the whole model on the meta device.
 
     Each module that holds parameters or buffers is materialised alone on the CPU, initialised by its own
     `reset_parameters` with a generator seeded by (seed, module name), and copied into `module`. So a weight depends
     only on the seed and its name, not on parallel mode, world size, device or the order of modules. A tied parameter is
     initialised under its first name. Raises WorkloadError for a module without `reset_parameters`.
+
+    With `overwritten`, a commit or a file is about to overwrite everything but buffers that no commit has. Only modules
+    with such buffers are initialised then.
     """
     tied = tied_names(blank)
     targets = dict(module.named_parameters()) | dict(module.named_buffers())
     for name, part in blank.named_modules():
         own = [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]
-        if not own:
+        if not own or (overwritten and not part._non_persistent_buffers_set):
             continue
         reset = getattr(part, "reset_parameters", None)
         if reset is None:

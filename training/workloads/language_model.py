@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -131,6 +132,11 @@ class TextBatch:
     inputs: Tensor  # token numbers, int64 `[samples, sequence_length]`
     targets: Tensor  # the token after each input, of the same shape
 
+    @classmethod
+    def of(cls, text: Tensor) -> TextBatch:
+        """Make a batch of samples that have one more token than their length."""
+        return cls(text[:, :-1], text[:, 1:])
+
     @property
     def weight(self) -> float:
         return float(self.inputs.numel())
@@ -151,6 +157,8 @@ class TextWorkload:
         config = context.config
         self._config = config
         self._context = context
+        self._reader: ThreadPoolExecutor | None = None  # reads a step ahead on a GPU
+        self._ahead: tuple[Cursor, Future[Tensor]] | None = None
         self._tokens = open_tokens(context.store, context.prepared["fingerprint"])
         check_vocabulary(config, self._tokens.about.vocab_size)
         self._length = config.model.sequence_length
@@ -172,7 +180,20 @@ class TextWorkload:
         return [model.embeddings, *model.blocks, model.head]
 
     def next_batch(self, model: nn.Module, cursor: Cursor) -> TextBatch:
-        return self._batch(self._tokens.train, self._order.window(cursor.first, cursor.count))
+        if self._context.device.type != "cuda":
+            return self._batch(self._tokens.train, self._order.window(cursor.first, cursor.count))
+        if self._reader is None:  # a new thread would use the first GPU
+            self._reader = ThreadPoolExecutor(1, "tokens", torch.cuda.set_device, (self._context.device,))
+        expected, rows = self._ahead or (None, None)
+        if rows is None or expected != cursor:
+            rows = self._reader.submit(self._read, cursor)
+        after = Cursor(cursor.first + self._config.training.batch_size, cursor.count)
+        self._ahead = after, self._reader.submit(self._read, after)
+        return TextBatch.of(rows.result().to(self._context.device, non_blocking=True))
+
+    def _read(self, cursor: Cursor) -> Tensor:
+        """Read the samples of a step into page-locked memory. This runs in a thread, one step ahead."""
+        return self._text(self._tokens.train, self._order.window(cursor.first, cursor.count)).pin_memory()
 
     def loss(self, model: nn.Module, batch: TextBatch) -> Loss:
         logits = model(batch.inputs)
@@ -204,11 +225,11 @@ class TextWorkload:
         return {"held_out_loss": total / weight, "held_out_bits_per_byte": per_byte}
 
     def _batch(self, tokens: np.ndarray, windows: np.ndarray) -> TextBatch:
+        return TextBatch.of(self._text(tokens, windows).to(self._context.device))
+
+    def _text(self, tokens: np.ndarray, windows: np.ndarray) -> Tensor:
         offsets = windows[:, None] * self._length + np.arange(self._length + 1)
-        text = torch.from_numpy(tokens[offsets].astype(np.int64))
-        if self._context.device.type == "cuda":  # from page-locked memory, so that the host need not wait
-            text = text.pin_memory().to(self._context.device, non_blocking=True)
-        return TextBatch(text[:, :-1], text[:, 1:])
+        return torch.from_numpy(tokens[offsets].astype(np.int64))
 
     def _windows(self, tokens: np.ndarray, side: str) -> int:
         """Return the number of non-overlapping samples in `tokens`.
