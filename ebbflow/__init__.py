@@ -9,13 +9,18 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.2.0"
 
 if TYPE_CHECKING:
+    from ebbflow.flows.launcher import use_records
     from ebbflow.training.attach import AttachedJob, attach
 
-__all__ = ["AttachedJob", "attach"]
+__all__ = ["AttachedJob", "attach", "use_records"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import `attach` on first use, so that `import ebbflow` stays light."""
+    """Import public names on first use, so that `import ebbflow` stays light."""
+    if name == "use_records":
+        from ebbflow.flows.launcher import use_records
+
+        return use_records
     if name in __all__:
         from ebbflow.training import attach as module
 

@@ -8,10 +8,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from metaflow.cards import MetaflowCard, MetaflowCardComponent
 from metaflow.plugins import CARDS
+
+if TYPE_CHECKING:
+    from ebbflow.cost.report.report import RunReport
 
 _CARD_TYPE = "ebbflow"  # no hyphen: Metaflow splits file names there
 _LIVE_ID, _LIVE_HASH = "live", "0" * 20  # one file, which is replaced
@@ -46,13 +49,11 @@ def register_card() -> None:
         CARDS.append(PageCard)
 
 
-def show_report(card: Any, report: dict) -> None:
-    """Fill a card with the page of a report (JSON), compared with earlier reports of other jobs."""
+def show_report(card: Any, run: RunReport) -> None:
+    """Fill a card with the page of a report, compared with earlier reports of other jobs."""
     from ebbflow.cost.report.render_html import render
-    from ebbflow.cost.report.report import RunReport
     from ebbflow.cost.watch import read_earlier_reports
 
-    run = RunReport.from_json(report)
     card.append(_Page(render(run, earlier=read_earlier_reports(run.job))))
 
 

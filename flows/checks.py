@@ -63,7 +63,11 @@ def run_all_checks(
     from ebbflow.infra.preflight import PreflightContext, run_checks
 
     context = PreflightContext(
-        config=config, project_root=PROJECT_ROOT, config_path=Path(config_path), job=job, target=target
+        config=config,
+        project_root=PROJECT_ROOT,
+        config_path=Path(config_path) if config_path else None,
+        job=job,
+        target=target,
     )
     at_once = {"store-probe"} if "://" in config.store else set()
     at_once |= set(_BEFORE_A_SUBMIT) if target == "batch" else set()

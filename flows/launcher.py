@@ -56,6 +56,11 @@ _RUN_ID_SECONDS = 0.2
 _OWN_FLAGS = frozenset({"--take-over", "--verbose", "--yes", "--compare"})
 _ASKED = "asked to leave: waiting for the last checkpoint (Ctrl-C again to leave at once)"
 _REPORT_REQUEST_SECONDS = 10.0  # short: the user waits for the report of a run that died
+_NO_SCHEDULER = (
+    "{name} cannot run this flow, whose training repeats a step, branches and starts nodes while it runs; "
+    "fix: schedule a launcher: infra/kubernetes/cronjob.yaml, or in AWS the head job (docs/aws.md, Schedule)"
+)
+_SCHEDULERS = {"argo-workflows": "Argo Workflows", "step-functions": "AWS Step Functions", "airflow": "Airflow"}
 # Metaflow's commands, used to find the command among the words of the command line.
 _COMMANDS = frozenset({
     "run", "resume", "step", "spin", "card", "show", "check", "dump", "logs", "tag", "batch", "kubernetes", "package",
@@ -224,6 +229,10 @@ def prepare(module_name: str) -> None:
     """
     if module_name != "__main__":
         return
+    for word in sys.argv[1 : _command_index(sys.argv)]:
+        if word in _SCHEDULERS:
+            print(_NO_SCHEDULER.format(name=_SCHEDULERS[word]), file=sys.stderr)
+            sys.exit(Outcome.CONFIG.exit_code)
     _launch.words = sys.argv[1:]
     _launch.flags = _OWN_FLAGS & set(sys.argv)
     sys.argv[1:] = reorder_words([word for word in sys.argv[1:] if word not in _OWN_FLAGS])
@@ -243,6 +252,8 @@ def prepare(module_name: str) -> None:
     if at is not None and sys.argv[at] == "card" and root and not Path(root, METAFLOW_FOLDER).is_dir():
         print(f"no run is recorded in {Path(root, METAFLOW_FOLDER)}; fix: {sys.argv[0]} run", file=sys.stderr)
         sys.exit(Outcome.CONFIG.exit_code)  # Metaflow would print a traceback
+    if at is not None and sys.argv[at] == "card" and root:
+        sys.argv[at:] = [_task_with_card(word, Path(root, METAFLOW_FOLDER)) for word in sys.argv[at:]]
     if not _is_launch(at):
         _join_in(sys.argv[at:] if at is not None else [])
         return
@@ -431,6 +442,26 @@ def _join_in(words: list[str]) -> None:
         listen_for_stop()
         if mended:
             metaflow_fixes.fix_task()
+
+
+def _task_with_card(word: str, records: Path) -> str:
+    """Replace the step `report` by `start`, which has the card of a run that ended before its report step."""
+    run, _, step = word.rpartition("/")
+    with contextlib.suppress(OSError, StopIteration):
+        steps = next(records.glob("*/latest_run")).parent / (run or next(records.glob("*/latest_run")).read_text())
+        if step == "report" and steps.is_dir() and not (steps / step).is_dir():
+            return f"{run}/start".removeprefix("/")
+    return word
+
+
+def use_records() -> None:
+    """Let Metaflow's Client API and `Runner` in this process find this project's runs, from any folder and as root.
+
+    Call it before Metaflow is imported, because Metaflow reads its settings at import. Raises RuntimeError otherwise.
+    """
+    if "metaflow" in sys.modules and "METAFLOW_DATASTORE_SYSROOT_LOCAL" not in os.environ:
+        raise RuntimeError("metaflow is imported already; fix: restart the kernel and call ebbflow.use_records() first")
+    _set_environment()
 
 
 def _set_environment() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from pydantic import ValidationError
 
@@ -48,8 +48,12 @@ def check_run_options(options: list[str]) -> list[str]:
     parser.add_argument("--job", default="")
     add_permits(parser)
     known, rest = parser.parse_known_args(options)
+    known.overrides = [override for given in known.overrides for override in parse_overrides(given)]
     if known.config is None and not any(one.startswith("script=") for one in known.overrides):
         known.config = str(DEFAULT_CONFIG)
+    if known.config is not None:
+        config = parse_json_option(known.config)
+        known.config = config if isinstance(config, str) else json.dumps(config, indent=1)
     try:
         loaded = _loaded(known)
         cluster, steps = loaded.config.cluster, loaded.config.training.max_steps
@@ -64,7 +68,8 @@ def check_run_options(options: list[str]) -> list[str]:
         _refuse(str(error), Outcome.CONFIG)
     except InfraError as error:
         _refuse(str(error), error.outcome)
-    if refusal := check_before_launch(loaded.config, known.config or "", job=known.job or None, words=sys.argv):
+    path = "" if known.config is None or known.config.startswith("{") else known.config
+    if refusal := check_before_launch(loaded.config, path, job=known.job or None, words=sys.argv):
         _refuse(refusal, Outcome.PREFLIGHT)
     if requested_permits(known) and not known.job:
         _refuse("--from-scratch and --accept-rollback need an existing job; fix: name it with --job", Outcome.CONFIG)
@@ -74,7 +79,7 @@ def check_run_options(options: list[str]) -> list[str]:
             _check_continuation(known.job, loaded.config)
         except InfraError as error:
             _refuse(f"--job {known.job}: {error}", Outcome.PREFLIGHT)
-    settings = {"path": known.config or "", "config": loaded.config.model_dump(mode="json"), "sources": loaded.sources}
+    settings = {"path": path, "config": loaded.config.model_dump(mode="json"), "sources": loaded.sources}
     if loaded.config.script is not None:
         settings["config"], settings["script_sha256"] = loaded.script_settings(), None
         if requested_backend(sys.argv, loaded.config.cluster.plan_for) is not None:
@@ -83,6 +88,22 @@ def check_run_options(options: list[str]) -> list[str]:
             except InfraError as error:
                 _refuse(str(error), error.outcome)
     return ["--config", json.dumps(settings), "--rehearse", known.rehearse, "--job", known.job, *rest]
+
+
+def parse_json_option(given: str) -> Any:
+    """Return an option's value as Metaflow's `Runner` got it: it passes strings, lists and dictionaries on as JSON."""
+    with contextlib.suppress(ValueError):
+        if isinstance(value := json.loads(given), str | list | dict):
+            return value
+    return given
+
+
+def parse_overrides(given: str) -> list[str]:
+    """Return the overrides of one --set: a single one, or from `Runner` a list or a dictionary."""
+    value = parse_json_option(given)
+    if isinstance(value, dict):
+        return [f"{key}={json.dumps(one)}" for key, one in value.items()]
+    return [str(one) for one in value] if isinstance(value, list) else [value]
 
 
 def add_permits(parser: argparse.ArgumentParser) -> None:

@@ -45,8 +45,8 @@ def _paid_types(events: Sequence[Event]) -> dict[str, dict[str, Any]]:
     return {**{str(kind): real for kind in sorted(filter(None, used_types)) if real}, **first}
 
 
-def write_report(job: Job) -> RunReport:
-    """Build the report from the job's events, and write it and the metrics to runs/<job>/ and to the store.
+def write_report(job: Job) -> tuple[RunReport, list[Event]]:
+    """Build the report from the job's events, write it and the metrics to runs/<job>/ and to the store, return both.
 
     The local files are written first, so that they exist even if the store is full. The job's entry in the job history
     is written last; if that fails, only a message is printed.
@@ -78,4 +78,4 @@ def write_report(job: Job) -> RunReport:
         save_job_record(job.root_store, events)
     except InfraError as error:  # the job has ended; only later plans lack its history
         print(f"the job's history for later plans was not stored: {error}", flush=True)
-    return report
+    return report, events

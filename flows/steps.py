@@ -32,6 +32,7 @@ from ebbflow.infra.program import PROJECT_ROOT
 if TYPE_CHECKING:
     from ebbflow.cost.job_history import JobHistory
     from ebbflow.cost.plan.candidates import JobProgress
+    from ebbflow.cost.report.report import RunReport
     from ebbflow.infra.batch import QueueState
     from ebbflow.infra.config.schema import RunConfig
 
@@ -267,28 +268,25 @@ def prepare_data(flow: Any) -> dict:
     return prepared
 
 
-def write_report(flow: Any) -> dict:
-    """Write the job's report to the store and to runs/<job>/ on this machine, and return it as JSON."""
+def write_report(flow: Any) -> tuple[RunReport, tuple[Any, Any, Any]]:
+    """Write the job's report to the store and to runs/<job>/ on this machine.
+
+    Returns the report, and loss curve, ledger and throughput as pandas DataFrames for notebooks.
+    """
     from ebbflow.cost.errors import CostError
+    from ebbflow.cost.report.report import ledger_frame, loss_frame, throughput_frame
     from ebbflow.flows.reporting import write_report as write
 
     try:
-        return write(current_job(flow)).to_json()
+        report, events = write(current_job(flow))
     except (InfraError, CostError) as error:  # the job keeps its outcome
         raise StepFailed(error.outcome, str(error)) from error
-
-
-def report_frames(report: dict) -> tuple[Any, Any]:
-    """Return the loss curve and the ledger as pandas DataFrames, for use in notebooks."""
-    from ebbflow.cost.report.report import RunReport, ledger_frame, loss_frame
-
-    run_report = RunReport.from_json(report)
-    return loss_frame(run_report), ledger_frame(run_report)
+    return report, (loss_frame(report), ledger_frame(report), throughput_frame(events))
 
 
 def require_completion(flow: Any) -> None:
     """Fail the run if the job is not complete, so that a successful run always means a complete job."""
-    outcome = Outcome(flow.run_report["outcome"])
+    outcome = flow.run_report.outcome
     if outcome is not Outcome.COMPLETED:
         raise StepFailed(outcome, f"the job is not complete; report: runs/{flow.job}/report.html")
 

@@ -33,7 +33,7 @@ from ebbflow.flows import launcher
 # Before Metaflow is imported, because the import reads the environment and is slow.
 launcher.prepare(__name__)
 
-from metaflow import FlowSpec, JSONType, Parameter, card, catch, current, parallel, retry, step
+from metaflow import FlowSpec, JSONType, Parameter, card, catch, current, parallel, project, retry, step
 
 from ebbflow.flows import cards, gang, steps
 from ebbflow.flows.decorators import capacity, cloud, local, package_sources  # noqa: F401 - makes `--with cloud` and `--with local` known
@@ -41,16 +41,25 @@ from ebbflow.flows.decorators import capacity, cloud, local, package_sources  # 
 cards.register_card()
 
 
+@project(name="ebbflow")
 @package_sources()
 class TrainFlow(FlowSpec):
     """Cost-aware training that survives interruptions."""
 
     # The launcher turns --config and --set into one checked configuration; Metaflow gets its JSON (flows/options.py).
     settings = Parameter(
-        "config", type=JSONType, metavar="FILE", help="YAML file of the job  [default: configs/laptop.yaml]"
+        "config",
+        type=JSONType,
+        metavar="FILE",
+        help="YAML file of the job; in Runner.run also a dictionary  [default: configs/laptop.yaml]",
     )
     overrides = Parameter(
-        "set", default="", metavar="KEY=VALUE", show_default=False, help="override one key of the file; repeatable"
+        "set",
+        type=JSONType,
+        default="[]",
+        metavar="KEY=VALUE",
+        show_default=False,
+        help="override one key of the file; repeatable; in Runner.run a list or a dictionary",
     )
     job_name = Parameter(
         "job",
@@ -135,8 +144,8 @@ class TrainFlow(FlowSpec):
     @step
     def report(self):
         """Build one report on the job's training and cost from the events of all attempts, and show it as a card."""
-        self.run_report = steps.write_report(self)
-        self.loss_frame, self.ledger_frame = steps.report_frames(self.run_report)
+        self.run_report, frames = steps.write_report(self)
+        self.loss_frame, self.ledger_frame, self.throughput_frame = frames
         cards.show_report(current.card["report"], self.run_report)
         self.next(self.end)
 

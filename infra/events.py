@@ -75,6 +75,7 @@ RESTORE = "restore"  # step, key, seconds, split, rejected (list of {key, reason
 ROLLBACK = "rollback"
 INITIAL_WEIGHTS = "initial_weights"  # tensors, seconds, files (list of {path, bytes, modified_unix, sha256})
 PEAK = "peak"  # flops_per_second (measured, of one rank), dtype
+NETWORK = "network"  # written by rank 0: figures of the worst links between machines (training/network_probe.py)
 EVALUATION = "evaluation"  # metrics {name: value}
 # Written by the agent that receives it. notice: source, action, seconds_left (null: unknown), save_seconds
 # (left for a save), does (leave, save, nothing), detail.
@@ -202,6 +203,14 @@ _DATA: dict[str, dict[str, Any]] = {
     ROLLBACK: {"key": str, "found_key": str, "found_step": int},
     INITIAL_WEIGHTS: {"tensors": int, "seconds": float, "files": [dict]},
     PEAK: {"flops_per_second": float, "dtype": str},
+    NETWORK: {
+        "nodes!": int,
+        "mtu": int,
+        "where": {str: str},
+        **dict.fromkeys(("seconds", "round_trip_seconds"), float),
+        **dict.fromkeys(("bandwidth_bytes_per_second", "all_reduce_bytes_per_second"), float),
+        "clock_offset_seconds": _is_measurement,
+    },
     EVALUATION: {"metrics": {str: object}},
     NOTICE: {"source": str, "action": str, "does": str, "seconds_left": float},
     NOTICE_SOURCES: {"watched": [str], "absent": dict, "problem": str},
@@ -528,6 +537,23 @@ def _generations_of_ranks(events: Sequence[Event], closed_by_plan: set[int], wit
             spans[of_rank] = min(first, event.t_mono), max(last, event.t_mono)
     heard = {generation for (generation, _), (first, last) in spans.items() if last - first > _HEARD_SECONDS}
     return completed | (closed_by_plan & with_ranks) | heard
+
+
+def describe_network(probe: Mapping[str, Any], before: Mapping[str, Any] | None = None) -> str:
+    """Describe the data of a `network` event, next to the medians of earlier ones (`before`)."""
+    parts = []
+    for key, name in {
+        "all_reduce_bytes_per_second": "all-reduce",
+        "bandwidth_bytes_per_second": "slowest link",
+    }.items():
+        if (speed := probe.get(key)) is not None:
+            usual = (before or {}).get(key)
+            slow = ", SLOW" if usual and speed < usual / 2 else ""
+            parts.append(f"{name} {speed / 1e6:,.0f} MB/s" + (f" (earlier {usual / 1e6:,.0f}{slow})" if usual else ""))
+    parts += [f"MTU {probe['mtu']:,}"] if probe.get("mtu") else []
+    if (offset := probe.get("clock_offset_seconds")) is not None:
+        parts.append(f"clocks within {abs(offset) * 1e3:,.0f} ms")
+    return ", ".join(parts)
 
 
 def _finite(value: Any) -> Any:

@@ -7,10 +7,12 @@ import os
 import socket
 import struct
 import sys
+import time
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -20,7 +22,8 @@ from ebbflow.training.compat import PrefixStore, Store, all_gather_flat, open_tc
 from ebbflow.training.errors import RendezvousError
 from ebbflow.training.launch.devices import DeviceChoice, VisibleGpus, assign_gpus, detect_gpus
 from ebbflow.training.launch.transport import is_loopback
-from ebbflow.training.peer_sockets import LARGEST_ROW_BYTES, MOST_RANKS, PeerSockets, connect_peers
+from ebbflow.training.network_probe import Link, probe_links, summarize_links, time_all_reduce
+from ebbflow.training.peer_sockets import LARGEST_ROW_BYTES, MOST_RANKS, PeerSockets, connect_peers, find_addresses
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +38,7 @@ class Gang:
     peers: PeerSockets | None = None  # for small rows; None if the process group is used for them
     group: dist.ProcessGroup | None = None  # for the exchanges; None for the default one
     collective_seconds: float | None = None  # the timeout of each collective; None: torch's default
+    network: dict[str, Any] | None = None  # what the probe of the network found (`training.network_probe`)
     device_note: str = ""  # a message if GPUs of this machine remain unused, else ""
 
     @property
@@ -72,6 +76,7 @@ def connect(
     generation: str,
     device_choice: DeviceChoice = "auto",
     promised_gpus: int = 0,
+    kept: Path | None = None,
 ) -> Gang:
     """Join the gang that torchrun's environment variables describe. Without them, return a gang of one rank.
 
@@ -80,14 +85,16 @@ def connect(
         collective_seconds: timeout of each collective.
         generation: prefix of this gang's keys in the key-value store.
         promised_gpus: number of GPUs that each node should have; 0 if unknown.
+        kept: folder that outlives this start; a network that was probed before is not probed again.
 
     Raises:
-        RendezvousError: ranks are missing; the message names them.
+        RendezvousError: ranks are missing, or nodes cannot reach each other; the message names them.
         DeviceUnavailable: the ranks cannot use the configured device.
     """
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     own_gpus = detect_gpus(device_choice, promised=promised_gpus)
-    seen, store, peers = [own_gpus], None, None
+    seen, store, peers, links = [own_gpus], None, None, None
+    per_node, began = int(os.environ.get("LOCAL_WORLD_SIZE", world_size)), time.monotonic()
     if "MASTER_ADDR" in os.environ:
         store = PrefixStore(generation, _open_store(os.environ, rank, world_size, start_seconds))
         seen = _roll_call(store, rank, world_size, start_seconds, own_gpus)
@@ -99,6 +106,7 @@ def connect(
     if store is not None:
         store.set_timeout(timedelta(seconds=start_seconds))
         _stay_on_loopback(os.environ["MASTER_ADDR"], os.environ)
+        links = _probe(store, rank, world_size // per_node, per_node, generation, kept, start_seconds)
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             store=PrefixStore("group", store),
@@ -116,7 +124,11 @@ def connect(
                 start_seconds=start_seconds,
                 seconds=collective_seconds,
             )
-    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    network = None
+    if links is not None:
+        speed = time_all_reduce(device, world_size)
+        network = summarize_links(links, nodes=world_size // per_node, seconds=time.monotonic() - began)
+        network["all_reduce_bytes_per_second"] = speed
     return Gang(
         rank=rank,
         world_size=world_size,
@@ -125,8 +137,31 @@ def connect(
         store=store,
         peers=peers,
         collective_seconds=collective_seconds,
+        network=network,
         device_note=assigned.note,
     )
+
+
+def _probe(
+    store: Store, rank: int, nodes: int, per_node: int, name: str, kept: Path | None, start_seconds: float
+) -> list[Link] | None:
+    """Probe the network between several machines (`probe_links`), unless an earlier start of this attempt did."""
+    main = os.environ["MASTER_ADDR"]
+    if nodes < 2 or is_loopback(main):
+        return None
+    if rank == 0:
+        mark = None if kept is None else kept / "network-probed"
+        store.set("probe", "no" if mark is not None and mark.exists() else "yes")
+        with contextlib.suppress(OSError):
+            if mark is not None:
+                mark.touch()
+    if store.get("probe") != b"yes":
+        return None
+    address, _ = find_addresses(main, int(os.environ["MASTER_PORT"]), start_seconds)
+    links = probe_links(store, rank // per_node, nodes, address=address, name=name, lead=rank % per_node == 0)
+    if rank == 0:
+        store.set("probed", "no" if links is None else "yes")
+    return links or [] if store.get("probed") == b"yes" else None  # all ranks time the all-reduce, or none
 
 
 def leave(code: int) -> NoReturn:

@@ -109,7 +109,7 @@ def connect_peers(
         store.set("token", secrets.token_hex(8))
     peers: dict[int, socket.socket] = {}
     try:
-        told, own = _addresses(*main, start_seconds)
+        told, own = find_addresses(*main, start_seconds)
         with _listen(own) as listener:
             store.set(str(rank), f"{told} {listener.getsockname()[1]}")
             token = store.get("token")
@@ -129,7 +129,7 @@ def connect_peers(
     return PeerSockets(rank, peers, seconds)
 
 
-def _addresses(host: str, port: int, seconds: float) -> tuple[str, str]:
+def find_addresses(host: str, port: int, seconds: float) -> tuple[str, str]:
     """Return the address to publish to other ranks, and the address to listen on ("" for all interfaces).
 
     On the main node, the node's own name may resolve to a loopback address (Debian's 127.0.1.1), while other nodes

@@ -26,7 +26,7 @@ from ebbflow.infra.config.load import load_config
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.errors import InfraError, JobIsRunning, Outcome, StoreError
 from ebbflow.infra.event_log import EventLog
-from ebbflow.infra.events import NOTICE, PROMISE, Origin
+from ebbflow.infra.events import NETWORK, NOTICE, PROMISE, Origin, describe_network
 from ebbflow.infra.layout import check_job_name, generation_name, job_prefix
 from ebbflow.infra.process import tie_forked_children
 from ebbflow.infra.program import PROJECT_ROOT
@@ -242,6 +242,7 @@ def _train(task: WorkerSpec | Request) -> LoopResult:
         generation=generation_name(spec.generation, spec.generation_id) if spec else "-".join(restart),
         device_choice=config.cluster.device,
         promised_gpus=spec.promised_gpus if spec else 0,
+        kept=Path(spec.kept_path) if spec and spec.kept_path else None,
     )
     arrange_determinism(config.training.deterministic, gang.device)
     if gang.device_note and gang.rank == 0:
@@ -311,6 +312,9 @@ def run_rank(spec: WorkerSpec, gang: Gang) -> LoopResult:
             mode = RunConfig.model_validate(spec.config).training.deterministic
             if gang.rank == 0 and (mode != "auto" or gang.device.type != "cpu"):
                 emit(PROMISE, **describe_promise(mode, gang.device))
+            if gang.network and gang.rank == 0:
+                print(f"network of {nodes} nodes: {describe_network(gang.network)}", flush=True)
+                emit(NETWORK, **gang.network)
             saver = open_saver(spec, gang, emit, lambda: reporter.enter_temporarily("store"))
             trainer = build_trainer(spec, gang, nodes=nodes, reporter=reporter, saver=saver)
             ending = train(replace(trainer, start=restore(trainer, saver, spec.candidates)))

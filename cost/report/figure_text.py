@@ -24,7 +24,7 @@ from ebbflow.cost.ledger.ledger import MEASURED
 from ebbflow.cost.ledger.pricing import SIMULATED, UNPRICED
 from ebbflow.cost.report.report import RunReport
 from ebbflow.infra.config.load import DEFAULT, value_text
-from ebbflow.infra.events import LedgerClass
+from ebbflow.infra.events import LedgerClass, describe_network
 from ebbflow.infra.untrusted_text import one_line
 
 LEDGER_HEADER = ("class", "rank-seconds", "share", "USD", "figure")
@@ -103,6 +103,7 @@ def format_key_figures(report: RunReport) -> dict[str, str]:
         "wall time": format_duration(None if hours is None else 3600 * hours),
         "speed": f"{format_number(actual.get('tokens_per_second'), 0)} {get_weight_unit(report)}/s",
         "MFU": format_mfu(report),
+        "network": describe_network(network, network["before"]) if (network := actual.get("network")) else NONE,
         **_quality(report),
         "final loss": format_number(get_final_loss(report)),
         "commits": format_count(actual.get("commits", 0), "commit"),

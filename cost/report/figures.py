@@ -11,8 +11,8 @@ from typing import Any
 
 from ebbflow.cost.amounts import USD_DECIMALS, apportion, round_amount
 from ebbflow.cost.capacity.placement import read_attempts
-from ebbflow.cost.ledger.bills import NodeBill, UnreportedBill, count_machines
-from ebbflow.cost.ledger.generations import RecordedGeneration
+from ebbflow.cost.ledger.bills import NodeBill, UnreportedBill, compute_bills, count_machines
+from ebbflow.cost.ledger.generations import RecordedGeneration, read_generations
 from ebbflow.cost.ledger.ledger import Ledger
 from ebbflow.cost.ledger.pricing import PoolName, PriceCurve, Pricing, parse_pool, parse_quote
 from ebbflow.cost.ledger.timeline import MICRO, compute_rank_times
@@ -24,6 +24,7 @@ from ebbflow.infra.events import (
     COMMIT_SKIPPED,
     EVALUATION,
     INTERVAL,
+    NETWORK,
     NODE_STARTED,
     PEAK,
     PLAN,
@@ -79,6 +80,7 @@ def compute_actual_figures(
         "train_tokens": prepared.get("train_tokens"),
         "weight_unit": str(prepared.get("weight_unit", "tokens")),
         "metrics": {str(name): read_number(value) for name, value in (metrics[0] if metrics else {}).items()},
+        "network": _compare_networks(events),
         "commits": len({event.data.get("key", event.step) for event in events if event.name == COMMIT}),
         "saves": compute_save_figures(events, ledger),
         "generations": len(generations),
@@ -86,6 +88,45 @@ def compute_actual_figures(
         "unattributed_share": ledger.unattributed_share,
         "price_kind": ledger.price_kind,
     }
+
+
+STEP_COLUMNS = (
+    "step", "seconds", "tokens_per_second", "learning_rate", "gradient_norm", "loss", "mfu", "usd", "generation",
+    "kept",
+)  # fmt: skip
+
+
+def list_step_figures(events: Sequence[Event]) -> list[tuple[float | int | bool | None, ...]]:
+    """List the figures of each executed step (`STEP_COLUMNS`), by generation and step; a redone step has several rows.
+
+    Seconds, tokens per second and MFU are those of the slowest rank, the dollars those of all ranks in the step. `kept`
+    is whether the step is part of the final weights.
+    """
+    ordered = sorted(events, key=lambda event: (event.t_wall, event.t_mono))
+    generations, peaks = read_generations(ordered), find_peaks(ordered)
+    executed: dict[tuple[int, int], list[tuple[float, float, Event]]] = {}  # (seconds, dollars, event) of each rank
+    for bill in compute_bills(ordered, generations).nodes:
+        curve, ranks = bill.curve, len(bill.node.ranks)
+        for event in (event for mine in bill.node.events.values() for event in mine):
+            if event.name == STEP and event.step is not None:
+                seconds = sum(event.data.get("seconds", {}).values())
+                wall = bill.node.started_wall + event.t_mono - bill.node.start
+                usd = float(curve.price_at(wall)) / 3600 / ranks * seconds
+                executed.setdefault((event.generation, event.step), []).append((seconds, usd, event))
+    rows = []
+    for (generation, step), parts in sorted(executed.items()):
+        seconds, _, slowest = max(parts, key=lambda part: part[0])
+        flops = next((speed for *_, one in parts if (speed := compute_rate(one, "flops"))), None)  # of rank 0
+        peak = peaks.get(generation)
+        mfu = flops / peak if flops is not None and peak and flops <= peak else None
+        known = [
+            next((read_number(one.data[key]) for *_, one in parts if key in one.data), None)
+            for key in ("learning_rate", "gradient_norm", "loss")
+        ]
+        usd = sum(part[1] for part in parts)
+        speed, kept = compute_rate(slowest, "tokens"), generations[generation].keeps(step)
+        rows.append((step, seconds, speed, *known, mfu, usd, generation, kept))
+    return rows
 
 
 def _is_kept(event: Event, generations: dict[int, RecordedGeneration]) -> bool:
@@ -161,6 +202,17 @@ def compute_save_figures(events: Sequence[Event], ledger: Ledger) -> dict[str, A
         "predicted_loss": fmean(predicted) if predicted else None,
         "actual_loss": lost / ledger.paid_microseconds if ledger.paid_microseconds else None,
     }
+
+
+def _compare_networks(events: Sequence[Event]) -> dict[str, Any] | None:
+    """Return the newest probe of the network, with the medians of the job's earlier probes as `before`; or None."""
+    probes = [event.data for event in events if event.name == NETWORK]
+    if not probes:
+        return None
+    *before, last = probes
+    keys = ("bandwidth_bytes_per_second", "all_reduce_bytes_per_second", "round_trip_seconds", "clock_offset_seconds")
+    earlier = {key: _median(read_number(one.get(key)) for one in before) for key in keys}
+    return {**last, "before": {"probes": len(before), **earlier}}
 
 
 def _numbers(events: Sequence[Event], name: str, key: str) -> list[float]:

@@ -19,7 +19,12 @@ from ebbflow.cost.ledger.generations import RecordedGeneration, find_final_outco
 from ebbflow.cost.ledger.ledger import Ledger, LedgerLine, fold
 from ebbflow.cost.ledger.timeline import MICRO
 from ebbflow.cost.report.charts import build_charts, compute_progress
-from ebbflow.cost.report.figures import compute_actual_figures, compute_money_figures
+from ebbflow.cost.report.figures import (
+    STEP_COLUMNS,
+    compute_actual_figures,
+    compute_money_figures,
+    list_step_figures,
+)
 from ebbflow.infra.errors import Outcome
 from ebbflow.infra.events import (
     BATCH_ATTEMPT,
@@ -98,6 +103,14 @@ class RunReport:
     progress: dict[str, Any] = field(default_factory=dict)
     charts: dict[str, Any] = field(default_factory=dict)
     running: dict[str, Any] | None = None
+
+    def __getitem__(self, name: str) -> Any:
+        """Return a field as report.json has it, because the artifact `run_report` once was that dictionary."""
+        return self.to_json()[name]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as JSON, so that other versions read the artifact `run_report`."""
+        return RunReport.from_json, (self.to_json(),)
 
     @property
     def exit_code(self) -> int | None:
@@ -470,6 +483,15 @@ def ledger_frame(report: RunReport) -> pandas.DataFrame:
 
     rows = [(str(line.ledger_class), line.rank_seconds, line.usd, line.kind) for line in report.ledger]
     return pandas.DataFrame(rows, columns=["class", "rank_seconds", "usd", "kind"])
+
+
+def throughput_frame(events: Sequence[Event]) -> pandas.DataFrame:
+    """Make a DataFrame with one row per executed step (`cost.report.figures.list_step_figures`); NaN is unknown."""
+    import pandas
+
+    frame = pandas.DataFrame(list_step_figures(events), columns=list(STEP_COLUMNS))
+    whole = {"step": "int64", "generation": "int64", "kept": "bool"}
+    return frame.astype({name: whole.get(name, "float64") for name in STEP_COLUMNS})
 
 
 def events_frame(events: Sequence[Event]) -> pandas.DataFrame:

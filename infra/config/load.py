@@ -180,7 +180,7 @@ def load_config(
     """Load the configuration from a YAML file, EBBFLOW__… variables and overrides; later sources win.
 
     Args:
-        path: the YAML file, or None for no file.
+        path: the YAML file, or its content as a JSON object such as '{"model": {"num_layers": 8}}', or None.
         overrides: values of the --set options, such as "model.num_heads=8".
         project_root: base of relative paths that are written in the file.
         cwd: base of all other relative paths, including `path`; None for the current directory.
@@ -190,12 +190,14 @@ def load_config(
         ConfigError: the configuration has problems; the error lists all of them.
     """
     cwd = Path.cwd() if cwd is None else Path(cwd)
-    file = cwd if path is None else Path(os.path.abspath(cwd / Path(path).expanduser()))
+    inline = path if isinstance(path, str) and path.lstrip().startswith("{") else None
+    file = cwd if path is None or inline else Path(os.path.abspath(cwd / Path(path).expanduser()))
     given = Given()
     entries, problems = given.entries, given.problems
     try:
         if path is not None:
-            source = SourceText(_display(file, cwd), _read(file, path, project_root, cwd))
+            where = "--config" if inline else _display(file, cwd)
+            source = SourceText(where, inline or _read(file, path, project_root, cwd))
             given.add_section(parse(source), "", source, "file")
     except ConfigError as error:
         problems += error.problems

@@ -19,6 +19,7 @@ import pytest
 import yaml
 
 from ebbflow.flows.pods import TAINT, node_selector, pod_markets, pod_memory_mib, with_nodes
+from ebbflow.flows.supervising.options import read_options
 from tests.support.capacity import JobLog, batch_config, placed_now
 
 kubernetes_validate = pytest.importorskip("kubernetes_validate")
@@ -57,7 +58,7 @@ def test_every_manifest_is_valid_strictly(version: str) -> None:
     kinds = {one["kind"] for one in checked}
     assert kinds == {
         "Namespace", "ServiceAccount", "Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding", "NetworkPolicy",
-        "Job", "LimitRange", "Service",
+        "Job", "CronJob", "LimitRange", "Service",
     }  # fmt: skip
     broken = json.loads(json.dumps(of_kind("NetworkPolicy")[0]))
     broken["spec"]["ingres"] = []
@@ -127,6 +128,19 @@ def test_tasks_reach_the_metadata_service_that_the_supervisor_names() -> None:
         assert [rule for rule in policy["spec"]["egress"] if namespace in rule["to"] and ports in rule["ports"]]
     command = container["command"]
     assert command[command.index("--set") + 1] == "cluster.plan_for=kubernetes", "the file names another"
+
+
+def test_a_schedule_starts_what_the_supervisor_starts_under_a_name_of_each_execution() -> None:
+    [scheduled], [once] = of_kind("CronJob"), of_kind("Job")
+    job = json.loads(json.dumps(scheduled["spec"]["jobTemplate"]["spec"]))
+    [container] = job["template"]["spec"]["containers"]
+    execution = container["env"].pop(0)
+    assert execution["valueFrom"]["fieldRef"]["fieldPath"] == "metadata.labels['batch.kubernetes.io/job-name']"
+    words = [word.replace("$(EXECUTION)", "NAME") for word in container["command"]]
+    container["command"] = words
+    assert job == once["spec"] and execution["name"] == "EXECUTION"
+    options = read_options(words[2:], project_root=ROOT)
+    assert (options.job, options.config.cluster.plan_for) == ("NAME", "kubernetes")
 
 
 def test_the_supervisor_has_no_rights_on_its_node_and_nothing_reaches_it() -> None:

@@ -34,13 +34,11 @@ LIVE: list[str] = []  # verdicts of the live page while the default job ran
 
 @pytest.fixture(scope="module")
 def default(tmp_path_factory: pytest.TempPathFactory) -> tuple[FlowRunner, FlowRun]:
-    """The laptop job as it is shipped, run from a directory that has none of its records; they are read from theirs."""
+    """The laptop job as it is shipped, run by Metaflow's Runner in a folder that has none of its records."""
     runner = FlowRunner(tmp_path_factory.mktemp("default"), environment={"EBBFLOW_LIVE_PAGE": "1"})
-    elsewhere = tmp_path_factory.mktemp("elsewhere")
-    process, live = (
-        runner.start("run", "--set", f"store={runner.runs}", cwd=elsewhere),
-        runner.runs / "latest/live.html",
-    )
+    elsewhere, live = tmp_path_factory.mktemp("elsewhere"), runner.runs / "latest/live.html"
+    options = {"config": str(ROOT / "configs" / "laptop.yaml"), "set": f"store={runner.runs}", "tags": ["kind:default"]}
+    process = runner.start_runner("run", cwd=elsewhere, **options)
     while process.poll() is None:
         time.sleep(0.5)
         if live.is_file():
@@ -144,6 +142,69 @@ def test_the_terminal_tells_the_story(default: tuple[FlowRunner, FlowRun]) -> No
     assert starts == sorted(starts) and "capacity plan" in log
     logs = [path.read_text() for path in default[1].folder.glob("logs/*/rank-0.log")]
     assert "WorkerServer.cpp" in "".join(logs) and ".cpp:" not in output, "native notes stay in the raw log"
+
+
+_CLIENT = """
+import json
+import ebbflow
+ebbflow.use_records()
+from metaflow import Flow, namespace
+
+run = Flow("TrainFlow").latest_run
+data = run.data
+assert Flow("TrainFlow").latest_successful_run == run
+assert [one.id for one in Flow("TrainFlow").runs("kind:default")] == [run.id] and not [*Flow("TrainFlow").runs("x")]
+frames = {name: json.loads(getattr(data, name).to_json(orient="split"))
+          for name in ("loss_frame", "ledger_frame", "throughput_frame")}
+print(json.dumps({"type": type(data.run_report).__name__, "report": data.run_report.to_json(), "frames": frames,
+                  "tags": sorted(run.tags)}, default=float))
+"""
+
+
+def read_elsewhere(default: tuple[FlowRunner, FlowRun], folder: Path, *command: str) -> str:
+    """Run a program in another folder, with a user whose name no variable tells."""
+    environment = {key: value for key, value in os.environ.items() if key not in ("USER", "USERNAME", "LOGNAME")}
+    environment |= {"METAFLOW_DATASTORE_SYSROOT_LOCAL": str(default[0].folder), "EBBFLOW_RUNS": str(default[0].runs)}
+    environment["PYTHONPATH"] = str(ROOT)
+    done = subprocess.run(
+        [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_metaflows_client_finds_reports_and_frames_from_any_folder(
+    default: tuple[FlowRunner, FlowRun], tmp_path: Path
+) -> None:
+    seen = json.loads(read_elsewhere(default, tmp_path, "-c", _CLIENT))
+    report = default[1].report
+    assert (seen["type"], seen["report"]) == ("RunReport", report)
+    assert {"kind:default", "project:ebbflow"} <= set(seen["tags"])
+    steps = seen["frames"]["throughput_frame"]
+    assert steps["columns"][:3] == ["step", "seconds", "tokens_per_second"]
+    rows = [dict(zip(steps["columns"], row, strict=True)) for row in steps["data"]]
+    assert [[row["step"], row["loss"]] for row in rows] == seen["frames"]["loss_frame"]["data"] == report["loss_curve"]
+    assert all(row["usd"] > 0 and row["generation"] == 1 and row["kept"] for row in rows)
+    assert max(row["learning_rate"] for row in rows) == report["actual"]["learning_rate"]
+    assert (
+        sum(row["usd"] for row in rows)
+        < report["total_usd"]
+        == pytest.approx(sum(row[2] for row in seen["frames"]["ledger_frame"]["data"]))
+    )
+    assert all(row["gradient_norm"] > 0 and 0 < row["seconds"] < 60 for row in rows)
+
+
+def test_the_notebook_of_a_report_runs(default: tuple[FlowRunner, FlowRun], tmp_path: Path) -> None:
+    pytest.importorskip("nbclient")
+    pytest.importorskip("matplotlib")
+    notebook = tmp_path / "report.ipynb"
+    execute = "import nbformat, nbclient, sys; book = nbformat.read(sys.argv[1], 4); "
+    execute += "nbclient.NotebookClient(book, timeout=120).execute(); nbformat.write(book, sys.argv[2])"
+    read_elsewhere(default, tmp_path, "-c", execute, str(ROOT / "examples" / "report.ipynb"), str(notebook))
+    outputs = [one for cell in json.loads(notebook.read_text())["cells"] for one in cell.get("outputs", [])]
+    assert not [one for one in outputs if one["output_type"] == "error"]
+    assert sum("image/png" in one.get("data", {}) for one in outputs) == 1
+    assert any(f"{default[1].report['total_usd']:.4f}" in json.dumps(one) for one in outputs)
 
 
 def test_with_local_and_a_job_that_goes_on(tmp_path: Path) -> None:

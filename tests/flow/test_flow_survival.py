@@ -9,8 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
+from ruamel.yaml import YAML
 
 from tests.support.flow import (
+    ROOT,
+    TINY,
     FlowRun,
     FlowRunner,
     assert_ledger_adds_up,
@@ -24,10 +27,11 @@ pytestmark = [pytest.mark.flow, pytest.mark.timeout(900)]  # several runs, on a 
 
 @pytest.fixture(scope="module")
 def quiet(tmp_path_factory: pytest.TempPathFactory) -> FlowRun:
-    """The same job without a fault."""
+    """The same job without a fault, run by Metaflow's Runner with dictionaries."""
     runner = FlowRunner(tmp_path_factory.mktemp("quiet"))
-    run = runner.run("run", *runner.options())
-    assert run.exit_code == 0, run.output
+    laptop = YAML(typ="safe", pure=True).load(ROOT / "configs" / "laptop.yaml")
+    run = runner.finish(runner.start_runner("run", config=laptop, set={**TINY, "store": runner.store}))
+    assert run.exit_code == 0 and "Runner says successful: TrainFlow/" in run.output, run.output
     return run
 
 
@@ -88,7 +92,7 @@ def test_a_notice_and_requests_to_leave_lose_nothing(quiet: FlowRun, tmp_path: P
     """After the notice Metaflow tries again. The two others end the run, which is resumed by the line that it prints:
     it is asked again and again until it is gone, also while the report is written.
     """
-    runner = FlowRunner(tmp_path)
+    runner = FlowRunner(tmp_path, environment={"EBBFLOW_LIVE_PAGE": "1"})
     words = ["run", *runner.options(), "--rehearse", "notice@step:12:node=1:seconds=60"]
     for step, generation, number in ((20, 2, signal.SIGHUP), (28, 3, signal.SIGINT)):
         process = runner.start(*words)
@@ -103,11 +107,13 @@ def test_a_notice_and_requests_to_leave_lose_nothing(quiet: FlowRun, tmp_path: P
         assert "Traceback" not in left.output and "avoid pressing" not in left.output
         assert left.report["outcome"] == "interrupted" and left.report["redone_steps"] == 0
         assert not processes_with(str(tmp_path))
-        line = re.search(r"flows/train_flow.py (resume train --origin-run-id \d+)", left.output)
+        line = re.search(r"flows/train_flow.py (resume train --origin-run-id (\d+))", left.output)
         assert line, left.output
         words = line[1].split()
+    card = runner.run("card", "get", "report")
+    assert card.exit_code == 0 and "interrupted" in card.output, "of the step start, since no report step ran"
 
-    run = runner.run(*words)
+    run = runner.finish(runner.start_runner("resume", step_to_rerun="train", origin_run_id=line[2]))
     assert run.exit_code == 0, run.output
     assert_same_result(run, quiet)
     assert (run.report["interruptions"], run.report["failures"], run.report["redone_steps"]) == (3, 0, 0)

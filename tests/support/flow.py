@@ -35,6 +35,20 @@ TINY = {
 }
 
 
+_RUNNER = """
+import json, sys
+import ebbflow
+ebbflow.use_records()
+from metaflow import Runner
+
+method, flow, options = sys.argv[1:]
+with Runner(flow) as runner:
+    done = getattr(runner, method)(**json.loads(options))
+print(f"Runner says {done.status}: {done.run.pathspec}")
+sys.exit(done.returncode)
+"""
+
+
 @dataclass(frozen=True)
 class FlowRun:
     """A finished run: its exit code, all that it printed, and the report of its job."""
@@ -65,14 +79,15 @@ class FlowRunner:
         values = {**TINY, "store": self.store, **{key.replace("__", "."): value for key, value in settings.items()}}
         return [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
 
-    def start(self, *words: str, cwd: Path | None = None) -> subprocess.Popen[str]:
+    def start(self, *words: str, cwd: Path | None = None, program: Iterable[str] = ()) -> subprocess.Popen[str]:
         """Start the flow in a process group of its own; its output goes to a file beside its records."""
         own = {"EBBFLOW_RUNS": str(self.runs), "METAFLOW_DATASTORE_SYSROOT_LOCAL": str(self.folder)}
+        own |= {"PYTHONPATH": str(ROOT)} if program else {}
         environment = {**os.environ, **own, **self.environment}
         self.log = self.folder / f"output-{time.monotonic_ns()}.log"
         with open(self.log, "w") as log:
             return subprocess.Popen(
-                [sys.executable, str(self.program), *words],
+                [sys.executable, *(program or [str(self.program)]), *words],
                 cwd=cwd or self.folder,
                 env=environment,
                 stdin=subprocess.DEVNULL,
@@ -81,6 +96,11 @@ class FlowRunner:
                 text=True,
                 start_new_session=True,
             )
+
+    def start_runner(self, method: str, *, cwd: Path | None = None, **options: object) -> subprocess.Popen[str]:
+        """Start the flow as a program of a user does with Metaflow's `Runner`; method: run or resume."""
+        words = [method, str(self.program), json.dumps(options)]
+        return self.start(*words, cwd=cwd, program=("-c", _RUNNER))
 
     def finish(self, process: subprocess.Popen[str], timeout: float = 400) -> FlowRun:
         try:

@@ -108,7 +108,7 @@ def test_a_report_is_written_where_experience_cannot_be_kept(
         raise StoreUnavailable("experience/: access denied")
 
     monkeypatch.setattr(reporting, "save_job_record", forbidden)
-    assert reporting.write_report(job).outcome == "completed"
+    assert reporting.write_report(job)[0].outcome == "completed"
     assert (job.folder / "report.json").is_file() and job.store.get("report.json")
     assert "was not stored: experience/: access denied" in capsys.readouterr().out
 

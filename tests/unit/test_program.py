@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import subprocess
 import sys
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from ebbflow.flows.launcher import reorder_words
+from ebbflow.flows.options import parse_json_option, parse_overrides
+from ebbflow.infra.config import ConfigError, load_config
 from tests.support.flow import FLOW, ROOT
 
 _DOORS = {
@@ -95,6 +98,8 @@ def test_options_of_run_may_stand_before_it(typed: str, meant: str) -> None:
         ("--set training.max_steps=none run", "--set training.max_steps=none:1:20: training.max_steps must be"),
         ("resume --set training.max_steps=5", "resume takes no --set: "),
         ("card view report", "no run is recorded in "),
+        ("--with kubernetes argo-workflows create", "Argo Workflows cannot run this flow, "),
+        ("step-functions create --only-json", "AWS Step Functions cannot run this flow, "),
     ],
 )
 def test_words_that_cannot_work_are_told_without_a_traceback(words: str, message: str, tmp_path: Path) -> None:
@@ -140,3 +145,23 @@ def test_a_log_on_a_full_disk_costs_the_output_alone(tmp_path: Path) -> None:
     done = run("sh", "-c", '"$0" -c "$1" >/dev/full', sys.executable, program, cwd=tmp_path, PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "written").exists()
+
+
+def test_what_metaflows_runner_passes_on_is_read_as_what_was_given_to_it() -> None:
+    """A string arrives in quotes, a list and a dictionary as JSON."""
+    assert (
+        parse_json_option('"configs/laptop.yaml"') == "configs/laptop.yaml" == parse_json_option("configs/laptop.yaml")
+    )
+    assert parse_json_option("5") == "5", "a file may have that name"
+    typed = ["training.learning_rate=0.001", 'data.path="a b"', "batch.tags={team: x}"]
+    assert parse_overrides(json.dumps({"training.learning_rate": 1e-3, "data.path": "a b"})) == typed[:2]
+    assert parse_overrides(json.dumps(typed)) == typed and parse_overrides(typed[2]) == typed[2:]
+
+
+def test_a_configuration_given_as_a_dictionary_is_checked_like_a_file() -> None:
+    given = {"model": {"hidden_size": 64, "num_heads": 4}, "cluster": {"nodes": 1}}
+    loaded = load_config(json.dumps(given, indent=1), ["model.num_layers=3"], project_root=ROOT)
+    assert (loaded.config.model.hidden_size, loaded.config.model.num_layers, loaded.config.cluster.nodes) == (64, 3, 1)
+    assert loaded.sources["model.hidden_size"] == "--config:3"
+    with pytest.raises(ConfigError, match=r"^--config:\d:\d+: model\.hidden_size must be divisible by"):
+        load_config(json.dumps({"model": {"hidden_size": 64, "num_heads": 5}}, indent=1), project_root=ROOT)

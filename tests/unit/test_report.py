@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 import math
+import pickle
 import re
 import subprocess
 import sys
@@ -21,7 +22,14 @@ from ebbflow.cost.plan.plan import make_plan
 from ebbflow.cost.report.figure_text import format_key_figures, format_ledger_rows
 from ebbflow.cost.report.render_html import render as render_html
 from ebbflow.cost.report.render_text import render as render_text
-from ebbflow.cost.report.report import RunReport, build_report, events_frame, ledger_frame, loss_frame
+from ebbflow.cost.report.report import (
+    RunReport,
+    build_report,
+    events_frame,
+    ledger_frame,
+    loss_frame,
+    throughput_frame,
+)
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.errors import Outcome
 from ebbflow.infra.event_log import EventLog
@@ -34,6 +42,7 @@ from ebbflow.infra.events import (
     PREPARED,
     RESTORE,
     Event,
+    LedgerClass,
     Origin,
 )
 from ebbflow.infra.layout import job_prefix
@@ -282,6 +291,15 @@ def test_frames_hold_the_same_numbers():
     assert ledger["rank_seconds"].sum() == pytest.approx(report.paid_rank_seconds)
     assert list(loss_frame(report).itertuples(index=False, name=None)) == report.loss_curve
     assert len(events_frame(events)) == len(events)
+    steps = throughput_frame(events)
+    assert (steps["kept"].sum(), (~steps["kept"]).sum() > 0) == (len(report.loss_curve), report.redone_steps > 0)
+    assert steps[steps["kept"]][["step", "loss"]].to_numpy().tolist() == [list(pair) for pair in report.loss_curve]
+    in_steps = {LedgerClass.USEFUL_STEP, LedgerClass.REDONE_STEP, LedgerClass.DATA_WAIT, LedgerClass.EVALUATION}
+    paid = sum(float(line.usd) for line in report.ledger if line.ledger_class in in_steps)
+    assert steps["usd"].sum() == pytest.approx(paid, abs=1e-5)
+    assert list(steps.columns[-2:]) == ["generation", "kept"] and steps["mfu"].isna().all(), "no peak was measured"
+    assert pickle.loads(pickle.dumps(report)) == RunReport.from_json(report.to_json())
+    assert report["outcome"] == report.to_json()["outcome"]
 
 
 def test_importing_the_report_imports_neither_pandas_nor_torch():

@@ -143,7 +143,7 @@ def test_the_card_is_the_page_and_names_the_unit_of_the_loss(report: RunReport) 
     report = replace(report, job="it's *a* job", events={**report.events, "generations": lines})
     report.actual["weight_unit"] = "images"
     card: list[Any] = []
-    cards.show_report(card, report.to_json())
+    cards.show_report(card, report)
     page = cards.PageCard(components=[part.render() for part in card]).render(None)
     assert page.count(html.escape(text)) == 2 and "&amp;#" not in re.sub("<script.*?</script>", "", page, flags=re.S)
     assert "<h1>it&#x27;s *a* job" in page and "Training loss, per image" in page

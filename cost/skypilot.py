@@ -1,0 +1,117 @@
+"""`ebbflow export skypilot CONFIG`: a job as a task of SkyPilot, for people without AWS Batch or Kubernetes.
+
+The task is a managed job: SkyPilot gets the planned machine and starts the task again after a preemption. On it
+`ebbflow supervise` continues the job from its last commit; its agent watches notices, commits and bills. SkyPilot's
+schema accepts the task; it was never run on a cloud.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import yaml
+
+from ebbflow import __version__
+from ebbflow.cost.plan.plan import Plan, make_plan
+from ebbflow.cost.prices.source import open_prices
+from ebbflow.infra.config import ConfigError, load_config
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.errors import Outcome
+from ebbflow.infra.layout import check_job_name, plain_name
+from ebbflow.infra.program import INSTALLED, PROJECT_ROOT
+
+MOUNT = "/ebbflow"
+_INSTALL = f"ebbflow=={__version__}" if INSTALLED else "-r requirements.txt -e ."
+_SETUP = f"""python3 -m pip install uv
+python3 -m uv venv --allow-existing --python 3.11 .venv
+python3 -m uv pip install --python .venv/bin/python {_INSTALL}
+"""
+
+
+class _Dumper(yaml.SafeDumper):
+    """Dumper that writes programs as blocks."""
+
+
+_Dumper.add_representer(
+    str,
+    lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None),
+)
+
+
+def add_command(commands: Any) -> None:
+    parser = commands.add_parser("export", help="write a job for another launcher: export skypilot CONFIG")
+    parser.add_argument("launcher", choices=["skypilot"], help="a managed job of SkyPilot, printed as YAML")
+    parser.add_argument("config", metavar="CONFIG", help="a YAML file below the project's folder")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override one key; repeatable")
+    parser.add_argument("--job", default="", metavar="NAME", help="name of the job (default: the file's name)")
+    parser.set_defaults(run=_export)
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    try:
+        config = load_config(arguments.config, arguments.set, project_root=PROJECT_ROOT).config
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return Outcome.CONFIG.exit_code
+    path, job = Path(arguments.config).resolve(), arguments.job or plain_name(Path(arguments.config).stem)
+    check_job_name(job)
+    if refusal := refusal_reason(config, path):
+        print(refusal, file=sys.stderr)
+        return Outcome.CONFIG.exit_code
+    now = time.time()
+    plan = make_plan(config, now_utc=now, prices=open_prices(config, now, project_root=PROJECT_ROOT))
+    if plan.refusal:
+        print(f"{plan.refusal.message} ({plan.refusal.hint})", file=sys.stderr)
+        return plan.refusal.outcome.exit_code
+    task = make_task(config, plan, str(path.relative_to(PROJECT_ROOT)), job, arguments.set)
+    print(f"# From {PROJECT_ROOT}: sky jobs launch FILE. Never run on a cloud; the schema of SkyPilot accepts it.")
+    print(yaml.dump(task, Dumper=_Dumper, sort_keys=False, width=1000), end="")
+    return 0
+
+
+def refusal_reason(config: RunConfig, path: Path) -> str | None:
+    """Return why the job cannot become a task, and how to fix this, or None."""
+    if urlsplit(config.store).scheme != "s3":
+        return f"store {config.store} ends with its machine\n  fix: --set store=s3://bucket/prefix"
+    if config.cluster.nodes != 1:
+        several = "agents of several nodes are started by Metaflow on Kubernetes or AWS Batch only"
+        return f"cluster.nodes is {config.cluster.nodes}: {several}\n  fix: --set cluster.nodes=1"
+    if not path.is_relative_to(PROJECT_ROOT):
+        return f"{path} is not below {PROJECT_ROOT}, which SkyPilot copies to the machine\n  fix: move the file there"
+    return None
+
+
+def make_task(config: RunConfig, plan: Plan, path: str, job: str, overrides: list[str]) -> dict[str, Any]:
+    """Build the task for the best pool of the plan. path: the configuration, relative to the project's folder."""
+    chosen = plan.ranked[0]
+    settings = [
+        *overrides,
+        f"cluster.instance_types=[{chosen.instance_type}]",
+        f"cluster.market={chosen.market}",
+        f"cost.regions=[{chosen.region}]",
+    ]
+    words = [".venv/bin/ebbflow", "supervise", path, "--job", job]
+    words += [word for setting in settings for word in ("--set", setting)]
+    return {
+        "name": job,
+        "num_nodes": 1,
+        "workdir": ".",
+        "resources": {
+            "infra": f"aws/{chosen.region}",
+            "instance_type": chosen.instance_type,
+            "use_spot": chosen.market == "spot",
+            "disk_size": max(50, round(config.cost.volume_gib_per_node)),
+            "job_recovery": {"max_restarts_on_errors": 0, "recover_on_exit_codes": [Outcome.INTERRUPTED.exit_code]},
+        },
+        # For the user's own files. Commits are written through S3's interface, since a mounted bucket keeps no promise.
+        "file_mounts": {MOUNT: {"source": f"s3://{urlsplit(config.store).netloc}", "mode": "MOUNT"}},
+        "envs": {"METAFLOW_USER": "ebbflow"},
+        "setup": _SETUP,
+        "run": f"exec {shlex.join(words)}\n",
+    }
