@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 from ebbflow.flows.job import RUNS, KnownJob, local_folder, mark_latest, write_atomically
@@ -27,7 +28,8 @@ class LivePageWriter:
     that a signal to the run does not wait for the page.
     """
 
-    def __init__(self, flow: str, job: str, store: str, run_id_file: Path) -> None:
+    def __init__(self, flow: str, job: str, store: str, run_id_file: Path, tell: Callable[[str], None]) -> None:
+        self._tell = tell  # prints a line for the user
         self._flow, self._job, self._store, self._run_id_file = flow, job, store, run_id_file
         self._run = ""  # Metaflow's id, once it is known
         self._page: Path | None = None
@@ -55,7 +57,7 @@ class LivePageWriter:
             save_live_card(self._flow, self._run, self._page.read_text())
         except Exception as error:  # Metaflow's client and its storages raise many kinds of errors
             if self._ending.is_set() or not isinstance(error, LookupError | OSError):
-                print(f"no live card: {type(error).__name__}: {error}", file=sys.stderr)
+                self._tell(f"no live card: {type(error).__name__}: {error}")
                 self._page = None
 
     def _run_id(self) -> str:
@@ -72,9 +74,9 @@ class LivePageWriter:
         try:
             process = self._start(job)
         except OSError as error:
-            print(f"no live page: {error}", file=sys.stderr)
+            self._tell(f"no live page: {error}")
             return
-        print(f"live page: {RUNS / 'latest' / LIVE_PAGE}", flush=True)
+        self._tell(f"live page: {os.path.relpath(RUNS / 'latest' / LIVE_PAGE)}")
         while not self._ending.wait(_CARD_SECONDS):
             self.save_card()
         process.terminate()
