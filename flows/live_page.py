@@ -76,7 +76,8 @@ class LivePageWriter:
         except OSError as error:
             self._tell(f"no live page: {error}")
             return
-        self._tell(f"live page: {os.path.relpath(RUNS / 'latest' / LIVE_PAGE)}")
+        shown = RUNS / "latest" / LIVE_PAGE
+        self._tell(f"live page: {shown.relative_to(Path.cwd()) if shown.is_relative_to(Path.cwd()) else shown}")
         while not self._ending.wait(_CARD_SECONDS):
             self.save_card()
         process.terminate()

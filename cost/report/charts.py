@@ -179,6 +179,8 @@ def _step_columns(
 ) -> dict[str, list[float | None]]:
     loss = [read_number(event.data.get("loss")) for event in kept]
     flops = [(compute_rate(event, "flops"), peaks.get(event.generation)) for event in kept]
+    # A peak that was measured on a busy machine is too low (`cost.report.figures`).
+    mfu = [None if rate is None or not peak else 100 * rate / peak for rate, peak in flops]
     columns: dict[str, list[float | None]] = {
         "step": [float(event.step or 0) for event in kept],
         "seconds": [*seconds],
@@ -186,7 +188,7 @@ def _step_columns(
         "loss": loss,
         "smooth": _smooth(loss),
         "speed": [compute_rate(event, "tokens") for event in kept],
-        "mfu": [None if rate is None or not peak else 100 * rate / peak for rate, peak in flops],
+        "mfu": mfu if median([one for one in mfu if one is not None] or [0.0]) <= 100 else [None] * len(kept),
         "learning_rate": [read_number(event.data.get("learning_rate")) for event in kept],
         "gradient_norm": [read_number(event.data.get("gradient_norm")) for event in kept],
     }
