@@ -203,10 +203,8 @@ class CapacityDecorator(StepDecorator):
             run_locally(cli_args, self._step)
         else:
             config, placement = flow.settings["config"], answer.order.placement or {}
-            home, region = config["batch"]["region"], placement.get("region")
-            if home and region and region != home:  # Metaflow's client follows the variable
-                cli_args.env |= {"AWS_DEFAULT_REGION": region, STORE_REGION_VARIABLE: config["cost"]["store_region"]}
-            submit = {"job": flow.job, "store": config["store"], "region": (home and region) or home, **asdict(name)}
+            region = set_region(cli_args.env, placement.get("region"), config)
+            submit = {"job": flow.job, "store": config["store"], "region": region, **asdict(name)}
             submit |= {key: placement.get(key) for key in ("runnable_seconds", "start_by_utc")}
             if ask.backend == "kubernetes":
                 pods.apply_to_pod(cli_args, answer.order, config)
@@ -234,6 +232,15 @@ class CapacityDecorator(StepDecorator):
         task.log(f"capacity: this attempt is not submitted, because the placement failed: {trouble}", system_msg=True)
         run_locally(cli_args, self._step)
         cli_args.env[UNPLACED_VARIABLE] = trouble
+
+
+def set_region(env: dict[str, str], region: str | None, config: dict[str, Any]) -> str | None:
+    """Let the submitting process reach a queue in another region, and the store in its own. Return the job's region."""
+    home = config["batch"]["region"]
+    if home and region and region != home:
+        env |= {"AWS_DEFAULT_REGION": region, STORE_REGION_VARIABLE: config["cost"]["store_region"]}
+        return region
+    return home
 
 
 def apply_to_batch(cli_args: Any, order: AttemptOrder, config: dict[str, Any]) -> None:

@@ -17,9 +17,11 @@ from ebbflow.cost.plan.plan import Plan, make_plan
 from ebbflow.cost.plan.plan_text import render_plan
 from ebbflow.cost.prices.quote import Quote, StaticPrices
 from ebbflow.cost.prices.reservations import CapacityEvidence, Reservation, open_evidence
+from ebbflow.flows.decorators import set_region
 from ebbflow.infra.batch import limit_to_queue_region
 from ebbflow.infra.config.problems import ConfigError
 from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.store.s3 import aws_settings
 from tests.support.capacity import BOTH, JobLog, batch_config, queue, queues
 
 NOW = datetime.fromtimestamp(BEGAN_UTC, UTC)
@@ -225,6 +227,17 @@ def test_an_attempt_goes_to_the_region_that_is_cheapest_with_the_transfer_of_its
     assert "region us-west-2: " in text and "of which transfer $" in text
     no_on_demand_there = [one for one in plan.rejected if one.region == "us-west-2" and one.market == "on_demand"]
     assert no_on_demand_there and "is in us-east-1" in no_on_demand_there[0].reason
+
+
+def test_the_submitting_process_reaches_the_queue_there_and_the_store_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, env = two_regions().model_dump(mode="json"), {}
+    assert set_region(env, "us-east-1", config) == "us-east-1" and env == {}
+    assert set_region(env, "us-west-2", config) == "us-west-2"
+    assert env == {"AWS_DEFAULT_REGION": "us-west-2", "EBBFLOW_STORE_REGION": "us-east-1"}
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    assert aws_settings().region == "us-east-1", "the container's process finds the bucket"
+    assert set_region({}, "us-west-2", batch_config().model_dump(mode="json")) is None, "the SDK's region alone"
 
 
 def test_a_region_that_refuses_an_attempt_is_followed_by_the_other() -> None:
