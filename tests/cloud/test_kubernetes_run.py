@@ -31,7 +31,7 @@ class Ran:
 def quiet(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("quiet")
     runner = FlowRunner(folder, environment=with_paced(folder))
-    return train_alone(runner, **_SETTINGS, **paced_settings(0.0), cluster__processes_per_node=2)
+    return train_alone(runner, **_SETTINGS, **paced_settings(0.0), ranks=2)
 
 
 @pytest.fixture(scope="module")

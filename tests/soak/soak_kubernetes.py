@@ -36,7 +36,7 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def quiet(tmp_path_factory: pytest.TempPathFactory, image: dict[str, str]) -> dict[str, Any]:
     runner = FlowRunner(tmp_path_factory.mktemp("quiet"), environment=image)
-    return train_alone(runner, **paced_settings(0.0), cluster__processes_per_node=2)
+    return train_alone(runner, **paced_settings(0.0), ranks=2)
 
 
 @pytest.fixture

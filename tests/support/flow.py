@@ -140,12 +140,18 @@ class FlowRunner:
         return sorted(events, key=lambda event: event["t_wall"])
 
 
-def train_alone(runner: FlowRunner, **settings: object) -> dict[str, Any]:
-    """The report of the tiny job, trained by one rank on this machine without Metaflow: a third of a run's work."""
+def train_alone(runner: FlowRunner, *, ranks: int = 1, **settings: object) -> dict[str, Any]:
+    """The report of the tiny job, trained by one rank on this machine without Metaflow: a third of a run's work.
+
+    ranks: more of them are started by torchrun.
+    """
     environment = {**os.environ, "EBBFLOW_RUNS": str(runner.runs), **runner.environment}
     job = ["configs/laptop.yaml", "--job", "alone", *runner.options(cluster__nodes=1, **settings)]
     output = ""
-    for words in (["training", *job], ["cost", "report", "alone", "--json"]):
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"] if ranks > 1 else []
+    if ranks > 1:
+        job += ["--set", f"cluster.processes_per_node={ranks}"]
+    for words in ([*torchrun, "training", *job], ["cost", "report", "alone", "--json"]):
         command = [sys.executable, "-m", *words]
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
         assert done.returncode == 0, done.stdout + done.stderr

@@ -83,7 +83,7 @@ def _follow(runner: KubernetesRunner, process: subprocess.Popen[str], *, take: b
 def _compare(folder: Path, image: dict[str, str], settings: dict[str, object]) -> None:
     """Train the same job as two ranks of this machine, undisturbed, and compare the weights."""
     quiet = FlowRunner(folder / "quiet", environment=image)
-    alone = train_alone(quiet, **{**settings, **paced_settings(0.0)}, cluster__processes_per_node=2)
+    alone = train_alone(quiet, **{**settings, **paced_settings(0.0)}, ranks=2)
     report = json.loads((_RUNS / "latest" / "report.json").read_text())
     equal = report["weights_sha256"] == alone["weights_sha256"]
     _say(f"weights {report['weights_sha256'][:12]}: {'bit-equal to' if equal else 'NOT those of'} an uninterrupted run")

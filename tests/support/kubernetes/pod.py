@@ -1,9 +1,10 @@
 """The container of a pod: process 1 of PID, mount and host-name namespaces of its own, with the cluster's names.
 
-    python -S pod.py PARENT_PID HOSTS HOSTNAME COMMAND…
+    python -S pod.py PARENT_PID HOSTS HOSTNAME CORES COMMAND…
 
-HOSTS is mounted over /etc/hosts. SIGUSR1 sends the command SIGTERM, as kubelet does: the kernel drops it if process 1
-has no handler. SIGTERM kills everything in the pod (exit code 137), and so does the parent's end.
+HOSTS is mounted over /etc/hosts. CORES, such as 0,1, are those of its node. SIGUSR1 sends the command SIGTERM, as
+kubelet does: the kernel drops it if process 1 has no handler. SIGTERM kills everything in the pod (exit code 137), and
+so does the parent's end.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ _MS_BIND, _MS_REC, _MS_PRIVATE = 0x1000, 0x4000, 0x40000  # <sys/mount.h>
 KILLED = 137
 
 
-def main(parent: int, hosts: str, hostname: str, command: list[str]) -> int:
+def main(parent: int, hosts: str, hostname: str, cores: str, command: list[str]) -> int:
+    os.sched_setaffinity(0, [int(core) for core in cores.split(",")])
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(1, signal.SIGTERM, 0, 0, 0)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:
@@ -57,4 +59,4 @@ def _begin(libc: ctypes.CDLL, hosts: str, hostname: str, command: list[str]) -> 
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4:]))
+    sys.exit(main(int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4], sys.argv[5:]))
