@@ -51,7 +51,7 @@ pictures: $(VENV)/run.stamp  ## make the pictures of the live page and the repor
 	docs/make_image.sh
 
 recording: $(VENV)/dev.stamp  ## record a rehearsal on a terminal: the animation of README.md, and a page of screens
-	$(BIN)/python docs/record.py
+	$(BIN)/python docs/record.py $(ARGS)
 
 observe: $(VENV)/run.stamp  ## Prometheus with the alert rules for the jobs of this machine (ARGS="--port 9095")
 	$(BIN)/ebbflow observe $(ARGS)

@@ -1,6 +1,6 @@
 """Record a run on a pseudo-terminal: `make recording` writes docs/images/rehearsal.svg and docs/terminal.md.
 
-The picture is an animated SVG of a real run of the default job that loses a node. The page has the same run's last
+The picture is an animated SVG of a real run that loses a node. The page has the same run's last
 screens at 80 and 140 columns and without a terminal. Pauses of more than a second are shortened in the picture.
 """
 
@@ -139,8 +139,8 @@ def _row(number: int, row: list[Cell], since: float, until: float | None) -> str
 
 PAGE = """# The terminal
 
-Written by `make recording` (`docs/record.py`) from real runs of the default job with `--rehearse node-loss@60%`; do not
-edit. Seconds and dollars are those of the machine that recorded them; prices are simulated. `--verbose` shows
+Written by `make recording` (`docs/record.py`) from real runs with `--rehearse node-loss@60%`; do not edit.
+ Seconds and dollars are those of the machine that recorded them; prices are simulated. `--verbose` shows
 Metaflow's log, every check, the full plan and the full report instead.
 """
 
@@ -149,7 +149,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         own = {"EBBFLOW_RUNS": f"{folder}/runs", "METAFLOW_DATASTORE_SYSROOT_LOCAL": f"{folder}/metaflow"}
         environment = {**os.environ, **own, "TERM": "xterm-256color", "COLORTERM": ""}
-        words = [*RUN, "--set", f"store={folder}/store"]
+        words = [*RUN, "--set", f"store={folder}/store", *sys.argv[1:]]
         quiet = subprocess.run([*words, "--job", "quiet"], env=environment, capture_output=True, text=True)
         assert quiet.returncode == 0, quiet.stdout + quiet.stderr
         parts = [PAGE]

@@ -104,10 +104,13 @@ class RunView:
         text = strip_colours(str(body))
         with self._lock:
             self._write_log(f"{time.strftime('%H:%M:%S')} {head}{text}")
-            if task := _TASK.match(head):
-                self._task_line(task["step"], text, system=system_msg)
-            elif found := _RUN_ID.search(text):
-                self._began(found[1])
+            try:
+                if task := _TASK.match(head):
+                    self._task_line(task["step"], text, system=system_msg)
+                elif found := _RUN_ID.search(text):
+                    self._began(found[1])
+            except Exception as error:  # what is shown must not end what is shown
+                self._write_log(f"not shown on the terminal: {type(error).__name__}: {error}")
 
     def echoed(self, line: str = "", **options: Any) -> None:
         """Take a line that Metaflow prints around the run, such as a refusal to start."""
