@@ -140,7 +140,7 @@ def _row(number: int, row: list[Cell], since: float, until: float | None) -> str
 PAGE = """# The terminal
 
 Written by `make recording` (`docs/record.py`) from real runs with `--rehearse node-loss@60%`; do not edit.
- Seconds and dollars are those of the machine that recorded them; prices are simulated. `--verbose` shows
+Seconds and dollars are those of the machine that recorded them; prices are simulated. `--verbose` shows
 Metaflow's log, every check, the full plan and the full report instead.
 """
 

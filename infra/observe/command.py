@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -16,6 +18,7 @@ from typing import Any
 from ebbflow.infra.errors import Outcome
 from ebbflow.infra.layout import runs_folder
 from ebbflow.infra.metrics import PORTS_TRIED, MetricsServer
+from ebbflow.infra.process import die_with_parent
 
 RULES = Path(__file__).with_name("rules.yaml")
 _NAME = re.compile(r"# (?:HELP|TYPE) (\S+) ")
@@ -94,9 +97,10 @@ def observe(options: argparse.Namespace, runs: Path) -> int:
     )
     command = [binary, f"--config.file={config}", f"--storage.tsdb.path={folder / 'data'}"]
     command += [f"--web.listen-address=127.0.0.1:{options.port}", "--log.level=warn"]
-    try:
-        return subprocess.call(command)
-    except KeyboardInterrupt:
-        return 0
-    finally:
-        server.close()
+    parent = os.getpid()
+    with subprocess.Popen(command, preexec_fn=lambda: die_with_parent(parent, by=signal.SIGTERM)) as process:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, lambda *_: process.terminate())
+        code = process.wait()
+    server.close()
+    return code
