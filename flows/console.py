@@ -81,9 +81,10 @@ class RunView:
     Args:
         job: name of the job; "" if it is named after its run.
         fancy: draw a live bar with rich; otherwise print plain lines.
+        ask: ask before money is spent, after the plan; "resume": at once, since a resumed run keeps its plan.
     """
 
-    def __init__(self, job: str, config: RunConfig | None, *, fancy: bool, ask: bool = False) -> None:
+    def __init__(self, job: str, config: RunConfig | None, *, fancy: bool, ask: bool | str = False) -> None:
         self.job, self.fancy, self._config, self._ask = job, fancy, config, ask
         self._lock = threading.RLock()
         self._steps: dict[str, _Step] = {}
@@ -130,7 +131,7 @@ class RunView:
 
         folder = local_folder(self.job, self._config.store)
         with contextlib.suppress(OSError):
-            self._log = open(folder / "metaflow.log", "a", errors="backslashreplace")  # noqa: SIM115 - until close
+            self._log = open(folder / "metaflow.log", "a", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115 - until close
         self._unseen.clear()
         steps = self._config.training.max_steps
         self._training.max_steps = steps
@@ -139,6 +140,8 @@ class RunView:
         self.say(f"Metaflow's log: {where} (--verbose shows it here)")
         self._tail = threading.Thread(target=self._follow_events, name="events to the terminal", daemon=True)
         self._tail.start()
+        if self._ask == "resume":
+            self._show_plan()
 
     def _task_line(self, name: str, text: str, *, system: bool) -> None:
         step = self._steps.get(name)
@@ -214,7 +217,7 @@ class RunView:
 
     def _require_yes(self) -> None:
         """Ask whether money may be spent, while Metaflow's scheduler waits. Any answer but yes ends the run."""
-        with self.paused():
+        with self._live.paused() if self._live is not None else contextlib.nullcontext():
             try:
                 answer = input("start and pay for it? [y/N] ")
             except EOFError:
@@ -286,12 +289,10 @@ class RunView:
         if before is not None and event.generation > before.generation:
             seconds = event.t_wall - before.t_wall
             paid = seconds * self._usd_per_second
-            cost = f" and ${paid:.4f}{self._price_note()}" if self._usd_per_second else ""
+            kind = " (simulated)" if any("simulated" in part for part in self._training.figures) else ""
+            cost = f" and ${paid:.4f}{kind}" if self._usd_per_second else ""
             self.say(f"✓ training again after {seconds:.1f} s{cost}, from step {event.step:,}")
             self._incident = None
-
-    def _price_note(self) -> str:
-        return " (simulated)" if any("simulated" in part for part in self._training.figures) else ""
 
     # Output.
 
@@ -311,12 +312,6 @@ class RunView:
                 return
             for line in wrap_line(text, self.width, indent="    "):
                 self._live.print(line)
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Take the bar off the terminal while another program writes or asks."""
-        with self._live.paused() if self._live is not None else contextlib.nullcontext():
-            yield
 
     def close(self, *, explained: bool) -> None:
         """Remove the bar. If no report explains how the run ended, print what Metaflow said before the first step."""

@@ -352,7 +352,7 @@ def _open_view() -> RunView | None:
     fancy = is_terminal()
     paid = remote.requested_backend(sys.argv) is not None
     ask = paid and fancy and sys.stdin.isatty() and "--yes" not in _launch.flags
-    view = RunView(_launch.job, _launch.config, fancy=fancy, ask=ask)
+    view = RunView(_launch.job, _launch.config, fancy=fancy, ask="resume" if ask and "resume" in sys.argv else ask)
     if show_run(view):
         return view
     view.close(explained=True)

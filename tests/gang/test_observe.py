@@ -62,7 +62,7 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     terms = Terms(usd_per_rank_second=0.001, budget_usd=9.0, deadline_utc=time.time() + 9e4, price_kind="simulated")
     spec = replace(spec, config={**spec.config, "training": training}, terms=terms.to_json())
     gang = LocalGang(spec, folder / "gang", folder / "output.log")
-    words = ["--port", str(port), "--metrics-port", str(metrics_port), "--interval", "0.5"]
+    words = ["--port", str(port), "--metrics-port", str(metrics_port), "--interval", "1"]
     with open(folder / "observe.log", "wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "ebbflow.infra", "observe", *words],
@@ -73,7 +73,7 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     wanted += " and on () count(ebbflow_held_out_loss)"
     try:
         wait_until("series of the gang", lambda: query(address, wanted), timeout=120, pause=0.5)
-        time.sleep(2.0)  # rates need two samples, and rules an evaluation after them
+        time.sleep(3.0)  # rates need two samples, and rules an evaluation after them
         yield address
     finally:
         gang.kill()
@@ -109,8 +109,8 @@ def queries() -> dict[str, str]:
 def test_every_panel_and_every_rule_has_data(prometheus: str) -> None:
     asked = queries()
     assert len(asked) > 80 and len(ALERTS) >= 18
-    empty = [f"{place}: {expression}" for place, expression in asked.items() if not query(prometheus, expression)]
-    assert not empty, "\n".join(empty)
+    for place, expression in asked.items():  # a busy machine misses a scrape now and then
+        wait_until(f"data of {place}: {expression}", lambda one=expression: query(prometheus, one), timeout=60)
     nodes = {one["metric"]["node"] for one in query(prometheus, "ebbflow_step")}
     assert nodes == {"0", "1"}
     assert {one["metric"]["job"] for one in query(prometheus, "ebbflow_job_step")} == {"ended", "other"}
