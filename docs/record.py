@@ -1,7 +1,7 @@
 """Record a run on a pseudo-terminal: `make recording` writes docs/images/rehearsal.svg and docs/terminal.md.
 
-The picture is an animated SVG of a real run that loses a node. The page has the same run's last
-screens at 80 and 140 columns and without a terminal. Pauses of more than a second are shortened in the picture.
+The picture is an animated SVG of a real run that loses a node, three times as fast as the run. The page has last screens
+at 80 and 140 columns, and the output without a terminal.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ RUN = [sys.executable, str(DOCS.parent / "flows" / "train_flow.py"), "run"]
 REHEARSAL = ["--job", "rehearsal", "--rehearse", "node-loss@60%"]
 _CODE = re.compile(r"\x1b\[([0-9;?]*)([A-Za-z])|\r|\n|[^\x1b\r\n]+")
 _COLOURS = {31: "#f38ba8", 32: "#a6e3a1", 33: "#f9e2af", 36: "#89dceb", 90: "#6c7086"}
-_FRAME_SECONDS, _LONGEST_PAUSE, _HOLD_SECONDS = 0.25, 1.0, 4.0
+_FRAME_SECONDS, _LONGEST_PAUSE, _HOLD_SECONDS, _SPEED = 0.1, 1.0, 4.0, 3.0
 _FONT, _ROW, _COLUMN = 13, 18, 7.83
 Cell = tuple[str, str]  # character, style of the SVG
 
@@ -71,11 +71,13 @@ def _style(codes: list[int]) -> str:
     return (f"fill:{found};" if found else "") + faint + ("font-weight:bold;" if 1 in codes else "")
 
 
-def record(words: list[str], columns: int, environment: dict[str, str]) -> list[tuple[float, str]]:
-    """Run the words on a pseudo-terminal. Returns the output in pieces, each with its time in seconds."""
+def record(words: list[str], columns: int, folder: str, environment: dict[str, str]) -> list[tuple[float, str]]:
+    """Run the words in a folder on a pseudo-terminal. Returns the output in pieces, each with its time in seconds."""
     main, side = pty.openpty()
     fcntl.ioctl(side, termios.TIOCSWINSZ, struct.pack("HHHH", 60, columns, 0, 0))
-    process = subprocess.Popen(words, stdin=side, stdout=side, stderr=side, env=environment, start_new_session=True)
+    process = subprocess.Popen(
+        words, stdin=side, stdout=side, stderr=side, env=environment, cwd=folder, start_new_session=True
+    )
     os.close(side)
     found, began = [], time.monotonic()
     while True:
@@ -96,7 +98,7 @@ def render(pieces: list[tuple[float, str]], columns: int, title: str) -> str:
     screen, shown, intervals = Screen(), {}, []
     clock = before = drawn = 0.0
     for at, text in [*pieces, (pieces[-1][0] + 1.0, "")]:
-        clock += min(at - before, _LONGEST_PAUSE)
+        clock += min(at - before, _LONGEST_PAUSE) / _SPEED
         before = at
         screen.feed(text)
         if clock - drawn < _FRAME_SECONDS and text:
@@ -155,7 +157,7 @@ def main() -> None:
         parts = [PAGE]
         for columns in (80, 140):
             job = ["--job", f"columns-{columns}", *REHEARSAL[2:]]
-            pieces = record([*words, *job], columns, environment)
+            pieces = record([*words, *job], columns, folder, environment)
             screen = Screen()
             screen.feed("".join(text for _, text in pieces))
             parts += [f"## On a terminal of {columns} columns, at the end\n", _block(screen.lines(), folder)]

@@ -182,8 +182,10 @@ def render_closing(
     mark = "✓" if report.outcome is Outcome.COMPLETED else "✗"
     verdict, message = render_verdict(report), one_line(report.events.get("message") or "")
     lines = [f"{mark} {verdict}", *notes]
-    if len(failures := format_failures(report)) > 1 or report.outcome is Outcome.COMPLETED:  # else it is in the verdict
-        lines += [f"  {'lost' if report.outcome is Outcome.COMPLETED else 'cause':<9} {one}" for one in failures[:2]]
+    failures, completed = format_failures(report), report.outcome is Outcome.COMPLETED
+    if len(failures) > 1 or completed:  # else it is in the verdict
+        name = "lost" if completed else "cause"
+        lines += [f"  {name:<9} {failure.replace('_', ' ')}" for failure in failures[:2]]
     if message and message not in verdict:
         lines.append(f"  message   {message}")
     shown = [f"{name} {figures[name]}" for name in _CLOSING if name in figures and not figures[name].startswith("0 ")]
