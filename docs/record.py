@@ -1,7 +1,7 @@
 """Record a run on a pseudo-terminal: `make recording` writes docs/images/rehearsal.svg and docs/terminal.md.
 
-The picture is an animated SVG of a real run that loses a node, three times as fast as the run. The page has last screens
-at 80 and 140 columns, and the output without a terminal.
+The picture is an animated SVG of a real run that loses a node, three times as fast as the run. The page has the screens
+at the end at 80 and 140 columns, and the output without a terminal.
 """
 
 from __future__ import annotations

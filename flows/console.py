@@ -94,7 +94,7 @@ class RunView:
         self._unseen: list[str] = []  # what Metaflow said before the first step
         self._done = threading.Event()
         self._incident: Event | None = None  # failure from which the job has not recovered yet
-        self._usd_per_second = 0.0
+        self._usd_per_second, self._since = 0.0, time.time()
         self._live: Any = _Bar(self) if fancy else None
         self._tail: threading.Thread | None = None
 
@@ -237,14 +237,14 @@ class RunView:
             return None
 
     def _follow_events(self) -> None:
-        store, known, began = self._store(), set[str](), time.time()
+        store, known = self._store(), set[str]()
         if store is None:
             return
         pause = _LOOK_SECONDS[store.local_path("events") is not None]
         while not self._done.wait(pause):
             looked = time.monotonic()
             with contextlib.suppress(InfraError):  # the next look may succeed
-                events = list(_new_events(store, known, began))
+                events = list(_new_events(store, known, self._since))
                 for event in sorted(events, key=lambda event: event.t_wall):
                     with self._lock, contextlib.suppress(KeyError, TypeError, ValueError):  # of another version
                         self._happened(event)
