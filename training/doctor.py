@@ -29,7 +29,6 @@ from typing import Any, NoReturn
 from ebbflow.infra.process import die_with_parent
 
 _RUN_SECONDS = 180.0
-_COPIED_BYTES = 2**20  # larger files of the script's folder are linked
 Record = dict[str, Any]
 
 
@@ -91,7 +90,7 @@ def _run(
 ) -> dict[str, Any]:
     """Run the script in a copy of its folder until `steps` or `kill`; return its records, saves and last output."""
     if not folder.exists():
-        shutil.copytree(script.parent, folder, copy_function=_copy, ignore=shutil.ignore_patterns(".git", "runs"))
+        shutil.copytree(script.parent, folder, ignore=shutil.ignore_patterns(".git", "runs"), symlinks=True)
     trace, output = folder.parent / f"{folder.name}-{name}.jsonl", folder.parent / "output"
     sys.stdout.flush()
     if (pid := os.fork()) == 0:
@@ -102,21 +101,9 @@ def _run(
         time.sleep(0.02)
         if time.monotonic() > limit:
             os.kill(pid, signal.SIGKILL)
-    last = output.read_text(errors="replace").splitlines()[-5:]
-    lines = [json.loads(line) for line in trace.read_text().splitlines()] if trace.exists() else []
-    records = [line for line in lines if "params" in line]
-    return {
-        "records": records,
-        "saves": [line["saved"] for line in lines if "saved" in line],
-        "output": "\n".join(last),
-    }
-
-
-def _copy(source: str, target: str) -> None:
-    if os.path.getsize(source) > _COPIED_BYTES:
-        os.symlink(os.path.realpath(source), target)
-    else:
-        shutil.copy2(source, target)
+    lines = [json.loads(line) for line in trace.read_text().splitlines()]
+    saves, last = [line["saved"] for line in lines if "saved" in line], output.read_text(errors="replace").splitlines()
+    return {"records": [line for line in lines if "params" in line], "saves": saves, "output": "\n".join(last[-5:])}
 
 
 def _why_not_repeatable(whole: list[Record], killed: list[Record]) -> str:
@@ -176,29 +163,21 @@ _LOST = {
 
 def _explain(name: str, source: str, kind: str, variable: str) -> list[str]:
     """Return lines that name the loss, the line of the variable, and the smallest patch."""
-    tree = ast.walk(ast.parse(source))
-    calls = [node for node in tree if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
-    save = next((call.lineno for call in calls if call.func.attr in ("save", "save_file")), None)  # type: ignore[attr-defined]
-    load = next((call.lineno for call in calls if call.func.attr in ("load", "load_file")), None)  # type: ignore[attr-defined]
-    line = next(_assignments(source, variable), save or 1)
+    nodes = list(ast.walk(ast.parse(source)))
+    called = [node.func for node in nodes if isinstance(node, ast.Call)]
+    calls = [(one.attr, one.lineno) for one in called if isinstance(one, ast.Attribute)]
+    save, load = (next((line for name, line in calls if name == wanted), "?") for wanted in ("save", "load"))
+    stored = (node for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
+    line = next((node.lineno for node in stored if node.id == variable), save)
     if kind not in _LOST:  # an object with a state
         what = f"{variable} ({kind}): its state is not restored"
-        patch = [f"line {save or '?'} saves:  {variable!r}: {variable}.state_dict()"]
-        patch.append(f"line {load or '?'} loads:  {variable}.load_state_dict(checkpoint[{variable!r}])")
+        patch = [f"line {save} saves:  {variable!r}: {variable}.state_dict()"]
+        patch.append(f"line {load} loads:  {variable}.load_state_dict(checkpoint[{variable!r}])")
     else:
         text, fix = _LOST[kind]
-        what, patch = f"{variable}: {text}" if variable else text, [f"line {save or '?'}: {fix}"]
+        what, patch = f"{variable}: {text}" if variable else text, [f"line {save}: {fix}"]
     patch.append("or let ebbflow.attach save it (docs/attach.md)")
-    return [
-        f"  {name}:{line}: {what}",
-        *(f"      fix: {one}" if not number else f"           {one}" for number, one in enumerate(patch)),
-    ]
-
-
-def _assignments(source: str, variable: str) -> Iterator[int]:
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Name) and node.id == variable and isinstance(node.ctx, ast.Store):
-            yield node.lineno
+    return [f"  {name}:{line}: {what}", f"      fix: {patch[0]}", *(f"           {one}" for one in patch[1:])]
 
 
 def _run_traced(tracer: _Tracer, script: str, arguments: list[str], *, seed: int, output: Path) -> NoReturn:
@@ -276,8 +255,6 @@ class _Tracer:
             self._write(self._record | self._state())
 
     def _state(self) -> Record:
-        import torch
-
         groups = self._optimizer.param_groups
         objects: dict[str, tuple[str, str]] = {}
         counters: dict[str, int] = {}
@@ -288,16 +265,20 @@ class _Tracer:
                 for name, value in list(frame.f_locals.items()):
                     if type(value) is int:
                         counters.setdefault(name, value)
-                    elif id(value) not in seen and not isinstance(value, type) and (kind := _kind(value)):
+                    elif id(value) not in seen and not isinstance(value, type) and not self._is_trained(value):
                         seen.add(id(value))
-                        if not isinstance(value, torch.nn.Module) or not self._is_trained(value):
-                            objects.setdefault(name, (kind, _digest(_state_of(value))))
+                        if (state := _state_of(value)) is not None:
+                            objects.setdefault(name, (type(value).__name__, _digest(state)))
             frame = frame.f_back
         return {"params": _digest([group["params"] for group in groups]), "objects": objects, "counters": counters}
 
-    def _is_trained(self, module: Any) -> bool:
+    def _is_trained(self, value: Any) -> bool:
+        """Return whether a value is a module that the optimizer trains, or has nothing to train."""
+        if not isinstance(value, sys.modules["torch"].nn.Module):
+            return False
         trained = {id(one) for group in self._optimizer.param_groups for one in group["params"]}
-        return any(id(one) in trained for one in module.parameters()) or not any(True for _ in module.parameters())
+        own = [id(one) for one in value.parameters()]
+        return not own or any(one in trained for one in own)
 
     def _after(self, optimizer: Any, *_: Any) -> None:
         if optimizer is not self._optimizer:
@@ -312,24 +293,18 @@ class _Tracer:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _kind(value: Any) -> str:
-    """Return the kind of an object whose state a resume must restore, else ""."""
-    name = type(value).__name__
-    if name == "Generator" or callable(getattr(value, "set_epoch", None)):
-        return name
-    return name if callable(getattr(value, "state_dict", None)) and hasattr(value, "load_state_dict") else ""
-
-
 def _state_of(value: Any) -> Any:
-    if callable(getattr(value, "state_dict", None)):
-        return value.state_dict()
-    if hasattr(value, "bit_generator"):
-        return value.bit_generator.state
-    return (
-        value.get_state()
-        if hasattr(value, "get_state")
-        else {name: getattr(value, name, 0) for name in ("epoch", "seed")}
-    )
+    """Return the state of an object that a resume must restore, or None if it has none."""
+    if callable(getattr(value, "state_dict", None)) and hasattr(value, "load_state_dict"):
+        try:
+            return value.state_dict()
+        except Exception:  # such as that of a loader that has not been iterated
+            return None
+    if callable(getattr(value, "set_epoch", None)):
+        return getattr(value, "epoch", 0), getattr(value, "seed", 0)
+    if type(value).__name__ != "Generator":
+        return None
+    return value.get_state() if hasattr(value, "get_state") else value.bit_generator.state
 
 
 def _digest(value: Any) -> str:
@@ -345,9 +320,9 @@ def _parts(value: Any) -> Iterator[bytes]:
     if isinstance(value, torch.Tensor):
         yield value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     elif isinstance(value, Mapping):
-        for key, item in value.items():
+        for key in sorted(value, key=repr):  # in any order: a restored optimizer may have another
             yield repr(key).encode()
-            yield from _parts(item)
+            yield from _parts(value[key])
     elif isinstance(value, list | tuple):
         yield b"["
         for item in value:

@@ -86,11 +86,13 @@ def examine_script(config: RunConfig, sha256: str | None = None) -> Examination:
     script = find_script(config.script, sha256, Store.open(config.store))
     if not script.is_file():
         raise WorkloadError(f"script {script}: no such file; fix: give the path of a Python file")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
     with tempfile.TemporaryDirectory(prefix="ebbflow-examine-") as folder:
         found = Path(folder, "found.json")
         own = {PROBE_VARIABLE: str(found), "EBBFLOW__STORE": folder, "EBBFLOW_JOB": "examined", "EBBFLOW_SPEC": ""}
         own |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-        own |= {"MASTER_PORT": str(_free_port()), "GLOO_SOCKET_IFNAME": "lo"}
+        own |= {"MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
         output, command = "", [sys.executable, str(script), *config.script_args]
         try:
             output = _run(command, EXAMINE_SECONDS, f"script {script.name}", shown=False, environment=own)
@@ -127,12 +129,6 @@ def _shape(measured: dict[str, Any], config: RunConfig) -> ModelShape:
         steps=max(1, -(-steps // ranks) if measured.get("divided") else steps),
         samples_per_step=round(samples * ranks),
     )
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def main(arguments: list[str]) -> int:
