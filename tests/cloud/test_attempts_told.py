@@ -119,7 +119,7 @@ def submit_gang(batch: LocalBatch, main: str) -> str:
 
 def told(job: str, client: Any, *statuses: str) -> BatchAttempt:
     """What is told of the job once it has one of the statuses."""
-    limit = time.monotonic() + 90
+    limit = time.monotonic() + 200
     while time.monotonic() < limit:
         attempt = describe_attempts([job], client)[job]
         if attempt.status in statuses:

@@ -7,10 +7,12 @@ import re
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ruamel.yaml import YAML
 
+from ebbflow.infra.process import all_processes
 from tests.support.flow import (
     ROOT,
     TINY,
@@ -23,60 +25,64 @@ from tests.support.flow import (
 )
 
 pytestmark = [pytest.mark.flow, pytest.mark.timeout(900)]  # several runs, on a busy machine
+Report = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def quiet(tmp_path_factory: pytest.TempPathFactory) -> FlowRun:
+def quiet(tmp_path_factory: pytest.TempPathFactory) -> Report:
     """The same job without a fault, run by Metaflow's Runner with dictionaries."""
     runner = FlowRunner(tmp_path_factory.mktemp("quiet"))
     laptop = YAML(typ="safe", pure=True).load(ROOT / "configs" / "laptop.yaml")
     run = runner.finish(runner.start_runner("run", config=laptop, set={**TINY, "store": runner.store}))
     assert run.exit_code == 0 and "Runner says successful: TrainFlow/" in run.output, run.output
-    return run
+    return run.report
 
 
-def assert_same_result(run: FlowRun, quiet: FlowRun) -> None:
-    assert run.report["outcome"] == "completed"
-    assert run.report["weights_sha256"] == quiet.report["weights_sha256"]
-    assert run.report["loss_curve"] == quiet.report["loss_curve"]
+def assert_same_result(run: FlowRun, quiet: Report) -> None:
+    assert run.report["outcome"] == quiet["outcome"] == "completed"
+    assert run.report["weights_sha256"] == quiet["weights_sha256"]
+    assert run.report["loss_curve"] == quiet["loss_curve"]
 
 
-def test_quiet_run_has_nothing_to_tell_of(quiet: FlowRun) -> None:
-    assert quiet.report["interruptions"] == quiet.report["failures"] == quiet.report["redone_steps"] == 0
-    assert_ledger_adds_up(quiet.report)
+def agent_of(rank: int) -> int:
+    """Pid of the task above a rank's process."""
+    parents = {one.pid: one.parent for one in all_processes()}
+    while b"\0step\0train\0" not in Path(f"/proc/{rank}/cmdline").read_bytes():
+        rank = parents[rank]
+    return rank
 
 
-@pytest.mark.parametrize("node", [0, 1])
-def test_a_node_and_then_a_rank_are_lost(node: int, quiet: FlowRun, tmp_path: Path) -> None:
-    """A lost node takes a new attempt; a lost rank is replaced by the agents that are there."""
+def test_both_nodes_and_then_a_rank_are_lost(quiet: Report, tmp_path: Path) -> None:
+    """A lost node, node 0 or not, takes a new attempt; a lost rank is replaced by the agents that are there."""
     runner = FlowRunner(tmp_path)
-    process = runner.start("run", *runner.options(), "--rehearse", f"node-loss@step:20:node={node}")
-    os.kill(runner.await_step(20, generation=2, rank=1), signal.SIGKILL)
+    process = runner.start("run", *runner.options(), "--rehearse", "node-loss@step:20:node=1")
+    os.kill(agent_of(runner.await_step(32, generation=2)), signal.SIGKILL)
+    os.kill(runner.await_step(42, generation=3, rank=1), signal.SIGKILL)
     run = runner.finish(process)
     assert run.exit_code == 0, run.output
     assert_same_result(run, quiet)
-    assert (run.report["interruptions"], run.report["failures"]) == (2, 0)
+    assert (run.report["interruptions"], run.report["failures"]) == (3, 0)
     assert run.report["redone_steps"] >= 1
     attempts = {event["generation"]: event["attempt"] for event in runner.events() if event["name"] == "step"}
-    assert attempts == {1: 0, 2: 1, 3: 1}
+    assert attempts == {1: 0, 2: 1, 3: 2, 4: 2}
     assert run.report["events"]["counts"]["fault_injected"] == 1
     assert_ledger_adds_up(run.report)
 
 
-def test_a_launcher_killed_alone_takes_everything_along_and_the_job_is_resumed(quiet: FlowRun, tmp_path: Path) -> None:
-    """Also a frozen rank. Until then no other launcher gets the job."""
+def test_a_launcher_killed_alone_takes_everything_along_and_the_job_is_resumed(quiet: Report, tmp_path: Path) -> None:
+    """Also frozen agents and a frozen rank. Until then no other launcher gets the job."""
     runner = FlowRunner(tmp_path)
     process = runner.start("run", *runner.options())
-    os.kill(runner.await_step(20, generation=1, rank=1), signal.SIGSTOP)  # the job waits, shorter than a hang takes
+    ranks = [runner.await_step(20, generation=1, rank=rank) for rank in (0, 1)]
+    for pid in (*map(agent_of, ranks), ranks[1]):  # the job waits, and no agent finds it out
+        os.kill(pid, signal.SIGSTOP)
     second = runner.run("resume")
     assert second.exit_code == 3, second.output
     assert re.search(rf"job \d+ is running: `run` of .* \(pid {process.pid}\), since .* --take-over", second.output)
     assert process.poll() is None
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    killed_at = time.monotonic()
     wait_until("the end of all its processes", lambda: not processes_with(str(tmp_path)), timeout=10)
-    assert time.monotonic() - killed_at <= 3
 
     run = runner.run("resume")
     assert run.exit_code == 0, run.output
@@ -88,35 +94,32 @@ def test_a_launcher_killed_alone_takes_everything_along_and_the_job_is_resumed(q
     assert run.report["paid_rank_seconds"] > second  # the killed run's time is in the bill
 
 
-def test_a_notice_and_requests_to_leave_lose_nothing(quiet: FlowRun, tmp_path: Path) -> None:
-    """After the notice Metaflow tries again. The two others end the run, which is resumed by the line that it prints:
-    it is asked again and again until it is gone, also while the report is written.
+def test_a_notice_and_a_request_to_leave_lose_nothing(quiet: Report, tmp_path: Path) -> None:
+    """After the notice Metaflow tries again. The request ends the run, which is resumed by the line that it prints: it
+    is asked again and again until it is gone, also while the report is written.
     """
     runner = FlowRunner(tmp_path, environment={"EBBFLOW_LIVE_PAGE": "1"})
-    words = ["run", *runner.options(), "--rehearse", "notice@step:12:node=1:seconds=60"]
-    for step, generation, number in ((20, 2, signal.SIGHUP), (28, 3, signal.SIGINT)):
-        process = runner.start(*words)
-        runner.await_step(step, generation=generation)
-        process.send_signal(number)
-        limit = time.monotonic() + 60
-        while process.poll() is None and time.monotonic() < limit:
-            process.send_signal(signal.SIGTERM)
-            time.sleep(0.1)
-        left = runner.finish(process, timeout=60)
-        assert left.exit_code == 75, left.output
-        assert "Traceback" not in left.output and "avoid pressing" not in left.output
-        assert left.report["outcome"] == "interrupted" and left.report["redone_steps"] == 0
-        assert not processes_with(str(tmp_path))
-        line = re.search(r"flows/train_flow.py (resume train --origin-run-id (\d+))", left.output)
-        assert line, left.output
-        words = line[1].split()
+    process = runner.start("run", *runner.options(), "--rehearse", "notice@step:12:node=1:seconds=60")
+    runner.await_step(20, generation=2)
+    process.send_signal(signal.SIGINT)
+    limit = time.monotonic() + 60
+    while process.poll() is None and time.monotonic() < limit:
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.1)
+    left = runner.finish(process, timeout=60)
+    assert left.exit_code == 75, left.output
+    assert "Traceback" not in left.output and "avoid pressing" not in left.output
+    assert left.report["outcome"] == "interrupted" and left.report["redone_steps"] == 0
+    assert not processes_with(str(tmp_path))
+    line = re.search(r"flows/train_flow.py (resume train --origin-run-id (\d+))", left.output)
+    assert line, left.output
     card = runner.run("card", "get", "report")
     assert card.exit_code == 0 and "interrupted" in card.output, "of the step start, since no report step ran"
 
     run = runner.finish(runner.start_runner("resume", step_to_rerun="train", origin_run_id=line[2]))
     assert run.exit_code == 0, run.output
     assert_same_result(run, quiet)
-    assert (run.report["interruptions"], run.report["failures"], run.report["redone_steps"]) == (3, 0, 0)
+    assert (run.report["interruptions"], run.report["failures"], run.report["redone_steps"]) == (2, 0, 0)
     assert_ledger_adds_up(run.report)
     notices = [event for event in runner.events() if event["name"] == "notice"]
     rehearsed = [(event["node"], event["data"]["does"]) for event in notices if event["data"]["source"] == "rehearsal"]

@@ -1,8 +1,7 @@
-"""The example of one's own model, and one's own module, through the flow and through torchrun."""
+"""The example of one's own model, and one's own module, through the flow and by ranks alone."""
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -11,31 +10,18 @@ from typing import Any
 
 import pytest
 
-from tests.support.flow import FLOW, ROOT, FlowRun, FlowRunner
+from tests.support.flow import FLOW, ROOT, FlowRun, FlowRunner, train_quietly
 
 pytestmark = [pytest.mark.flow, pytest.mark.timeout(900)]  # several runs, on a busy machine
 
 EXAMPLE = ROOT / "examples" / "shapes.yaml"
 CHANCE = 1 / 4
-
-
-def run_torchrun(folder: Path, *settings: str) -> dict[str, Any]:
-    """The report of the example on two ranks, without agents and without Metaflow."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    words = [*torchrun, "-m", "training", str(EXAMPLE), "--job", "example", "--set", f"store={folder}", *settings]
-    report = [sys.executable, "-m", "cost", "report", "example", "--store", str(folder), "--json"]
-    environment = dict(os.environ, GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1", EBBFLOW_RUNS=str(folder))
-    output = ""
-    for command in (words, report):
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stdout + done.stderr
-        output = done.stdout
-    return json.loads(output)
+HSDP = ("--set", "parallel.mode=hsdp", "--set", "parallel.shard_size=2")
 
 
 @pytest.fixture(scope="module")
 def quiet(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run_torchrun(tmp_path_factory.mktemp("quiet"))
+    return train_quietly(tmp_path_factory.mktemp("quiet"), config=str(EXAMPLE))
 
 
 @pytest.fixture(scope="module")
@@ -77,8 +63,8 @@ def test_the_example_survives_the_loss_of_a_node_bit_for_bit(quiet: dict[str, An
     assert run.report["actual"]["metrics"] == quiet["actual"]["metrics"]
 
 
-def test_torchrun_trains_the_same_model_under_hsdp(quiet: dict[str, Any], tmp_path: Path) -> None:
-    report = run_torchrun(tmp_path, "--set", "parallel.mode=hsdp", "--set", "parallel.shard_size=2")
+def test_ranks_train_the_same_model_under_hsdp(quiet: dict[str, Any], tmp_path: Path) -> None:
+    report = train_quietly(tmp_path, *HSDP, config=str(EXAMPLE))
     losses, expected = ([loss for _, loss in one["loss_curve"]] for one in (report, quiet))
     assert losses == pytest.approx(expected, rel=1e-5)
     accuracy, expected = (one["actual"]["metrics"]["held_out_accuracy"] for one in (report, quiet))

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from ebbflow.training.launch.heartbeat import Heartbeat
+from tests.support.gangs import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 FLOW = ROOT / "flows" / "train_flow.py"
@@ -159,7 +160,18 @@ def train_alone(runner: FlowRunner, *, ranks: int = 1, **settings: object) -> di
     return json.loads(output)
 
 
-def wait_until(what: str, happened: Callable[[], Any], timeout: float = 90, *, pause: float = 0.1) -> Any:
+def train_quietly(folder: Path, *settings: str, config: str = "configs/laptop.yaml", ranks: int = 2) -> dict[str, Any]:
+    """The report of a job that ranks train without agents, Metaflow or an interruption: a fifth of a run's work."""
+    words = [config, "--job", "quiet", *settings, "--set", f"store={folder}"]
+    run_ranks(ranks, ["-m", "ebbflow.training", *words], deadline_seconds=200)
+    command = [sys.executable, "-m", "cost", "report", "quiet", "--store", str(folder), "--json"]
+    environment = {**os.environ, "EBBFLOW_RUNS": str(folder)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout)
+
+
+def wait_until(what: str, happened: Callable[[], Any], timeout: float = 200, *, pause: float = 0.1) -> Any:
     """The first true answer of `happened`; fails by naming what was waited for.
 
     pause: seconds between two looks; more of them where a look is a request, which takes CPU time of what is awaited.

@@ -100,7 +100,7 @@ def local_batch(folder: Path, **settings: Any) -> Iterator[LocalBatch]:
             process.wait()
 
 
-def job_when(batch: LocalBatch, name: str, status: str, *, deadline_seconds: float = 120) -> dict[str, Any]:
+def job_when(batch: LocalBatch, name: str, status: str, *, deadline_seconds: float = 200) -> dict[str, Any]:
     """The newest job whose name contains `name`, once it has the status or has ended."""
     limit = time.monotonic() + deadline_seconds
     while time.monotonic() < limit:
