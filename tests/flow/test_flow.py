@@ -207,9 +207,9 @@ def test_the_notebook_of_a_report_runs(default: tuple[FlowRunner, FlowRun], tmp_
     assert any(f"{default[1].report['total_usd']:.4f}" in json.dumps(one) for one in outputs)
 
 
-def test_with_local_and_a_job_that_goes_on(tmp_path: Path) -> None:
-    """--with local takes remote decorators off again; a job's name is continued, with its own model only. The terminal
-    knows ASCII alone, and no step nor the report minds.
+def test_with_local_and_a_job_that_goes_on_to_a_loss_that_is_not_finite(tmp_path: Path) -> None:
+    """--with local takes remote decorators off again; a job's name is continued, with its own model only, and ends with
+    the exit code of its last run. The terminal knows ASCII alone, and no step nor the report minds.
     """
     runner = FlowRunner(tmp_path, environment={"PYTHONIOENCODING": "ascii"})
     name = ["--job", "mine"]
@@ -235,19 +235,12 @@ def test_with_local_and_a_job_that_goes_on(tmp_path: Path) -> None:
     settings = json.loads((run.folder / "config.json").read_text())
     del settings["config"]["workload_options"], settings["config"]["data"]["tokenizer"]
     (run.folder / "config.json").write_text(json.dumps(settings))  # as a version that did not know these keys left it
-    longer = runner.run("run", *runner.options(training__max_steps=12, **few), *name)
-    assert longer.exit_code == 0, longer.output
-    assert [step for step, _ in longer.report["loss_curve"]] == list(range(1, 13))
-    assert longer.report["interruptions"] == 0
-
-
-def test_a_number_that_is_not_finite_ends_the_job_with_its_own_exit_code(tmp_path: Path) -> None:
-    runner = FlowRunner(tmp_path)
-    options = runner.options(training__learning_rate=1e30, training__gradient_clip_norm="null", cluster__nodes=1)
-    run = runner.run("run", *options)
-    assert run.exit_code == 7, run.output
-    assert run.report["outcome"] == "non_finite"
-    assert "rank" in run.output
+    diverging = {"training__learning_rate": 1e30, "training__gradient_clip_norm": "null"}
+    longer = runner.run("run", *runner.options(training__max_steps=12, **few, **diverging), *name)
+    assert longer.exit_code == 7, longer.output
+    assert longer.report["outcome"] == "non_finite" and "rank" in longer.output
+    assert [step for step, _ in longer.report["loss_curve"]] == list(range(1, len(longer.report["loss_curve"]) + 1))
+    assert 8 < len(longer.report["loss_curve"]) < 12 and longer.report["interruptions"] == 0
 
 
 def test_a_store_that_fails_between_the_checks_and_the_training(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,6 +23,7 @@ from tests.support.flow import (
     assert_ledger_adds_up,
     generation_seconds,
     processes_with,
+    train_quietly,
     wait_until,
 )
 from tests.support.swift import Swift
@@ -66,28 +68,38 @@ class Bucket(FlowRunner):
 
 
 @pytest.fixture(scope="module")
-def quiet(tmp_path_factory: pytest.TempPathFactory, swift: Swift) -> tuple[Bucket, FlowRun]:
-    """The job without a fault."""
-    runner = Bucket(tmp_path_factory.mktemp("quiet-s3"), swift)
-    run = runner.run("run", *runner.options())
+def quiet(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The report of the same job in a folder, without a fault."""
+    folder = tmp_path_factory.mktemp("quiet")
+    return train_quietly(folder, *FlowRunner(folder).options())
+
+
+@pytest.fixture(scope="module")
+def lost(tmp_path_factory: pytest.TempPathFactory, swift: Swift) -> tuple[Bucket, FlowRun]:
+    """A run that loses a node and completes."""
+    runner = Bucket(tmp_path_factory.mktemp("lost-s3"), swift)
+    run = runner.run("run", *runner.options(), "--rehearse", "node-loss@60%")
     assert run.exit_code == 0, run.output
     return runner, run
 
 
-def assert_same_result(run: FlowRun, quiet: FlowRun) -> None:
+def assert_same_result(run: FlowRun, quiet: dict[str, Any]) -> None:
     assert run.report["outcome"] == "completed", run.output
-    assert run.report["weights_sha256"] == quiet.report["weights_sha256"]
-    assert run.report["loss_curve"] == quiet.report["loss_curve"]
-    lines = run.report["ledger"]
-    assert round(sum(line["usd"] for line in lines), 6) == run.report["total_usd"]
+    assert run.report["weights_sha256"] == quiet["weights_sha256"]
+    assert run.report["loss_curve"] == quiet["loss_curve"]
+    assert round(sum(line["usd"] for line in run.report["ledger"]), 6) == run.report["total_usd"]
     assert {"report.json", "report.html"} <= {path.name for path in run.folder.iterdir()}
     assert run.folder.name == run.report["job"]
 
 
-def test_a_quiet_run_leaves_all_in_the_bucket_and_the_reports_here(quiet: tuple[Bucket, FlowRun]) -> None:
-    runner, run = quiet
-    assert_same_result(run, run)
-    assert run.report["interruptions"] == run.report["redone_steps"] == 0
+def test_a_run_that_loses_a_node_leaves_all_in_the_bucket_and_the_reports_here(
+    quiet: dict[str, Any], lost: tuple[Bucket, FlowRun]
+) -> None:
+    runner, run = lost
+    assert_same_result(run, quiet)
+    assert run.report["interruptions"] == 1 and run.report["failures"] == 0
+    assert run.report["redone_steps"] >= 1
+    assert run.report["events"]["counts"]["fault_injected"] == 1
     job = f"{PREFIX}/jobs/{run.report['job']}"
     kinds = {key.removeprefix(f"{job}/").partition("/")[0] for key in runner.keys(job)}
     assert kinds >= {"config.json", "events", "generations", "data", "index", "commits", "report.json", "report.html"}
@@ -96,8 +108,8 @@ def test_a_quiet_run_leaves_all_in_the_bucket_and_the_reports_here(quiet: tuple[
     assert not (runner.runs / "jobs").exists()
 
 
-def test_the_commands_read_a_job_in_a_bucket(quiet: tuple[Bucket, FlowRun]) -> None:
-    runner, run = quiet
+def test_the_commands_read_a_job_in_a_bucket(lost: tuple[Bucket, FlowRun]) -> None:
+    runner, run = lost
     job = run.report["job"]
     for named in ((job, "--store", runner.store), ("latest",)):
         report = json.loads(runner.command("cost", "report", *named, "--json"))
@@ -113,17 +125,7 @@ def test_the_commands_read_a_job_in_a_bucket(quiet: tuple[Bucket, FlowRun]) -> N
     assert len(verified) == len(listed) and all(row["sound"] for row in verified)
 
 
-def test_a_node_is_lost(quiet: tuple[Bucket, FlowRun], tmp_path: Path, swift: Swift) -> None:
-    runner = Bucket(tmp_path, swift)
-    run = runner.run("run", *runner.options(), "--rehearse", "node-loss@60%")
-    assert run.exit_code == 0, run.output
-    assert_same_result(run, quiet[1])
-    assert run.report["interruptions"] == 1 and run.report["failures"] == 0
-    assert run.report["redone_steps"] >= 1
-    assert run.report["events"]["counts"]["fault_injected"] == 1
-
-
-def test_everything_killed_then_resumed(quiet: tuple[Bucket, FlowRun], tmp_path: Path, swift: Swift) -> None:
+def test_everything_killed_then_resumed(quiet: dict[str, Any], tmp_path: Path, swift: Swift) -> None:
     runner = Bucket(tmp_path, swift)
     process = runner.start("run", *runner.options())
     runner.await_commit()
@@ -132,7 +134,7 @@ def test_everything_killed_then_resumed(quiet: tuple[Bucket, FlowRun], tmp_path:
     wait_until("the end of all its processes", lambda: not processes_with(str(tmp_path)), timeout=10)
     run = runner.run("resume")
     assert run.exit_code == 0, run.output
-    assert_same_result(run, quiet[1])
+    assert_same_result(run, quiet)
     assert run.report["interruptions"] == 1
     assert_ledger_adds_up(run.report)
     first, second = (generation_seconds(run.report, number) for number in (1, 2))
@@ -140,7 +142,7 @@ def test_everything_killed_then_resumed(quiet: tuple[Bucket, FlowRun], tmp_path:
 
 
 def test_a_job_continued_by_its_name_and_metaflow_in_the_bucket_too(
-    quiet: tuple[Bucket, FlowRun], tmp_path: Path, swift: Swift
+    quiet: dict[str, Any], tmp_path: Path, swift: Swift
 ) -> None:
     """What Metaflow records does not matter to the job: the second run keeps it elsewhere than the first one."""
     runner = Bucket(tmp_path, swift)
@@ -156,7 +158,7 @@ def test_a_job_continued_by_its_name_and_metaflow_in_the_bucket_too(
     runner.keep_metaflow_in_the_bucket()
     run = runner.run("run", *runner.options(), "--job", "by-name")
     assert run.exit_code == 0, run.output
-    assert_same_result(run, quiet[1])
+    assert_same_result(run, quiet)
     assert run.report["job"] == run.folder.name == "by-name" and run.report["redone_steps"] == 0
     assert runner.keys("metaflow/TrainFlow/")
     assert not [path for path in (tmp_path / ".metaflow" / "TrainFlow" / "data").rglob("*") if path not in here]

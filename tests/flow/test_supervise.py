@@ -17,7 +17,7 @@ from tests.support.flow import (
     FlowRunner,
     assert_ledger_adds_up,
     processes_with,
-    train_alone,
+    train_quietly,
     wait_until,
 )
 
@@ -85,7 +85,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
     runner.log = second_log
     run = runner.finish(second)
     survivors = processes_with(str(runner.folder))
-    quiet = train_alone(FlowRunner(tmp_path_factory.mktemp("quiet")), **_LONGER)
+    quiet = train_quietly(tmp_path_factory.mktemp("quiet"), *runner.options(cluster__nodes=1, **_LONGER), ranks=1)
     return Story(runner, left, survivors, run, quiet)
 
 
@@ -123,7 +123,7 @@ def test_a_job_that_is_complete_is_not_run_again(story: Story) -> None:
 def test_a_crash_loop_ends_with_its_code_its_reason_and_its_cost(tmp_path: Path) -> None:
     runner = Supervised(tmp_path, environment={"PYTHONPATH": str(ROOT)})
     settings = {"workload": "tests.support.crashing:Crashing", "checkpoint__interval_steps": 30}
-    run = runner.run(*runner.words(**settings, cluster__processes_per_node=2))  # the bug is in rank 1
+    run = runner.run(*runner.words(**settings))
     assert run.exit_code == 6, run.output
     assert run.report["outcome"] == "crash_loop" and run.report["failures"] == 3
     *_, why, cost = told(run)
