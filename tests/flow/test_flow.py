@@ -136,7 +136,7 @@ def test_the_terminal_tells_the_story(default: tuple[FlowRunner, FlowRun]) -> No
     assert 2 <= len(progress) <= 3 + report["actual"]["wall_hours"] * 360
     assert sum(-(-len(line) // 80) for line in output.splitlines()) <= 56 + 2 * len(progress), output
     assert "\x1b" not in output and "\r" not in output
-    assert 5 <= len(output[output.rindex("\n✓ ") :].strip().splitlines()) <= 15
+    assert 4 <= len(output[output.rindex("\n✓ ") :].strip().splitlines()) <= 15
     log = (default[1].folder / "metaflow.log").read_text()
     starts = [log.index(f"/{step}/") for step in ["preflight", "plan", "prepare", "train", "join", "report", "end"]]
     assert starts == sorted(starts) and "capacity plan" in log
