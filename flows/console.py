@@ -366,7 +366,8 @@ class _Bar:
         self.start()
 
     def start(self) -> None:
-        sys.stdout = sys.stderr = _Lines(self._view)  # prints of this process would move the bar
+        lines = _Lines(self._view)  # prints of this process would move the bar
+        sys.stdout, sys.stderr = lines, lines if self._streams[1].isatty() else self._streams[1]
         self._live.start()
 
     def print(self, line: str) -> None:
