@@ -330,13 +330,15 @@ def spread_model(
     *,
     small_model_bytes: int = SMALL_MODEL_BYTES,
     overwritten: bool = False,
+    progress: Callable[[], object] = lambda: None,
 ) -> Spread:
     """Build the workload's model with its initial weights, and distribute it over the ranks. Collective.
 
     The weights are bit-identical in every parallel mode and at any world size. A single rank is neither sharded nor
     replicated, unless mixed precision or offloading needs FSDP2. Models of at most `small_model_bytes` keep their
     weights gathered from forward to backward. `overwritten`: the caller is about to overwrite the weights, so they are
-    not initialised. Raises ParallelError for an unsupported option.
+    not initialised. `progress` is called before each module is initialised. Raises ParallelError for an unsupported
+    option.
     """
     module = workload.model()
     blank, units = copy.deepcopy(module), list(workload.units(module))
@@ -357,7 +359,7 @@ def spread_model(
     if sharded and (not gang.alone or fsdp.use_mixed_precision or fsdp.cpu_offload):
         shard_model(module, units, fsdp, gang, size=size, keep_gathered=small)
     materialise(module, "cpu" if sharded and fsdp.cpu_offload else gang.device)
-    initialise(module, blank, seed=config.training.seed, overwritten=overwritten)
+    initialise(module, blank, seed=config.training.seed, overwritten=overwritten, progress=progress)
     model, compression = module, None
     if not sharded and not gang.alone:
         model, compression = replicate_model(module, config.ddp, gang)

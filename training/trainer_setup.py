@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,9 @@ def build_trainer(spec: WorkerSpec, gang: Gang, *, nodes: int, reporter: Reporte
     if config.workload is not None:
         workload = wrap_user_workload(workload, config.workload)
     overwritten = bool(spec.candidates or config.training.initial_weights)
-    spread = spread_model(workload, config, gang, overwritten=overwritten)
+    # Each module is a sign of life: the limit of the phase is one for a module, not for a model of any size.
+    alive = partial(reporter.enter, "init", 0)
+    spread = spread_model(workload, config, gang, overwritten=overwritten, progress=alive)
     reporter.on_close(report_compilation(lambda: reporter.enter_temporarily("compile")))
     optimizer = _optimizer(workload, spread.module, config)
     guards = make_guards(spec, config, gang, copies=spread.copies, emit=reporter.emit)
@@ -180,7 +183,9 @@ def begin(trainer: Trainer) -> Position:
     if path is not None:
         trainer.enter("restore", 0)
         begun = time.monotonic()
-        tensors = load_weights(path, trainer.spread.module, getattr(trainer.workload, "translate_weights", None))
+        translate = getattr(trainer.workload, "translate_weights", None)
+        alive = partial(trainer.enter, "restore", 0)
+        tensors = load_weights(path, trainer.spread.module, translate, progress=alive)
         if trainer.gang.rank == 0:
             seconds = time.monotonic() - begun
             trainer.reporter.emit(INITIAL_WEIGHTS, tensors=tensors, seconds=seconds, files=describe_files(path))

@@ -89,8 +89,10 @@ def test_weights_that_will_be_overwritten_are_not_initialised(join: Join) -> Non
             calls.clear()  # those of the constructors, on the meta device
             return []
 
-    config = make_config("fsdp2")
-    module = spread_model(Small(config), config, join(3, 16), overwritten=True).module
+    config, beats = make_config("fsdp2"), list[str]()
+    alive = lambda: beats.append("alive")  # noqa: E731
+    module = spread_model(Small(config), config, join(3, 16), overwritten=True, progress=alive).module
+    assert beats == ["alive"], "a large model is not taken for a hang"
     assert calls == ["rotary"] and module.get_buffer("1.frequencies").tolist() == [0.0, 1.0, 2.0, 3.0]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -24,7 +24,14 @@ from ebbflow.training.weights.files import StoredTensor, Translate, abbreviate, 
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 
 
-def initialise(module: nn.Module, blank: nn.Module, *, seed: int, overwritten: bool = False) -> None:
+def initialise(
+    module: nn.Module,
+    blank: nn.Module,
+    *,
+    seed: int,
+    overwritten: bool = False,
+    progress: Callable[[], object] = lambda: None,
+) -> None:
     """Fill `module`, sharded or not, with initial weights. `blank` is a copy of the whole model on the meta device.
 
     Each module that holds parameters or buffers is materialised alone on the CPU, initialised by its own
@@ -33,7 +40,8 @@ def initialise(module: nn.Module, blank: nn.Module, *, seed: int, overwritten: b
     initialised under its first name. Raises WorkloadError for a module without `reset_parameters`.
 
     With `overwritten`, a commit or a file is about to overwrite everything but buffers that no commit has. Only modules
-    with such buffers are initialised then.
+    with such buffers are initialised then. `progress` is called before each module, since all take minutes if the model
+    is large.
     """
     tied = tied_names(blank)
     targets = dict(module.named_parameters()) | dict(module.named_buffers())
@@ -47,6 +55,7 @@ def initialise(module: nn.Module, blank: nn.Module, *, seed: int, overwritten: b
                 f"module {name or '(the model)'} ({type(part).__name__}) holds {own[0][0]!r} but has no "
                 "reset_parameters(); fix: add one that fills its parameters and buffers, as torch.nn.Linear does"
             )
+        progress()
         part.to_empty(device="cpu", recurse=False)
         with torch.random.fork_rng(devices=[]):
             digest = hashlib.sha256(f"{seed}\n{name}".encode()).digest()
@@ -115,10 +124,17 @@ def check_weights_fit(found: Mapping[str, StoredTensor], model: nn.Module, path:
 
 
 @torch.no_grad()
-def load_weights(path: str, model: nn.Module, translate: Translate | None = None) -> int:
+def load_weights(
+    path: str,
+    model: nn.Module,
+    translate: Translate | None = None,
+    *,
+    progress: Callable[[], object] = lambda: None,
+) -> int:
     """Fill the model, sharded or not, from safetensors files, and return the number of tensors.
 
-    Values are converted to the model's dtype. Raises WorkloadError, and changes no weight, if the files do not fit.
+    Values are converted to the model's dtype. `progress` is called before each tensor. Raises WorkloadError, and
+    changes no weight, if the files do not fit.
     """
     found = find_weights(path, translate)
     check_weights_fit(found, model, path)
@@ -129,6 +145,7 @@ def load_weights(path: str, model: nn.Module, translate: Translate | None = None
             for file in {stored.file for stored in found.values()}
         }
         for name, stored in found.items():
+            progress()
             _fill(targets[name], files[stored.file], stored.name)
     return len(found)
 
