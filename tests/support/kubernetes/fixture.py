@@ -13,7 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 _ROOT = Path(__file__).resolve().parents[3]
+_POD = Path(__file__).with_name("pod.py")
 HEAD = "head-token"
 
 
@@ -71,8 +74,13 @@ class LocalCluster:
 
 @contextlib.contextmanager
 def local_cluster(folder: Path, **settings: Any) -> Iterator[LocalCluster]:
-    """Run one until the end of the block; its pods end with it."""
+    """Run one until the end of the block; its pods end with it. Skips a test where pods can have no namespaces."""
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / "hosts").write_text("127.0.0.1 localhost\n")
+    words = [str(os.getpid()), str(folder / "hosts"), "pod", str(min(os.sched_getaffinity(0))), "true"]
+    done = subprocess.run([sys.executable, "-S", str(_POD), *words], capture_output=True, text=True, timeout=60)
+    if done.returncode:
+        pytest.skip(f"no namespaces for pods here: {done.stderr[-200:]}")
     with open(folder / "server.log", "w") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.support.kubernetes", str(folder / "pods"), "--parent", str(os.getpid()),
