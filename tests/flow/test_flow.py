@@ -152,10 +152,9 @@ from metaflow import Flow, namespace
 
 run = Flow("TrainFlow").latest_run
 data = run.data
-assert Flow("TrainFlow").latest_successful_run == run
+assert Flow("TrainFlow").latest_successful_run.id == run.id
 assert [one.id for one in Flow("TrainFlow").runs("kind:default")] == [run.id] and not [*Flow("TrainFlow").runs("x")]
-frames = {name: json.loads(getattr(data, name).to_json(orient="split"))
-          for name in ("loss_frame", "ledger_frame", "throughput_frame")}
+frames = {name: getattr(data, name).to_dict("split") for name in ("loss_frame", "ledger_frame", "throughput_frame")}
 print(json.dumps({"type": type(data.run_report).__name__, "report": data.run_report.to_json(), "frames": frames,
                   "tags": sorted(run.tags)}, default=float))
 """
