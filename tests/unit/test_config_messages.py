@@ -234,8 +234,8 @@ bad.yaml:3:1: not valid YAML: expected ',' or ']', but got '<stream end>' while 
 bad.yaml:1:1: bad.yaml must be a section of 'key: value' lines, not a list
      1 | - model
        | ^^^^^^^
-  hint: known keys: store, workload, workload_options, model, training, data, parallel, ddp, fsdp, cluster, \
-batch, checkpoint, cost, metrics, survival, guards""",
+  hint: known keys: store, script, script_args, workload, workload_options, model, training, data, parallel, ddp, \
+fsdp, cluster, batch, kubernetes, checkpoint, cost, metrics, survival, guards""",
     ),
     "not text at all": (
         b"model:\n  num_heads: \xff\n",
