@@ -273,7 +273,8 @@ def end_for_left_out_node(end: GenerationEnd, cause: str) -> GenerationEnd:
 def end_from_failures(evidence: Sequence[WorkerFailure]) -> GenerationEnd:
     """Return the result of a failed generation, with the culprit that the evidence shows.
 
-    `again` is True if new ranks on the same nodes may succeed. After the loss of a node it is False.
+    `again` is True if new ranks on the same nodes may succeed. After the loss of a node it is False here, and
+    the caller sets it if enough nodes are left.
     """
     culprit = blame(evidence)
     worst = culprit.failure
