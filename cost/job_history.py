@@ -54,8 +54,9 @@ class PoolStay:
         ended_utc: Unix time of the generation's end.
         hours: Duration of the generation.
         reclaimed: Whether the generation ended because the provider took machines away.
-        gone_hours: Hours from there until the same run's next generation; None if unknown.
-        moved: Whether that was in another pool, so that this pool may have been without capacity for longer.
+        gone_hours: Hours from the end of this generation to the begin of the same run's next one; None if unknown.
+        moved: Whether the next generation ran in another pool, so that this pool may have been without capacity for
+            longer.
     """
 
     instance_type: str

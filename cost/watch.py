@@ -158,7 +158,7 @@ def read_earlier_reports(job: str) -> list[RunReport]:
 
 
 def write_until_ended(page: LivePage, path: Path, parent: int) -> None:
-    """Keep a file current until the job ends or, if `parent` is a process id, until that process ends.
+    """Keep the file of the live page current until the job ends or, if `parent` is a process id, that process ends.
 
     The file is replaced atomically, so that a reader never sees a part of it.
     """

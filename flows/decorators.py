@@ -235,7 +235,7 @@ class CapacityDecorator(StepDecorator):
 
 
 def set_region(env: dict[str, str], region: str | None, config: dict[str, Any]) -> str | None:
-    """Let the submitting process reach a queue in another region, and the store in its own. Return the job's region."""
+    """Let the submitting process use a queue in another region than the store's. Return the job's region."""
     home = config["batch"]["region"]
     if home and region and region != home:
         env |= {"AWS_DEFAULT_REGION": region, STORE_REGION_VARIABLE: config["cost"]["store_region"]}

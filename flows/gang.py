@@ -202,7 +202,7 @@ def _run_node(flow: Any, this: Any, order: AttemptOrder | None, *, node: int, ma
 
 
 def _order(flow: Any, this: Any) -> AttemptOrder | None:
-    """Return the scheduler's order for this attempt, or None if there is none, as for training on this machine.
+    """Return where and with how many nodes the scheduler placed this attempt; None if it runs on this machine.
 
     Raises StepFailed if no placement could be chosen for the attempt, or if the store fails.
     """

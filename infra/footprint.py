@@ -120,7 +120,7 @@ class HostGang:
 
 
 def local_gang(config: RunConfig) -> HostGang | None:
-    """Return the number of nodes and of ranks per node in the configuration; None if the plan chooses one ("auto")."""
+    """Return the nodes and ranks per node of the configuration, or None if either is "auto", left to the plan."""
     nodes, processes = config.cluster.nodes, config.cluster.processes_per_node
     if nodes == "auto" or processes == "auto":
         return None

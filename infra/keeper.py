@@ -187,7 +187,7 @@ class Keeper:
         self._lose()
 
     def _ask(self, request: bytes, descriptors: list[int], limit: float) -> None:
-        """Send a request with its file descriptors; at `limit`, kill a keeper that is stopped and does not read it."""
+        """Send a request with its file descriptors. Kill the keeper if it has not read it by `limit`."""
         unsent = memoryview(request)
         while unsent and not self.lost:
             left = limit - time.monotonic()

@@ -111,7 +111,7 @@ def _needed_modules():  # type: ignore[no-untyped-def]
 
 
 def _right_command() -> str:
-    """Return the command that installs the packages, or the project's .venv interpreter if another one is running."""
+    """Return the command that mends a missing package: run the project's .venv interpreter, or install the packages."""
     if INSTALLED:
         return f"{sys.executable} -m pip install ebbflow"
     python = IMPORT_ROOT / ".venv" / "bin" / "python"

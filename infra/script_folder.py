@@ -62,7 +62,10 @@ def pack_script(config: RunConfig, store: Store) -> str:
 
 
 def find_script(script: str, sha256: str | None, store: Store) -> Path:
-    """Return the script's path on this machine. If it has an archive, unpack that once. Raises ScriptFolderError."""
+    """Return the script's path on this machine. Raises ScriptFolderError.
+
+    If its folder was stored as an archive, the first call unpacks it.
+    """
     path = Path(script)
     if sha256 is None:
         return path

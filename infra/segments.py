@@ -248,7 +248,7 @@ def _read_seal(line: bytes) -> tuple[str, list[str], bool] | None:
 def _verify(
     pending: list[tuple[int, bytes]], checksums: list[str]
 ) -> tuple[list[tuple[int, bytes]], list[tuple[int, bytes]]]:
-    """Split numbered lines into those whose checksum is in the seal, at any position, and the others."""
+    """Split numbered lines into those whose checksum is in the segment's list, in any order, and the others."""
     left = Counter(checksums)
     good, bad = [], []
     for number, line in pending:
@@ -304,7 +304,7 @@ def _get(job_store: Store, key: str) -> bytes | str:
 
 
 def _list_folder(folder: Path) -> tuple[list[str], list[Damage]]:
-    """Return the keys of the segments in a folder, and damage for each entry that is not one, such as a pipe."""
+    """Return the keys of the segments in a folder, and a damage record for each other entry, such as a pipe."""
     keys: list[str] = []
     damage: list[Damage] = []
     for name, path in _entries(folder, "events", damage):

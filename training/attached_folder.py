@@ -65,7 +65,7 @@ class FolderJob(AttachedJob):
         self._described, self._max_steps = model, int(max_steps) if 0 < max_steps < sys.maxsize else 0
 
     def doubt_data(self) -> None:
-        """Record that a resumed run may read other samples."""
+        """Record that a resumed run may read other samples than an uninterrupted one."""
         self._same_data = ""
 
     @property

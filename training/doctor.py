@@ -88,7 +88,10 @@ def _examine(given: argparse.Namespace, arguments: list[str], folder: Path) -> i
 def _run(
     script: Path, arguments: list[str], folder: Path, name: str, steps: int, *, kill: int = 0, seed: int = 0
 ) -> dict[str, Any]:
-    """Run the script in a copy of its folder until `steps` or `kill`; return its records, saves and last output."""
+    """Run the script in a copy of its folder for `steps` steps, or kill it at step `kill` if that is not 0.
+
+    Return its records, saves and last output.
+    """
     if not folder.exists():
         shutil.copytree(script.parent, folder, ignore=shutil.ignore_patterns(".git", "runs"), symlinks=True)
     trace, output = folder.parent / f"{folder.name}-{name}.jsonl", folder.parent / "output"

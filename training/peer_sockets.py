@@ -185,9 +185,9 @@ def _await_peers(
 def _answered(
     caller: socket.socket, told: bytearray, token: bytes, peers: dict[int, socket.socket], wanted: range
 ) -> bool:
-    """Read more of a caller's first message into `told`.
+    """Read more of the first message of an incoming connection into the buffer `told`.
 
-    Return True if the caller is now one of `peers`, or was closed.
+    Return True if the message is complete: the caller is now one of `peers`, or its connection was closed.
     """
     try:
         data = caller.recv(_HELLO.size - len(told))

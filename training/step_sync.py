@@ -147,7 +147,7 @@ class StepSync:
 
     @property
     def at(self) -> Position:
-        """Position before the step that the rows belong to."""
+        """The job's position, in steps and samples, before the step that the ranks have agreed on."""
         return Position(int(self.rows[0].step) - 1, int(self.rows[0].cursor))
 
     def merge(self, older: StepSync) -> StepSync:

@@ -52,7 +52,7 @@ class _Left(BaseException):
 
 
 class Evaluation:
-    """Runner of one rank's evaluations, which all ranks can leave early after a vote.
+    """Runner of this rank's part of each evaluation. The ranks can vote to end an evaluation early, all together.
 
     A rank waits for the votes of the others for `vote_seconds`, or for as long as the longest forward pass took if that
     is longer.

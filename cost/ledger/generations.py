@@ -108,7 +108,7 @@ def find_later_refusal(events: Sequence[Event]) -> Event | None:
 
 
 def _final_outcomes(events: Sequence[Event]) -> list[Event]:
-    """Return the `outcome` events of the newest generation, and later ones that Metaflow's flow wrote."""
+    """Return the newest generation's `outcome` events, and any later `outcome` events that steps of the flow wrote."""
     started = [event for event in events if event.name == GENERATION_STARTED]
     newest = max((event.generation for event in started), default=None)
     since = max((event.t_wall for event in started if event.generation == newest), default=-math.inf)

@@ -259,7 +259,7 @@ def _held_out(events: Sequence[Event], origin: float, place: Any) -> dict[str, l
 
 
 def _machine(events: Sequence[Event], origin: float, place: Any) -> dict[str, list[Any]]:
-    """Average the heartbeats of all nodes in buckets of time; a GPU's load also has its lowest value."""
+    """Average the heartbeats of all nodes in buckets of time; of the GPU load, return the lowest value as well."""
     beats = [event for event in events if event.name == NODE_HEARTBEAT and any(map(event.data.get, _MACHINE))]
     if not beats:
         return {}
@@ -314,7 +314,7 @@ def _marks(
 
 
 def _lanes(ledger: Ledger, generations: dict[int, RecordedGeneration], origin: float) -> list[dict[str, Any]]:
-    """Describe the time of each node in each generation by its first rank: segments of one class after another."""
+    """Return a lane per node and generation: the time of its first rank as segments, each of one class of paid time."""
     found = []
     nodes = ledger.nodes if len(ledger.nodes) <= _MOST_LANES else ledger.nodes[-_MOST_LANES:]
     for bill in nodes:

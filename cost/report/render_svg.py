@@ -96,7 +96,7 @@ def _old_columns(report: RunReport) -> dict[str, Any]:
 
 
 def _with_held_out(charts: dict[str, Any]) -> dict[str, list[Any]]:
-    """Merge the evaluations into the columns of the steps, by step."""
+    """Add the held-out losses to the columns of values per step, in the row of their step."""
     steps, held = charts.get("steps") or {}, charts.get("held_out") or {}
     if not held.get("step") or not steps.get("step"):
         return dict(steps)

@@ -26,7 +26,7 @@ _ENDINGS = {
 
 
 class Tile(NamedTuple):
-    """One of the four numbers: its name, the number, a line of explanation, and shares of a bar (0 to 1)."""
+    """One of the four large numbers of the report: its name, text, explanation, and the share (0 to 1) of its bar."""
 
     name: str
     number: str

@@ -99,7 +99,7 @@ class StartLimits:
         self._starting: float | None = None
 
     def restart(self) -> None:
-        """Count the wait for capacity from now on."""
+        """Restart the clock that measures the wait for capacity."""
         self._submitted, self._starting = time.monotonic(), None
 
     def left(self) -> float:
@@ -268,10 +268,10 @@ class Submission:
                 time.sleep(_LOOK_SECONDS)
 
     def _leave(self, number: int, frame: object) -> None:
-        """Handle SIGTERM: terminate the Batch job, which then saves a checkpoint and ends, and exit.
+        """Handle SIGTERM: terminate the Batch job and exit. The job saves a checkpoint before it ends.
 
-        During a submit the job's id is unknown. The signal is then only noted, and the handler of the answer terminates
-        the job and exits.
+        While a submit request is pending, the job's id is unknown. The signal is then only noted, and the code that
+        handles the response terminates the job and exits.
         """
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if self._submits:
@@ -301,7 +301,7 @@ class Submission:
 
 
 def submit_events(asked: dict[str, Any]) -> EventLog:
-    """Open the job's event log for the process that submits an attempt. asked: the JSON of SUBMIT_VARIABLE."""
+    """Open the job's event log for the process that submits an attempt. asked: from SUBMIT_VARIABLE."""
     from ebbflow.infra.config.schema import RunConfig
     from ebbflow.infra.event_log import EventLog
     from ebbflow.infra.events import Origin

@@ -314,7 +314,7 @@ def add_adopt_command(commands: argparse._SubParsersAction) -> None:
 
 
 def adopt(options: argparse.Namespace) -> int:
-    """Run `ebbflow adopt` and return its exit code.
+    """Write a configuration for the queues that an AWS account already has (`ebbflow adopt`). Return the exit code.
 
     The exit code is 0 on success, 1 if the account has no queue for training, and 2 for invalid options or an output
     file that already exists. For an AWS error it is the error's exit code.

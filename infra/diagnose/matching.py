@@ -168,9 +168,9 @@ def required_literals(expression: str) -> tuple[str, ...]:
 
 
 def _best(sequence: Any) -> set[str]:
-    """Return texts of which each match of a parsed regular expression contains at least one.
+    """Return a set of texts such that every match of a parsed regular expression contains at least one of them.
 
-    Of several such sets, return the one with the longest texts.
+    If there are several such sets, return the one with the longest texts.
     """
     found: list[set[str]] = []
     run = ""

@@ -3,7 +3,7 @@
 A generation is one start of the gang. Its record names its parent, the commit from which it started, so the records
 form a chain from the newest generation back to the first. A commit is reachable if its generation is in this chain and
 its step is not above the step from which the next generation in the chain started. Only reachable commits may be
-restored; messages say that they count.
+restored; messages say of such a commit that it "counts".
 
 So a higher step alone does not make a commit the newest one: commits that a superseded gang makes late, and commits of
 steps that a rewind abandoned, are unreachable. Each generation saves only steps after its start, so the reachable

@@ -204,8 +204,8 @@ def _stream(reader: CommitReader, names: Sequence[str]) -> Iterator[tuple[str, T
     """Read the named tensors in groups ("windows"), and yield them in order.
 
     Only whole chunks can be verified, and a chunk is usually larger than a tensor. Reading tensor by tensor would read
-    each chunk many times. A window is at least two chunks of each object, because the chunks at its edges may be read
-    twice. All windows share one block of memory, since repeated allocation would fragment the heap.
+    each chunk many times. The chunks at the edges of a window may be read twice, so a window spans at least two chunks
+    of each object. All windows share one block of memory, since repeated allocation would fragment the heap.
     """
     manifest = reader.manifest
     most_bytes = max([_WINDOW_BYTES, *(2 * len(manifest.data) * data.chunk_bytes for data in manifest.data)])

@@ -161,7 +161,7 @@ def entropy_nats(counts: np.ndarray) -> float:
 
 
 def read_description(shards: Store) -> Tokens | None:
-    """Return the description of complete shards, or None if there are none. Raises DataError if it is damaged."""
+    """Return the facts about a token set, or None if its shards were never completed. Raises DataError if damaged."""
     try:
         return Tokens(**json.loads(shards.get(DESCRIPTION)))
     except ObjectNotFound:

@@ -184,8 +184,8 @@ def find_divergent_ranks(sums: Sequence[float], copies: int) -> tuple[list[int],
     """Return the ranks whose weights differ from their replicas', and whether a majority shows that they are wrong.
 
     `sums` has one checksum per rank. The ranks form `copies` equal groups of consecutive ranks, each with one copy of
-    the model; ranks at the same position in their groups are replicas. If most replicas of a set do not agree, all of
-    them are returned.
+    the model; ranks at the same position in their groups are replicas. If no majority of a set of replicas agrees, all
+    of them are returned.
     """
     shards = len(sums) // copies
     odd: list[int] = []

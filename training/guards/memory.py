@@ -157,7 +157,7 @@ def memory_of_other_processes(device: torch.device) -> str:
 def more_micro_batches(config: RunConfig, world_size: int, accumulation: int, *, factor: int = 2) -> int:
     """Return the next number of micro-batches, at least `factor` × `accumulation`, that divides the samples evenly.
 
-    Raises BatchCannotBeSplit if micro-batches have only one sample already, or if other options require a single one.
+    Raises BatchCannotBeSplit if each micro-batch has only one sample, or other options require a single micro-batch.
     """
     ddp = config.ddp
     if config.parallel.mode == "ddp" and ddp.static_graph and ddp.gradient_compression != "none":

@@ -287,9 +287,9 @@ def _next_action(one: WorkerFailure, kind: str) -> str:
 
 
 def _latest(evidence: Sequence[WorkerFailure]) -> list[WorkerFailure]:
-    """Return one record per rank: its failure, or else its last witness.
+    """Return one record per rank: its failure, or else the last record of what the living rank did.
 
-    If this record lacks the code location or the calls, they come from another record of the same rank.
+    If it lacks the code location or the collective calls, they come from another record of the same rank.
     """
     ranks: dict[int, WorkerFailure] = {}
     for one in sorted(evidence, key=lambda one: not one.witness):

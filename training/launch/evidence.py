@@ -282,8 +282,8 @@ def fetch_records(socket_path: Path) -> bytes:
 def find_mismatch(calls: Mapping[int, Calls]) -> Mismatch | None:
     """Return the first collective of a group in which ranks called different operations; None if all agree.
 
-    The ranks in the minority are at fault. In a tie, the earlier calls decide: the side at fault is the one that less
-    often called its operation after the same preceding operation.
+    The ranks in the minority are at fault. In a tie, earlier calls decide: at fault is the side whose operation has
+    followed the same preceding operation less often before.
     """
     for group, sequence, by_rank in _common_places(calls):
         operations = Counter(by_rank.values())

@@ -151,7 +151,7 @@ class Drain:
             self._act_on_notice(notice)
 
     def forget_nodes(self, nodes: Collection[int]) -> None:
-        """Drop the orders that were caused by these nodes, which do not take part in the next generation."""
+        """Drop the requests to leave that came from these nodes, which do not take part in the next generation."""
         self._gone |= set(nodes)
         self._ordered = [(came_at, order) for came_at, order in self._ordered if order.node not in self._gone]
         leave_at = [came_at + order.seconds for came_at, order in self._ordered if order.leave]
