@@ -1,4 +1,4 @@
-"""`ebbflow bench diagnose [CORPUS]`: how well `ebbflow diagnose` names the family of labelled public excerpts.
+"""`ebbflow bench diagnose [FILE …]`: how well `ebbflow diagnose` names the family of labelled public excerpts.
 
 Precision, recall and F1 count the root finding of each failing excerpt. An excerpt without a root finding is an
 abstention: it lowers recall, not precision. Sound excerpts count false alarms.
@@ -19,7 +19,7 @@ from ebbflow.infra.diagnose.judging import diagnose_lines
 from ebbflow.infra.diagnose.reading import LogText, rank_of, time_of
 from ebbflow.infra.program import PROJECT_ROOT
 
-_COLLECTED = PROJECT_ROOT / "tests/support/diagnosis/collected.yaml"
+_COLLECTED = PROJECT_ROOT / "tests/support/diagnosis"
 
 
 def evaluate(corpus: list[dict[str, Any]]) -> dict[str, Any]:
@@ -66,10 +66,11 @@ def _lines(text: str) -> Iterator[LogText]:
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="ebbflow bench diagnose", description=__doc__)
-    parser.add_argument("corpus", nargs="?", type=Path, default=_COLLECTED)
+    default = sorted(_COLLECTED.glob("collected*.yaml"))
+    parser.add_argument("corpus", nargs="*", type=Path, default=default, help="files of excerpts (the collected ones)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(arguments)
-    result = evaluate(yaml.safe_load(options.corpus.read_text(encoding="utf-8")))
+    result = evaluate([item for path in options.corpus for item in yaml.safe_load(path.read_text(encoding="utf-8"))])
     if options.json:
         print(json.dumps(result, indent=2))
         return 0
