@@ -26,6 +26,7 @@ _COMMON = ("step", "rank", "info", "train", "torch", "tensor", "model", "data", 
 # NCCL's information, commands that a shell echoes.
 _NOISE = re.compile(
     r'File "[^"]+", line \d+, in |^[^\w"\'(]*[│┃]|\w \.{4,} |NCCL INFO|^\++ \w'
+    r"|^\s*\$ \w"
     r"|^\W*raise \w+(?:\.\w+)*\(|^\s*#|^\s*export \w+="
 )
 _DIGIT = re.compile(r"[\d.]")

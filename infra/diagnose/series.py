@@ -41,8 +41,7 @@ _FRAME = re.compile(r'File "([^"]+)", line \d+(?:, in (\S+))?')
 # What code works on, by the path and function of a traceback's frame.
 _FRAME_FAMILIES = (
     ("data", re.compile(
-        r"/(?:datasets|webdataset|streaming|torchdata|tokenizers|PIL|pyarrow|h5py|decord|librosa|soundfile)/|torch/utils/data/"
-        r"|(?:data_?set|data_?loader|collat\w*|tokeniz\w*|data_utils|sampler)s?\.py")),
+        r"/(?:datasets|webdataset|streaming|torchdata|tokenizers|PIL|pyarrow|h5py|decord|librosa|soundfile)/|torch/utils/data/")),
     ("storage", re.compile(
         r"torch/serialization|safetensors|torch/distributed/checkpoint|/(?:s3fs|boto3|botocore|s3transfer|gcsfs|fsspec)/"
         r"|checkpoint\w*\.py|file_?io|(?:save|load|restore)_(?:checkpoint|state|pretrained)")),
@@ -185,6 +184,8 @@ def judge_series(series: Series) -> dict[str, list[tuple[int, LogText]]]:
         if _stuck(track):
             found.setdefault("F02", ends)
         if len(values) < 20:
+            if len(values) >= 4 and values[-1] > values[-2] > values[-3] and values[-1] > 3 * min(values):
+                found.setdefault("F02", ends)
             continue
         head, tail = values[: len(values) // 5], values[-(len(values) // 5) :]
         noise = statistics.pstdev(values[len(values) // 2 :]) + 1e-12
@@ -208,8 +209,9 @@ def judge_series(series: Series) -> dict[str, list[tuple[int, LogText]]]:
             base, tail = min(values[: max(half, 1)]), min(values[max(half, 1) :])
         else:
             continue
-        if base > 0 and tail > 2 * base:
-            at = next(point for point in track.points if point[2] > 1.6 * base)
+        grows = label and len(values) >= 3 and values == sorted(values) and values[-1] > 1.5 * values[0]
+        if base > 0 and (tail > 2 * base or grows):
+            at = next(point for point in track.points if point[2] > 1.4 * base)
             found.setdefault("G02", [(at[0], at[1])])
     return found
 
