@@ -107,10 +107,10 @@ def check_nodes(context: PreflightContext, cluster: Cluster) -> CheckFinding:
 
 
 CHECKS = [
-    Check("kubernetes-cluster", "cluster accepts the job", "error", "quick", 8.0, ("A18", "I04"), check_create),
-    Check("kubernetes-rights", "account has its rights", "error", "quick", 12.0, ("A19",), check_access),
-    Check("kubernetes-queue", "Kueue queue exists", "error", "quick", 8.0, ("I04",), check_queue),
-    Check("kubernetes-devices", "nodes show their devices", "warning", "quick", 8.0, ("A04",), check_nodes),
+    Check("kubernetes-cluster", "cluster accepts the job", "error", "quick", 30.0, ("A18", "I04"), check_create),
+    Check("kubernetes-rights", "account has its rights", "error", "quick", 30.0, ("A19",), check_access),
+    Check("kubernetes-queue", "Kueue queue exists", "error", "quick", 30.0, ("I04",), check_queue),
+    Check("kubernetes-devices", "nodes show their devices", "warning", "quick", 30.0, ("A04",), check_nodes),
 ]
 
 
