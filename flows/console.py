@@ -49,6 +49,7 @@ _TASK = re.compile(r"\[(?P<run>[^/\]]+)/(?P<step>\w+)/(?P<task>[^/ \]]+)")
 _RUN_ID = re.compile(r"\(run-id ([^)]+)\)")
 _PROGRESS = re.compile(r"step (\d+)/(\d+) · ")
 _CHECK = re.compile(r"(ok|skip|warn|FAIL)  +\S")
+_MOST_UNSEEN = 200
 _HEADLINE = re.compile(r"<flow .*> failed:$|This attempt ended:$")  # Metaflow's, above the message of a failed task
 _PLAN_MARKS = "┌│└"  # each line of the full plan begins with one
 _QUIET_STEPS = frozenset({"_parameters", "fan_out", "join", "end"})  # technical steps, shown only if they fail
@@ -91,7 +92,8 @@ class RunView:
         self._training = _Training()
         self._log: Any = None
         self._held: list[str] = []  # Metaflow's lines until the job's folder is known
-        self._unseen: list[str] = []  # what Metaflow said before the first step
+        self._unseen: list[str] = []  # the last lines that Metaflow printed outside of its log
+        self.task_failed = False
         self._done = threading.Event()
         self._incident: Event | None = None  # failure from which the job has not recovered yet
         self._usd_per_second, self._since = 0.0, time.time()
@@ -118,8 +120,8 @@ class RunView:
         text = strip_colours(str(line))
         with self._lock:
             self._write_log(text)
-            if self._tail is None and not self._steps:
-                self._unseen.append(text.replace("*", "") + ("\n" if options.get("nl", True) else ""))
+            self._unseen.append(text.replace("*", "") + ("\n" if options.get("nl", True) else ""))
+            del self._unseen[:-_MOST_UNSEEN]
 
     # Steps of the flow.
 
@@ -135,7 +137,8 @@ class RunView:
         self._unseen.clear()
         steps = self._config.training.max_steps
         self._training.max_steps = steps
-        self.say(f"ebbflow: job {self.job}, {steps:,} steps, store {self._config.store}")
+        work = f"script {self._config.script}" if self._config.script else f"{steps:,} steps"
+        self.say(f"ebbflow: job {self.job}, {work}, store {self._config.store}")
         where = os.path.relpath(folder / "metaflow.log")
         self.say(f"Metaflow's log: {where} (--verbose shows it here)")
         self._tail = threading.Thread(target=self._follow_events, name="events to the terminal", daemon=True)
@@ -161,6 +164,7 @@ class RunView:
             return
         note = f": {step.note}" if step.note else ""
         seconds = f"{time.monotonic() - step.started:.1f} s"
+        self.task_failed = self.task_failed or failed
         self.say(f"{'✗' if failed else '✓'} {name} {seconds}{note}")
         if name == "plan":
             self._show_plan()
@@ -206,6 +210,10 @@ class RunView:
         except (InfraError, ValueError, KeyError, TypeError):
             plan = None  # the plan is in Metaflow's log
         if plan is None:
+            if self._ask:
+                self.say("! the plan could not be read; it is in Metaflow's log")
+                self._ask = False
+                self._require_yes()
             return
         for line in render_brief(plan, width=self.width - 2):
             self.say(f"  {line}")
@@ -240,15 +248,15 @@ class RunView:
         store, known = self._store(), set[str]()
         if store is None:
             return
-        pause = _LOOK_SECONDS[store.local_path("events") is not None]
+        pause = shortest = _LOOK_SECONDS[store.local_path("events") is not None]
         while not self._done.wait(pause):
             looked = time.monotonic()
             with contextlib.suppress(InfraError):  # the next look may succeed
                 events = list(_new_events(store, known, self._since))
+                pause = max(shortest, 20 * (time.monotonic() - looked))  # a long job has many segments
                 for event in sorted(events, key=lambda event: event.t_wall):
                     with self._lock, contextlib.suppress(KeyError, TypeError, ValueError):  # of another version
                         self._happened(event)
-            pause = max(pause, 20 * (time.monotonic() - looked))  # a long job has many segments
 
     def _happened(self, event: Event) -> None:
         data, at = event.data, "" if event.step is None else f" at step {event.step:,}"
@@ -314,14 +322,14 @@ class RunView:
                 self._live.print(line)
 
     def close(self, *, explained: bool) -> None:
-        """Remove the bar. If no report explains how the run ended, print what Metaflow said before the first step."""
+        """Remove the bar. If neither a report nor a task explains how the run ended, print what Metaflow said."""
         self._done.set()
         if self._tail is not None:
             self._tail.join(5.0)
         if self._live is not None:
             self._live.stop()
         with self._lock:
-            if not explained and self._unseen:
+            if not (explained or self.task_failed) and self._unseen:
                 print("".join(self._unseen), end="", file=sys.stderr, flush=True)
             if self._log is not None:
                 self._log.close()
@@ -423,6 +431,8 @@ class _Lines(io.TextIOBase):
         self._view, self._rest = view, ""
 
     def write(self, text: str) -> int:
+        if not isinstance(text, str):  # click tries bytes to find out whether a stream is one of text
+            raise TypeError(f"write() argument must be str, not {type(text).__name__}")
         *lines, self._rest = f"{self._rest}{text}".split("\n")
         for line in lines:
             self._view.say(line)
@@ -443,8 +453,9 @@ def _new_events(store: Store, known: set[str], since: float) -> Iterator[Event]:
         name = item.key.rpartition("/")[2]
         if item.key in known or not (name.startswith("0-0-") or "-agent-" in name or "-submit" in name):
             continue
+        lines = store.get(item.key).splitlines()
         known.add(item.key)
-        for line in store.get(item.key).splitlines():
+        for line in lines:
             if line.startswith(b'{"seal"'):
                 continue
             with contextlib.suppress(ValueError, TypeError, KeyError):  # the report describes damage

@@ -27,7 +27,7 @@ from typing import NoReturn, TypeGuard
 from ebbflow.flows import remote
 from ebbflow.flows.console import RunView, is_terminal, show_run
 from ebbflow.flows.job import RUNS, Job, local_folder, mark_latest
-from ebbflow.flows.live_page import LivePageWriter, finish_page
+from ebbflow.flows.live_page import LivePageWriter, finish_page, task_with_card
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.errors import InfraError, JobIsRunning, Outcome
 from ebbflow.infra.launchers import (
@@ -254,7 +254,7 @@ def prepare(module_name: str) -> None:
         print(f"no run is recorded in {Path(root, METAFLOW_FOLDER)}; fix: {sys.argv[0]} run", file=sys.stderr)
         sys.exit(Outcome.CONFIG.exit_code)  # Metaflow would print a traceback
     if at is not None and sys.argv[at] == "card" and root:
-        sys.argv[at:] = [_task_with_card(word, Path(root, METAFLOW_FOLDER)) for word in sys.argv[at:]]
+        sys.argv[at:] = [task_with_card(word, Path(root, METAFLOW_FOLDER)) for word in sys.argv[at:]]
     if not _is_launch(at):
         _join_in(sys.argv[at:] if at is not None else [])
         return
@@ -305,7 +305,8 @@ def run(flow_class: type) -> None:
     _launch.view = view = _open_view()
     code = _launch.run(flow_class, run_id_file)
     if view is not None:
-        view.close(explained=run_id_file.is_file() and bool(run_id_file.read_text().strip()))
+        began = run_id_file.is_file() and bool(run_id_file.read_text().strip())
+        view.close(explained=began and code != Outcome.FAILED.exit_code)
     try:
         run_id = _read_run_id(run_id_file)
         job = None if _launch.fenced or not run_id else _job_of(flow_class.__name__, run_id)
@@ -324,6 +325,9 @@ def run(flow_class: type) -> None:
     sys.exit(code)
 
 
+_NOT_OF_REFERENCE = ("--rehearse", "--job", "--run-id-file")
+
+
 def _run_reference(job: Job) -> int:
     """Run the job once more without its rehearsal, and print whether both have equal weights. Return the exit code."""
     from ebbflow.cost.report.render_text import describe_rehearsal
@@ -333,13 +337,17 @@ def _run_reference(job: Job) -> int:
     words, rest = [], list(_launch.words)
     while rest:
         word = rest.pop(0)
-        if word in ("--rehearse", "--job"):
+        if word in _NOT_OF_REFERENCE:
             rest[:1] = []
-        elif word != "--compare" and not word.startswith(("--rehearse=", "--job=")):
+        elif word != "--compare" and not word.startswith(tuple(f"{option}=" for option in _NOT_OF_REFERENCE)):
             words.append(word)
     _launch.release()
     print(f"\n--compare: the same job without the rehearsal, as job {job.name}-quiet")
-    code = subprocess.call([sys.executable, sys.argv[0], *words, "--job", f"{job.name}-quiet"])
+    command = [sys.executable, sys.argv[0], *words, "--job", f"{job.name}-quiet"]
+    child = subprocess.Popen(command, preexec_fn=die_with_parent)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: child.send_signal(number))
+    code = child.wait()
     report = RunReport.from_json(json.loads((RUNS / job.name / "report.json").read_text()))
     print("\n".join(describe_rehearsal(report, read_earlier_reports(job.name))))
     return code
@@ -351,7 +359,8 @@ def _open_view() -> RunView | None:
         return None
     fancy = is_terminal()
     paid = remote.requested_backend(sys.argv) is not None
-    ask = paid and fancy and sys.stdin.isatty() and "--yes" not in _launch.flags
+    # A supervisor's runs have its terminal, and nobody may be there.
+    ask = paid and fancy and sys.stdin.isatty() and "--yes" not in _launch.flags and claim_of_parent() is None
     view = RunView(_launch.job, _launch.config, fancy=fancy, ask="resume" if ask and "resume" in sys.argv else ask)
     if show_run(view):
         return view
@@ -443,16 +452,6 @@ def _join_in(words: list[str]) -> None:
         listen_for_stop()
         if mended:
             metaflow_fixes.fix_task()
-
-
-def _task_with_card(word: str, records: Path) -> str:
-    """Replace the step `report` by `start`, which has the card of a run that ended before its report step."""
-    run, _, step = word.rpartition("/")
-    with contextlib.suppress(OSError, StopIteration):
-        steps = next(records.glob("*/latest_run")).parent / (run or next(records.glob("*/latest_run")).read_text())
-        if step == "report" and steps.is_dir() and not (steps / step).is_dir():
-            return f"{run}/start".removeprefix("/")
-    return word
 
 
 def use_records() -> None:

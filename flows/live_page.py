@@ -66,11 +66,11 @@ class LivePageWriter:
         return self._run
 
     def _keep(self) -> None:
-        job = self._job
-        while not (job := job or self._run_id()) and not self._ending.wait(_WAIT_SECONDS):
-            pass  # a job without a name is named after its run
+        while not self._run_id() and not self._ending.wait(_WAIT_SECONDS):
+            pass  # until Metaflow has accepted the options: before, there is no run whose page `latest` could be
         if self._ending.is_set():
             return
+        job = self._job or self._run_id()
         try:
             process = self._start(job)
         except OSError as error:
@@ -108,3 +108,15 @@ def finish_page(folder: Path) -> None:
         for unfinished in folder.glob(f".{LIVE_PAGE}.*"):  # of a writer that was ended
             unfinished.unlink(missing_ok=True)
         write_atomically(folder / LIVE_PAGE, (folder / "report.html").read_bytes())
+
+
+def task_with_card(word: str, records: Path) -> str:
+    """Replace the step `report` by `start`, which has the card of a run that ended before its report step."""
+    run, _, step = word.rpartition("/")
+    if word.startswith(("/", ".")):
+        return word  # a file
+    with contextlib.suppress(OSError, StopIteration):
+        steps = next(records.glob("*/latest_run")).parent / (run or next(records.glob("*/latest_run")).read_text())
+        if step == "report" and steps.is_dir() and not (steps / step).is_dir():
+            return f"{run}/start".removeprefix("/")
+    return word

@@ -286,7 +286,7 @@ def write_report(flow: Any) -> tuple[RunReport, tuple[Any, Any, Any]]:
 
 def require_completion(flow: Any) -> None:
     """Fail the run if the job is not complete, so that a successful run always means a complete job."""
-    outcome = flow.run_report.outcome
+    outcome = Outcome(flow.run_report["outcome"])  # a dictionary in runs of older releases
     if outcome is not Outcome.COMPLETED:
         raise StepFailed(outcome, f"the job is not complete; report: runs/{flow.job}/report.html")
 

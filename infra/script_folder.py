@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import os
@@ -18,9 +19,10 @@ from ebbflow.infra.store import Store
 
 _LARGEST_FILE_BYTES = 10 * 2**20
 _LARGEST_FOLDER_BYTES = 100 * 2**20
-_SKIPPED = frozenset({"__pycache__", "node_modules", "venv", "runs", "build", "dist"})
+_SKIPPED = frozenset({"__pycache__", "node_modules", "venv", "runs", ".metaflow", "build", "dist"})
 _SECRET = re.compile(
-    r"(\.env(\..+)?|\.netrc|\.pgpass|id_(rsa|dsa|ecdsa|ed25519)|.+\.(pem|key|p12|pfx)|credentials(\..+)?)"
+    r"\.env(?!\.(?:example|sample|template)$)(\..+)?|\.netrc|\.pgpass|\.npmrc|\.pypirc|\.git-credentials|\.?credentials(\..+)?"
+    r"|id_(rsa|dsa|ecdsa|ed25519)|.+\.(pem|key|p12|pfx)"
 )
 
 
@@ -89,12 +91,14 @@ def find_script(script: str, sha256: str | None, store: Store) -> Path:
 
 def _files(folder: Path) -> list[Path]:
     command = ["git", "-C", str(folder), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    listed = subprocess.run(command, capture_output=True, check=False)
-    if listed.returncode == 0:
-        names = {os.fsdecode(name) for name in listed.stdout.split(b"\0") if name}
-        return sorted(path for path in (folder / name for name in names) if path.is_file())
+    with contextlib.suppress(OSError):  # git is not installed
+        listed = subprocess.run(command, capture_output=True, check=False)
+        if listed.returncode == 0:
+            names = {os.fsdecode(name) for name in listed.stdout.split(b"\0") if name}
+            kept = (name for name in names if not _SKIPPED.intersection(Path(name).parts))
+            return sorted(path for path in (folder / name for name in kept) if path.is_file())
     found: list[Path] = []
     for parent, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if name not in _SKIPPED and not name.startswith(".")]
-        found += [Path(parent, name) for name in names if not name.endswith(".pyc")]
+        found += [Path(parent, name) for name in names if not name.startswith(".") and not name.endswith(".pyc")]
     return sorted(path for path in found if path.is_file())

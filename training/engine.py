@@ -59,7 +59,7 @@ def train(trainer: Trainer) -> LoopResult:
             trainer.record_step(sync, judgement)
         stop = sync.stop
         last = last or stop is not Stop.NONE
-        if evaluated:
+        if evaluated and not last:
             trainer.evaluate(at)
         trainer.save_controller.save_if_due(at, sync, last=last)
         trainer.renew_if_due(at, sync, last=last)

@@ -149,18 +149,18 @@ def _probe(
     main = os.environ["MASTER_ADDR"]
     if nodes < 2 or is_loopback(main):
         return None
+    mark = None if kept is None else kept / "network-probed"
     if rank == 0:
-        mark = None if kept is None else kept / "network-probed"
         store.set("probe", "no" if mark is not None and mark.exists() else "yes")
-        with contextlib.suppress(OSError):
-            if mark is not None:
-                mark.touch()
     if store.get("probe") != b"yes":
         return None
     address, _ = find_addresses(main, int(os.environ["MASTER_PORT"]), start_seconds)
     links = probe_links(store, rank // per_node, nodes, address=address, name=name, lead=rank % per_node == 0)
     if rank == 0:
         store.set("probed", "no" if links is None else "yes")
+        with contextlib.suppress(OSError):
+            if mark is not None and links is not None:
+                mark.touch()
     return links or [] if store.get("probed") == b"yes" else None  # all ranks time the all-reduce, or none
 
 

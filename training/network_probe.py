@@ -125,7 +125,7 @@ def _listen(ports: Sequence[int]) -> Iterator[socket.socket]:
     """Listen on the first free port of the gang's range, or on any port if none is free."""
     for port in [*ports, 0]:
         with contextlib.suppress(OSError):
-            listener = socket.create_server(("", port), backlog=256)
+            listener = _open_listener(port)
             break
     else:
         raise OSError("no port is free")
@@ -135,6 +135,12 @@ def _listen(ports: Sequence[int]) -> Iterator[socket.socket]:
         with contextlib.suppress(OSError):
             listener.shutdown(socket.SHUT_RDWR)  # `close` alone does not end `accept`
         listener.close()
+
+
+def _open_listener(port: int) -> socket.socket:
+    if socket.has_dualstack_ipv6():  # the name of the main node may have an IPv6 address
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=256)
+    return socket.create_server(("", port), backlog=256)
 
 
 def _serve(listener: socket.socket, token: bytes) -> None:

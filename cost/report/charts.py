@@ -85,7 +85,9 @@ def compute_progress(events: Sequence[Event], charts: dict[str, Any], ledger: Le
     """
     plan = next((event.data for event in reversed(events) if event.name == PLAN and event.data.get("chosen")), {})
     settings = next((event.data["settings"] for event in reversed(events) if event.name == CONFIGURED), [])
-    total = {row["key"]: row.get("value") for row in settings}.get("training.max_steps") or plan.get("steps")
+    known = {row["key"]: row.get("value") for row in settings}
+    # A script takes as many steps as its code says; the plan knows them if they were measured.
+    total = plan.get("steps") if known.get("script") else known.get("training.max_steps") or plan.get("steps")
     total = total if isinstance(total, int) else None
     columns, spent = charts["steps"], float(ledger.total_usd)
     done = int(columns["step"][-1]) if columns["step"] else 0

@@ -141,8 +141,9 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in _MEMORY_SIGNS)
 
 
-# Share of a GPU's memory that contexts and NCCL's buffers may have outside of torch's allocator.
+# Contexts, NCCL and cuBLAS may have this share of a GPU outside of torch's allocator, and at least these bytes.
 _OWN_SHARE = 0.1
+_OWN_BYTES = 2 * _GIB
 
 
 def memory_of_other_processes(device: torch.device) -> str:
@@ -151,7 +152,7 @@ def memory_of_other_processes(device: torch.device) -> str:
         return ""
     free, total = torch.cuda.mem_get_info(device)
     other = total - free - torch.cuda.memory_reserved(device)
-    return f"{other / _GIB:.1f} of {total / _GIB:.1f} GiB" if other > _OWN_SHARE * total else ""
+    return f"{other / _GIB:.1f} of {total / _GIB:.1f} GiB" if other > max(_OWN_SHARE * total, _OWN_BYTES) else ""
 
 
 def more_micro_batches(config: RunConfig, world_size: int, accumulation: int, *, factor: int = 2) -> int:

@@ -117,7 +117,7 @@ class GpuMonitor:
 
     def refresh(self, seconds: float) -> bool:
         """Wait up to `seconds` for a new measurement. Return False without GPUs, or if there is none in time."""
-        if not self.sample():
+        if not self.sample(wait_seconds=seconds):
             return False
         with self._taken:
             wanted = self._samples + 2  # the next one may have begun already
@@ -161,7 +161,7 @@ class GpuMonitor:
         try:
             library = importlib.import_module("pynvml")
             library.nvmlInit()
-            devices = [library.nvmlDeviceGetHandleByIndex(i) for i in range(library.nvmlDeviceGetCount())]
+            devices = _visible_devices(library)
         except Exception:  # no binding, no driver or a lost device: train without these figures
             return
         find_faults = _FaultFinder(library, devices, self._kernel_log).find
@@ -177,6 +177,24 @@ class GpuMonitor:
             with self._taken:
                 self._samples += 1
                 self._taken.notify_all()
+
+
+def _visible_devices(library: Any) -> list[Any]:
+    """Return the handles of the GPUs that this job may use: others may belong to other jobs."""
+    devices = [library.nvmlDeviceGetHandleByIndex(index) for index in range(library.nvmlDeviceGetCount())]
+    wanted = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    if not wanted or wanted == ["all"]:
+        return devices
+    return [
+        device
+        for index, device in enumerate(devices)
+        if any(name == str(index) or _uuid(library, device).startswith(name) for name in wanted)
+    ]
+
+
+def _uuid(library: Any, device: Any) -> str:
+    name = library.nvmlDeviceGetUUID(device)
+    return name.decode() if isinstance(name, bytes) else str(name)
 
 
 class _FaultFinder:

@@ -263,6 +263,8 @@ class CoordinatorPeers(_Peers):
             while any(node not in server.joined for node in lost):
                 if stopped() or self.leave_cause or time.monotonic() > limit:
                     return False
+                if not set(self._start.nodes) - set(lost) <= set(self.nodes):  # another node was lost meanwhile
+                    return False
                 self.admit_nodes()
                 self._send_wait(limit - time.monotonic())
                 meanwhile()

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from ebbflow.infra.checks.gpu import gpus_hidden
 from ebbflow.infra.config.schema import ClusterConfig
 from ebbflow.infra.events import EndReason
 from ebbflow.infra.keeper import Keeper
@@ -89,8 +90,10 @@ class NodeRuntime:
         self.log = NodeLog(self.job_store, self.host)
         self.drain = Drain(spec)
         self._watchdog = LoopWatchdog(lambda: self.log.turns)
-        self._gpus = GpuMonitor()
-        self._gpus.sample()
+        # A job on the CPU does not depend on GPUs of this machine, which other jobs may use.
+        self._gpus = None if cluster.device == "cpu" or gpus_hidden() else GpuMonitor()
+        if self._gpus is not None:
+            self._gpus.sample()
         self._keeper: Keeper | None = None
         self._standby: Standby | None = None
         self._cache_folder: Path | None = None  # folder of the first generation
