@@ -17,7 +17,7 @@ import pytest
 from ebbflow.cost.report.render_text import describe_rehearsal, render_closing
 from ebbflow.cost.report.report import build_report
 from ebbflow.flows import job as flows_job
-from ebbflow.flows.console import RunView
+from ebbflow.flows.console import RunView, _Lines
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.errors import Outcome
 from ebbflow.infra.event_log import EventLog
@@ -214,3 +214,10 @@ def test_a_rehearsal_is_compared_with_a_run_of_the_same_settings_only() -> None:
     more = [{**settings[0], "value": 5}]
     for different in ({"configuration": more}, {"interruptions": 1}, {"outcome": Outcome.FAILED}):
         assert "--compare runs one" in describe_rehearsal(report, [replace(other, **different)])[0]
+
+
+def test_a_stream_above_the_bar_is_one_of_text(config: RunConfig) -> None:
+    """click decides so by writing bytes, and would print nothing to a stream that takes them."""
+    lines = _Lines(RunView("job", config, fancy=False))
+    with pytest.raises(TypeError, match="must be str, not bytes"):
+        lines.write(b"")  # type: ignore[arg-type]

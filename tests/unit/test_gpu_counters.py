@@ -15,7 +15,7 @@ import pytest
 from ebbflow.infra.events import EndReason
 from ebbflow.training.launch.evidence import WorkerFailure
 from ebbflow.training.launch.generation import NodeGeneration
-from ebbflow.training.launch.gpus import GpuMonitor, fault_from_error, fault_from_xid
+from ebbflow.training.launch.gpus import GpuMonitor, _visible_devices, fault_from_error, fault_from_xid
 from ebbflow.training.launch.heartbeat import HangLimits, HeartbeatReading
 from ebbflow.training.launch.messages import end_from_failures
 from ebbflow.training.launch.watch import RankWatch
@@ -264,3 +264,16 @@ def test_a_node_with_a_broken_gpu_leaves(faulty: tuple, tmp_path: Path) -> None:
     assert known.gpu_fault == "GPU 0000:07:00: Xid 79, GPU has fallen off the bus" and known.kind == "GPU fault"
     end = generation._after_ranks(end_from_failures([known]), {})
     assert (end.reason, end.again) == (EndReason.NODE_LOST, False) and "Xid 79" in end.culprit
+
+
+@pytest.mark.parametrize(("visible", "expected"), [(None, [0, 1, 2]), ("1", [1]), ("GPU-c,0", [0, 2]), ("9", [])])
+def test_gpus_of_other_jobs_are_left_out(monkeypatch: pytest.MonkeyPatch, visible: str | None, expected: list) -> None:
+    library = SimpleNamespace(
+        nvmlDeviceGetCount=lambda: 3,
+        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetUUID=lambda device: f"GPU-{'abc'[device]}123".encode(),
+    )
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert _visible_devices(library) == expected
