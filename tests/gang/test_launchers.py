@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -377,14 +378,15 @@ def test_a_run_whose_job_was_taken_over_ends_no_batch_job_and_writes_no_report(
     former = elsewhere(job.store, id="former")
     monkeypatch.setenv(launchers.RUN_CLAIM_VARIABLE, former.id)
     asked: list[object] = []
+    client = SimpleNamespace(meta=SimpleNamespace(region_name="us-east-1"))
     monkeypatch.setattr(settlement, "describe_attempts", lambda job_ids, *_, **__: asked.append(job_ids) or {})
     with job.events("settle") as log:
-        assert settlement.settle_attempts(job, read_events(job.store), None, log) == []
+        assert settlement.settle_attempts(job, read_events(job.store), client, log) == []
     assert asked == [["x-1"]]
 
     elsewhere(job.store, number=2, id="successor")
     with job.events("settle") as log, pytest.raises(JobIsRunning, match="job mine was taken over: `run` of ann"):
-        settlement.settle_attempts(job, read_events(job.store), None, log)
+        settlement.settle_attempts(job, read_events(job.store), client, log)
     monkeypatch.setattr(reporting, "write_report", pytest.fail)
     monkeypatch.setattr(launcher, "mark_latest", lambda job: None)
     monkeypatch.setattr(Job, "remember", lambda job: None)

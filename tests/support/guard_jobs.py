@@ -107,7 +107,7 @@ class Job:
         }
         settings = {
             "store": str(folder / "store"),
-            "workload": f"tests.support.guard_jobs:{workload}",
+            "workload": workload if ":" in workload else f"tests.support.guard_jobs:{workload}",
             "workload_options": options or {},
             "training": training | sections.pop("training", {}),
             "parallel": {"mode": "ddp"},
