@@ -122,7 +122,8 @@ def test_the_commands_read_a_job_in_a_bucket(lost: tuple[Bucket, FlowRun]) -> No
     assert [row["key"] for row in by_name] == [row["key"] for row in listed]
     assert next(row["step"] for row in listed if row["reachable"]) == 60
     verified = json.loads(runner.command("training", "checkpoints", "verify", place, "--json"))
-    assert len(verified) == len(listed) and all(row["sound"] for row in verified)
+    # Of the lost node's last save there may be data that no commit names.
+    assert sorted(row["key"] for row in verified if row["sound"]) == sorted(row["key"] for row in listed)
 
 
 def test_everything_killed_then_resumed(quiet: dict[str, Any], tmp_path: Path, swift: Swift) -> None:
