@@ -5,36 +5,20 @@ Containers and their output lie in FOLDER/JOB/ATTEMPT-NODE. Lives until its pare
 
 from __future__ import annotations
 
-import argparse
-import json
-import signal
 import sys
-import threading
 from pathlib import Path
+from typing import Any
 
-from ebbflow.infra.process import die_with_parent
 from tests.support.batch.server import Server
 from tests.support.batch.settings import Settings
+from tests.support.local_service import serve
 
 
-def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.support.batch", description="AWS Batch on one machine.")
-    parser.add_argument("folder", type=Path, help="where containers run")
-    parser.add_argument("--port", type=int, default=0, help="default: any that is free")
-    parser.add_argument("--parent", type=int, help="process whose end ends this one")
-    parser.add_argument("--settings", default="{}", help="JSON, as Settings takes it")
-    given = parser.parse_args(arguments)
-    if given.parent is not None:
-        die_with_parent(given.parent)
+def make_server(values: dict[str, Any], folder: Path, port: int) -> Server:
     settings = Settings()
-    settings.change(json.loads(given.settings))
-    server = Server(settings, given.folder, given.port)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: threading.Thread(target=server.shutdown).start())
-    print(json.dumps({"endpoint": server.endpoint}), flush=True)
-    server.serve_forever(poll_interval=0.2)
-    server.server_close()
+    settings.change(values)
+    return Server(settings, folder, port)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    serve("tests.support.batch", make_server, sys.argv[1:])

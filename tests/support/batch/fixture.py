@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import os
-import subprocess
-import sys
 import time
-import urllib.request
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_ROOT = Path(__file__).resolve().parents[3]
+from tests.support.local_service import ask_service, run_service
+
 _KEYS = {"AWS_ACCESS_KEY_ID": "local", "AWS_SECRET_ACCESS_KEY": "local"}
 
 
@@ -70,34 +66,16 @@ class LocalBatch:
         return (self.folder / job / f"{attempt}-{node}" / "output.log").read_text(errors="replace")
 
     def _ask(self, path: str, document: dict[str, Any]) -> dict[str, Any]:
-        request = urllib.request.Request(f"{self.endpoint}/_control/{path}", json.dumps(document).encode())
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            return json.loads(answer.read())
+        return ask_service(self.endpoint, path, document)
 
 
 @contextlib.contextmanager
 def local_batch(folder: Path, **settings: Any) -> Iterator[LocalBatch]:
     """Run one until the end of the block; its containers end with it."""
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "server.log", "w") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.batch", str(folder), "--parent", str(os.getpid()),
-             "--settings", json.dumps(settings)],
-            cwd=_ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, text=True,
-        )  # fmt: skip
-    assert process.stdout is not None
-    try:
-        line = process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"the local Batch did not start:\n{(folder / 'server.log').read_text()}")
-        yield LocalBatch(json.loads(line)["endpoint"], folder)
-    finally:
-        process.terminate()
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+    log = folder / "server.log"
+    with run_service("tests.support.batch", folder, log, settings) as endpoint:
+        yield LocalBatch(endpoint, folder)
 
 
 def job_when(batch: LocalBatch, name: str, status: str, *, deadline_seconds: float = 200) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import json
 import time
 from datetime import UTC, datetime
 from functools import cache
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import botocore.validate
 from tests.support.batch.api import Api
 from tests.support.batch.faults import Refused, raise_for
 from tests.support.batch.settings import Settings
+from tests.support.local_service import LocalServer
 
 _SIGNATURE_SECONDS = 300.0
 
@@ -34,26 +35,16 @@ def _operations() -> dict[str, str]:
     return {service().operation_model(name).http["requestUri"]: name for name in service().operation_names}
 
 
-class Server(ThreadingHTTPServer):
-    """A thread per connection; jobs lie in `folder`."""
-
-    daemon_threads = True
-    request_queue_size = 256
+class Server(LocalServer):
+    """Jobs lie in `folder`."""
 
     def __init__(self, settings: Settings, folder: Path, port: int = 0) -> None:
-        super().__init__(("127.0.0.1", port), _Handler)
+        super().__init__(_Handler, port)
         self.api = Api(settings, folder)
-
-    @property
-    def endpoint(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
 
     def server_close(self) -> None:
         self.api.scheduler.close()
         super().server_close()
-
-    def handle_error(self, *_: Any) -> None:
-        """A client that leaves in the middle is no news."""
 
 
 class _Handler(BaseHTTPRequestHandler):

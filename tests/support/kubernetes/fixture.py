@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,8 @@ from typing import Any
 
 import pytest
 
-_ROOT = Path(__file__).resolve().parents[3]
+from tests.support.local_service import ask_service, run_service
+
 _POD = Path(__file__).with_name("pod.py")
 HEAD = "head-token"
 
@@ -67,9 +67,7 @@ class LocalCluster:
         return "\n".join(texts)
 
     def ask(self, path: str, document: dict[str, Any]) -> dict[str, Any]:
-        request = urllib.request.Request(f"{self.endpoint}/_control/{path}", json.dumps(document).encode())
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            return json.loads(answer.read())
+        return ask_service(self.endpoint, path, document)
 
 
 @contextlib.contextmanager
@@ -81,22 +79,6 @@ def local_cluster(folder: Path, **settings: Any) -> Iterator[LocalCluster]:
     done = subprocess.run([sys.executable, "-S", str(_POD), *words], capture_output=True, text=True, timeout=60)
     if done.returncode:
         pytest.skip(f"no namespaces for pods here: {done.stderr[-200:]}")
-    with open(folder / "server.log", "w") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.kubernetes", str(folder / "pods"), "--parent", str(os.getpid()),
-             "--settings", json.dumps(settings)],
-            cwd=_ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, text=True,
-        )  # fmt: skip
-    assert process.stdout is not None
-    try:
-        line = process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"the local cluster did not start:\n{(folder / 'server.log').read_text()}")
-        yield LocalCluster(json.loads(line)["endpoint"], folder / "pods")
-    finally:
-        process.terminate()
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+    log = folder / "server.log"
+    with run_service("tests.support.kubernetes", folder / "pods", log, settings) as endpoint:
+        yield LocalCluster(endpoint, folder / "pods")

@@ -8,7 +8,7 @@ import re
 import threading
 import time
 from collections import Counter
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -21,6 +21,7 @@ from tests.support.kubernetes.kubelet import Kubelet
 from tests.support.kubernetes.nodes import Nodes
 from tests.support.kubernetes.settings import Settings
 from tests.support.kubernetes.store import ApiError, Object, ObjectStore, timestamp
+from tests.support.local_service import LocalServer
 
 _RBAC = Path(__file__).resolve().parents[3] / "infra" / "kubernetes" / "rbac.yaml"
 _TURN_SECONDS = 0.05
@@ -89,24 +90,14 @@ class Cluster:
                 self.problems.append("".join(traceback.format_exception(error)))
 
 
-class Server(ThreadingHTTPServer):
-    daemon_threads = True
-    request_queue_size = 256
-
+class Server(LocalServer):
     def __init__(self, settings: Settings, folder: Path, port: int = 0) -> None:
-        super().__init__(("127.0.0.1", port), _Handler)
+        super().__init__(_Handler, port)
         self.cluster = Cluster(settings, folder)
-
-    @property
-    def endpoint(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
 
     def server_close(self) -> None:
         self.cluster.close()
         super().server_close()
-
-    def handle_error(self, *_: Any) -> None:
-        """A client that leaves in the middle is no news."""
 
 
 def matches(document: Object, selector: str) -> bool:
