@@ -221,13 +221,13 @@ class PodSubmission:
             start_by_utc=self._asked.get("start_by_utc"),
         )
         began = time.monotonic()
-        while not watch.ended:
+        while not watch.over:
             with self._lock:
                 _report_errors(lambda: watch.look(cluster, time.time()))
             if watch.suspended and (queue := self._asked.get("kueue")):
                 self._show_queue(cluster, queue)
                 limits.restart()  # the queue's own limits apply
-            elif len([one for one in watch.pods.values() if one.started]) < watch.nodes and not watch.ended:
+            elif not watch.ended and len([one for one in watch.pods.values() if one.started]) < watch.nodes:
                 if time.monotonic() - began > _PATIENCE_SECONDS:
                     self._show(watch.waiting)
                 image = any(one.no_image for one in watch.pods.values())

@@ -168,6 +168,16 @@ class Cluster:
         """Raises CloudError, for example without the right to list nodes."""
         return self.ask("list nodes", self._core.list_node)["items"]
 
+    def has_no_node(self, name: str) -> bool:
+        """Whether the cluster's node is known to be gone; False if nodes may not be read."""
+        try:
+            self.ask(f"get node {name}", self._core.read_node, name)
+        except CloudRefused as error:
+            return error.code == "404"
+        except CloudError:
+            pass
+        return False
+
     def _node_labels(self, name: str) -> dict[str, str]:
         if name and name not in self._labels:
             try:
@@ -270,8 +280,9 @@ class AttemptWatch:
         if owner is not None:
             self._read_owner(owner)
         for name, one in self.pods.items():
-            if name not in present and one.ended is None:  # deleted: by a drain, or with what has ended
-                self.pods[name] = replace(one, ended=now, lost=one.lost or not self.ended)
+            if name not in present and one.ended is None:  # deleted: by a drain, with its node, or with what has ended
+                lost = one.lost or not self.ended or (bool(one.machine) and cluster.has_no_node(one.machine))
+                self.pods[name] = replace(one, ended=now, lost=lost)
 
     def _read_owner(self, owner: Mapping[str, Any]) -> None:
         conditions = {one["type"]: one for one in (owner.get("status") or {}).get("conditions") or []}
@@ -284,6 +295,11 @@ class AttemptWatch:
     @property
     def ended(self) -> bool:
         return self.succeeded or self.failed or self.gone
+
+    @property
+    def over(self) -> bool:
+        """Whether the end of every pod is known, too."""
+        return self.ended and all(one.ended is not None for one in self.pods.values())
 
     @property
     def waiting(self) -> str:
@@ -306,7 +322,9 @@ class AttemptWatch:
         if any(one.late for one in pods):
             return "terminated"
         if any(one.exit_code for one in pods):
-            return "user_code"
+            # A gang fails as a whole long before the cluster notices the loss of a node.
+            known = all(one.exit_code is not None for one in pods if one.started is not None)
+            return "user_code" if known else "unknown"
         if any(one.no_image for one in pods):
             return "not_made"
         return "unknown" if self.started else "never_started"

@@ -20,6 +20,7 @@ import yaml
 
 from ebbflow.flows.pods import TAINT, node_selector, pod_markets, pod_memory_mib, with_nodes
 from ebbflow.flows.supervising.options import read_options
+from ebbflow.infra.kubernetes.cluster import AttemptWatch, PodState
 from tests.support.capacity import JobLog, batch_config, placed_now
 
 kubernetes_validate = pytest.importorskip("kubernetes_validate")
@@ -269,3 +270,27 @@ while True:
         process.kill()
         process.wait()
     assert (tmp_path / "pods").read_text() == "ended"
+
+
+@pytest.mark.parametrize(
+    ("worker", "cause"),
+    [
+        ({"ended": 70.0, "exit_code": 1}, "user_code"),
+        ({"ended": 70.0}, "unknown"),  # its node may be lost: the cluster tells so minutes later
+        ({"ended": 70.0, "lost": True}, "reclaimed"),
+        ({}, "unknown"),
+    ],
+)
+def test_a_failed_gang_is_blamed_on_the_code_only_if_every_container_told_its_end(
+    worker: dict[str, Any], cause: str
+) -> None:
+    watch = AttemptWatch("ebbflow/jobsets/js-1", 2)
+    told = [{"ended": 69.0, "exit_code": 1}, worker]
+    for node, values in enumerate(told):
+        name = f"pod-{node}"
+        watch.pods[name] = PodState(
+            name=name, node=node, machine=f"node-{node}", phase="Running", created=0.0, started=9.0, **values
+        )
+    watch.failed = True
+    assert watch.attempt(now=80.0).cause == cause
+    assert watch.over == ("ended" in worker)
