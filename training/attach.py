@@ -94,9 +94,9 @@ def _check_arguments(model: nn.Module, optimizer: Optimizer | None, states: dict
 
 
 def open_attached(make: Callable[[WorkerSpec, Gang], Job], **wanted: str | Path | None) -> Job:
-    """Make the job of this process from the spec of its agent or, without an agent, of a new generation. Collective.
+    """Create the job of this process. Without an agent, rank 0 first opens a generation. Collective.
 
-    `make` creates the job; the other arguments are the store, name and config of `attach`.
+    `make` creates the job from the specification of this rank. `wanted` has the store, name and config of `attach`.
 
     Raises:
         AttachError: this process already has a job, or there are several ranks without a process group.
@@ -151,7 +151,7 @@ def _share(gang: Gang, make: Callable[[], WorkerSpec]) -> WorkerSpec:
 
 
 def _open(store: str | Path | None, name: str | Path | None, config: str | Path | None) -> WorkerSpec:
-    """Open a new generation of the job that the arguments and the environment name. Only rank 0 calls this."""
+    """Open a new generation of the job, and return the specification of its ranks. Only rank 0 calls this."""
     loaded = load_config(config, [f"store={store}"] if store else [], project_root=Path.cwd())
     settings = loaded.script_settings()
     job = job_of_script(None if name is None else str(name), sys.argv[0] if sys.argv else "")

@@ -61,7 +61,7 @@ class FolderJob(AttachedJob):
     _same_data = "the library's own position"
 
     def describe(self, model: nn.Module, max_steps: float) -> None:
-        """Give the job the model and the number of steps, which the library knows."""
+        """Set the job's model and number of steps, which only the framework knows."""
         self._described, self._max_steps = model, int(max_steps) if 0 < max_steps < sys.maxsize else 0
 
     def doubt_data(self) -> None:

@@ -1,4 +1,4 @@
-"""Guards, rehearsed faults and the promise of an attached job.
+"""Guards, rehearsed faults and the promise of an attached job. The promise says how exactly the job resumes.
 
 A script's optimizer has taken a step before the job sees its loss. So a bad step cannot be skipped: the job goes back
 to a commit instead. Losses are judged at syncs, before a save, so no commit has weights that a bad loss has spoiled.
@@ -32,7 +32,7 @@ from ebbflow.training.workloads.examine import PROBE_VARIABLE
 
 
 class ScriptGuards:
-    """Guards against non-finite losses and spikes with the settings `guards`, the rehearsed fault, and the promise."""
+    """Guards of an attached job against non-finite losses and loss spikes. Also its rehearsed fault and its promise."""
 
     def __init__(self, spec: WorkerSpec, config: RunConfig, gang: Gang, reporter: Reporter) -> None:
         rules = config.guards
@@ -68,14 +68,14 @@ class ScriptGuards:
             self._rehearsal.inject(step, max_steps=max_steps, **own)
 
     def spoil(self, loss: Any) -> Any:
-        """Return the loss, or NaN in the step after a rehearsed fault of that kind."""
+        """Return `loss`. After a rehearsed non-finite loss has fired, return NaN once instead."""
         if self._rehearsal is None or not self._rehearsal.spoils_loss:
             return loss
         self._rehearsal.spoils_loss = False
         return math.nan
 
     def promise(self, step: int, model: nn.Module, **facts: Any) -> None:
-        """Record how exactly this job resumes (`describe_promise`) on rank 0, if that is new."""
+        """On rank 0, record how exactly this job resumes (`describe_promise`), unless the same is on record already."""
         if self._gang.rank == 0 and (found := describe_promise(model, **facts)) != self._promised:
             self._promised = found
             self._reporter.emit(PROMISE, step=step, **found)
@@ -87,13 +87,13 @@ def worst_loss(losses: list[float]) -> float:
 
 
 class Probe:
-    """Measures a step for `ebbflow examine`, and ends the process (`EBBFLOW_PROBE`)."""
+    """Measurement of one step of a script for `ebbflow examine`, which sets EBBFLOW_PROBE. Then the process ends."""
 
     def __init__(self, path: str) -> None:
         self._path, self._counter = Path(path), FlopCounterMode(display=False)
 
     def end_step(self, step: int, model: nn.Module, *, samples: int, steps: int, loader: Any) -> None:
-        """Count the operations of the second step, and write them, with what is known of the job, to the file."""
+        """Begin to count operations after step 1. After step 2, write the results to the file and end the process."""
         if step == 1:
             self._counter.__enter__()
             return
@@ -113,8 +113,8 @@ def describe_promise(
     """Return how exactly the job resumes, as data of the event `promise`: level, same_data and reasons.
 
     Args:
-        same_data: the means by which a resumed run reads the same data, if there is no `source`; "" if it may not.
-        resized: why the number of ranks has changed in this job, "" if it has not.
+        same_data: without a `source`, how a resumed run reads the same data; "" if it may read other data.
+        resized: how the number of ranks has changed in this job; "" if it has not.
     """
     lost, close = [], []
     if source is not None:

@@ -270,7 +270,7 @@ class AttachedJob:
         return self._source
 
     def _find_batch(self, loader: Any) -> None:
-        """Continue an epoch that another number of ranks began: skip as many samples, in batches of these ranks."""
+        """Choose the batch at which to continue an epoch that another number of ranks began. Samples may repeat."""
         size = (getattr(loader, "batch_size", None) or 1) * self._gang.world_size
         self._batch, rest = divmod(self._epoch_samples, size)
         self._in_other_batches = False
@@ -296,7 +296,7 @@ class AttachedJob:
 
     @contextlib.contextmanager
     def _counting(self) -> Iterator[None]:
-        """Count the current step if the user's code leaves the loop during it and its optimizer took a step."""
+        """Count the current step even if the user's code leaves the loop in the middle, after the optimizer's step."""
         try:
             yield
         except GeneratorExit:
@@ -354,7 +354,7 @@ class AttachedJob:
             self._saves.extra["metrics"] = {**metrics, "step": self.step}
 
     def _flush_steps(self, keep: int = 0) -> float:
-        """Emit the pending events of steps except the last `keep`. Return the worst of their losses, 0 without any."""
+        """Emit the pending step events except the last `keep`. Return their worst loss, or 0 if they have no loss."""
         losses, count = [], len(self._steps) - keep
         for step, at, data, loss in self._steps[:count]:
             if loss is not None:

@@ -1,4 +1,4 @@
-"""State of a user's script besides model and optimizer, as JSON and named tensors; and the order of its data.
+"""The state of a user's script besides model and optimizer, and the order in which the script reads its data.
 
 `split_state` splits a state dict into a form, which is JSON that refers to tensors by path, and these tensors.
 `join_state` is its inverse.
@@ -221,7 +221,7 @@ class BatchSource:
 
     @property
     def same_data(self) -> str:
-        """The means by which a resumed run reads the same data; "" if it may read other data."""
+        """How a resumed run reads the same data: "sampler" or "state_dict of …"; "" if it may read other data."""
         if self._stateful is not None:
             return f"state_dict of {type(self._stateful).__name__}"
         return "sampler" if self._in_sampler else ""
@@ -265,7 +265,7 @@ class BatchSource:
         return self._from_sampler(seed, skip)
 
     def _from_accelerate(self, seed: int, skip: int) -> Iterator[Any]:
-        """Yield the batches of a loader that accelerate has prepared. It fetches them one ahead."""
+        """Return an iterator over a loader that accelerate has prepared. The first batch is fetched at once, seeded."""
         loader = self.loader
         if loader.synchronized_generator is not None:
             loader.synchronized_generator.manual_seed(seed)

@@ -57,8 +57,8 @@ _CHILD_SECONDS = 3600.0
 def small_config(config: RunConfig, *, store: Path, steps: int) -> RunConfig:
     """Return the configuration of a small copy of a job: fewer steps, six commits, one or two nodes, fewer ranks.
 
-    There is at most one rank per core. The copy never continues with fewer nodes, because with fewer ranks sums are
-    added up in another order and differ in their last bits.
+    There is at most one rank per core. The copy never continues with fewer nodes: fewer ranks would add up numbers in
+    another order, and the sums would differ in their last bits.
     """
     nodes, processes = gang_size(config)
     sections = {
@@ -196,7 +196,7 @@ def certified_run(config: RunConfig, prepared: dict, folder: Path, interruption:
 
 
 def local_spec(config: RunConfig, prepared: dict, *, job: str, logs: Path) -> GangSpec:
-    """Return the specification of a gang on this machine. config: from `small_config`."""
+    """Return the specification of a gang on this machine. `config` comes from `small_config`."""
     nodes, processes = config.cluster.nodes, config.cluster.processes_per_node
     assert isinstance(nodes, int) and isinstance(processes, int)
     return GangSpec(

@@ -193,7 +193,7 @@ WORKLOAD_CHECK = "workload"
 
 
 def check_workload(context: PreflightContext) -> CheckFinding:
-    """Check that your workload can be built and its loss is a sum, in a child process; or your script compiles."""
+    """Check in a child process that your workload can be built and its loss is a sum, or that your script compiles."""
     config = context.config
     if config.script is not None:
         return _check_script(Path(config.script), sent_away=context.target not in (None, "local"))
@@ -243,7 +243,7 @@ def check_tokenizer(context: PreflightContext) -> CheckFinding:
 
 
 def check_initial_weights(context: PreflightContext) -> CheckFinding:
-    """Check that `training.initial_weights` can be read and, for the built-in model, has its number of parameters."""
+    """Check that `training.initial_weights` can be read and, for the built-in model, has the right parameter count."""
     config = context.config
     path = config.training.initial_weights
     if path is None:

@@ -1,7 +1,7 @@
-"""The command `ebbflow compare CONFIG`: speed, memory and start-up of one's own model in each parallel mode.
+"""The command `ebbflow compare CONFIG`: measure speed, memory and start-up of your model in each parallel mode.
 
-On this machine, it trains a small copy of the job in each mode, in turn and several times, and resumes it from its
-commit. Importing this module does not import torch.
+On this machine, it trains a small copy of the job in each mode, in turn and several times, and resumes the copy
+from its commit. Importing this module does not import torch.
 """
 
 from __future__ import annotations
@@ -52,8 +52,10 @@ def compare_modes(
     """Train the job's small copy in each mode, in turn.
 
     Returns:
-        Per mode the median, lowest and highest value of each figure over the rounds, or why the mode is not supported.
-        Raises TrainingError and InfraError.
+        For each mode, the median, lowest and highest value of each figure over the rounds, or the reason why the mode
+        is unsupported. Also facts about the machine and the measurement.
+
+    Raises TrainingError and InfraError.
     """
     from ebbflow.training.gang import Gang
     from ebbflow.training.workloads.loader import prepare_data, workload_context

@@ -48,7 +48,7 @@ def set_group_timeout(group: dist.ProcessGroup, seconds: float) -> None:
 
 
 def compile_module(module: nn.Module, *, recompile_limit: int) -> None:
-    """Compile `module` in place at most `recompile_limit` times (with torch 2.7, at most that often per process)."""
+    """Compile `module` in place, limiting recompilations. In torch 2.7, the limit applies to the whole process."""
     if _HAS_RECOMPILE_LIMIT:
         module.compile(dynamic=False, recompile_limit=recompile_limit)
         return

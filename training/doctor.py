@@ -88,7 +88,7 @@ def _examine(given: argparse.Namespace, arguments: list[str], folder: Path) -> i
 def _run(
     script: Path, arguments: list[str], folder: Path, name: str, steps: int, *, kill: int = 0, seed: int = 0
 ) -> dict[str, Any]:
-    """Run the script in a copy of its folder for `steps` steps, or kill it at step `kill` if that is not 0.
+    """Run the script in a copy of its folder for `steps` steps. If `kill` is not 0, kill it at that step.
 
     Return its records, saves and last output.
     """
@@ -118,9 +118,10 @@ def _why_not_repeatable(whole: list[Record], killed: list[Record]) -> str:
 
 
 def compare(whole: list[Record], resumed: list[Record], kill: int) -> tuple[int, list[tuple[str, str]]]:
-    """Return the step from which a resumed run went on, and what it lost, as pairs of kind and variable.
+    """Return the step from which a resumed run continued, and its losses of state as pairs (kind, variable).
 
-    `whole` and `resumed` have one record per step, of its beginning, and one of the end.
+    `whole` has the records of the undisturbed run, `resumed` those of the resumed run. A run has one record of the
+    beginning of each step, and one of its end.
     """
     if not resumed:
         return 0, [("start", "")]
@@ -165,7 +166,7 @@ _LOST = {
 
 
 def _explain(name: str, source: str, kind: str, variable: str) -> list[str]:
-    """Return lines that name the loss, the line of the variable, and the smallest patch."""
+    """Return the lines of text that name the lost state, its line in the script, and the smallest patch."""
     nodes = list(ast.walk(ast.parse(source)))
     called = [node.func for node in nodes if isinstance(node, ast.Call)]
     calls = [(one.attr, one.lineno) for one in called if isinstance(one, ast.Attribute)]
@@ -276,7 +277,7 @@ class _Tracer:
         return {"params": _digest([group["params"] for group in groups]), "objects": objects, "counters": counters}
 
     def _is_trained(self, value: Any) -> bool:
-        """Return whether a value is a module that the optimizer trains, or has nothing to train."""
+        """Return whether a value is a module that the optimizer trains, or a module without parameters."""
         if not isinstance(value, sys.modules["torch"].nn.Module):
             return False
         trained = {id(one) for group in self._optimizer.param_groups for one in group["params"]}

@@ -1,4 +1,4 @@
-"""Define the exceptions of training. Each class has the outcome of a job that it ends."""
+"""Define the exceptions of training. Each class sets the outcome of a job that ends with it."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class NothingToRestore(CheckpointError):
 
 
 class RefusedCommit(CheckpointError):
-    """A commit lacks the valid signature that the job's configuration requires. Its data may be undamaged."""
+    """A commit has no valid signature, although the job's configuration requires one. Its data may be undamaged."""
 
 
 class NoSigningKey(CheckpointError):
@@ -171,7 +171,7 @@ class AgentFailure(TrainingError):
 
 
 class StartAnew(TrainingError):
-    """Raised to end a gang and start its ranks again with an override (see `training/guards/overrides.py`)."""
+    """Raised to end a gang and start its ranks again with an override, a guard's instruction to the next start."""
 
 
 class Rewind(StartAnew):

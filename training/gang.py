@@ -85,7 +85,7 @@ def connect(
         collective_seconds: timeout of each collective.
         generation: prefix of this gang's keys in the key-value store.
         promised_gpus: number of GPUs that each node should have; 0 if unknown.
-        kept: folder that outlives this start; a network that was probed before is not probed again.
+        kept: folder that outlives this start. A mark in it makes later starts skip the network probe.
 
     Raises:
         RendezvousError: ranks are missing, or nodes cannot reach each other; the message names them.

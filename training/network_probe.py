@@ -3,7 +3,7 @@
 Rank 0 decides whether to probe: once per attempt, and not if all nodes are on one machine. One rank of each node then
 connects to every other node, on a port of the gang's range, and measures round trip, clock offset (as NTP does, from
 the fastest of several exchanges) and the path's MTU, then the bandwidth to the next node while all nodes send. After
-the process group has connected, all ranks time an all-reduce. The whole takes at most 60 s, usually under 3 s.
+the process group has connected, all ranks time an all-reduce. The probe takes at most 60 s, usually under 3 s.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ def _exchange(link: Link, address: tuple[str, int], token: bytes) -> Link:
 
 
 def _bandwidth(address: tuple[str, int], token: bytes) -> float:
-    """Send until the time or the bytes are used up, and wait for the answer to the last byte."""
+    """Send data up to a limit of time and bytes, and wait for all answers. Return the bytes per second."""
     sent, began = 0, time.perf_counter()
     with _call(address, token) as peer:
         while sent < _MOST_CHUNKS and time.perf_counter() - began < _SEND_SECONDS:

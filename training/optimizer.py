@@ -37,7 +37,8 @@ def scale_and_clip(
 ) -> None:
     """Scale all gradients by `scale` and clip them to the norm `limit`, in place and in one pass.
 
-    `norm` is the gradient norm after scaling and before clipping. Both are numbers, or both on the device.
+    `norm` is the gradient norm after scaling and before clipping. `scale` and `norm` are either both numbers or both
+    tensors on the gradients' device.
     """
     if limit is not None:
         ratio = limit / (norm + _CLIP_EPSILON)

@@ -40,7 +40,7 @@ from ebbflow.training.workload import Workload
 
 
 def report_compilation(begun: Callable[[], Callable[[], None]]) -> Callable[[], None]:
-    """Call `begun` whenever torch begins a compilation, and the function that it returned when the compilation ends.
+    """Call `begun` when torch begins a compilation, and the function it returned when the compilation ends.
 
     Return a function that removes these hooks. If the compiler is not loaded, or if this torch release lacks the
     private hooks, nothing is reported.

@@ -100,7 +100,7 @@ def _replicas(config: RunConfig, place: RankLayout) -> Iterator[UnsupportedOptio
 
 
 def _compiler(place: RankLayout) -> Iterator[UnsupportedOption]:
-    """Yield each tool that torch.compile lacks, out of a C++ (CPU) or C (GPU) compiler and Python.h."""
+    """Yield each missing requirement of torch.compile: a C++ (CPU) or C (GPU) compiler, and Python.h."""
     variable = "CC" if place.gpu else "CXX"
     named = os.environ.get(variable, "")
     if not any(shutil.which(name) for name in ([named] if named else _COMPILERS[variable])):

@@ -41,7 +41,7 @@ _LEAST_CPU_SECONDS = 0.005  # within a look, by which a rank shows that it is no
 
 
 def flow_options(words: list[str]) -> list[str] | None:
-    """Return the options of the flow for `run SCRIPT.py` with --nodes or --with; None without both.
+    """Return the flow's options for `run SCRIPT.py` with --nodes or --with; None if neither is given.
 
     The flow adds preflight, plan, attempts on other machines and the report; without it, a node's agent suffices.
     """
@@ -131,7 +131,7 @@ def _run(given: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def run_script(spec: WorkerSpec) -> LoopResult:
-    """Run the script in this rank. Return the result of its attached job or, if it has none, completed at step 0."""
+    """Run the script in this rank. Return the result of its attached job or, without one, COMPLETED at step 0."""
     script = find_script(spec.prepared["script"], spec.prepared.get("script_sha256"), Store.open(spec.store_uri))
     result = Path(spec.result_path or os.devnull)
     if spec.prepared.get("script_sha256"):  # on another machine, relative paths begin at the unpacked folder

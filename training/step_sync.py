@@ -99,9 +99,9 @@ class _Streak:
         self.told: Slowdown | None = None
 
     def note(self, drag: Slowdown, dragging: bool) -> Slowdown | None:
-        """Record a step, which is slow if `dragging`.
+        """Record a step. `dragging` says whether it is slow.
 
-        Return the mean slowdown at the first step at which it has lasted long enough, otherwise None.
+        Return the mean slowdown once it has lasted for `STEPS_IN_A_ROW` steps, otherwise None.
         """
         same = not self._drags or self._drags[-1].rank == drag.rank or drag.action is GuardAction.DATA_BOUND
         if not dragging or not same:
@@ -141,17 +141,17 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class StepSync:
-    """The rows of all ranks for one step, the same on every rank; no rows if none is read yet (on a GPU)."""
+    """The rows of all ranks for one step, the same on every rank. On a GPU it has no rows until a step is read."""
 
     rows: list[Row]
 
     @property
     def at(self) -> Position:
-        """The job's position, in steps and samples, before the step that the ranks have agreed on."""
+        """The job's position, in steps and samples, before the step of these rows."""
         return Position(int(self.rows[0].step) - 1, int(self.rows[0].cursor))
 
     def merge(self, older: StepSync) -> StepSync:
-        """Return the sync with the requests of the step before added, which have not been met."""
+        """Return this sync with the unmet requests of `older`, the sync of the step before, added."""
         if not older.rows:
             return self
         names = ("stop", "save_due", "renew")
@@ -201,7 +201,7 @@ class StepSync:
 
     @property
     def last_save(self) -> tuple[float, float]:
-        """Seconds that a save is expected to take on the slowest rank, and seconds that are left for it."""
+        """Expected seconds of a save on the slowest rank, and the fewest seconds that any rank has for a last save."""
         return max(row.save_seconds for row in self.rows), min(row.stop_seconds for row in self.rows)
 
     @property

@@ -185,7 +185,7 @@ class Trainer:
     def device_exchange(self) -> DeviceExchange | None:
         """The step sync on GPUs, which is read one step later; None if each step is read at once.
 
-        That is so on a CPU, if gradients are in host memory, and if a step must not be taken after its loss is known.
+        Each step is read at once on a CPU, with CPU offload, and if a guard may skip a step because of its loss.
         """
         guards = self.config.guards
         at_once = self.config.fsdp.cpu_offload or "skip" in (guards.non_finite, guards.spike)
@@ -211,7 +211,10 @@ class Trainer:
     def sync_step(
         self, at: Position, batch: Batch, loss: Loss, gradients: Sequence[Tensor]
     ) -> tuple[StepSync, float | Tensor, float | Tensor]:
-        """Exchange this step's figures. Return the newest sync that was read, and this step's scale and norm."""
+        """Exchange this step's figures. Return a sync, and this step's gradient scale and norm.
+
+        The sync is that of this step or, if it is read later (on a GPU), that of the step before.
+        """
         late = self.device_exchange
         clock = self.reporter.clock
         taken, to_go = at.step - self.start.step, self.config.training.max_steps - at.step
@@ -251,7 +254,10 @@ class Trainer:
         return sync, scale, norm
 
     def read_step(self, sync: StepSync) -> StepSync:
-        """Read the sync of the step, and add the requests of `sync`, the one before; no rows if it was read."""
+        """Read this step's sync, and add the requests of `sync`, the step before.
+
+        Return no rows if this step's sync was already read, as on a CPU.
+        """
         late = self.device_exchange
         return late.read().merge(sync) if late is not None and late.unread else StepSync([])
 

@@ -145,7 +145,7 @@ def restore(trainer: Trainer, saver: Checkpointer, candidates: list[str]) -> Pos
     """Load the newest undamaged commit of `candidates`, and return the position at which training continues.
 
     `candidates` are keys of commits, newest first; without any, the job starts from its beginning. Raises DataError if
-    the commit was trained with other data or another seed, CheckpointError if no candidate can be restored. Collective.
+    the commit comes from other data or another seed, CheckpointError if no candidate can be restored. Collective.
     """
     if candidates:
         trainer.enter("restore", 0)
@@ -169,7 +169,7 @@ def restore(trainer: Trainer, saver: Checkpointer, candidates: list[str]) -> Pos
 
 
 def report_restore(reporter: Reporter, restored: RestoreResult, seconds: float) -> None:
-    """Emit the event of a restore, and print the progress that was lost with a damaged commit. Rank 0 calls this."""
+    """Emit the `restore` event, and print the progress that was lost if a commit was damaged. Rank 0 calls this."""
     rejected = [_rejected(one, restored) for one in restored.rejected]
     for one in rejected[:1]:  # the newest; the others are older
         print(f"restored step {restored.step} instead of a damaged commit; lost: {one['lost']}", flush=True)
@@ -195,7 +195,7 @@ def begin(trainer: Trainer) -> Position:
 
 
 def _rejected(rejected: RejectedCommit, restored: RestoreResult) -> dict[str, Any]:
-    """Return the key of a damaged commit, the reason, and the steps and dollars lost by it, for the `restore` event."""
+    """Return the data of a damaged commit for the `restore` event: key, reason, lost steps and lost dollars."""
     at_rejected, at_restored = ((extra or {}).get("spent_usd") for extra in (rejected.extra, restored.extra))
     lost_usd = None if at_rejected is None or at_restored is None else at_rejected - at_restored
     loss = {"lost_steps": rejected.step - restored.step, "lost_usd": lost_usd}
@@ -220,7 +220,7 @@ def _optimizer(workload: Workload, module: nn.Module, config: RunConfig) -> torc
 def _progress(
     spec: WorkerSpec, gang: Gang, config: RunConfig, terms: Terms | None, reporter: Reporter
 ) -> Progress | None:
-    """Measure the peak speed on all ranks at once. Return rank 0's printer of progress lines, else None. Collective."""
+    """Measure the peak speed on all ranks at once. On rank 0, return the printer of progress lines. Collective."""
     # Later ranks with the same local rank reuse the file. The number of ranks on the machine changes the measurement.
     name = f"peak-{os.environ.get('LOCAL_RANK', '0')}-of-{spec.colocated_ranks}.json"
     kept = Path(spec.kept_path) / name if spec.kept_path else None

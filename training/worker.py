@@ -1,6 +1,6 @@
 """The process of one rank, from its start to its result file.
 
-An agent of `ebbflow run` starts it, or `torchrun -m ebbflow.training`.
+The process is started by an agent of `ebbflow run`, or by `torchrun -m ebbflow.training`.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def _make_spec_or_exit_code(request: Request) -> WorkerSpec | int:
 
 
 def _is_user_failure(error: BaseException) -> bool:
-    """Return whether the error was caused by an exception of the user's code while the workload was tried out."""
+    """Return whether the error is a WorkloadError that an exception in the user's code caused."""
     cause = error.__cause__
     return isinstance(error, WorkloadError) and not isinstance(cause, (TrainingError, InfraError, type(None)))
 
@@ -253,10 +253,10 @@ def _train(task: WorkerSpec | Request) -> LoopResult:
 
 
 def arrange_determinism(mode: str, device: torch.device) -> None:
-    """Choose deterministic algorithms, as `training.deterministic` says.
+    """Apply the setting `training.deterministic`, given as `mode`.
 
     On a GPU, the backward pass of fused attention is deterministic only if operations without a deterministic algorithm
-    raise an error ("strict"). With "auto" they run all the same.
+    raise an error (mode "strict"). In mode "auto" such operations run, with a warning.
     """
     if mode == "off":
         return
@@ -282,7 +282,7 @@ def describe_promise(mode: str, device: torch.device) -> dict[str, Any]:
 
 
 def flush_before_end(log: EventLog, record: OrderRecord) -> None:
-    """Flush the events once the agent is about to kill this rank, whose main thread may wait for its GPU for ever."""
+    """Wait until the agent is about to kill this rank, then flush the events. Call this in a thread of its own."""
     while not record.ending:
         time.sleep(_LOOK_SECONDS)
     with contextlib.suppress(StoreError):

@@ -39,7 +39,8 @@ class Checkpointer:
         upload_bytes_per_second: bandwidth cap for this rank's uploads; None means no cap.
         chunk_bytes: bytes per checksum. An upload part has two chunks; Amazon S3 requires parts of at least 5 MiB.
         request_seconds: timeout of each store request during a restore.
-        emit: records an event; usually `EventLog.emit`. Rank 0 emits `commit`; every rank `staged` and `commit_failed`.
+        emit: records an event; usually `EventLog.emit`. Rank 0 emits `commit`; all ranks emit `staged` and
+            `commit_failed`.
         waiting: called when a wait for the uploader begins; returns a function that is called when the wait ends.
 
     Attributes:
@@ -264,7 +265,7 @@ class Checkpointer:
         self.close()
 
     def _go_back_to(self, key: str, step: int) -> None:
-        """Correct this generation's record after a restore from an older commit than the one that the record names."""
+        """Record the restored commit as this generation's parent, because the newer parent could not be restored."""
         generation = replace(self._generation, parent=key, parent_step=step)
         if self._rank == 0:
             what = f"amend the record of {generation.name}"  # otherwise late commits between the two would count

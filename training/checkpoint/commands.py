@@ -47,7 +47,7 @@ def main(argv: list[str]) -> int:
 
 
 def _store_uri(uri: str) -> str:
-    """Return the URI of the job's part of the store. `uri` may be the job's report folder, which has this URI."""
+    """Return the URI of the job's folder in the store. `uri` is this URI, or the job's local report folder."""
     known = None if (Path(uri) / "commits").is_dir() else known_job(Path(uri))
     return uri if known is None else known.uri
 
@@ -58,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     by_hand = "a step, a key, or the start of its hash"
 
     def add(name: str, run: Callable[..., int], text: str, *, commit: str = "", **more: Any) -> argparse.ArgumentParser:
-        """Add a subcommand. `commit` describes the default of its option --commit; with "" there is no such option."""
+        """Add a subcommand. `commit` describes the default of the option --commit; "" omits that option."""
         command = commands.add_parser(name, help=text, **more)
         if name == "import":
             command.add_argument("source", type=Path, metavar="SOURCE", help="file or folder; its kind is recognised")
@@ -102,8 +102,9 @@ def _parser() -> argparse.ArgumentParser:
 def choose_signing_key(store: Store, name: str | None, *, must_check: bool) -> None:
     """Choose the environment variable that holds the signing key, and use its key.
 
-    The variable is `name`, else the one that EBBFLOW_SIGNING_KEY_ENV names, else the one in the job's configuration. If
-    the last of these has no usable key, raise NoSigningKey with `must_check`; otherwise check no signatures.
+    The variable is `name`, else the one that EBBFLOW_SIGNING_KEY_ENV names, else the one in the job's configuration.
+    Raises NoSigningKey if the variable holds no usable key. But if the variable comes from the job's configuration and
+    `must_check` is False, signatures are not checked instead.
     """
     name = name or os.environ.get(NAME_VARIABLE)
     if name is None and (named := _configured_name(store)):
@@ -123,9 +124,9 @@ def _configured_name(store: Store) -> str | None:
 def find(store: Store, wanted: str | None) -> TracedCommit:
     """Find one commit of a job.
 
-    `wanted` is a step, a key or the start of a hash (6 digits or more). None means the newest commit that counts; a
-    commit counts if a start of the job may restore it. Raises CheckpointError if no commit or several commits match;
-    its message lists the candidates.
+    `wanted` is a step, a key, or the first digits (6 or more) of a hash. None means the newest reachable commit. A
+    commit is reachable if the job may still be resumed from it. If several commits match, a reachable one is preferred.
+    Raises CheckpointError without exactly one match; its message lists the candidates.
     """
     traced = trace_lineage(store)
     if wanted is None:
@@ -134,7 +135,7 @@ def find(store: Store, wanted: str | None) -> TracedCommit:
             raise CheckpointError(f"{store.uri}: no commit that counts; hint: `checkpoints list` says why not")
         return found[0]
     found = [one for one in traced if _matches(one, wanted)]
-    if len(found) > 1:  # of several commits of one step, the one that counts
+    if len(found) > 1:  # of several commits of one step, the reachable one
         found = [one for one in found if one.unreachable_because is None] or found
     if len(found) != 1:
         among = found or traced
@@ -277,7 +278,7 @@ def _signature_standing(store: Store, key: str) -> str:
 
 
 def _sign(store: Store, options: argparse.Namespace) -> int:
-    """Sign the commits that count and have no signature yet, after reading and verifying every byte of each."""
+    """Sign every reachable commit that has no signature yet. Verify all its bytes first."""
     name = os.environ.get(NAME_VARIABLE)
     if name is None:
         raise CheckpointError("sign: which key? name its variable with --signing-key-env")
@@ -329,8 +330,8 @@ def _record_verification(store: Store, traced: TracedCommit, *, sound: bool) -> 
 def _pin(store: Store, options: argparse.Namespace) -> int:
     """Pin a commit, so that retention never deletes it.
 
-    This function writes the pin before it checks for a tombstone (the record that a deletion has begun), and a deletion
-    writes the tombstone before it checks for a pin. So if both run at once, at least one of them sees the other.
+    This function writes the pin, then looks for a tombstone (the record that a deletion has begun). A deletion writes
+    the tombstone, then looks for a pin. So if both run at once, at least one of them sees the other.
     """
     ref = find(store, options.commit).ref
     store.put(pin_key(ref.sha256), seal({"version": VERSION, "key": ref.key, "t_wall": time.time()}))

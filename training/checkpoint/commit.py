@@ -4,8 +4,8 @@ A rank's index describes the data that the rank uploaded. The manifest depends o
 its hash. So ranks that write the manifest at the same time write the same bytes to the same key. The loss of a rank
 after its index is durable cannot block the commit.
 
-Rank 0's uploader polls the store until the commit exists. The other ranks are a backup: they poll rarely, and the
-higher a rank, the later it starts. Usually only ranks 1 to 3 poll at all, so the number of requests grows with the
+Rank 0's uploader polls the store until the commit exists. The other ranks are a backup: they poll rarely, and ranks
+with higher numbers start later. Usually only ranks 1 to 3 poll at all, so the number of requests grows with the
 number of ranks and not with its square.
 """
 
@@ -48,7 +48,7 @@ class CommitAttempt:
 
 
 class CommitWatch:
-    """Collects the index that each rank writes for a save, and makes the commit once all exist. Reads each once."""
+    """Watcher of the indexes of a save. It reads each rank's index once, and commits the save once all exist."""
 
     def __init__(self, store: Store, save: CheckpointId) -> None:
         self._store = store
@@ -88,7 +88,7 @@ class CommitWatch:
         return set(missing)
 
     def _read(self, ranks: list[int]) -> str:
-        """Read the indexes that have not been read yet. Return why some are unusable, or "" if all are usable."""
+        """Read the indexes that have not been read yet. Return why an index is unusable, or "" if all are usable."""
         new = [rank for rank in ranks if rank not in self._indexes]
         if not new:
             return ""
@@ -183,8 +183,8 @@ def commit_as_backup(
     check. At the deadline the function returns without a commit, since rank 0 reports the failure.
 
     Args:
-        interrupted: waits up to the given seconds, and returns True as soon as other work arrives, which ends this
-            function.
+        interrupted: waits up to the given number of seconds. It returns True as soon as other work arrives, and this
+            function then returns.
     """
     unit = min(_LONGEST_UNIT_SECONDS, deadline.seconds / _UNITS)
     watch = CommitWatch(store, save)

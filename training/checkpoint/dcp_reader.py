@@ -1,4 +1,4 @@
-"""A reader of commits for DCP (`torch.distributed.checkpoint`), which lets a rank read its part at any world size."""
+"""A storage reader for DCP (`torch.distributed.checkpoint`). With it, DCP can load a commit at any world size."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class CommitReader(StorageReader):
         return False  # a commit is identified by a store and a key, not by one path
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill the tensors of a load plan. Read each chunk once, and directly into the tensors that are contiguous."""
+        """Fill the tensors of a load plan. Read each chunk once, and directly into contiguous tensors."""
         targets = [(item, planner.resolve_tensor(item).detach()) for item in plan.items]
         self._read((item.storage_index.fqn, self._piece(item), item, target) for item, target in targets)
         for item, target in targets:

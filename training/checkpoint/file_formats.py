@@ -1,8 +1,9 @@
 """Read and write checkpoint files of other programs: DCP folders, safetensors and torch files. Imports torch.
 
-No format needs all tensors in memory when it is written. A torch file is written in two passes: first everything except
-the tensors' bytes, for which `torch.serialization.skip_data` reserves space, then these bytes. The file is a zip
-archive of uncompressed entries. Their CRC-32 is filled in too, so that unzip and Python's zipfile can read the file.
+No format requires all tensors to be in memory at once while a file is written. A torch file is written in two passes:
+first everything except the tensors' bytes, for which `torch.serialization.skip_data` reserves space, then these bytes.
+The file is a zip archive of uncompressed entries. Their CRC-32 is filled in too, so that unzip and Python's zipfile can
+read the file.
 
 Safetensors files hold weights. The optimizer's tensors are in a second file, NAME.optimizer.safetensors, with names
 `<parameter>.<state>`. Step, optimizer settings and `extra` are JSON in the metadata of the first file.
@@ -202,7 +203,7 @@ def _put(document: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
 
 
 def _restore_lists(document: Any) -> Any:
-    """Turn mappings whose keys are all integers back into lists."""
+    """Convert each nested dictionary whose keys are all integers to a list."""
     if not isinstance(document, dict):
         return document
     inner = {key: _restore_lists(value) for key, value in document.items()}
@@ -254,7 +255,7 @@ def fill(path: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
 
 
 def _hollow_copy(value: Any, names: Mapping[int, str], order: list[str]) -> Any:
-    """Copy nested dictionaries and lists with empty tensors.
+    """Copy nested dictionaries and lists, and replace each tensor by an uninitialised one of its shape and dtype.
 
     The tensors' names are appended to `order`, in the order in which pickle visits the tensors.
     """
@@ -300,7 +301,7 @@ def write_torch(content: PortableState, path: Path) -> None:
 def parse_document(document: Any, what: str, weights_only: bool) -> PortableState:
     """Extract the weights from a loaded checkpoint and, unless `weights_only`, the optimizer's state.
 
-    `document` is a state dict, or a mapping that has one under a usual name, such as "model" or "state_dict".
+    `document` is a state dict, or a mapping that has a state dict under a usual name, such as "model" or "state_dict".
     """
     if not isinstance(document, Mapping):
         raise CheckpointError(f"{what}: is a {type(document).__name__}, not a state dict")

@@ -214,7 +214,7 @@ class SaveTracker:
             over()
 
     def abandon(self, step: int) -> None:
-        """Tell the uploader to wait at most 2 s more for the commit of `step`, which another rank failed to save."""
+        """Limit the uploader's wait for the commit of `step` to 2 s, because another rank failed to save that step."""
         self.drain()
         if self._current is not None and self._current.save.step == step != self._abandoned:
             self._abandoned = step
@@ -301,7 +301,7 @@ class SaveTracker:
             self._current = None
 
     def _failed(self, message: str, step: int | None = None) -> None:
-        """Record that the save of `step`, by default the one in flight, failed."""
+        """Record that the save of `step` failed. By default, this is the save in flight."""
         under_way = self._current.save.step if self._current is not None else None
         step = under_way if step is None else step
         if step == under_way:  # not for the late failure of an earlier save

@@ -3,7 +3,7 @@
 A generation is one start of the gang. Its record names its parent, the commit from which it started, so the records
 form a chain from the newest generation back to the first. A commit is reachable if its generation is in this chain and
 its step is not above the step from which the next generation in the chain started. Only reachable commits may be
-restored; messages say of such a commit that it "counts".
+restored; messages say that such a commit "counts".
 
 So a higher step alone does not make a commit the newest one: commits that a superseded gang makes late, and commits of
 steps that a rewind abandoned, are unreachable. Each generation saves only steps after its start, so the reachable
@@ -86,7 +86,7 @@ def read_generation(job_store: Store, number: int, generation_id: str) -> Genera
 
 
 def amend_parent(job_store: Store, opened: Generation, actual: Generation) -> None:
-    """Record that the generation `opened` started from the parent of `actual`, an older commit than the recorded one.
+    """Replace the parent in the record of the generation `opened` by the parent of `actual`, an older commit.
 
     Call this if the recorded parent could not be restored. Otherwise the abandoned commits between the two parents
     would stay reachable. One process calls it, before the generation's first save. Raises StoreError or CorruptCommit.
@@ -183,16 +183,16 @@ class LineageChain:
     def is_in_history(self, number: int, step: int) -> bool:
         """Return whether the commit of generation `number` at `step` is part of the newest generation's history.
 
-        It is if that generation is the newest one or one of its ancestors, and `step` is not above the step from which
-        the next generation in the chain started. These limits never rise from a generation to an older one, so the
-        search stops at the first ancestor whose limit is below `step`.
+        It is if that generation is the newest one or one of its ancestors, and `step` is at most its limit: the step
+        from which the next generation in the chain started. An older generation never has a higher limit than a newer
+        one, so the search stops at the first limit below `step`.
         """
         while self._ahead is not None and number <= self._ahead[0] and step <= self._ahead[1]:
             self._follow(*self._ahead)
         return number in self.limits and step <= self.limits[number]
 
     def back_to(self, oldest: int) -> dict[int, float]:
-        """Return the last reachable step by generation number, from the newest generation back to at least `oldest`."""
+        """Return the last reachable step of each generation, by number, from the newest back to at least `oldest`."""
         while self._ahead is not None and self._ahead[0] >= oldest:
             self._follow(*self._ahead)
         return self.limits
@@ -335,7 +335,7 @@ def nothing_to_restore_error(job_store: Store, cause: str) -> NothingToRestore:
 
 
 def permitted_generation(job_store: Store, what: str) -> int:
-    """Return the newest generation that a permit of the kind `what` covers, or 0 if there is none."""
+    """Return the newest generation that a permit of the kind `what` covers, or 0. See `checkpoint.rollback`."""
     names = (meta.key.rsplit("/", 1)[-1].removesuffix(".json") for meta in job_store.list(permit_prefix(what)))
     return max((int(name) for name in names if name.isascii() and name.isdigit()), default=0)
 
@@ -370,7 +370,7 @@ def _refusal_reason(signs: Signer | None, job_store: Store, ref: CommitRef) -> s
 
 
 def _report_refused(job_store: Store, chosen: CommitRef | None) -> str:
-    """Warn of each commit newer than `chosen` whose signature is refused. Return the newest one's reason, or ""."""
+    """Warn about each commit newer than `chosen` whose signature is refused. Return the first reason, or ""."""
     first = ""
     for ref, refused in _newest_with_refusals(job_store) if signer() is not None else ():
         if ref == chosen:
@@ -434,7 +434,7 @@ def _names_below(job_store: Store, prefix: str) -> set[str]:
 
 
 def is_readable_commit(job_store: Store, ref: CommitRef) -> bool:
-    """Return whether a commit's manifest is readable, as a start from it requires. Print a warning if it is not.
+    """Return whether a commit's manifest is readable, so that a generation can start from it. If not, print a warning.
 
     If the manifest looks damaged, a new process reads it again. Raises UnreliableReader if that process finds it sound,
     because then this process misreads data.

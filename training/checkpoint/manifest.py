@@ -278,7 +278,7 @@ def _entry(name: str, kind: tuple[str, tuple[int, ...]], boxes: dict[tuple[int, 
 
 
 def _fields(kind: type, row: Sequence[Any]) -> dict[str, Any]:
-    """Convert a row of JSON values to the fields of a dataclass: nested lists become tuples."""
+    """Convert a JSON list to the fields of the dataclass `kind`, in order. Nested lists become tuples."""
     values = [tuple(value) if isinstance(value, list) else value for value in row]
     return dict(zip(kind.__dataclass_fields__, values, strict=True))
 

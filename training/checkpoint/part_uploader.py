@@ -50,7 +50,7 @@ class _Sent:
 
 
 class PartUploader:
-    """Uploader of objects in parallel parts. It reuses its threads and connections for each object."""
+    """Uploader of objects in parallel parts. It keeps its threads and connections from one object to the next."""
 
     def __init__(self, sink: UploadSink, settings: PartSettings, throttle: Throttle) -> None:
         self._sink = sink
@@ -59,7 +59,10 @@ class PartUploader:
         self._pool = ThreadPoolExecutor(settings.parallel, thread_name_prefix="part")
 
     def upload(self, key: str, view: memoryview, deadline: Deadline) -> DataObject:
-        """Upload an object, verify its size and checksum in the store, and describe it. Raises CheckpointError."""
+        """Upload an object, and verify its size and checksum in the store. Return its key, size and checksums.
+
+        Raises CheckpointError.
+        """
         sink, settings, what = self._sink, self._settings, f"put {key}"
         size = settings.part_bytes
         while len(view) > size * LARGEST_COUNT:

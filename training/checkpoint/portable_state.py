@@ -49,7 +49,7 @@ class PortableState:
     source: Source | None = None
 
     def stream(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the named tensors with their values, in this order. Each is valid only until the next is yielded."""
+        """Yield (name, tensor) in the order of `names`. A tensor is valid only until the next one is yielded."""
         named = self.named()
         yield from ((name, named[name]) for name in names) if self.source is None else self.source(list(names))
 
@@ -260,7 +260,7 @@ def commit_portable_state(store: Store, content: PortableState, *, source: str, 
 
 
 def _windows(sizes: dict[str, int], most_bytes: int) -> Iterator[dict[str, int]]:
-    """Group tensors into windows of at most `most_bytes`; a larger tensor gets its own. Yield at least one window."""
+    """Group tensors into windows of at most `most_bytes`. A larger tensor gets a window of its own."""
     found: dict[str, int] = {}
     size = 0
     for name, length in sizes.items():
@@ -273,7 +273,7 @@ def _windows(sizes: dict[str, int], most_bytes: int) -> Iterator[dict[str, int]]
 
 
 def _align_window(sizes: dict[str, int]) -> tuple[dict[str, int], int]:
-    """Return the aligned start of each tensor in a window's memory and the end of the last one, in bytes."""
+    """Return the aligned start of each tensor in a window's memory, and the end of the last tensor, in bytes."""
     starts: dict[str, int] = {}
     end = 0
     for name, length in sizes.items():

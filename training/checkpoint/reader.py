@@ -1,7 +1,7 @@
 """Read a commit and verify every byte. Torch-free.
 
-A checksum covers a whole chunk, so whole chunks are read even if a rank needs only a part of one. Several chunks are
-read in parallel. From a local store, bytes are read directly into their destination and verified there.
+A checksum covers a whole chunk, so a chunk is read as a whole even if a rank needs only a part of it. Several chunks
+are read in parallel. From a local store, bytes are read directly into their destination and verified there.
 
     python -m ebbflow.training.checkpoint.reader PARENT_PID STORE_URI COMMIT_KEY [OBJECT_KEY [CHUNK]]
 
@@ -85,7 +85,7 @@ class ChunkRead:
     def disjoint(self) -> bool:
         """Whether a single scattered read can fill the destinations of all parts.
 
-        It can if no two parts overlap and there are at most 512 of them.
+        The read is possible if there are at most 512 parts and no two of them overlap.
         """
         ends = [part.at + len(part.view) for part in self.parts]
         return len(ends) <= _MOST_PIECES and all(
@@ -93,9 +93,9 @@ class ChunkRead:
         )
 
     def buffers(self, gap: memoryview) -> list[memoryview]:
-        """Return the memory views that one scattered read of the whole chunk fills, in order.
+        """Return the memory views, in order, that a single scattered read of the whole chunk fills.
 
-        `gap` is scratch memory for the bytes that no part needs.
+        `gap` is scratch memory for bytes of the chunk that no part needs.
         """
         found, at = [], 0
         for part in self.parts:
@@ -152,7 +152,7 @@ def read_manifest(store: Store, key: str) -> Manifest:
 
 @dataclass
 class ReadFigures:
-    """Bytes read, repeated reads included, and seconds per activity, summed over the reader's threads."""
+    """Totals over the reader's threads: seconds per activity, and bytes read, including repeated reads."""
 
     bytes: int = 0
     download_seconds: float = 0.0
@@ -171,7 +171,7 @@ class ReadFigures:
 class VerifiedReader:
     """Reader of byte ranges of a commit's data objects. It verifies every byte.
 
-    It reads `parallel` chunks at once; default: 2 from a local store, 8 from a remote one.
+    It reads `parallel` chunks at once. The default is 2 for a local store and 8 for a remote one.
     """
 
     def __init__(self, store: Store, data: Sequence[DataObject], *, parallel: int | None = None) -> None:
@@ -186,8 +186,8 @@ class VerifiedReader:
     def read(self, wanted: Iterable[WantedRange]) -> None:
         """Fill the wanted ranges with verified bytes. After an error the content of the ranges is undefined.
 
-        Raises CorruptCommit if the commit is damaged, and StoreError if the store cannot be read; then the commit may
-        be sound.
+        Raises CorruptCommit if the commit is damaged. Raises StoreError if the store cannot be read; the commit may
+        still be sound.
         """
         for outcome in self._run(plan_chunks(wanted, self._data), stop_at_first=True):
             if outcome is not None:
@@ -246,9 +246,9 @@ class VerifiedReader:
                 pool.shutdown(wait=True, cancel_futures=True)
 
     def _read_chunk(self, chunk: ChunkRead) -> None:
-        """Read and verify a chunk. Read a damaged one once more, since the damage may have happened in transit.
+        """Read and verify a chunk. If it is damaged, read it a second time, since data can be damaged in transit.
 
-        Raises CorruptCommit if both reads are damaged.
+        Raises CorruptCommit if both reads return damaged data.
         """
         data = self._data[chunk.object]
         stated = " ".join([data.chunks[chunk.number], *data.sha256[chunk.number : chunk.number + 1]])
@@ -316,7 +316,7 @@ class VerifiedReader:
     def _damage(self, data: DataObject) -> CorruptCommit | None:
         """Return a CorruptCommit error if the object is missing or has another size, else None.
 
-        If the store cannot be read, the damage is unknown, and the result is None.
+        Also return None if the store cannot be read.
         """
         try:
             meta = self._store.head(data.key)

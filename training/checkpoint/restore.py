@@ -130,8 +130,9 @@ def restore_newest(
     Args:
         candidates: commit keys, newest first.
         node: number of this rank's node.
-        place: returns the tensor into which a named tensor of `FurtherState.shared` is read; default: none is read.
-        read_again: makes another process read a doubtful part again; default: a new process on this machine.
+        place: returns the destination for a tensor of `FurtherState.shared`, or None to skip that tensor. By default,
+            all are skipped.
+        read_again: reads a possibly damaged part again in another process; default: a new one on this machine.
 
     Raises:
         UnreliableReader: some ranks found damage that a second read did not confirm. Those ranks raise it 20 s before
@@ -211,7 +212,7 @@ class _Reader:
 
 @dataclass(frozen=True, kw_only=True)
 class _Verdict:
-    """The result of loading a commit, of one rank or of all ranks together."""
+    """The result of loading a commit, either for one rank or for all ranks together."""
 
     kind: str
     reason: str = ""
@@ -231,8 +232,8 @@ def _attempt_with_retries(
 ) -> tuple[float, _Loaded | None, _Verdict, float]:
     """Attempt to restore one commit; try again while the store is unavailable.
 
-    Return the start of the last try (`time.monotonic()`), what this rank loaded, the verdict of all ranks, and the
-    seconds that the ranks needed to agree on it.
+    Return the start of the last try (`time.monotonic()`), the data that this rank loaded, the common verdict of all
+    ranks, and the seconds that the ranks needed to agree on this verdict.
     """
     pauses = iter(_AGAIN_SECONDS)
     while True:
@@ -291,10 +292,10 @@ def _load(store: Store, key: str, model: nn.Module, optimizer: Optimizer | None,
 
 
 def _agree_on_verdict(own: _Verdict, key: str, reader: _Reader) -> _Verdict:
-    """Exchange verdicts in small all-gathers. Return the worst one, equal on all ranks, naming the rank that gave it.
+    """Exchange verdicts in small all-gathers. Return the worst verdict, the same on all ranks.
 
-    A commit that a rank finds damaged is rejected only if a second reader confirms it. Otherwise that rank is a
-    suspect.
+    Its reason names the rank that gave it. If a rank finds the commit damaged, a second reader reads the damaged part
+    again. If that reader confirms the damage, the commit is rejected; otherwise the first rank becomes a suspect.
     """
     row = {"kind": own.kind, "reason": _shorten(own.reason), "node": own.node}
     row |= {"host": socket.gethostname()[:_HOST_CHARACTERS], "object_key": own.object_key, "chunk": own.chunk}
@@ -371,15 +372,15 @@ def _settle_doubts(verdicts: Sequence[_Verdict], key: str, reader: _Reader) -> _
 
 
 def assign_second_readers(nodes: Sequence[int], doubting: Sequence[bool]) -> list[tuple[int, int]]:
-    """Choose which rank reads again what another rank found damaged. Return pairs of (doubting rank, second reader).
+    """Choose second readers for data that a rank found damaged. Return pairs of (doubting rank, second reader).
 
-    The first doubting rank of each node gets a second reader, up to four in total. The second reader is on another
-    node, preferably a rank without doubts. If there is only one node, it is the doubting rank itself, which starts a
-    new process.
+    A doubting rank is a rank that found the commit damaged. The first doubting rank of each node gets a second reader,
+    up to four in total. The second reader is on another node, and is a rank without doubts if there is one. With only
+    one node, the doubting rank is its own second reader and starts a new process for it.
 
     Args:
         nodes: the node of each rank.
-        doubting: whether each rank found the commit damaged.
+        doubting: for each rank, whether it is a doubting rank.
     """
     tasks: list[tuple[int, int]] = []
     seen: set[int] = set()
@@ -447,7 +448,7 @@ def _read_extra(store: Store, key: str) -> dict[str, Any] | None:
 
 
 def _finish(loaded: _Loaded, key: str, model: nn.Module, optimizer: Optimizer | None, rank: int) -> str:
-    """Apply the commit's optimizer settings and restore the random states, or reseed them. Return which was done."""
+    """Apply the commit's optimizer settings, and restore or reseed the random states. Return `RestoreResult.rng`."""
     settings = loaded.reader.manifest.common["optimizer"]
     if optimizer is not None and settings is not None:
         apply_settings(settings, model, optimizer)

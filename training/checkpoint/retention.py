@@ -51,7 +51,7 @@ _RECORD_MISSING_SECONDS = 60.0  # a listing may lag by seconds, hardly by a minu
 
 @dataclass(frozen=True, kw_only=True)
 class RetentionPolicy:
-    """The rules that select the commits to keep. A commit is kept if any rule keeps it; only whole commits count."""
+    """Rules that select the commits to keep. Any rule can keep a commit. Commits with missing data are ignored."""
 
     keep_last: int = 3  # number of newest commits to keep
     keep_every_steps: int | None = None  # also keep the first commit at or after each multiple of this step count
@@ -182,8 +182,8 @@ def delete_commit(store: Store, ref: CommitRef, generation: str | None, *, newes
 def finish_deletions(store: Store, interrupted: Callable[[], bool] = lambda: False) -> None:
     """Finish the deletions that earlier runs left incomplete, and remove their tombstones.
 
-    `interrupted` is called after each deletion, and stops the work by returning True. So every call finishes at least
-    one.
+    `interrupted` is called after each deletion; if it returns True, this function returns. So every call finishes at
+    least one deletion.
     """
     for meta in store.list("tombstones"):
         try:
@@ -283,7 +283,7 @@ class RetentionChoice:
 
 
 class Retention:
-    """Enforcer of a retention policy on a job's commits. It also warns when it had to repair the store."""
+    """Enforcer of a retention policy on a job's commits. It warns if it had to restore a deleted generation record."""
 
     def __init__(self, policy: RetentionPolicy, warn: Callable[[str], object] = lambda _: None) -> None:
         self._policy, self._warn = policy, warn
@@ -430,7 +430,7 @@ class Retention:
         return None if manifest is None else (manifest.save.generation, manifest.save.step)
 
     def _whole_commit(self, store: Store, ref: CommitRef, pinned: set[str]) -> WholeCommit | None:
-        """Return a commit with the properties that the policy uses, or None if it is torn.
+        """Return the properties of a commit that the policy uses, or None if the commit is torn.
 
         A commit is torn if its manifest is unreadable, or if a data object is missing or has another size. The data
         itself is not read: it was verified when it was stored, and is verified again on restore.
@@ -449,7 +449,7 @@ class Retention:
     def _stale(self, store: Store, traced: list[TracedCommit]) -> list[CommitRef]:
         """List the unreachable commits that are older than `orphan_seconds`, according to the store's clock.
 
-        Commits that are only refused for their signature are not among them, since they may be sound.
+        Commits whose signature is refused are not included, since they may be sound.
         """
         out = [found for found in traced if found.unreachable_because is not None and not found.refused]
         if not out:

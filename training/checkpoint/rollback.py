@@ -68,10 +68,10 @@ def record_permits(job_store: Store, *whats: str) -> None:
 
 
 def find_missing_commits(job_store: Store, events: Sequence[Event]) -> MissingCommits | None:
-    """Return the commits of the newest generation that the events mention and the store lacks; None if there are none.
+    """Return the missing commits if the store has only older commits than the event log, else None.
 
-    Commits are missing, for example, after the store was restored from a snapshot. A commit that retention deleted is
-    not missing, since the store has newer ones, nor is one that exists but is unreadable. Raises the errors of
+    This happens, for example, after the store was restored from a snapshot. Commits that retention deleted are not
+    missing, because the store has newer ones. Unreadable commits are not missing either. Raises the errors of
     `newest_commits`.
     """
     known = _newest_known(events)

@@ -70,7 +70,7 @@ def assign_shards(state: dict[str, Tensor], rank: int, world_size: int) -> list[
 
 
 def _written_replicas(sharded: dict[str, DTensor]) -> dict[str, DTensor]:
-    """Return the DTensors whose local piece this rank writes; only one of the ranks that hold a replica writes it."""
+    """Return the DTensors whose local piece this rank writes. Only one rank writes a replicated piece."""
     by_count: dict[int, dict[str, int]] = defaultdict(dict)
     place: dict[str, int] = {}
     for name, tensor in sharded.items():
@@ -140,8 +140,8 @@ class SavePlanner:
     ) -> list[Tensor]:
         """Return the tensors to copy, in the order of `self.layout`, which this call updates.
 
-        Besides model and optimizer, a save contains tensors that are new at each call: `own`, which only this rank
-        holds, such as random states, and `shared`, which all ranks hold.
+        A save also contains tensors that do not belong to model or optimizer and may differ at each call: `own`, which
+        only this rank holds, such as random states, and `shared`, which all ranks hold.
         """
         if not self._is_known(model, optimizer):
             state = named_state(model, optimizer)

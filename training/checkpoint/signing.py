@@ -71,7 +71,7 @@ class Signer:
             ) from error
 
     def check_index(self, store: Store, key: str, index: RankIndex) -> None:
-        """Raise CorruptCommit unless the index has a valid HMAC for this job and the store's `key`."""
+        """Raise CorruptCommit unless the index, which is stored under `key`, has a valid HMAC for this job."""
         right = self.index_hmac(store, key, index).encode()
         if not hmac.compare_digest(right, index.hmac.encode(errors="replace")):
             raise CorruptCommit(

@@ -36,10 +36,10 @@ _GROWTH = 1.05  # a state that has grown is likely to grow again
 
 
 class StagingBuffer:
-    """A shared-memory buffer, which a thread of its own allocates and page-locks. `view` waits for that thread.
+    """A shared-memory buffer. A background thread allocates and page-locks it; `view` waits for that thread.
 
-    An error of `cudaHostRegister` stays the last error of the thread that called it, and torch would raise it at some
-    later call. So it is always this thread.
+    CUDA remembers an error of `cudaHostRegister` for the thread that called it, and torch would raise the error at a
+    later call from that thread. So only the background thread calls `cudaHostRegister`.
     """
 
     def __init__(self, name: str) -> None:
@@ -156,8 +156,8 @@ class StagingArea:
     def stage(self, sources: list[Tensor], layout: BufferLayout, settled: Sequence[bool] = ()) -> StagedState:
         """Copy tensors into the next of the two buffers, at the positions in `layout`.
 
-        The caller ensures that no upload is reading this buffer, and that only the optimizer changes the sources that
-        are `settled`.
+        `settled` has a flag per tensor: whether only the optimizer changes it. CUDA tensors without this flag are
+        cloned first. The caller ensures that no upload is reading the buffer.
         """
         number, self._next = self._next, 1 - self._next
         targets = self._views(number, layout)

@@ -82,7 +82,9 @@ def optimizer_settings(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]
 
 
 def prepare_for_loading(manifest: Manifest, model: nn.Module, optimizer: Optimizer | None) -> dict[str, Tensor]:
-    """Return the tensors into which a commit is loaded, by name. Allocate missing optimizer state and drop surplus.
+    """Return the tensors into which a commit is loaded, by name.
+
+    First allocate optimizer state that is missing, and delete optimizer state that the commit lacks.
 
     Raises CommitMismatch, on all ranks alike, if names or global shapes differ. The model is compared first, because a
     different model also has different optimizer state.

@@ -151,7 +151,7 @@ class Uploader:
             commit_as_backup(store, save, self._rank, deadline, self._commands.wait)
 
     def _index_entries(self, command: dict[str, Any]) -> tuple[IndexEntry, ...]:
-        """Return the index entries of a command's layout, which only the first command with a layout contains."""
+        """Return the index entries of a command's layout. Only the first command with that layout contains them."""
         if command["items"] is not None:
             self._layout, self._items = command["layout"], tuple(IndexEntry.from_json(row) for row in command["items"])
         if command["layout"] != self._layout:
@@ -220,7 +220,7 @@ class CommandQueue:
             return json.loads(self._lines.popleft())
 
     def abandoned(self, step: int) -> Callable[[], bool]:
-        """Return a function that tells whether "abandon" for `step` arrived more than 2 s ago."""
+        """Return a function that returns whether "abandon" for `step` arrived more than 2 s ago."""
         return lambda: time.monotonic() - self._abandoned.get(step, math.inf) > _ABANDONED_SECONDS
 
     def wait(self, seconds: float) -> bool:

@@ -119,7 +119,8 @@ def retry_until(
 ) -> T:
     """Call `operation` and return its result. If it raises an error that `curable` accepts, retry until the deadline.
 
-    Then raise CheckpointError, whose message has `what`, `where` it failed, the number of tries and the cause.
+    At the deadline, raise a StoreError as a CheckpointError, whose message has `what`, the number of tries, `where` and
+    the cause. Other errors are raised unchanged.
     """
 
     def give_up(error: Exception, tries: int) -> Exception:
