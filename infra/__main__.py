@@ -50,7 +50,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def preflight(options: argparse.Namespace) -> int:
-    """Run the preflight checks and print their results. Return 0, 2 (unusable configuration) or 3 (a check failed)."""
+    """Run the preflight checks and print their results.
+
+    The exit code is 0 if all checks pass, 2 if the configuration is unusable, and 3 if a check fails.
+    """
     from ebbflow.flows.checks import all_checks, run_all_checks
 
     if options.list:
@@ -94,7 +97,7 @@ def schema(options: argparse.Namespace) -> int:
 
 
 def _document(outcome: Outcome | None, *, problems: Sequence[dict] = (), results: Sequence[CheckResult] = ()) -> str:
-    """Return the JSON that `preflight --json` prints. outcome: the failure's outcome, or None if no check failed."""
+    """Return the JSON that `preflight --json` prints. `outcome` is None if no check failed."""
     document = {
         "schema": 1,
         "outcome": outcome,

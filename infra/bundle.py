@@ -117,13 +117,13 @@ class BundleFile:
 
 
 def redact(text: str, own: tuple[str, ...] = ()) -> tuple[str, int]:
-    """Replace secrets in a text by their kind, such as ``[redacted: JWT]``. The number of lines stays the same.
+    """Replace each secret in a text with its kind, such as ``[redacted: JWT]``. The number of lines stays the same.
 
     Args:
-        own: values that are removed wherever they are, from `secret_values`.
+        own: secret values of this machine's environment, from `secret_values`. Every occurrence is replaced.
 
     Returns:
-        The text, and the number of secrets that were removed.
+        The redacted text, and the number of secrets that were replaced.
     """
     count = 0
     for value in own:
@@ -141,13 +141,16 @@ def redact(text: str, own: tuple[str, ...] = ()) -> tuple[str, int]:
 
 
 def secret_values(environment: dict[str, str]) -> tuple[str, ...]:
-    """Return the values of variables whose names tell of a secret, longest first. Values under 6 characters stay."""
+    """Return the values of variables whose names suggest a secret, longest first.
+
+    Paths and values shorter than 6 characters are not treated as secrets.
+    """
     found = {value for name, value in environment.items() if _SECRET_NAME.search(name) and len(value) >= 6}
     return tuple(sorted((value for value in found if not value.startswith("/")), key=len, reverse=True))
 
 
 def add_bundle_command(commands: argparse._SubParsersAction, project_root: Path) -> None:
-    """Add the command `bundle`. project_root: folder with runs/, unless EBBFLOW_RUNS names another."""
+    """Add the command `bundle`. It looks for jobs in EBBFLOW_RUNS or, if that is not set, in `project_root`/runs."""
     command = commands.add_parser("bundle", help="pack what a colleague needs to understand a job, without secrets")
     command.add_argument("job", metavar="JOB", help="a job's name, or latest")
     command.add_argument("--output", type=Path, metavar="FILE", help="the archive to write (ebbflow-JOB.zip)")
@@ -158,11 +161,10 @@ def add_bundle_command(commands: argparse._SubParsersAction, project_root: Path)
 
 
 def bundle(options: argparse.Namespace, project_root: Path) -> int:
-    """Show what the archive holds, and write it.
+    """List the contents of the archive, ask for confirmation, and write the archive.
 
-    Returns:
-        Exit code 0; 1 if the answer was no or the archive could not be written; 2 for an unknown job or an archive that
-        exists.
+    The exit code is 0 on success, 1 if the user declines or the archive cannot be written, and 2 if the job is unknown
+    or the archive already exists.
     """
     try:
         place = find_job(options.job, options.store, project_root)
@@ -194,7 +196,7 @@ def bundle(options: argparse.Namespace, project_root: Path) -> int:
 
 
 def collect_files(place: JobPlace) -> tuple[list[BundleFile], list[str]]:
-    """Read all files of an archive, the most important first. Return them with warnings about what is missing."""
+    """Collect the files for the archive, most important first. Return the files, and warnings about missing parts."""
     own, notes, files = secret_values(dict(os.environ)), [], []
 
     def add(name: str, data: bytes, cut: int = 0) -> None:
@@ -247,7 +249,10 @@ def _rank_of_importance(name: str) -> tuple[int, str]:
 
 
 def _log_tails(lines: list[LogLine], own: tuple[str, ...]) -> Iterator[BundleFile]:
-    """Yield a file per rank and start of the gang with its last lines. Secrets go first: a key may span lines."""
+    """Yield one file with the last log lines of each rank in each generation.
+
+    Secrets are removed before the lines are cut, because a secret may span several lines.
+    """
     ranks: dict[tuple[int, int], list[LogLine]] = defaultdict(list)
     for line in lines:
         ranks[line.generation, line.rank].append(line)
@@ -280,7 +285,10 @@ def _file_end(path: Path) -> tuple[bytes, int]:
 
 
 def _machine_files() -> tuple[dict[str, str], list[str]]:
-    """Return versions, devices and harmless variables of this machine, which need not be one that trained."""
+    """Return files that describe this machine (versions, devices, harmless variables), and problems in reading them.
+
+    The job may have run on other machines.
+    """
     packages = sorted({f"{each.metadata['Name']}=={each.version}" for each in distributions()}, key=str.lower)
     facts = {
         "ebbflow": __version__,
@@ -303,10 +311,12 @@ def _machine_files() -> tuple[dict[str, str], list[str]]:
 
 
 def pack(files: list[BundleFile], largest_bytes: int) -> tuple[bytes, list[BundleFile]]:
-    """Compress files into one archive. Of files that do not fit, the end is kept, or nothing.
+    """Compress files into one archive of at most `largest_bytes`.
+
+    A file that does not fit is cut at its beginning, or left out if not even its end fits.
 
     Returns:
-        The archive, and the files as they are in it.
+        The archive, and the files that it contains, as they were cut.
     """
     buffer, packed, left = io.BytesIO(), [], largest_bytes
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:

@@ -4,7 +4,7 @@
 
 Object stores cannot append, so each process writes a series of objects, called segments (`infra.segments`). Constants
 in this module name the events that the ledger reads; other names are allowed. `_DATA` defines the types of an event's
-data. `read_log` reports damage if an event does not match these types or a line does not match its checksum.
+data. `read_log` reports events that do not match these types, and lines that do not match their checksums.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ebbflow.infra.store import Store
 
 
 class LedgerClass(StrEnum):
-    """Use of paid time. Ranks report USEFUL_STEP to HANG; the ledger derives the other classes from all events."""
+    """Use of paid time. Ranks report the classes up to HANG. The ledger derives the other classes from all events."""
 
     USEFUL_STEP = "useful_step"  # forward, backward, optimizer of a completed step that is in the final weights
     DATA_WAIT = "data_wait"  # waiting for the next batch
@@ -140,7 +140,7 @@ class EndReason(StrEnum):
 
 
 class GuardAction(StrEnum):
-    """Action that a guard takes. `ebbflow.training.guards.overrides` passes rewind and split to the next start."""
+    """Action that a guard takes. Rewind and split apply from the next start (`ebbflow.training.guards.overrides`)."""
 
     SKIP = "skip"
     REWIND = "rewind"
@@ -368,7 +368,7 @@ def read_log(job_store: Store) -> LogContent:
 
 
 class LogFollower:
-    """Reader of a growing event log that reads each segment once. It leaves out damage, which `read_log` reports."""
+    """Reader of a growing event log. It reads each segment once, and skips lines that are not valid events."""
 
     def __init__(self, job_store: Store) -> None:
         self.events: list[Event] = []  # sorted by wall time
@@ -461,7 +461,7 @@ def _is_wrong(path: str, value: Any) -> str:
 
 
 def _missing_writers(unsealed: Unsealed, events: Sequence[Event], newest: Mapping[str, float]) -> Iterator[Damage]:
-    """Yield damage for each process whose log should exist and does not, or should have an end and has none.
+    """Yield a damage record for each process whose part of the log is missing or lacks its end, if it should have both.
 
     newest: Unix time of the newest event in each segment.
     """
@@ -493,8 +493,11 @@ def _missing_writers(unsealed: Unsealed, events: Sequence[Event], newest: Mappin
 def _expected_writers(events: Sequence[Event], closed_by_plan: set[int], heard: set[str]) -> set[str]:
     """Return the key prefixes of the agents, ranks and flow steps that must have written events.
 
-    The set is empty for logs of version 1. closed_by_plan: generations that ended as planned. heard: key prefixes of
-    the processes that have written events.
+    The set is empty for logs of version 1.
+
+    Args:
+        closed_by_plan: generations that ended as planned.
+        heard: key prefixes of the processes that have written events.
     """
     if all(event.v == 1 for event in events):
         return set()
@@ -540,7 +543,7 @@ def _generations_of_ranks(events: Sequence[Event], closed_by_plan: set[int], wit
 
 
 def describe_network(probe: Mapping[str, Any], before: Mapping[str, Any] | None = None) -> str:
-    """Describe the data of a `network` event, next to the medians of earlier ones (`before`)."""
+    """Describe the data of a `network` event. before: medians of earlier `network` events, for comparison."""
     parts = []
     for key, name in {
         "all_reduce_bytes_per_second": "all-reduce",

@@ -37,7 +37,7 @@ class ModelShape:
         return asdict(self)
 
     def applied_to(self, config: RunConfig) -> RunConfig:
-        """Return the configuration with the steps and the batch size of a script."""
+        """Return the configuration with the script's number of steps and batch size, if they are known."""
         if not self.steps:
             return config
         own = {"max_steps": self.steps, "batch_size": self.samples_per_step, "gradient_accumulation_steps": 1}
@@ -120,7 +120,7 @@ class HostGang:
 
 
 def local_gang(config: RunConfig) -> HostGang | None:
-    """Return the nodes and ranks per node of the configuration, or None if either is "auto", left to the plan."""
+    """Return the configured nodes and ranks per node, or None if either is "auto" (chosen by the plan)."""
     nodes, processes = config.cluster.nodes, config.cluster.processes_per_node
     if nodes == "auto" or processes == "auto":
         return None
@@ -140,7 +140,7 @@ def shard_ranks(config: RunConfig, ranks: int, ranks_per_node: int | None = None
 def stays_gathered(parameters: int) -> bool:
     """Return whether FSDP2 keeps all parameters gathered between forward and backward.
 
-    It does so for at most SMALL_MODEL_BYTES of float32 parameters.
+    This is the case if the float32 parameters take at most SMALL_MODEL_BYTES.
     """
     return FLOAT32_BYTES * parameters <= SMALL_MODEL_BYTES
 

@@ -41,8 +41,9 @@ def metadata_endpoint(environment: Mapping[str, str]) -> str:
 def metadata_unavailable_reason(environment: Mapping[str, str], system: Path = Path("/")) -> str:
     """Return why the metadata service must not be queried; "" if it may be queried.
 
-    Only a machine that seems to be on EC2 is queried; on others, the request would wait until its timeout. system: the
-    folder that contains /sys, in which firmware files identify an EC2 instance.
+    A machine outside EC2 sends no query, because the request would only time out.
+
+    system: the folder that contains /sys. Firmware files in /sys identify an EC2 instance.
     """
     if environment.get(DISABLED_VARIABLE, "").lower() == "true":
         return f"{DISABLED_VARIABLE} is true"
@@ -93,7 +94,10 @@ class MetadataService:
         return self.ask("PUT", "/latest/api/token", {_TTL_HEADER: str(ttl_seconds)}, seconds=seconds)
 
     def get(self, path: str, token: str, *, seconds: float) -> tuple[int, str]:
-        """Return (HTTP status, body) of /latest/PATH; an empty token sends an IMDSv1 request. Raises as `ask` does."""
+        """Return (HTTP status, body) of /latest/PATH. Raises the same errors as `ask`.
+
+        token: an IMDSv2 token, or "" for an IMDSv1 request.
+        """
         return self.ask("GET", f"/latest/{path}", {TOKEN_HEADER: token} if token else {}, seconds=seconds)
 
 

@@ -187,7 +187,7 @@ class Keeper:
         self._lose()
 
     def _ask(self, request: bytes, descriptors: list[int], limit: float) -> None:
-        """Send a request with its file descriptors. Kill the keeper if it has not read it by `limit`."""
+        """Send a request with its file descriptors. Kill the keeper if it has not read the request by `limit`."""
         unsent = memoryview(request)
         while unsent and not self.lost:
             left = limit - time.monotonic()
@@ -218,7 +218,7 @@ class Keeper:
             self._ended[message["ended"]] = message["status"]
 
     def _lose(self) -> None:
-        """Kill the keeper and mark it as lost. The kernel then kills its children, and the ranks of a standby."""
+        """Kill the keeper and mark it as lost. The kernel then kills its children and the ranks of a standby."""
         import subprocess
 
         self.lost = True
@@ -411,7 +411,7 @@ def _become(argv: list[str], environment: dict[str, str], fds: list[int], mask: 
 
 
 def _reap_one() -> tuple[int, int] | None:
-    """Reap one ended child; return (pid, status), (0, 0) if all children still run, or None without children."""
+    """Reap one ended child and return (pid, status); (0, 0) if all children still run; None without children."""
     try:
         pid, status = os.waitpid(-1, os.WNOHANG)
     except ChildProcessError:

@@ -50,7 +50,7 @@ class Launcher:
     """Content of a claim, which describes the launcher that wrote it.
 
     Attributes:
-        boot_id, pid_namespace, started_ticks: identify the process, together with pid, even after pids are reused.
+        boot_id, pid_namespace, started_ticks: these and `pid` identify the process, even if its pid was reused.
     """
 
     number: int  # number of the claim
@@ -102,9 +102,9 @@ class Launcher:
 
     @property
     def _state_here(self) -> str:
-        """Kernel's state letter of the launcher's process, such as T for stopped.
+        """The kernel's state letter of the launcher's process, such as T for stopped.
 
-        "" if the process has ended or is not on this machine.
+        The value is "" if the process has ended or is not on this machine.
         """
         stat = process_stat(self.pid) if self.was_here else None
         return stat.state if stat is not None and stat.started_ticks == self.started_ticks else ""
@@ -295,10 +295,11 @@ def claim_of_parent() -> str | None:
 def _living(
     job_store: Store, job: str, launcher: Launcher, modified: float, *, watch: bool, say: Callable[[str], None]
 ) -> Launcher | None:
-    """Return the launcher that holds the job, or None if its claim is free.
+    """Return the launcher that holds the job. Return None if its claim was released or is stale, or if it has died.
 
-    modified: Unix time of the claim's last write, by the store's clock. watch: if necessary, wait for a renewal to find
-    out whether the launcher is still running.
+    Args:
+        modified: Unix time of the claim's last write, by the store's clock.
+        watch: if necessary, wait for a renewal to find out whether the launcher is still running.
     """
     if launcher.released or (launcher.was_here and not launcher.is_alive_here):
         return None

@@ -11,7 +11,7 @@
                    tombstones/<sha256>.json           the commit is being deleted
                    pins/<sha256>.json                 the commit must never be deleted
                    verified/<sha256>.json             every byte of the commit was read and is intact
-                   signatures/<sha256>.json           HMAC of the commit if the job signs; written before it
+                   signatures/<sha256>.json           HMAC of the commit if the job signs commits; written first
                    overrides/<generation>-<rank>-<what>.json  instructions from guards for later starts of the gang
                    permits/<what>/<generation>.json           permissions that a user gave for a start
                    orders/<run>-<step>-<task>-<attempt>.json  instructions for an attempt on another machine
@@ -114,8 +114,10 @@ def generation_key(generation: int, generation_id: str) -> str:
 def event_key(generation: int, node: int | str, rank: int | str, segment: str) -> str:
     """Return the key of one segment of the event log.
 
-    generation: 0 before the gang's first start. rank: number of the rank, or the name of another process, such as
-    ``agent`` or a step of the flow. segment: its number, and a random text that is unique to the process.
+    Args:
+        generation: 0 before the gang's first start.
+        rank: number of the rank, or the name of another process, such as ``agent`` or a step of the flow.
+        segment: the segment's number, and a random text that is unique to the process.
     """
     return f"events/{generation:06d}/{node}-{rank}-{segment}.jsonl"
 
@@ -133,7 +135,7 @@ def permit_prefix(what: str) -> str:
 
 
 def permit_key(what: str, generation: int) -> str:
-    """Return the key of a user's permission, such as ``from-scratch``, which is valid up to this generation."""
+    """Return the key of a user's permission `what`, such as ``from-scratch``. It is valid up to this generation."""
     return f"{permit_prefix(what)}/{generation:06d}.json"
 
 
@@ -146,7 +148,7 @@ def secret_key(run: str, attempt: int) -> str:
 
 
 def data_key(generation: str, step: int, rank: int) -> str:
-    """Return the key of one rank's data in one save. generation: from `generation_name`, which makes the key unique."""
+    """Return the key of one rank's data in one save. The key is unique if `generation` is from `generation_name`."""
     return f"{data_prefix(generation, step)}{rank:05d}.bin"
 
 
@@ -163,7 +165,7 @@ def index_key(generation: str, step: int, rank: int) -> str:
 
 
 def commit_prefix(step: int, generation: int) -> str:
-    """Return the key prefix of a step's commits. Its numbers are inverted, so that listings start with the newest."""
+    """Return the key prefix of a step's commits. Its numbers are inverted so that newer commits are listed first."""
     return f"commits/{_STEP_LIMIT - step:012d}/{_GENERATION_LIMIT - generation:06d}/"
 
 

@@ -311,9 +311,10 @@ def _seconds(hours: float | None) -> float | None:
 
 
 def weakest_kind(*words: str) -> str:
-    """Return the least certain kind among several figures: "recorded" for "measured" and "recorded 2026-07-20".
+    """Return the least certain of several kinds of figures: "recorded" for "measured" and "recorded 2026-07-20".
 
-    The first word of each text is the kind of a figure; "" counts as "estimated". An unknown kind is the least certain.
+    The kind is the first word of each text, and "" counts as "estimated". The order, from certain to uncertain, is
+    measured, live, recorded, estimated, simulated, and any other word.
     """
     kinds = [word.split()[0] if word else "estimated" for word in words]
     return max(kinds, key=lambda kind: _STRENGTH.index(kind) if kind in _STRENGTH else len(_STRENGTH))

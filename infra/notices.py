@@ -44,7 +44,7 @@ STALE_SECONDS = 10.0  # a notice whose time passed longer ago is void, since the
 
 @dataclass(frozen=True, kw_only=True)
 class Notice:
-    """A notice from one source. The same source and action again is a repetition of the notice, not a new one."""
+    """A notice from one source. A second notice with the same source and action counts as a repetition."""
 
     source: NoticeSource
     action: str  # one of `RECLAIMS`, LEAVE or REBALANCE
@@ -116,7 +116,10 @@ class NoticeWatcher:
         return _all(self._problems)
 
     def source_problems(self) -> dict[str, str] | None:
-        """Return why each source is unavailable, by name ("": it is available); None in the first second."""
+        """Map the name of each source to the reason why it is unavailable, or to "" if it is available.
+
+        Return None until this is known, which takes about a second after the start.
+        """
         return dict(self._absent) if self._decided.is_set() else None
 
     def close(self) -> None:
@@ -285,10 +288,10 @@ class MetadataSource:
 
 
 class EffectiveTime:
-    """Converter of the time in a source's notice to time.monotonic().
+    """Converter of the ISO 8601 time in a notice to the clock of time.monotonic().
 
-    While the source repeats the same text, the first result is returned again. So the result stays the same even if the
-    time is unreadable or the system clock changes.
+    As long as the source repeats the same text, `of` returns the same result, even if the time is unreadable or the
+    system clock changes.
     """
 
     def __init__(self) -> None:
@@ -296,7 +299,7 @@ class EffectiveTime:
         self._ends_at = 0.0
 
     def of(self, moment: object) -> float:
-        """Return an ISO 8601 time on the clock of time.monotonic(); 30 s from now if the time cannot be read."""
+        """Convert an ISO 8601 time. If it cannot be parsed, return the time 30 s from now."""
         moment_text = str(moment)
         if moment_text != self._text:
             seconds = _UNSAID_SECONDS

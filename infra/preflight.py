@@ -62,7 +62,7 @@ passed, failed, skipped = CheckFinding.passed, CheckFinding.failed, CheckFinding
 
 @dataclass(frozen=True)
 class Check:
-    """A preflight check: its function, and the properties for running and reporting it."""
+    """A preflight check: its function, and how to run it and report its result."""
 
     id: str  # name of the check in reports
     title: str  # short description

@@ -30,8 +30,8 @@ def die_with_parent(parent_pid: int | None = None, *, by: signal.Signals = signa
     the parent `parent_pid` has already died, this process exits.
 
     Returns:
-        False if the system cannot do this (all but Linux). The caller must then detect the parent's end in another way,
-            such as by the end of a pipe.
+        False on systems other than Linux. The caller must then detect the parent's end in another way, such as by the
+            end of a pipe.
     """
     expected = os.getppid() if parent_pid is None else parent_pid
     if not sys.platform.startswith("linux"):
@@ -77,7 +77,7 @@ class ProcessStat:
 
     @property
     def living(self) -> bool:
-        """Whether the process is alive. A zombie with several threads is, since only its main thread has ended."""
+        """Whether the process is alive. A zombie with several threads is alive: only its main thread has ended."""
         return self.state not in ("Z", "X") or self.threads > 1
 
 
@@ -107,8 +107,11 @@ def descendants(root: int, spare: Collection[int] = (), spare_trees: Collection[
     """Return the living processes below `root`, which must be a subreaper.
 
     The function follows the kernel's lists of children. If these yield nothing, it examines the parents of all
-    processes. `spare` contains ids to leave out while keeping their descendants; `spare_trees`, ids to leave out with
-    all their descendants.
+    processes.
+
+    Args:
+        spare: ids of processes to leave out; their descendants are still returned.
+        spare_trees: ids of processes to leave out together with all their descendants.
     """
     found: list[ProcessStat] = []
     ahead = [root]
@@ -141,7 +144,7 @@ def _descendants_by_parent(root: int, spare: Collection[int], spare_trees: Colle
 
 
 def zombie_status(pid: int, parent: int) -> int | None:
-    """Return the exit code of a zombie child of `parent`: -N if signal N killed it. Return None if it is no zombie."""
+    """Return the exit code of a zombie child of `parent`, or None for another process. -N means killed by signal N."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         if fields[0] != "Z" or int(fields[1]) != parent or int(fields[17]) > 1:
@@ -161,7 +164,7 @@ def children(pid: int) -> list[int]:
 
 
 def available_bytes() -> int | None:
-    """Return the bytes of memory that the machine can still give out; None if the kernel does not tell."""
+    """Return the machine's available memory in bytes (MemAvailable), or None if it is unknown."""
     try:
         return int(Path("/proc/meminfo").read_text().partition("MemAvailable:")[2].split()[0]) * 1024
     except (OSError, ValueError, IndexError):
@@ -169,7 +172,7 @@ def available_bytes() -> int | None:
 
 
 def process_state(pid: int) -> str:
-    """Return the kernel's letter for a process's state (R running, T stopped, Z zombie, …); "" without a process."""
+    """Return the kernel's letter for a process's state (R running, T stopped, Z zombie, …), or "" if it is gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -322,8 +325,8 @@ class MessageReader:
     def read(self, note: Callable[[dict[str, Any]], None]) -> bool:
         """Pass each available message to `note`. Return False if no more messages can follow, else True.
 
-        No more can follow at the end of the pipe, after a read error, or after bytes that are not a message, since
-        another process must have written these.
+        No more messages can follow at the end of the pipe, after a read error, or after bytes that are not a message.
+        Such bytes come from another process.
         """
         while True:
             try:

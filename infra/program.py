@@ -111,7 +111,7 @@ def _needed_modules():  # type: ignore[no-untyped-def]
 
 
 def _right_command() -> str:
-    """Return the command that mends a missing package: run the project's .venv interpreter, or install the packages."""
+    """Return how to fix a missing package: use the project's .venv interpreter, or install the packages."""
     if INSTALLED:
         return f"{sys.executable} -m pip install ebbflow"
     python = IMPORT_ROOT / ".venv" / "bin" / "python"

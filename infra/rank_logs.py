@@ -59,7 +59,7 @@ class LogLine:
 
     @property
     def identity(self) -> tuple[int, int, int, int, str]:
-        """A key that only copies of this record share. Records of a deleted job of the same name have other keys."""
+        """Key that only copies of this record share. Records of a deleted job with the same name have other keys."""
         return self.generation, self.node, self.rank, self.start, self.t
 
     def to_json(self) -> str:
@@ -106,8 +106,9 @@ def escape_controls(text: str) -> str:
 def split_lines(data: bytes, *, at_end: bool) -> list[tuple[bytes, bool]]:
     """Split `data` into lines, and lines longer than 16 KiB into pieces, without cutting through a UTF-8 character.
 
-    Return for each piece its bytes, line feed included, and whether the line continues in the next piece. With `at_end`
-    no more data will come, so an incomplete last line is returned too.
+    For each piece, return its bytes including any line feed, and whether the line continues in the next piece.
+
+    at_end: no more data will follow. An incomplete last line is then returned too.
     """
     pieces: list[tuple[bytes, bool]] = []
     at = 0
@@ -204,7 +205,7 @@ def filter_lines(lines: Iterable[LogLine], wanted: LogFilter) -> list[LogLine]:
 
 
 def render_lines(lines: Sequence[LogLine]) -> str:
-    """Summarize log lines in one line of text: their number, generations, nodes, ranks and steps."""
+    """Summarize log lines in one line of text: how many there are, and their generations, nodes, ranks and steps."""
     if not lines:
         return "no lines at all"
     parts = [f"{len(lines)} lines"]
@@ -302,7 +303,7 @@ def _ranges(descriptor: int, start: int, end: int) -> Iterator[tuple[int, int, b
 
 
 def _place(raw: Path, lines: list[LogLine]) -> dict | None:
-    """Return a raw log's job, generation, node and rank from its records or its spec file; None if both lack them."""
+    """Return the job, generation, node and rank of a raw log, from its records or its spec file; None if unknown."""
     if lines:
         return {name: getattr(lines[0], name) for name in ("job", "generation", "node", "rank")}
     try:
@@ -333,7 +334,7 @@ _REQUEST_SECONDS = 30.0
 
 
 def add_logs_command(commands: argparse._SubParsersAction, project_root: Path) -> None:
-    """Add the command `logs`. `project_root` has the folder runs/, unless EBBFLOW_RUNS names another one."""
+    """Add the command `logs`. It looks for jobs in EBBFLOW_RUNS or, if that is not set, in `project_root`/runs."""
     command = commands.add_parser("logs", help="what the ranks of a job printed, merged by time")
     command.add_argument("job", metavar="JOB", help="a job's name, or latest")
     command.add_argument("--rank", type=int, metavar="R", help="of this rank only")
@@ -347,7 +348,10 @@ def add_logs_command(commands: argparse._SubParsersAction, project_root: Path) -
 
 
 def show_logs(options: argparse.Namespace, project_root: Path) -> int:
-    """Print the matching lines. Return 0; 1 if no line matches or the store does not answer; 2 for an unknown job."""
+    """Print the matching lines, and return the exit code.
+
+    The exit code is 0 on success, 1 if no line matches or the store does not answer, and 2 if the job is unknown.
+    """
     numbers = {name: getattr(options, name) for name in ("rank", "node", "generation", "lines")}
     wanted = LogFilter(around_step=options.around, **numbers)
     try:
@@ -372,13 +376,13 @@ def show_logs(options: argparse.Namespace, project_root: Path) -> int:
 
 @dataclass(frozen=True)
 class JobPlace:
-    """Where a job's files are.
+    """The locations of a job's files.
 
     Attributes:
         name: name of the job.
-        uri: address of the store, or its folder.
+        uri: URI of the store, or the path of its folder.
         folders: existing folders of the job on this machine.
-        looked: the addresses that were tried.
+        looked: where the job was searched, for error messages: a folder in runs/, and the job's part of the store.
     """
 
     name: str
@@ -427,7 +431,7 @@ def find_logs(job: str, store_uri: str | None, project_root: Path) -> JobLogs:
 
 
 def unknown_job(job: str, place: JobPlace, project_root: Path) -> LogsError:
-    """Return the error that says where a job was looked for and which jobs this machine has."""
+    """Return the error for an unknown job. It names the searched places and the newest jobs of this machine."""
     runs = runs_folder(project_root)
     found = [path for path in runs.glob("*") if (path / "logs").is_dir() and path.name != "latest"]
     newest = sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)[:5]

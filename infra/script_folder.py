@@ -33,10 +33,10 @@ class ScriptFolderError(InfraError):
 
 
 def pack_script(config: RunConfig, store: Store) -> str:
-    """Put the script's folder into the store, and return the hash of the archive, which is part of its key.
+    """Put an archive of the script's folder into the store. Return the archive's hash, which is part of its key.
 
-    In a git checkout, the files that git does not ignore are taken. Raises ScriptFolderError if a file may be a secret
-    or is too large.
+    In a git checkout, the archive contains only files that git does not ignore. Raises ScriptFolderError if a file may
+    be a secret or is too large.
     """
     assert config.script is not None
     folder, content = Path(config.script).parent, io.BytesIO()
@@ -66,7 +66,7 @@ def pack_script(config: RunConfig, store: Store) -> str:
 def find_script(script: str, sha256: str | None, store: Store) -> Path:
     """Return the script's path on this machine. Raises ScriptFolderError.
 
-    If its folder was stored as an archive, the first call unpacks it.
+    If `sha256` is given, the script's folder is in the store as an archive, which the first call unpacks.
     """
     path = Path(script)
     if sha256 is None:

@@ -44,7 +44,7 @@ _MOST_NODES = 100_000  # limit for a generation: a larger number is damage
 
 @dataclass(frozen=True)
 class Damage:
-    """A part of the event log that cannot be used."""
+    """A damage record: a part of the event log that is missing, unreadable or does not match its checksums."""
 
     segment: str  # key of the segment
     what: str  # description of the damage
@@ -80,7 +80,7 @@ class Segments:
 
 @dataclass(kw_only=True)
 class Unsealed:
-    """All event lines of a log after verification, and the damage that was found."""
+    """The event lines of a log after their checksums were verified, and all damage that was found."""
 
     lines: list[Line]  # the event lines, without copies
     damage: list[Damage]  # everything that cannot be used
@@ -89,7 +89,10 @@ class Unsealed:
 
 
 def seal_segment(key: str, lines: Sequence[str], *, last: bool) -> bytes:
-    """Return the bytes of a segment: the events' JSON lines and their seal. `last` marks the writer's final one."""
+    """Return the bytes of a segment: JSON lines of events, then the seal (a line with their checksums).
+
+    last: whether this is the writer's final segment.
+    """
     encoded = [line.encode() for line in lines]
     seal = {"seal": _SEAL_VERSION, "segment": key, "checksums": [_checksum(line) for line in encoded], "last": last}
     body = json.dumps(seal, separators=(",", ":")).encode()
@@ -124,7 +127,7 @@ def unseal(segments: Segments) -> Unsealed:
 
 
 def read_segments(job_store: Store) -> Segments:
-    """Read every segment of a job. Record unreadable ones as damage; raise StoreError if the store itself fails."""
+    """Read every segment of a job. Unreadable segments become damage records. Raises StoreError if the store fails."""
     found = Segments()
     with ThreadPoolExecutor(_READERS, thread_name_prefix="events") as pool:
         _read_listed(job_store, pool, found)
@@ -144,7 +147,7 @@ def read_segments(job_store: Store) -> Segments:
 
 
 def read_new_segments(job_store: Store, known: Segments) -> list[tuple[str, bytes]]:
-    """Read the listed segments that `known` lacks, and note their keys in it without their contents.
+    """Return (key, content) of each listed segment that is not in `known`, and add its key to `known`.
 
     Raises StoreError.
     """
@@ -169,11 +172,11 @@ def _key_of(writer: tuple[str, str], number: int) -> str:
 def _unseal_one(
     key: str, content: bytes, own: list[Line], foreign: list[Line], damage: list[Damage], last: dict[str, bool]
 ) -> None:
-    """Verify one segment, and add its lines and its damage to the collections given.
+    """Verify one segment. Add its lines to `own` and `foreign`, and its damage records to `damage`.
 
     A seal is a line with a checksum of the lines before it. `own` gets the lines under the segment's own seal or a
     damaged seal, and all lines of a segment without a seal. `foreign` gets the lines under another segment's seal, and
-    those after the last seal. `last` records, by key, whether the seal says that the segment is its writer's last.
+    those after the last seal. `last` maps the segment's key to whether its seal marks it as the writer's last segment.
     """
     numbered = list(enumerate(content.split(b"\n"), start=1))
     if numbered[-1][1] == b"":
@@ -215,7 +218,7 @@ def _unseal_one(
 
 
 def _once(lines: Sequence[Line], damage: list[Damage]) -> list[Line]:
-    """Return the lines without duplicates, and report the duplicates as damage.
+    """Return the lines without duplicates. Add a damage record for each segment with duplicates.
 
     Equal lines are always copies, because no two events of a process have the same time.
     """
@@ -248,7 +251,7 @@ def _read_seal(line: bytes) -> tuple[str, list[str], bool] | None:
 def _verify(
     pending: list[tuple[int, bytes]], checksums: list[str]
 ) -> tuple[list[tuple[int, bytes]], list[tuple[int, bytes]]]:
-    """Split numbered lines into those whose checksum is in the segment's list, in any order, and the others."""
+    """Split numbered lines into those whose checksum is in `checksums`, in any order, and all other lines."""
     left = Counter(checksums)
     good, bad = [], []
     for number, line in pending:
@@ -372,9 +375,9 @@ def _read_next(job_store: Store, pool: ThreadPoolExecutor, found: Segments) -> N
 
 
 def _silent_writers(found: dict[str, bytes]) -> dict[str, bool]:
-    """Find the agents and ranks of ended generations that should have written segments and have none.
+    """Find the agents and ranks of ended generations that should have written segments but have none.
 
-    Return the prefix of their keys, and for each whether the generation's end was planned.
+    The result maps the key prefix of each such process to whether its generation ended as planned.
     """
     heard = {match[1] for key in found if (match := _NAME.fullmatch(key))}
     ended: dict[int, bool] = {}

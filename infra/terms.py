@@ -17,7 +17,7 @@ class Fallback:
             save once more.
         restart_seconds, restart_usd: time and cost of a restart of the ranks on the same machines after a failure.
         step_seconds: duration of a step on demand, including its share of the checkpoints.
-        usd: cost of `seconds`; the wait is free.
+        usd: cost of that time, in which waiting for machines costs nothing.
         step_usd: cost of a step on demand.
     """
 
@@ -49,13 +49,13 @@ class Terms:
 
     @property
     def spendable_usd(self) -> float | None:
-        """The budget less the reserve; None without a budget."""
+        """The budget minus the reserve, or None if there is no budget."""
         return None if self.budget_usd is None else self.budget_usd - self.reserve_usd
 
     def reached(self, spent_usd: float) -> list[float]:
-        """Return the `BUDGET_THRESHOLDS` that `spent_usd` reaches.
+        """Return which `BUDGET_THRESHOLDS` (shares of the budget) `spent_usd` reaches.
 
-        The last one is reached as soon as only the reserve of the budget is left.
+        The last threshold counts as reached once only the reserve of the budget is left.
         """
         if self.budget_usd is None:
             return []

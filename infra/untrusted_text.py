@@ -43,7 +43,10 @@ def one_line(text: object) -> str:
 
 
 def wrap_line(text: str, width: int, *, indent: str = "  ") -> list[str]:
-    """Wrap text, keeping its indentation and factors such as "2 × g5.xlarge" whole. indent: of the further lines."""
+    """Wrap text to `width`, keeping its indentation. Products such as "2 × g5.xlarge" are not split.
+
+    indent: the prefix of every line after the first.
+    """
     margin = text[: len(text) - len(text.lstrip(" "))]
     joined = margin + one_line(text).replace(" × ", "\u00a0×\u00a0")
     lines = textwrap.wrap(joined, width, subsequent_indent=indent, break_on_hyphens=False)
@@ -90,7 +93,7 @@ class GuardedStream:
 
     @property
     def unguarded(self) -> Any:
-        """The other stream, for a program that moves the cursor and escapes all text itself."""
+        """The underlying stream, for a program that moves the cursor and escapes all text itself."""
         return self._stream
 
     def writelines(self, lines: Iterable[str]) -> None:

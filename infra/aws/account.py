@@ -64,7 +64,7 @@ class BucketState:
 
 
 def sibling_client(service: str, batch: Any, region: str | None = None) -> Any:
-    """Make a client of another AWS service, for the account that a Batch client uses.
+    """Make a client for another AWS service, in the region of a Batch client unless `region` names another region.
 
     Raises CloudRefused if the Batch client uses an AWS emulator but the new client would send its requests to Amazon.
     """
@@ -220,11 +220,11 @@ def _call_optional(
 
 
 def metaflow_settings(environment: Mapping[str, str] | None = None) -> dict[str, tuple[str, str]]:
-    """Return this machine's METAFLOW_* settings as (value, source), by name.
+    """Map the name of each METAFLOW_* setting of this machine to (value, source).
 
     Environment variables (`environment`, by default os.environ) take precedence over Metaflow's configuration file.
-    This file is ~/.metaflowconfig/config.json. METAFLOW_HOME names another folder, and METAFLOW_PROFILE selects
-    config_<profile>.json in the folder. An unreadable file counts as empty.
+    By default, this file is ~/.metaflowconfig/config.json. METAFLOW_HOME replaces the folder, and METAFLOW_PROFILE
+    selects config_<profile>.json. An unreadable file counts as empty.
     """
     variables = os.environ if environment is None else environment
     folder = Path(variables.get("METAFLOW_HOME") or "~/.metaflowconfig").expanduser()

@@ -156,11 +156,11 @@ def paginate(
 def describe_in_parts(
     client: Any, operation: str, asked: str, names: Sequence[str], listed: str, deadline: RequestDeadline
 ) -> list[Mapping[str, Any]]:
-    """Describe resources by name, 100 names in a request (Batch's limit), and return all described entries.
+    """Describe resources by name, with at most 100 names per request (Batch's limit). Return the descriptions.
 
     Args:
-        asked: the request's parameter that takes the names.
-        listed: the answer's field that holds the entries.
+        asked: name of the request parameter for the resource names.
+        listed: name of the response field that contains the descriptions.
     """
     found: list[Mapping[str, Any]] = []
     for start in range(0, len(names), _NAMES_IN_A_REQUEST):
@@ -194,7 +194,10 @@ def request_name(client: Any, operation: str) -> str:
 
 
 def within(seconds: float, find: Callable[[], T], what: str) -> T:
-    """Call `find` and return its result. Raises CloudUnavailable, naming `what`, if it takes longer than `seconds`."""
+    """Call `find` and return its result. Raises CloudUnavailable if the call takes longer than `seconds`.
+
+    what: name of the call in the error message.
+    """
     return call_within(seconds, find, what, lambda: CloudUnavailable(f"{what}: timed out after {seconds:.3g} s"))
 
 
@@ -209,9 +212,9 @@ class _Request:
 
 
 def _retry_reason(error: Exception, question: _Request) -> tuple[str, int | None]:
-    """Return why a retry may help and the maximum number of tries, or raise CloudError if none can help.
+    """Return the reason to retry a request and the maximum number of tries.
 
-    A maximum of None means that only the deadline limits the tries.
+    A maximum of None means that only the deadline limits the tries. Raises CloudError if a retry cannot help.
     """
     if isinstance(error, CloudError):
         raise error

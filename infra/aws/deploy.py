@@ -136,8 +136,8 @@ def _with_found(
 ) -> dict[str, str]:
     """Return the given parameters, plus parameters whose values follow from resources that the account already has.
 
-    Parameters of an existing stack keep their values. If the account cannot be read, `say` reports it, and the
-    parameter is left out so that the template's default applies.
+    Parameters of an existing stack keep their values. If the account cannot be read, `say` prints a message, and the
+    template's default applies.
     """
     decided = {*given, *(state.parameters if state is not None else ())}
 
@@ -187,7 +187,7 @@ class StackState:
 
 
 class Stack:
-    """A CloudFormation stack in the client's region. Methods end within their deadline and print through `tell`."""
+    """A CloudFormation stack in the client's region. Methods end within their deadline. `tell` prints progress."""
 
     def __init__(self, client: Any, name: str, tell: Callable[[str], None]) -> None:
         self._client = client
@@ -322,7 +322,7 @@ def _nothing_to_do(reason: str) -> bool:
 
 
 def _why_unchangeable(name: str, state: StackState) -> str:
-    """Return why a stack cannot be changed now and how to fix this, or "" if it can be changed."""
+    """Return why the stack cannot be changed now, with a fix. Return "" if it can be changed."""
     if state.status.endswith("_COMPLETE") and state.status not in ("ROLLBACK_COMPLETE", "DELETE_COMPLETE"):
         return ""
     if state.status.endswith("_IN_PROGRESS") and state.status != "REVIEW_IN_PROGRESS":
@@ -375,7 +375,11 @@ def add_deploy_command(commands: Any) -> None:
 
 
 def deploy(options: argparse.Namespace) -> int:
-    """Run `ebbflow deploy`. Return 0, 1 if AWS refuses the change or a resource fails, or 2 for invalid options."""
+    """Run `ebbflow deploy`, and return the exit code.
+
+    The exit code is 0 on success, 2 for invalid options or a request that AWS rejects as invalid, and 1 for any other
+    failure.
+    """
     try:
         if not _STACK_NAME.fullmatch(options.stack):
             raise CloudRefused(f"--stack {options.stack!r}: lower-case letters, digits and -, at most 40")

@@ -28,8 +28,8 @@ def cancel_job(
 ) -> None:
     """Terminate a Batch job in any state. A job that has already ended is not changed.
 
-    words: NEVER_STARTED, NOT_MADE or TERMINATED. Batch records these words and then `reason`, and `describe_attempts`
-    derives the job's `Cause` from the words. Raises CloudError if Batch does not accept the request.
+    words: NEVER_STARTED, NOT_MADE or TERMINATED. Batch records these words, followed by `reason`, as the job's status
+    reason. `describe_attempts` derives the job's `Cause` from them. Raises CloudError if Batch rejects the request.
     """
     text = f"{words}: {reason}"
     # TerminateJob also cancels a job before STARTING; CancelJob silently ignores later states:

@@ -275,7 +275,7 @@ def training_queues(batch: BatchConfig, client: Any, *, deadline_seconds: float 
 
 
 def queue_region(queue: QueueConfig, batch: BatchConfig) -> str | None:
-    """Return the region of a configured queue; None if it is that of the AWS SDK."""
+    """Return the region of a configured queue, or None if the configuration does not name one."""
     return queue.region or region_of_arn(queue.name) or batch.region
 
 
@@ -287,11 +287,9 @@ def has_foreign_queues(batch: BatchConfig) -> bool:
 def limit_to_queue_region(config: RunConfig, *, only_if_set: bool = True) -> RunConfig:
     """Return the configuration with `batch.region` set and with prices limited to the queues' regions.
 
-    Raises StoreError.
-
-    If neither the configuration nor the AWS settings name a region, `only_if_set` decides. True returns the
-    configuration unchanged, because a container may not know the region. False uses the default region, as a client
-    does.
+    If neither the configuration nor the AWS settings name a region, the result depends on `only_if_set`. If True, the
+    configuration is returned unchanged, because a container may not know the region. If False, the default region is
+    used, as AWS clients do. Raises StoreError.
     """
     region = config.batch.region
     if region is None:
@@ -402,9 +400,9 @@ def lightest_queue(queues: Mapping[str, QueueState]) -> tuple[str, str] | None:
     """Choose the on-demand queue with the smallest sufficient machine for the steps before and after training.
 
     A machine is sufficient if its instance type has at least 5 GiB of memory and an x86-64 processor. Queues are
-    preferred in this order: CPU machines, Fargate (for which Metaflow needs one more IAM role), unknown machines,
-    machines with GPUs, insufficient machines. Returns (name, reason for the user), or None if there is no on-demand
-    queue.
+    preferred in this order: CPU machines, Fargate (for which Metaflow needs another IAM role), unknown machines, and
+    machines with GPUs. A queue with only insufficient machines is the last resort. Returns (name, reason for the user),
+    or None if there is no on-demand queue.
     """
     able = [(name, queue) for name, queue in queues.items() if queue.usable and queue.market == "on_demand"]
     if not able:
@@ -426,9 +424,9 @@ def lightest_queue(queues: Mapping[str, QueueState]) -> tuple[str, str] | None:
 
 
 def has_gpus_only(queue: QueueState) -> bool:
-    """Return whether all of a queue's machines that suffice for the steps before and after training have accelerators.
+    """Return whether all machines of a queue have accelerators, which the steps before and after training leave idle.
 
-    Those steps would leave the accelerators idle.
+    Machines that are too small for these steps do not count.
     """
     return bool(queue.instance_types) and _rank(queue.instance_types)[0] == _GPU
 

@@ -73,7 +73,7 @@ def check_batch_role(context: PreflightContext) -> CheckFinding:
 
 @for_batch
 def check_batch_rights(context: PreflightContext) -> CheckFinding:
-    """Check, with IAM's policy simulator, that the role's own policies allow what a node does in the store."""
+    """Check, with IAM's policy simulator, that the role's policies allow every store operation of a node."""
     arn, store = _role(context), context.config.store
     bucket, prefix = _bucket(context)
     objects = f"arn:aws:s3:::{bucket}/{prefix + '/' if prefix else ''}*"
@@ -177,7 +177,7 @@ def skip_reason(context: PreflightContext) -> str:
 
 @for_batch
 def check_batch_queues(context: PreflightContext) -> CheckFinding:
-    """Check that the queues exist, take jobs and have the configured market; one must accept the number of nodes."""
+    """Check that the queues exist, accept jobs, and have the configured market; one must allow cluster.nodes nodes."""
     batch = context.config.batch
     try:
         client = batch_client(batch.region)
@@ -269,7 +269,7 @@ def _kinds(state: QueueState) -> str:
 
 
 def _unanswered(said: str) -> CheckFinding:
-    """Return the finding for a failed request to list the queues. said: the error's message.
+    """Return the finding for a failed request to list the queues. `said` is the error message.
 
     On the launching machine the check fails, because Metaflow makes the same request before each job. In a Batch
     container the check is skipped, because a container submits no jobs and its role may lack the permission.
@@ -282,6 +282,6 @@ def _unanswered(said: str) -> CheckFinding:
 
 @for_batch
 def check_batch_clock(context: PreflightContext) -> CheckFinding:
-    """Check that this machine's clock agrees with AWS Batch's: AWS rejects requests signed 5 minutes off."""
+    """Check that this machine's clock agrees with AWS's. AWS Batch rejects requests if it is off by over 5 minutes."""
     url = aws_client("batch", context.config.batch.region).meta.endpoint_url
     return compare_clock(url, warned=_AWS_REFUSES_SECONDS, refused=_AWS_REFUSES_SECONDS)

@@ -27,7 +27,7 @@ _INSTALL = f"{sys.executable} -m pip install -r requirements.txt"
 
 
 def check_configuration(context: PreflightContext) -> CheckFinding:
-    """Check that the configuration, with all overrides, breaks no rule."""
+    """Check that the configuration, including all overrides, violates no rule."""
     broken = violations(context.config)
     if broken:
         hints = [violation.hint or f"change {violation.keys[0]}" for violation in broken]
@@ -37,7 +37,7 @@ def check_configuration(context: PreflightContext) -> CheckFinding:
 
 
 def check_signing_key(context: PreflightContext) -> CheckFinding:
-    """Check that the environment variable with the key that signs commits is set here; ranks check their own."""
+    """Check that the environment variable with the key for signing commits is set on this machine."""
     name = context.config.checkpoint.signing_key_env
     if name is None:
         return passed("commits are not signed (checkpoint.signing_key_env is null)")
@@ -47,7 +47,7 @@ def check_signing_key(context: PreflightContext) -> CheckFinding:
 
 
 def check_interpreter(context: PreflightContext) -> CheckFinding:
-    """Check that the command `python` is this interpreter: Metaflow starts the other nodes of a local run with it."""
+    """Check that `python` runs this interpreter. Metaflow starts the other nodes of a local run with `python`."""
     version = ".".join(map(str, sys.version_info[:3]))
     if sys.version_info < OLDEST_PYTHON:
         return failed(f"Python {version} is too old", "use Python 3.11, 3.12 or 3.13")
@@ -68,7 +68,7 @@ def check_interpreter(context: PreflightContext) -> CheckFinding:
 
 
 def check_packages(context: PreflightContext) -> CheckFinding:
-    """Check that every package is installed, and that torch is a supported release, without importing them."""
+    """Check that all required packages are installed and that torch is a supported release. No package is imported."""
     versions = {requirement: requirement.installed() for requirement in REQUIREMENTS}
     wrong = [f"{requirement} is not installed" for requirement, version in versions.items() if version is None]
     wrong += [
@@ -82,7 +82,7 @@ def check_packages(context: PreflightContext) -> CheckFinding:
 
 
 def check_versions(context: PreflightContext) -> CheckFinding:
-    """Check that Python and the packages have the versions with which the whole test suite runs."""
+    """Check that Python and the packages have tested versions: those with which the whole test suite runs."""
     untested = []
     if sys.version_info[:2] != TESTED_PYTHON:
         supported = OLDEST_PYTHON <= sys.version_info[:2] <= NEWEST_PYTHON
@@ -142,7 +142,7 @@ def check_ports(context: PreflightContext) -> CheckFinding:
 
 
 def check_host_name(context: PreflightContext) -> CheckFinding:
-    """Check that the hostname resolves to this host: Gloo looks up its interface by it at each start."""
+    """Check that the hostname resolves to this host. Gloo resolves the hostname to find its network interface."""
     if context.config.cluster.nodes == 1:
         return skipped("a single node looks up no names")
     name = socket.gethostname()
@@ -265,7 +265,7 @@ ADVICE = (
 
 
 def check_advice(context: PreflightContext) -> CheckFinding:
-    """Check that no environment variable is set that is ignored, misleading, or slows training down."""
+    """Check that no environment variable is set that Ebbflow ignores, that misleads, or that slows down training."""
     found = [
         (f"{one.variable}={os.environ[one.variable]} {one.why}", f"{one.variable}: {one.instead}")
         for one in ADVICE

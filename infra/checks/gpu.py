@@ -85,7 +85,7 @@ class _NoAnswer(Exception):
 
 
 def check_gpu(context: PreflightContext) -> CheckFinding:
-    """Check that torch computes on every GPU of this machine; with cluster.device cuda, that each rank has one."""
+    """Check that torch computes on every GPU of this machine. If cluster.device is cuda, each rank needs a GPU."""
     config = context.config
     if config.cluster.device == "cpu":
         return skipped("cluster.device is cpu")
@@ -124,7 +124,7 @@ def may_have_gpus(*, promised: int = 0, wanted: bool = False, by_tool: bool = Tr
 def try_gpus(promised: int = 0) -> tuple[CheckFinding, int]:
     """Compute one addition on each GPU with torch, in a child process.
 
-    Returns the finding and the number of GPUs that torch found. The finding is passed if torch computes on every GPU.
+    Returns the finding and the number of GPUs that torch found. The check passes if the addition works on every GPU.
     promised: GPUs per node according to the placement, or 0 if unknown.
     """
     promise = f", and this node was chosen for its GPUs ({promised} per node)" if promised else ""
@@ -199,7 +199,7 @@ def _fix_of(said: str) -> str:
 
 
 def _ask_driver() -> _Driver:
-    """Return the driver's version and GPUs from nvidia-smi or, without it, the version from the kernel module."""
+    """Return the driver's version and GPUs from nvidia-smi. Without nvidia-smi, read only the version from /proc."""
     if shutil.which("nvidia-smi") is None:
         match = re.search(r"\b([0-9]{3,}\.[0-9.]+)\b", _DRIVER_FILE.read_text() if _DRIVER_FILE.exists() else "")
         if match is None:

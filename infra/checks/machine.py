@@ -100,7 +100,7 @@ def _ask(service: MetadataService) -> CheckFinding:
 
 
 def _matches(variable: str, value: str, there: list[str]) -> bool:
-    """Return whether the value of an interface variable matches interfaces of this machine (`there`).
+    """Return whether the value of an interface variable matches the interfaces of this machine, listed in `there`.
 
     GLOO_SOCKET_IFNAME contains names, all of which must exist. NCCL_SOCKET_IFNAME contains prefixes, exclusions after
     '^', or exact names after '=' (NCCL user guide, "NCCL_SOCKET_IFNAME").
@@ -157,7 +157,7 @@ def check_locked_memory(context: PreflightContext) -> CheckFinding:
 
 
 def _with_gang(check: Callable[[RunConfig, HostGang], CheckFinding]) -> Callable[[PreflightContext], CheckFinding]:
-    """Decorate a check that needs the gang's size. It is skipped if the plan chooses that size."""
+    """Decorate a check that needs the number of ranks. The check is skipped if this number is left to the plan."""
 
     @functools.wraps(check)
     def run(context: PreflightContext) -> CheckFinding:
@@ -252,7 +252,7 @@ _NEAR = 4  # largest batch to suggest, as a multiple of the given one
 
 
 def check_derived(context: PreflightContext) -> CheckFinding:
-    """Check that no derived quantity, such as samples per micro-batch, rounds to 0: the job would do nothing."""
+    """Check that no derived quantity, such as samples per micro-batch, is 0. Such a job would do nothing."""
     config = context.config
     known = [one for one in DERIVED if one.applies(config)]
     wrong = [found for one in known if (found := one.check(config)) is not None]
@@ -279,7 +279,7 @@ def check_batch(context: PreflightContext) -> CheckFinding:
 
 @_with_gang
 def check_elastic(config: RunConfig, gang: HostGang) -> CheckFinding:
-    """Check that the batch and the shards also divide evenly among the ranks of every smaller number of nodes."""
+    """Check that batch and shards divide evenly on any smaller number of nodes, so that the job can lose nodes."""
     if gang.nodes == 1:
         return skipped("a single node cannot lose another")
     batch, accumulation = config.training.batch_size, config.training.gradient_accumulation_steps

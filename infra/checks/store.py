@@ -96,7 +96,7 @@ def check_store_probe(context: PreflightContext) -> CheckFinding:
 
 
 def check_store_multipart(context: PreflightContext) -> CheckFinding:
-    """Check that a multipart upload can be started and aborted; commits use it, and leftover parts are billed."""
+    """Check that a multipart upload can be started and aborted. Commits use such uploads."""
     if not context.config.store.startswith("s3://"):
         return skipped("the store is a folder: files are not put in parts")
     from botocore.config import Config
@@ -165,7 +165,7 @@ _FIX = "set the clock: chronyc makestep, or timedatectl set-ntp true"
 
 
 def check_store_clock(context: PreflightContext) -> CheckFinding:
-    """Check that this machine's clock agrees with the store's: S3 rejects requests signed 15 minutes off."""
+    """Check that this machine's clock agrees with the store's. S3 rejects requests if it is off by over 15 minutes."""
     if not context.config.store.startswith("s3://"):
         return skipped("the store is a folder: nothing is signed")
     try:
@@ -179,8 +179,8 @@ def check_store_clock(context: PreflightContext) -> CheckFinding:
 def compare_clock(url: str, *, warned: float, refused: float) -> CheckFinding:
     """Compare this machine's clock with the Date header of a server's response.
 
-    The check fails if they differ by more than `warned` seconds. Beyond `refused` seconds, the server rejects signed
-    requests.
+    The check fails if the difference exceeds `warned` seconds. If it exceeds `refused` seconds, the finding says that
+    the server rejects signed requests.
     """
     before = time.time()
     try:

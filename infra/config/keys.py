@@ -80,7 +80,7 @@ def sections() -> dict[str, type[BaseModel]]:
 
 @dataclass
 class Given:
-    """Values and problems collected from a file, the environment and --set; a later value replaces an earlier one."""
+    """Values and problems collected from a file, the environment and --set. The last value of a key wins."""
 
     entries: dict[str, Entry] = field(default_factory=dict)  # by dotted key
     problems: list[Problem] = field(default_factory=list)

@@ -121,7 +121,7 @@ def _range_message(entry: Entry, details: ErrorDetails) -> tuple[str, str | None
 
 
 def _entry(key: str, entries: Mapping[str, Entry]) -> Entry | None:
-    """Return the entry of a key, or for a free mapping, the entry of the first name in it."""
+    """Return the entry of a key. For a mapping whose names the user chooses, return the entry of its first name."""
     names = (name for name in entries if mapping_of(name) == key)
     return entries.get(key) or entries.get(next(names, ""))
 
@@ -283,7 +283,7 @@ def _resolve_paths(values: dict[str, Any], entries: Mapping[str, Entry], *, proj
 
 
 def _hides(bad: str, key: str, entries: Mapping[str, Entry], values: Mapping[str, Any]) -> bool:
-    """Return whether a problem with the key `bad` means that the intended value of `key` is unknown."""
+    """Return whether the intended value of `key` is unknown because of a problem with the key or section `bad`."""
     if key in values and key in entries:
         return False
     return bool(bad) and (key == bad or key.startswith(f"{bad}."))
@@ -312,7 +312,10 @@ DEFAULT = "default"
 
 
 def sources_of(entries: Mapping[str, Entry]) -> dict[str, str]:
-    """Return the source of each key's value, in the schema's order; a free mapping has one source per name."""
+    """Return the source of each key's value, in the schema's order.
+
+    A mapping whose names the user chooses, such as workload_options, has one source per name.
+    """
     sources: dict[str, str] = {}
     for key in leaf_fields():
         names = [name for name in entries if mapping_of(name) == key] if key in free_mappings() else []

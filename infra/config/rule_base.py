@@ -69,7 +69,7 @@ def nearest_divisors(number: int, near: int) -> list[int]:
 
 
 def nearest_multiples(unit: int, near: int) -> list[int]:
-    """Return the positive multiples of `unit` just below and just above `near`; `near` itself must not be one."""
+    """Return the positive multiples of `unit` just below and just above `near`, which must not be a multiple itself."""
     below = near // unit * unit
     return [multiple for multiple in (below, below + unit) if multiple > 0]
 

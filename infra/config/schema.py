@@ -30,7 +30,7 @@ Count = Annotated[int, Field(ge=1)]
 
 
 class QueueConfig(Section):
-    """A job queue for training. `market` is set here: AWS Batch knows the market only of compute environments."""
+    """A job queue for training. `market` is the market of the queue's compute environments."""
 
     name: str = key(..., "the job queue's name or ARN")
     market: Literal["spot", "on_demand"] = key(..., "purchase option of its compute environments")
@@ -64,7 +64,7 @@ class BatchConfig(Section):
 
 
 class KubernetesConfig(Section):
-    """Kubernetes, for `--with kubernetes`; image, shared memory and waiting time are those of the section batch."""
+    """Settings for `--with kubernetes`. The image, shared memory and waiting time are set in the section `batch`."""
 
     queue: str | None = key(None, "Kueue's local queue, which admits the job's pods; null: none")
     nodes: Literal["karpenter", "eks"] = key(
@@ -121,7 +121,7 @@ class TrainingConfig(Section):
 
 
 class DataConfig(Section):
-    """Text to train on. Without a path, this is the standard library of the running Python, tests excluded."""
+    """Text to train on. The default is the source code of Python's standard library, without its tests."""
 
     path: str | None = key(None, "folder, file or glob; null: the interpreter's standard library")
     suffixes: list[str] = key([".py"], "file extensions to read in a folder")
@@ -237,7 +237,7 @@ class CheckpointConfig(Section):
 
 
 class ReservationConfig(Section):
-    """A capacity reservation (ODCR) or Capacity Block that the account holds. A queue of `batch.queues` runs it."""
+    """A capacity reservation (ODCR) or Capacity Block in the AWS account. A queue in `batch.queues` names its id."""
 
     id: str = key(..., "id of the reservation, such as cr-0123456789abcdef0")
     instance_type: str = key(..., "its instance type")
@@ -325,7 +325,7 @@ class GuardsConfig(Section):
 
 
 class MetricsConfig(Section):
-    """Prometheus metrics. Every report also writes the file metrics.prom, whatever is set here."""
+    """Prometheus metrics. The file metrics.prom is written with every report, regardless of these settings."""
 
     port: Annotated[int, Field(ge=1, le=65535)] | None = key(
         None, "port on which each node serves /metrics while it trains; null: none"

@@ -51,7 +51,7 @@ _SYNTAX_HINTS = (
 
 @dataclass(frozen=True)
 class SourceText:
-    """A YAML text, with the details that problems need to show a location in it."""
+    """A YAML text, and the details for showing the location of a problem in it."""
 
     name: str  # name of the text in problems, such as the file's path
     text: str  # the YAML text

@@ -1,4 +1,7 @@
-"""`ebbflow diagnose JOB --against SOUND`: what differs between a job and a sound one of the same configuration."""
+"""Comparison of a job with a reference job of the same configuration (`ebbflow diagnose JOB --against SOUND`).
+
+The reference job, called sound in this module, is one that ran as expected.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ _DIGITS = re.compile(r"0x[0-9a-f]+|[0-9]+(?:[.:,][0-9]+)*", re.IGNORECASE)
 
 @dataclass(frozen=True, kw_only=True)
 class SlowerPart:
-    """A part of a rank's steps, or a kind of operation, that takes longer than in the sound job."""
+    """A part of the steps, or a kind of operation such as a commit, that takes longer than in the reference job."""
 
     part: str  # ledger class of a step, "commit", or the class of a phase such as startup
     rank: int | None  # None: every rank is slower
@@ -45,7 +48,7 @@ class SlowerPart:
 
 @dataclass(frozen=True, kw_only=True)
 class Straggler:
-    """The rank that was slowest in most steps, by its own time without waiting for others."""
+    """The rank that was the slowest in most slow steps. Time spent waiting for other ranks does not count."""
 
     rank: int
     node: int | None  # None: unknown
@@ -63,13 +66,14 @@ class Straggler:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Differences between a job and a sound one.
+    """Differences between a job and a reference job.
 
     Attributes:
-        straggler: a rank that slows the others down; None if there is none, or the sound job has the same.
-        settings: (key, value, value in the sound job) of each setting that differs, without names and folders.
-        new_lines: first lines of the job's ranks whose form, digits aside, the sound job never printed.
-        missing: parts of a job that the sound one has and this one lacks, such as commits.
+        straggler: a rank that slows down the others. None if there is no such rank, or if the same rank was about as
+            slow in the reference job.
+        settings: (key, value, value in the reference job) of each setting that differs, except for the store.
+        new_lines: the first log lines that the reference job did not print. Digits are ignored.
+        missing: names of events that only the reference job has, such as commits.
     """
 
     settings: tuple[tuple[str, Any, Any], ...]
@@ -107,7 +111,7 @@ class Comparison:
 def compare_jobs(
     events: Sequence[Event], lines: Iterable[LogLine], sound: Sequence[Event], sound_lines: Iterable[LogLine]
 ) -> Comparison:
-    """Compare the events and log lines of a job with those of a sound one."""
+    """Compare the events and log lines of a job with those of a reference job."""
     known = {_form(line.text) for line in sound_lines}
     new: dict[str, LogLine] = {}
     for line in lines:
@@ -201,7 +205,10 @@ def _compare(seconds: list[float], sound: list[float]) -> tuple[float, float] | 
 
 
 def _step_parts(events: Sequence[Event]) -> dict[tuple[str, int], list[_Timed]]:
-    """Return the times of each step, by (ledger class, rank). The first steps of a start are left out."""
+    """Return the times that steps took, by (ledger class, rank).
+
+    The first three steps of each rank in each generation are left out as warm-up.
+    """
     found: dict[tuple[str, int], list[_Timed]] = defaultdict(list)
     taken: Counter[tuple[int, int]] = Counter()
     for event in events:
@@ -216,7 +223,10 @@ def _step_parts(events: Sequence[Event]) -> dict[tuple[str, int], list[_Timed]]:
 
 
 def _operations(events: Sequence[Event]) -> dict[tuple[str, int], list[_Timed]]:
-    """Return the times of commits and phases, by (name or ledger class, rank)."""
+    """Return how long commits and phases took, by (ledger class, rank).
+
+    The event's name replaces a missing ledger class.
+    """
     found: dict[tuple[str, int], list[_Timed]] = defaultdict(list)
     for event in events:
         if event.name in (COMMIT, PHASE) and isinstance(seconds := event.data.get("seconds"), int | float):
@@ -225,7 +235,10 @@ def _operations(events: Sequence[Event]) -> dict[tuple[str, int], list[_Timed]]:
 
 
 def _since(steps: Sequence[tuple[int, bool]]) -> int | None:
-    """Return the first step from which on at least three in a row are slow."""
+    """Return the first step of the first three slow steps in a row, or None.
+
+    steps: (step, whether the step was slow).
+    """
     row = 0
     for at, (_, slow) in enumerate(steps):
         row = row + 1 if slow else 0

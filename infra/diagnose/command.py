@@ -21,7 +21,7 @@ from ebbflow.infra.rank_logs import LogLine, find_job, find_logs, read_logs, unk
 
 
 def add_diagnose_commands(commands: argparse._SubParsersAction, project_root: Path) -> None:
-    """Add the commands `diagnose` and `explain`. project_root: folder with runs/, unless EBBFLOW_RUNS names another."""
+    """Add the commands `diagnose` and `explain`. They look for jobs in EBBFLOW_RUNS or else in `project_root`/runs."""
     command = commands.add_parser("diagnose", help="name the failure in anybody's logs, with its cause and fix")
     command.add_argument("targets", nargs="*", metavar="RUN|FILE|FOLDER|-", help="a job's name, log files, or a folder")
     command.add_argument("--json", action="store_true", help="print the findings for a program")
@@ -106,7 +106,7 @@ def _diagnose(targets: list[str], store_uri: str | None, project_root: Path) -> 
 
 
 def diagnose_log(lines: Iterable[LogLine]) -> Diagnosis:
-    """Diagnose what the ranks of a job printed."""
+    """Diagnose the output of a job's ranks."""
     return diagnose_lines(_log_texts(lines))
 
 

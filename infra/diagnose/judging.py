@@ -144,7 +144,7 @@ def judge(seen: dict[str, Seen], series: Series, scans: Sequence[FileScan]) -> D
 
 
 def _confidence(found: Seen) -> float:
-    """Return the confidence in one symptom, regardless of others; 0 if a line that its rule needs is missing."""
+    """Return the confidence in one symptom, regardless of other symptoms; 0 if no line matches its rule's `need`."""
     rule = found.rule
     if rule.need and not found.needed:
         return 0.0
@@ -184,14 +184,14 @@ def _by_frames(root: Seen, family: str | None) -> Seen:
 
 
 def _lasted(found: Seen, series: Series) -> bool:
-    """Return whether a failure may have ended or spoilt the run: training did not go on as before after it."""
+    """Return whether a failure may have ended or harmed the run: training did not continue normally after it."""
     if found.rule.id == "F01":
         return not series.recovered(found.last)
     return found.rule.family in _LASTING or not series.survived(found.last)
 
 
 def _only_advice(known: Iterable[Seen]) -> Seen | None:
-    """Return the advice that explains logs without any failure, such as those of a run that is only slow."""
+    """Return the best advice if the logs show no failure, for example if a run is only slow; otherwise return None."""
     found = list(known)
     if any(each.rule.kind != "advice" and _confidence(each) >= THIN for each in found):
         return None
@@ -204,9 +204,9 @@ def _only_advice(known: Iterable[Seen]) -> Seen | None:
 
 
 def _prefer_exact(found: list[Seen], generic: Seen) -> Seen:
-    """Return the earliest more specific match within 40 candidate lines of a generic one, or else the generic one.
+    """Return a nearby match of a more specific rule if there is one, else the match of the generic rule.
 
-    Both usually describe the same exception.
+    Two matches within 40 candidate lines usually describe the same exception. If several qualify, the earliest wins.
     """
     exact = [each for each in found if each.rule.rank > generic.rule.rank and abs(each.order - generic.order) <= 40]
     return _earliest(exact) if exact else generic

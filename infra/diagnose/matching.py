@@ -1,8 +1,8 @@
 """Matching of log lines against the rules' regular expressions, fast enough for a million lines.
 
-Each expression has required literals: fixed texts, at least one of which is in every line that it matches. Each literal
-contains one of the short texts in `Matcher.triggers`, which the reader searches for in whole blocks of a file. Lines
-that differ only in digits share one cached result, unless an expression that may match them depends on digits.
+Each expression has required literals: texts of which every matching line contains at least one. Each literal contains
+one of the short texts in `Matcher.triggers`. The reader searches whole blocks of a file for the triggers. Lines that
+differ only in digits share one cached result, unless an expression that may match them depends on digits.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _NO_DIGITS = {ord(digit): None for digit in "0123456789"}
 
 @dataclass(frozen=True)
 class Pattern:
-    """A compiled expression of a rule. rule: index of the rule. role: the rule's field: look, hint or need."""
+    """A compiled expression of a rule. `rule` is the rule's index. `role` is the rule's field: look, hint or need."""
 
     regex: re.Pattern[str]
     rule: int
@@ -100,7 +100,7 @@ class Matcher:
     def match(self, text: str) -> tuple[tuple[int, str, str], ...]:
         """Return (index of the rule, role, expression) of each match.
 
-        Of the matches with the role "look", only those of the highest rule rank are returned.
+        If several rules match with the role "look", only the matches of the rules with the highest `rank` are returned.
         """
         skeleton = text.translate(_NO_DIGITS)
         cached = self._cache.get(skeleton, False)
@@ -156,7 +156,7 @@ def load_matcher() -> Matcher:
 
 
 def required_literals(expression: str) -> tuple[str, ...]:
-    """Return lower-case texts, at least one of which is in every line that the expression matches.
+    """Return lower-case texts such that every line that matches the expression contains at least one of them.
 
     Raises ValueError if the expression requires no text of at least 3 characters.
     """

@@ -41,7 +41,7 @@ class LogText:
     Attributes:
         file: the path as given; "-" is standard input.
         number: line number, counted from 1.
-        text: the line without terminal escape sequences; of a JSON record, only its message.
+        text: the line without terminal escape sequences. If the line is a JSON record, only the record's message.
         rank: the rank that wrote the line; None if unknown.
         time: Unix time in seconds; None if unknown. A timestamp without a year is dated in the current year.
     """
@@ -145,9 +145,10 @@ def _blocks(head: bytes, stream: BinaryIO, encoding: str) -> Iterator[bytes]:
 
 
 def _find_lines(blocks: Iterable[bytes], triggers: Sequence[bytes], scan: FileScan) -> Iterator[tuple[int, bytes]]:
-    """Yield (line number, line) for each line that contains a trigger; of thousands of equal lines, only a sample.
+    """Yield (line number, line) for each line that contains a trigger.
 
-    Lines count as equal if they differ only in digits. Triggers contain no digits, so equal lines need only one search.
+    Lines that differ only in digits count as equal. If a line is repeated thousands of times, only a sample is yielded.
+    Triggers contain no digits, so equal lines need only one search.
     """
     counts: dict[bytes, int] = {}  # occurrences of each line, digits removed; -1: it contains no trigger
     for block in blocks:

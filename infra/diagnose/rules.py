@@ -8,7 +8,7 @@ A file contains one family of symptoms: `family` (its name), `letter`, `title`, 
                     echo: a failure that nearly always follows another one. summary: repeats other failures.
                     advice: never ends a run by itself.
     look            regular expressions, ignoring case; one matching line is enough evidence.
-    hint            weaker expressions; a match of one is not enough evidence, matches of two are.
+    hint            weaker expressions; one matching line is not enough evidence, but two are.
     need            expressions; at least one must match somewhere in the same logs.
     unless          expressions; a line that matches one of them is no evidence.
     rank            1 (generic) to 9 (specific); of several rules that match a line, the highest wins. Default 5.

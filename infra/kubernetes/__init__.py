@@ -1,1 +1,1 @@
-"""Manifests for a cluster, and requests to one: pods of an attempt and why they ended, checks, and ends of attempts."""
+"""Kubernetes: manifests, preflight checks of a cluster, and requests that observe or end a job's attempts."""

@@ -1,4 +1,4 @@
-"""Whether a cluster can run the job: the preflight check `kubernetes-cluster` and `ebbflow kubernetes check`."""
+"""Preflight checks of whether a Kubernetes cluster can run the job, also used by `ebbflow kubernetes check`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,10 @@ def _for_cluster(check: Callable[[PreflightContext, Cluster], CheckFinding]) -> 
 
 @_for_cluster
 def check_create(context: PreflightContext, cluster: Cluster) -> CheckFinding:
-    """Check, by a dry run, that the API server accepts a JobSet of this job: rights, namespace, quota, definitions."""
+    """Check, with a dry run, that the API server accepts a JobSet like the job's.
+
+    This covers permissions, the namespace, its quota, and the installed JobSet definition.
+    """
     try:
         cluster.try_create(_example(context))
     except CloudRefused as error:
@@ -84,7 +87,10 @@ def check_queue(context: PreflightContext, cluster: Cluster) -> CheckFinding:
 
 @_for_cluster
 def check_nodes(context: PreflightContext, cluster: Cluster) -> CheckFinding:
-    """Check that nodes of a wanted type that exist already show their GPUs and EFA devices. Karpenter makes others."""
+    """Check that existing nodes of the configured types show the required GPUs and EFA devices.
+
+    Nodes that Karpenter creates later are not checked.
+    """
     try:
         nodes = cluster.nodes()
     except CloudForbidden:
@@ -115,7 +121,7 @@ CHECKS = [
 
 
 def _example(context: PreflightContext) -> dict:
-    """Return a JobSet like those of the job, for a dry run."""
+    """Return a minimal JobSet with a control job and a worker job, for a dry run."""
     image = context.config.batch.image or os.environ.get("METAFLOW_KUBERNETES_CONTAINER_IMAGE") or "python"
     pod = {"restartPolicy": "Never", "containers": [{"name": "check", "image": image}]}
     job = {"spec": {"backoffLimit": 0, "template": {"spec": pod}}}

@@ -1,4 +1,4 @@
-"""Requests to a Kubernetes API server: the pods of an attempt, why they ended, and the end of an attempt.
+"""Requests to a Kubernetes API server: read the pods of an attempt, find out why they ended, and end an attempt.
 
 An attempt is a JobSet (several nodes) or a Job (one node). Its id is NAMESPACE/KIND/NAME, such as
 ebbflow/jobsets/js-1a2b3c; AWS Batch's ids contain no slash. The `kubernetes` package is imported only when needed.
@@ -38,14 +38,14 @@ def is_cluster_id(job_id: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class PodState:
-    """One pod of an attempt. Times are Unix seconds by the cluster's clock, or None."""
+    """One pod of an attempt. Times are Unix seconds by the cluster's clock, or None if not reached or unknown."""
 
     name: str
     node: int  # number of the node in the gang
     machine: str  # name of the cluster's node, or ""
     phase: str
     created: float | None
-    started: float | None = None  # its container
+    started: float | None = None  # when its container started
     ended: float | None = None
     exit_code: int | None = None
     waiting: str = ""  # why it does not run yet
@@ -56,7 +56,7 @@ class PodState:
 
 
 class Cluster:
-    """A connection with the rights of the kubeconfig, or of the pod's service account. Each request has a deadline."""
+    """Client of a Kubernetes API server (see `open_cluster`). Each request has a deadline."""
 
     def __init__(self, api_client: Any, seconds: float = _SECONDS) -> None:
         from kubernetes import client
@@ -68,7 +68,10 @@ class Cluster:
         self._labels: dict[str, dict[str, str]] = {}  # by node; {} if they may not be read
 
     def ask(self, what: str, call: Callable[..., Any], *args: Any, **options: Any) -> dict[str, Any]:
-        """Return the answer as JSON. Raises CloudError; `what` names the request in its message."""
+        """Send a request and return the parsed JSON answer. Raises CloudError.
+
+        what: name of the request in error messages.
+        """
         from kubernetes.client.exceptions import ApiException
         from urllib3.exceptions import HTTPError
 
@@ -84,7 +87,7 @@ class Cluster:
             raise CloudUnavailable(f"Kubernetes: {what}: {str(error)[:300]}") from None
 
     def owner(self, job_id: str) -> dict[str, Any] | None:
-        """The Job or JobSet, or None if it is gone. Raises CloudError."""
+        """Return the Job or JobSet of an attempt, or None if it no longer exists. Raises CloudError."""
         space, kind, name = job_id.split("/")
         try:
             if kind == "jobs":
@@ -100,7 +103,7 @@ class Cluster:
             raise
 
     def pods(self, job_id: str) -> list[PodState]:
-        """The pods that there are now. Raises CloudError."""
+        """Return the attempt's pods that currently exist. Raises CloudError."""
         space, kind, name = job_id.split("/")
         label = "job-name" if kind == "jobs" else _JOBSET_LABEL
         found = self.ask("list pods", self._core.list_namespaced_pod, space, label_selector=f"{label}={name}")
@@ -121,7 +124,7 @@ class Cluster:
                 raise
 
     def may(self, verb: str, group: str, resource: str) -> bool:
-        """Raises CloudError."""
+        """Return whether this account has a permission in the namespace. Raises CloudError."""
         name, _, sub = resource.partition("/")
         about = {"namespace": namespace(), "verb": verb, "group": group, "resource": name, "subresource": sub}
         body = {"apiVersion": "authorization.k8s.io/v1", "kind": "SelfSubjectAccessReview"}
@@ -138,7 +141,7 @@ class Cluster:
         )  # fmt: skip
 
     def queue_position(self, job_id: str, queue: str) -> int | None:
-        """How many workloads Kueue admits before this one; None if Kueue does not tell."""
+        """Return how many workloads are before this attempt in the Kueue queue, or None if this is unknown."""
         space, _, name = job_id.split("/")
         try:
             found = self.ask(
@@ -154,7 +157,7 @@ class Cluster:
         return None
 
     def queue_exists(self, queue: str) -> bool:
-        """Raises CloudError."""
+        """Return whether the namespace has this Kueue queue (LocalQueue). Raises CloudError."""
         group = ("kueue.x-k8s.io", "v1beta1", namespace(), "localqueues", queue)
         try:
             self.ask(f"get localqueues {queue}", self._custom.get_namespaced_custom_object, *group)
@@ -165,11 +168,11 @@ class Cluster:
         return True
 
     def nodes(self) -> list[dict[str, Any]]:
-        """Raises CloudError, for example without the right to list nodes."""
+        """Return all nodes of the cluster. Raises CloudError, for example if this account may not list nodes."""
         return self.ask("list nodes", self._core.list_node)["items"]
 
     def has_no_node(self, name: str) -> bool:
-        """Whether the cluster's node is known to be gone; False if nodes may not be read."""
+        """Return whether a node is known to have left the cluster. Return False if nodes cannot be read."""
         try:
             self.ask(f"get node {name}", self._core.read_node, name)
         except CloudRefused as error:
@@ -258,7 +261,7 @@ def _pod_state(pod: Mapping[str, Any]) -> PodState:
 
 
 class AttemptWatch:
-    """All that was seen of one attempt, also of pods that are gone by now. Not thread-safe."""
+    """Record of one attempt, built from repeated readings. It keeps pods that no longer exist. Not thread-safe."""
 
     def __init__(self, job_id: str, nodes: int) -> None:
         self.job_id, self.nodes = job_id, nodes
@@ -267,7 +270,7 @@ class AttemptWatch:
         self.reason = ""
 
     def look(self, cluster: Cluster, now: float) -> None:
-        """Read the attempt's present state. now: Unix time. Raises CloudError."""
+        """Read the attempt's current state and update this record. `now` is Unix time. Raises CloudError."""
         pods = cluster.pods(self.job_id)  # before the owner, whose end removes them
         owner = cluster.owner(self.job_id)
         present = {one.name for one in pods}
@@ -298,12 +301,12 @@ class AttemptWatch:
 
     @property
     def over(self) -> bool:
-        """Whether the end of every pod is known, too."""
+        """Whether the attempt has ended and the end time of every pod is known."""
         return self.ended and all(one.ended is not None for one in self.pods.values())
 
     @property
     def waiting(self) -> str:
-        """Why a pod does not run yet, or ""."""
+        """Name of the first pod that waits and why it does not run yet, or "" if no pod waits."""
         return next((f"{one.name}: {one.waiting}" for one in self.pods.values() if one.waiting), "")
 
     @property
@@ -311,7 +314,7 @@ class AttemptWatch:
         return any(one.started is not None for one in self.pods.values())
 
     def cause(self, ended_by: Cause | None) -> Cause:
-        """ended_by: why this process ended the attempt, if it did."""
+        """Return why the attempt ended. If this process ended the attempt, `ended_by` is the cause."""
         pods = list(self.pods.values())
         if self.succeeded:
             return "ended"
@@ -330,7 +333,7 @@ class AttemptWatch:
         return "unknown" if self.started else "never_started"
 
     def attempt(self, *, now: float, ended_by: Cause | None = None, reason: str = "") -> BatchAttempt:
-        """Return the attempt as it is recorded. A node is paid while a pod of it runs; between two pods it is not."""
+        """Return the attempt's record. A node's time counts while one of its pods runs, not between pods."""
         main = [one for one in self.pods.values() if one.node == 0]
         texts = [reason or self.reason, *(f"{one.name}: {_why(one)}" for one in self.pods.values() if _why(one))]
         times = tuple(self._times(node, now) for node in range(self.nodes))
@@ -362,7 +365,7 @@ class AttemptWatch:
         return start, start + sum(end - (one.started or end) for one, end in zip(mine, ends, strict=True))
 
     def given(self) -> dict[str, str]:
-        """Return type, market and zone of the machines as their labels tell them; only what all have in common."""
+        """Return instance type, market and zone of the machines, from node labels. Omit values that differ."""
         found: dict[str, set[str]] = {}
         for one in self.pods.values():
             market = _MARKETS.get(
@@ -384,7 +387,7 @@ def _why(pod: PodState) -> str:
 
 
 def describe_attempts(job_ids: Sequence[str], cluster: Cluster, *, now: float) -> dict[str, BatchAttempt]:
-    """Return the attempts that the cluster still knows. Raises CloudError."""
+    """Return the attempts by id, without those that the cluster has deleted. Raises CloudError."""
     found = {}
     for job_id in job_ids:
         watch = AttemptWatch(job_id, 1)

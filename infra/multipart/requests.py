@@ -277,7 +277,7 @@ def _send(
 
 
 def _limit_sending(connected: socket.socket, seconds: float) -> None:
-    """Limit how long one send may block.
+    """Limit how long one send on the socket may block.
 
     On Linux without TLS, the kernel enforces the limit (SO_SNDTIMEO). Python's own timeout would make the socket
     non-blocking. A large body would then need a wait and a call per buffer, and each needs the interpreter's lock.

@@ -1,4 +1,7 @@
-"""`ebbflow observe`: a Prometheus on this machine that scrapes its jobs, with the alert rules. It needs no root."""
+"""`ebbflow observe`: run Prometheus with Ebbflow's alert rules on this machine, for the jobs that run here.
+
+The command needs no root rights.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +78,10 @@ def add_observe_command(commands: Any, project_root: Path) -> None:
 
 
 def observe(options: argparse.Namespace, runs: Path) -> int:
-    """Run Prometheus until it ends or Ctrl-C. Return its exit code, or 3 if it is not installed."""
+    """Run Prometheus until it ends or Ctrl-C is pressed. Return its exit code.
+
+    The exit code is 3 if Prometheus is not installed, and 2 if no port is free for the metrics of ended jobs.
+    """
     binary = shutil.which("prometheus")
     if binary is None:
         print("prometheus is not installed; fix: apt-get install prometheus (Debian, Ubuntu)", file=sys.stderr)

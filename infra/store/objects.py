@@ -45,7 +45,7 @@ class ObjectMeta:
 
 
 class Store:
-    """Objects in a folder or below a bucket's prefix, by relative keys. Open a new store after a fork."""
+    """Object store in a folder or below a bucket's prefix. A forked process must open its own store."""
 
     def __init__(
         self, backend: Any, uri: str, root: Path | None, prefix: str = "", *, request_seconds: float = 60.0
@@ -232,7 +232,7 @@ _PROBE = b"the store's clock"
 
 
 class StoreClock:
-    """Clock that shows the store's time, with which the store dates its objects.
+    """Clock that returns the store's time, by which the store dates its objects.
 
     To read the time, it puts a small probe object, reads the object's date, and deletes it. For the next 10 minutes it
     adds the elapsed time instead of probing again. The result is never later than the store's time, because the store
@@ -245,7 +245,7 @@ class StoreClock:
         self._at = 0.0
 
     def now(self, store: Store, newest: float) -> float:
-        """Return the store's Unix time; without write access, `newest`: the date of the newest known object."""
+        """Return the store's Unix time. Without write access, return `newest`, the date of the newest known object."""
         elapsed = time.monotonic() - self._at
         if self._dated is None or elapsed > _ASK_AGAIN_SECONDS:
             self._dated, self._at, elapsed = _probed(store), time.monotonic(), 0.0

@@ -50,8 +50,8 @@ def aws_settings() -> AwsSettings:
 
     Raises:
         StoreError: the profile cannot be read.
-        StoreMisconfigured: AWS_IGNORE_CONFIGURED_ENDPOINT_URLS is true, but a variable sets an endpoint, which obstore
-            would use nevertheless.
+        StoreMisconfigured: AWS_IGNORE_CONFIGURED_ENDPOINT_URLS is true, but an environment variable sets an endpoint.
+            obstore would use that endpoint in spite of the setting.
     """
     environment, profile = os.environ, _Profile()
     names = (STORE_REGION_VARIABLE, "AWS_REGION", "AWS_DEFAULT_REGION")
@@ -67,10 +67,11 @@ def aws_settings() -> AwsSettings:
 
 
 def credential_provider(seconds: float) -> Callable[[], dict] | None:
-    """Return a function that gives obstore credentials, each time within `seconds`; None if obstore needs no function.
+    """Return a function from which obstore gets credentials within `seconds`, or None if it needs no such function.
 
-    Obstore needs none if the environment has access keys, or if AWS_SKIP_SIGNATURE is true because the bucket is
-    public. Raises StoreForbidden (there are no credentials), StoreUnavailable (their source does not answer in time).
+    obstore needs no function if the environment has access keys, or if AWS_SKIP_SIGNATURE is true because the bucket
+    is public. Raises StoreForbidden if there are no credentials, and StoreUnavailable if their source does not answer
+    in time.
     """
     environment = os.environ
     if environment.get("AWS_ACCESS_KEY_ID") and environment.get("AWS_SECRET_ACCESS_KEY"):
