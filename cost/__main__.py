@@ -161,7 +161,7 @@ def _report(arguments: argparse.Namespace) -> int:
     jobs = arguments.job or list_known_jobs()
     if not jobs:
         raise ReportError("this machine knows no job; name one, or give its store with --store")
-    reports = _reports(jobs, arguments.store, all_must=bool(arguments.job))
+    reports = _reports(jobs, arguments.store, strict=bool(arguments.job))
     if arguments.csv:
         writer = csv.DictWriter(sys.stdout, JOB_COLUMNS, lineterminator="\n")
         writer.writeheader()
@@ -176,8 +176,8 @@ def _report(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _reports(jobs: list[str], store: str | None, *, all_must: bool) -> list[RunReport]:
-    """Build the report of each job. Skip unreadable jobs with a message, or raise the error if `all_must` is set."""
+def _reports(jobs: list[str], store: str | None, *, strict: bool) -> list[RunReport]:
+    """Build the report of each job. Print a message for an unreadable job and skip it; if `strict`, raise its error."""
     found = []
     for job in jobs:
         try:
@@ -185,7 +185,7 @@ def _reports(jobs: list[str], store: str | None, *, all_must: bool) -> list[RunR
             running = find_running_launcher(job, content.events, store)
             found.append(build_report(content.events, running=running, damage=content.damage))
         except (CostError, InfraError) as error:
-            if all_must:
+            if strict:
                 raise
             print(f"{job} is left out: {' '.join(str(error).split())}", file=sys.stderr)
     if not found:

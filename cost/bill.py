@@ -62,9 +62,9 @@ class BillLine:
         usd: Exact unblended cost in dollars.
         market: "spot" or "on_demand" for instances, else empty.
         tags: Values by normalised key (`normalise_tag`).
-        synthetic: Whether the report is marked as synthetic, by its invoice id.
+        synthetic: Whether the report's invoice id marks it as synthetic.
         line_id: Id of the line within its delivery; empty if the report has no ids.
-        delivery: Index of the line's file if several files are read together.
+        delivery: Index of the report file that has the line, if several files are read together.
         where: File and line number, for messages.
     """
 
@@ -253,7 +253,9 @@ class RepeatFilter:
         self._alike: dict[tuple[Any, ...], dict[int, int]] = {}
 
     def is_repeat(self, line: BillLine) -> bool:
-        """Return whether the line repeats an earlier one, as defined in the module's docstring. Remember the line.
+        """Return whether the line repeats an earlier one, as defined in the module's docstring.
+
+        The filter remembers the line for later calls.
 
         Raises:
             BillError: An earlier line has the same id, time, resource and types, but another amount or cost.
@@ -264,8 +266,8 @@ class RepeatFilter:
             amount, usd = self._by_id[name]
             if (amount, usd) != (line.amount, line.usd):
                 raise BillError(
-                    f"{line.where}: this line came before as {amount} for ${usd}, and is {line.amount} for "
-                    f"${line.usd} here: two deliveries of one report that differ; fix: pass only the newest one"
+                    f"{line.where}: an earlier line has {amount} for ${usd}, but this line has {line.amount} for "
+                    f"${line.usd}: two deliveries of one report that differ; fix: pass only the newest one"
                 )
             return True
         self._by_id[name] = line.amount, line.usd

@@ -33,7 +33,8 @@ _HOUR = 3600.0
 class PaidPiece:
     """Interval of an instance that the ledger charges to the job, in Unix seconds by the agent's clock.
 
-    `usd` is the cost of an interval that the agent did not record. With None, the cost follows from `curve`.
+    `usd` is the known total cost of an interval that no agent recorded. If it is None, the cost is the price curve
+    integrated over the interval.
     """
 
     start: float
@@ -88,7 +89,7 @@ class MeteredInstance:
 
     @property
     def was_warm(self) -> bool:
-        """Whether the instance had been up for longer than a boot takes, so that another job had used it before."""
+        """Whether the instance was up for longer than a boot takes, which means that another job used it before."""
         return (self.uptime_seconds or 0.0) > LONGEST_IDLE_SECONDS
 
     def usd_between(self, start: float, end: float) -> Decimal:
@@ -114,7 +115,7 @@ class BilledHour:
 
     Attributes:
         seen: Pairs of a property ("zone", "type" or "market") and its value in a line.
-        deliveries: Indices of the report files with lines of a (usage type, line type).
+        deliveries: For each pair (usage type, line type), the indices of the report files that have such lines.
     """
 
     start: float
@@ -235,7 +236,8 @@ def match_instance(
     Hours of other jobs are first moved from `billed.hours` to `billed.elsewhere_usd`.
 
     Args:
-        others: (start, end) in Unix seconds of each use of the instance by another job. May be extended.
+        others: (start, end) in Unix seconds of each use of the instance by another job. Uses that the bill's tags show
+            are added.
     """
     _set_aside(metered, billed, others, job)
     if not billed.hours:
@@ -257,7 +259,7 @@ def match_instance(
 
 
 def _set_aside(metered: MeteredInstance, billed: BilledInstance, others: list[tuple[float, float]], job: str) -> None:
-    """Move hours in which another job used the instance from `billed.hours` to `billed.elsewhere_usd`.
+    """Move the hours in which another job used the instance from `billed.hours` to `billed.elsewhere_usd`.
 
     An hour is moved if this job did not run in it and there is evidence of another job: the tag of another job, use
     by another job in `others`, or an instance that was up before this job started on it. If a tag shows that another

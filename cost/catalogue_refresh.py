@@ -128,7 +128,7 @@ def _hardware(entry: Mapping[str, Any]) -> Hardware | None:
 
 
 def _usd_per_hour(product: Mapping[str, Any]) -> Decimal | None:
-    """Return the hourly price of a product in USD; None if the product has no price, or 0 as a capacity block does."""
+    """Return the hourly price of a product in USD; None without a price, or for a capacity block, whose price is 0."""
     for usd in _hourly(product):
         return usd if usd > 0 else None
     return None
@@ -256,7 +256,8 @@ def _line(name: str, gpu: str, one: Hardware | InstanceType) -> str:
 def _differences(one: Hardware, known: InstanceType) -> list[str]:
     """Return a note for each figure that differs between EC2 and the table.
 
-    The table's figure stays, because it may be better: sustained instead of listed bandwidth.
+    The table keeps its figure, which may be more accurate. For example, the table has the sustained bandwidth and EC2
+    the listed one.
     """
     pairs = {"gpu_count": (one.gpu_count, known.gpu_count), "vcpu": (one.vcpu, known.vcpu), "efa": (one.efa, known.efa)}
     pairs |= {"network_gbps": (one.network_gbps, known.network_gbps), "ram_gib": (one.ram_gib, known.ram_gib)}

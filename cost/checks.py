@@ -43,7 +43,7 @@ class _Asked:
 
 
 def check_capacity(context: PreflightContext) -> CheckFinding:
-    """Check that some queue has the machines of at least one pool of the plan, and enough vCPUs for them."""
+    """Check that at least one queue can run a pool of the plan: it has such machines, and enough vCPUs."""
     asked = _ask(context)
     if isinstance(asked, CheckFinding):
         return asked
@@ -140,7 +140,7 @@ _MEASURED_LATER = "the workload defines its own model, which is measured and che
 
 
 def check_planned_memory(context: PreflightContext) -> CheckFinding:
-    """Check that an allowed pool has enough GPU and main memory for the model, and that its ranks divide the batch."""
+    """Check that an allowed pool has enough GPU and main memory, and a number of ranks that divides the batch."""
     plan = _plan(context)
     if isinstance(plan, CheckFinding):
         return plan
@@ -156,7 +156,7 @@ def check_planned_memory(context: PreflightContext) -> CheckFinding:
 
 
 def check_budget_and_deadline(context: PreflightContext) -> CheckFinding:
-    """Check that the cheapest plan meets budget and deadline, including the reserved cost of a last save."""
+    """Check that the cheapest plan meets budget and deadline, including the cost reserved for the last checkpoint."""
     plan = _plan(context)
     if isinstance(plan, CheckFinding):
         return plan

@@ -45,7 +45,8 @@ def focus_rows(events: Sequence[Event], ledger: Ledger | None = None) -> list[di
     """Return the charges of a job as FOCUS rows.
 
     Each row covers the time of one node, or other paid time of its instance such as an idle pause, in one month. The
-    sum of `BilledCost` is the ledger's total before rounding. It comes from metered time, not from an invoice.
+    sum of `BilledCost` is the ledger's total before rounding. The charges are computed from metered time, not taken
+    from an invoice.
     """
     ledger = fold(events) if ledger is None else ledger
     job = events[0].job if events else ""

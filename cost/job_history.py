@@ -54,9 +54,10 @@ class PoolStay:
         ended_utc: Unix time of the generation's end.
         hours: Duration of the generation.
         reclaimed: Whether the generation ended because the provider took machines away.
-        gone_hours: Hours from the end of this generation to the begin of the same run's next one; None if unknown.
-        moved: Whether the next generation ran in another pool, so that this pool may have been without capacity for
-            longer.
+        gone_hours: Hours from the reclaim that ended this generation to the start of the run's next generation; None if
+            unknown.
+        moved: Whether the next generation ran in another pool. This pool may then have lacked capacity for longer than
+            `gone_hours`.
     """
 
     instance_type: str
@@ -264,8 +265,8 @@ class JobHistory:
         """Estimate a pool's reclaims per hour: update the prior with all recorded generations in the pool.
 
         The number of nodes does not matter, because a pool is reclaimed as a whole. The weight of an observation has a
-        half-life of one day, and each hour of a generation is weighted by its own age. Weighting all hours by the age
-        of the generation's end would let many old hours without a reclaim outweigh the reclaim.
+        half-life of one day. Each hour of a generation is weighted by its own age, not by the age of the generation's
+        end. Otherwise many old hours without a reclaim would outweigh the reclaim.
 
         Args:
             zone: None means the whole region.
@@ -286,10 +287,14 @@ class JobHistory:
     def waits(
         self, instance_type: str, region: str | None, zone: str | None, recorded: Sequence[float] = WAIT_HOURS
     ) -> tuple[float, ...] | None:
-        """Return possible waits after a reclaim, all equally likely: the recorded ones and those of own jobs.
+        """Return possible waits for capacity after a reclaim, in hours, all equally likely.
 
-        They are the means of twenty equal groups. A job that went on elsewhere shows only that its wait would have been
-        longer. None means that no own job waited in the pool.
+        The `recorded` waits and the waits of past jobs in this pool are sorted and split into as many equal groups as
+        there are recorded waits. The mean of each group is returned. If a job moved to another pool, its full wait is
+        unknown; the mean of the longer recorded waits replaces it.
+
+        Returns:
+            None if no past job waited in the pool.
         """
         own = []
         for stay in self.stays.get((instance_type, region, zone), ()):

@@ -44,7 +44,7 @@ class TeamJob:
         state: "running", "waiting", "done", "interrupted", or the outcome with which the job stopped.
         forecast_usd: Estimated dollars of the whole job; None if unknown.
         rows: The job's charges as FOCUS rows (`cost.focus`).
-        words: For a waiting job: whether it may start, and why. Empty for other jobs.
+        words: Text for a waiting job that says whether it may start, and why; empty for other jobs.
     """
 
     money: JobMoney
@@ -121,7 +121,7 @@ def read_records(jobs: Sequence[str], store: str | None) -> list[TeamJob]:
 
 
 def _waiting_records(team: Team, folder: Path, known: Sequence[TeamJob]) -> Iterator[TeamJob]:
-    """Yield the waiting jobs of the team file. A job that ran before keeps the dollars that it has spent."""
+    """Yield the waiting jobs of the team file. The spending of a job that ran before is kept."""
     by_name = {one.money.job: one for one in known}
     for one in team.waiting:
         before = by_name.get(one.job)
@@ -145,7 +145,7 @@ def _waiting_record(one: WaitingJob, folder: Path, before: TeamJob | None) -> Te
 
 
 def config_money(job: str, config: RunConfig, now_utc: float) -> JobMoney:
-    """Return the spending limit and the latest end of a job with this configuration that starts now."""
+    """Return the budget of a new job with this configuration, and the latest time at which it ends if it starts now."""
     limit, hours = config.cost.budget_usd, config.cost.deadline_hours
     return JobMoney(
         job=job,
@@ -156,7 +156,7 @@ def config_money(job: str, config: RunConfig, now_utc: float) -> JobMoney:
 
 
 def admit_waiting(team: Team, now_utc: float, records: Sequence[TeamJob]) -> list[Admission]:
-    """Decide which waiting jobs may start, in fair order (`cost.team.admit`). Omit jobs whose own plan is refused."""
+    """Decide which waiting jobs may start (`cost.team.admit`). Omit jobs whose configuration or plan is refused."""
     every = [one.money for one in records]
     running = [one.money for one in records if one.state == RUNNING]
     waiting = [one.money for one in records if one.state == WAITING and not one.words]

@@ -73,7 +73,7 @@ class Reconciliation:
 
     Attributes:
         metered: Instances that the job's events mention, by instance id.
-        billed: The same instances as the bill has them, by instance id; some may be missing.
+        billed: Bills of these instances, by instance id. Instances that are not on the bill are missing.
         simulated: Whether the job's prices were assumed, so that no provider billed them.
         synthetic: Whether the bill is marked as synthetic, that is, not from a provider.
         orphans: Billed instances that the job's events do not mention, but that have the job's tag, or that have no
@@ -378,7 +378,7 @@ def _find_instance_faults(
 def _find_wrong_hours(
     found: Reconciliation, metered: MeteredInstance, hours: list[HourMatch]
 ) -> Iterator[BillingFinding]:
-    """Yield a finding for hours that are metered but not billed, and for hours that are billed without use."""
+    """Yield a finding for hours that are metered but not billed, and for hours that are billed but not used."""
     late = [hour for hour in hours if hour.start >= found.covers_until]
     missing = [hour for hour in hours if hour.missing_seconds > HOUR_TOLERANCE_SECONDS and hour not in late]
     unused = [hour for hour in hours if hour.rest_seconds > HOUR_TOLERANCE_SECONDS]
@@ -401,7 +401,7 @@ def _find_wrong_hours(
 
 
 def _check_price(metered: MeteredInstance, hours: list[HourMatch]) -> str | None:
-    """Explain which billed dollars do not match the recorded prices; None if all hours match."""
+    """Return an explanation of the hours whose billed dollars do not match the recorded prices; None if all match."""
     wrong = []
     for hour in hours:
         billed = hour.billed

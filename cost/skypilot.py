@@ -1,8 +1,8 @@
-"""`ebbflow export skypilot CONFIG`: a job as a task of SkyPilot, for people without AWS Batch or Kubernetes.
+"""`ebbflow export skypilot CONFIG`: export a job as a SkyPilot task, for people without AWS Batch or Kubernetes.
 
-The task is a managed job: SkyPilot gets the planned machine and starts the task again after a preemption. On it
-`ebbflow supervise` continues the job from its last commit; its agent watches notices, commits and bills. SkyPilot's
-schema accepts the task; it was never run on a cloud.
+The task is a managed job: SkyPilot starts the planned machine, and starts the task again after a preemption. On the
+machine `ebbflow supervise` continues the job from its last commit, and the agent handles notices, checkpoints and
+costs. The task is valid in SkyPilot's schema, but this export was never tested on a cloud.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ python3 -m uv pip install --python .venv/bin/python {_INSTALL}
 
 
 class _Dumper(yaml.SafeDumper):
-    """Dumper that writes programs as blocks."""
+    """YAML dumper that writes strings of several lines as blocks."""
 
 
 _Dumper.add_representer(
@@ -76,7 +76,7 @@ def _export(arguments: argparse.Namespace) -> int:
 
 
 def refusal_reason(config: RunConfig, path: Path) -> str | None:
-    """Return why the job cannot become a task, and how to fix this, or None."""
+    """Return why the job cannot be exported, and a fix; None if it can."""
     if urlsplit(config.store).scheme != "s3":
         return f"store {config.store} ends with its machine\n  fix: --set store=s3://bucket/prefix"
     if config.cluster.nodes != 1:
@@ -88,7 +88,11 @@ def refusal_reason(config: RunConfig, path: Path) -> str | None:
 
 
 def make_task(config: RunConfig, plan: Plan, path: str, job: str, overrides: list[str]) -> dict[str, Any]:
-    """Build the task for the best pool of the plan. path: the configuration, relative to the project's folder."""
+    """Build the SkyPilot task for the best pool of the plan.
+
+    Args:
+        path: Path of the configuration, relative to the project's folder.
+    """
     chosen = plan.ranked[0]
     settings = [
         *overrides,

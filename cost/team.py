@@ -3,19 +3,19 @@
     # team.yaml
     budgets:
       - {project: vision, month: 2026-11, usd: 400}
-      - {project: vision, month: every, usd: 250}      # months without a line of their own
+      - {project: vision, month: every, usd: 250}      # all other months
     waiting:
       - {job: vit-large, config: configs/vit.yaml, value_usd: 900}
-    jobs: [s3://bucket/prefix/jobs/vit-small]          # besides those that this machine knows
+    jobs: [s3://bucket/prefix/jobs/vit-small]          # in addition to the jobs that this machine knows
 
 **Admission.** A job may spend at most `cost.budget_usd`; training stops there. It is admitted if its unspent budget
-fits into what is left of every month in which it can run (until `cost.deadline_hours`, or until the end of the next
-month without a deadline). What is left of a month is the project's budget, less what its jobs spent in that month, less
-what its running jobs may still spend. Thus no month is overspent as long as jobs stop at their own budgets and
-deadlines, and are admitted one at a time.
+fits into the remaining budget of every month in which it can run: until `cost.deadline_hours` or, without a deadline,
+until the end of the next month. The remaining budget of a month is the project's budget, less the dollars that its jobs
+spent in that month, less the dollars that its running jobs may still spend. Thus no month is overspent as long as jobs
+stop at their own budgets and deadlines, and are admitted one at a time.
 
 **Order.** Jobs are ordered by `value_usd` per dollar that they may still spend, highest first. Jobs without a value
-come last, in the order of the file. A job that does not fit waits, and smaller jobs may overtake it until the month
+come last, in the order of the file. A job that does not fit waits, and smaller jobs may start before it until the month
 ends.
 """
 

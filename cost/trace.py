@@ -62,7 +62,7 @@ def _meta(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:
 
 
 def _spans(events: Sequence[Event], zero: float) -> Iterator[dict[str, Any]]:
-    """Yield the generations and their nodes. One whose end was not recorded lasts until its last event."""
+    """Yield a slice for each generation and each of its nodes. Without a recorded end, it ends with the last event."""
     last: dict[tuple[int, int | None], float] = {}
     for event in events:
         last[event.generation, None] = last[event.generation, event.node] = event.t_wall

@@ -38,11 +38,12 @@ _MOST_UNMERGED = 20_000  # events
 
 
 def merge_committed_steps(events: Sequence[Event]) -> list[Event]:
-    """Merge the steps between two commits of each rank into one event, of the lowest rank eight steps into one.
+    """Merge step events: for each rank, all steps between two commits become one event.
 
-    A log of days has millions of steps, too many to evaluate every few seconds. The ledger stays the same, because
-    steps between two commits are kept or lost together; later steps are not merged. Of merged losses the highest
-    remains. `merged` in an event's data is its number of steps.
+    For the lowest rank, which supplies the plots, at most eight steps are merged at a time. A log of several days has
+    millions of steps, too many to evaluate every few seconds. The ledger does not change, because steps between two
+    commits are kept or lost together. Steps after the last commit are not merged. A merged event has the highest loss
+    of its steps, and their number as `merged`.
     """
     commits: dict[int, set[int]] = {}
     lowest: dict[int, int] = {}
@@ -89,7 +90,7 @@ class LivePage:
     """The page of a job that may be running. It is rendered again when the job's log has grown.
 
     Args:
-        launcher: The launcher that is known to run the job, as JSON values; None to find it by its claim in the store.
+        launcher: The launcher that is known to run the job, as JSON values; None to look up its claim in the store.
     """
 
     def __init__(self, job: str, store: str | None, *, launcher: dict[str, Any] | None = None) -> None:
@@ -102,7 +103,11 @@ class LivePage:
         self._problem = "waiting for the job's first event"
 
     def render(self, *, last: bool = False) -> bytes:
-        """Return the page, at most a few seconds old. last: the launcher has ended, and with it the job's run."""
+        """Return the page, at most a few seconds old.
+
+        Args:
+            last: Whether the launcher has ended, so that the job is not running any more.
+        """
         with self._lock:
             if last or not self._built or time.monotonic() >= self._due:
                 began = time.monotonic()
@@ -140,7 +145,7 @@ class LivePage:
 
 
 def render_waiting(job: str, words: str) -> bytes:
-    """Render the page of a job of which nothing is known yet. It takes the job's page as soon as there is one."""
+    """Render a placeholder for a job without events. The browser replaces it as soon as there is a page of the job."""
     main = (
         f'<header id="header"><h1>{escape(one_line(job))}</h1><p class="badge on">starting<span id="age"></span></p>'
         f'<p class="verdict">{escape(words)}</p></header>'
@@ -202,7 +207,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(content)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Print no line per request."""
+        """Do not log requests."""
 
 
 class _Server(ThreadingHTTPServer):

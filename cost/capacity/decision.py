@@ -10,8 +10,8 @@ pool that was refused longest ago.
 
 The job changes to on-demand at the last safe moment, not earlier, because waiting for Spot costs nothing until then.
 
-A capacity reservation or Capacity Block comes before this choice, if the rest of the job costs no more there and
-waiting for its begin is safe. Nothing takes its machines away before its end, and it needs no fallback.
+A capacity reservation or Capacity Block is preferred to both markets if the rest of the job costs no more in it and
+waiting for its start is safe. AWS does not take its machines away before it ends, so it needs no fallback.
 
 The current time is the caller's clock, or the latest time that AWS Batch reported for an earlier attempt if that is
 later. Otherwise a clock that was set back would make the deadline look farther away.
@@ -65,7 +65,7 @@ _DEARER = 1.25
 
 @dataclass(frozen=True, kw_only=True)
 class _Choice:
-    """The chosen pool, and the limits of the attempt in it. `wait_hours` None means `batch.runnable_minutes`."""
+    """The chosen pool and the limits of the attempt. If `wait_hours` is None, `batch.runnable_minutes` applies."""
 
     offer: QueueOffer
     reason: str
@@ -117,7 +117,7 @@ def choose_placement(
 def _apply_rule(
     config: RunConfig, plan: Plan, found: Sequence[QueueOffer], history: AttemptHistory, now_utc: float
 ) -> _Choice:
-    """Choose a reservation that costs no more than Spot or on-demand, whichever `_spot_or_on_demand` chooses."""
+    """Choose a reservation if it costs no more than the choice of `_spot_or_on_demand`, else return that choice."""
     plain = [one for one in found if one.candidate.reservation is None]
     choice = _spot_or_on_demand(config, plan, plain or found, history, now_utc)
     refused = _refused_lately(history)
@@ -183,7 +183,10 @@ RULE = "spot_first"
 
 
 def _in_order(spots: Sequence[QueueOffer], history: AttemptHistory) -> list[QueueOffer]:
-    """Sort Spot offers: pools not known to lack capacity in the plan's order, then the pools refused longest ago."""
+    """Sort Spot offers. Pools that are not known to lack capacity come first, in the plan's order.
+
+    Then come the pools whose last attempt got no capacity or was reclaimed, the oldest such attempt first.
+    """
 
     def gone(offer: QueueOffer) -> float:
         last = next((one for one in reversed(history.attempts) if one.placement.pool == offer.id), None)
@@ -284,21 +287,23 @@ def _after_a_bug(found: tuple[QueueOffer, ...], history: AttemptHistory) -> _Cho
         return None
     before = last.placement
     how = (
-        "was ended by the program itself" if last.started_utc is not None else "had no container, as without its image"
+        "was ended by the user's program" if last.started_utc is not None else "got no container: is its image missing?"
     )
     same = next((one for one in found if one.id == before.pool), None)
     if same is not None:
-        reason = f"stays on {before}: the attempt before {how}, which no other capacity cures"
+        reason = f"stays on {before}: the previous attempt {how}; other capacity would not help"
         return _Choice(offer=same, reason=reason)
     limit = before.gang_usd_per_hour
     cheaper = [one for one in found if one.candidate.gang_usd_per_hour <= limit]
     if not cheaper:
         raise PlacementError(
             Outcome.NO_CAPACITY,
-            f"the attempt before, on {before}, {how}; that place is not to be had any more, "
-            f"and every other one is dearer than its ${limit:.4f}/h, on which a bug is not tried again",
+            f"the previous attempt, on {before}, {how}; this pool is no longer available, and all other pools "
+            f"cost more than its ${limit:.4f}/h: fix the failure first",
         )
-    reason = f"{before} is not to be had any more; {cheaper[0].id} is not dearer, and a bug gets nothing dearer"
+    reason = (
+        f"{before} is no longer available; {cheaper[0].id} costs no more, as required after a failure of the program"
+    )
     return _Choice(offer=cheaper[0], reason=reason)
 
 

@@ -34,7 +34,8 @@ class Placement:
         market: "spot" or "on_demand".
         region, zone: Region and zone of the price; AWS Batch chooses the actual zone.
         cpu, gpu, memory_mib: Resources requested per node, which fill one instance.
-        wall_seconds: Most paid seconds within budget and deadline, at least 60. AWS Batch ends the attempt after them.
+        wall_seconds: Time limit after which AWS Batch ends the attempt: the most paid seconds within budget and
+            deadline, at least 60.
         runnable_seconds: Longest wait for capacity, after which another placement is chosen.
         usd_per_hour: Price of one node in the plan.
         quoted_usd_per_hour: The same price as exact decimal text, from which bills are computed.
@@ -43,7 +44,7 @@ class Placement:
         policy: Name of the rule that chose the pool; "" after a failure of the user's code.
         start_by_utc: Unix time by which the attempt must start. A later start would leave too little time to finish on
             demand if the attempt fails. None means no limit.
-        reservation: Id of the capacity reservation or Capacity Block on which it runs; None for other pools.
+        reservation: Id of the capacity reservation or Capacity Block that runs the attempt; None for other pools.
         fallback: Time and dollars that a Spot attempt reserves for finishing on demand (`ebbflow.infra.terms.Fallback`
             as JSON). None for an on-demand attempt, or if there is no on-demand pool.
     """
@@ -73,7 +74,7 @@ class Placement:
 
     @property
     def pool(self) -> str:
-        """Id of the queue, instance type and number of nodes in the history of attempts."""
+        """Id that `AttemptHistory` uses for the combination of queue, instance type and number of nodes."""
         return pool_id(self.queue, self.instance_type, self.nodes)
 
     @property
@@ -106,7 +107,7 @@ def memory_mib(kind: InstanceType) -> int:
 def with_placement(plan: Plan, placement: Placement) -> Plan:
     """Return the plan with the placement's pool as the chosen pool, so that ledger and report use the pool's price.
 
-    Raises KeyError if the pool is not among the plan's ranked ones.
+    Raises KeyError if the pool is not among the plan's ranked pools.
     """
     ours = next((one for one in plan.ranked if _is_of(one, placement)), None)
     if ours is None:
@@ -116,7 +117,10 @@ def with_placement(plan: Plan, placement: Placement) -> Plan:
 
 
 def reserve_usd(plan: Plan, pool: Candidate) -> float:
-    """Return the dollars kept for the last checkpoint in a pool: the plan's amount, scaled by the gang's price."""
+    """Return the dollars reserved for the last checkpoint in `pool`.
+
+    The plan's reserve applies to its chosen pool. It is scaled by the ratio of the two pools' prices per hour.
+    """
     chosen = plan.ranked[0].gang_usd_per_hour
     return plan.reserve_usd * pool.gang_usd_per_hour / chosen if chosen else plan.reserve_usd
 
@@ -130,7 +134,7 @@ def _is_of(one: Candidate, placement: Placement) -> bool:
 class QueueOffer:
     """A pool, and an AWS Batch queue that can run it.
 
-    AWS Batch chooses the zone, so the pool in the cheapest zone represents all zones.
+    AWS Batch chooses the zone. The offer therefore has the pool of the cheapest zone, which represents all zones.
     """
 
     candidate: Candidate
@@ -159,7 +163,8 @@ def find_offers(
     """Return one offer for each usable combination of queue, instance type and number of nodes, in the plan's order.
 
     Args:
-        region: Region of the queues that name none; they run no pools of other regions. None if it is unknown.
+        region: Region assumed for queues without a region. A queue runs only pools of its region; if the region is
+            unknown (None), the queue runs pools of any region.
     """
     kinds = load_catalogue() if catalogue is None else catalogue
     found: dict[str, QueueOffer] = {}
@@ -251,7 +256,7 @@ class PastAttempt:
 
     @property
     def ended_utc(self) -> float:
-        """Latest known Unix time of the attempt."""
+        """Unix time of the attempt's end; if it is unknown, the latest known time of the attempt."""
         known = (self.placed_utc, self.created_utc, self.started_utc, self.stopped_utc)
         return max(moment for moment in known if moment is not None)
 

@@ -174,7 +174,7 @@ def _find_last_kept_step(events: list[Event], running: bool) -> float:
 
 
 def _find_parent_step(events: list[Event]) -> int:
-    """Return the step that the generation restored, which may be older than planned if a commit was corrupt."""
+    """Return the step that the generation restored. It may be older than planned, if a newer commit was corrupt."""
     restored = _last(events, RESTORE)
     if restored is not None and restored.step is not None:
         return restored.step
@@ -212,7 +212,7 @@ def _last(events: list[Event], name: str) -> Event | None:
 
 
 def proves_generation(event: Event) -> bool:
-    """Return whether the event alone proves that its generation started. Heartbeats and ends of agents do not."""
+    """Return whether the event alone proves that its generation started. Heartbeats of a node and its end do not."""
     return event.rank >= 0 or event.name in (GENERATION_STARTED, GENERATION_ENDED, NODE_STARTED)
 
 

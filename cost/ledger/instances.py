@@ -4,16 +4,16 @@ Instances are identified by their ids. EC2 bills Linux by the second from the st
 least a minute (https://aws.amazon.com/ec2/pricing/on-demand/). An instance on which no node started is not counted.
 
 Each node of a Batch job is paid from the moment when Batch started the node until the node stopped. If Batch reports no
-times of a node, those of the main node apply. The agents record a part of that time, by the monotonic clock of their
-machine. The rest of a node's time consists of
+times for a node, the times of the main node apply. The agents record a part of that time, by the monotonic clock of
+their machine. The rest of a node's time consists of
 
     lead    from Batch's start to the agent's first event      start-up
     pauses  between two generations of the node                idle
     tail    from the last event to Batch's stop                interruption if the node was cut off, else idle
 
-The length of the rest is computed from durations, each measured by one clock. So no time is counted twice, even if
-clocks differ. The division into lead and tail compares the wall clocks of two machines, which may be minutes apart;
-lead and tail are therefore estimated. If a node has no event, all of its time counts as start-up.
+The length of the rest is computed from durations. Each duration is measured by a single clock, so no time is counted
+twice even if clocks differ. The division into lead and tail compares the wall clocks of two machines, which may be
+minutes apart; lead and tail are therefore estimated. If a node has no event, all of its time counts as start-up.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class BatchJob:
         cause: Why the job ended, such as "reclaimed"; "ended" if it ended by itself.
         placed_wall: Unix time of the submission if recorded, else of the job's creation or start.
         candidate: The pool in which the job was placed, as JSON like a candidate of a plan; empty if unknown.
-        node_times: (started, stopped) by node, as far as Batch reported them.
+        node_times: (started, stopped) by node, for the nodes whose times Batch reported.
     """
 
     job_id: str
@@ -125,8 +125,8 @@ def find_instance_extras(nodes: Sequence[NodeTime], stays: Mapping[int, PaidStay
     """Find idle pauses and minimum charges of instances. Nodes without an instance id are ignored.
 
     Args:
-        stays: Paid time of the nodes of Batch jobs, by the `id()` of the `NodeTime`. No part of it counts as idle,
-            because `find_batch_extras` finds the idle parts.
+        stays: Paid time of the nodes of Batch jobs, by the `id()` of the `NodeTime`. This function reports none of
+            that time as idle, because `find_batch_extras` does.
     """
     found = []
 

@@ -260,7 +260,7 @@ def _make_lines(sums: _Sums, total_usd: Decimal) -> tuple[LedgerLine, ...]:
 
 
 def _make_cause_lines(sums: _Sums, total_usd: Decimal) -> tuple[CauseLine, ...]:
-    """Make a line for each cause: useful work first, then the others by dollars, highest first.
+    """Make a line for each cause: useful work first, then the other causes by dollars, highest first.
 
     The dollars of the lines sum to the rounded total.
     """

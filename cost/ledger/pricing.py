@@ -126,9 +126,10 @@ class Pricing:
     def price_node(self, node: NodeTime, job: BatchJob | None = None) -> NodePrice:
         """Return the price of a node, from the last plan before its start or the first plan if all plans are later.
 
-        If the machine reports another zone, type or market than planned, the price of such machines applies: from
-        recorded price changes, else from the plan's quotes for other pools. If neither exists, the planned price
-        applies and `kind` says so. A simulated run always has the planned price.
+        If the machine reports a zone, type or market that differs from the plan, the node gets the price of the
+        reported pool. This price comes from recorded price changes, else from the plan's quotes for other pools. If
+        neither exists, the node gets the planned price, and `kind` says so. A simulated run always has the planned
+        price.
 
         Args:
             job: The node's Batch job; None if unknown. If it is given, the pool in which the job was placed counts as

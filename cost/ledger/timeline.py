@@ -122,7 +122,7 @@ def read_paid_nodes(events: Sequence[Event]) -> list[NodeTime]:
 
 
 def compute_rank_times(node: NodeTime, generation: RecordedGeneration) -> list[RankTime]:
-    """Divide the paid time of each rank of a node into classes. The result is kept with the node.
+    """Divide the paid time of each rank of a node into classes. The result is cached in the node.
 
     Raises:
         LedgerError: The intervals of a rank contradict each other.
@@ -167,7 +167,7 @@ def _infer_start(events: Sequence[Event], by_rank: Mapping[int, list[Event]]) ->
     """Infer the start of a node without a `node_started` event, as monotonic and Unix seconds.
 
     Heartbeats and `node_ended` events contain the seconds since the start. Without them, the node is assumed to have
-    started with its first rank. Return None if there are no such events either.
+    started with its first rank. Return None if no rank recorded an interval either.
     """
     counting = [event for event in events if event.name in (NODE_HEARTBEAT, NODE_ENDED) and "seconds" in event.data]
     starts = [(event.t_mono - float(event.data["seconds"]), event) for event in counting]

@@ -69,7 +69,8 @@ NO_PROGRESS = JobProgress()
 def read_progress(events: Sequence[Event], *, run: str = "") -> JobProgress:
     """Compute a job's progress from its events, in any order. Raises LedgerError if they contradict each other.
 
-    The deadline counts from the first plan of the run whose ranks started first, or of `run` if no ranks have started.
+    The deadline counts from the first plan of a run. It is the run whose ranks started first or, if no ranks have
+    started yet, `run`.
     """
     ordered = sorted(events, key=lambda event: (event.t_wall, event.t_mono))
     generations = read_generations(ordered)
@@ -136,7 +137,7 @@ class PlanInputs:
     evidence: CapacityEvidence = field(default_factory=CapacityEvidence)
 
     def held(self, pool: Pool) -> list[Reservation]:
-        """Return the reservations of the pool's type and, if it is set, region. AWS Batch alone runs jobs on them."""
+        """Return the reservations that match the pool's instance type and region (if set); none for a Spot pool."""
         found = self.evidence.held if pool.market == "on_demand" else ()
         return [one for one in found if one.instance_type == pool.instance_type and pool.region in (None, one.region)]
 
@@ -173,7 +174,7 @@ def feasible_pools(config: RunConfig, sources: PlanInputs) -> Iterator[Candidate
 
 
 def _sizes(config: RunConfig, catalogue: Catalogue) -> Iterator[tuple[Pool, InstanceType]]:
-    """Yield a pool without region, and its instance type, for each allowed type, number of nodes and market."""
+    """Yield a pool without a region, and its instance type, for each allowed type, number of nodes and market."""
     cluster = config.cluster
     most = max(AUTO_NODES) if cluster.max_nodes is None else cluster.max_nodes
     tried = [nodes for nodes in AUTO_NODES if nodes <= most]
@@ -256,7 +257,7 @@ def _judge_reservation(
 
 
 def judge_blocks(config: RunConfig, sources: PlanInputs) -> Iterator[Candidate]:
-    """Yield the Capacity Blocks for sale that can run the job, at the price of the whole block."""
+    """Yield a candidate, at the price of the whole block, for each Capacity Block for sale that can run the job."""
     free = config.model_copy(update={"cluster": config.cluster.model_copy(update={"plan_for": "batch"})})
     sale = replace(sources, evidence=replace(sources.evidence, held=sources.evidence.blocks), queues=None)
     if sources.evidence.blocks:

@@ -366,7 +366,7 @@ def expect_run(config: RunConfig, work: RemainingWork, hazard: PoolHazard) -> Ex
 
 
 def delay_start(expected: ExpectedRun, *, wait_hours: float = 0.0, start_chance: float | None = None) -> ExpectedRun:
-    """Return the run with a later first start: `ForecastInputs` explains the arguments."""
+    """Return the run with a first start that waits for capacity. `ForecastInputs` explains the arguments."""
     refused = 0.0 if start_chance is None else 1 - start_chance
     return replace(
         expected,

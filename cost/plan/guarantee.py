@@ -10,9 +10,10 @@ price of all nodes. Each option then needs:
     start on Spot         keep + wait + d hours             keep + (2 d + I) · P_spot dollars
 
 A new job is admitted only if it can finish on demand with `DECIDE_HOURS` to spare. An attempt on Spot starts only if
-the remaining hours and dollars cover the "start" row. It moves to on-demand when they no longer exceed the "keep" row
-(`ebbflow.infra.terms.Fallback`). I covers the work that losing the machine would undo. The second d in "start" covers
-one restart of the ranks on the same machine. All dollar amounts include the price of a last checkpoint.
+the remaining hours and dollars cover the "start" row. The job moves to on-demand when the remaining hours or dollars no
+longer exceed the "keep" row (`ebbflow.infra.terms.Fallback`). I covers the work that losing the machine would undo. The
+second d in "start" covers one restart of the ranks on the same machine. All dollar amounts include the price of a last
+checkpoint.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def finish_usd(config: RunConfig, one: Candidate) -> float:
 
 
 def last_resorts(pools: Sequence[Candidate]) -> list[Candidate]:
-    """Return the on-demand pools, without reservations if others exist: those may be full, or end, when needed."""
+    """Return the on-demand pools. If there are others, leave out reservations, which may be full or end too early."""
     found = [one for one in pools if one.market == "on_demand"]
     return [one for one in found if one.reservation is None] or found
 
@@ -71,14 +72,14 @@ def _save_hours(config: RunConfig) -> float:
 
 
 def spare_hours(config: RunConfig, spot: Candidate, last_resort: Candidate, hours_left: float) -> float:
-    """Return the hours a job can wait for Spot capacity and still finish on demand in time; negative if none."""
+    """Return the hours a job can wait for Spot capacity and still finish on demand in time; negative if too late."""
     slower = max(0.0, spot.case.work_hours - last_resort.case.work_hours)
     start = 2 * start_hours(spot) + undone_hours(config, spot) + slower
     return hours_left - finish_hours(config, last_resort) - start
 
 
 def spare_usd(config: RunConfig, spot: Candidate, last_resort: Candidate, usd_left: float) -> float:
-    """Return the dollars left after a start on Spot that must fall back to on-demand; negative if too few."""
+    """Return the dollars left if a start on Spot fails and the job finishes on demand; negative for a deficit."""
     undone = undone_hours(config, spot)
     lost = (2 * start_hours(spot) + undone + _save_hours(config)) * spot.gang_usd_per_hour
     return usd_left - finish_usd(config, last_resort) - undone * last_resort.gang_usd_per_hour - lost
@@ -88,7 +89,7 @@ def make_fallback(config: RunConfig, spot: Candidate, last_resort: Candidate, *,
     """Return the hours and dollars that an attempt on Spot must keep in reserve to finish on demand from any step.
 
     Args:
-        steps: Remaining steps, each of which takes an equal share of the remaining work.
+        steps: Number of remaining steps. All of them are assumed to take equally long.
     """
     save, price = _save_hours(config), last_resort.gang_usd_per_hour
     fixed = start_hours(last_resort) + undone_hours(config, spot) + save
@@ -106,7 +107,7 @@ def make_fallback(config: RunConfig, spot: Candidate, last_resort: Candidate, *,
 def guaranteed_hours(config: RunConfig, pools: Sequence[Candidate], chosen: Candidate) -> float:
     """Return the shortest deadline, in hours from now, that on-demand can guarantee within the budget.
 
-    If no on-demand pool is within the budget, return the hours of the chosen pool if it is on-demand, else 0.
+    If the budget is too small for every on-demand pool, return the hours of the chosen pool if it is on-demand, else 0.
     """
     budget = math.inf if config.cost.budget_usd is None else config.cost.budget_usd
     able = [one for one in last_resorts(pools) if finish_usd(config, one) <= budget]

@@ -5,10 +5,10 @@ goes. It includes waits for capacity, lost and redone work, the reserve for on-d
 
 Spot capacity alternates between spells (periods) with and without capacity, as recorded in nine zones in 2023 for one
 V100 each. Each simulated run draws one of these zones, a random moment in its recording, and then independent spells of
-that zone, longer or shorter by a random factor, because the actual zone is none of the nine. For a new job the nine
-zones are equally likely. Once the user's jobs have run in the pool, each zone is weighted by how likely it makes the
-losses that they saw. Other instance types and years may behave differently, and prices do not show this. The actual
-speed differs from its estimate by a random lognormal factor.
+that zone. The actual zone is none of the nine, so a random factor makes the spells longer or shorter. For a new job the
+nine zones are equally likely. Once the user's jobs have run in the pool, the zones are weighted by the likelihood of
+the machine losses in those jobs. Other instance types and years may behave differently, and prices do not show this.
+The actual speed differs from its estimate by a random lognormal factor.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class LiveRuns:
     def run_on_spot(
         self, spot: Candidate, zones: Mapping[str, ZoneSpells], spare: Callable[[LiveRuns], numpy.ndarray]
     ) -> None:
-        """Run on Spot until the work is done or the wait exceeds the longest safe one (`spare`, in hours)."""
+        """Run on Spot until the work is done or a wait for capacity would exceed `spare`, the longest safe wait."""
         import numpy
 
         known = list(zones.values())

@@ -96,8 +96,8 @@ class Plan:
         reserve_usd: Part of the budget that is kept for the last checkpoint.
         prices: Sentences about the origin and the age of the prices.
         notes: Sentences about assumptions and omitted costs.
-        ranked: Pools that can run the job, best first: the cheapest, unless it would probably miss the deadline
-            (`cost.confidence`).
+        ranked: Pools that can run the job, best first: by expected dollars, but pools that would probably miss the
+            deadline (`cost.confidence`) come later.
         counts: Number of rejected pools by kind, and of ranked pools under `RANKED`. The counts are complete even if
             `ranked` and `rejected` are shortened.
         on_demand: On-demand dollars per hour by instance type in the chosen pool's region, in case AWS starts another

@@ -203,7 +203,7 @@ def _ranked(plan: Plan) -> list[str]:
 
 
 def _regions(plan: Plan) -> list[str]:
-    """Return a line per region with its best pool, and what a move there would save or cost; nothing for one region."""
+    """Return a line per region: its best pool, and the cost of moving there. A single region gives no lines."""
     best: dict[str, Candidate] = {}
     for one in plan.ranked:
         best.setdefault(one.region or "", one)

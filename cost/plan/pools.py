@@ -23,8 +23,8 @@ class Pool:
 
     Attributes:
         region: None if the pool was rejected before regions were considered.
-        zone: Zone id (use1-az1), or the zone name if the id is unknown. None means any single zone of the region: the
-            price is the same in all zones (on-demand), or known for the whole region only (static table).
+        zone: Zone id (use1-az1), or the zone name if the id is unknown. None means any single zone of the region,
+            because the price is the same in all zones (on-demand) or known only for the whole region (static table).
         reservation: Id of the capacity reservation or Capacity Block whose machines these are.
     """
 
@@ -73,7 +73,7 @@ class Candidate(Pool):
         expected_usd: `compute_usd` + `storage_usd` + `transfer_usd`.
         case: Inputs of the Monte Carlo forecast.
         outlook: Quantiles of that forecast; None except for the cheapest pools.
-        ends_utc: Unix time at which a reservation ends; None for other pools, and without an end.
+        ends_utc: Unix time at which the reservation ends; None if it has no end, or if the pool is not a reservation.
     """
 
     gpu: str

@@ -90,7 +90,7 @@ _SHARES = (1.0, 1.01, 1.05, 1.25, 1.5, 2.0)
 
 
 def _usd_on(pool: Candidate, config: RunConfig, sources: PlanInputs) -> float:
-    """Return the smallest budget that runs the job on the pool's instance type in its region; infinity if none does."""
+    """Return the smallest sufficient budget for the pool's instance type and region; infinity if there is none."""
     config = change_config(config, "cluster", instance_types=[pool.instance_type])
     config = change_config(config, "cost", regions=[pool.region])
     return min((needed_usd(config, sources, one) for one in feasible_pools(config, sources)), default=math.inf)

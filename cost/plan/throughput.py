@@ -5,7 +5,8 @@ computes the parts at the peak of a step:
 
 - parameters: float32, also under mixed precision, where the float32 shards are the master weights. bfloat16 exists only
   in gathered units (FSDP2's MixedPrecisionPolicy) or autocast copies (DDP).
-- optimizer: AdamW's two float32 moments. gradients: float32, at their peak.
+- optimizer: the two moments of AdamW, in float32.
+- gradients: float32, at their peak.
 - Parameters, gradients and optimizer state are divided by the number of ranks that share one copy of the model: all
   ranks with fsdp2, the ranks of one shard group or node with hsdp. `fsdp.cpu_offload` keeps them in host memory.
 - unsharded: with FSDP2 and HSDP, gathered parameters and gradients that are not yet reduced
@@ -322,7 +323,7 @@ def _reductions(config: RunConfig, shape: ModelShape) -> int:
 def _pcie_bytes(config: RunConfig, shape: ModelShape, kind: InstanceType, ranks: int, ranks_per_node: int) -> float:
     """Return the bytes that one rank receives over PCIe per step; 0 with NVLink or with one rank per node.
 
-    In a ring every member receives the same number of bytes, so each rank is treated as a node with one rank.
+    In a ring every member receives the same number of bytes, so the calculation treats each rank as its own node.
     """
     if kind.gpu.nvlink or ranks_per_node == 1:
         return 0.0
@@ -330,7 +331,7 @@ def _pcie_bytes(config: RunConfig, shape: ModelShape, kind: InstanceType, ranks:
 
 
 def _network_bytes(config: RunConfig, shape: ModelShape, nodes: int, ranks_per_node: int) -> float:
-    """Return the bytes that one node receives from the others per optimizer step."""
+    """Return the bytes that one node receives from the other nodes per optimizer step."""
     return _exchanged_bytes(
         config, shape, nodes, ranks_per_node, shard_ranks(config, nodes * ranks_per_node, ranks_per_node)
     )

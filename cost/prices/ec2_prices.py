@@ -42,7 +42,7 @@ class RegionPrices:
     Attributes:
         records: Changes of spot prices.
         zone_ids: Zone id of each zone name of this account.
-        names_only: Reason why zone ids are unavailable; empty if they are known.
+        names_only: Reason why zones have only names and no ids; empty if the ids are known.
     """
 
     records: Sequence[SpotRecord]
@@ -142,8 +142,8 @@ def query_spot_prices(
     The requests run in daemon threads, so a request that hangs delays neither the return nor the end of the process.
 
     Args:
-        since_utc: Unix time; also return the price changes after it (EC2 keeps 90 days). None returns the present
-            prices only.
+        since_utc: Unix time. The price changes after this time are returned as well (EC2 keeps 90 days). None means
+            only the current prices.
         client: Function that makes the EC2 client of a region. None uses botocore with its usual credentials.
         deadline: Deadline of the requests. None means `deadline_seconds` from now.
     """

@@ -26,8 +26,8 @@ class Quote:
     """Hourly price of one instance in one zone or region.
 
     Attributes:
-        zone: Zone id (use1-az1), which names the same zone in every account. If the id is unknown, the
-            account's own zone name (us-east-1a). None means any zone of the region.
+        zone: Zone id (use1-az1), which means the same zone in every account. If the id is unknown, this is the zone
+            name (us-east-1a), which differs between accounts. None means any zone of the region.
         usd_per_hour: Price exactly as quoted.
         at: Unix time of the last price change; None if unknown.
         observed: Unix time at which the price was last known to be valid. The age of the price counts from this time,
@@ -76,7 +76,7 @@ class PriceSource(Protocol):
     """Prices as known at one moment. A source reads files and sends requests only when it is created."""
 
     def spot(self, kind: InstanceType, region: str) -> Sequence[Quote]:
-        """Return a quote for each zone with a price, or one for the whole region; empty if no price is known."""
+        """Return a quote for each zone with a price, or one quote for the whole region; empty if no price is known."""
         ...
 
     def on_demand(self, kind: InstanceType, region: str) -> Quote | None:
@@ -144,7 +144,7 @@ _QUANTUM = Decimal("0.000001")
 class StaticPrices:
     """The shipped price table: recorded on-demand prices, and spot prices estimated from AWS Spot Advisor's savings.
 
-    The table has no zones. Its spot prices are typical of a region; the present price of a pool may differ.
+    The table has no zones. Its spot prices are typical of a region; the current price of a pool may differ.
 
     Attributes:
         because: Reason why live prices were unavailable; empty if the configuration selects the table.

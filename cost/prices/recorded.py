@@ -152,9 +152,9 @@ class ZonePrices:
         return self.known_zones.get(region, ())
 
     def zones_by_name(self, kind: InstanceType, region: str, zone: str | None) -> Sequence[str]:
-        """Return the names of priced zones without a known id, each of which may be the zone with the id `zone`.
+        """Return the names of the priced zones whose ids are unknown. Any of them may be the zone with the id `zone`.
 
-        Return nothing if `zone` is None or one of the region's known zones.
+        Return nothing if `zone` is None or a known zone of the region.
         """
         if zone is None or zone in self.zones(region):
             return ()

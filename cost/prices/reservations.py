@@ -1,7 +1,7 @@
-"""Capacity reservations, Capacity Blocks for sale, and Spot placement scores: the evidence on capacity besides prices.
+"""Evidence of available capacity: capacity reservations, Capacity Blocks for sale, and Spot placement scores.
 
-`open_evidence` takes reservations from the configuration and, with `cost.prices: live`, asks EC2 for their present
-state. The shapes of EC2's answers are botocore's; no AWS account has been asked.
+`open_evidence` takes reservations from the configuration and, with `cost.prices: live`, queries EC2 for their current
+state. EC2's responses are parsed according to botocore's models; this code was never run on a real AWS account.
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ _BLOCK_FAMILIES = ("p4d.", "p4de.", "p5.", "p5e.", "p5en.", "p6")
 
 @dataclass(frozen=True, kw_only=True)
 class Reservation:
-    """Capacity with a begin and an end: held by the account, or a Capacity Block for sale.
+    """A capacity reservation of the account, or a Capacity Block for sale.
 
     Attributes:
-        start_utc, end_utc: Unix times between which it runs instances; None means now, and no end.
+        start_utc, end_utc: Unix times between which the reservation can run instances. A start of None means now, and
+            an end of None means no end.
         usd_per_hour: Price of an instance in use; None means the on-demand price.
-        fee_usd: Price of the whole block, due when it is bought; None if the account holds it.
-        problem: Why it runs no instances, "" if it does.
-        kind: "live" if EC2 described it, else "configured".
+        fee_usd: Price of the whole Capacity Block, due at purchase; None for a reservation of the account.
+        problem: Reason why the reservation cannot run instances; "" if it can.
+        kind: "live" if EC2 described the reservation, else "configured".
     """
 
     id: str
@@ -76,7 +77,7 @@ class Reservation:
         return self.problem
 
     def quote(self, on_demand: Quote | None, now_utc: float) -> Quote | None:
-        """Return the price of an instance-hour; None without a price of its own or on demand."""
+        """Return the reservation's price of an instance-hour, else the on-demand price; None if neither is known."""
         if self.usd_per_hour is None:
             return on_demand and replace(on_demand, zone=self.zone)
         return Quote(
@@ -94,13 +95,13 @@ class Reservation:
 
 @dataclass(frozen=True, kw_only=True)
 class CapacityEvidence:
-    """What is known of capacity besides prices.
+    """Reservations, Capacity Blocks and Spot placement scores.
 
     Attributes:
         held: Reservations of the account.
         blocks: Capacity Blocks for sale.
-        scores: Spot placement scores, 1 to 10, by (region, zone id), for `score_nodes` instances of any planned type.
-        notes: Questions that EC2 did not answer, one sentence each.
+        scores: Spot placement scores (1 to 10) of `cluster.nodes` instances of any planned type, by (region, zone id).
+        notes: One sentence for each query that EC2 did not answer.
     """
 
     held: tuple[Reservation, ...] = ()
@@ -117,9 +118,9 @@ class CapacityEvidence:
 def open_evidence(
     config: RunConfig, now_utc: float, *, network: bool = True, client: Callable[[str], Any] | None = None
 ) -> CapacityEvidence:
-    """Return the configured reservations and, with `cost.prices: live`, what EC2 says of them, of blocks and of Spot.
+    """Return the configured reservations. With `cost.prices: live`, also query EC2 for their state, blocks and scores.
 
-    If EC2 does not answer, or the account may not ask, a note says so, and the configuration stands.
+    If EC2 does not answer, or the account lacks the permission, add a note and use the configured reservations.
 
     Args:
         network: Whether requests are allowed.
@@ -177,7 +178,7 @@ def _described(one: Reservation, client: Any, deadline: RequestDeadline) -> Rese
 
 
 def _blocks(config: RunConfig, instance_type: str, client: Any, deadline: RequestDeadline) -> list[Reservation]:
-    """Return the Capacity Blocks for sale with `cluster.nodes` instances (one if that is auto)."""
+    """Return the Capacity Blocks for sale with `cluster.nodes` instances, or with one if `cluster.nodes` is auto."""
     region, nodes, days = client.meta.region_name, config.cluster.nodes, config.cost.capacity_block_days or 1
     wanted = {"InstanceType": instance_type, "InstanceCount": 1 if nodes == "auto" else nodes}
     return [

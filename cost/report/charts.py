@@ -1,7 +1,8 @@
-"""Series, marks, lanes and ranks of a job for the plots of its page, few enough for a browser at any length of the job.
+"""Data of the plots on a job's page: series, marks, lanes (bars of one node over time) and ranks.
 
-All times are seconds since the job's first event. Series have at most 600 points: the lowest and the highest value of
-each bucket, and a gap (None) where a value was not finite.
+All times are seconds since the job's first event. A series has at most 600 points, so that a browser can show a job of
+any length. Longer series are divided into buckets. Each bucket keeps its lowest and its highest value, and a gap (None)
+if a value was not finite.
 """
 
 from __future__ import annotations
@@ -42,18 +43,21 @@ _X = ("step", "seconds", "usd")
 
 
 def build_charts(events: Sequence[Event], generations: dict[int, RecordedGeneration], ledger: Ledger) -> dict[str, Any]:
-    """Build the data of all plots as JSON values. events: ordered by time.
+    """Build the data of all plots as JSON values.
+
+    Args:
+        events: Events of the job, ordered by time.
 
     Returns:
         A dictionary with
 
-        - steps: Columns of equal length over the kept steps: step, seconds, usd (spent so far), loss, smooth, speed,
-          mfu, learning_rate, gradient_norm, and the seconds of a step in useful, data and stall.
-        - held_out: The same axes, and the held-out loss of each evaluation.
-        - machine: seconds and the means of all nodes' heartbeats.
-        - marks: Interruptions, generations, commits and non-finite losses: kind, step, seconds, usd, text.
-        - lanes: One per node and generation: label, price, dollars, and segments (start, end, class).
-        - ranks: The slowest first.
+        - steps: Columns with a row per kept step: step, seconds, usd (spent so far), loss, smooth (the smoothed loss),
+          speed, mfu, learning_rate, gradient_norm, and the seconds of the step by use: useful, data and stall.
+        - held_out: Columns with a row per evaluation: step, seconds, usd, and value (the held-out loss).
+        - machine: Columns over time: step, seconds, usd, and means of all nodes' heartbeats, such as the GPU load.
+        - marks: Interruptions, generations, commits and non-finite losses with kind, step, seconds, usd and text.
+        - lanes: One lane per node and generation: machine, price, dollars, and segments (start, end, class).
+        - ranks: Figures of each rank (`_ranks`), the slowest rank first.
     """
     origin = min((event.t_wall for event in events if event.name != PRICES), default=0.0)
     spent = _SpendCurve(ledger, origin)
@@ -80,8 +84,9 @@ def build_charts(events: Sequence[Event], generations: dict[int, RecordedGenerat
 def compute_progress(events: Sequence[Event], charts: dict[str, Any], ledger: Ledger, *, running: bool) -> dict:
     """Compute how far the job is, what it will cost, and what would be lost if it were stopped now.
 
-    `eta_seconds`, `forecast_usd` and the band `low_usd` to `high_usd` are estimates: the remaining steps at the pace of
-    the newest generation's last 200 points, at the current price. They are None unless the job is running.
+    `eta_seconds`, `forecast_usd` and the band `low_usd` to `high_usd` are estimates. They assume the
+    current price, and the speed of the last 200 plotted steps of the newest generation. They are None unless the job is
+    running.
     """
     plan = next((event.data for event in reversed(events) if event.name == PLAN and event.data.get("chosen")), {})
     settings = next((event.data["settings"] for event in reversed(events) if event.name == CONFIGURED), [])
@@ -203,7 +208,7 @@ def _step_columns(
 
 
 def _smooth(values: Sequence[float | None]) -> list[float | None]:
-    """Return an exponential moving average over about a fortieth of the values; non-finite ones are left out."""
+    """Return an exponential moving average over about a fortieth of the values. Ignore missing values."""
     share = 2 / (1 + min(1000, max(5, len(values) // 40)))
     found: list[float | None] = []
     mean: float | None = None
@@ -215,10 +220,10 @@ def _smooth(values: Sequence[float | None]) -> list[float | None]:
 
 
 def thin_columns(columns: dict[str, list[float | None]], buckets: int = _BUCKETS) -> dict[str, list[float | None]]:
-    """Thin columns of equal length to at most 3 rows per bucket, with each column's minimum and maximum.
+    """Thin columns of equal length to two or three rows per bucket, which keep each column's minimum and maximum.
 
-    The rows of a bucket have the axes of its first and last row. A value that is missing although the column has it
-    elsewhere in the bucket adds a row between the two, with a gap in that column.
+    The columns step, seconds, usd and smooth keep the values of the bucket's first and last row instead. If another
+    column has both values and missing values in a bucket, a middle row has a gap (None) in this column.
     """
     count = len(columns["step"])
     if count <= 3 * buckets:
@@ -261,7 +266,7 @@ def _held_out(events: Sequence[Event], origin: float, place: Any) -> dict[str, l
 
 
 def _machine(events: Sequence[Event], origin: float, place: Any) -> dict[str, list[Any]]:
-    """Average the heartbeats of all nodes in buckets of time; of the GPU load, return the lowest value as well."""
+    """Average the figures of the machines in the heartbeats of all nodes, in buckets of time."""
     beats = [event for event in events if event.name == NODE_HEARTBEAT and any(map(event.data.get, _MACHINE))]
     if not beats:
         return {}
@@ -316,7 +321,7 @@ def _marks(
 
 
 def _lanes(ledger: Ledger, generations: dict[int, RecordedGeneration], origin: float) -> list[dict[str, Any]]:
-    """Return a lane per node and generation: the time of its first rank as segments, each of one class of paid time."""
+    """Return a lane per node and generation. Its segments are the classes of the first rank's paid time."""
     found = []
     nodes = ledger.nodes if len(ledger.nodes) <= _MOST_LANES else ledger.nodes[-_MOST_LANES:]
     for bill in nodes:
@@ -343,7 +348,7 @@ def _lanes(ledger: Ledger, generations: dict[int, RecordedGeneration], origin: f
 
 
 def _segments(spans: Sequence[Any], start: float) -> list[list[Any]]:
-    """Join neighbouring spans with the same largest class; short ones join their neighbour until 40 are left."""
+    """Join adjacent spans with the same largest class. If more than 40 remain, join the shortest ones."""
     joined: list[list[Any]] = []
     for span in sorted(spans, key=lambda span: span.start):
         if span.end <= span.start:
@@ -366,10 +371,11 @@ def _segments(spans: Sequence[Any], start: float) -> list[list[Any]]:
 
 
 def _ranks(events: Sequence[Event], origin: float) -> list[dict[str, Any]]:
-    """Describe each rank of the newest generation: own seconds per step, waits, last event. The slowest is first.
+    """Describe each rank of the newest generation: seconds per step, waits and last event. The slowest rank is first.
 
-    All ranks wait for each other, so that the length of a step shows no straggler. Rank 0 records the slowest rank of
-    each step and the ratio of its own time to the median of all (`slowest_ratio`).
+    All ranks wait for each other, so the duration of a step does not show which rank is a straggler. Rank 0 therefore
+    records the slowest rank of each step, and the ratio of this rank's own time to the median of all ranks
+    (`slowest_ratio`).
     """
     newest = max((event.generation for event in events if event.name == STEP), default=0)
     mine = [event for event in events if event.generation == newest and event.rank >= 0]
@@ -436,7 +442,7 @@ def _spread(rows: list[dict[str, Any]], largest: int) -> list[dict[str, Any]]:
 
 
 def _rising(values: Iterable[float]) -> list[float]:
-    """Return the values, each at least as large as the one before: clocks of machines may differ."""
+    """Raise each value to at least the previous one. Times may decrease because the clocks of machines differ."""
     found: list[float] = []
     for value in values:
         found.append(max(value, found[-1]) if found else max(0.0, value))
@@ -444,7 +450,7 @@ def _rising(values: Iterable[float]) -> list[float]:
 
 
 def _short(value: Any) -> Any:
-    """Round to seven significant digits, which no plot can show and which halves the page."""
+    """Round a float to seven significant digits, which halves the page. More digits are not visible in a plot."""
     if not isinstance(value, float):
         return value
     return float(f"{value:.7g}") if math.isfinite(value) else None

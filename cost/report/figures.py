@@ -97,10 +97,10 @@ STEP_COLUMNS = (
 
 
 def list_step_figures(events: Sequence[Event]) -> list[tuple[float | int | bool | None, ...]]:
-    """List the figures of each executed step (`STEP_COLUMNS`), by generation and step; a redone step has several rows.
+    """List the figures of each executed step (`STEP_COLUMNS`), by generation and step. A redone step has several rows.
 
-    Seconds, tokens per second and MFU are those of the slowest rank, the dollars those of all ranks in the step. `kept`
-    is whether the step is part of the final weights.
+    Seconds and tokens per second are those of the slowest rank. MFU is computed from the first rank that recorded
+    FLOPs. Dollars are summed over all ranks. `kept` is whether this execution of the step is part of the final weights.
     """
     ordered = sorted(events, key=lambda event: (event.t_wall, event.t_mono))
     generations, peaks = read_generations(ordered), find_peaks(ordered)
@@ -187,8 +187,8 @@ def compute_save_figures(events: Sequence[Event], ledger: Ledger) -> dict[str, A
     """Compute the `saves` part of `actual`: measured and predicted cost of checkpoints and redone steps.
 
     `actual_loss` is the measured share of the paid time lost to checkpoint stalls and redone steps. `predicted_loss` is
-    the estimate of that share: the mean of the predictions made at each checkpoint from the stall and hazard then
-    known. Unknown figures are None.
+    the estimate of that share. It is the mean of the predictions that the job made whenever it computed the checkpoint
+    interval. Unknown figures are None.
     """
     predicted = _numbers(events, INTERVAL, "predicted_loss")
     classes = (LedgerClass.CHECKPOINT_STALL, LedgerClass.REDONE_STEP)
@@ -205,7 +205,7 @@ def compute_save_figures(events: Sequence[Event], ledger: Ledger) -> dict[str, A
 
 
 def _compare_networks(events: Sequence[Event]) -> dict[str, Any] | None:
-    """Return the newest probe of the network, with the medians of the job's earlier probes as `before`; or None."""
+    """Return the newest network probe, with the medians of the earlier probes as `before`; None without probes."""
     probes = [event.data for event in events if event.name == NETWORK]
     if not probes:
         return None
@@ -470,7 +470,7 @@ def _add_quotes(
 def _find_optimum(
     curves: dict[PoolName, PriceCurve], begin: float, end: float, nodes: int, work: float, start: float
 ) -> float:
-    """Compute the lowest cost in dollars of `work` hours between two Unix times; infinity if they do not fit."""
+    """Compute the lowest cost in dollars of `work` hours between two Unix times; infinity if the time is too short."""
     import numpy as np
 
     from ebbflow.cost.report.optimum import World, optimum_usd

@@ -1,11 +1,11 @@
 """Lowest possible cost of a job if all capacity and prices had been known in advance.
 
-Time is divided into ticks, and the optimum is exact on this grid. As published (SkyNomad, NSDI'27), work, changeover
-and transfer are rounded up to whole ticks, whole ticks are billed, the job holds one machine at a time, and the first
-start may be in any zone without a transfer. Dynamic programming computes the lowest remaining cost backwards in time:
-`hold` with a machine, `idle` without one, and `start` like `hold` but without the option to leave. t is the tick, r the
-place of the machine, l the place of the checkpoint, h the remaining ticks of start-up (H when the machine starts), and
-w the remaining ticks of work:
+Time is divided into ticks, and the optimum is exact on this grid. The rules are those of the SkyNomad paper (NSDI'27):
+work, changeover and transfer are rounded up to whole ticks, whole ticks are billed, the job holds one machine at a
+time, and the first start may be in any zone without a transfer. Dynamic programming computes the lowest remaining cost
+backwards in time: `hold` with a machine, `idle` without one, and `start` like `hold` but without the option to leave. t
+is the tick, r the place of the machine, l the place of the checkpoint, h the remaining ticks of start-up (H when the
+machine starts), and w the remaining ticks of work:
 
     hold(t, r, h, w) = min(leave, price(t, r) + hold(t+1, r, h−1, w))            h > 0
                        min(leave, price(t, r) + hold(t+1, r, 0, w−1))            h = 0, spot only if available at t
@@ -28,10 +28,10 @@ class Distances:
     """Cost and time of moving the checkpoint from one region to another.
 
     The speeds are those measured in the SkyNomad paper: 9.72 Gbit/s within a region, 8.20 between regions of a
-    continent, and 3.59 between continents. As there, a gigabyte is 1024 × 8 Mbit. The time of a change of machines,
-    charged separately, includes a move within a region, so only the additional time counts here. The fees are Amazon's
-    list prices for transfer between regions: $0.02 per GB from most regions of North America, $0.01 between us-east-1
-    and us-east-2.
+    continent, and 3.59 between continents. A gigabyte is 1024 × 8 Mbit, as in the paper. The time for a change of
+    machines is charged separately and includes a transfer within a region, so only the additional time counts here. The
+    fees are Amazon's list prices for transfer between regions: $0.02 per GB from most regions of North America, $0.01
+    between us-east-1 and us-east-2.
     """
 
     checkpoint_gb: float = 0.0

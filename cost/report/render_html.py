@@ -1,7 +1,8 @@
 """Render a job as one self-contained HTML page: live while the job runs, then its report.
 
-The page makes no network request; its policy forbids them, and all scripts but its own. Tables and SVG show everything
-without JavaScript; with it, `page/page.js` draws interactive plots (uPlot) and takes newer content from the same file.
+The page makes no requests to other hosts, and its Content-Security-Policy forbids them and all foreign scripts. Tables
+and SVG show everything without JavaScript. With JavaScript, `page/page.js` draws interactive plots (uPlot) and, while
+the job runs, loads the same page in a hidden frame to get newer content.
 Text from outside this program is always passed through `escape`. `cost.report.figure_text` formats the numbers.
 """
 
@@ -149,7 +150,7 @@ def render(
 
 
 def fill_page(main: str, data: str, title: str, *, running: bool, written: float | None = None) -> str:
-    """Put the content and its data (JSON) into the page's frame of styles, scripts and policy."""
+    """Put the content and its data (JSON) into an HTML document with styles, scripts and Content-Security-Policy."""
     scripts, styles = _read_assets()
     hashes = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(one.encode()).digest()).decode()}'" for one in scripts)
     policy = (
@@ -244,7 +245,10 @@ def _stop(report: RunReport) -> str:
 
 
 def _failure(report: RunReport, python: str) -> str:
-    """Render the first failure, its evidence and the command that goes on. Later failures usually follow from it."""
+    """Render the failures, the evidence of the first one, and the command that continues the job.
+
+    The first failure usually caused the others.
+    """
     parts = []
     failures = report.events.get("failures") or []
     ended = report.outcome is not None and bool(report.exit_code)
@@ -286,7 +290,7 @@ def _plots(drawn: Sequence[str], ids: Sequence[str]) -> str:
 
 
 def _timeline(report: RunReport) -> str:
-    """Render a bar for each node of each generation: what its time was used for, from the job's start to its end."""
+    """Render one bar per node and generation on a common time axis. Its colours are the classes of the paid time."""
     lanes = report.charts.get("lanes") or []
     if not lanes:
         return ""
@@ -330,7 +334,7 @@ def _keys(kinds: Sequence[str]) -> str:
 
 
 def _money(report: RunReport) -> str:
-    """Render the paid dollars by cause, each divided by class of time, and the ledger with the totals as the legend."""
+    """Render one bar per cause of cost, divided by class of time. The ledger table is the legend of the colours."""
     colours = [COLOURS[line.ledger_class] for line in report.ledger]
     ledger = render_html_table(LEDGER_HEADER, format_ledger_rows(report), colours=colours, total=True)
     cells: dict[str, list[dict[str, Any]]] = {}
@@ -363,7 +367,7 @@ def _cell_text(cell: dict[str, Any]) -> str:
 
 
 def _plan_rows(report: RunReport) -> list[tuple[str, str, str]]:
-    """Return the comparison with the plan, and the parts that make up the difference in dollars."""
+    """Return rows that compare plan and run. If the job has ended, add the dollars of useful work and of the rest."""
     rows = [*format_comparison_rows(report)]
     if not rows or report.outcome is None:
         return rows

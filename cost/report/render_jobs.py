@@ -70,7 +70,7 @@ def _cells(row: tuple[str, str, str, str, float, float | None], report: RunRepor
 
 
 def _by_day(charges: Sequence[Mapping[str, str]]) -> str:
-    """Render the dollars of each day, with a bar, by owner. A charge counts on the UTC day on which it began."""
+    """Render a row per UTC day: the dollars of each owner, and a bar for the sum. Charges count on their first day."""
     days: dict[str, dict[str, Decimal]] = {}
     for row in charges:
         day = days.setdefault(row["ChargePeriodStart"][:10], {})
@@ -94,7 +94,7 @@ def _by_day(charges: Sequence[Mapping[str, str]]) -> str:
 
 
 def _by_cause(reports: Mapping[str, RunReport]) -> str:
-    """Render how many jobs each cause of an interruption hit, and what it cost in all."""
+    """Render one row per cause of interruptions: the number of jobs that it interrupted, and the total cost."""
     found: dict[str, tuple[int, float]] = {}
     for report in reports.values():
         for line in report.money.get("causes") or []:

@@ -1,4 +1,4 @@
-"""Line charts of a job's series as SVG, for print and for readers without JavaScript, and their data for the page."""
+"""Line charts of a job as SVG, for print and for browsers without JavaScript, and their data for interactive plots."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _GIB = 2**30
 
 
 class ChartLine(NamedTuple):
-    """A line of a figure: its column, name and colour (a CSS variable), and how it is drawn."""
+    """A line of a chart: the table column with its values, its label, colour (a CSS variable) and style."""
 
     key: str
     label: str
@@ -31,7 +31,7 @@ class ChartLine(NamedTuple):
 
 
 class Figure(NamedTuple):
-    """A line chart: the table that it reads and its lines."""
+    """A line chart: its title, its lines, and the name of the table with their values."""
 
     id: str
     title: str
@@ -40,7 +40,7 @@ class Figure(NamedTuple):
 
 
 def list_figures(report: RunReport, earlier: Sequence[RunReport] = ()) -> tuple[list[Figure], dict[str, Any]]:
-    """Return the figures that have data, and their tables: columns of equal length by name."""
+    """Return the charts that have data, and the tables of their values (columns of equal length by name)."""
     charts = report.charts
     if not charts.get("steps", {}).get("step"):
         charts = {**charts, "steps": _old_columns(report)}
@@ -89,14 +89,14 @@ def list_figures(report: RunReport, earlier: Sequence[RunReport] = ()) -> tuple[
 
 
 def _old_columns(report: RunReport) -> dict[str, Any]:
-    """Columns of a report without charts, from its loss curve."""
+    """Make the columns of values per step from the loss curve, for an old report without `charts`."""
     steps: list[float | None] = [float(step) for step, _ in report.loss_curve]
     losses = [loss for _, loss in report.loss_curve]
     return thin_columns({"step": steps, "seconds": [*steps], "usd": [*steps], "loss": losses}) if steps else {}
 
 
 def _with_held_out(charts: dict[str, Any]) -> dict[str, list[Any]]:
-    """Add the held-out losses to the columns of values per step, in the row of their step."""
+    """Add the held-out losses as a column to the values per step."""
     steps, held = charts.get("steps") or {}, charts.get("held_out") or {}
     if not held.get("step") or not steps.get("step"):
         return dict(steps)
@@ -120,7 +120,7 @@ def _with_held_out(charts: dict[str, Any]) -> dict[str, list[Any]]:
 
 
 def _with_forecast(report: RunReport, columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """Add spent, forecast and budgeted dollars, and for a running job a last row at its estimated end."""
+    """Add columns for spent, forecast and budgeted dollars. For a running job, add a last row at its estimated end."""
     if not columns.get("step"):
         return columns
     found, entropy = report.progress, report.actual.get("unigram_entropy_nats")
@@ -149,10 +149,12 @@ def _machine(table: dict[str, list[Any]]) -> dict[str, list[Any]]:
 
 
 def _compare(report: RunReport, earlier: Sequence[RunReport]) -> tuple[dict[str, list[Any]], list[str]]:
-    """Align the loss curves of this job and of the newest four jobs with the same unit, 120 points each.
+    """Put the loss curves of this job and of the newest four jobs with the same loss unit into one table.
+
+    Each curve has at most 120 points.
 
     Returns:
-        The columns step, job0, job1 …, and the names of the jobs.
+        The columns step, job0 (this job), job1, …, and the names of these jobs.
     """
     same = [one for one in earlier if one.loss_curve and get_loss_unit(one) == get_loss_unit(report)][-4:]
     if not same or not report.loss_curve:
@@ -212,7 +214,7 @@ def render_chart(figure: Figure, table: dict[str, list[Any]], marks: Sequence[di
 
 
 def _pieces(xs: Sequence[float], values: Sequence[float | None], one: ChartLine) -> list[list[tuple[float, float]]]:
-    """Split a line at its missing values, unless it spans them."""
+    """Split a line at missing values. If `ChartLine.span` is set, draw across them instead."""
     pieces: list[list[tuple[float, float]]] = [[]]
     for step, value in zip(xs, values, strict=True):
         if value is not None:

@@ -77,7 +77,7 @@ def suggest_next_step(report: RunReport, *, python: str = PYTHON) -> NextStep | 
 
 
 def _advise(report: RunReport) -> tuple[str, list[str] | None]:
-    """Return an explanation of the next step, and the settings of a new run; None as settings means `resume`."""
+    """Return an explanation of the next step, and the changed settings of a new run. For `resume` these are None."""
     plan, outcome = report.plan or {}, report.outcome
     refusal = plan.get("refusal") or {}
     if outcome is Outcome.INTERRUPTED:
@@ -208,7 +208,8 @@ _DECISIVE = ("workload", "model.", "data.", "training.", "cluster.", "parallel."
 def describe_rehearsal(report: RunReport, others: Sequence[RunReport]) -> list[str]:
     """Say whether a rehearsed fault changed the weights, compared with an uninterrupted run; [] without a rehearsal.
 
-    others: reports of other jobs, newest last.
+    Args:
+        others: Reports of other jobs, newest last.
     """
     if not (report.events.get("counts") or {}).get(FAULT_INJECTED):
         return []

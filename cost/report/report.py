@@ -105,11 +105,11 @@ class RunReport:
     running: dict[str, Any] | None = None
 
     def __getitem__(self, name: str) -> Any:
-        """Return a field as report.json has it, because the artifact `run_report` once was that dictionary."""
+        """Return a field as a JSON value. In older releases the artifact `run_report` was a dictionary."""
         return self.to_json()[name]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as JSON, so that other versions read the artifact `run_report`."""
+        """Pickle as JSON, so that other versions of Ebbflow can read the artifact `run_report`."""
         return RunReport.from_json, (self.to_json(),)
 
     @property
@@ -271,7 +271,7 @@ def _list_checks(events: Sequence[Event]) -> list[dict[str, str]]:
 
 
 def _fold(events: Sequence[Event], running: bool, damage: Sequence[Damage]) -> Ledger:
-    """Compute the ledger from the events. If that fails, the error lists the damage to the log, its likely cause."""
+    """Compute the ledger from the events. An error lists the damaged parts of the log, which are its likely cause."""
     try:
         return fold(events, running=running)
     except LedgerError as error:
@@ -412,7 +412,8 @@ def list_notable_events(events: Sequence[Event]) -> list[dict[str, Any]]:
 def _describe_interruption(events: Sequence[Event], generation: RecordedGeneration) -> dict[str, Any]:
     """Describe the unplanned end of a generation as a failure.
 
-    Its time is the time of the detected fault, else of the generation's recorded end, else of its last event.
+    The failure's time is the time of the detected fault. If no fault was detected, it is the recorded end of the
+    generation, else the generation's last event.
     """
     mine = [event for event in events if event.generation == generation.number]
     detected = next((event for event in mine if event.name == FAULT_DETECTED), None)
@@ -486,7 +487,7 @@ def ledger_frame(report: RunReport) -> pandas.DataFrame:
 
 
 def throughput_frame(events: Sequence[Event]) -> pandas.DataFrame:
-    """Make a DataFrame with one row per executed step (`cost.report.figures.list_step_figures`); NaN is unknown."""
+    """Make a DataFrame with one row per executed step (`cost.report.figures.list_step_figures`). NaN means unknown."""
     import pandas
 
     frame = pandas.DataFrame(list_step_figures(events), columns=list(STEP_COLUMNS))

@@ -1,4 +1,4 @@
-"""The job in one sentence, its four numbers and its title, which page, terminal and card share."""
+"""Summary of a job for page, terminal and Metaflow card: one sentence, four large numbers and a title."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Tile(NamedTuple):
 
 
 def describe_model(report: RunReport) -> str:
-    """Describe the model by the configuration: the user's workload, or the size of the built-in one; "" if unknown."""
+    """Describe the configured model: the user's workload, or the size of the built-in model; "" if unknown."""
     known = {row["key"]: row.get("value") for row in report.configuration}
     if workload := known.get("workload"):
         return one_line(workload)
@@ -45,7 +45,7 @@ def describe_model(report: RunReport) -> str:
 
 
 def render_verdict(report: RunReport) -> str:
-    """Say in one sentence how the job ended, or will, when, for how much, and what interruptions cost."""
+    """Summarize the job in one sentence: progress or outcome, time, dollars, and the cost of interruptions."""
     if report.outcome is None:
         return f"Running: {_ahead(report)}"
     hours = report.actual.get("wall_hours")
@@ -173,7 +173,7 @@ def _time(report: RunReport) -> Tile:
 
 
 def summarize_status(report: RunReport) -> list[str]:
-    """Return the lines of `ebbflow watch --once`: title, verdict, the four numbers, what a stop would lose."""
+    """Return the lines of `ebbflow watch --once`: title, verdict, the four numbers, and the loss from a stop."""
     model = describe_model(report)
     lines = [f"{one_line(report.job)}{f': {model}' if model else ''}", render_verdict(report)]
     lines += [f"{tile.name:15} {tile.number}{f'  ({tile.words})' if tile.words else ''}" for tile in list_tiles(report)]
@@ -183,7 +183,7 @@ def summarize_status(report: RunReport) -> list[str]:
 
 
 def find_changed_settings(report: RunReport, before: RunReport | None) -> list[tuple[str, str, str]]:
-    """List the keys whose values differ from an earlier job: (key, there, here)."""
+    """List the settings that differ from the earlier job `before`, as (key, value before, value now)."""
     if before is None or not before.configuration or not report.configuration:
         return []
     old, new = (_values(one) for one in (before, report))

@@ -62,7 +62,7 @@ def test_a_bug_stays_where_it_is_even_when_slack_runs_out() -> None:
     work = planned(config, WALL).ranked[0].case.work_hours
     for at in (HOUR, (20 - work - 0.7) * HOUR):
         again = placed_now(config, log, at)
-        assert again.pool == first.pool and "the program itself" in again.reason
+        assert again.pool == first.pool and "the user's program" in again.reason
         log.told("user_code", again, at + 60, started=at + 30)
 
 
@@ -71,7 +71,7 @@ def test_a_bug_whose_queue_is_gone_gets_nothing_dearer() -> None:
     first = placed_now(config, log, 0.0)
     log.told("user_code", first, HOUR, started=120.0)
     closed = queues(queue("spot-g5", "spot", ["g5"], usable=False, problem="DISABLED"), BOTH["on-demand-g5"])
-    with pytest.raises(PlacementError, match="a bug is not tried again") as refused:
+    with pytest.raises(PlacementError, match="fix the failure first") as refused:
         placed_now(config, log, HOUR, where=closed)
     assert refused.value.outcome is Outcome.NO_CAPACITY
     other = queues(queue("spot-other", "spot"), *closed.values())
