@@ -87,7 +87,7 @@ def worst_loss(losses: list[float]) -> float:
 
 
 class Probe:
-    """Measurement of one step of a script for `ebbflow examine`, which sets EBBFLOW_PROBE. Then the process ends."""
+    """Measurement of a script's second step for `ebbflow examine`, which sets EBBFLOW_PROBE. It ends the process."""
 
     def __init__(self, path: str) -> None:
         self._path, self._counter = Path(path), FlopCounterMode(display=False)

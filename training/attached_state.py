@@ -265,7 +265,10 @@ class BatchSource:
         return self._from_sampler(seed, skip)
 
     def _from_accelerate(self, seed: int, skip: int) -> Iterator[Any]:
-        """Return an iterator over a loader that accelerate has prepared. The first batch is fetched at once, seeded."""
+        """Return an iterator over a loader that accelerate has prepared.
+
+        The first batch is fetched at once, while the random generators are seeded with `seed`.
+        """
         loader = self.loader
         if loader.synchronized_generator is not None:
             loader.synchronized_generator.manual_seed(seed)

@@ -235,7 +235,7 @@ def run_to_end(spec: GangSpec, folder: Path) -> tuple[GangOutcome, int]:
 
 
 def _samples(folder: Path) -> list[tuple[int, int, str]]:
-    """Return (rank, first sample, SHA-256) of each recorded batch. Skip a last line that is cut off by a kill."""
+    """Return (rank, first sample, SHA-256) of each recorded batch. Skip a last line that a kill has cut off."""
     found = []
     for path in sorted(folder.glob("rank-*.jsonl")):
         rank = int(path.stem.removeprefix("rank-"))

@@ -161,7 +161,7 @@ def shard_model(
     """Shard the model in place, while its parameters are on the meta device.
 
     Each group of `size` ranks holds one copy. Each of the `units` is gathered and freed as a whole. With
-    `keep_gathered`, it stays gathered from its forward to its backward pass.
+    `keep_gathered`, a unit stays gathered from its forward to its backward pass.
     """
     mesh = make_mesh(gang, shard=size)
     # With one copy of the model, a mesh of one dimension needs one reduction where HSDP's mesh needs two.

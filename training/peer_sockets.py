@@ -183,23 +183,23 @@ def _await_peers(
 
 
 def _answered(
-    caller: socket.socket, told: bytearray, token: bytes, peers: dict[int, socket.socket], wanted: range
+    caller: socket.socket, received: bytearray, token: bytes, peers: dict[int, socket.socket], wanted: range
 ) -> bool:
-    """Read more of the first message of an incoming connection into the buffer `told`.
+    """Read more of the first message of an incoming connection into the buffer `received`.
 
     Return True if the message is complete: the caller is now one of `peers`, or its connection was closed.
     """
     try:
-        data = caller.recv(_HELLO.size - len(told))
+        data = caller.recv(_HELLO.size - len(received))
     except BlockingIOError:
         return False
     except OSError:
         data = b""
-    told += data
-    if data and len(told) < _HELLO.size:
+    received += data
+    if data and len(received) < _HELLO.size:
         return False
-    if len(told) == _HELLO.size:
-        rank, theirs = _HELLO.unpack(told)
+    if len(received) == _HELLO.size:
+        rank, theirs = _HELLO.unpack(received)
         if hmac.compare_digest(theirs, token) and rank in wanted and rank not in peers:
             caller.setblocking(True)
             peers[rank] = caller

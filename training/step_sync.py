@@ -66,7 +66,7 @@ class PaceMonitor:
         self._streaks = {action: _Streak() for action in (GuardAction.SLOW_RANK, GuardAction.DATA_BOUND)}
 
     def note(self, own_seconds: Sequence[float], data_seconds: Sequence[float], step_seconds: float) -> list[Slowdown]:
-        """Record one step, and return the slowdowns that it confirms.
+        """Record one step, and return the slowdowns that have now lasted long enough to report.
 
         Args:
             own_seconds: each rank's time for data and forward.
@@ -151,7 +151,7 @@ class StepSync:
         return Position(int(self.rows[0].step) - 1, int(self.rows[0].cursor))
 
     def merge(self, older: StepSync) -> StepSync:
-        """Return this sync with the unmet requests of `older`, the sync of the step before, added."""
+        """Return this sync plus the unmet requests of `older`, the sync of the step before."""
         if not older.rows:
             return self
         names = ("stop", "save_due", "renew")
@@ -256,7 +256,7 @@ _LOSS, _WEIGHT, _SQUARES = (Row._fields.index(name) for name in ("loss_sum", "we
 
 
 class DeviceExchange:
-    """The step sync of ranks on GPUs. No call of `send` waits for the device; `read` waits for the step sent last.
+    """The step sync of ranks on GPUs. `send` never waits for the device. `read` waits for the oldest unread step.
 
     Rows travel through page-locked memory. Two sets of buffers alternate, so at most two steps may be unread.
     """

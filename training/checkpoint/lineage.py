@@ -86,7 +86,7 @@ def read_generation(job_store: Store, number: int, generation_id: str) -> Genera
 
 
 def amend_parent(job_store: Store, opened: Generation, actual: Generation) -> None:
-    """Replace the parent in the record of the generation `opened` by the parent of `actual`, an older commit.
+    """Rewrite the record of the generation `opened` so that it names the parent of `actual`, an older commit.
 
     Call this if the recorded parent could not be restored. Otherwise the abandoned commits between the two parents
     would stay reachable. One process calls it, before the generation's first save. Raises StoreError or CorruptCommit.

@@ -54,7 +54,7 @@ class PortableState:
         yield from ((name, named[name]) for name in names) if self.source is None else self.source(list(names))
 
     def named(self) -> dict[str, Tensor]:
-        """Return all tensors under their names in a commit: `model.<name>` and `optimizer.<name>.<state>`."""
+        """Return all tensors, keyed by their names in a commit: `model.<name>` and `optimizer.<name>.<state>`."""
         named = {f"model.{name}": tensor for name, tensor in self.weights.items()}
         for name, states in self.moments.items():
             named |= {f"optimizer.{name}.{key}": tensor for key, tensor in states.items()}
@@ -65,7 +65,7 @@ class PortableState:
 
 
 def unwrap_weights(state: Mapping[str, Any], what: str) -> dict[str, Tensor]:
-    """Return the weights of a state dict under their names without wrapper prefixes, each tied tensor once.
+    """Return the weights of a state dict by name, without wrapper prefixes. Tied tensors appear only once.
 
     Raises CheckpointError if a value is not a tensor, two names become equal, or there are no weights.
     """
