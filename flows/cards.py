@@ -1,4 +1,4 @@
-"""The job's page as a Metaflow card: of the step `report`, and of the whole run while it runs, however it ends."""
+"""Show a job's HTML page as a Metaflow card: the report in the step `report`, the live page in the step `start`."""
 
 # Metaflow's stubs neither re-export its public names nor know the attributes that it adds at run time.
 # pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
@@ -21,7 +21,7 @@ _LIVE_ID, _LIVE_HASH = "live", "0" * 20  # one file, which is replaced
 
 
 class PageCard(MetaflowCard):
-    """A card that is a page of its own instead of a list of Metaflow's components."""
+    """Metaflow card that shows a complete HTML page instead of Metaflow's components."""
 
     type = _CARD_TYPE
     ALLOW_USER_COMPONENTS = True
@@ -44,13 +44,13 @@ class _Page(MetaflowCardComponent):
 
 
 def register_card() -> None:
-    """Make the type of card known to this process, before Metaflow reads the flow's decorators."""
+    """Register `PageCard` with Metaflow in this process. Call this before Metaflow reads the flow's decorators."""
     if PageCard not in CARDS:
         CARDS.append(PageCard)
 
 
 def show_report(card: Any, run: RunReport) -> None:
-    """Fill a card with the page of a report, compared with earlier reports of other jobs."""
+    """Fill a card with a report's HTML page, which compares the job with earlier jobs."""
     from ebbflow.cost.report.render_html import render
     from ebbflow.cost.watch import read_earlier_reports
 
@@ -58,9 +58,9 @@ def show_report(card: Any, run: RunReport) -> None:
 
 
 def save_live_card(flow: str, run: str, html: str) -> None:
-    """Store the page as the card `live` of the run's step `start`, which exists however the run ends.
+    """Store the live page as the card `live` of the run's step `start`.
 
-    Metaflow itself stores no final card of a task that fails or is killed.
+    Every run has this step, even one that fails. Metaflow stores no final card of a task that fails or is killed.
     """
     from metaflow import Run
     from metaflow.metaflow_config import DEFAULT_DATASTORE

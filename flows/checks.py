@@ -32,8 +32,8 @@ def all_checks() -> list[Check]:
 def check_before_launch(config: RunConfig, config_path: str, *, job: str | None, words: Sequence[str]) -> str | None:
     """Return why a `run` or `resume` must not start, as text for the user, or None if it may start.
 
-    Call this before Metaflow is imported: it also sets Metaflow's environment variables for the backend. words: the
-    words of the command line.
+    Call this before Metaflow is imported, because it also sets Metaflow's environment variables for the backend.
+    `words` is the command line.
     """
     from ebbflow.infra.preflight import failed_results, render_results
 
@@ -58,7 +58,7 @@ def run_all_checks(
 
     Args:
         quick_only: run only the checks that take well under a second, and a few slower ones that every launch needs.
-        target: backend of the job. A backend's checks run for it only; None: the backend of the configuration.
+        target: backend whose checks run; None: the configured backend.
     """
     from ebbflow.infra.preflight import PreflightContext, run_checks
 

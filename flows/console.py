@@ -67,7 +67,7 @@ class _Step:
 
 @dataclass
 class _Training:
-    """What the bar shows: step and loss from events, the other figures from the newest progress line of rank 0."""
+    """Progress that the bar shows: step and commit from events, other figures from rank 0's newest progress line."""
 
     step: int = 0
     max_steps: int = 0
@@ -77,12 +77,13 @@ class _Training:
 
 
 class RunView:
-    """The view of one run. Its methods may be called from several threads.
+    """The terminal's view of one run. Its methods may be called from several threads.
 
     Args:
         job: name of the job; "" if it is named after its run.
         fancy: draw a live bar with rich; otherwise print plain lines.
-        ask: ask before money is spent, after the plan; "resume": at once, since a resumed run keeps its plan.
+        ask: whether to ask, once the plan is shown, if money may be spent. "resume" shows the plan of the resumed run
+            and asks at the start.
     """
 
     def __init__(self, job: str, config: RunConfig | None, *, fancy: bool, ask: bool | str = False) -> None:
@@ -103,7 +104,7 @@ class RunView:
     # What Metaflow calls.
 
     def logged(self, body: str = "", system_msg: bool = False, head: str = "", bad: bool = False, **_: Any) -> None:
-        """Take a line of Metaflow's log. head: the task that printed it; "" for the scheduler."""
+        """Process a line of Metaflow's log. `head` names the task that printed the line; "" for the scheduler."""
         text = strip_colours(str(body))
         with self._lock:
             self._write_log(f"{time.strftime('%H:%M:%S')} {head}{text}")
@@ -116,7 +117,7 @@ class RunView:
                 self._write_log(f"not shown on the terminal: {type(error).__name__}: {error}")
 
     def echoed(self, line: str = "", **options: Any) -> None:
-        """Take a line that Metaflow prints around the run, such as a refusal to start."""
+        """Process a line that Metaflow prints outside of its log, such as a refusal to start."""
         text = strip_colours(str(line))
         with self._lock:
             self._write_log(text)
@@ -224,7 +225,7 @@ class RunView:
             self._require_yes()
 
     def _require_yes(self) -> None:
-        """Ask whether money may be spent, while Metaflow's scheduler waits. Any answer but yes ends the run."""
+        """Ask whether money may be spent. Metaflow's scheduler waits; any answer other than yes ends the run."""
         with self._live.paused() if self._live is not None else contextlib.nullcontext():
             try:
                 answer = input("start and pay for it? [y/N] ")
@@ -313,7 +314,7 @@ class RunView:
         return self.width if self.fancy else 10_000  # log viewers wrap lines themselves, and searches want them whole
 
     def say(self, text: str) -> None:
-        """Print one fact. On a terminal it is wrapped, with indented continuation lines."""
+        """Print one message. On a terminal, wrap it and indent its continuation lines."""
         with self._lock:
             if self._live is None:
                 print(text[: len(text) - len(text.lstrip(" "))] + one_line(text), flush=True)
@@ -322,7 +323,7 @@ class RunView:
                 self._live.print(line)
 
     def close(self, *, explained: bool) -> None:
-        """Remove the bar. If neither a report nor a task explains how the run ended, print what Metaflow said."""
+        """Remove the bar. If neither a report nor a task explains the run's end, print Metaflow's last lines."""
         self._done.set()
         if self._tail is not None:
             self._tail.join(5.0)
@@ -336,7 +337,7 @@ class RunView:
                 self._log = None
 
     def state(self) -> tuple[list[str], _Training, float]:
-        """Return the names of the running steps, the training figures, and the seconds of the newest step."""
+        """Return the running steps' names, the training progress, and the seconds since the newest step began."""
         # Without the lock: rich calls this while it holds its own, and `say` takes them in the other order.
         steps = [(name, step) for name, step in list(self._steps.items()) if name != "_parameters"]
         began = max((step.started for _, step in steps), default=time.monotonic())
@@ -470,7 +471,7 @@ def is_terminal() -> bool:
 
 
 def show_run(view: RunView) -> bool:
-    """Send Metaflow's log of this process to the view. Return False for a release of Metaflow that lacks the hooks."""
+    """Send this process's Metaflow log to the view. Return False if this Metaflow release lacks the hooks."""
     from metaflow import cli
 
     if not (callable(getattr(cli, "logger", None)) and callable(getattr(cli, "echo_always", None))):

@@ -65,8 +65,8 @@ class local(StepMutator):  # noqa: N801 - the name follows --with
 
 
 class cloud(StepMutator):  # noqa: N801
-    """Step mutator for `--with cloud`. It sends the training steps to AWS Batch, or to Kubernetes if the job's plan is
-    for it (`cluster.plan_for`); all others stay on this machine."""
+    """Step mutator for `--with cloud`. It sends the training steps to AWS Batch, or to Kubernetes if `cluster.plan_for`
+    is kubernetes. All other steps run on this machine."""
 
     def mutate(self, mutable_step):
         names = _decorator_names(mutable_step)
@@ -221,7 +221,7 @@ class CapacityDecorator(StepDecorator):
         If the user named a queue (`--with batch:queue=…`), or the backend is Kubernetes, the attempt runs with the
         settings of @batch or @kubernetes. Otherwise it runs on the scheduler's machine and fails with the message
         `trouble`, because the default queue is only for the steps before and after training. Metaflow then retries the
-        step, and a placement is chosen anew.
+        step, which gets a new placement.
         """
         backend = cli_args.commands[0]
         if self._named or backend == "kubernetes":
@@ -235,7 +235,7 @@ class CapacityDecorator(StepDecorator):
 
 
 def set_region(env: dict[str, str], region: str | None, config: dict[str, Any]) -> str | None:
-    """Let the submitting process use a queue in another region than the store's. Return the job's region."""
+    """Set the environment for a queue outside the home region. Return the region in which the Batch job runs."""
     home = config["batch"]["region"]
     if home and region and region != home:
         env |= {"AWS_DEFAULT_REGION": region, STORE_REGION_VARIABLE: config["cost"]["store_region"]}

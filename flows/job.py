@@ -34,9 +34,9 @@ class Job:
 
     @classmethod
     def of(cls, flow: Any, run: str) -> Job:
-        """Build the job from a flow's artifacts. run: the id of the Metaflow run.
+        """Build the job from a flow's artifacts. `run` is the id of the Metaflow run.
 
-        With queues in several regions, let this process and its children find the store in its own region.
+        If queues are in several regions, set the store's region in the environment of this process and its children.
         """
         config = RunConfig.model_validate_json(json.dumps(flow.settings["config"]))
         if has_foreign_queues(config.batch) and config.cost.store_region:
@@ -107,9 +107,9 @@ CLOCK_TOLERANCE_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class ClockReading:
-    """The current time by the store's clock and by this machine's clock.
+    """The current time according to the store's clock and to this machine's clock.
 
-    Both are read, because a jump of this machine's clock must not move a job's deadline.
+    Both clocks are read, so that a jump of this machine's clock does not move a job's deadline.
     """
 
     utc: float  # the store's time if the two differ by more than `CLOCK_TOLERANCE_SECONDS`, else own_utc

@@ -100,11 +100,11 @@ class _Launch:
                 signal.signal(number, self._leave)
 
     def claim_job(self, job: str, config: RunConfig, command: str, permits: Sequence[str] = ()) -> None:
-        """Claim the job, then record the user's permits to give up commits (`options.give_permits`).
+        """Claim the job, then record the user's permissions to continue without lost commits (`permits`).
 
-        A job without a name ("") is claimed later, once its run has an id. If the store does not answer, a message is
-        printed and the run goes on without a claim. Exits with 3 if another launcher runs the job, or if the permits
-        cannot be recorded.
+        A job without a name ("") is claimed later, once its run has an id. If the store does not answer, the launcher
+        prints a message and continues without a claim. Exits with 3 if another launcher runs the job, or if the
+        permissions cannot be recorded.
         """
         self.job, self.config = job, config
         if not job:
@@ -164,7 +164,7 @@ class _Launch:
             self.claim.release()
 
     def _claim_by_run(self, run_id_file: Path) -> None:
-        """Wait until the run has an id, and claim the job of that name. No other launcher can have that job."""
+        """Wait until the run has an id, and claim the job that is named after it. No other launcher has this job."""
         assert self._unnamed is not None
         while not self._ended.wait(_RUN_ID_SECONDS):
             if run_id_file.is_file() and (run := run_id_file.read_text().strip()):
@@ -219,14 +219,14 @@ _launch = _Launch()
 
 
 def prepare(module_name: str) -> None:
-    """Prepare this process for Metaflow, before Metaflow is imported. module_name: `__name__` of the flow file.
+    """Prepare this process for Metaflow, before Metaflow is imported. `module_name` is the flow file's `__name__`.
 
     Sets the environment variables that Metaflow reads at import. For `run`, replaces the user's options with one
     checked configuration. For `run` and `resume`, claims the job. Does nothing if the flow file is imported instead of
     run.
 
-    Exits with 2 for a bad configuration, and with 3 if a quick check fails or another launcher runs the job. In these
-    cases nothing but the claim has been written.
+    Exits with 2 for a bad configuration, and with 3 if a quick check fails or another launcher runs the job. At that
+    point, the launcher has written at most the claim to the store.
     """
     if module_name != "__main__":
         return
@@ -421,8 +421,8 @@ def _tie_to_parent(by: signal.Signals) -> bool:
 def _join_in(words: list[str]) -> None:
     """Install signal handlers and Metaflow fixes in a process that Metaflow started.
 
-    Such a process either submits an attempt to a backend or is a task in a container. words: the command line, starting
-    with Metaflow's command.
+    Such a process either submits an attempt to a backend or is a task in a container. `words` is the command line,
+    starting with Metaflow's command.
     """
     from ebbflow.flows import metaflow_fixes
 
@@ -455,9 +455,10 @@ def _join_in(words: list[str]) -> None:
 
 
 def use_records() -> None:
-    """Let Metaflow's Client API and `Runner` in this process find this project's runs, from any folder and as root.
+    """Let Metaflow's Client API and `Runner` in this process find this project's runs.
 
-    Call it before Metaflow is imported, because Metaflow reads its settings at import. Raises RuntimeError otherwise.
+    This works in any folder, and also for the user root, whom Metaflow otherwise refuses. Call it before Metaflow is
+    imported, because Metaflow reads its settings at import; otherwise it raises RuntimeError.
     """
     if "metaflow" in sys.modules and "METAFLOW_DATASTORE_SYSROOT_LOCAL" not in os.environ:
         raise RuntimeError("metaflow is imported already; fix: restart the kernel and call ebbflow.use_records() first")
@@ -518,7 +519,7 @@ def _read_run_id(file: Path) -> str:
 def _job_of(flow_name: str, run_id: str, *, without: str = "no report") -> Job | None:
     """Return a run's job, read from the artifacts of its start step. If this fails, print why and return None.
 
-    without: what will be missing because of the failure, such as "no report"; it begins the message.
+    The message begins with `without`, which names the consequence of the failure, such as "no report".
     """
     from metaflow import Run, namespace
 
@@ -538,8 +539,8 @@ def finish_job(job: Job, code: int, started: float, *, asked: bool, width: int |
     Args:
         code: Metaflow's exit code.
         started: Unix time at which the run began.
-        asked: a signal asked the run to exit. Then `code` is returned, unless the job completed in this run.
-        width: columns of the closing block, which is printed instead of the whole report; None: print the report.
+        asked: whether a signal asked the run to exit. If so, return `code`, unless the job completed in this run.
+        width: width in columns of a short summary to print instead of the whole report; None: print the report.
     """
     from ebbflow.cost.errors import CostError, ReportError
     from ebbflow.cost.report.render_text import describe_rehearsal, render, render_closing

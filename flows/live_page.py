@@ -22,10 +22,10 @@ _CARD_SECONDS = 10.0
 
 
 class LivePageWriter:
-    """Starts the process that writes the page, once the job has a name, and ends it.
+    """Manager of the process that writes the page. It starts this process once the job has a name, and ends it.
 
-    The thread that starts the process lives as long as it: the launcher waits only for children of its main thread, so
-    that a signal to the run does not wait for the page.
+    After a signal, the launcher waits for all children of its main thread. It must not wait for this process, so
+    another thread starts the process and stays alive until the process has ended.
     """
 
     def __init__(self, flow: str, job: str, store: str, run_id_file: Path, tell: Callable[[str], None]) -> None:
@@ -41,14 +41,14 @@ class LivePageWriter:
             self._thread.start()
 
     def end(self) -> None:
-        """End the process, so that it does not overwrite the report."""
+        """End the writing process, so that it does not overwrite the report."""
         self._run_id()  # the launcher deletes the file
         self._ending.set()
         if self._thread.ident is not None:
             self._thread.join(2 * _END_SECONDS)
 
     def save_card(self) -> None:
-        """Store the page as a card of the run. Cards are a copy: if this fails, no other is tried."""
+        """Store a copy of the page as a card of the run. After an unexpected error, store no further cards."""
         from ebbflow.flows.cards import save_live_card
 
         if self._page is None or not self._run_id():
@@ -103,7 +103,7 @@ class LivePageWriter:
 
 
 def finish_page(folder: Path) -> None:
-    """Replace the live page by the report, which an open page shows within seconds."""
+    """Replace the live page with the report. A browser that shows the live page then shows the report."""
     with contextlib.suppress(OSError):
         for unfinished in folder.glob(f".{LIVE_PAGE}.*"):  # of a writer that was ended
             unfinished.unlink(missing_ok=True)
@@ -111,7 +111,10 @@ def finish_page(folder: Path) -> None:
 
 
 def task_with_card(word: str, records: Path) -> str:
-    """Replace the step `report` by `start`, which has the card of a run that ended before its report step."""
+    """Return the pathspec `word`, with `report` replaced by `start` if the run ended before its step `report`.
+
+    The card of such a run belongs to its step `start`.
+    """
     run, _, step = word.rpartition("/")
     if word.startswith(("/", ".")):
         return word  # a file

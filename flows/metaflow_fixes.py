@@ -5,9 +5,9 @@ With local metadata, these releases have four faults:
 - Metaflow makes the commands of the other nodes from node 0's by replacing the task's id wherever that string occurs
   (Netflix/metaflow#2564, #2574).
 - A task in a container is missing from the metadata in that container, so its cards cannot be rendered.
-- Node 0 waits for the other nodes by reading the metadata in its own container, which do not list them.
-- If a job left no metadata, its submitter ends with an error about that, which hides why the job failed
-  (Netflix/metaflow#2557).
+- Node 0 waits for the other nodes by reading the metadata in its own container, where those nodes are missing.
+- If a job left no metadata, the process that submitted it ends with an error about missing metadata. This hides why
+  the job failed (Netflix/metaflow#2557).
 
 With a metadata service, Metaflow itself is not changed, and two faults remain. First, the commands of the other nodes
 can still be wrong in the first tasks of a new service, whose ids are short numbers. The command is then corrected in
@@ -59,9 +59,9 @@ def needs_fixes(words: Sequence[str]) -> bool:
 
 
 def check_metadata(context: PreflightContext) -> CheckFinding:
-    """Check that Metaflow's metadata work on AWS Batch.
+    """Check that Metaflow's metadata provider works on AWS Batch.
 
-    Without a metadata service, Metaflow fails there in known ways. Fixes are applied, or the run is refused.
+    Without a metadata service, known faults of Metaflow break runs on AWS Batch. Ebbflow fixes them or refuses the run.
     """
     from ebbflow.infra.checks.batch import skip_reason  # not at module level, since every task imports this
 
@@ -90,7 +90,7 @@ def check_metadata(context: PreflightContext) -> CheckFinding:
 def _asked_service(follows: str) -> CheckFinding:
     """Ask the metadata service for its version, and return the check's finding.
 
-    Metaflow itself would try for 15 s and print a traceback. follows: text that is added to the message if it answers.
+    Metaflow itself would try for 15 s and print a traceback. If the service answers, the finding ends with `follows`.
     """
     url = metaflow_setting("METAFLOW_SERVICE_URL")
     if not url:
@@ -167,7 +167,7 @@ def fix_submitter() -> None:
 
 
 def fix_batch_requests() -> None:
-    """Correct this process's requests to AWS Batch, and Batch's answers, in botocore. Metaflow is not changed."""
+    """Correct this process's requests to AWS Batch, and the responses, with botocore hooks. Metaflow is not changed."""
     from botocore import handlers
 
     handlers.BUILTIN_HANDLERS.append(("before-parameter-build.batch.SubmitJob", correct_node_commands))
@@ -189,7 +189,7 @@ def fix_task() -> None:
 
 
 def correct_node_commands(params: dict[str, Any], **_: Any) -> None:
-    """Correct the other nodes' commands in a SubmitJob request, where Metaflow derived them wrongly from node 0's."""
+    """Correct the commands of the other nodes in a SubmitJob request, if Metaflow has derived them wrongly."""
     overrides = (params.get("nodeOverrides") or {}).get("nodePropertyOverrides") or []
     if len(overrides) < 2:
         return
@@ -230,7 +230,10 @@ def node_command(main: str) -> str:
 
 
 def pass_over_missing_metadata(cli: Any) -> None:
-    """cli: Metaflow's module of `batch step` or `kubernetes step`."""
+    """Make the submitting process ignore that a task left no metadata.
+
+    `cli` is Metaflow's module for `batch step` or `kubernetes step`.
+    """
     from metaflow.datastore.exceptions import DataException
     from metaflow.datastore.flow_datastore import FlowDataStore
 

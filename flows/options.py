@@ -37,8 +37,8 @@ _FIXED_FOR_A_JOB = ("script", "workload", "workload_options", "model", "data", "
 def check_run_options(options: list[str]) -> list[str]:
     """Check the options of `run`, and return them with --config and --set merged into one configuration as JSON.
 
-    The result lacks --from-scratch and --accept-rollback. The launcher records these permits once it has claimed the
-    job (`parse_permits`, `give_permits`). Exits with 2 for a bad configuration, fault or job name, and with 3 if a
+    The result lacks --from-scratch and --accept-rollback. The launcher records these permissions once it has claimed
+    the job (`parse_permits`, `give_permits`). Exits with 2 for a bad configuration, fault or job name, and with 3 if a
     quick check forbids the run.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -91,7 +91,10 @@ def check_run_options(options: list[str]) -> list[str]:
 
 
 def parse_json_option(given: str) -> Any:
-    """Return an option's value as Metaflow's `Runner` got it: it passes strings, lists and dictionaries on as JSON."""
+    """Return an option's value, decoded if it is a string, list or dictionary in JSON.
+
+    Metaflow's `Runner` passes such values as JSON.
+    """
     with contextlib.suppress(ValueError):
         if isinstance(value := json.loads(given), str | list | dict):
             return value
@@ -99,7 +102,7 @@ def parse_json_option(given: str) -> Any:
 
 
 def parse_overrides(given: str) -> list[str]:
-    """Return the overrides of one --set: a single one, or from `Runner` a list or a dictionary."""
+    """Return the overrides ("key=value") in the value of one --set. Metaflow's `Runner` may pass several as JSON."""
     value = parse_json_option(given)
     if isinstance(value, dict):
         return [f"{key}={json.dumps(one)}" for key, one in value.items()]
@@ -107,7 +110,7 @@ def parse_overrides(given: str) -> list[str]:
 
 
 def add_permits(parser: argparse.ArgumentParser) -> None:
-    """Add the options with which a user permits a job to give up commits. Unattended programs must not set them."""
+    """Add the options with which a user lets a job continue without lost commits. Programs must not set them."""
     parser.add_argument(
         "--from-scratch", action="store_true", help="begin anew if no commit of the job can be restored"
     )
@@ -121,7 +124,7 @@ def requested_permits(known: argparse.Namespace) -> list[str]:
 
 
 def parse_permits(options: list[str]) -> tuple[list[str], list[str]]:
-    """Return the permits in the options (see `add_permits`), and all other options."""
+    """Return the permissions that the options of `add_permits` give, and all other options."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     add_permits(parser)
     known, rest = parser.parse_known_args(options)
@@ -129,7 +132,7 @@ def parse_permits(options: list[str]) -> tuple[list[str], list[str]]:
 
 
 def give_permits(permits: Sequence[str], job: str, store: str) -> None:
-    """Record in the job's store that the user permits the job to give up commits. Raises InfraError.
+    """Record in the job's store that the user lets the job continue without lost commits. Raises InfraError.
 
     Call this only after this process has claimed the job, because a launcher without the claim must not change the job.
     """
@@ -213,8 +216,8 @@ _MOST_ASKED = 8
 def check_resume(words: list[str]) -> tuple[str, RunConfig, list[str]] | None:
     """Find the job to resume, set Metaflow's environment variables for it, and run the same quick checks as `run`.
 
-    Returns (job name, configuration, requested permits). If this machine does not know the job, or its store does not
-    answer, prints a message and returns None. Removes --from-scratch and --accept-rollback from `words`.
+    Returns (job name, configuration, requested permissions). If this machine does not know the job, or its store does
+    not answer, prints a message and returns None. Removes --from-scratch and --accept-rollback from `words`.
 
     Exits with 2 if options of `run` are given, since `resume` keeps the settings of the resumed run, and with 3 if a
     check forbids the run.

@@ -41,7 +41,7 @@ _KUBELET_MIB, _OWN_PODS_MIB = 255 + 11 * 30 + 100, 339
 def node_selector(placement: Mapping[str, Any], nodes: str = "karpenter") -> dict[str, str]:
     """Return the node labels that select the machines of a placement (JSON).
 
-    If the placement names a zone, all nodes are in that zone. nodes: `kubernetes.nodes` of the configuration.
+    If the placement names a zone, all nodes are in that zone. `nodes` is `kubernetes.nodes` of the configuration.
     """
     label, (spot, on_demand) = _MARKET_LABELS[nodes]
     chosen = {

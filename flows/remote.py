@@ -34,7 +34,7 @@ def in_container() -> bool:
 def requested_backend(words: Sequence[str], plan_for: str = "batch") -> Target | None:
     """Return the backend that --with names in a command line: "batch", "kubernetes", or None for this machine.
 
-    plan_for: cluster.plan_for of the configuration, by which `--with cloud` means Kubernetes or AWS Batch.
+    `plan_for` is the configured `cluster.plan_for`: the backend that `--with cloud` stands for.
     """
     names = [value.partition(":")[0] for value in option_values(words, "--with")]
     if "local" in names or (name := next((name for name in names if name in _BACKENDS), None)) is None:
@@ -108,7 +108,7 @@ def light_queue(config: RunConfig) -> str | None:
 def refusal_reason(config: RunConfig, backend: str | None, words: Sequence[str] = ()) -> str | None:
     """Return why the run cannot be sent to the backend and how to fix this, or None if it can be sent.
 
-    words: the words of the command line.
+    `words` is the command line.
     """
     if backend is not None and "://" not in config.store:
         return (

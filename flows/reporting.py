@@ -34,9 +34,9 @@ def record_prices(job: Job) -> None:
 
 
 def _paid_types(events: Sequence[Event]) -> dict[str, dict[str, Any]]:
-    """Map each instance type that the job may have paid for to a plan. Its prices are needed from that plan on.
+    """Map each instance type that the job may have paid for to the plan from which on its prices are needed.
 
-    That is the first plan that chose the type. For a type that no plan chose, it is the first plan with real prices.
+    This is the first plan that chose the type. If no plan chose it, this is the first plan with real prices.
     """
     plans = [event.data for event in events if event.name == PLAN and event.data.get("chosen")]
     first = {plan["chosen"]["instance_type"]: plan for plan in reversed(plans)}
@@ -46,7 +46,7 @@ def _paid_types(events: Sequence[Event]) -> dict[str, dict[str, Any]]:
 
 
 def write_report(job: Job) -> tuple[RunReport, list[Event]]:
-    """Build the report from the job's events, write it and the metrics to runs/<job>/ and to the store, return both.
+    """Build the job's report, and write it and the metrics to runs/<job>/ and the store. Return report and events.
 
     The local files are written first, so that they exist even if the store is full. The job's entry in the job history
     is written last; if that fails, only a message is printed.

@@ -55,16 +55,17 @@ class PlacementRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementResult:
-    """Order of an attempt, or the reason why it could not be placed."""
+    """Result of placing an attempt: its order (where and how to train), or the reason why it has none."""
 
     order: AttemptOrder | None = None  # the attempt's order; None if the attempt could not be placed
     trouble: str = ""  # why there is no order, or only one from the run's plan; "" without trouble
 
 
 def place_attempt(request: PlacementRequest, *, deadline_seconds: float = DEADLINE_SECONDS) -> PlacementResult:
-    """Choose a queue at current prices or, if that fails or takes too long, from the run's first plan.
+    """Choose a queue for an attempt at current prices.
 
-    The second try has 30 s of its own. Raises JobIsRunning if another launcher has taken over the job.
+    If this fails or takes too long, choose from the plan that the run made at its start, within another 30 s. Raises
+    JobIsRunning if another launcher has taken over the job.
     """
     try:
         return PlacementResult(order=within(deadline_seconds, lambda: _place_afresh(request), "placing"))
@@ -189,16 +190,17 @@ def _put_order(job: Job, request: PlacementRequest, order: AttemptOrder) -> Atte
 
 
 def _refuse_if_abandoned(request: PlacementRequest) -> None:
-    """Raise TimeoutError if the deadline for this placement has passed: the attempt may have another order by now."""
+    """Raise TimeoutError after the deadline for this placement, since another order may have been written by then."""
     if request.abandoned.is_set():
         raise TimeoutError("the deadline for this placement has passed")
 
 
 def make_order(request: PlacementRequest, plan: Plan, placed: Placement) -> AttemptOrder:
-    """Turn a placement into an order.
+    """Turn a placement into an order (see `AttemptOrder.does`).
 
-    The step `train_node` cannot run several nodes, so a placement on several nodes becomes the order "gang". If this is
-    the last attempt of `train_node`, the order is "again", because another round has new retries.
+    The step `train_node` cannot run several nodes. If the placement has several nodes, the order is "gang", so that the
+    step `train` runs them. For the last attempt of `train_node`, the order is "again", because the next round of the
+    step has new retries.
     """
     from ebbflow.cost.capacity import with_placement
 
@@ -236,7 +238,7 @@ def give_up_reason(
     other than `run`, because a new run may have fixed the cause.
 
     Args:
-        on_demand_comes: Whether a deadline will move the job to on-demand. Refused Spot attempts then never end it.
+        on_demand_comes: Whether a deadline will move the job to on-demand. If so, refused Spot attempts do not end it.
     """
     committed = max((event.generation for event in events if event.name == COMMIT), default=0)
 

@@ -1,15 +1,16 @@
 """Submission of one step to Kubernetes, in the process on the launching machine that then waits for its pods.
 
-Metaflow starts this process for each step (`kubernetes step`). This module changes the requests that the process sends
-through the Kubernetes client, and no internals of Metaflow:
+Metaflow starts this process for each step (`kubernetes step`). This module patches the Kubernetes client of that
+process, and no internals of Metaflow:
 
-- requests that fail for the moment (429, 5xx, no connection) are sent again, so that training goes on without its API
-  server; a refused create ends the run with one line
-- a JobSet gets a failure policy, a Kueue queue if one is configured, and a name that a repeated create cannot double
-- the pods are watched: what does not start in time is deleted and placed anew, and the attempt's times and its end are
-  recorded for the bill
-- the end of the process deletes the Job or JobSet, so that its pods save a checkpoint and end; Metaflow itself would
-  run a command in node 0's pod, after which a failure policy would restart it
+- It retries requests after temporary failures (429, 5xx, no connection), so that training continues while the API
+  server is down. If Kubernetes refuses to create the Job or JobSet, the run ends with a one-line message.
+- It adds a failure policy to a JobSet, and a Kueue queue if one is configured. It gives each Job and JobSet a fixed
+  name, so that a repeated create request does not create a second one.
+- It watches the pods. It deletes a Job or JobSet that does not start in time; Metaflow's retry is then placed anew. It
+  records the attempt's times and its end for the bill.
+- When the process ends, it deletes the Job or JobSet, so that the pods save a checkpoint and exit. Metaflow itself
+  would run a command in node 0's pod, and a failure policy would then restart that pod.
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ _PATIENCE_SECONDS = 60.0  # for a node to be made, before a message says why a p
 
 
 class PodSubmission:
-    """The only Job or JobSet that this process creates.
+    """Submission of the only Job or JobSet that this process creates.
 
     Args:
-        asked: JSON that the scheduler wrote for this attempt; {} for a step that does not train.
+        asked: The scheduler's settings for this attempt (SUBMIT_VARIABLE); {} for a step that does not train.
     """
 
     def __init__(self, asked: dict[str, Any]) -> None:
@@ -60,7 +61,7 @@ class PodSubmission:
         self._shown = ""
 
     def listen(self) -> None:
-        """Change the Kubernetes client of this process, and delete the pods when it ends."""
+        """Patch the Kubernetes client of this process, and register the deletion of the pods at exit."""
         from kubernetes import client, stream
         from kubernetes.client.rest import RESTClientObject
 
@@ -76,7 +77,7 @@ class PodSubmission:
         atexit.register(self._leave)
 
     def _persistent(self, send: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `request` of the REST client, repeated while the API server does not answer or asks to wait."""
+        """Wrap the REST client's `request` in retries for when the API server does not answer or is overloaded."""
         from kubernetes.client.exceptions import ApiException
         from urllib3.exceptions import HTTPError
 
@@ -139,10 +140,10 @@ class PodSubmission:
         return make
 
     def _reading(self, get: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a read of JobSets that shows Metaflow neither replaced failures nor a preemption by Kueue.
+        """Wrap `get` so that Metaflow sees neither failures that a failure policy handles nor preemptions by Kueue.
 
-        Metaflow takes any failed Job for the end of the gang, also one that the failure policy is about to replace, and
-        a gang without an active Job for one that has succeeded.
+        Metaflow would treat any failed Job as the end of the gang, even if the failure policy is about to replace it.
+        It would treat a suspended gang, which has no active Job, as one that has succeeded.
         """
 
         def read(*args: Any, **options: Any) -> Any:
@@ -170,7 +171,7 @@ class PodSubmission:
         return api.get_namespaced_custom_object(name=name, **{key: options[key] for key in names})
 
     def _complete(self, body: dict[str, Any], kind: str) -> None:
-        """Add to a Job or JobSet what Metaflow cannot."""
+        """Add the settings that Metaflow does not support to a Job or JobSet: name, queue, failure policy, lifetime."""
         metadata = body["metadata"]
         if not metadata.get("name"):
             metadata["name"] = f"{metadata.pop('generateName')}{os.urandom(3).hex()}"
@@ -185,7 +186,7 @@ class PodSubmission:
                 body["spec"]["failurePolicy"] = failure_policy(restarts)
 
     def _refuse(self, error: Any) -> int:
-        """Record the refusal as the job's outcome. Return an exit code; Metaflow itself would print a traceback."""
+        """Record that Kubernetes refused the Job or JobSet as the job's outcome, and return the exit code."""
         try:
             text = json.loads(error.body)["message"]
         except (ValueError, KeyError, TypeError):
@@ -201,7 +202,7 @@ class PodSubmission:
         return _NO_RETRY
 
     def _note(self, job_id: str) -> None:
-        """Record the id before the create, so that the next launcher finds what this one leaves behind."""
+        """Record the id before the create request, so that the next launcher finds pods that this one left behind."""
         from ebbflow.infra.events import BATCH_SUBMITTED
 
         if self._asked:
@@ -210,7 +211,7 @@ class PodSubmission:
                 log.emit(BATCH_SUBMITTED, job_id=job_id, job_name=job_id.rpartition("/")[2], **details)
 
     def _follow(self) -> None:
-        """Look at the pods until they have ended; delete what does not start in time."""
+        """Watch the pods until they have ended. Delete the Job or JobSet if they do not start in time."""
         watch, cluster = self._watch, open_cluster()
         assert watch is not None
         limits = StartLimits(
@@ -252,7 +253,7 @@ class PodSubmission:
             _say(text)
 
     def _leave(self) -> None:
-        """Delete what still runs, wait for its end, and record it. Called when the process ends."""
+        """Delete pods that still run, wait until they have ended, and record the end. Called when the process exits."""
         watch = self._watch
         if watch is None or self._recorded:
             return
@@ -294,7 +295,7 @@ class PodSubmission:
 
 
 def failure_policy(restarts: int) -> dict[str, Any]:
-    """Return a JobSet's failure policy: a lost worker is replaced alone; the loss of node 0 ends the JobSet."""
+    """Return a failure policy that replaces lost workers one by one, and ends the JobSet if node 0 is lost."""
     rules = [
         {"name": "coordinatorLost", "action": "FailJobSet", "targetReplicatedJobs": ["control"]},
         {"name": "workerLost", "action": "RestartJob", "targetReplicatedJobs": ["worker"]},

@@ -92,9 +92,10 @@ def settle_attempts(
 def _by_region(
     submitted: Mapping[str, Event], events: Sequence[Event], client: Any
 ) -> list[tuple[Any, dict[str, Event]]]:
-    """Return a client and the Batch jobs of each region in which the jobs were placed.
+    """Group the Batch jobs by region, and return each region's client with its jobs.
 
-    client: Client of the home region, which also has the jobs without a known region; or a Kubernetes cluster.
+    `client` is the client of the home region, to which jobs without a known region belong. If `client` is a Kubernetes
+    cluster instead, return it with the jobs on Kubernetes.
     """
     pods = isinstance(client, kubernetes.Cluster)
     submitted = {one: event for one, event in submitted.items() if kubernetes.is_cluster_id(one) is pods}
@@ -151,13 +152,16 @@ def _is_complete(record: Mapping[str, Any]) -> bool:
 
 
 def unsettled_jobs(events: Sequence[Event]) -> dict[str, Event]:
-    """Return the Batch jobs without a recorded end: job id → submission event, or the agent's event without one."""
+    """Return {job id: event} for all Batch jobs whose end is not recorded.
+
+    The event is that of the submission. If it is missing, it is the agent's NODE_STARTED.
+    """
     settled = {event.data.get("job_id") for event in events if event.name == BATCH_ATTEMPT}
     return {job_id: event for job_id, event in _submitted_jobs(events).items() if job_id not in settled}
 
 
 def _incomplete_jobs(events: Sequence[Event]) -> dict[str, Event]:
-    """Return the Batch jobs whose recorded end lacks its time or reason: job id → event, as in `unsettled_jobs`.
+    """Return {job id: event}, as `unsettled_jobs` does, for Batch jobs whose recorded end lacks its time or reason.
 
     The argument `events` must be ordered by time.
     """
@@ -177,7 +181,7 @@ def _submitted_jobs(events: Sequence[Event]) -> dict[str, Event]:
 
 
 def _ended_attempt(attempt: BatchAttempt, placement: Placement | None) -> dict[str, Any]:
-    """Return the record of pods that are deleted now: the cluster forgets them, unlike Batch its jobs."""
+    """Return the record of an attempt whose pods are deleted now. Kubernetes keeps no record of deleted pods."""
     times = tuple((start, start and (stop or time.time())) for start, stop in attempt.node_times)
     ended = replace(attempt, status="FAILED", cause="terminated", stopped_utc=time.time(), node_times=times)
     return batch_attempt_data(ended, placement)
@@ -189,7 +193,7 @@ def _describe_left_behind(attempt: BatchAttempt, submitted: Event) -> str:
 
 @for_batch
 def check_left_behind(context: PreflightContext) -> CheckFinding:
-    """Check that a killed launcher left no running Batch job behind. Such a job costs money."""
+    """Check that no Batch job of a killed launcher still runs and costs money."""
     if context.job is None:
         return passed("a new job has no Batch jobs")
     job = Job(name=context.job, run="", config=context.config, request_seconds=ANSWER_SECONDS)

@@ -112,11 +112,11 @@ class StartLimits:
         """Record the job's state and check the limits.
 
         Args:
-            status: Present state of the Batch job; None if unknown, in which case the last known state applies.
+            status: Current state of the Batch job; None if unknown. The last known state then applies.
 
         Returns:
-            None while no limit is exceeded. Otherwise the first words of the termination reason, by which the bill
-            recognises the cause, and an explanation for the log.
+            None while no limit is exceeded. Otherwise a tuple: the first words of the termination reason, from which
+            the bill tells the cause, and an explanation for the log.
         """
         from ebbflow.infra.batch import NEVER_STARTED, NOT_MADE
 
@@ -140,11 +140,12 @@ class StartLimits:
 
 
 class Submission:
-    """The only Batch job that this process submits.
+    """Submission of the only Batch job that this process creates.
 
     Args:
-        asked: JSON that the scheduler wrote for this attempt; {} for a step that does not train. It may set the limits
-            runnable_seconds, starting_seconds, start_by_utc and submit_seconds, and look_seconds (polling interval).
+        asked: The scheduler's settings for this attempt (SUBMIT_VARIABLE); {} for a step that does not train. It may
+            contain the limits runnable_seconds, starting_seconds, start_by_utc and submit_seconds, and the polling
+            interval look_seconds.
     """
 
     def __init__(self, asked: dict[str, Any]) -> None:
@@ -178,7 +179,7 @@ class Submission:
             sys.exit(128 + self._told_to_leave)
 
     def _submitted(self, parsed: dict[str, Any], **_: Any) -> None:
-        """Start the threads that watch over the submitted job. The AWS SDK calls this with each answer to SubmitJob.
+        """Start the threads that watch over the submitted job. The AWS SDK calls this with each SubmitJob response.
 
         This never raises, because the job already exists. If SIGTERM arrived during the submit, terminate the job and
         exit.
@@ -207,7 +208,7 @@ class Submission:
                 log.emit(OUTCOME, flush=True, outcome=Outcome.FAILED.value, message=message)
 
     def _note_unwanted(self, job_name: str, job_id: str) -> None:
-        """Record a duplicate job, so that it is billed. Wait at most 15 s, because the caller may exit next."""
+        """Record a duplicate Batch job, so that it is billed. Wait for at most 15 s, since the caller may exit next."""
         _start_thread(self._note, job_name, job_id).join(_REQUEST_SECONDS)
 
     def _note(self, job_name: str, unwanted: str = "") -> None:
@@ -216,7 +217,7 @@ class Submission:
         If the store fails, retry without limit.
 
         Args:
-            unwanted: Id of a duplicate that the same submit created; "" for the job of this process.
+            unwanted: Id of a duplicate Batch job to record; "" to record the job of this process.
         """
         from ebbflow.infra.errors import StoreError
         from ebbflow.infra.events import BATCH_SUBMITTED
@@ -270,8 +271,8 @@ class Submission:
     def _leave(self, number: int, frame: object) -> None:
         """Handle SIGTERM: terminate the Batch job and exit. The job saves a checkpoint before it ends.
 
-        While a submit request is pending, the job's id is unknown. The signal is then only noted, and the code that
-        handles the response terminates the job and exits.
+        While a SubmitJob request is pending, the job's id is unknown. This method then only stores the signal, and the
+        handler of the response terminates the job and exits.
         """
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if self._submits:
@@ -301,7 +302,7 @@ class Submission:
 
 
 def submit_events(asked: dict[str, Any]) -> EventLog:
-    """Open the job's event log for the process that submits an attempt. asked: from SUBMIT_VARIABLE."""
+    """Open the job's event log for the submitting process. `asked` is the JSON object in SUBMIT_VARIABLE."""
     from ebbflow.infra.config.schema import RunConfig
     from ebbflow.infra.event_log import EventLog
     from ebbflow.infra.events import Origin
@@ -313,7 +314,7 @@ def submit_events(asked: dict[str, Any]) -> EventLog:
 
 
 def refusal_reason(answer: dict[str, Any]) -> str | None:
-    """Return the reason if Batch refused the request and would refuse a retry too; None otherwise."""
+    """Return why Batch refused the request if it would refuse a retry too; otherwise None."""
     from ebbflow.infra.aws.calls import is_throttled
 
     error = answer.get("Error") or {}

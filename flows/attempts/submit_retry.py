@@ -1,12 +1,12 @@
-"""Retry of submits to AWS Batch, and search for the job of a submit that got no answer.
+"""Retry SubmitJob requests to AWS Batch, and find the job of a request that got no response.
 
-Metaflow ends the run if a submit is refused. AWS limits the submits per second of a whole account, so it may answer
-"too many requests" for minutes. This module retries such submits for longer than the AWS SDK does.
+Metaflow ends the run if the request is refused. AWS limits the requests per second of a whole account, so it may answer
+"too many requests" for minutes. This module retries such requests for longer than the AWS SDK does.
 
-A submit that gets no answer may still have created a job. A retry could then create a duplicate, which costs money too,
-because Batch has no idempotency token. So each submit carries a random mark. Before a retry, this module searches for a
-job with the mark and, if it exists, returns it as the answer to the submit. A duplicate that appears later is
-terminated.
+A request that gets no response may still have created a job. Since Batch has no idempotency token, a retry could create
+a duplicate, which costs money too. Each request therefore carries a random mark. Before a retry, this module searches
+for a job with the mark. If the job exists, it becomes the response to the request. If a duplicate appears later, this
+module terminates it.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _TWINS_SECONDS, _FIRST_TWINS_PAUSE_SECONDS = 120.0, 1.0
 
 
 class LookupUnavailable(Exception):
-    """AWS Batch did not answer whether the job exists, so the submit must not be repeated yet."""
+    """AWS Batch did not answer whether the job exists, so SubmitJob must not be retried yet."""
 
 
 class LostAnswers:
-    """Search for the job of a submit that got no answer. A process makes one submit and has one instance.
+    """Search for the job of a SubmitJob request that got no response. Each submitting process has one instance.
 
     Args:
-        note: Called with the name and id of each terminated duplicate, because it may have cost money.
+        note: Called with the name and id of each terminated duplicate, which may have cost money.
     """
 
     def __init__(self, region: str | None, say: Callable[[str], None], note: Callable[[str, str], None]) -> None:
@@ -73,10 +73,10 @@ class LostAnswers:
         return isinstance(error, LookupUnavailable) or (self.lost and (status >= 500 or error is not None))
 
     def answer(self, request: Any, **_: Any) -> Any:
-        """Return a response with the job that an earlier request created; None lets the SDK send this request.
+        """Return a response with the job that an earlier request created, or None if the SDK must send this request.
 
-        The AWS SDK calls this before it sends a SubmitJob request. The search runs only if an earlier request got no
-        answer. Raises LookupUnavailable if AWS Batch does not answer the search.
+        The AWS SDK calls this before it sends a SubmitJob request. It searches only if an earlier request got no
+        response. Raises LookupUnavailable if AWS Batch does not answer the search.
         """
         if not self.lost or self._denied:
             return None
@@ -94,7 +94,7 @@ class LostAnswers:
         return _response(request.url, {"jobId": found[0], "jobName": self._name})
 
     def end(self, waited_for: str) -> None:
-        """Terminate the jobs created by a submit that got no answer, except the job with the id `waited_for`."""
+        """Terminate the jobs of SubmitJob requests without a response, except the job with the id `waited_for`."""
         from ebbflow.infra.batch import TERMINATED, batch_client, cancel_job
 
         if not self.lost or self._denied:
@@ -123,7 +123,7 @@ class LostAnswers:
             pause *= 2
 
     def _find(self) -> list[str]:
-        """Return the ids of the jobs with this submit's mark, oldest first. Raises CloudError."""
+        """Return the ids of the jobs with this request's mark, oldest first. Raises CloudError."""
         from ebbflow.infra.batch import batch_client, find_marked_jobs
 
         client = batch_client(self._region)
@@ -148,11 +148,11 @@ _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 20.0
 
 
 class SubmitRetry:
-    """Retry policy of one submit: after each failed request it decides whether and when to try again.
+    """Retry policy of one submission. After each failed request, it decides whether and when to try again.
 
     Args:
         seconds: Limit for all requests together, counted from the first failed one.
-        wanted: Returns whether the submit is still wanted. If not, no further request is sent.
+        wanted: Returns whether the job is still wanted. If not, no further request is sent.
     """
 
     def __init__(
@@ -170,8 +170,8 @@ class SubmitRetry:
     def listen(self) -> None:
         """Register `pause` as the retry handler of all AWS Batch clients that this process creates later.
 
-        It is registered for each operation, because the SDK calls an operation's handlers before its own handler for
-        the whole service, and uses the first answer.
+        `pause` is registered for each operation. The SDK calls an operation's handlers before its own handler for the
+        whole service, and uses the first result that is not None.
         """
         from botocore import handlers
 

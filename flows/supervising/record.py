@@ -190,10 +190,10 @@ def count_failures(before: JobRecord, after: JobRecord) -> int:
 
 
 def count_in_a_row(record: JobRecord, verdict: RunVerdict) -> int:
-    """Count the runs with this verdict since the newest commit; for FAILURE, add up the failures of these runs.
+    """Return the number of runs with this verdict since the newest commit, or for FAILURE the sum of their failures.
 
-    Runs with other verdicts in between are skipped. Runs before a gap in which no supervisor ran count for FAILURE
-    only.
+    Runs with other verdicts are skipped. For verdicts other than FAILURE, runs before a gap in which no supervisor ran
+    are skipped too.
     """
     failure = verdict is RunVerdict.FAILURE
     runs = record.runs if failure else _since_alone(record.runs, LONGEST_PAUSE_SECONDS)
@@ -216,11 +216,11 @@ def pause_seconds(record: JobRecord, verdict: RunVerdict, first_seconds: float) 
 def waited_seconds(
     record: JobRecord, verdict: RunVerdict, now_utc: float, *, usual_pause_seconds: float = LONGEST_PAUSE_SECONDS
 ) -> float:
-    """Return for how many seconds the latest runs have all ended with this verdict (no capacity, or not ready).
+    """Return the seconds since the first of the latest runs, all of which ended with this verdict.
 
-    The time starts at the end of the first of these runs; it is 0 if the newest run has another verdict. Runs before a
-    gap in which no supervisor ran do not count. usual_pause_seconds: the longest pause that a supervisor makes between
-    runs; a much longer one counts as such a gap.
+    The verdict is "no capacity" or "not ready". The time starts when the first of these runs ended; it is 0 if the
+    newest run has another verdict. Runs before a gap in which no supervisor ran do not count. Such a gap is a pause
+    much longer than `usual_pause_seconds`, the longest pause that a supervisor makes between runs.
     """
     since = now_utc
     for past_run in reversed(_since_alone(record.runs, usual_pause_seconds)):

@@ -49,7 +49,7 @@ _WAITS = {
 
 
 class Supervisor:
-    """Supervisor of one job. flow: path of the flow file that it starts with the command `run`."""
+    """Supervisor of one job. It runs the flow file `flow` with the command `run`, again and again."""
 
     def __init__(self, options: SupervisorOptions, say: Callable[[str], None], *, flow: Path = _FLOW) -> None:
         self._options, self._say, self._flow = options, say, flow

@@ -98,7 +98,7 @@ def dtype_of(vocab_size: int) -> np.dtype:
 
 
 def text_pieces(file: BinaryIO, *, limit: int | None = None) -> Iterator[bytes]:
-    """Yield up to `limit` bytes of a file in pieces of about 1 MiB. Pieces end with a line; longer lines are cut."""
+    """Yield up to `limit` bytes of a file in pieces of about 1 MiB. Only lines over 2 MiB are cut."""
     rest, left = b"", sys.maxsize if limit is None else limit
     while block := file.read(min(PIECE_BYTES, left)):
         left -= len(block)

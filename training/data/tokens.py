@@ -161,7 +161,7 @@ def entropy_nats(counts: np.ndarray) -> float:
 
 
 def read_description(shards: Store) -> Tokens | None:
-    """Return the facts about a token set, or None if its shards were never completed. Raises DataError if damaged."""
+    """Return the description of token shards, or None if they are incomplete. Raises DataError if it is invalid."""
     try:
         return Tokens(**json.loads(shards.get(DESCRIPTION)))
     except ObjectNotFound:
@@ -173,7 +173,7 @@ def read_description(shards: Store) -> Tokens | None:
 def _download(shards: Store, key: str, sha256: str, size: int, cache: Path) -> Path:
     """Download a shard into a file of `cache` that is named after its SHA-256.
 
-    Of the ranks of a machine one downloads, and the others wait for it. If it dies, the next one takes over.
+    One rank of each machine downloads, and the machine's other ranks wait. If that rank dies, another one downloads.
     """
     path = cache / f"{sha256}.bin"
     if path.is_file():

@@ -226,7 +226,7 @@ class Guards:
         self._first_step: int | None = None  # of this generation
 
     def commit_fields(self, step: int) -> dict[str, Any]:
-        """Return the guards' fields for the commit of `step`. The replicas' weights are compared after this step."""
+        """Return the guards' fields for the commit of `step`. This also orders a comparison of weights after `step`."""
         self.saved_step = step
         return {"guards": self.numbers.to_json() | {"first_sample": self.overrides.first_sample}}
 
@@ -296,9 +296,9 @@ class Guards:
 
     @contextmanager
     def catch_out_of_memory(self, step: int) -> Iterator[None]:
-        """Return a context that raises MicroBatchTooLarge for an error that means out of memory.
+        """Return a context that converts an out-of-memory error into MicroBatchTooLarge.
 
-        If micro-batches cannot be made smaller, it raises BatchCannotBeSplit instead.
+        If micro-batches cannot be made smaller, the context raises BatchCannotBeSplit instead.
         """
         self._first_step = step if self._first_step is None else self._first_step
         try:

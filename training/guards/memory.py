@@ -34,13 +34,13 @@ _GIB = 2**30
 class MemoryGrowthMonitor:
     """Monitor that samples memory once per second and, after a minute, predicts when it will be full.
 
-    It warns if the predicted time is less than `HORIZON_SECONDS`, the remaining training time, and the time since the
-    first sample; the last condition excludes growth at the start. The growth rate is the Theil-Sen estimator, the
-    median slope over all pairs of samples, which a single jump changes little. At least three quarters of the pairs
-    must rise, because memory that rises and falls is not a leak.
+    It warns if memory will be full within `HORIZON_SECONDS`, within the remaining training time, and sooner than the
+    time since the first sample. The last condition excludes growth at the start. The growth rate is the Theil-Sen
+    estimator, the median slope over all pairs of samples, which a single jump changes little. At least three quarters
+    of the pairs must rise, because memory that rises and falls is not a leak.
 
-    `held` returns the bytes that this process uses, `left` the bytes that can still be allocated. `sharers` is the
-    number of processes that share the latter; all are assumed to grow at the same rate.
+    `held` returns the bytes that this process uses. `left` returns the bytes that can still be allocated, which
+    `sharers` processes share. All of them are assumed to grow at the same rate.
     """
 
     def __init__(
@@ -59,9 +59,9 @@ class MemoryGrowthMonitor:
         self._taken: deque[tuple[float, float]] = deque(maxlen=_SAMPLES)
 
     def look(self, needed_seconds: float) -> str:
-        """Take a sample if one is due. Return a warning, or "".
+        """Take a sample if one is due. Return a warning if memory will be full soon, else "".
 
-        The warning says that memory will be full soon and within `needed_seconds`.
+        `needed_seconds` is the remaining training time.
         """
         now = self._now()
         if now < self._next:
@@ -147,7 +147,7 @@ _OWN_BYTES = 2 * _GIB
 
 
 def memory_of_other_processes(device: torch.device) -> str:
-    """Describe the memory of a GPU that other processes hold; "" if it is little, or without a GPU."""
+    """Describe how much of the GPU's memory other processes use; "" if they use little or there is no GPU."""
     if device.type != "cuda":
         return ""
     free, total = torch.cuda.mem_get_info(device)

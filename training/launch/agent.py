@@ -169,7 +169,7 @@ def run_gang(spec: GangSpec) -> GangOutcome:
     Raises:
         GangError: the gang failed, and another generation in this attempt cannot succeed. The message names the
             culprit; `curable` tells whether a new attempt may succeed.
-        InfraError, TrainingError: the first generation could not be opened.
+        InfraError, TrainingError: the first generation could not be created in the store.
     """
     use_signing_key(spec.config.get("checkpoint", {}).get("signing_key_env"))  # ranks and uploaders inherit it
     own = NodeRuntime(spec)
@@ -191,7 +191,7 @@ def run_gang(spec: GangSpec) -> GangOutcome:
 
 @contextmanager
 def _handle_signals(asked_to_leave: Callable[[], object]) -> Iterator[None]:
-    """Call `asked_to_leave` on SIGTERM and Ctrl-C. Raise KeyboardInterrupt on Ctrl-C if a signal came before."""
+    """Call `asked_to_leave` on SIGTERM and Ctrl-C. Raise KeyboardInterrupt if Ctrl-C follows such a signal."""
 
     def ask(number: int, frame: object) -> None:
         if asked and number == signal.SIGINT:

@@ -13,7 +13,7 @@ The culprit is the first of these that the evidence shows:
 9. the rank that is furthest behind
 10. the network
 
-All other unfinished ranks in the evidence are cascades: they failed or waited because of the culprit.
+The failures of all other ranks are cascades: these ranks failed, or wait, because of the culprit.
 """
 
 from __future__ import annotations
@@ -89,7 +89,10 @@ def blame(evidence: Sequence[WorkerFailure]) -> Culprit:
 
 
 def detect_mismatch(evidence: Sequence[WorkerFailure]) -> Mismatch | None:
-    """Return the first place at which ranks called different collectives, proof of a failure; None if they agree."""
+    """Return the first position at which ranks called different collectives; None if there is none.
+
+    A mismatch proves that the gang has failed.
+    """
     return find_mismatch({one.rank: one.calls for one in _latest(evidence) if one.calls})
 
 
@@ -113,7 +116,7 @@ def _gpu_fault(failures: Sequence[WorkerFailure]) -> tuple[WorkerFailure, str] |
 
 
 def _died(failures: Sequence[WorkerFailure]) -> tuple[WorkerFailure, str] | None:
-    """Return the rank that died first and the text for this rule; None if no rank died on its own.
+    """Return the rank that died first and the reason to blame it; None if all deaths were cascades.
 
     Lost nodes take precedence over dead ranks. Ranks killed by SIGABRT come last, because torch aborts a rank after
     another one failed.
@@ -164,11 +167,13 @@ def _left(evidence: Sequence[WorkerFailure]) -> tuple[WorkerFailure, str] | None
 
 
 def _odd_call(evidence: Sequence[WorkerFailure]) -> tuple[WorkerFailure, str] | None:
-    """Return the rank with the most unusual failed collective; None if all of them failed at the same code location.
+    """Return the rank whose failed collective is the most unusual; None if all failed at the same code location.
 
-    This compares only ranks that failed because of a peer. The criteria, most important first: the last two calls were
-    never in this order before; too few recorded calls to decide that; the rarest code location; a location outside of
-    the engine's own collectives, which all ranks call.
+    Only ranks that lost a peer are compared. The criteria, most important first:
+
+    1. The rank's last two calls never followed each other before. Too few calls to decide this rank second.
+    2. Few ranks failed at this code location.
+    3. The code location is outside the engine's own collectives, which all ranks call.
     """
     broken = [one for one in evidence if one.cascade and one.where]
     places = Counter(one.where for one in broken)
@@ -203,8 +208,8 @@ def _called_alone(ahead: Sequence[WorkerFailure], late: Sequence[WorkerFailure])
 
     In this case the late ranks wait in an exchange of the engine in the same step. They only appear to be behind,
     because flight recorders do not show the exchanges of a CPU gang (`ebbflow.training.peer_sockets`). The smaller
-    group is at fault. If both groups have the same size, the ranks ahead are at fault unless the last calls of one of
-    them are usual.
+    group is at fault. If both groups have the same size, the ranks ahead are at fault, unless one of them had already
+    made its last two calls in this order before.
     """
     if not ahead or not all(one.waiting and is_engine_location(one.where) for one in late):
         return False
@@ -287,9 +292,9 @@ def _next_action(one: WorkerFailure, kind: str) -> str:
 
 
 def _latest(evidence: Sequence[WorkerFailure]) -> list[WorkerFailure]:
-    """Return one record per rank: its failure, or else the last record of what the living rank did.
+    """Return one record per rank: its last failure or, if it has not failed, its last witness.
 
-    If it lacks the code location or the collective calls, they come from another record of the same rank.
+    A code location or collective calls that this record lacks are taken from the rank's earlier records.
     """
     ranks: dict[int, WorkerFailure] = {}
     for one in sorted(evidence, key=lambda one: not one.witness):

@@ -189,7 +189,7 @@ class Coordinator:
         return end
 
     def _update_secret(self, update: Callable[[], object]) -> None:
-        """Run `update` in a thread; it deletes or replaces this start's secret. Only the first call does anything."""
+        """Delete or replace this start's secret by running `update` in a thread. Later calls do nothing."""
         if self._secret_thread is None and self._own.spec.nodes > 1:
             self._secret_thread = threading.Thread(target=update, name="secret", daemon=True)
             self._secret_thread.start()
@@ -241,7 +241,7 @@ class Coordinator:
 class GenerationPlanner:
     """Planner of the generations of one attempt.
 
-    `born` is when the attempt's paid time began, on the clock `now`.
+    `born` is the time on the clock `now` at which the attempt's paid time began.
     """
 
     def __init__(
@@ -318,9 +318,9 @@ class GenerationPlanner:
         return lost
 
     def _current_terms(self) -> dict | None:
-        """Return budget, price and spending so far.
+        """Return the job's budget, price and spending so far.
 
-        The spending includes the time between generations, which the ranks do not count.
+        The spending includes the cost of the time between generations, which the ranks do not record.
         """
         now, terms = self._now(), self._terms
         waited, self._paid_until = now - self._paid_until, now

@@ -5,9 +5,9 @@ Stacks come from py-spy if tracing is permitted, else from Python's faulthandler
 
 torch's flight recorder records the collectives of each rank. In a correct program, the n-th collective of a process
 group is the same on all ranks. This module represents a collective as [group, sequence, operation]: the group's name,
-n, and the operation's name, followed by the tensor sizes if they must be equal on all ranks. NCCL has a recorder of its
-own, which also has the state on the device: "scheduled" (queued by the host), "started" (its kernel waits for the other
-GPUs) or "completed". It is the fourth element there.
+n, and the operation's name, followed by the tensor sizes if they must be equal on all ranks. NCCL has its own recorder.
+Its collectives have a fourth element, the state on the device: "scheduled" (queued by the host), "started" (its kernel
+waits for the other GPUs) or "completed".
 """
 
 from __future__ import annotations
@@ -98,17 +98,17 @@ class StackTrace:
 
     @property
     def where(self) -> str:
-        """Code location of the process, as "file.py:123 in function"; "" without frames.
+        """Code location of the process, as "file.py:123 in function"; "" if there are no frames.
 
-        It is the innermost frame in code of Ebbflow or of the user. Functions that only exchange numbers between ranks
-        do not count, since their caller tells more. If no frame qualifies, it is the innermost frame of all.
+        This is the innermost frame in code of Ebbflow or of the user. Functions that only exchange numbers between
+        ranks are skipped, since their caller is more informative. If no frame is left, this is the innermost of all.
         """
         own = [frame for frame in self.frames if frame.own_code and not frame.exchange]
         return next((str(frame) for frame in [*own, *self.frames]), "")
 
     @property
     def reason(self) -> str:
-        """Message of the uncaught C++ exception in `text`; "" without one."""
+        """Message of the uncaught C++ exception in `text`; "" if there is none."""
         found = re.search(r"^  what\(\):\s*(.*)", self.text, re.MULTILINE)
         return found[1][:300] if found else ""
 
@@ -151,7 +151,7 @@ def parse_faulthandler(text: str) -> StackTrace:
 
 
 def read_crash_stack(log: Path) -> StackTrace | None:
-    """Return the stack that faulthandler wrote to a rank's log on a fatal signal such as SIGSEGV; None without one."""
+    """Return the stack that faulthandler wrote to a rank's log on a fatal signal (SIGSEGV); None if there is none."""
     try:
         with open(log, "rb") as file:
             file.seek(max(0, log.stat().st_size - _LAST_BYTES))
@@ -164,7 +164,7 @@ def read_crash_stack(log: Path) -> StackTrace | None:
 
 
 def parse_traceback(text: str) -> str:
-    """Return the code location (see `StackTrace.where`) of an exception, from its traceback; "" without frames."""
+    """Return the code location (see `StackTrace.where`) of an exception, from its traceback; "" if it has no frames."""
     lines = re.findall(r'  File "(.*)", line (\d+), in (.*)', text)
     frames = [Frame(file, int(line), name) for file, line, name in reversed(lines)]
     return StackTrace(frames, text).where
@@ -183,7 +183,7 @@ def _run_py_spy(pid: int) -> StackTrace | None:
 
 
 def _signal_faulthandler(pid: int, output: Path) -> StackTrace | None:
-    """Signal a process to write its stacks, and return them; None without an answer.
+    """Signal a process to write its stacks, and return them; None if it does not write any.
 
     A process without a handler gets no signal, since that would kill it.
     """
@@ -252,7 +252,7 @@ class Mismatch:
 def parse_records(raw: bytes) -> list[list]:
     """Return the last 64 collectives in a flight recorder's JSON, oldest first; [] if the JSON is malformed.
 
-    A host can be far ahead of its device: then at most 32 of them are collectives that the device has not started.
+    At most 32 of them are collectives that the device has not started, because a host can be far ahead of its device.
     """
     try:
         entries = json.loads(raw).get("entries", [])
@@ -264,9 +264,9 @@ def parse_records(raw: bytes) -> list[list]:
 
 
 def fetch_records(socket_path: Path) -> bytes:
-    """Return a rank's flight recorder as JSON: NCCL's, or gloo's if NCCL's is empty; b"" without an answer in 0.5 s.
+    """Return a rank's flight recorder as JSON: NCCL's, or gloo's if NCCL's is empty; b"" after a timeout.
 
-    A C++ thread of the rank answers, so this works even if Python code is blocked.
+    A C++ thread of the rank answers, even if Python code is blocked. The timeout is 0.5 s.
     """
     raw = b""
     for handler in _HANDLERS:
@@ -282,8 +282,8 @@ def fetch_records(socket_path: Path) -> bytes:
 def find_mismatch(calls: Mapping[int, Calls]) -> Mismatch | None:
     """Return the first collective of a group in which ranks called different operations; None if all agree.
 
-    The ranks in the minority are at fault. In a tie, earlier calls decide: at fault is the side whose operation has
-    followed the same preceding operation less often before.
+    The ranks in the minority are at fault. A tie is decided by the preceding operation: the ranks are at fault whose
+    operation has followed that one less often before.
     """
     for group, sequence, by_rank in _common_places(calls):
         operations = Counter(by_rank.values())
@@ -299,7 +299,7 @@ def find_mismatch(calls: Mapping[int, Calls]) -> Mismatch | None:
 
 
 def is_unusual_call(calls: Calls) -> bool | None:
-    """Return whether a rank's last two calls never occurred in this order before; None if it made under 8 calls."""
+    """Return whether a rank's last call follows the call before it for the first time; None with fewer than 8 calls."""
     group = calls[-1][0] if calls else ""
     own = [operation for name, _, operation, *_ in calls if name == group]
     if len(own) < _LEAST_CALLS:
@@ -332,7 +332,7 @@ def find_furthest_behind(calls: Mapping[int, Calls]) -> list[int]:
 def find_device_behind(calls: Mapping[int, Calls]) -> list[int]:
     """Return the ranks whose GPU has not started a collective in which GPUs of other ranks wait; [] if none is known.
 
-    A rank whose GPU waits in a collective itself is not returned: it waits for another one of them (HSDP).
+    A rank whose own GPU waits in some collective is not returned, because it waits for another rank (HSDP).
     """
     waited: dict[str, int] = {}
     ahead: set[int] = set()
@@ -354,7 +354,7 @@ def find_device_behind(calls: Mapping[int, Calls]) -> list[int]:
 def has_queued_calls(calls: Calls) -> bool:
     """Return whether the rank's device has not completed all collectives that the host has called (NCCL).
 
-    Then the host waits for its device, wherever it is: a launch blocks if the device's queue is full.
+    If so, any line of the host's code may wait for the device: a kernel launch blocks if the device's queue is full.
     """
     return any(state and state != [_COMPLETED] for _, _, _, *state in calls)
 

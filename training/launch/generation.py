@@ -42,7 +42,7 @@ _WAITING_SECONDS = 1.0  # between two reports that a rank of this node waits for
 class NodeGeneration:
     """Ranks of one node in one generation. All of them have ended when `run` returns.
 
-    `spec` numbers the nodes as they take part in this generation.
+    In `spec`, only the nodes that take part in this generation are numbered (`NodeRuntime.spec_among`).
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class NodeGeneration:
     def run(self, standby: Standby | None, kept: Path, keeper: Keeper | None = None) -> GenerationEnd:
         """Start the ranks, watch them until the generation ends, and return its result.
 
-        Ranks cache measurements in the folder `kept`, for later generations.
+        `kept` is a folder for measurements of the ranks that later generations reuse.
         """
         if (end := self._await_readiness(standby)) is not None:
             return end
@@ -106,7 +106,7 @@ class NodeGeneration:
         return self._after_ranks(end, stuck)
 
     def _after_ranks(self, end: GenerationEnd, stuck: Mapping[int, str]) -> GenerationEnd:
-        """Return the result, or that this node is lost if its GPUs cannot be used again. Wait until they are free."""
+        """Wait until the GPUs' memory is free. Return `end`, or NODE_LOST if this node's GPUs cannot be used again."""
         if not end.again:
             return end
         # The rank of the next generation would need that GPU.
@@ -130,7 +130,7 @@ class NodeGeneration:
         self._log.beat()
 
     def _report_own(self, error: TrainingError, where: str = "") -> GenerationEnd:
-        """Report an error of this node as a failure of its first rank. Wait for the generation's result; return it."""
+        """Report an error of this node as a failure of its first rank. Wait for the generation's result."""
         name, node = type(error).__name__, self._spec.node
         message = f"{name}: {error}"
         print_line(f"node {node}: {message}")
@@ -177,9 +177,9 @@ class NodeGeneration:
         )
 
     def _terms_now(self) -> dict | None:
-        """Return budget, price and the gang's spending until now.
+        """Return the job's budget, price and spending until now.
 
-        Each rank adds only the cost of the time after its own start.
+        To this spending, each rank adds only the cost of the time after its own start.
         """
         if self._start.terms is None:
             return None
@@ -219,7 +219,7 @@ class NodeGeneration:
         return end
 
     def _add_gpu_fault(self, failure: WorkerFailure) -> WorkerFailure:
-        """Return a failure with the hardware fault that explains it, so that it does not count as the program's."""
+        """Add to a failure the GPU fault that explains it, so that the user's program is not blamed."""
         if self._gpus is None or failure.stopped:
             return failure
         self._gpus.refresh(_GPU_ANSWER_SECONDS)
@@ -271,7 +271,7 @@ class NodeLog:
         return self._since[1]
 
     def open(self, spec: GangSpec, generation: int, *, left_for: str = "") -> None:
-        """Record the start of a generation and, with the reason `left_for`, the end of the previous one."""
+        """Record the end of the previous generation, if any, with the reason `left_for`, and the start of the next."""
         if self._log is not None and self._log.origin.generation == generation:
             return
         if self._log is not None:

@@ -1,8 +1,8 @@
-"""A node's GPUs as NVIDIA's library (NVML) and the kernel log show them: use, hardware faults, slow-downs by heat.
+"""Monitor a node's GPUs through NVIDIA's library (NVML) and the kernel log: use, hardware faults, thermal throttling.
 
-Never run on a GPU: the tests replace the library. A fault that only a reset or another machine repairs makes the node
-unusable (`GpuFault.fatal`). Xid numbers are those of NVIDIA's Xid catalog (GPU Deployment and Management
-Documentation). Numbers that a program can cause, such as 13 and 31, are no faults.
+This module was never run on a GPU; the tests replace the library. A fault that only a reset or another machine fixes
+makes the node unusable (`GpuFault.fatal`). Xid numbers are those of NVIDIA's Xid catalog (GPU Deployment and Management
+Documentation). Xids that a program can cause, such as 13 and 31, do not count as hardware faults.
 """
 
 from __future__ import annotations
@@ -45,27 +45,30 @@ _FATAL_TEXTS = ("uncorrectable ecc error", "uncorrectable nvlink error", "gpu is
 class GpuFault:
     device: str  # PCI address, or index
     what: str
-    fatal: bool = True  # whether this machine cannot go on
+    fatal: bool = True  # whether this machine cannot continue
 
     def __str__(self) -> str:
         return f"GPU {self.device}: {self.what}"
 
 
 def fault_from_xid(device: str, number: int) -> GpuFault | None:
-    """Return the fault that an Xid means; None if a program can cause it, or if its meaning is unknown."""
+    """Return the hardware fault that an Xid reports; None if a program can cause the Xid, or if it is unknown."""
     what = _FATAL_XIDS.get(number) or _PASSING_XIDS.get(number)
     return None if what is None else GpuFault(device, f"Xid {number}, {what}", number in _FATAL_XIDS)
 
 
 def fault_from_error(message: str) -> GpuFault | None:
-    """Return the fault that the error of a rank shows; None if it is none of hardware."""
+    """Return the hardware fault that a rank's error message reports; None if it reports none."""
     text = message.lower()
     found = next((sign for sign in _FATAL_TEXTS if sign in text), None)
     return None if found is None else GpuFault("of the rank", found)
 
 
 def kernel_records(log: int) -> Iterator[tuple[float, str]]:
-    """Yield (seconds since boot, text) of each record that can be read: "priority,number,microseconds,flags;text"."""
+    """Yield (seconds since boot, text) of each record in the kernel log that can be read now.
+
+    A record has the form "priority,number,microseconds,flags;text".
+    """
     while True:
         try:
             prefix, _, text = os.read(log, 8192).decode(errors="replace").partition(";")
@@ -77,7 +80,9 @@ def kernel_records(log: int) -> Iterator[tuple[float, str]]:
 
 
 class GpuMonitor:
-    """Reader of a node's GPUs, in a thread of its own, because a broken driver may block. Without GPUs it does nothing.
+    """Monitor of a node's GPUs. It reads them in a thread, because a broken driver may block.
+
+    On a machine without GPUs, it does nothing.
 
     Attributes:
         faults: the hardware faults since the agent started, in the order in which they were found.
@@ -96,11 +101,11 @@ class GpuMonitor:
         self.idle_bytes: list[int] = []
 
     def sample(self, *, wait_seconds: float = 0.0) -> dict[str, int]:
-        """Return the newest measurement and request the next one. Wait for it at most `wait_seconds`.
+        """Return the newest measurement and request the next one. Wait at most `wait_seconds` for a recent one.
 
         Return {} if the measurement is older than 5 s. Fields: gpus (number), gpu_memory_used_bytes (sum),
         gpu_memory_free_bytes (smallest), gpu_busy_percent (smallest), gpu_celsius (highest), gpus_slowed (number of
-        GPUs that heat or power slow down).
+        GPUs that are throttled because of heat or power).
         """
         if self._thread is None:
             self._thread = threading.Thread(target=self._ask, name="gpu counters", daemon=True)
@@ -116,7 +121,7 @@ class GpuMonitor:
         self.faults.append(fault)
 
     def refresh(self, seconds: float) -> bool:
-        """Wait up to `seconds` for a new measurement. Return False without GPUs, or if there is none in time."""
+        """Wait up to `seconds` for a new measurement. Return False if none arrives, such as without GPUs."""
         if not self.sample(wait_seconds=seconds):
             return False
         with self._taken:
@@ -128,7 +133,7 @@ class GpuMonitor:
             return self._samples >= wanted
 
     def note_idle(self) -> None:
-        """Measure `idle_bytes`, unless it is known. Call this before ranks start."""
+        """Set `idle_bytes` to the memory in use now, unless it is already set. Call this before ranks start."""
         if not self.idle_bytes and self.refresh(_ANSWER_SECONDS):
             self.idle_bytes = self._used
 
@@ -137,9 +142,10 @@ class GpuMonitor:
         return next((fault for fault in self.faults if fault.fatal), None)
 
     def await_release(self, seconds: float, meanwhile: Callable[[], object]) -> str:
-        """Wait until each GPU uses no more memory than before the first rank. Return "", or what remains in use.
+        """Wait until each GPU uses about as little memory as before the first rank started.
 
-        The driver frees the memory of a killed process some time after the process has ended.
+        The driver frees the memory of a killed process some time after the process has ended. Return "" or, after
+        `seconds`, a message about the memory still in use.
         """
         idle, limit = self.idle_bytes, time.monotonic() + seconds
         while idle and self.refresh(_ANSWER_SECONDS) and len(self._used) == len(idle):
@@ -180,7 +186,7 @@ class GpuMonitor:
 
 
 def _visible_devices(library: Any) -> list[Any]:
-    """Return the handles of the GPUs that this job may use: others may belong to other jobs."""
+    """Return the handles of the GPUs that this job may use. Other GPUs may belong to other jobs."""
     devices = [library.nvmlDeviceGetHandleByIndex(index) for index in range(library.nvmlDeviceGetCount())]
     wanted = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
     if not wanted or wanted == ["all"]:
@@ -198,7 +204,7 @@ def _uuid(library: Any, device: Any) -> str:
 
 
 class _FaultFinder:
-    """Finder of faults since its creation: Xids in events and in the kernel log, and counters that rose."""
+    """Detector of hardware faults: new Xids in events or in the kernel log, and error counters that increased."""
 
     def __init__(self, library: Any, devices: list[Any], kernel_log: str) -> None:
         self._library, self._devices = library, devices
@@ -234,7 +240,7 @@ class _FaultFinder:
         return [fault for fault in found if fault is not None]
 
     def _state(self, device: Any) -> dict[str, int]:
-        """Return counters by the fault that a higher value means. Those that the GPU does not have are left out."""
+        """Return {fault: error counter}; an increase means the fault. Counters that the GPU lacks are left out."""
         library, state = self._library, dict[str, int]()
         with contextlib.suppress(Exception):
             kind, since_boot = library.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, library.NVML_VOLATILE_ECC

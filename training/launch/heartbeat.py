@@ -183,9 +183,9 @@ class HangLimits:
 
     @classmethod
     def from_config(cls, config: RunConfig) -> HangLimits:
-        """Compute the limits from the configuration.
+        """Compute the hang limits from the configuration.
 
-        They include a margin, so that ranks can report a missing rank themselves before their agent ends them.
+        The limits include a margin, so that the other ranks can report a missing rank before their agent ends them.
         """
         cluster = config.cluster
         return cls(
@@ -227,7 +227,8 @@ class PhaseThresholds:
     def suspicion_threshold(self, beat: HeartbeatReading) -> float:
         """Return the seconds without progress after which the agent collects evidence: 10 × p99, at least 3 s.
 
-        The p99 is that of the phase's earlier durations. In a phase without learned durations, other limits apply.
+        The p99 is that of the phase's earlier durations. Start-up, store requests and the first step, save or
+        evaluation have fixed limits instead.
         """
         if (own := self._fixed_limit(beat)) is not None:
             return own

@@ -56,9 +56,9 @@ _NATIVE_STACK = re.compile(r"Exception raised from |frame #\d+: ")
 class TerminalEcho:
     """Printer that copies new lines from the log of the node's first rank to the agent's output.
 
-    It prints all lines of rank 0. On other nodes, it prints only the line with the address of the metrics. After a
-    traceback, it prints only that line and rank 0's progress lines, because the traceback may not be the cause of the
-    failure.
+    It prints all lines of rank 0, and from other nodes only the line with the address of the metrics. From the first
+    traceback on, it prints only rank 0's progress lines and lines with an address of metrics, because the traceback may
+    not show the cause of the failure.
     """
 
     def __init__(self, group: WorkerGroup) -> None:
@@ -97,7 +97,7 @@ class NativeWarnings:
         self._inside = False
 
     def remove_from(self, lines: Sequence[str]) -> Iterator[str]:
-        """Yield the lines without such messages. Pass the parts of a log in order, since a stack may span several."""
+        """Yield the lines that remain. Pass the parts of a log in order, since a stack may span several parts."""
         for line in lines:
             note = _NATIVE_NOTE.match(line) is not None
             self._inside = note or (self._inside and _NATIVE_STACK.match(line) is not None)

@@ -144,7 +144,7 @@ class CoordinatorPeers(_Peers):
         self._receive_all()
 
     def announce_wait(self, seconds: float) -> str:
-        """Tell the followers in how many seconds node 0 can start at the earliest. Return `leave_cause`."""
+        """Tell the followers that node 0 needs at least `seconds` to start. Return why the gang must exit, or ""."""
         self.admit_nodes()
         self._send_wait(seconds)
         return self.leave_cause
@@ -152,8 +152,8 @@ class CoordinatorPeers(_Peers):
     def roll_call(self, deadline_seconds: float, stopped: Callable[[], bool]) -> None:
         """Wait until all followers have joined, then until no node waits for a pending notice to expire.
 
-        Once all have joined, later calls return at once. Raises GangError if a follower is missing or waits longer than
-        the deadline, if a waiting follower is lost, or if a node was asked to stop.
+        If all followers have joined before, return at once. Raises GangError if a follower has not joined or still
+        waits at the deadline, if a waiting follower is lost, or if a node was asked to stop.
         """
 
         def should_stop() -> bool:
@@ -185,7 +185,7 @@ class CoordinatorPeers(_Peers):
             self._broadcast({"kind": "notice_wait", "seconds": max(seconds, 0.0)})
 
     def _record_wait(self, node: int, order: RankOrder) -> None:
-        """Record that a node waits `order.seconds` for its notice to expire. If these are 0, its wait is over."""
+        """Record that a node waits `order.seconds` for its notice to expire, or that its wait is over if they are 0."""
         self._waits[node] = (time.monotonic() + order.seconds, order)
         if order.seconds <= 0:
             del self._waits[node]
@@ -252,7 +252,7 @@ class CoordinatorPeers(_Peers):
     def _await_replacements(
         self, lost: Sequence[int], stopped: Callable[[], bool], meanwhile: Callable[[], object]
     ) -> bool:
-        """Wait until all lost nodes have joined again. Return whether they have in time."""
+        """Wait for the replacements of all lost nodes. Return whether all have joined in time."""
         if not self._is_replaced(lost):
             return False
         cluster = self._spec.config["cluster"]
@@ -396,7 +396,7 @@ class CoordinatorPeers(_Peers):
         return replace(end, again=True, left_out=sorted(noticed))
 
     def _go_on_without_reader(self, end: GenerationEnd) -> GenerationEnd:
-        """Return a result with which the gang continues without the node that reads commits wrongly.
+        """Return a result with which the gang continues without the node that read damaged data from a commit.
 
         Return `end` unchanged if this is node 0 or if too few other nodes remain.
         """
@@ -438,9 +438,9 @@ class FollowerPeers(_Peers):
     ) -> None:
         """Join the gang. Raises GangError if node 0 cannot be reached before the deadline.
 
-        `secret` is the same as in `join_gang`. `pending_notice` is a Spot notice for this machine: its ranks start only
-        if the machine still exists at the notice's time. As soon as node 0 announces the next generation, `opened` is
-        called with its number.
+        `secret` is the same as in `join_gang`. `pending_notice` is a Spot notice for this machine; the ranks start only
+        if the machine still exists when the notice expires. `opened` is called with the number of the next generation
+        as soon as node 0 announces it.
         """
         super().__init__()
         hello: Message = {"node": spec.node, "host": host}
@@ -514,7 +514,7 @@ class FollowerPeers(_Peers):
         self._connection.close()
 
     def _next(self, *kinds: str) -> Message | None:
-        """Process received messages in order, up to the first one of these kinds. Return that message, or None."""
+        """Process received messages in order. Return the first message whose kind is in `kinds`, or None."""
         self._connection.keep_alive()
         self._inbox.extend(self._connection.receive())
         while self._inbox:

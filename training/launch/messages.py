@@ -65,12 +65,12 @@ class GangSpec(_StartSpec):
 
     @property
     def token(self) -> str:
-        """Text that is equal on all nodes of this start, to detect a connection to the port of another gang."""
+        """Identifier of the gang, equal on all nodes. It reveals a connection to the port of another gang."""
         return f"{self.job}/{self.run}/{self.attempt}/{self.nodes}x{self.processes_per_node}"
 
     @property
     def silence_seconds(self) -> float:
-        """Seconds without a message until a node counts as lost: the configured hang floor, limited to 4 to 20 s."""
+        """Seconds without a message until a node counts as lost: the configured hang floor, but 4 s to 20 s."""
         return min(_LONGEST_SILENCE_SECONDS, max(_SHORTEST_SILENCE_SECONDS, self.survival.hang_floor_seconds))
 
     @property
@@ -156,7 +156,7 @@ class RankOrder:
 
 
 class OrderRecord:
-    """Record in shared memory of the orders to a node's ranks.
+    """The agent's orders to the ranks of its node, in shared memory.
 
     The agent writes the file; each rank reads it once per step, which takes less than 1 µs. Reads need no lock, because
     there is one writer and each field is one aligned 8-byte integer.
@@ -172,7 +172,7 @@ class OrderRecord:
         return cls(path)
 
     def write(self, order: RankOrder) -> None:
-        """Add an order. Among orders to exit, the earliest deadline applies. Orders to save are only counted."""
+        """Add an order. Among orders to exit, the earliest deadline applies. An order to save increments a counter."""
         record = self._record
         if not order.leave:
             record[_SAVES] += 1

@@ -100,9 +100,9 @@ class NodeRuntime:
         self._node_numbers: set[int] = set()  # in all generations; its pushed metrics are grouped by them
 
     def find_pending_notice(self) -> RankOrder | None:
-        """Return the order for a notice that must expire before the ranks start; None without one.
+        """Return the order for a notice that must expire before the ranks start; None if there is none.
 
-        Without one, also start the keeper and the standby, so that they are ready when the ranks start.
+        If there is none, also start the keeper and the standby, so that they are ready when the ranks start.
         """
         notice = self.drain.find_pending(self.start_seconds - _JOIN_SECONDS)
         if notice is None:
@@ -155,7 +155,7 @@ class NodeRuntime:
         return self.drain.leaving
 
     def end_if_stopped(self) -> GenerationEnd:
-        """Return the result to record if the agent is stopped before the coordinator has decided on another one."""
+        """Return the result to record if the agent is stopped before it receives a result from the coordinator."""
         culprit = f"node {self.spec.node} ({self.host}): the agent was stopped"
         return GenerationEnd(culprit=culprit, reason=EndReason.AGENT_STOPPED)
 

@@ -361,7 +361,7 @@ class RollCallServer:
             self._callers.remove(oldest)
 
     def _admit(self, caller: _Caller, nodes: int) -> bool:
-        """Process the caller's messages. Return whether its handshake has ended, successfully or not."""
+        """Process messages of a connecting follower. Return whether its handshake has succeeded or failed."""
         peer = caller.connection
         for message in peer.receive():
             if peer.closed:  # the follower will connect again

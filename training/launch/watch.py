@@ -150,7 +150,7 @@ class RankWatch:
         self._absent_seconds = self._store_wait_seconds = 0.0
 
     def check(self, *, store_wait: bool = False) -> list[WorkerFailure]:
-        """Return new failures and witnesses. A call that finds none takes microseconds per rank.
+        """Return new failures and witnesses (see the class). A call that finds none takes microseconds per rank.
 
         `store_wait` is True if a rank of the gang waits for the store. The others then wait for that rank, which is not
         a hang.
@@ -188,8 +188,8 @@ class RankWatch:
     def _report_dump(self, living: list[_Rank], due: list[_Rank], suspicious: bool, now: float) -> list[WorkerFailure]:
         """Start a dump of stacks and flight recorders of all living ranks, unless one is running or at most 5 s old.
 
-        Once the dump is done, return the failures of the ranks in `due` and the witnesses of the others. The latter are
-        returned once per dump, and whenever they were requested.
+        Once the dump is done, return the failures of the ranks in `due`. Return the witnesses of the other ranks once
+        per dump, and again if the coordinator has requested them.
         """
         if self._dump is None or (self._dump.done and now - self._dump.at > _DUMP_FRESH_SECONDS):
             self._dumps += 1
@@ -240,8 +240,7 @@ class _Rank:
     def check(self, now: float, absent: float, store_wait: float) -> None:
         """Update whether the rank is stopped, hung or suspicious.
 
-        Seconds during which this node's agent was suspended do not count. Nor does a wait of all ranks for the store
-        count as a hang.
+        The time during which this node's agent was suspended does not count, and a wait for the store is no hang.
         """
         beat = self._worker.beat
         if absent != self._absent_at_check:  # the rank may have been stopped together with the agent
@@ -300,7 +299,7 @@ class _Rank:
         )
 
     def exit_witness(self) -> WorkerFailure | None:
-        """Return a witness for a rank that has finished with a result; None for any other rank."""
+        """Return a witness (a report that is no failure) for a rank that has finished with a result, else None."""
         result = None if self.living else self._worker.result()
         if result is None:
             return None
@@ -334,7 +333,7 @@ class _Rank:
         )
 
     def _read_error_location(self) -> str:
-        """Return the code location of the rank's exception, from the file that torch's @record wrote; "" without it."""
+        """Return the code location of the rank's exception, from the file of torch's @record; "" without a file."""
         try:
             record = json.loads(self._worker.log_path.with_suffix(".error.json").read_text())["message"]
             return bounded_text(parse_traceback(record["extraInfo"]["py_callstack"]), _LONGEST_PLACE)

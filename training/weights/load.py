@@ -39,9 +39,8 @@ def initialise(
     only on the seed and its name, not on parallel mode, world size, device or the order of modules. A tied parameter is
     initialised under its first name. Raises WorkloadError for a module without `reset_parameters`.
 
-    With `overwritten`, a commit or a file is about to overwrite everything but buffers that no commit has. Only modules
-    with such buffers are initialised then. `progress` is called before each module, since all take minutes if the model
-    is large.
+    If `overwritten` is True, a commit or file will overwrite everything except non-persistent buffers, so only modules
+    with such buffers are initialised. `progress` is called before each module, since a large model takes minutes.
     """
     tied = tied_names(blank)
     targets = dict(module.named_parameters()) | dict(module.named_buffers())

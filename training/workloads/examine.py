@@ -77,8 +77,8 @@ def examine(
 def examine_script(config: RunConfig, sha256: str | None = None) -> Examination:
     """Run the script on the CPU as a single rank until its attached job has taken two steps, within 90 s.
 
-    If that fails, the shape is of kind "unknown": the plan then knows neither steps nor hours. `sha256` is the hash of
-    the archive of its folder, if this machine does not have it.
+    If that fails, the shape has the kind "unknown", and the plan cannot estimate steps or hours. If this machine does
+    not have the script, `sha256` is the hash of the archive of the script's folder.
     """
     assert config.script is not None
     words = {"script": config.script, "words": config.script_args, "script_sha256": sha256}
@@ -112,7 +112,7 @@ def examine_script(config: RunConfig, sha256: str | None = None) -> Examination:
 
 
 def _shape(measured: dict[str, Any], config: RunConfig) -> ModelShape:
-    """Return a script's shape from what its job wrote (`ebbflow.training.attached_guards.probe`)."""
+    """Return a script's shape from the measurements that `ebbflow.training.attached_guards.probe` wrote."""
     gang = local_gang(config)
     ranks, samples = 1 if gang is None else gang.ranks, measured.get("samples", 1.0)
     steps = measured.get("steps") or config.training.max_steps
@@ -189,7 +189,7 @@ def _run(
 ) -> str:
     """Run a command and return its output, or "" if the output goes to the terminal.
 
-    At the deadline, the command and all its children are killed, and a WorkloadError that names `what` is raised.
+    At the deadline, kill the command and all its children, and raise a WorkloadError that names `what`.
     """
     with subprocess.Popen(
         command,

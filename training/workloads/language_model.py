@@ -134,7 +134,7 @@ class TextBatch:
 
     @classmethod
     def of(cls, text: Tensor) -> TextBatch:
-        """Make a batch of samples that have one more token than their length."""
+        """Make a batch from token sequences of shape `[batch, length + 1]`."""
         return cls(text[:, :-1], text[:, 1:])
 
     @property
@@ -234,7 +234,7 @@ class TextWorkload:
     def _windows(self, tokens: np.ndarray, side: str) -> int:
         """Return the number of non-overlapping samples in `tokens`.
 
-        Each sample needs one more token as its last target.
+        After the last sample, one more token is needed as its last target.
         """
         windows = (tokens.size - 1) // self._length
         if windows < 1:

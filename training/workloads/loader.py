@@ -168,7 +168,7 @@ def user_code(what: str) -> Iterator[None]:
 def _raised(error: BaseException, what: str) -> WorkloadError:
     """Return a WorkloadError that names the line of the user's code where the error was raised.
 
-    If the traceback has no such line, the error names the line that raised.
+    If the traceback has no line of the user's code, the WorkloadError names the innermost line.
     """
     frames = list(traceback.extract_tb(error.__traceback__))
     frame = ([frame for frame in frames if not _is_foreign(frame.filename)] or frames)[-1]

@@ -331,7 +331,7 @@ def _check_same_again(name: str, workload: Workload, model: nn.Module, count: in
 
 
 def _check_sum(trial: Trial, workload: Workload, model: nn.Module, batch: Batch, whole: Loss) -> None:
-    """Check that the losses of two micro-batches add up, so that results do not depend on the number of ranks."""
+    """Check that the losses of two micro-batches add up to the whole batch's, so that the split changes nothing."""
     with user_code(f"{trial.name}: batch.split"):
         parts = batch.split(2)
     if len(parts) != 2:
