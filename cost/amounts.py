@@ -22,9 +22,9 @@ def round_amount(amount: Decimal, decimals: int = USD_DECIMALS) -> Decimal:
 def apportion(amounts: list[Decimal], decimals: int = USD_DECIMALS, *, total: Decimal | None = None) -> list[Decimal]:
     """Round each amount so that the rounded amounts sum to the rounded sum of the exact amounts.
 
-    This is the largest-remainder method. Every amount is rounded down. The missing units are then added, one each, to
-    the amounts with the largest remainders (to the earlier amount when equal). No amount changes by a whole unit or
-    more.
+    This is the largest-remainder method. Every amount is rounded down. Then the amounts with the largest remainders get
+    one unit each, until the sum is right. Of equal remainders, the earlier one comes first. Every result differs from
+    its exact amount by less than one unit.
 
     Args:
         decimals: Number of decimals to round to.

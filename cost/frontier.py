@@ -91,7 +91,7 @@ _LEGEND = (
 
 
 def render_frontier(front: Sequence[FrontierPoint], plan: Plan) -> str:
-    """Render the front as a table. `*` marks the plan's choice, `!` one that exceeds budget or deadline."""
+    """Render the front as a table. `*` marks the plan's choice, `!` a choice that exceeds budget or deadline."""
     rows = _rows(front, plan)
     if not rows:
         return "no pool can run the job: `ebbflow plan` without --frontier shows why"

@@ -1,4 +1,4 @@
-"""`ebbflow jobs`: the jobs of a team with their state, spent and forecast dollars, and which job may start next."""
+"""`ebbflow jobs`: list the jobs of a team with state, spent dollars and forecast, and the jobs that may start next."""
 
 from __future__ import annotations
 

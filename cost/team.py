@@ -66,7 +66,7 @@ class JobMoney:
     Attributes:
         spent: Dollars spent in each month.
         limit_usd: `cost.budget_usd`; None if not set.
-        runs_until: Unix time at which a running job, or one that starts now, ends at the latest; None if unknown.
+        runs_until: Latest possible end of the job (Unix time) if it is running or starts now; None if unknown.
     """
 
     job: str
@@ -136,7 +136,7 @@ def admit(
     running: Sequence[JobMoney],
     waiting: Iterable[JobMoney],
 ) -> list[Admission]:
-    """Decide for each waiting job, in the order of `order_by_value`, whether it may start now beside the running ones.
+    """Decide for each waiting job, in the order of `order_by_value`, whether it may start now.
 
     Args:
         jobs: All jobs that spent money, including running and waiting ones.

@@ -1,4 +1,4 @@
-"""Compute the cost of each node: its paid time at the price of each moment.
+"""Compute the cost of each node: its price per hour, integrated over its paid time.
 
 Nodes of one gang may share an instance, such as pods that Kubernetes packs onto one machine. At each moment the price
 is then divided by the number of this job's nodes on the instance. Other jobs on the same instance are unknown to this

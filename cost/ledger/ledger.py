@@ -217,7 +217,7 @@ class _Sums:
 def _find_start_causes(generations: Mapping[int, RecordedGeneration]) -> dict[int, str]:
     """Return, for each generation, a text that names the interruption that made its start necessary.
 
-    It is empty for the first generation, and after a generation that ended as planned.
+    The text is empty for the first generation, and after a generation that ended as planned.
     """
     found, before = {}, ""
     for number in sorted(generations):

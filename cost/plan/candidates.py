@@ -53,7 +53,7 @@ class JobProgress:
     """A job's progress at the time of a plan.
 
     Attributes:
-        done_steps: Steps contained in the newest commit, from which the job resumes.
+        done_steps: Step of the newest commit, from which the job resumes.
         spent_usd: Cost of the job so far.
         started_utc: Unix time from which the deadline counts (`read_progress`); None if the job has not started.
     """

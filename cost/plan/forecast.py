@@ -18,7 +18,7 @@ capacity that was reclaimed in the past month. If this share is taken as the pro
 a month of 730 hours, the hazard is −ln(1 − p) / 730 per hour. The band is an average over a month and all zones. It is
 therefore only the mean of a prior with very little weight, which measurements of the user's own jobs soon outweigh
 (`ebbflow.cost.job_history`). A pool is reclaimed as a whole, so the hazard does not grow with the number of nodes.
-Machine failures are independent, so they grow with the number of GPUs, in either market.
+Machine failures are independent, so their rate grows with the number of GPUs, in either market.
 
 Quantiles come from a Monte Carlo simulation with a fixed seed, in which three things vary:
 

@@ -202,7 +202,7 @@ class Plan:
 
 
 def figure_kinds() -> dict[str, str]:
-    """Return how each figure of a `Candidate` is known (such as "estimated"), by the name of the figure."""
+    """Return the source of each figure of a `Candidate`, such as "estimated", by the name of the figure."""
     on_demand = ", ".join(f"{day}, {region}" for region, day in on_demand_recorded().items())
     return {"on_demand_usd_per_hour": f"recorded {on_demand}", **_KINDS}
 

@@ -1,6 +1,6 @@
 """Render a plan as text: the chosen pool, the other pools in order, and the rejected pools with their reasons.
 
-A letter after a figure shows how it is known: l live, r recorded on a date, e estimated, s simulated, ! stale.
+A letter after a figure shows its source: l live, r recorded on a date, e estimated, s simulated, ! stale.
 The text does not rely on indentation, because log viewers drop leading spaces.
 """
 
@@ -48,7 +48,7 @@ def render_plan(plan: Plan) -> str:
 
 
 def render_brief(plan: Plan, *, width: int = 80) -> list[str]:
-    """Render what a person decides on: the chosen pool, its dollars and hours, the next three pools, and rejections."""
+    """Render the plan in short: the chosen pool, its dollars and hours, the next three pools, and rejections."""
     lines = []
     if (best := plan.chosen) is not None:
         where = " (simulated: this run stays on this machine)" if plan.simulated else ""

@@ -70,7 +70,7 @@ def _rejection(config: RunConfig, sources: PlanInputs, pool: Candidate) -> Rejec
 
 
 def budget_hint(config: RunConfig, sources: PlanInputs, cheapest: Candidate, needed_usd: float) -> str:
-    """Return a hint: raise the budget to `needed_usd`, or lower the number of steps to what the budget pays for."""
+    """Return a hint: raise the budget to `needed_usd`, or lower the number of steps until the budget suffices."""
     enough = math.ceil(needed_usd * 100) / 100
     hint = f"set cost.budget_usd to {enough:.2f} or more"
     left = sources.steps_left(config)

@@ -186,7 +186,7 @@ class Throughput:
         step_seconds: Duration of one optimizer step.
         bound: The resource that limits the speed: compute, network, host, pcie or launch.
         mfu: Model FLOPs utilisation at this speed.
-        kind: How the speed is known: "measured", "scaled from …", or "prior" (estimated).
+        kind: Source of the speed: "measured", "scaled from …", or "prior" (estimated).
         log_deviation: Uncertainty of the speed: the standard deviation of its logarithm.
     """
 

@@ -32,8 +32,8 @@ class Quote:
         at: Unix time of the last price change; None if unknown.
         observed: Unix time at which the price was last known to be valid. The age of the price counts from this time,
             because a price may stay unchanged for weeks.
-        kind: How the price is known: live, recorded (on a date) or estimated.
-        source: Origin of the price, in words.
+        kind: Kind of price: live, recorded (on a date) or estimated.
+        source: Source of the price, in words.
     """
 
     instance_type: str
@@ -57,7 +57,7 @@ class Quote:
         return self.kind != "estimated" and self.age_hours(now_utc) > max_age_hours
 
     def describe(self, now_utc: float, max_age_hours: float) -> str:
-        """Describe how the price is known, such as "recorded 2021-05-31 00:20 UTC, 5.5 years old: stale".
+        """Describe the kind and the age of the price, such as "recorded 2021-05-31 00:20 UTC, 5.5 years old: stale".
 
         The text begins with `kind`.
         """

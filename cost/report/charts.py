@@ -435,7 +435,7 @@ def _columns(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> dict[str, 
 
 
 def _spread(rows: list[dict[str, Any]], largest: int) -> list[dict[str, Any]]:
-    """Return at most `largest` rows, evenly spaced, with the first and the last one."""
+    """Return at most `largest` evenly spaced rows, including the first and the last row."""
     if len(rows) <= largest:
         return rows
     return [rows[number * (len(rows) - 1) // (largest - 1)] for number in range(largest)]

@@ -171,7 +171,7 @@ _LONGEST_CLOSING = 15
 def render_closing(
     report: RunReport, page: str, *, python: str = PYTHON, notes: Sequence[str] = (), width: int = 80
 ) -> str:
-    """Render how the job ended in at most 15 lines: the verdict, what it cost, what was lost, and what to do next.
+    """Render the end of a job in at most 15 lines: the verdict, failures, key figures and the next step.
 
     Args:
         page: Path of the report page.

@@ -78,7 +78,7 @@ class RunReport:
             not recorded.
         money: Owner, forecast, dollars by cause and hindsight (`cost.report.figures.compute_money_figures`); empty in
             old reports.
-        progress: Steps, estimated end and cost, and what a stop now would lose (`cost.report.charts.compute_progress`).
+        progress: Steps, estimated end and cost, and the loss from a stop now (`cost.report.charts.compute_progress`).
         charts: Series, marks, lanes and ranks for plots (`cost.report.charts.build_charts`); empty in old reports.
         running: The launcher that is running the job (since_utc, host, user, pid, command, heartbeat_age_seconds); None
             if the job is not running.

@@ -75,7 +75,7 @@ def describe_first_failure(report: RunReport) -> str:
 
 
 def describe_stop(report: RunReport) -> str:
-    """Say what a stop at this moment would lose; "" unless the job is running."""
+    """Describe the work and dollars that a kill would lose now; "" unless the job is running."""
     found = report.progress
     if report.outcome is not None or not found:
         return ""
