@@ -32,16 +32,20 @@ from ebbflow.training.attached_guards import ScriptGuards, worst_loss
 from ebbflow.training.attached_state import (
     BatchSource,
     count_samples,
+    find_frozen,
     from_bytes,
     join_state,
     own_buffers,
+    restore_buffers,
+    restore_frozen,
     split_state,
+    split_states,
     to_bytes,
 )
 from ebbflow.training.checkpoint.manifest import TensorEntry
 from ebbflow.training.checkpoint.restore import Place, RestoreResult
 from ebbflow.training.checkpoint.signing import signer, use_signing_key
-from ebbflow.training.checkpoint.state import SHARED_PREFIX, FurtherState, restore_rng, rng_name
+from ebbflow.training.checkpoint.state import FurtherState, restore_rng, rng_name
 from ebbflow.training.errors import AttachError, TrainingError, describe_exception
 from ebbflow.training.gang import Gang, leave
 from ebbflow.training.launch.messages import OrderRecord, WorkerSpec
@@ -438,22 +442,20 @@ class AttachedJob:
     def _capture(self, step: int) -> dict[str, Any]:
         """Return the job's fields for a commit, and give the saver the tensors to which these fields refer."""
         shared: dict[str, Tensor] = {}
-        forms = {
-            name: split_state(one.state_dict(), f"{SHARED_PREFIX}{name}", shared) for name, one in self._states.items()
-        }
+        forms = split_states(self._states, shared)
         own = own_buffers(self._model) if not self._gang.alone else {}
         source = self._source.state() if self._source is not None else None
         own["attach"] = to_bytes({"seed": self._seed, "source": split_state(source, "source", own)})
         self._saver.further = FurtherState(own, shared)
         self._saved_step = step
         at = {"epoch": self.epoch, "batch": self._batch, "samples": self._epoch_samples, "seed": self._seed}
-        return {"attach": {**at, "states": forms}, "guards": self._guards.numbers.to_json()}
+        at |= {"states": forms, "frozen": find_frozen(self._model)}
+        return {"attach": at, "guards": self._guards.numbers.to_json()}
 
     def _restore(self) -> None:
         """Restore the newest commit, if there is one. Collective."""
         shared: dict[str, Tensor] = {}
-        for name, one in self._states.items():
-            split_state(one.state_dict(), f"{SHARED_PREFIX}{name}", shared)
+        split_states(self._states, shared)
 
         def place(name: str, entry: TensorEntry) -> Tensor:
             there = shared.get(name)
@@ -482,13 +484,11 @@ class AttachedJob:
             self._seed, self._in_other_batches = at.get("seed", self._seed), self._epoch_samples > 0
             now = self._gang.world_size
             self._resized = f"a commit of {restored.world_size} ranks was resumed on {now}, whose sums differ"
-        own = restored.further.own
-        if "attach" in own:
+        restore_frozen(self._model, at.get("frozen"), self.say)
+        if "attach" in (own := restored.further.own):
             kept = from_bytes(own["attach"])
             self._seed, self._source_state = kept["seed"], join_state(kept["source"], own)
-        for name, buffer in own_buffers(self._model).items():
-            if (stored := own.get(name)) is not None and stored.shape == buffer.shape:
-                buffer.copy_(stored)
+        restore_buffers(self._model, own)
 
     def _read_commit(self, place: Place) -> RestoreResult | None:
         """Read the newest commit into model and optimizer, and continue from its step. Collective."""

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from ebbflow.training.checkpoint.state import SHARED_PREFIX, model_tensors
 from ebbflow.training.errors import AttachError
 
 _LARGEST_BUFFER_BYTES = 16 * 2**20
@@ -261,8 +262,21 @@ class BatchSource:
         if not self._in_sampler or self._stateful is not None:
             if skip:
                 self._say(f"reading {skip} batches of epoch {epoch} again to skip them: the loader has no state_dict")
-            return itertools.islice(self._iterate(self.loader), skip, None)
+            return self._from_stream(seed, skip)
         return self._from_sampler(seed, skip)
+
+    def _from_stream(self, seed: int, skip: int) -> Iterator[Any]:
+        """Yield the batches of a loader without a sampler. The random numbers of each depend only on its number."""
+        with _random_numbers_of(seed):  # the seed of the workers
+            batches = iter(self._iterate(self.loader))
+        for number in itertools.count():
+            with _random_numbers_of(derive_seed(seed, number)):
+                try:
+                    batch = next(batches)
+                except StopIteration:
+                    return
+            if number >= skip:
+                yield batch
 
     def _from_accelerate(self, seed: int, skip: int) -> Iterator[Any]:
         """Return an iterator over a loader that accelerate has prepared.
@@ -298,6 +312,54 @@ class BatchSource:
                 return self._iterate(loader)
         finally:
             object.__setattr__(loader, name, sampler)
+
+
+def split_states(states: Mapping[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """Return `split_state` of each object's `state_dict()`, by name; its tensors are those that all ranks hold."""
+    return {name: split_state(one.state_dict(), f"{SHARED_PREFIX}{name}", tensors) for name, one in states.items()}
+
+
+def restore_buffers(model: nn.Module, own: Mapping[str, Tensor]) -> None:
+    """Copy the buffers of this rank from a commit. Buffers of another shape keep their values."""
+    for name, buffer in own_buffers(model).items():
+        if (stored := own.get(name)) is not None and stored.shape == buffer.shape:
+            buffer.copy_(stored)
+
+
+def _is_trained(tensor: Tensor) -> bool | None:
+    return tensor.requires_grad if isinstance(tensor, nn.Parameter) else None  # None: a buffer
+
+
+def find_frozen(model: nn.Module) -> list[str]:
+    """Return the names of the parameters that are not trained."""
+    return [name for name, one in model_tensors(model).items() if _is_trained(one) is False]
+
+
+def restore_frozen(model: nn.Module, frozen: list[str] | None, say: Callable[[str], None]) -> None:
+    """Set requires_grad as in the commit: steps that changed it are not run again.
+
+    Args:
+        frozen: names from `find_frozen`; None in commits of older versions.
+
+    Raises AttachError for parameters that DDP would not average among the ranks.
+    """
+    if frozen is None:
+        return
+    names = set(frozen)
+    found = model_tensors(model)
+    changed = [name for name, one in found.items() if _is_trained(one) is (name in names)]
+    if not changed:
+        return
+    shown = ", ".join(changed[:3]) + (f" and {len(changed) - 3} more" if len(changed) > 3 else "")
+    trained = [name for name in changed if name not in names]
+    if trained and isinstance(model, nn.parallel.DistributedDataParallel):
+        raise AttachError(
+            f"requires_grad of {shown} is not as in the commit, and DDP ignores parameters that were frozen when it "
+            "was made; fix: freeze and unfreeze them before DDP, by the epoch or step of the job"
+        )
+    for name in changed:
+        found[name].requires_grad_(name not in names)
+    say(f"requires_grad of {shown} is set as in the commit")
 
 
 def count_samples(batch: Any) -> int:

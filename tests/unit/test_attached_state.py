@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ebbflow.training.attached_guards import describe_promise
-from ebbflow.training.attached_state import BatchSource, join_state, split_state
+from ebbflow.training.attached_state import BatchSource, find_frozen, join_state, restore_frozen, split_state
 from ebbflow.training.errors import AttachError
 
 
@@ -96,6 +96,39 @@ def test_a_loader_goes_on_at_any_batch(workers: int) -> None:
     assert indices == [batch[0] for batch in epochs[1][2:]]
     if workers:  # their random numbers depend on the batch alone; those of this process are part of the commit
         assert resumed == epochs[1][2:]
+
+
+class Stream(IterableDataset[Any]):
+    """A stream without a state, whose samples have random numbers of their own."""
+
+    def __iter__(self) -> Any:
+        return (number + torch.rand(()) for number in range(24))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_without_a_state_gives_the_same_batches_when_it_is_read_again(workers: int) -> None:
+    loader = DataLoader(Stream(), batch_size=4, num_workers=workers)
+    torch.manual_seed(1)
+    whole = [batch.tolist() for batch in BatchSource(loader, 5, print).epoch(3, 0)]
+    torch.manual_seed(2)  # the model of another run has drawn other numbers
+    own = torch.get_rng_state()
+    rest = [batch.tolist() for batch in BatchSource(loader, 5, print).epoch(3, 4)]
+    assert rest == whole[4:] and torch.equal(torch.get_rng_state(), own)
+    assert [batch.tolist() for batch in BatchSource(loader, 5, print).epoch(4, 0)] != whole
+
+
+def test_requires_grad_is_restored_under_the_names_without_wrappers() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    model[0].weight.requires_grad = False
+    frozen, said = find_frozen(model), []
+    assert frozen == ["0.weight"]
+    model[0].weight.requires_grad = True
+    model[1].bias.requires_grad = False
+    restore_frozen(torch.compile(model), frozen, said.append)  # type: ignore[arg-type]
+    assert find_frozen(model) == frozen and "0.weight, 1.bias" in said[0]
+    restore_frozen(model, frozen, said.append)
+    restore_frozen(model, None, said.append)
+    assert len(said) == 1
 
 
 def test_a_dataset_with_a_state_goes_on_through_it() -> None:

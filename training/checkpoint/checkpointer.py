@@ -279,7 +279,10 @@ class Checkpointer:
         try:
             canonical_json(common)
         except (ValueError, TypeError) as error:
-            raise CheckpointError(f"extra or the optimizer's settings cannot be kept as JSON: {error}") from error
+            hint = "ebbflow.attach(model, NAME=optimizer) saves optimizers with lists of tensors, such as LBFGS"
+            raise CheckpointError(
+                f"extra or the optimizer's settings cannot be kept as JSON: {error}; fix: {hint}"
+            ) from error
         return common
 
     def _send(self) -> None:

@@ -34,6 +34,7 @@ from ebbflow.training.errors import CheckpointError, CommitMismatch
 SHARED_PREFIX = "state."
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 _PREFIX = "rng"
+_ALL_GROUPS = "give the optimizer all its groups before the job is restored, with requires_grad=False until they train"
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def named_state(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Tens
 
     Raises CheckpointError if a state cannot be stored under such a name.
     """
-    state = {f"model.{name}": tensor.detach() for name, tensor in _model_tensors(model).items()}
+    state = {f"model.{name}": tensor.detach() for name, tensor in model_tensors(model).items()}
     if optimizer is None:
         return state
     for fqn, parameter in _optimized(model, optimizer):
@@ -89,7 +90,7 @@ def prepare_for_loading(manifest: Manifest, model: nn.Module, optimizer: Optimiz
     Raises CommitMismatch, on all ranks alike, if names or global shapes differ. The model is compared first, because a
     different model also has different optimizer state.
     """
-    targets = {f"model.{name}": tensor.detach() for name, tensor in _model_tensors(model).items()}
+    targets = {f"model.{name}": tensor.detach() for name, tensor in model_tensors(model).items()}
     stored = {name for name in manifest.tensors if name.startswith("model.")}
     _compare_names(stored, set(targets), manifest)
     _compare_shapes(targets, manifest)
@@ -105,7 +106,8 @@ def apply_settings(settings: Mapping[str, Any], model: nn.Module, optimizer: Opt
     """Apply `settings` to the optimizer, matching param groups by position. Raises CommitMismatch."""
     groups = settings["param_groups"]
     if len(groups) != len(optimizer.param_groups):
-        raise CommitMismatch(f"{len(groups)} optimizer groups in the commit, {len(optimizer.param_groups)} here")
+        have = len(optimizer.param_groups)
+        raise CommitMismatch(f"{len(groups)} optimizer groups in the commit, {have} here; fix: {_ALL_GROUPS}")
     for stored, group in zip(groups, optimizer.param_groups, strict=True):
         for key, value in stored.items():
             if key == "params":
@@ -120,7 +122,8 @@ def apply_settings(settings: Mapping[str, Any], model: nn.Module, optimizer: Opt
         optimizer.state[parameters[fqn]].update(values)
 
 
-def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return parameters and persistent buffers by the names that they have without wrappers. Raises CheckpointError."""
     inner, wrapped = model, model
     while wrapped is not None:
         inner = wrapped
@@ -140,7 +143,7 @@ def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _optimized(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, nn.Parameter]]:
-    names = {id(tensor): name for name, tensor in _model_tensors(model).items()}
+    names = {id(tensor): name for name, tensor in model_tensors(model).items()}
     for number, group in enumerate(optimizer.param_groups):
         for place, parameter in enumerate(group["params"]):
             if id(parameter) not in names:
@@ -165,7 +168,8 @@ def _prepare_optimizer(manifest: Manifest, model: nn.Module, optimizer: Optimize
         if not state:
             del optimizer.state[parameter]
     if wanted:
-        raise CommitMismatch(f"the commit has optimizer state of {sorted(wanted)[:5]}, unknown to this optimizer")
+        few = sorted(wanted)[:5]
+        raise CommitMismatch(f"the commit has optimizer state of {few}, which this optimizer lacks; fix: {_ALL_GROUPS}")
 
 
 def _allocate(fqn: str, key: str, entry: TensorEntry, parameter: nn.Parameter, optimizer: Optimizer) -> Tensor:
