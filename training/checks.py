@@ -102,7 +102,7 @@ def commits_room(config: RunConfig) -> tuple[int, str]:
 
 
 def _suffices(config: RunConfig, files: int, train_bytes: int, held_out_bytes: int) -> CheckFinding:
-    """Check that the text is enough for one training batch and one held-out sample; a token is at least one byte."""
+    """Check that the text is enough for one training batch and one held-out sample, counting one byte per token."""
     length, batch = config.model.sequence_length, config.training.batch_size
     samples = max(0, train_bytes - 1) // length
     gang = local_gang(config)

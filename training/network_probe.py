@@ -39,7 +39,7 @@ _PROBLEMS = (dist.DistError, RuntimeError, OSError)
 
 @dataclass(frozen=True)
 class Link:
-    """Measurements of one direction between two nodes. Seconds, bytes, and bytes per second; None if unknown."""
+    """Measurements of one direction between two nodes. In seconds, bytes, and bytes per second; None if unknown."""
 
     source: int
     target: int
@@ -56,7 +56,7 @@ def probe_links(store: Store, node: int, nodes: int, *, address: str, name: str,
     Args:
         store: key-value store of the gang.
         address: address at which other nodes reach this one.
-        name: text that is the same on all nodes of this start; ports and a token follow from it.
+        name: text that is the same on all nodes of this start; ports and a token are derived from it.
         lead: whether this rank measures for its node.
 
     Raises RendezvousError if a node cannot reach another one.

@@ -336,9 +336,11 @@ def spread_model(
 
     The weights are bit-identical in every parallel mode and at any world size. A single rank is neither sharded nor
     replicated, unless mixed precision or offloading needs FSDP2. Models of at most `small_model_bytes` keep their
-    weights gathered from forward to backward. `overwritten`: the caller is about to overwrite the weights, so they are
-    not initialised. `progress` is called before each module is initialised. Raises ParallelError for an unsupported
-    option.
+    weights gathered from forward to backward. Raises ParallelError for an unsupported option.
+
+    Args:
+        overwritten: whether the caller is about to overwrite the weights; they are then not initialised.
+        progress: called before each module is initialised.
     """
     module = workload.model()
     blank, units = copy.deepcopy(module), list(workload.units(module))

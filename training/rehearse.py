@@ -163,7 +163,7 @@ class Fault:
         return self.step if self.step is not None else math.ceil((self.fraction or 0.0) * max_steps)
 
     def targets(self, *, node: int, rank: int, nodes: int, world_size: int) -> bool:
-        """Return whether this rank fires the fault; for a fault of a node, that is the node's first rank."""
+        """Return whether this rank fires the fault. The node's first rank fires a fault of a node."""
         if self.rank is not None:
             return rank == self.rank
         wanted_node = nodes - 1 if self.node is None else self.node

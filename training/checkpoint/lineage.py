@@ -5,8 +5,8 @@ form a chain from the newest generation back to the first. A commit is reachable
 its step is not above the step from which the next generation in the chain started. Only reachable commits may be
 restored; messages say that such a commit "counts".
 
-So a higher step alone does not make a commit the newest one: commits that a superseded gang makes late, and commits of
-steps that a rewind abandoned, are unreachable. Each generation saves only steps after its start, so the reachable
+So a higher step alone does not make a commit the newest one: late commits of a superseded gang, and commits of steps
+that a rewind abandoned, are unreachable. Each generation saves only steps after its start, so the reachable
 commit with the highest step is the newest. Commits are listed highest step first, so the newest is usually on the first
 page of a listing.
 """

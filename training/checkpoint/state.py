@@ -53,7 +53,7 @@ class FurtherState:
 def named_state(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Tensor]:
     """Return the tensors to save, by name, without copying them.
 
-    Raises CheckpointError if a state cannot be stored under such a name.
+    Raises CheckpointError if a tensor cannot be named, for example because an optimizer state's name has a dot.
     """
     state = {f"model.{name}": tensor.detach() for name, tensor in model_tensors(model).items()}
     if optimizer is None:
