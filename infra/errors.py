@@ -43,67 +43,67 @@ _EXIT_CODES = {
 
 
 class InfraError(Exception):
-    """Base class of the exceptions of `ebbflow.infra`. `outcome` is the outcome of a job that the exception ends."""
+    """Base class of the exceptions of `ebbflow.infra`. If the exception ends a job, `outcome` is the job's outcome."""
 
     outcome = Outcome.FAILED
 
 
 class LayoutError(InfraError):
-    """A name that cannot be used in a store, such as an invalid job name."""
+    """Error: a name, such as a job's name, cannot be used in a store."""
 
     outcome = Outcome.CONFIG
 
 
 class JobIsRunning(InfraError):
-    """A job that this process must not run, because another launcher runs it or has taken it over."""
+    """Error: this process must not run the job, because another launcher runs it or has taken it over."""
 
     outcome = Outcome.PREFLIGHT
 
 
 class StoreError(InfraError):
-    """A store operation that failed or missed its deadline. The message contains store, key and cause."""
+    """Error: a store operation failed or missed its deadline. The message contains store, key and cause."""
 
 
 class ObjectNotFound(StoreError):
-    """A key without an object in the store."""
+    """Error: the store has no object with this key."""
 
 
 class StoreUnavailable(StoreError):
-    """A store that cannot be reached, timed out, or reported an internal error. A retry may succeed."""
+    """Error: the store cannot be reached, timed out, or reported an internal error. A retry may succeed."""
 
 
 class StoreTimeout(StoreUnavailable):
-    """A file operation in a folder store that missed its deadline. It was abandoned, but may still complete later."""
+    """Error: a file operation in a folder store missed its deadline. The operation may still complete later."""
 
 
 class StoreForbidden(StoreError):
-    """A store that denied access: credentials are missing, wrong or expired, or lack a permission."""
+    """Error: the store denied access. Credentials are missing, wrong or expired, or lack a permission."""
 
 
 class StoreFull(StoreError):
-    """A store that is full or has reached its quota: nothing can be written until something is deleted."""
+    """Error: the store is full or has reached its quota. Nothing can be written until something is deleted."""
 
 
 class StoreMisconfigured(StoreError):
-    """A wrong store setting: an unknown kind of store, a bucket that does not exist, or the wrong region."""
+    """Error: a store setting is wrong: an unknown kind of store, a bucket that does not exist, or the wrong region."""
 
     outcome = Outcome.CONFIG
 
 
 class CloudError(InfraError):
-    """An AWS request that failed or missed its deadline. The message contains action, region and cause."""
+    """Error: an AWS request failed or missed its deadline. The message contains action, region and cause."""
 
 
 class CloudUnavailable(CloudError):
-    """An AWS request that could not be sent, timed out, or was throttled. A retry may succeed."""
+    """Error: an AWS request could not be sent, timed out, or was throttled. A retry may succeed."""
 
 
 class CloudForbidden(CloudError):
-    """An AWS request that was denied: credentials are missing, wrong or expired, or lack a permission."""
+    """Error: an AWS request was denied. Credentials are missing, wrong or expired, or lack a permission."""
 
 
 class CloudRefused(CloudError):
-    """An invalid AWS request. `code` is AWS's error code, or "" if AWS did not reject the request itself."""
+    """Error: an AWS request is invalid. `code` is AWS's error code, or "" if AWS did not reject the request itself."""
 
     outcome = Outcome.CONFIG
 

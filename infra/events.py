@@ -160,7 +160,7 @@ def _is_dollars(value: Any) -> bool:
 
 
 def _is_measurement(value: Any) -> bool:
-    """Return whether a value is a finite number. It may be large: an overflowing gradient has a norm of up to 3e38."""
+    """Return whether a value is a finite number. It may be large: overflowing gradients have norms of up to 3e38."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 

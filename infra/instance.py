@@ -144,7 +144,7 @@ class MachineIdentity:
     problem: str = ""  # why an AWS instance is unidentified; empty elsewhere
 
     def to_json(self) -> dict[str, Any]:
-        """Return the known facts by name; the result is empty for a machine that is not a cloud instance."""
+        """Return the known facts by name. Return {} for a machine that is not a cloud instance."""
         return {key: value for key, value in asdict(self).items() if value not in (None, "")}
 
 
@@ -223,7 +223,7 @@ def _metadata(service: MetadataService, deadline_seconds: float) -> dict[str, An
 
 
 def _firmware(system: Path) -> dict[str, Any]:
-    """Read instance id and type from the DMI files of a Nitro instance; {} on others. Not tested on a real instance."""
+    """Read the instance id and type from a Nitro instance's DMI files; {} elsewhere. Not tested on a real instance."""
     board = _text(system / "sys/class/dmi/id/board_asset_tag")
     if not board.startswith("i-"):
         return {}

@@ -103,8 +103,8 @@ class RemoteChild:
     def wait(self, timeout: float) -> int:
         """Wait for the process to end, and return its exit status.
 
-        Raises subprocess.TimeoutExpired if the process still lives after `timeout` seconds. A process in
-        uninterruptible sleep (state D) may do so even after SIGKILL.
+        Raises subprocess.TimeoutExpired if the process is still alive after `timeout` seconds. A process in
+        uninterruptible sleep (state D) can stay alive even after SIGKILL.
         """
         import subprocess
 
@@ -234,8 +234,9 @@ def kill_descendants(
 ) -> list[int]:
     """Kill the processes below the keeper, and return the ids of those that are still alive after `seconds`.
 
-    spare: ids of processes that are not killed, although their descendants are. spare_trees: ids of processes that are
-    not killed, and neither are their descendants.
+    Args:
+        spare: ids of processes that are not killed. Their descendants are killed.
+        spare_trees: ids of processes that are not killed, and whose descendants are not killed either.
     """
     spared = [stat for pid in {*spare, *spare_trees} if (stat := process_stat(pid)) is not None]
     groups = {stat.group for stat in spared}

@@ -168,8 +168,8 @@ class Claim:
     def successor(self) -> Launcher | None:
         """Return the launcher that has taken over the job, or None while this launcher holds it. Raises StoreError.
 
-        This reads the store. Call it after a pause (stopped process, network outage), before you change anything that a
-        successor may own.
+        The method reads the store. Call it after a pause (stopped process, network outage), before you change anything
+        that a successor may own.
         """
         if self.fenced_by is None:
             self.fenced_by = self._successor()
@@ -335,7 +335,7 @@ def _wait_for_leaving(job_store: Store, job: str, former: Launcher, say: Callabl
 
 
 def _newest(job_store: Store) -> tuple[Launcher, float] | None:
-    """Return the claim with the highest number and the Unix time of its last write by the store's clock, or None."""
+    """Return the claim with the highest number and the store's Unix time of its last write, or None."""
     listed = job_store.list(LAUNCHERS_PREFIX)
     for meta in reversed(listed):
         name = meta.key.rpartition("/")[2].removesuffix(".json")
@@ -347,7 +347,7 @@ def _newest(job_store: Store) -> tuple[Launcher, float] | None:
 def _read(job_store: Store, number: int) -> Launcher | None:
     """Return the claim with this number, or None if it does not exist. Raises StoreError.
 
-    A damaged claim is returned as the claim of an unknown launcher. It holds the job until it is stale or renewed.
+    An unreadable claim is returned as the claim of an unknown launcher. Such a claim holds the job until it is stale.
     """
     try:
         content = job_store.get(launcher_key(number))

@@ -178,8 +178,10 @@ class MetricBoard(Collector):
     Values are rendered as a page only on request. The client library's own counters are not used, because each adds an
     undocumented `_created` series, and they share a global registry with the user's own metrics.
 
-    constant: names and values of the labels that all metrics have. before_page: called before each rendering, to set
-    values that are too costly to update at every step.
+    Args:
+        constant: names and values of the labels that all metrics have.
+        before_page: function that is called before each rendering, to set values that cost too much time to update
+            at every step.
     """
 
     def __init__(
@@ -390,10 +392,11 @@ _LOOK_SECONDS = 0.1  # interval at which the server checks whether it was closed
 
 
 class MetricsServer:
-    """HTTP server for /metrics in its own thread, on the first free port of the 16 ports from `port` on.
+    """HTTP server for /metrics in its own thread, on the first free one of 16 ports, starting with `port`.
 
-    Several nodes may run on one machine; the attribute `port` is the port in use. `address` is the address to listen
-    on, or "" for all addresses. Raises OSError if no port is free, or if the port or address is not permitted.
+    Several nodes on one machine can thus serve metrics. The attribute `port` is the port in use. `address` is the
+    address to listen on, or "" for all addresses. Raises OSError if no port is free, or if the port or address is not
+    permitted.
     """
 
     def __init__(self, port: int, page: Callable[[], bytes], *, address: str) -> None:

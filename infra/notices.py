@@ -314,7 +314,7 @@ METAFLOW_FILE = "/tmp/spot_termination_notice"  # as in Metaflow 2.19's current.
 
 
 class MetaflowSource:
-    """Source that reads the file of Metaflow's spot monitor, whose signal does not reach the task.
+    """Source that reads the file that Metaflow's spot monitor writes. The monitor's signal does not reach the task.
 
     The file contains the time of termination in ISO 8601, or nothing while it is being written. A time in the past is
     ignored: the file may be left over from before the machine was stopped and restarted.

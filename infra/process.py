@@ -47,7 +47,8 @@ def die_with_parent(parent_pid: int | None = None, *, by: signal.Signals = signa
 def tie_forked_children() -> None:
     """Have the kernel kill the processes that the main thread forks (data-loader workers) when this process ends.
 
-    Grandchildren are not affected, nor are children of other threads, because such a thread may end earlier.
+    Grandchildren are not affected. Children of other threads are not affected either, because those threads may end
+    before this process.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -144,7 +145,7 @@ def _descendants_by_parent(root: int, spare: Collection[int], spare_trees: Colle
 
 
 def zombie_status(pid: int, parent: int) -> int | None:
-    """Return the exit code of a zombie child of `parent`, or None for another process. -N means killed by signal N."""
+    """Return the exit code of a zombie child of `parent`: -N if signal N killed it. Return None for others."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         if fields[0] != "Z" or int(fields[1]) != parent or int(fields[17]) > 1:
@@ -219,7 +220,7 @@ class StoppedProcesses:
         self._since: dict[int, float] = {}  # awake seconds at which each was first seen stopped
 
     def look(self, pids: Iterable[int]) -> dict[int, float]:
-        """Return how long each process over the limit has been stopped: seconds by process id. Call it each second."""
+        """Map the id of each process over the limit to the seconds that it has been stopped. Call this each second."""
         awake = self._awake.tick()
         stopped = [pid for pid in pids if process_state(pid) == "T"]
         self._since = {pid: self._since.get(pid, awake) for pid in stopped}
@@ -244,7 +245,7 @@ def exit_when_interrupted() -> None:
 
 
 def end_with_descendants(number: int, frame: object) -> None:
-    """Kill all descendants and exit with 128 + the signal's number, as a shell does. This is a signal handler."""
+    """Signal handler that kills all descendants and exits with 128 + the signal's number, as a shell does."""
     _end_descendants()
     os._exit(128 + number)
 
@@ -302,7 +303,7 @@ def silence_stdout() -> int:
 
 
 def run_benchmarks(arguments: list[str]) -> NoReturn:
-    """Replace this process by `python -m benchmarks ARGUMENTS`. Outside a source checkout, exit with code 2."""
+    """Replace this process with `python -m benchmarks ARGUMENTS`. Outside a source checkout, exit with code 2."""
     root = IMPORT_ROOT
     if not (root / "benchmarks").is_dir():
         print("benchmarks are part of the source checkout only: clone the repository to run them", file=sys.stderr)

@@ -8,8 +8,8 @@ t is when the agent read the line, usually within 50 ms after it was written. st
 in the rank's raw log, line feed included. They show which records are duplicates, and which lines have no record.
 
 On this machine, a rank writes its raw log to `logs/<generation>-<id>/rank-N.log`, and its agent writes the records to
-`rank-N.jsonl` beside it. Agents also put records into the store, as segments. A line found in both places is shown
-once.
+`rank-N.jsonl` beside it. Agents also put records into the store, several per object (a segment). A line found in both
+places is shown once.
 """
 
 from __future__ import annotations
@@ -391,7 +391,7 @@ class JobPlace:
     looked: tuple[str, str]
 
     def open_store(self) -> Store | None:
-        """Open the job's part of its store. Return None if it is a folder that does not exist. Raises StoreError."""
+        """Open the job's part of its store. Return None if the store's folder does not exist. Raises StoreError."""
         if "://" not in self.uri and not Path(self.uri).is_dir():  # opening it would create the folder
             return None
         return Store.open(self.uri, request_timeout_seconds=_REQUEST_SECONDS).sub(job_prefix(self.name))

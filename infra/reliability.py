@@ -72,7 +72,7 @@ class GammaHazard:
         return cls(weight, weight / hazard_per_hour)
 
     def seen(self, interruptions: float, hours: float) -> GammaHazard:
-        """Return the posterior after observing `interruptions` more of them in `hours` more hours."""
+        """Return the posterior after `interruptions` more interruptions in `hours` more hours."""
         if interruptions < 0 or hours < 0:
             raise ValueError(f"interruptions {interruptions} and hours {hours} must not be negative")
         return GammaHazard(self.shape + interruptions, self.hours + hours)
@@ -95,8 +95,8 @@ class PlannedHazard:
     """Estimate of the interruptions per hour from a plan that may be wrong by a factor: a mixture of Gammas.
 
     While observations agree with the plan, the plan counts as much as eight observed interruptions. Once they
-    contradict it, it loses its weight, which a prior of a single Gamma cannot do. Each component is weighted by the
-    marginal likelihood of n interruptions in T hours, Γ(a + n) / Γ(a) · b^a / (b + T)^(a + n), where a and b are the
+    contradict the plan, it loses its weight; a single Gamma prior could not. Each component is weighted by the marginal
+    likelihood of n interruptions in T hours, Γ(a + n) / Γ(a) · b^a / (b + T)^(a + n), where a and b are the
     component's shape and hours. `ebbflow bench money interval` measures the benefit.
     """
 

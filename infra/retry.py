@@ -38,7 +38,7 @@ def retry(
     pauses: Iterator[float] | None = None,
     sleep: Callable[[float], object] = time.sleep,
 ) -> T:
-    """Call a function until it succeeds, and return its result. Stop at an incurable error or at the deadline.
+    """Call a function until it succeeds, and return its result. Stop at the deadline or if an error is not `curable`.
 
     Args:
         left: returns the seconds until the deadline. There is another try only if the next pause ends before it.

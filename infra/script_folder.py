@@ -27,7 +27,7 @@ _SECRET = re.compile(
 
 
 class ScriptFolderError(InfraError):
-    """The folder of a script cannot be sent to other machines. The message names the file and the fix."""
+    """Error: the folder of a script cannot be sent to other machines. The message names the file and the fix."""
 
     outcome = Outcome.CONFIG
 

@@ -174,7 +174,7 @@ def _unseal_one(
 ) -> None:
     """Verify one segment. Add its lines to `own` and `foreign`, and its damage records to `damage`.
 
-    A seal is a line with a checksum of the lines before it. `own` gets the lines under the segment's own seal or a
+    A seal is a line with the checksums of the lines before it. `own` gets the lines under the segment's own seal or a
     damaged seal, and all lines of a segment without a seal. `foreign` gets the lines under another segment's seal, and
     those after the last seal. `last` maps the segment's key to whether its seal marks it as the writer's last segment.
     """
@@ -343,9 +343,10 @@ def _entries(folder: Path, key: str, damage: list[Damage]) -> list[tuple[str, Pa
 
 
 def _read_next(job_store: Store, pool: ThreadPoolExecutor, found: Segments) -> None:
-    """Read segments that the listing omits: gaps in each writer's numbers and, in a remote store, higher numbers.
+    """Read segments that the store's listing omits.
 
-    Request at most `_MOST_MISSING` missing segments per writer; `unseal` reports all that are missing.
+    These are gaps between the listed numbers of a writer and, in a remote store, higher numbers.
+    At most `_MOST_MISSING` missing segments per writer are requested. `unseal` reports all missing segments.
     """
     numbers: dict[tuple[str, str], set[int]] = defaultdict(set)
     for key in [*found.contents, *found.unreadable]:

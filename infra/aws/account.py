@@ -39,7 +39,7 @@ _QUOTAS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Quota:
-    """An AWS quota: the most vCPUs that may run at the same time in a region."""
+    """An AWS quota: the maximum number of vCPUs that may run at the same time in a region."""
 
     code: str  # identifier of the quota in AWS Service Quotas, such as "L-1216C47A"
     name: str  # title of the quota in AWS Service Quotas

@@ -317,7 +317,7 @@ def adopt(options: argparse.Namespace) -> int:
     """Write a configuration for the queues that an AWS account already has (`ebbflow adopt`). Return the exit code.
 
     The exit code is 0 on success, 1 if the account has no queue for training, and 2 for invalid options or an output
-    file that already exists. For an AWS error it is the error's exit code.
+    file that already exists. If AWS reports an error, the error determines the exit code.
     """
     out = options.out
     files = [] if out is None else [out, out.with_name(f"{out.name.removesuffix('.yaml')}.env")]

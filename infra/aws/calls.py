@@ -140,8 +140,10 @@ def paginate(
 ) -> Iterator[Any]:
     """Yield the entries under `key` of each page of a listing, at most 2,000 pages. Raises CloudError like `call_aws`.
 
-    A page is requested only after the caller has consumed the previous one. token: the field that requests the next
-    page: "nextToken", "NextToken" or "Marker", depending on the service.
+    A page is requested only after the caller has consumed the previous page.
+
+    token: name of the field that requests the next page. It is "nextToken", "NextToken" or "Marker", depending on the
+    service.
     """
     following: str | None = None
     for _ in range(_MOST_PAGES):

@@ -214,7 +214,7 @@ class Stack:
     ) -> list[ResourceChange]:
         """Return the changes that an update would make. Parameters that are not given keep their values.
 
-        CloudFormation computes them as a change set, which is deleted again. Raises CloudError if CloudFormation
+        CloudFormation computes the changes as a change set, which is then deleted. Raises CloudError if CloudFormation
         refuses the update or the deadline has passed.
         """
         name = f"dry-run-{uuid.uuid4().hex[:12]}"

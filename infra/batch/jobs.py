@@ -118,10 +118,10 @@ class BatchAttempt:
 def describe_attempts(
     job_ids: Sequence[str], client: Any, *, deadline_seconds: float = _SECONDS
 ) -> dict[str, BatchAttempt]:
-    """Return jobs by id, each with the cause of its end. Raises CloudError if Batch does not answer.
+    """Map job ids to descriptions of the jobs, each with the cause of the job's end. Raises CloudError.
 
-    Batch forgets a job some days after it ended; the result lacks such jobs. For an ended multi-node job, the nodes are
-    read too, because only the nodes' descriptions show a lost machine and each node's times.
+    Batch deletes a job some days after its end. The result lacks deleted jobs. The nodes of an ended multi-node job are
+    read too, because only their descriptions show a lost machine and each node's times.
     """
     deadline = RequestDeadline.after(deadline_seconds)
     jobs = _describe(list(dict.fromkeys(job_ids)), client, deadline)

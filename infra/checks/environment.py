@@ -103,7 +103,7 @@ def check_versions(context: PreflightContext) -> CheckFinding:
 
 
 def check_imports(context: PreflightContext) -> CheckFinding:
-    """Check that a new process can import, from any folder, what a rank imports."""
+    """Check that a new process can import the packages of a rank, regardless of its working directory."""
     code = "import torch.distributed, numpy, obstore, awscrt.checksums, ebbflow.training; print(torch.__version__)"
     environment = os.environ | {"PYTHONPATH": python_path()}
     try:

@@ -200,7 +200,7 @@ def compare_clock(url: str, *, warned: float, refused: float) -> CheckFinding:
 
 
 def _date_of(url: str) -> float:
-    """Return the Unix time in the Date header of the response to a HEAD request, even of an HTTP error response.
+    """Send a HEAD request, and return the response's Date header as Unix time, even if the status is an error.
 
     Raises OSError, HTTPException, or ValueError for a missing or unreadable header.
     """

@@ -145,8 +145,10 @@ class Given:
     def _add(self, key: str, written: str, value: str, name: str, origin: Origin) -> None:
         """Parse the value of one key or section, and add it.
 
-        written: text before the equals sign, as the user wrote it; value: text after it; name: name of the source in
-        problem messages.
+        Args:
+            written: the text before the equals sign, as the user wrote it.
+            value: the text after the equals sign.
+            name: name of the source in problem messages.
         """
         source = SourceText(name, value, first_column=len(written) + 1, before=f"{written}=")
         is_section = key in sections() or key in free_mappings()

@@ -133,7 +133,7 @@ class DataConfig(Section):
 
 
 class ParallelConfig(Section):
-    """Distribution of the model over ranks, and the trade of memory for compute."""
+    """Distribution of the model over ranks, and options that trade compute for memory."""
 
     mode: Literal["ddp", "fsdp2", "hsdp"] = key(
         "fsdp2", "replicate (ddp), shard (fsdp2), or shard within groups that are replicated (hsdp)"
@@ -207,7 +207,7 @@ class ClusterConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """Save schedule, and the commits to keep."""
+    """Save schedule, and which commits are kept."""
 
     interval: Literal["steps", "seconds", "auto"] = key(
         "steps", "save every interval_steps, every interval_seconds, or by measured cost and hazard"

@@ -90,7 +90,7 @@ def _suffixes_are_endings(config: RunConfig) -> Breach:
 
 @dataclass(frozen=True, kw_only=True)
 class Derived:
-    """A whole number computed from several keys that must be at least 1, such as samples per micro-batch.
+    """A whole number, such as samples per micro-batch, that is computed from several keys and must be at least 1.
 
     It is the product of the keys `top` divided by the product of the keys `bottom`, rounded down. Keys set to "auto"
     are left out.

@@ -124,9 +124,9 @@ def _syntax_problem(source: SourceText, error: MarkedYAMLError) -> Problem:
 
 
 class MismatchError(InfraError):
-    """A value that its key does not accept.
+    """Error: a key does not accept a value. Callers put the key's name before the message.
 
-    Callers put the key's name before the message, which begins like "must be a whole number, not …".
+    The message begins like "must be a whole number, not …".
     """
 
     outcome = Outcome.CONFIG

@@ -201,7 +201,7 @@ def _shortest(literals: set[str]) -> int:
 
 
 def choose_triggers(literals: Iterable[str]) -> list[str]:
-    """Choose a small number of short texts such that each literal contains at least one (greedy set cover)."""
+    """Choose a small set of short texts such that each literal contains at least one of them (greedy set cover)."""
     uncovered = set(literals)
     holders: dict[str, set[str]] = defaultdict(set)
     for literal in uncovered:

@@ -29,7 +29,7 @@ _SAMPLE = 64
 
 
 class DiagnoseError(InfraError):
-    """A log that does not exist, or a folder with too many files."""
+    """Error: a log does not exist, or a folder has too many files."""
 
     outcome = Outcome.CONFIG
 

@@ -218,7 +218,8 @@ class _File:
     def run(self, call: Callable[[], None], seconds: float) -> None:
         """Run `call`, which operates on the file, within `seconds`.
 
-        Raises StoreTimeout at the deadline. Every later call raises StoreError, because the first may still be running.
+        Raises StoreTimeout at the deadline. After that, every call raises StoreError, because the abandoned call may
+        still be running.
         """
         if self.hung:
             raise StoreError(f"put {self.path}: an operation on this file hangs")

@@ -155,7 +155,7 @@ _RETRIES = 4
 
 
 def split_uri(uri: str) -> tuple[str, str]:
-    """Split ``s3://bucket/prefix`` into (bucket, prefix). Raises StoreMisconfigured without a bucket."""
+    """Split ``s3://bucket/prefix`` into (bucket, prefix). Raises StoreMisconfigured if there is no bucket."""
     bucket, _, prefix = uri.removeprefix("s3://").partition("/")
     if not bucket:
         raise StoreMisconfigured(f"store {uri!r}: names no bucket; fix: s3://bucket/prefix")
