@@ -329,7 +329,7 @@ _NOT_OF_REFERENCE = ("--rehearse", "--job", "--run-id-file")
 
 
 def _run_reference(job: Job) -> int:
-    """Run the job once more without its rehearsal, and print whether both have equal weights. Return the exit code."""
+    """Run the job once more without its rehearsal, and compare the weights of both. Return the exit code."""
     from ebbflow.cost.report.render_text import describe_rehearsal
     from ebbflow.cost.report.report import RunReport
     from ebbflow.cost.watch import read_earlier_reports

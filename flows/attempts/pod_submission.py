@@ -7,8 +7,8 @@ process, and no internals of Metaflow:
   server is down. If Kubernetes refuses to create the Job or JobSet, the run ends with a one-line message.
 - It adds a failure policy to a JobSet, and a Kueue queue if one is configured. It gives each Job and JobSet a fixed
   name, so that a repeated create request does not create a second one.
-- It watches the pods. It deletes a Job or JobSet that does not start in time; Metaflow's retry is then placed anew. It
-  records the attempt's times and its end for the bill.
+- It watches the pods. It deletes a Job or JobSet that does not start in time, so that Metaflow retries the attempt with
+  a new placement. It records the attempt's times and its end for the bill.
 - When the process ends, it deletes the Job or JobSet, so that the pods save a checkpoint and exit. Metaflow itself
   would run a command in node 0's pod, and a failure policy would then restart that pod.
 """
@@ -102,7 +102,7 @@ class PodSubmission:
                         raise answer
                     return answer
                 if not told:
-                    _say(f"the API server does not answer ({str(problem)[:200]}); training goes on, asking again")
+                    _say(f"the API server does not answer ({str(problem)[:200]}); training continues; retrying")
                     told = True
                 time.sleep(min(float(after) if after and after.isdigit() else pause, _LONGEST_PAUSE_SECONDS))
                 pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)

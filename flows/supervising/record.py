@@ -181,7 +181,7 @@ def judge_run(exit_code: int, before: JobRecord, after: JobRecord) -> RunVerdict
 def count_failures(before: JobRecord, after: JobRecord) -> int:
     """Return how many failures a failed run counts as.
 
-    A run that made a commit counts as one failure. Any other run counts as many as it has failed Batch jobs, but at
+    A run that made a commit counts as one failure. Any other run counts as one failure per failed Batch job, and as at
     least one.
     """
     if before.commit != after.commit:

@@ -223,7 +223,7 @@ class Supervisor:
     def _write(self, verdict: RunVerdict, code: int, seconds: float, record: JobRecord, failures: int) -> JobRecord:
         """Record how a run ended, and return the new record of the job.
 
-        The run is recorded in the job's events. If the job has no events yet, it is kept in this process only.
+        The run is recorded in the job's events. If the job has no events yet, only this process keeps the run.
         """
         recorded = {"verdict": verdict.value, "commit": record.commit, "failures": failures}
         past_run = SupervisedRun(**recorded, ended_utc=time.time(), seconds=seconds)

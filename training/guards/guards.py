@@ -226,7 +226,7 @@ class Guards:
         self._first_step: int | None = None  # of this generation
 
     def commit_fields(self, step: int) -> dict[str, Any]:
-        """Return the guards' fields for the commit of `step`. This also orders a comparison of weights after `step`."""
+        """Return the guards' fields for the commit of `step`. This requests a comparison of weights after `step`."""
         self.saved_step = step
         return {"guards": self.numbers.to_json() | {"first_sample": self.overrides.first_sample}}
 
@@ -260,7 +260,7 @@ class Guards:
             self._compare(at, [one for (one,) in sums], seen_at=at.step)
 
     def judge(self, at: Position, sync: StepSync, settle: Callable[[], object]) -> Judgement:
-        """Decide whether to take the next step after position `at`. All ranks decide alike.
+        """Decide whether to take the next step after position `at`. All ranks make the same decision.
 
         `settle` waits for the in-flight save. Raises Rewind or TooManyRewinds if the job must go back to an older
         commit, and DivergenceError if the weights of replicas differ.

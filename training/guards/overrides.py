@@ -28,7 +28,7 @@ _EVERY_RECORD = {"action", "generation"}
 
 @dataclass(frozen=True, kw_only=True)
 class Overrides:
-    """Settings of a start that replace configured ones, because guards of earlier starts ordered this."""
+    """Settings that replace configured ones, because guards of earlier starts ordered the change."""
 
     gradient_accumulation_steps: int | None = None  # micro-batches per step; None for the configured number
     first_sample: int = 0  # the first sample that may still be read; a start from an earlier position skips to it

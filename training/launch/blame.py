@@ -97,7 +97,7 @@ def detect_mismatch(evidence: Sequence[WorkerFailure]) -> Mismatch | None:
 
 
 def settle_seconds(failures: Sequence[WorkerFailure], *, all_heard: bool = False) -> float:
-    """Return the seconds to wait after the first failure, because the report about its cause may arrive later.
+    """Return how many seconds to wait after the first failure for a report about its cause.
 
     `all_heard` is True if every rank has reported, so that no more evidence about a hang will arrive.
     """
@@ -171,7 +171,7 @@ def _odd_call(evidence: Sequence[WorkerFailure]) -> tuple[WorkerFailure, str] | 
 
     Only ranks that lost a peer are compared. The criteria, most important first:
 
-    1. The rank's last two calls never followed each other before. Too few calls to decide this rank second.
+    1. The rank's last two calls never followed each other before. Ranks with too few calls to tell come second.
     2. Few ranks failed at this code location.
     3. The code location is outside the engine's own collectives, which all ranks call.
     """

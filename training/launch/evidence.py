@@ -282,8 +282,8 @@ def fetch_records(socket_path: Path) -> bytes:
 def find_mismatch(calls: Mapping[int, Calls]) -> Mismatch | None:
     """Return the first collective of a group in which ranks called different operations; None if all agree.
 
-    The ranks in the minority are at fault. A tie is decided by the preceding operation: the ranks are at fault whose
-    operation has followed that one less often before.
+    The ranks in the minority are at fault. In a tie, the ranks with the less usual operation are at fault: the one that
+    has followed the preceding operation less often before.
     """
     for group, sequence, by_rank in _common_places(calls):
         operations = Counter(by_rank.values())
@@ -299,7 +299,7 @@ def find_mismatch(calls: Mapping[int, Calls]) -> Mismatch | None:
 
 
 def is_unusual_call(calls: Calls) -> bool | None:
-    """Return whether a rank's last call follows the call before it for the first time; None with fewer than 8 calls."""
+    """Return whether a rank's last call has never followed its previous call before; None with fewer than 8 calls."""
     group = calls[-1][0] if calls else ""
     own = [operation for name, _, operation, *_ in calls if name == group]
     if len(own) < _LEAST_CALLS:
@@ -427,7 +427,7 @@ SLOW = "slow"
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerFailure:
-    """Failure of one rank or, if `witness` is True, the position of a rank that has not failed while another has."""
+    """Failure of one rank or, if `witness` is True, the position of a rank that has not failed."""
 
     rank: int
     message: str  # description of the failure

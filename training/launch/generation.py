@@ -42,7 +42,7 @@ _WAITING_SECONDS = 1.0  # between two reports that a rank of this node waits for
 class NodeGeneration:
     """Ranks of one node in one generation. All of them have ended when `run` returns.
 
-    In `spec`, only the nodes that take part in this generation are numbered (`NodeRuntime.spec_among`).
+    `spec` covers only the nodes that take part in this generation, and renumbers them (`NodeRuntime.spec_among`).
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class NodeGeneration:
         return end
 
     def _leave_for(self, cause: str, fix: str) -> GenerationEnd:
-        culprit = f"node {self._spec.node} cannot go on: {cause}; {fix}"
+        culprit = f"node {self._spec.node} cannot continue: {cause}; {fix}"
         print_line(culprit)
         return GenerationEnd(culprit=culprit, reason=EndReason.NODE_LOST)
 
@@ -236,7 +236,7 @@ class NodeGeneration:
     def _check_store_wait(self, group: WorkerGroup) -> bool:
         """Return whether a rank of any node waits for the store. If a rank of this node does, tell the other nodes.
 
-        All other ranks wait in a collective for that rank meanwhile, which must not count as a hang.
+        Meanwhile, all other ranks wait for that rank in a collective. This must not count as a hang.
         """
         here = any(worker.beat.phase == STORE_PHASE for worker in group.workers)
         if here and not self._store_wait_reported.holds:

@@ -121,7 +121,7 @@ class GpuMonitor:
         self.faults.append(fault)
 
     def refresh(self, seconds: float) -> bool:
-        """Wait up to `seconds` for a new measurement. Return False if none arrives, such as without GPUs."""
+        """Wait up to `seconds` for a new measurement. Return False if none arrives, for example without a GPU."""
         if not self.sample(wait_seconds=seconds):
             return False
         with self._taken:
@@ -240,7 +240,7 @@ class _FaultFinder:
         return [fault for fault in found if fault is not None]
 
     def _state(self, device: Any) -> dict[str, int]:
-        """Return {fault: error counter}; an increase means the fault. Counters that the GPU lacks are left out."""
+        """Return an error counter for each kind of fault. Counters that the GPU lacks are left out."""
         library, state = self._library, dict[str, int]()
         with contextlib.suppress(Exception):
             kind, since_boot = library.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, library.NVML_VOLATILE_ECC

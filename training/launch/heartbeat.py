@@ -211,7 +211,7 @@ class PhaseThresholds:
         self._first_step: int | None = None
 
     def observe(self, beat: HeartbeatReading, now: float) -> None:
-        """Learn the duration of a phase from a heartbeat, read at `now` on the clock time.monotonic()."""
+        """Learn the duration of a phase from a heartbeat. `now` is the time.monotonic() at which it was read."""
         last, looked = self._beat, self._looked
         self._beat, self._looked = beat, now
         if beat.phase in _STEP_PHASES and self._first_step is None:

@@ -455,7 +455,7 @@ class FollowerPeers(_Peers):
         self._wait_reported = StickyFlag(_WAIT_REPORT_SECONDS)
 
     def await_start(self, deadline_seconds: float) -> GenerationStart | GenerationEnd:
-        """Wait until the next generation starts or the gang ends. If node 0 announces a wait, the deadline is later."""
+        """Wait until the next generation starts or the gang ends. A wait that node 0 announces extends the deadline."""
         limit = time.monotonic() + deadline_seconds
         while time.monotonic() < max(limit, self._asked_to_wait_until + deadline_seconds):
             if (message := self._next("start", "verdict")) is not None:

@@ -65,12 +65,12 @@ class GangSpec(_StartSpec):
 
     @property
     def token(self) -> str:
-        """Identifier of the gang, equal on all nodes. It reveals a connection to the port of another gang."""
+        """Identifier of the gang, equal on all nodes. It serves to detect connections to another gang's port."""
         return f"{self.job}/{self.run}/{self.attempt}/{self.nodes}x{self.processes_per_node}"
 
     @property
     def silence_seconds(self) -> float:
-        """Seconds without a message until a node counts as lost: the configured hang floor, but 4 s to 20 s."""
+        """Seconds of silence after which a node counts as lost: the configured hang floor, clamped to 4 to 20 s."""
         return min(_LONGEST_SILENCE_SECONDS, max(_SHORTEST_SILENCE_SECONDS, self.survival.hang_floor_seconds))
 
     @property
@@ -257,7 +257,7 @@ class GenerationEnd:
 
 def end_from_stop_request(cause: str) -> GenerationEnd:
     """Return the result of a gang that was asked to stop while none of its ranks ran."""
-    culprit = f"asked to stop ({cause}) before the gang could go on; the last commit is kept"
+    culprit = f"asked to stop ({cause}) before the gang could continue; the last commit is kept"
     return GenerationEnd(culprit=culprit, reason=EndReason.AGENT_STOPPED, failed_as=Outcome.INTERRUPTED.value)
 
 

@@ -248,7 +248,7 @@ class Connection:
             del self.unsent[:sent]
 
     def _read(self, most_bytes: int = _BYTES_PER_LOOK) -> None:
-        """Read about `most_bytes` or less without blocking. The kernel and the peer keep any further data."""
+        """Read at most about `most_bytes` without blocking. The kernel and the peer keep any further data."""
         taken = 0
         while not self.closed and taken < most_bytes:
             if len(self._buffer) > self.largest_bytes:

@@ -98,7 +98,7 @@ def _numel(part: nn.Module) -> int:
 
 
 def _outside(model: nn.Module, units: list[nn.Module]) -> int:
-    """Return the number of parameters outside all units. FSDP2 gathers them together, as a unit of the root module."""
+    """Return the number of parameters outside all FSDP units. FSDP2 treats them as one unit of the root module."""
     inside = {id(parameter) for unit in units for parameter in unit.parameters()}
     return sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in inside)
 
