@@ -483,7 +483,7 @@ def _missing_writers(unsealed: Unsealed, events: Sequence[Event], newest: Mappin
             must = int(folder) in closed_by_plan and node.isdecimal() and (int(folder), int(node)) not in ended_nodes
         elif name.isdecimal():
             must = int(folder) in closed_by_plan
-        else:  # others wait for AWS Batch jobs and may be killed at any time; a flow step is retried
+        else:  # a process that waits for AWS Batch may be killed at any time; a flow step may be retried
             tried_again = any(other == prefix and again != token for other, again in unsealed.writers)
             must = prefix in _FLOW_STEPS and not tried_again and last < latest - _UNCLOSED_SECONDS
         if must:

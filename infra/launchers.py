@@ -277,7 +277,7 @@ def claim_job(
 def check_inherited_claim(job_store: Store, job: str, claim_id: str) -> None:
     """Raise JobIsRunning if a claim other than the one inherited from the parent process now holds the job."""
     newest = _newest(job_store)
-    if newest is not None and newest[0].id not in (_UNREADABLE, claim_id):  # a living holder renews a damaged claim
+    if newest is not None and newest[0].id not in (_UNREADABLE, claim_id):  # a live launcher renews a damaged claim
         raise JobIsRunning(f"job {job} was taken over: {newest[0].describe()}")
 
 

@@ -85,7 +85,7 @@ class Unsealed:
     lines: list[Line]  # the event lines, without copies
     damage: list[Damage]  # everything that cannot be used
     writers: set[tuple[str, str]]  # processes with segments, as (prefix of the key, random text in the key)
-    open_writers: set[tuple[str, str]]  # those with seals and no segment marked `last`
+    open_writers: set[tuple[str, str]]  # writers of sealed segments, none of them marked `last`
 
 
 def seal_segment(key: str, lines: Sequence[str], *, last: bool) -> bytes:

@@ -38,7 +38,7 @@ _DATA_SHARE = re.compile(
     re.IGNORECASE,
 )
 _FRAME = re.compile(r'File "([^"]+)", line \d+(?:, in (\S+))?')
-# What code works on, by the path and function of a traceback's frame.
+# Areas of code, recognised by the path and function of a traceback's frame.
 _FRAME_FAMILIES = (
     ("data", re.compile(
         r"/(?:datasets|webdataset|streaming|torchdata|tokenizers|PIL|pyarrow|h5py|decord|librosa|soundfile)/|torch/utils/data/")),
@@ -49,7 +49,7 @@ _FRAME_FAMILIES = (
     ("compile", re.compile(r"torch/_(?:dynamo|inductor|functorch)/|/triton/")),
     ("sharding", re.compile(r"/(?:deepspeed|megatron|colossalai)/|torch/distributed/(?:_?tensor|fsdp|pipelining)/")),
 )  # fmt: skip
-_INNERMOST = 3  # frames of a traceback that tell what its code works on
+_INNERMOST = 3  # innermost frames of a traceback that are searched for the area
 _TRACEBACK_LINES = 40
 _MOST_POINTS = 20_000
 

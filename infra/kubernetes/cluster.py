@@ -271,7 +271,7 @@ class AttemptWatch:
 
     def look(self, cluster: Cluster, now: float) -> None:
         """Read the attempt's current state and update this record. `now` is Unix time. Raises CloudError."""
-        pods = cluster.pods(self.job_id)  # before the owner, whose end removes them
+        pods = cluster.pods(self.job_id)  # read before the owner, whose deletion removes the pods
         owner = cluster.owner(self.job_id)
         present = {one.name for one in pods}
         for one in pods:
@@ -283,7 +283,7 @@ class AttemptWatch:
         if owner is not None:
             self._read_owner(owner)
         for name, one in self.pods.items():
-            if name not in present and one.ended is None:  # deleted: by a drain, with its node, or with what has ended
+            if name not in present and one.ended is None:  # deleted by a drain, with its node, or after the end
                 lost = one.lost or not self.ended or (bool(one.machine) and cluster.has_no_node(one.machine))
                 self.pods[name] = replace(one, ended=now, lost=lost)
 
@@ -358,7 +358,7 @@ class AttemptWatch:
         mine = [one for one in self.pods.values() if one.node == node and one.started is not None]
         if not mine:
             return None, None
-        # A lost pod has no time of its end. Its gang ends within seconds, long before the cluster notices the loss.
+        # A lost pod has no end time. Its gang ends within seconds, long before the cluster notices the loss.
         gang = max((one.ended for one in self.pods.values() if one.ended and not one.lost), default=now)
         ends = [now if one.ended is None else min(one.ended, gang) if one.lost else one.ended for one in mine]
         start = min(one.started or now for one in mine)
