@@ -58,7 +58,7 @@ def run_all_checks(
 
     Args:
         quick_only: run only the checks that take well under a second, and a few slower ones that every launch needs.
-        target: backend whose checks run; None: the configured backend.
+        target: backend of the run. Checks of other backends are left out; None: leave out no checks.
     """
     from ebbflow.infra.preflight import PreflightContext, run_checks
 

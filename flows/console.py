@@ -1,7 +1,8 @@
 """The terminal of a run: a checklist of the flow's steps, one progress bar, events as they happen, and a closing block.
 
-Metaflow's own log goes to a file. On a terminal, rich draws the bar. Elsewhere the same facts are plain lines, with one
-line of progress per 10 s and no escape codes. `--verbose` shows Metaflow's log instead, with the full plan and report.
+Metaflow's own log goes to a file. On a terminal, rich draws the bar. Elsewhere the same information is printed as
+plain lines, with one progress line per 10 s and no escape codes. `--verbose` shows Metaflow's log instead, with the
+full plan and report.
 """
 
 # Metaflow's stubs neither re-export its public names nor know the attributes that it adds at run time.

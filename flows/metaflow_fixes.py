@@ -10,10 +10,10 @@ With local metadata, these releases have four faults:
   the job failed (Netflix/metaflow#2557).
 
 With a metadata service, Metaflow itself is not changed, and two faults remain. First, the commands of the other nodes
-can still be wrong in the first tasks of a new service, whose ids are short numbers. The command is then corrected in
-the request to AWS, and a message is printed. Second, Metaflow relies on fields of an ended multi-node job that AWS may
-set late. Missing fields are filled in; otherwise a gang that succeeded would count as failed, and would be run and paid
-for again.
+can still be wrong, because the first task ids of a new service are short numbers, which occur in other places too. This
+module then corrects the command in the request to AWS, and prints a message. Second, Metaflow relies on fields of an
+ended multi-node job that AWS may set late. This module fills in missing fields; otherwise a gang that succeeded would
+count as failed, and would be run and paid for again.
 """
 
 # Metaflow's stubs neither re-export its public names nor know the attributes that it adds at run time.

@@ -247,7 +247,7 @@ def prepare_data(flow: Any) -> dict:
     """Prepare the training data in the store, and return the data's fingerprint and statistics as JSON.
 
     Jobs with equal data in one store share the prepared data. For a user's own workload, `examine_workload` has already
-    prepared the data, and this function only records them.
+    prepared the data, and this function only returns its description.
     """
     from ebbflow.training.data import prepare_tokens
 

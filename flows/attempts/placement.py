@@ -113,7 +113,7 @@ def _place_afresh(request: PlacementRequest) -> AttemptOrder:
 def _place_by_run_plan(request: PlacementRequest) -> AttemptOrder:
     """Choose a queue from the run's plan and the configured queues, without querying Batch, prices or events.
 
-    The caller must not stop the job for an error raised here, even a CostError: this information is too limited.
+    An error raised here, even a CostError, must not stop the job, because the choice rests on too little information.
     """
     from ebbflow.cost.capacity import AttemptHistory
     from ebbflow.cost.plan.plan import Plan

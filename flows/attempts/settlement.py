@@ -49,7 +49,7 @@ def settle_attempts(
 
     Each end becomes a `batch_attempt` event. If Batch has no end time or reason yet, the event lacks them, and a later
     call adds a complete event. Call this only while no attempt should run. A Batch job that still runs was then left
-    behind by its submitter, and would cost money alongside the next one.
+    behind by its submitter, and would cost money while the next attempt runs.
 
     Returns:
         The new events, in the order of the Batch jobs.

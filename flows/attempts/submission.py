@@ -6,10 +6,10 @@ SIGTERM the process terminates the job, so that the job saves a checkpoint and e
 SDK and no internals of Metaflow.
 
 To stop a container, Batch sends SIGTERM to its first process and, 30 s later, SIGKILL to all processes. The first
-process is the shell of Metaflow's command. SIGTERM would kill that shell and all its child processes or, if the shell
-is process 1, never reach it. `wrap_command` therefore runs the command under another shell, the signal-passing shell.
-The latter passes SIGTERM only to the task and waits until the command has ended. The processes that collect the task's
-logs get no signal, because they must live as long as the task.
+process is the shell of Metaflow's command. SIGTERM would kill that shell and all its child processes, or have no
+effect if the shell is process 1. `wrap_command` therefore runs the command under another shell, the signal-passing
+shell. This shell passes SIGTERM only to the task and waits until the command has ended. The processes that collect the
+task's logs get no signal, because they must live as long as the task.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def wrap_job_commands(params: dict[str, Any], **_: Any) -> None:
 
 
 def listen_for_stop() -> None:
-    """Let SIGTERM end this task, and give the signal-passing shell its process id. Do nothing without that shell."""
+    """Make SIGTERM end this task, and tell the signal-passing shell its process id. Without this shell, do nothing."""
     path = os.environ.get(_TASK_VARIABLE)
     if path:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -156,7 +156,7 @@ class Submission:
         self._lost = LostAnswers(asked.get("region"), _say, self._note_unwanted)
 
     def listen(self) -> None:
-        """Register the handlers for SIGTERM and for all AWS SDK clients of this process."""
+        """Register the handlers for SIGTERM and for the SubmitJob calls of all AWS SDK clients in this process."""
         from botocore import handlers
 
         seconds = self._limit("submit_seconds", SUBMIT_SECONDS)

@@ -226,7 +226,7 @@ class Guards:
         self._first_step: int | None = None  # of this generation
 
     def commit_fields(self, step: int) -> dict[str, Any]:
-        """Return the guards' fields for the commit of `step`. This requests a comparison of weights after `step`."""
+        """Return the guards' fields for the commit of `step`, and schedule a comparison of the weights."""
         self.saved_step = step
         return {"guards": self.numbers.to_json() | {"first_sample": self.overrides.first_sample}}
 

@@ -73,7 +73,7 @@ def read_overrides(job_store: Store) -> Overrides:
 def rewind_parent(job_store: Store) -> str | None:
     """Return the key of the commit that the next generation must restore because of a rewind; None without a rewind.
 
-    Call this before that generation is opened: a rewind applies only to the first generation after it.
+    Call this before the next generation is opened: a rewind applies only to the first generation after it.
 
     The result is the newest readable commit up to the rewind's limit. If there is none, it is the oldest readable
     commit after the limit, provided that the rewind's record says that later commits are sound. If they are not, it is

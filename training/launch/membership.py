@@ -78,7 +78,7 @@ class _Peers:
 
 
 class CoordinatorPeers(_Peers):
-    """Node 0's side, which combines the reports of all nodes and decides the result of each generation."""
+    """Node 0's connections to the followers. It combines their reports and decides the result of each generation."""
 
     def __init__(self, spec: GangSpec, host: str, secret: bytes) -> None:
         super().__init__()

@@ -115,7 +115,7 @@ class NodeRuntime:
     def wait_out_notices(self, meanwhile: Callable[[float], str]) -> str:
         """Wait until all pending notices to this node have expired, then start the keeper and the standby.
 
-        Return "" if the ranks may start, else the reason why not. `meanwhile` is as in `Drain.wait_out_notices`.
+        Return "" if the ranks may start, else the reason why not. See `Drain.wait_out_notices` for `meanwhile`.
         """
 
         def look(seconds: float) -> str:

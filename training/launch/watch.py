@@ -89,7 +89,7 @@ def _kernel_log() -> Iterable[tuple[float, str]]:
 
 
 def _counter_files(pid: int) -> Iterable[Path]:
-    """Return the files that count out-of-memory kills: those of the process's cgroups, or else that of the machine."""
+    """Return the files that count out-of-memory kills: of the process's cgroups or, without any, of the machine."""
     root = Path("/sys/fs/cgroup")
     try:
         lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()

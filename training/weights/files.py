@@ -79,7 +79,7 @@ def list_weight_files(path: str) -> list[Path]:
 def describe_files(path: str) -> list[dict[str, Any]]:
     """Return the path, size in bytes, modification time and SHA-256 of each file.
 
-    The SHA-256 is None if the files together have more than 4 GiB.
+    The SHA-256 is None if the files together are larger than 4 GiB.
     """
     files = list_weight_files(path)
     small = sum(file.stat().st_size for file in files) <= _LARGEST_HASHED_BYTES
