@@ -11,6 +11,7 @@ from ebbflow.infra.diagnose.matching import Seen, load_matcher
 from ebbflow.infra.diagnose.reading import FileScan, LogText, candidates
 from ebbflow.infra.diagnose.rules import SymptomRule, load_rules
 from ebbflow.infra.diagnose.series import Series, judge_series
+from ebbflow.infra.diagnose.vocabulary import TRIGGERS, confidence_of, guess_family
 from ebbflow.infra.untrusted_text import one_line
 
 THIN = 0.5  # a root below this confidence is not named
@@ -21,7 +22,15 @@ _LASTING = ("quality", "throughput", "hardware", "cost")
 _GENERIC_LEVEL = 3  # level of causes that only report that there was an exception
 _GENERIC_RANK = 3
 _VAGUE_RANK = 5  # exceptions up to this rank are attributed to the code that raised them
-_RAISED_IN = {"data": "E17", "storage": "H19", "monitoring": "J11", "compile": "L11", "sharding": "M13"}
+_VAGUER_RANK = 4  # and up to this rank to the family of their words
+# The rule that stands for a family if only frames or words name it.
+_OTHER = {
+    "startup": "A31", "hardware": "B13", "memory": "C13", "synchronization": "D22", "data": "E17", "quality": "F11",
+    "throughput": "G10", "storage": "H19", "cost": "I11", "monitoring": "J11", "cuda": "K09", "compile": "L11",
+    "sharding": "M13", "orchestration": "N18", "program": "O01",
+}  # fmt: skip
+_NEAR_LINES = 3
+_OVERRULING_MARGIN = 6.0  # of words, for another cause of the same level
 _TEXT_LENGTH = 300
 # A cause that is logged this long after an effect did not lead to it.
 _AFTERMATH_SECONDS = 120.0
@@ -88,7 +97,7 @@ def shorten(text: str) -> str:
 def diagnose_files(files: Sequence[Path | None]) -> Diagnosis:
     """Diagnose log files; None in the list stands for standard input."""
     matcher = load_matcher()
-    triggers = (*matcher.triggers, *Series.triggers)
+    triggers = tuple({*matcher.triggers, *Series.triggers, *TRIGGERS})
     seen: dict[str, Seen] = {}
     series = Series()
     scans, order = [], 0
@@ -124,8 +133,7 @@ def judge(seen: dict[str, Seen], series: Series, scans: Sequence[FileScan]) -> D
     root = _root(suspects, series)
     if root is None and not series.sound:
         root = _only_advice(known.values())
-    if root is not None and root.rule.family == "program" and root.rule.rank <= _VAGUE_RANK and root.first:
-        root = _by_frames(root, series.raised_in(root.first))
+    root = _by_words(root, suspects, series)
     findings = []
     if root is not None:
         findings.append(_finding(root, "root", suspects))
@@ -178,9 +186,32 @@ def _root(suspects: list[Seen], series: Series) -> Seen | None:
     return _prefer_exact(top, chosen)
 
 
-def _by_frames(root: Seen, family: str | None) -> Seen:
-    rule = load_rules().find(_RAISED_IN[family]) if family else None
-    return root if rule is None else replace(root, rule=rule, strong=True, needed=True)
+def _by_words(root: Seen | None, suspects: list[Seen], series: Series) -> Seen | None:
+    """Return another root if the frames of a vague exception, or the words of the severe lines, name another family."""
+    book = load_rules()
+    vague = root is not None and root.rule.family == "program" and root.rule.rank <= _VAGUE_RANK
+    if vague and root and root.first and (family := series.raised_in(root.first)):
+        rule = book.find(_OTHER[family])
+        return replace(root, rule=rule, strong=True, needed=True) if rule else root
+    lines = series.severe
+    if vague and root and (at := root.first):  # the lines of other failures would drown the exception's
+        lines = [at, *(line for line in lines if line.file == at.file and 0 <= at.number - line.number <= _NEAR_LINES)]
+    if (guess := guess_family(line.text for line in lines)) is None:
+        return root
+    family, margin = guess
+    if root is None or (vague and root.rule.rank <= _VAGUER_RANK and family != "program"):
+        if series.sound or series.survived(lines[0]) or (rule := book.find(_OTHER[family])) is None:
+            return root
+        first = root.first if root is not None and root.first else series.severe[0]
+        found = Seen(replace(rule, weight=confidence_of(margin)), strong=True, needed=True)
+        found.add(first, root.order if root is not None else 0)
+        return found
+    if margin >= _OVERRULING_MARGIN and family != root.rule.family:
+        level = _level(root)
+        rivals = [each for each in suspects if each.rule.family == family and _level(each) == level]
+        rivals = [each for each in rivals if _confidence(each) >= THIN and _lasted(each, series)]
+        return _earliest(rivals) if rivals else root
+    return root
 
 
 def _lasted(found: Seen, series: Series) -> bool:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from ebbflow.infra.diagnose.matching import Seen
 from ebbflow.infra.diagnose.reading import LogText
+from ebbflow.infra.diagnose.vocabulary import is_severe
 
 _LOSS = re.compile(
     r"(?<![a-z])(?:(?:train|lm|total|avg|mean|batch|running|tr|training)[ _/.-]?)?loss(?:es)?['\"]?"
@@ -52,6 +53,8 @@ _FRAME_FAMILIES = (
 _INNERMOST = 3  # innermost frames of a traceback that are searched for the area
 _TRACEBACK_LINES = 40
 _MOST_POINTS = 20_000
+_MOST_SEVERE = 12
+_NO_DIGITS = {ord(digit): None for digit in "0123456789"}
 
 
 @dataclass
@@ -82,6 +85,8 @@ class Series:
         self.data_shares: dict[tuple[str, int | None], Track] = {}
         self.progress: dict[tuple[str, int | None], tuple[int, int]] = {}
         self.frames: dict[str, list[tuple[int, int | None, str]]] = {}  # file: (line, rank, path and function)
+        self.severe: list[LogText] = []  # the first lines that tell of a failure, no two alike
+        self._alike: set[str] = set()
         self.finished: LogText | None = None
         self._steps = 0
 
@@ -117,6 +122,10 @@ class Series:
                 track.add(order, line, float(match[1] or match[2]))
             elif "/s" in low and (match := _RATE.search(line.text)) and float(match[1]):
                 self.seconds.setdefault((line.file, line.rank, ""), Track()).add(order, line, 1 / float(match[1]))
+            skeleton = line.text[:200].translate(_NO_DIGITS) if len(self.severe) < _MOST_SEVERE else ""
+            if skeleton and skeleton not in self._alike and is_severe(line.text):
+                self._alike.add(skeleton)
+                self.severe.append(line)
             if _FINISHED.search(line.text):
                 self.finished = line
             yield line
