@@ -127,6 +127,7 @@ class Adaptive:
         self._advantages: dict[tuple[int, float], float] = {}
         self._probed_hours = -math.inf
         self._seen_hours = 0.0
+        self._idle_since_hours = 0.0
         self._table_key: SlackProblem | None = None
         self._table: SlackTable | None = None
         self._asked_state: State | None = None
@@ -157,6 +158,8 @@ class Adaptive:
             stays = self.chooser.of(before)
             stays.hours += passed
             stays.losses += current is None
+        if current is None and before is not None:
+            self._idle_since_hours = state.now_hours
         # A requested pool is held at the next decision, unless it refused or was lost within the tick.
         capacity = self._capacity(state)
         if capacity is not None:
@@ -204,8 +207,8 @@ class Adaptive:
         unseen = self._capacity(state) is None
         waits = self._advantage(state, WAIT_OR_ON_DEMAND, down) < 0
         if state.attempts == 1 and not waits and not unseen:
-            # A pool that was never tried is unknown, not down.
-            tries = [name for name in tries if state.is_up(pool := state.pool(name)) or pool.seen_at_hours is None]
+            # A pool that has not refused since the last loss is unknown, not down.
+            tries = [name for name in tries if not self._refused(state, state.pool(name))]
         order = tries[: max(1, state.attempts)] if waits else [*tries, state.on_demand.id]
         return UsePool(order[0], tuple(order[1:])) if order else Wait()
 
@@ -229,6 +232,10 @@ class Adaptive:
         if seen_down and self._advantage(state, LEAVE_OR_STAY, fresh_share(self.spells.age_hours)) < 0:
             return Wait()
         return UsePool(current.id)
+
+    def _refused(self, state: State, pool: PoolView) -> bool:
+        seen = pool.seen_at_hours
+        return not state.is_up(pool) and seen is not None and seen >= self._idle_since_hours
 
     def _startable(self, state: State) -> list[PoolView]:
         """Return the spot pools that may be tried, best first: all except those just observed without capacity.

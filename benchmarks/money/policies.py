@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 from benchmarks.money.adaptive import Adaptive
@@ -113,6 +114,37 @@ class UniformProgress:
         if not self.failover:
             return candidates
         return sorted(candidates, key=lambda pool: (pool.region == self._last_region, pool.usd_per_hour))
+
+
+class GreedyWithReserve:
+    """Greedy that keeps a share of its slack for returns from on-demand, in proportion to the remaining work.
+
+    With a share of 0 it would be greedy; with 1 it spends slack as evenly as Uniform Progress.
+    """
+
+    def __init__(self, share: float) -> None:
+        self.share = share
+        self._first: State | None = None
+
+    def decide(self, state: State) -> Action:
+        self._first = self._first or state
+        current = state.current_pool
+        if current is not None and current.market is Market.SPOT:
+            return UsePool(current.id)
+        start = state.changeover_hours + state.on_demand_delay_hours
+        kept = self.share * (self._first.slack_hours - start) * state.work_left_hours / self._first.work_left_hours
+        extra = state.slack_hours - start - kept
+        tries = [pool.id for pool in spot_candidates(state)]
+        if current is None:
+            if extra <= 0:
+                return UsePool(state.on_demand.id)
+            return UsePool(tries[0], tuple(tries[1:])) if tries else Wait()
+        # A return that is refused uses up to this much slack, and pays for a drain and another start.
+        trip = state.drain_hours + start + state.changeover_hours + 2 * state.tick_hours
+        lost_usd = (state.drain_hours + state.changeover_hours) * current.usd_per_hour
+        cheapest = min((pool.usd_per_hour for pool in state.spot_pools), default=math.inf)
+        pays = (current.usd_per_hour - cheapest) * state.work_left_hours > 2 * lost_usd
+        return UsePool(tries[0], tuple(tries[1:])) if tries and pays and extra >= trip else UsePool(current.id)
 
 
 POLICIES: dict[str, PolicyFactory] = {

@@ -13,11 +13,13 @@ from benchmarks.money.placements import DEADLINES_HOURS, job_config, read_zones
 from benchmarks.money.virtual_batch import VirtualBatch, queue, queues
 from ebbflow.cost.prices.quote import Quote, StaticPrices
 from ebbflow.infra.batch import limit_to_queue_region
+from ebbflow.infra.batch.queues import Market
 from ebbflow.infra.config.schema import RunConfig
 
 HOME = "us-east-1"
 REGIONS = tuple(zone[:-1] for zone in CELL_ZONES)
 _SEED = 20261123
+_MARKETS: tuple[tuple[str, Market], ...] = (("spot", "spot"), ("on-demand", "on_demand"))
 
 
 class EqualPrices(StaticPrices):
@@ -60,7 +62,7 @@ def _batch(capacity: dict[str, list[bool]], regions: Sequence[str], seed: int) -
     there = [
         queue(f"{name}-{region}", market, ["g5"], arn=f"arn:aws:batch:{region}:123456789012:job-queue/{name}-{region}")
         for region in regions
-        for name, market in (("spot", "spot"), ("on-demand", "on_demand"))
+        for name, market in _MARKETS
     ]
     return VirtualBatch([False], seed=seed, queues=queues(*there), prices=EqualPrices(), capacity=capacity)
 
@@ -69,7 +71,7 @@ def _config(deadline: float, regions: Sequence[str]) -> RunConfig:
     named = ", ".join(
         f"{{name: {name}-{region}, market: {market}, region: {region}}}"
         for region in regions
-        for name, market in (("spot", "spot"), ("on-demand", "on_demand"))
+        for name, market in _MARKETS
     )
     home = HOME if HOME in regions else regions[0]
     settings = [f"batch.queues=[{named}]", f"batch.region={home}", f"cost.store_region={home}"]

@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.money.adaptive import Adaptive
 from benchmarks.money.interface import Action, Greedy, Market, Policy, PoolView, State, UsePool
+from benchmarks.money.made_up import COMPARED, run_enactable, world_after_outage
 from benchmarks.money.policies import UniformProgress
 from benchmarks.money.safety_net import SafetyNet
 from benchmarks.money.simulator import ENACTABLE, PUBLISHED, SimulatedJob, simulate
@@ -230,9 +231,10 @@ def test_it_moves_to_a_cheaper_region_only_when_that_pays() -> None:
     assert near.usd == pytest.approx(20.2 * 0.91, rel=0.02)
 
 
-def test_an_untried_pool_is_unknown_after_another_was_refused() -> None:
-    def state(now: float, slack: float) -> State:
-        known = [("a", Market.SPOT, 1.0, False, now), ("b", Market.SPOT, 1.0, None, None)]
+def test_a_pool_is_tried_before_on_demand_unless_it_refused_since_the_last_loss() -> None:
+    def state(now: float, slack: float, b_seen: float | None, current: str | None = None) -> State:
+        known = [("a", Market.SPOT, 1.0, current == "a", now)]
+        known += [("b", Market.SPOT, 1.0, None if b_seen is None else False, b_seen)]
         known += [("od", Market.ON_DEMAND, 3.0, True, 0.0)]
         pools = tuple(PoolView(name, "us-x-1", name, market, usd, up, seen) for name, market, usd, up, seen in known)
         return State(
@@ -244,14 +246,31 @@ def test_an_untried_pool_is_unknown_after_another_was_refused() -> None:
             on_demand_delay_hours=0.1,
             tick_hours=0.1,
             pools=pools,
-            current=None,
+            current=current,
             startup_left_hours=0.0,
             spent_usd=0.0,
             budget_usd=float("inf"),
             checkpoint_region="us-x-1",
         )
 
-    policy = Adaptive()
-    policy.decide(state(0.9, 0.9))
-    action = policy.decide(state(1.0, 0.8))
-    assert isinstance(action, UsePool) and action.pool == "b"
+    def after_a_loss(b_seen: float | None) -> Action:
+        policy = Adaptive()
+        policy.decide(state(0.9, 0.7, b_seen, current="a"))
+        return policy.decide(state(1.0, 0.7, b_seen))
+
+    for b_seen, pool in ((None, "b"), (0.1, "b"), (1.0, "od")):
+        action = after_a_loss(b_seen)
+        assert isinstance(action, UsePool) and action.pool == pool
+
+
+def test_no_rule_that_is_never_late_keeps_both_mean_and_worst_decile_on_all_traces() -> None:
+    """The worlds are equal for 18.75 h. In the first, on-demand before then is dear; in the second, none is."""
+    job, limit = SimulatedJob(40.0, 60.0, 0.2), 0.005
+    first, second = (
+        {name: run_enactable(world_after_outage(hours), job, name) for name in COMPARED} for hours in (18.75, 19.0)
+    )
+    assert not any(late for usd in (first, second) for _, late in usd.values())
+    for name in COMPARED:
+        mean_is_kept = first[name][0] <= first["greedy"][0] * (1 + limit)
+        decile_is_kept = second[name][0] <= second["uniform_progress"][0]
+        assert not (mean_is_kept and decile_is_kept), name
