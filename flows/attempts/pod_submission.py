@@ -5,12 +5,13 @@ process, and no internals of Metaflow:
 
 - It retries requests after temporary failures (429, 5xx, no connection), so that training continues while the API
   server is down. If Kubernetes refuses to create the Job or JobSet, the run ends with a one-line message.
-- It adds a failure policy to a JobSet, and a Kueue queue if one is configured. It gives each Job and JobSet a fixed
-  name, so that a repeated create request does not create a second one.
+- It lets the Jobs of a JobSet's workers replace lost pods, and adds a Kueue queue if one is configured. It gives each
+  Job and JobSet a fixed name, so that a repeated create request does not create a second one.
 - It watches the pods. It deletes a Job or JobSet that does not start in time, so that Metaflow retries the attempt with
-  a new placement. It records the attempt's times and its end for the bill.
+  a new placement. It evicts pods whose node is about to be taken away. It records the attempt's times and its end for
+  the bill.
 - When the process ends, it deletes the Job or JobSet, so that the pods save a checkpoint and exit. Metaflow itself
-  would run a command in node 0's pod, and a failure policy would then restart that pod.
+  would run a command in node 0's pod.
 """
 
 from __future__ import annotations
@@ -29,13 +30,15 @@ from ebbflow.flows.attempts.order import SUBMIT_VARIABLE
 from ebbflow.flows.attempts.submission import StartLimits, submit_events
 from ebbflow.flows.remote import RUNNABLE_VARIABLE
 from ebbflow.infra.batch.jobs import NEVER_STARTED, Cause
-from ebbflow.infra.errors import CloudError, Outcome
+from ebbflow.infra.errors import CloudError, CloudForbidden, Outcome
 from ebbflow.infra.kubernetes.cluster import QUEUE_LABEL, AttemptWatch, Cluster, open_cluster
 
 _NO_RETRY = 202  # Metaflow's exit code of a task that must not be retried
 _TRANSIENT = (429, 500, 502, 503, 504)
 _OUTAGE_SECONDS = 900.0  # without an API server; then the attempt counts as failed
 _LEAVE_SECONDS = 50.0  # less than the 60 s for which the launcher waits
+_NOTICED_SECONDS = 90.0  # in which a cluster notices that a node is lost; the gang has ended long before
+_NODES_SECONDS = 5.0  # between two looks at the taints of the nodes
 _LONGEST_PAUSE_SECONDS = 15.0
 _LOOK_SECONDS = 1.0
 _KEPT_SECONDS = 86400  # for which the cluster keeps a JobSet that has ended
@@ -59,6 +62,8 @@ class PodSubmission:
         self._recorded = False
         self._limit = _OUTAGE_SECONDS
         self._shown = ""
+        self._follower: threading.Thread | None = None
+        self._leaving = threading.Event()
 
     def listen(self) -> None:
         """Patch the Kubernetes client of this process, and register the deletion of the pods at exit."""
@@ -88,7 +93,7 @@ class PodSubmission:
                 try:
                     answer = send(client, method, url, *args, **options)
                     status, after = answer.status, (answer.headers or {}).get("Retry-After")
-                    if status not in _TRANSIENT:
+                    if status not in _TRANSIENT or url.endswith("/eviction"):  # 429: a disruption budget forbids it
                         return answer
                     problem: Any = f"HTTP {status}"
                 except ApiException as error:  # releases of the client that raise here
@@ -122,43 +127,35 @@ class PodSubmission:
             self._watch = AttemptWatch(job_id, nodes)
             _report_errors(lambda: self._note(job_id))
             try:
-                try:
-                    answer = create(api, *args, **{**options, "body": body})
-                except ApiException as error:
-                    if error.status != 422 or "failurePolicy" not in str(error.body):
-                        raise
-                    _say("this release of JobSet cannot replace a single node: the gang restarts as a whole")
-                    del body["spec"]["failurePolicy"]
-                    answer = create(api, *args, **{**options, "body": body})
+                answer = create(api, *args, **{**options, "body": body})
             except ApiException as error:
                 if error.status != 409:
                     raise SystemExit(self._refuse(error)) from None
                 answer = self._existing(api, kind, options, name)  # made by a create whose answer was lost
-            threading.Thread(target=_report_errors, args=(self._follow,), daemon=True).start()
+            self._follower = threading.Thread(target=_report_errors, args=(self._follow,), daemon=True)
+            self._follower.start()
             return answer
 
         return make
 
     def _reading(self, get: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap `get` so that Metaflow sees neither failures that a failure policy handles nor preemptions by Kueue.
+        """Wrap `get` so that Metaflow sees no states of a JobSet that it would misread.
 
-        Metaflow would treat any failed Job as the end of the gang, even if the failure policy is about to replace it.
-        It would treat a suspended gang, which has no active Job, as one that has succeeded.
+        Metaflow would treat any failed Job as the end of the gang before JobSet has decided. It would treat a gang
+        without an active Job (preempted by Kueue, or between two pods) as one that has succeeded, and a condition whose
+        status is False as one that holds.
         """
 
         def read(*args: Any, **options: Any) -> Any:
             found = get(*args, **options)
             if not isinstance(found, dict) or found.get("kind") != "JobSet":
                 return found
-            status, spec = found.get("status") or {}, found.get("spec") or {}
-            over = any(
-                one["type"] in ("Failed", "Completed") and one["status"] == "True"
-                for one in status.get("conditions") or []
-            )
+            status = found.get("status") or {}
+            status["conditions"] = [one for one in status.get("conditions") or [] if one["status"] == "True"]
+            over = any(one["type"] in ("Failed", "Completed") for one in status["conditions"])
             for one in [] if over else status.get("replicatedJobsStatus") or []:
-                if spec.get("failurePolicy"):
-                    one["failed"] = 0
-                if spec.get("suspend") and self._watch is not None and self._watch.started:
+                one["failed"] = 0
+                if self._watch is not None and self._watch.started:
                     one["active"] = max(one["active"], 1)
             return found
 
@@ -182,8 +179,10 @@ class PodSubmission:
                 del body["spec"][name]
             body.pop("status", None)
             body["spec"]["ttlSecondsAfterFinished"] = _KEPT_SECONDS
-            if restarts := int(self._asked.get("node_replacements") or 0):
-                body["spec"]["failurePolicy"] = failure_policy(restarts)
+            for one in body["spec"]["replicatedJobs"]:
+                replacements = int(self._asked.get("node_replacements") or 0)
+                if replacements and one["name"] == "worker":
+                    one["template"]["spec"] |= replacement_policy(replacements)
 
     def _refuse(self, error: Any) -> int:
         """Record that Kubernetes refused the Job or JobSet as the job's outcome, and return the exit code."""
@@ -221,10 +220,16 @@ class PodSubmission:
             starting_seconds=float(self._asked.get("image_seconds") or _IMAGE_SECONDS),
             start_by_utc=self._asked.get("start_by_utc"),
         )
-        began = time.monotonic()
-        while not watch.over:
+        began = nodes_seen = time.monotonic()
+        while not watch.over and not self._leaving.is_set():
             with self._lock:
-                _report_errors(lambda: watch.look(cluster, time.time()))
+                try:
+                    watch.look(cluster, time.time())
+                except CloudError as error:
+                    self._show(f"cannot look at the pods: {error}")
+            if watch.started and time.monotonic() > nodes_seen + _NODES_SECONDS:
+                nodes_seen = time.monotonic()
+                self._evict_announced(cluster)
             if watch.suspended and (queue := self._asked.get("kueue")):
                 self._show_queue(cluster, queue)
                 limits.restart()  # the queue's own limits apply
@@ -239,7 +244,23 @@ class PodSubmission:
                     _say(f"{watch.job_id} {self._why}: deleted, to be placed anew")
                     cluster.delete(watch.job_id)
                     return
-            time.sleep(_LOOK_SECONDS)
+            self._leaving.wait(_LOOK_SECONDS)
+
+    def _evict_announced(self, cluster: Cluster) -> None:
+        """Evict pods whose node is marked as about to be taken away: they save and leave while there is time.
+
+        Karpenter leaves pods that must not be disrupted alone until its grace period is over, and some handlers only
+        taint. Without the right to read nodes or to evict pods, SIGTERM and the instance's metadata serve.
+        """
+        assert self._watch is not None
+        try:
+            for pod, taint in self._watch.announced(cluster):
+                self._show(f"node {pod.machine} is about to be taken away ({taint}): {pod.name} saves and leaves")
+                cluster.evict(self._watch.job_id, pod.name)
+        except CloudForbidden as error:
+            self._show(f"a node's end is announced, but {error}; fix: kubectl apply -f infra/kubernetes/rbac.yaml")
+        except CloudError:
+            pass
 
     def _show_queue(self, cluster: Cluster, queue: str) -> None:
         assert self._watch is not None
@@ -255,10 +276,13 @@ class PodSubmission:
     def _leave(self) -> None:
         """Delete pods that still run, wait until they have ended, and record the end. Called when the process exits."""
         watch = self._watch
+        self._limit = _LEAVE_SECONDS / 2
+        self._leaving.set()
+        if self._follower is not None:  # a thread that still runs can abort the interpreter's end
+            self._follower.join(_LEAVE_SECONDS / 2)
         if watch is None or self._recorded:
             return
-        self._limit = _LEAVE_SECONDS / 2
-        limit = time.monotonic() + _LEAVE_SECONDS
+        began = time.monotonic()
         with self._lock:
             try:
                 cluster = open_cluster()
@@ -267,6 +291,7 @@ class PodSubmission:
                     self._ended_by = self._ended_by or "terminated"
                     self._why = self._why or "the launcher was asked to leave"
                     cluster.delete(watch.job_id)
+                limit = began + (_NOTICED_SECONDS if watch.failed else _LEAVE_SECONDS)
                 while any(one.ended is None for one in watch.pods.values()) and time.monotonic() < limit:
                     time.sleep(0.3)
                     watch.look(cluster, time.time())
@@ -294,13 +319,14 @@ class PodSubmission:
                 log.emit(OUTCOME, outcome=outcome.value, message=message)
 
 
-def failure_policy(restarts: int) -> dict[str, Any]:
-    """Return a failure policy that replaces lost workers one by one, and ends the JobSet if node 0 is lost."""
-    rules = [
-        {"name": "coordinatorLost", "action": "FailJobSet", "targetReplicatedJobs": ["control"]},
-        {"name": "workerLost", "action": "RestartJob", "targetReplicatedJobs": ["worker"]},
-    ]
-    return {"maxRestarts": restarts, "rules": rules}
+def replacement_policy(times: int) -> dict[str, Any]:
+    """Return fields of a worker's Job that let it replace its pod after the loss of the node, but not after a failure.
+
+    JobSet's own RestartJob is an alpha feature that is switched off by default.
+    """
+    lost = {"action": "Count", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+    failed = {"action": "FailJob", "onExitCodes": {"operator": "NotIn", "values": [0]}}
+    return {"backoffLimit": times, "podFailurePolicy": {"rules": [lost, failed]}}
 
 
 def open_pod_submission() -> PodSubmission:

@@ -71,7 +71,7 @@ class KubernetesConfig(Section):
         "karpenter", "labels that select nodes: Karpenter's, or those of EKS managed node groups"
     )
     node_replacements: int = key(
-        0, "lost nodes (not node 0) that JobSet may replace within an attempt; 0: the gang restarts as a whole", ge=0
+        0, "lost nodes (not node 0) that are replaced within an attempt; 0: the gang restarts as a whole", ge=0
     )
 
 

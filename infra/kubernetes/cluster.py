@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -25,7 +26,11 @@ _MARKETS = {"spot": "spot", "SPOT": "spot", "on-demand": "on_demand", "ON_DEMAND
 # https://kubernetes.io/docs/concepts/workloads/pods/disruptions/#pod-disruption-conditions
 _LOST = ("NodeLost", "Evicted", "Terminated", "NodeShutdown", "Shutdown", "Preempting", "NodeAffinity")
 _NO_IMAGE = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "CreateContainerError")
-_SECONDS = 10.0
+# Taints that announce the end of a node, before or while it is drained: Karpenter's, the AWS node termination
+# handler's, GKE's and the cluster autoscaler's.
+_ENDING = ("karpenter.sh/disrupted", "aws-node-termination-handler/", "cloud.google.com/impending-node-termination",
+           "ToBeDeletedByClusterAutoscaler")  # fmt: skip
+_SECONDS, _PAUSE_SECONDS = 10.0, 0.5
 
 
 def namespace() -> str:
@@ -52,6 +57,7 @@ class PodState:
     no_image: bool = False
     lost: bool = False  # its node is gone or was drained
     late: bool = False  # it ran longer than its limit
+    leaving: bool = False  # it was asked to end
     labels: Mapping[str, str] = field(default_factory=dict)  # of its node, if they may be read
 
 
@@ -68,10 +74,20 @@ class Cluster:
         self._labels: dict[str, dict[str, str]] = {}  # by node; {} if they may not be read
 
     def ask(self, what: str, call: Callable[..., Any], *args: Any, **options: Any) -> dict[str, Any]:
-        """Send a request and return the parsed JSON answer. Raises CloudError.
+        """Send a request and return the parsed JSON answer; retry it for some seconds. Raises CloudError.
 
         what: name of the request in error messages.
         """
+        limit = time.monotonic() + self._seconds
+        while True:
+            try:
+                return self._ask(what, call, *args, **options)
+            except CloudUnavailable:
+                if time.monotonic() + _PAUSE_SECONDS > limit:
+                    raise
+            time.sleep(_PAUSE_SECONDS)
+
+    def _ask(self, what: str, call: Callable[..., Any], *args: Any, **options: Any) -> dict[str, Any]:
         from kubernetes.client.exceptions import ApiException
         from urllib3.exceptions import HTTPError
 
@@ -123,6 +139,12 @@ class Cluster:
             if error.code != "404":
                 raise
 
+    def evict(self, job_id: str, pod: str) -> None:
+        """Evict a pod, which gets SIGTERM and its grace period. Raises CloudError."""
+        space = job_id.split("/")[0]
+        body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": pod, "namespace": space}}
+        self.ask(f"evict pod {pod}", self._core.create_namespaced_pod_eviction, pod, space, body)
+
     def may(self, verb: str, group: str, resource: str) -> bool:
         """Return whether this account has a permission in the namespace. Raises CloudError."""
         name, _, sub = resource.partition("/")
@@ -144,50 +166,53 @@ class Cluster:
         """Return how many workloads are before this attempt in the Kueue queue, or None if this is unknown."""
         space, _, name = job_id.split("/")
         try:
-            found = self.ask(
-                "list pending workloads",
-                self._custom.get_namespaced_custom_object,
-                "visibility.kueue.x-k8s.io", "v1beta1", space, "localqueues", f"{queue}/pendingworkloads",
-            )  # fmt: skip
+            found = self._of_kueue("visibility.kueue.x-k8s.io", space, f"{queue}/pendingworkloads")
         except CloudError:
             return None
-        for one in found.get("items") or []:
+        for one in (found or {}).get("items") or []:
             if any(each.get("name") == name for each in one["metadata"].get("ownerReferences") or []):
                 return int(one.get("positionInLocalQueue") or 0)
         return None
 
     def queue_exists(self, queue: str) -> bool:
         """Return whether the namespace has this Kueue queue (LocalQueue). Raises CloudError."""
-        group = ("kueue.x-k8s.io", "v1beta1", namespace(), "localqueues", queue)
-        try:
-            self.ask(f"get localqueues {queue}", self._custom.get_namespaced_custom_object, *group)
-        except CloudRefused as error:
-            if error.code == "404":
-                return False
-            raise
-        return True
+        return self._of_kueue("kueue.x-k8s.io", namespace(), queue) is not None
+
+    def _of_kueue(self, group: str, space: str, name: str) -> dict[str, Any] | None:
+        for version in ("v1beta2", "v1beta1"):  # releases serve one or both
+            try:
+                call = self._custom.get_namespaced_custom_object
+                return self.ask(f"get localqueues {name}", call, group, version, space, "localqueues", name)
+            except CloudRefused as error:
+                if error.code != "404":
+                    raise
+        return None
 
     def nodes(self) -> list[dict[str, Any]]:
         """Return all nodes of the cluster. Raises CloudError, for example if this account may not list nodes."""
         return self.ask("list nodes", self._core.list_node)["items"]
 
-    def has_no_node(self, name: str) -> bool:
-        """Return whether a node is known to have left the cluster. Return False if nodes cannot be read."""
+    def _node(self, name: str) -> dict[str, Any] | None:
+        """Return the cluster's node, {} if it may not be read, None if it is gone."""
         try:
-            self.ask(f"get node {name}", self._core.read_node, name)
-        except CloudRefused as error:
-            return error.code == "404"
-        except CloudError:
-            pass
-        return False
+            return self.ask(f"get node {name}", self._core.read_node, name)
+        except CloudError as error:
+            return None if isinstance(error, CloudRefused) and error.code == "404" else {}
+
+    def has_lost(self, name: str) -> bool:
+        """Return whether a node is gone or its kubelet no longer reports. Return False if nodes cannot be read."""
+        node = self._node(name)
+        conditions = ((node or {}).get("status") or {}).get("conditions") or []
+        return node is None or any(one["type"] == "Ready" and one["status"] == "Unknown" for one in conditions)
+
+    def announced_end(self, name: str) -> str:
+        """Return the taint by which the node's end is announced, or ""."""
+        taints = ((self._node(name) or {}).get("spec") or {}).get("taints") or []
+        return next((one["key"] for one in taints if one["key"].startswith(_ENDING)), "")
 
     def _node_labels(self, name: str) -> dict[str, str]:
         if name and name not in self._labels:
-            try:
-                node = self.ask(f"get node {name}", self._core.read_node, name)
-                self._labels[name] = node["metadata"].get("labels") or {}
-            except CloudError:
-                self._labels[name] = {}
+            self._labels[name] = ((self._node(name) or {}).get("metadata") or {}).get("labels") or {}
         return self._labels.get(name, {})
 
 
@@ -257,6 +282,7 @@ def _pod_state(pod: Mapping[str, Any]) -> PodState:
         no_image=reason in _NO_IMAGE,
         lost=disrupted or status.get("reason") in _LOST,
         late=status.get("reason") == "DeadlineExceeded",
+        leaving="deletionTimestamp" in metadata,
     )
 
 
@@ -283,9 +309,11 @@ class AttemptWatch:
         if owner is not None:
             self._read_owner(owner)
         for name, one in self.pods.items():
-            if name not in present and one.ended is None:  # deleted by a drain, with its node, or after the end
-                lost = one.lost or not self.ended or (bool(one.machine) and cluster.has_no_node(one.machine))
-                self.pods[name] = replace(one, ended=now, lost=lost)
+            if one.ended is None and (name not in present or self.ended):
+                # Deleted: by a drain, with its node, or with what ended. The pod of a lost node may stay for minutes.
+                lost = one.lost or not self.ended or (bool(one.machine) and cluster.has_lost(one.machine))
+                if lost or name not in present:
+                    self.pods[name] = replace(one, ended=now, lost=lost)
 
     def _read_owner(self, owner: Mapping[str, Any]) -> None:
         conditions = {one["type"]: one for one in (owner.get("status") or {}).get("conditions") or []}
@@ -312,6 +340,12 @@ class AttemptWatch:
     @property
     def started(self) -> bool:
         return any(one.started is not None for one in self.pods.values())
+
+    def announced(self, cluster: Cluster) -> list[tuple[PodState, str]]:
+        """Return the running pods whose node is about to be taken away, each with the node's taint."""
+        running = [one for one in self.pods.values() if one.phase == "Running" and one.ended is None]
+        found = [(one, cluster.announced_end(one.machine)) for one in running if one.machine and not one.leaving]
+        return [(one, taint) for one, taint in found if taint]
 
     def cause(self, ended_by: Cause | None) -> Cause:
         """Return why the attempt ended. If this process ended the attempt, `ended_by` is the cause."""

@@ -109,7 +109,8 @@ def test_training_pods_ask_the_api_for_nothing_and_the_head_for_what_metaflow_ca
     [binding], [role] = of_kind("RoleBinding"), of_kind("Role")
     assert [one["name"] for one in binding["subjects"]] == ["ebbflow-head"]
     assert {resource for rule in role["rules"] for resource in rule["resources"]} == {
-        "jobs", "jobs/status", "jobsets", "jobsets/status", "pods", "localqueues", "localqueues/pendingworkloads",
+        "jobs", "jobs/status", "jobsets", "jobsets/status", "pods", "pods/eviction", "localqueues",
+        "localqueues/pendingworkloads",
     }  # fmt: skip
     [nodes] = of_kind("ClusterRole")
     assert nodes["rules"] == [{"apiGroups": [""], "resources": ["nodes"], "verbs": ["get", "list"]}]

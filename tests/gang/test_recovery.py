@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -60,24 +61,39 @@ def test_a_bug_that_strikes_three_times_ends_the_job_and_says_what_it_has_cost(t
     assert (report.outcome, report.exit_code, report.failures) == ("crash_loop", 6, 3)
 
 
-def test_a_lost_node_is_done_without_where_enough_are_left(tmp_path: Path) -> None:
+def test_a_lost_node_is_done_without_where_enough_are_left_and_taken_in_when_it_is_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("METAFLOW_KUBERNETES_JOBSET_NAME", "js")  # whose Job replaces the node
     cluster = {"nodes": 3, "min_nodes": 2, "start_deadline_seconds": 60.0}
-    spec = replace(endless_gang(tmp_path, checkpoint={"interval_steps": 10}, cluster=cluster), nodes=3)
+    others = {"checkpoint": {"interval_steps": 10}, "kubernetes": {"node_replacements": 1}}
+    spec = replace(endless_gang(tmp_path, cluster=cluster, **others), nodes=3)
     running = gang(spec, tmp_path)
     wait_until("a commit", lambda: reachable_commits(job_store(spec), limit=1), timeout=60)
     running.agents[1].kill()
     wait_until(
         "a commit of the others", lambda: reachable_commits(job_store(spec), limit=1)[0].generation == 2, timeout=60
     )
+    lost = running.agents_by_node[1]
+    running.agents_by_node[1] = subprocess.Popen(lost.args)
+    wait_until("a commit of all", lambda: reachable_commits(job_store(spec), limit=1)[0].generation == 3, timeout=60)
     running.agents[2].send_signal(signal.SIGTERM)
     outcome = running.wait(60)
-    assert (outcome.outcome, outcome.generation) == ("interrupted", 2)
+    assert (outcome.outcome, outcome.generation) == ("interrupted", 3)
 
     events = read_events(job_store(spec))
     [ended] = [event.data for event in events if event.name == GENERATION_ENDED and event.generation == 1]
     assert ended["reason"] == "node_lost" and ended["culprit"].startswith("node 1 ")
     begun = {event.generation: event.data["nodes"] for event in events if event.name == GENERATION_STARTED}
-    assert begun == {1: 3, 2: 2}
+    assert begun == {1: 3, 2: 2, 3: 3}
+    [grown] = [event.data for event in events if event.name == GENERATION_STARTED and event.generation == 3]
+    [left] = [event.data for event in events if event.name == GENERATION_ENDED and event.generation == 2]
+    assert (left["reason"], left["culprit"]) == ("interrupted", "")
+    assert (
+        grown["parent_step"] > 0
+        and build_report(events).redone_steps
+        == build_report([event for event in events if event.generation < 3]).redone_steps
+    ), "growing redoes no step"
     ranks = [event.data["ranks"] for event in events if event.name == NODE_STARTED and event.generation == 2]
     assert sorted(ranks) == [[0], [1]]
 

@@ -198,15 +198,6 @@ def test_an_outage_and_throttling_change_nothing(idle: LocalCluster, tmp_path: P
         assert abs(start - one["started"]) <= 1.5 and abs(stop - one["ended"]) <= 1.5, "whole seconds"
 
 
-def test_an_older_release_of_jobset_gets_no_failure_policy(idle: LocalCluster, tmp_path: Path) -> None:
-    idle.change(jobset_actions=["FailJobSet", "RestartJobSet"])
-    try:
-        code, output = Submitted(idle, tmp_path, 2, "true", node_replacements=1).finish()
-    finally:
-        idle.change(jobset_actions=["FailJobSet", "RestartJobSet", "RestartJob"])
-    assert code == 0 and "cannot replace a single node" in output, output
-
-
 def test_a_lost_worker_is_replaced_alone_and_metaflow_sees_no_failure(idle: LocalCluster, tmp_path: Path) -> None:
     submitted = Submitted(idle, tmp_path, 2, "sleep 6", node_replacements=1)
     control, worker = submitted.pods(2)

@@ -19,6 +19,7 @@ from ebbflow.training.errors import GangError, UnreliableReader
 from ebbflow.training.launch.blame import detect_mismatch, settle_seconds
 from ebbflow.training.launch.evidence import WorkerFailure
 from ebbflow.training.launch.messages import (
+    RETURNED,
     SIGTERM,
     GangSpec,
     GenerationEnd,
@@ -83,11 +84,13 @@ class CoordinatorPeers(_Peers):
     def __init__(self, spec: GangSpec, host: str, secret: bytes) -> None:
         super().__init__()
         self._spec, self._host, self._secret = spec, host, secret
-        # Lost nodes that the scheduler replaces within this attempt (a JobSet's failure policy).
+        # Lost nodes that the scheduler replaces within this attempt (Kubernetes, in a JobSet).
         self._replacements = replacements_of(spec.config)
         self._members: dict[int, Connection] = {}  # nodes that have joined
         self._hellos: dict[int, Message] = {}  # their first messages
         self._server: RollCallServer | None = None  # until all nodes have joined
+        self._returns: RollCallServer | None = None  # of a smaller gang: lost nodes that are back
+        self._growing = False  # the ranks were asked to leave, so that a node that has come back takes part
         if spec.nodes > 1:
             self._server = self._open_server()
         self._number = 0
@@ -190,8 +193,9 @@ class CoordinatorPeers(_Peers):
         if order.seconds <= 0:
             del self._waits[node]
 
-    def _add_joined(self) -> None:
-        for node, (connection, hello) in self._server.joined.items() if self._server is not None else ():
+    def _add_joined(self, server: RollCallServer | None = None) -> None:
+        server = server or self._server
+        for node, (connection, hello) in server.joined.items() if server is not None else ():
             if (before := self._members.get(node)) is connection:
                 continue
             if before is not None:  # the node's handshake timed out at its end, and it has joined again
@@ -217,8 +221,42 @@ class CoordinatorPeers(_Peers):
     def start(self, start: GenerationStart) -> None:
         self._started = start
         self._failures, self._witnesses, self._finished, self._ready = [], {}, {}, set()
-        self._first_failure, self._witnesses_wanted = float("inf"), False
+        self._first_failure, self._witnesses_wanted, self._growing = float("inf"), False, False
+        self._orders = [order for order in self._orders if order.cause != RETURNED]
         self._broadcast({"kind": "start", **asdict(start)})
+        absent = set(range(self._spec.nodes)) - set(start.nodes) - self._left_out
+        if not absent or not self._replacements:
+            self._close_returns()
+        elif self._returns is None:
+            self._returns = self._open_server()
+
+    def _look_for_returned(self) -> None:
+        """If a lost node is back, order the ranks to save and leave: the next generation has that node."""
+        if self._returns is None:
+            return
+        self._returns.admit(self._spec.nodes)
+        back = [one for one, _ in self._returns.joined.values() if not one.closed]
+        for connection in back:
+            connection.receive()
+        if back and not self._wait_announced.holds:  # their deadline for the start moves
+            self._wait_announced.mark()
+            for connection in back:
+                connection.send({"kind": "notice_wait", "seconds": 0.0})
+        if back and not self._growing and not self._finished and self._first_failure == float("inf"):
+            self._growing = True
+            self.order(RankOrder(seconds=self._spec.config["checkpoint"]["stop_seconds"], cause=RETURNED, node=0))
+
+    def _take_in_returned(self) -> None:
+        if self._returns is not None and self._returns.joined:
+            self._number = 0  # the ended generation is not theirs
+            self._add_joined(self._returns)
+            self._replacements -= len(self._returns.joined)
+            self._close_returns()
+
+    def _close_returns(self) -> None:
+        if self._returns is not None:
+            self._returns.close()
+            self._returns = None
 
     def regroup(
         self, deadline_seconds: float, stopped: Callable[[], bool], meanwhile: Callable[[], object] = lambda: None
@@ -242,6 +280,7 @@ class CoordinatorPeers(_Peers):
             connection = self._members[node]
             connection.closed = connection.closed or f"its ranks did not end within {deadline_seconds:g} s"
             connection.close()
+        self._take_in_returned()
         nodes = self.nodes
         lost = [node for node in self._start.nodes if node not in nodes]
         if lost and not self._is_enough(nodes) and not self._await_replacements(lost, stopped, meanwhile):
@@ -258,6 +297,7 @@ class CoordinatorPeers(_Peers):
         cluster = self._spec.config["cluster"]
         limit = time.monotonic() + cluster["expected_start_seconds"] + cluster["start_deadline_seconds"]
         self._number = 0  # the ended generation is not theirs
+        self._close_returns()
         self._server = server = self._open_server()
         try:
             while any(node not in server.joined for node in lost):
@@ -301,7 +341,7 @@ class CoordinatorPeers(_Peers):
 
     def order(self, order: RankOrder) -> None:
         self._orders.append(order)
-        if order.leave and order.node not in self._left_out:
+        if order.leave and order.node not in self._left_out and order.cause != RETURNED:
             self._leave_orders.append(order)
         self._broadcast({"kind": "order", **order.to_json()})
 
@@ -316,13 +356,16 @@ class CoordinatorPeers(_Peers):
         if self._first_failure < float("inf") and self._evidence_complete():
             return self.give_up(self._decide_end())
         if len(self._finished) == len(self._start.nodes):
-            end = end_from_results(self._finished, self._start.generation)
-            return self.give_up(self._go_on_without_noticed(end))
+            end = self._go_on_without_noticed(end_from_results(self._finished, self._start.generation))
+            left = end.outcome is not None and end.outcome.outcome == Outcome.INTERRUPTED
+            return self.give_up(replace(end, again=True) if self._growing and left and not self._leave_orders else end)
+        self._look_for_returned()
         return None
 
     def close(self) -> None:
         for connection in self._members.values():
             connection.close()
+        self._close_returns()
         if self._server is not None:
             self._server.close()
 
@@ -462,6 +505,7 @@ class FollowerPeers(_Peers):
                 if message.pop("kind") == "verdict":
                     return GenerationEnd.from_message(message)
                 start = GenerationStart(**message)
+                self._orders = [order for order in self._orders if order.cause != RETURNED]
                 self._generation, self._witnesses_wanted = start.generation, False
                 return start
             if self._connection.closed or self._stopped():

@@ -121,7 +121,7 @@ class GangOutcome:
     goes_on: bool = False
 
 
-SIGTERM = "SIGTERM"
+SIGTERM, RETURNED = "SIGTERM", "a lost node is back"
 # Causes of orders; the order record holds an index into this list.
 CAUSES = (
     "",
@@ -130,6 +130,7 @@ CAUSES = (
     "Metaflow's notice of a spot interruption",
     "rehearsed notice",
     "rebalance recommendation",
+    RETURNED,
 )
 _LEAVE_AT, _CAUSE, _NODE, _SAVES, _ENDING, _FIELDS = range(6)
 
@@ -207,7 +208,7 @@ class OrderRecord:
         if not record[_LEAVE_AT]:
             return ""
         cause = CAUSES[record[_CAUSE]]
-        return cause if cause == SIGTERM else f"{cause} to node {record[_NODE]}"
+        return cause if cause in (SIGTERM, RETURNED) else f"{cause} to node {record[_NODE]}"
 
 
 # Signals that another process may have sent. The program is blamed only if they recur at the same step.

@@ -33,7 +33,7 @@ from ebbflow.infra.notices import (
 from ebbflow.training.launch.evidence import SLOW, WorkerFailure
 from ebbflow.training.launch.logs import print_line
 from ebbflow.training.launch.membership import Peers
-from ebbflow.training.launch.messages import GangSpec, OrderRecord, RankOrder
+from ebbflow.training.launch.messages import RETURNED, SIGTERM, GangSpec, OrderRecord, RankOrder
 from ebbflow.training.launch.workers import WorkerGroup
 
 
@@ -151,9 +151,14 @@ class Drain:
             self._act_on_notice(notice)
 
     def forget_nodes(self, nodes: Collection[int]) -> None:
-        """Drop the requests to leave that came from these nodes, which do not take part in the next generation."""
+        """Drop requests to leave that the next generation has met: of these nodes, which do not take part in it, and
+        those because a lost node is back, which does."""
         self._gone |= set(nodes)
-        self._ordered = [(came_at, order) for came_at, order in self._ordered if order.node not in self._gone]
+        self._ordered = [
+            (came_at, order)
+            for came_at, order in self._ordered
+            if order.node not in self._gone and order.cause != RETURNED
+        ]
         leave_at = [came_at + order.seconds for came_at, order in self._ordered if order.leave]
         self._leave_at = min([self._own_leave_at, *leave_at])
 
@@ -169,7 +174,7 @@ class Drain:
     @property
     def cause(self) -> str:
         first = next((order for _, order in self._ordered if order.leave), self._own)
-        if first is None or first.cause == "SIGTERM":
+        if first is None or first.cause in (SIGTERM, RETURNED):
             return "" if first is None else first.cause
         return f"{first.cause} to node {first.node}"
 

@@ -110,16 +110,19 @@ class Controllers:
             return
         failed = self._failed.setdefault(metadata["uid"], set())
         succeeded = self._succeeded.setdefault(metadata["uid"], set())
+        # Of pod failure policies, the one that this project writes: only disrupted pods are replaced, once they ended.
+        strict, at_fault = "podFailurePolicy" in spec, condition(job, "FailureTarget")
         pods = owned(self._store.all("pods", metadata["namespace"]), job)
         for pod in pods:
             uid, phase = pod["metadata"]["uid"], pod["status"].get("phase")
             if phase == "Succeeded":
                 succeeded.add(uid)
-            elif phase == "Failed" or "deletionTimestamp" in pod["metadata"]:
+            elif phase == "Failed" or ("deletionTimestamp" in pod["metadata"] and not strict):
                 failed.add(uid)
+                at_fault = at_fault or (strict and not condition(pod, "DisruptionTarget"))
         ended = failed | succeeded
-        active = [pod for pod in pods if pod["metadata"]["uid"] not in ended]
         terminating = [pod for pod in pods if "deletionTimestamp" in pod["metadata"]]
+        active = [pod for pod in pods if pod["metadata"]["uid"] not in ended and pod not in terminating]
         status = copy.deepcopy(job.get("status") or {})
         status.setdefault("startTime", timestamp())
         wanted = 0 if spec.get("suspend") else min(spec.get("parallelism", 1), spec.get("completions", 1))
@@ -127,8 +130,10 @@ class Controllers:
             set_condition(status, "Complete", "CompletionsReached", "Reached expected number of succeeded pods")
             status["completionTime"] = timestamp()
             active = []
-        elif len(failed) > spec.get("backoffLimit", 6):
+        elif len(failed) > spec.get("backoffLimit", 6) or at_fault:
             words = ("BackoffLimitExceeded", "Job has reached the specified backoff limit")
+            if strict and at_fault:
+                words = ("PodFailurePolicy", "Container main failed with an exit code that rule 1 (FailJob) names")
             set_condition(status, "FailureTarget", *words)
             if not terminating and not active:
                 set_condition(status, "Failed", *words)
@@ -138,7 +143,7 @@ class Controllers:
             for pod in active[wanted:]:
                 self._delete_pod(pod)
                 failed.discard(pod["metadata"]["uid"])
-        elif len(active) < wanted:
+        elif len(active) < wanted and not (strict and terminating):
             self._make_pod(job, status)
         ready = [pod for pod in active if any(
             one["type"] == "Ready" and one["status"] == "True" for one in pod["status"].get("conditions") or []
@@ -228,7 +233,6 @@ class Controllers:
             (spec.get("failurePolicy") or {}).get("restartStrategy") == "BlockingRecreate"
         )
         in_order = (spec.get("startupPolicy") or {}).get("startupPolicyOrder") == "InOrder"
-        told = {one["name"]: one for one in status.get("replicatedJobsStatus") or []}
         lines = []
         for replicated in spec.get("replicatedJobs") or []:
             own = [
@@ -236,7 +240,7 @@ class Controllers:
                 for one in current
                 if one["metadata"]["labels"][f"{JOBSET}/replicatedjob-name"] == replicated["name"]
             ]
-            line = self._line(replicated, own, told.get(replicated["name"]))
+            line = self._line(replicated, own)
             lines.append(line)
             if not blocked:
                 self._make_jobs(jobset, replicated, jobs, restarts)
@@ -245,7 +249,7 @@ class Controllers:
                     self._line(later, [
                         one for one in current
                         if one["metadata"]["labels"][f"{JOBSET}/replicatedjob-name"] == later["name"]
-                    ], told.get(later["name"]))
+                    ])
                     for later in spec["replicatedJobs"][len(lines) :]
                 ]  # fmt: skip
                 break
@@ -253,7 +257,7 @@ class Controllers:
         total = sum(one.get("replicas", 1) for one in spec.get("replicatedJobs") or [])
         failed = [one for one in current if condition(one, "Failed") and "deletionTimestamp" not in one["metadata"]]
         if failed:
-            self._on_failure(jobset, status, failed, lines)
+            self._on_failure(jobset, status, failed)
         elif sum(condition(one, "Complete") for one in current) == total:
             set_condition(status, "Completed", "AllJobsCompleted", "jobset completed successfully")
             status["terminalState"] = "Completed"
@@ -265,9 +269,8 @@ class Controllers:
                     lambda one: one["spec"].update(suspend=bool(spec.get("suspend"))),
                 )  # fmt: skip
 
-    def _line(self, replicated: Object, jobs: list[Object], before: Object | None) -> dict[str, Any]:
+    def _line(self, replicated: Object, jobs: list[Object]) -> dict[str, Any]:
         counts = [one.get("status") or {} for one in jobs]
-        restarts = {name: value for name, value in (before or {}).items() if name.startswith("jobRestarts")}
         return {
             "name": replicated["name"],
             "ready": sum(one.get("ready", 0) + one.get("succeeded", 0) >= 1 for one in counts),
@@ -275,7 +278,6 @@ class Controllers:
             "failed": sum(condition(one, "Failed") for one in jobs),
             "active": sum(one.get("active", 0) > 0 for one in counts),
             "suspended": sum(bool(one["spec"].get("suspend")) for one in jobs),
-            **restarts,
         }
 
     def _make_jobs(self, jobset: Object, replicated: Object, jobs: list[Object], restarts: int) -> None:
@@ -303,7 +305,7 @@ class Controllers:
             document = {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": spec}
             self._store.create("jobs", namespace, document)
 
-    def _on_failure(self, jobset: Object, status: dict[str, Any], failed: list[Object], lines: list[Any]) -> None:
+    def _on_failure(self, jobset: Object, status: dict[str, Any], failed: list[Object]) -> None:
         policy = jobset["spec"].get("failurePolicy")
         job = failed[0]
         name, mark = job["metadata"]["name"], f"{JOBSET}/replicatedjob-name"
@@ -316,28 +318,15 @@ class Controllers:
             {"action": "RestartJobSet"},
         )  # fmt: skip
         action = rule["action"]
-        used = status.get("restartsCountTowardsMax", 0) + sum(
-            sum(line.get("jobRestartsCountTowardsMax") or []) for line in lines
-        )
+        used = status.get("restartsCountTowardsMax", 0)
         if action == "FailJobSet":
             return self._fail(status, "FailJobSetActionExecuted", f"applying FailJobSet, first failed job: {name}")
         if used >= policy.get("maxRestarts", 0):
             return self._fail(
                 status, "ReachedMaxRestarts", f"jobset failed due to reaching max number of restarts ({name})"
             )
-        if action == "RestartJobSet":
-            status["restarts"] += 1
-            status["restartsCountTowardsMax"] = status.get("restartsCountTowardsMax", 0) + 1
-            return None
-        line = next(one for one in lines if one["name"] == group)
-        index, size = int(job["metadata"]["labels"][f"{JOBSET}/job-index"]), int(
-            job["metadata"]["labels"][f"{JOBSET}/replicatedjob-replicas"]
-        )  # fmt: skip
-        for field in ("jobRestarts", "jobRestartsCountTowardsMax"):
-            line[field] = [
-                count + (at == index) for at, count in enumerate(line.get(field) or [0] * size)
-            ]  # fmt: skip
-        self.delete_in_foreground("jobs", job)
+        status["restarts"] += 1
+        status["restartsCountTowardsMax"] = status.get("restartsCountTowardsMax", 0) + 1
         return None
 
     def _fail(self, status: dict[str, Any], reason: str, message: str) -> None:

@@ -37,11 +37,13 @@ _METADATA = _closed(
 )  # fmt: skip
 
 
-def jobset_schema(actions: list[str]) -> dict[str, Any]:
-    """Of a JobSet; older releases know fewer actions of a failure policy."""
+def jobset_schema() -> dict[str, Any]:
+    """Of a JobSet: config/components/crd of kubernetes-sigs/jobset, compared with v0.8 to v0.12 and main of 2026-08."""
     rule = _closed(
         ["name", "action"], name={"type": "string", "pattern": "^[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?$"},
-        action={"enum": actions}, onJobFailureReasons=_TEXTS, onJobFailureMessagePatterns=_TEXTS,
+        action={"enum": [
+            "FailJobSet", "RestartJobSet", "RestartJobSetAndIgnoreMaxRestarts",  # RestartJob: an alpha feature, off
+        ]}, onJobFailureReasons=_TEXTS, onJobFailureMessagePatterns=_TEXTS,
         targetReplicatedJobs=_TEXTS,
     )  # fmt: skip
     policy = _closed(
@@ -70,11 +72,11 @@ class Invalid(Exception):
     """Refused with 422, or 400 for an unknown field."""
 
 
-def check(document: dict[str, Any], *, actions: list[str]) -> None:
+def check(document: dict[str, Any]) -> None:
     """Raises Invalid."""
     kind = document.get("kind")
     if kind == "JobSet":
-        _hold(document, jobset_schema(actions))
+        _hold(document, jobset_schema())
         for one in document["spec"].get("replicatedJobs") or []:
             _core({"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}, "spec": one["template"]["spec"]})
     elif kind in _CORE:

@@ -297,7 +297,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _check(self, document: Object) -> None:
         try:
-            schema.check(document, actions=self.server.cluster.settings.jobset_actions)
+            schema.check(document)
         except schema.Invalid as error:
             raise ApiError(422, "Invalid", f"{document.get('kind')} is invalid: {error}") from None
 

@@ -45,7 +45,6 @@ class Settings:
     pools: list[Pool] = field(default_factory=lambda: [Pool("spot"), Pool("on-demand", market="on-demand")])
     environment: dict[str, str] = field(default_factory=dict)  # of every container, as an image or a role gives it
     jobset: bool = True  # its definition is installed
-    jobset_actions: list[str] = field(default_factory=lambda: ["FailJobSet", "RestartJobSet", "RestartJob"])
     kueue: bool = False
     kueue_pods: int = 0  # that Kueue admits at a time
     device_plugin: bool = True
