@@ -76,7 +76,7 @@ def calibrate(data: Path, count: int) -> dict[str, Any]:
         groups |= {
             name: [one for one in every if one.late == late] for late, name in enumerate(("first half", "second half"))
         }
-        parts += [(suite, name, *_score(group, every)) for name, group in groups.items() if group]
+        parts += [(suite, name, *score(group, every)) for name, group in groups.items() if group]
     worlds = [world_at(data, "availability", (zone,)) for zone in zones_of(data, "availability")]
     return {
         "forecasts": count,
@@ -92,7 +92,8 @@ def _zones(made: list[JudgedForecast]) -> list[str]:
     return sorted({one.zone for one in made})
 
 
-def _score(group: list[JudgedForecast], every: list[JudgedForecast]) -> tuple[int, float, float, float, float]:
+def score(group: list[JudgedForecast], every: list[JudgedForecast]) -> tuple[int, float, float, float, float]:
+    """Return forecasts, mean forecast, share missed, Brier score, and that of the other zones' rate in `every`."""
     rates = {}
     for zone in _zones(group):
         others = [one.missed for one in every if one.zone != zone]
@@ -111,15 +112,15 @@ def _forecast_suite(data: Path, suite: str, count: int) -> list[JudgedForecast]:
         raise SimulationError(
             f"traces of {', '.join(short)}: shorter than {least:.0f} h, history and the longest deadline; --forecasts 0"
         )
-    waits = {zone: _group_waits([world for name, world in worlds.items() if name != zone]) for zone in zones}
+    waits = {zone: other_waits(worlds, zone) for zone in zones}
     drawn = (zones[index % len(zones)] for index in range(count))
     return [_forecast(worlds[zone], chance, zone, waits[zone], history, work) for zone in drawn]
 
 
-def _group_waits(worlds: list[World]) -> tuple[float, ...]:
-    """Return the hours without capacity after the losses in these zones: the means of twenty equal groups, sorted."""
+def other_waits(worlds: dict[str, World], zone: str) -> tuple[float, ...]:
+    """Return the hours without capacity after losses in all zones but `zone`: sorted means of twenty equal groups."""
     hours = []
-    for world in worlds:
+    for world in (one for name, one in worlds.items() if name != zone):
         up, tick = world.available[0], float(world.tick_hours[0])
         edges = [0, *(np.flatnonzero(up[1:] != up[:-1]) + 1).tolist(), len(up)]
         hours += [

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.money.calibration import calibrate
+from benchmarks.money.calibration import JudgedForecast, calibrate, other_waits, score
 from benchmarks.money.commands import main
 from benchmarks.money.interface import Action, State, UsePool
 from benchmarks.money.policies import POLICIES
@@ -70,6 +70,17 @@ def test_no_job_is_late_or_over_its_budget(data: Path, capsys: pytest.CaptureFix
         assert (
             counts["all"] == 16 == counts["first half"] + counts["second half"] == sum(counts[zone] for zone in ZONES)
         )
+
+
+def test_a_zone_is_forecast_and_scored_by_the_others_only() -> None:
+    def zone(down: int) -> World:
+        up = np.tile(np.arange(down + 10) >= down, 20)[np.newaxis]
+        return World(("us-x-1a",), ("us-x-1",), up, np.ones(up.shape), 3.0, np.ones(up.shape[1]), Distances(50.0))
+
+    worlds = {"a": zone(40), "b": zone(2), "c": zone(2)}
+    assert set(other_waits(worlds, "a")) == {2.0} and max(other_waits(worlds, "b")) == 40.0
+    judged = [JudgedForecast(zone=name, late=False, said=0.5, missed=name == "a") for name in "aab"]
+    assert score(judged[:2], judged) == (2, 0.5, 1.0, 0.25, 1.0), "the rate of the other zone is 0, and all missed"
 
 
 class Hops:

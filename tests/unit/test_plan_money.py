@@ -135,6 +135,11 @@ def test_a_pool_that_probably_misses_the_deadline_is_not_ranked_by_its_dollars_a
     assert kept == sorted(kept) and all(chance >= 0.9 for chance in chances[: len(kept)])
     late = [one.expected_usd / one.outlook.deadline_probability for one in careful.ranked[len(kept) :]]
     assert late == sorted(late) and late
+    cluster["instance_types"] = ["g6e.4xlarge", "p5.4xlarge"]
+    sure = plan(**given, cost={"deadline_hours": free[0].expected_hours, "confidence": 0.9999, "budget_usd": 99.0})
+    ranked = [(one.instance_type, one.market) for one in sure.ranked]
+    dear, cheap = (ranked.index((name, "on_demand")) for name in cluster["instance_types"][::-1])
+    assert dear < cheap, "$22.84 with 96 % is better than $16.29 with 56 %"
 
 
 def test_no_choice_of_the_frontier_is_beaten_in_both_hours_and_dollars() -> None:
