@@ -70,7 +70,7 @@ def refuse(error: TrainingError | InfraError) -> NoReturn:
     """Print the error in one line, and exit with the error's exit code."""
     release_job()
     print(f"ebbflow: {error}", file=sys.stderr, flush=True)
-    sys.exit(error.outcome.exit_code)
+    raise SystemExit(error.outcome.exit_code) from error
 
 
 class Stateful(Protocol):
@@ -160,9 +160,8 @@ class AttachedJob:
         self._source: BatchSource | None = None
         self._source_state: Any = None
         self._rng: dict[str, Tensor] = {}
-        self._reads = self._begun = self._in_block = self._looping = self._left_loop = self._closed = self._updated = (
-            False
-        )
+        self._reads = self._begun = self._in_block = self._looping = False
+        self._left_loop = self._closed = self._updated = False
         self._exit_code: int | None = None
         self._held: bool | None = None  # not None: a sync waits for the epoch's end; True: gradients are unused
         self._saved_step = -1
@@ -550,7 +549,8 @@ class AttachedJob:
         try:
             self._saves.finish()
         except TrainingError as error:
-            refuse(error)
+            early = f"rank {self._gang.rank} left its loop at step {self.step} by break or exit: "
+            refuse(type(error)(f"{early * self._left_loop}{error}"))
         self._reporter.enter("done", self.step)
         module = getattr(self._model, "module", self._model)
         self._end(Outcome.COMPLETED, "", weights_sha256(module))

@@ -143,15 +143,21 @@ def run_script(spec: WorkerSpec) -> LoopResult:
     sys.argv = [str(script), *spec.prepared["words"]]
     sys.path[0] = str(script.parent)
     try:
-        runpy.run_path(str(script), run_name="__main__")
-    except SystemExit as end:
-        if end.code not in (None, 0) and not result.is_file():
-            raise RuntimeError(f"{script.name} exited with {end.code}") from end
-    from ebbflow.training import attached_job
-    from ebbflow.training.standalone import write_result
+        try:
+            runpy.run_path(str(script), run_name="__main__")
+        except SystemExit as end:
+            if end.code not in (None, 0) and not result.is_file():
+                raise
+        from ebbflow.training import attached_job
+        from ebbflow.training.standalone import write_result
 
-    if attached_job.current is not None:
-        attached_job.current.close_at_exit()
+        if attached_job.current is not None:
+            attached_job.current.close_at_exit()
+    except SystemExit as end:
+        if isinstance(end.__cause__, TrainingError | InfraError):  # `refuse` has printed it
+            raise end.__cause__ from None
+        error = RuntimeError(f"{script.name} exited with {end.code}")
+        raise error.with_traceback(end.__traceback__) from None  # it names the line with sys.exit
     with contextlib.suppress(OSError, ValueError, KeyError):
         known = json.loads(result.read_text())
         return LoopResult(Outcome(known["outcome"]), known["step"], known["message"], known["weights_sha256"])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -53,3 +55,36 @@ def test_what_may_be_a_secret_is_refused(project: Path, name: str) -> None:
     (project / name).write_text("secret")
     with pytest.raises(ScriptFolderError, match="looks like a secret"):
         packed(project)
+
+
+_RUN = """
+import json, sys, traceback
+from types import SimpleNamespace
+from ebbflow.training.script import run_script
+prepared = {"script": sys.argv[1], "words": []}
+try:
+    run_script(SimpleNamespace(prepared=prepared, store_uri=sys.argv[2], result_path=None, heartbeat_path=None))
+except BaseException as error:
+    print(json.dumps([type(error).__name__, str(error), traceback.extract_tb(error.__traceback__)[-1].lineno]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("import sys\n\nsys.exit(3)\n", ["RuntimeError", "train.py exited with 3", 3]),
+        (
+            "from ebbflow.training.attached_job import refuse\nfrom ebbflow.training.errors import AttachError\n"
+            "try:\n    refuse(AttachError('no loader; fix: one'))\nexcept Exception:\n    pass\n",
+            ["AttachError", "no loader; fix: one", None],
+        ),
+    ],
+)
+def test_a_script_that_exits_is_told_with_its_line_and_a_refusal_with_its_error(
+    text: str, told: list[object], tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(text)
+    command = [sys.executable, "-c", _RUN, str(tmp_path / "train.py"), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found[:2] == told[:2] and told[2] in (None, found[2])
