@@ -56,6 +56,7 @@ def test_the_wheel_is_small_and_holds_one_top_level_name(wheel: Path) -> None:
     assert {name for name in top if not name.endswith(".dist-info")} == {"ebbflow"}
     assert {"ebbflow/configs/laptop.yaml", "ebbflow/py.typed", "ebbflow/cost/instances.csv"} <= names(wheel)
     assert {"ebbflow/training/attach.py", "ebbflow/integrations/transformers.py"} <= names(wheel)
+    assert {"ebbflow/workloads/point_clouds.py", "ebbflow/configs/point-clouds.yaml"} <= names(wheel)
 
 
 def test_the_sdist_builds_the_same_wheel(source: Path, wheel: Path, tmp_path: Path) -> None:

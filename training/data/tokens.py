@@ -136,7 +136,7 @@ def open_tokens(store: Store, fingerprint: str, *, cache: Path | None = None) ->
     cache = cache or Path(tempfile.gettempdir()) / f"ebbflow-tokens-{os.getuid()}"
     arrays = {}
     for name, key in SHARDS.items():
-        path = shards.local_path(key) or _download(shards, key, about.shard_sha256[name], sizes[name], cache)
+        path = shards.local_path(key) or download_shard(shards, key, about.shard_sha256[name], sizes[name], cache)
         if not path.is_file() or path.stat().st_size != sizes[name]:
             raise DataError(
                 f"{path} is not the {sizes[name]} bytes that {DESCRIPTION} promises; "
@@ -170,7 +170,7 @@ def read_description(shards: Store) -> Tokens | None:
         raise DataError(f"{shards.uri}/{DESCRIPTION} is damaged: {error}; fix: delete it and prepare again") from error
 
 
-def _download(shards: Store, key: str, sha256: str, size: int, cache: Path) -> Path:
+def download_shard(shards: Store, key: str, sha256: str, size: int, cache: Path) -> Path:
     """Download a shard into a file of `cache` that is named after its SHA-256.
 
     One rank of each machine downloads, and the machine's other ranks wait. If that rank dies, another one downloads.

@@ -1,0 +1,319 @@
+"""Point clouds to train on: synthetic shapes, or a folder of files with an index, packed into the store.
+
+A folder has a CSV index with the columns `split`, `category` and `path`. Files are `.npy`, `.npz` or `.ply`.
+
+<store>/clouds/<fingerprint>/train-0000.bin …   float32 coordinates `[points, 3]`, one cloud after the other
+                             clouds.json        written last: if it exists, the data are complete
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+import math
+import os
+import re
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ebbflow.infra.errors import ObjectNotFound
+from ebbflow.infra.store import Store
+from ebbflow.training.data.tokens import download_shard
+from ebbflow.training.errors import DataError
+
+DESCRIPTION = "clouds.json"
+COLUMNS = ("split", "category", "path")
+SHAPES = ("sphere", "box", "torus", "cone")
+_VERSION = 1
+_SHARD_BYTES = 256 * 2**20
+_NAMED = 3  # bad files that a message names
+
+
+class BadCloud(Exception):
+    """A file that holds no usable point cloud."""
+
+
+def seeded(*parts: object) -> torch.Generator:
+    """Return a generator that depends on `parts` alone."""
+    digest = hashlib.sha256("\n".join(map(str, parts)).encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+
+
+def synthetic_cloud(number: int, points: int, generator: torch.Generator) -> tuple[Tensor, int]:
+    """Return points `[points, 3]` on the surface of shape `number`, and its category.
+
+    Proportions and orientation about the vertical axis depend on `number` alone, the points on `generator` too.
+    """
+    kind = number % len(SHAPES)
+    size = 0.6 + 0.8 * torch.rand(3, generator=seeded("shape", number))
+    turn = 2 * math.pi * float(torch.rand((), generator=seeded("turn", number)))
+    u, v, side = torch.rand(3, points, generator=generator)
+    around = 2 * math.pi * u
+    if SHAPES[kind] == "sphere":
+        z = 2 * v - 1
+        ring = (1 - z.square()).clamp(min=0).sqrt()
+        cloud = torch.stack([ring * around.cos(), ring * around.sin(), z], dim=1)
+    elif SHAPES[kind] == "box":
+        face, sign = (side * 3).long().clamp(max=2), torch.where((side * 6).long() % 2 == 0, -1.0, 1.0)
+        plane = torch.stack([sign, 2 * u - 1, 2 * v - 1], dim=1)
+        cloud = plane.gather(1, (torch.arange(3)[None] - face[:, None]) % 3)
+    elif SHAPES[kind] == "torus":
+        tube, across = 0.4, 2 * math.pi * v
+        ring = 1 + tube * across.cos()
+        cloud = torch.stack([ring * around.cos(), ring * around.sin(), tube * across.sin()], dim=1)
+    else:
+        height = v.sqrt()  # evenly spread over the mantle
+        cloud = torch.stack([height * around.cos(), height * around.sin(), 1 - 2 * height], dim=1)
+    cloud = cloud * size
+    cos, sin = math.cos(turn), math.sin(turn)
+    return cloud @ torch.tensor([[cos, sin, 0.0], [-sin, cos, 0.0], [0.0, 0.0, 1.0]]), kind
+
+
+def normalise(cloud: Tensor) -> Tensor:
+    """Move the cloud's mean to the origin, and scale it to a mean square coordinate of 1."""
+    cloud = cloud - cloud.mean(dim=0)
+    return cloud / cloud.square().mean().sqrt().clamp(min=1e-12)
+
+
+def read_cloud(path: Path) -> np.ndarray:
+    """Read the points of a file as float32 `[points, 3]`. Raises BadCloud."""
+    try:
+        if path.suffix == ".ply":
+            found = _read_ply(path)
+        elif path.suffix == ".npy":
+            found = np.load(path, allow_pickle=False)
+        elif path.suffix == ".npz":
+            with np.load(path, allow_pickle=False) as arrays:
+                name = "points" if "points" in arrays.files else (arrays.files or [""])[0]
+                found = arrays[name]
+        else:
+            raise BadCloud(f"has the suffix {path.suffix or '(none)'}; fix: .npy, .npz or .ply")
+    except BadCloud:
+        raise
+    except Exception as error:  # NumPy raises many kinds for damaged files
+        raise BadCloud(f"cannot be read: {type(error).__name__}: {' '.join(str(error).split())[:160]}") from error
+    if found.ndim != 2 or found.shape[1] < 3 or not len(found) or found.dtype.kind not in "fiu":
+        raise BadCloud(f"holds {found.dtype} {list(found.shape)}; fix: numbers of shape [points, 3]")
+    cloud = np.ascontiguousarray(found[:, :3], dtype=np.float32)
+    if not np.isfinite(cloud).all():
+        raise BadCloud(f"{int((~np.isfinite(cloud)).any(axis=1).sum())} of {len(cloud)} points are not finite")
+    if not (cloud.max(axis=0) > cloud.min(axis=0)).any():
+        raise BadCloud(f"all {len(cloud)} points are equal, so it cannot be scaled")
+    return cloud
+
+
+_PLY_TYPES = {
+    **{"char": "i1", "int8": "i1", "uchar": "u1", "uint8": "u1", "short": "i2", "int16": "i2", "ushort": "u2"},
+    **{"uint16": "u2", "int": "i4", "int32": "i4", "uint": "u4", "uint32": "u4", "float": "f4", "float32": "f4"},
+    **{"double": "f8", "float64": "f8"},
+}
+
+
+def _read_ply(path: Path) -> np.ndarray:
+    """Read x, y and z of the first element of a PLY file, which must be `vertex`, in any of the three encodings."""
+    content = path.read_bytes()
+    end = re.search(rb"end_header\r?\n", content)
+    if not content.startswith(b"ply") or end is None:
+        raise BadCloud("has no PLY header")
+    lines = [line.split() for line in content[: end.start()].decode("ascii", "replace").splitlines()]
+    encoding = next((line[1] for line in lines if line[:1] == ["format"]), "")
+    elements = [number for number, line in enumerate(lines) if line[:1] == ["element"]]
+    if not elements or lines[elements[0]][1] != "vertex":
+        raise BadCloud("the first element of its PLY header is not vertex")
+    count = int(lines[elements[0]][2])
+    last = elements[1] if len(elements) > 1 else len(lines)
+    fields = [(line[-1], _PLY_TYPES[line[1]]) for line in lines[elements[0] : last] if line[:1] == ["property"]]
+    names = [name for name, _ in fields]
+    if not {"x", "y", "z"} <= set(names):
+        raise BadCloud(f"its vertices have the properties {', '.join(names)}; fix: x, y and z")
+    if encoding == "ascii":
+        rows = np.array(content[end.end() :].split()[: count * len(fields)], dtype=np.float64)
+        rows = rows.reshape(count, len(fields))
+        return rows[:, [names.index(axis) for axis in "xyz"]]
+    order = {"binary_little_endian": "<", "binary_big_endian": ">"}[encoding]
+    kind = np.dtype([(name, order + code) for name, code in fields])
+    table = np.frombuffer(content, dtype=kind, count=count, offset=end.end())
+    return np.stack([table[axis].astype(np.float64) for axis in "xyz"], axis=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexRow:
+    split: str
+    category: str
+    path: Path
+    line: int
+
+
+def read_index(folder: Path, index: str, *, train: str, held_out: str) -> list[IndexRow]:
+    """Return the rows of the two splits, in the order of the index. Raises DataError."""
+    path = folder / index
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            table = csv.DictReader(file)
+            missing = [name for name in COLUMNS if name not in (table.fieldnames or [])]
+            if missing:
+                found = ", ".join(table.fieldnames or []) or "none"
+                raise DataError(
+                    f"{path}:1: column {', '.join(missing)} is missing; it has {found}; fix: {','.join(COLUMNS)}"
+                )
+            rows = []
+            for row in table:
+                if not all(row[name] for name in COLUMNS):
+                    raise DataError(f"{path}:{table.line_num}: a value is empty; fix: {', '.join(COLUMNS)} in each row")
+                place = folder / row["path"].strip()
+                rows.append(IndexRow(split=row["split"], category=row["category"], path=place, line=table.line_num))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"{path}: {error}; fix: a CSV file with the columns {', '.join(COLUMNS)}") from error
+    for option, split in (("train_split", train), ("held_out_split", held_out)):
+        if not any(row.split == split for row in rows):
+            found = ", ".join(sorted({row.split for row in rows})) or "no rows"
+            raise DataError(f"{path}: no row has split {split}; it has {found}; fix: workload_options.{option}")
+    return [row for row in rows if row.split in (train, held_out)]
+
+
+def pack_folder(
+    store: Store,
+    folder: Path,
+    index: str,
+    *,
+    train: str,
+    held_out: str,
+    most_bad: int,
+    most_points: int,
+) -> dict[str, Any]:
+    """Copy the clouds of a folder into `store`, unless they are there, and return their description.
+
+    Of a cloud with more than `most_points`, evenly spaced points are kept. The fingerprint covers the index, the bytes
+    of all files, and the arguments. Raises DataError if more than `most_bad` files are unusable.
+    """
+    rows = read_index(folder, index, train=train, held_out=held_out)
+    categories = sorted({row.category for row in rows})
+    digest = hashlib.sha256(json.dumps([_VERSION, train, held_out, most_points]).encode())
+    clouds: list[tuple[IndexRow, str]] = []
+    bad: list[str] = []
+    for row in rows:  # read twice, here and below, because the fingerprint names the place of the packed clouds
+        try:
+            content = row.path.read_bytes()
+            read_cloud(row.path)
+        except OSError as error:
+            bad.append(f"{folder / index}:{row.line}: {row.path}: {error.strerror}")
+        except BadCloud as error:
+            bad.append(f"{folder / index}:{row.line}: {row.path}: {error}")
+        else:
+            clouds.append((row, hashlib.sha256(content).hexdigest()))
+            digest.update(f"{row.split}\n{row.category}\n{clouds[-1][1]}\n".encode())
+    if len(bad) > most_bad:
+        more = f" and {len(bad) - _NAMED} more" if len(bad) > _NAMED else ""
+        raise DataError(
+            f"{len(bad)} of {len(rows)} clouds are unusable, {most_bad} are allowed: {'; '.join(bad[:_NAMED])}{more}; "
+            f"fix: repair or remove them, or workload_options.max_bad_files: {len(bad)}, which skips them"
+        )
+    if bad:
+        print(f"{len(bad)} of {len(rows)} clouds are skipped: {'; '.join(bad[:_NAMED])}", flush=True)
+    for category in categories:
+        if not any(row.category == category and row.split == train for row, _ in clouds):
+            raise DataError(
+                f"category {category} has no usable cloud of split {train}: its samples would be noise; "
+                f"fix: add one, or remove the category's rows from {folder / index}"
+            )
+    if not any(row.split == held_out for row, _ in clouds):
+        raise DataError(f"no usable cloud of split {held_out} is left; fix: repair the files that were skipped")
+    fingerprint = digest.hexdigest()
+    packed = store.sub(f"clouds/{fingerprint}")
+    about = {"fingerprint": fingerprint, "categories": categories, "skipped": bad[:20], "skipped_count": len(bad)}
+    for name, split in (("train", train), ("held_out", held_out)):
+        about[name] = sum(row.split == split for row, _ in clouds)
+    if packed.head(DESCRIPTION) is not None:
+        return about
+    splits: dict[str, Any] = {}
+    for name, split in (("train", train), ("held_out", held_out)):
+        own = [row for row, _ in clouds if row.split == split]
+        kept = (_thin(read_cloud(row.path), most_points) for row in own)
+        sizes, shards = _write_shards(packed, name, kept)
+        kinds = [categories.index(row.category) for row in own]
+        splits[name] = {"sizes": sizes, "categories": kinds, "shards": shards, "paths": [str(row.path) for row in own]}
+    packed.put(DESCRIPTION, json.dumps({"version": _VERSION, "splits": splits}).encode())
+    return about
+
+
+def _thin(cloud: np.ndarray, most: int) -> np.ndarray:
+    return cloud if len(cloud) <= most else cloud[np.arange(most) * len(cloud) // most]
+
+
+def _write_shards(store: Store, name: str, clouds: Iterator[np.ndarray]) -> tuple[list[int], list[dict[str, Any]]]:
+    sizes: list[int] = []
+    shards: list[dict[str, Any]] = []
+    held, count = bytearray(), 0
+
+    def flush() -> None:
+        nonlocal held, count
+        key = f"{name}-{len(shards):04d}.bin"
+        store.put(key, bytes(held))
+        shards.append({"key": key, "bytes": len(held), "sha256": hashlib.sha256(held).hexdigest(), "clouds": count})
+        held, count = bytearray(), 0
+
+    for cloud in clouds:
+        held += cloud.astype("<f4").tobytes()
+        sizes.append(len(cloud))
+        count += 1
+        if len(held) >= _SHARD_BYTES:
+            flush()
+    if count:
+        flush()
+    return sizes, shards
+
+
+class PackedClouds:
+    """The clouds of one split that `pack_folder` wrote, memory-mapped. Raises DataError if they are incomplete."""
+
+    def __init__(self, store: Store, fingerprint: str, split: str) -> None:
+        packed = store.sub(f"clouds/{fingerprint}")
+        try:
+            about = json.loads(packed.get(DESCRIPTION))["splits"][split]
+        except (ObjectNotFound, ValueError, KeyError) as error:
+            raise DataError(f"{packed.uri} holds no complete clouds: {error}; fix: prepare the data again") from error
+        self.sizes, self.categories, self.paths = about["sizes"], about["categories"], about["paths"]
+        self._places: list[tuple[int, int]] = []
+        self._shards = []
+        for shard in about["shards"]:
+            cache = Path(tempfile.gettempdir()) / f"ebbflow-clouds-{os.getuid()}"
+            path = packed.local_path(shard["key"])
+            path = path or download_shard(packed, shard["key"], shard["sha256"], shard["bytes"], cache)
+            if not path.is_file() or path.stat().st_size != shard["bytes"]:
+                raise DataError(f"{path} is not the {shard['bytes']} bytes of {DESCRIPTION}; fix: prepare again")
+            start = 0
+            for size in self.sizes[len(self._places) : len(self._places) + shard["clouds"]]:
+                self._places.append((len(self._shards), start))
+                start += size
+            self._shards.append(np.asarray(np.memmap(path, dtype="<f4", mode="r")).reshape(-1, 3))
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def cloud(self, number: int) -> tuple[Tensor, int]:
+        shard, start = self._places[number]
+        points = self._shards[shard][start : start + self.sizes[number]]
+        return torch.from_numpy(points.astype(np.float32)), self.categories[number]
+
+
+def choose_points(cloud: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """Return `count` points of the cloud in random order; of a smaller cloud, all of them and repeated ones."""
+    if len(cloud) >= count:
+        return cloud[torch.randperm(len(cloud), generator=generator)[:count]]
+    repeated = torch.randint(len(cloud), (count - len(cloud),), generator=generator)
+    return torch.cat([cloud, cloud[repeated]])[torch.randperm(count, generator=generator)]
+
+
+def known_first(cloud: Tensor, known: int, generator: torch.Generator) -> Tensor:
+    """Sort the points so that the first `known` are those on one side of the cloud, in a random direction."""
+    direction = torch.randn(3, generator=generator)
+    order = (cloud @ direction).argsort(descending=True, stable=True)
+    return cloud[order]
