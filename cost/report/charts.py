@@ -306,7 +306,7 @@ def _marks(
             why = str(generation.reason or "no end recorded").replace("_", " ")
             text = f"generation {generation.number} ended: {why}"
             starts.append({**place(generation.ended_wall - origin), "kind": "interruption", "text": text})
-    found += _spread(starts, _MOST_MARKS)
+    found += sorted(_spread(starts, _MOST_MARKS), key=lambda mark: mark["kind"])  # interruptions are drawn above
     bad = {
         event.step: {**place(event.t_wall - origin), "step": event.step}
         for event in events

@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ebbflow.cost.amounts import NONE, format_duration, format_number, format_percent, format_usd
+from ebbflow.cost.amounts import NONE, format_count, format_duration, format_number, format_percent, format_usd
 from ebbflow.cost.report.figure_text import (
     ATTEMPT_HEADER,
     GENERATION_HEADER,
@@ -41,9 +41,12 @@ from ebbflow.cost.report.render_text import JOB_HEADER, PYTHON, describe_price_k
 from ebbflow.cost.report.report import RunReport, without_nan
 from ebbflow.cost.report.verdict import (
     Tile,
-    describe_model,
+    describe_cause,
+    describe_slowest_rank,
     describe_stop,
+    describe_title,
     find_changed_settings,
+    find_deciding_failure,
     list_tiles,
     render_verdict,
     reproduce_command,
@@ -70,8 +73,24 @@ COLOURS = {
 }
 _PAGE = Path(__file__).parent / "page"
 _MOST_EVENTS = 400
+_MOST_SETTINGS = 12  # shown unfolded
+_EVIDENCE = {"cascades": "ranks that failed after it", "usd_lost": "work lost", "because": "reason"}
 _LONGEST_NUMBER = 32  # characters; a column with a longer cell is text, which may wrap
-# On screens below 980 px each row becomes a block with a line for each cell, so that no column is cut off.
+# On narrow screens each row becomes a block with a line for each cell, so that no column is cut off.
+_AS_BLOCKS = """
+TABLE thead{display:none}
+TABLE table,TABLE tbody{display:block}
+TABLE tr{display:block;padding:8px 0;border-bottom:1px solid var(--line,#8884)}
+TABLE td,TABLE td.text{display:flex;justify-content:space-between;gap:16px;padding:2px 0;border:0;white-space:normal;
+overflow-wrap:anywhere;text-align:right}
+TABLE td[data-label]::before{content:attr(data-label);color:var(--quiet,inherit);text-align:left;flex:none;
+max-width:50%}
+TABLE td:first-child{font-weight:600;text-align:left}
+TABLE td:first-child::before{display:none}
+TABLE td i{flex:none;align-self:center}
+TABLE td:first-child{justify-content:flex-start;gap:0}
+"""
+_NARROW_TABLE = 70  # characters; it becomes blocks below 700 px, a wider one below 980 px
 TABLE_STYLE = """
 .wide{overflow-x:auto}
 .wide table{width:100%;border-collapse:collapse;font-variant-numeric:tabular-nums}
@@ -81,20 +100,9 @@ TABLE_STYLE = """
 .wide td.text{white-space:normal;overflow-wrap:anywhere}
 .wide .total td{font-weight:600;border-bottom:0}
 .wide td i{display:inline-block;width:10px;height:10px;border-radius:3px;margin-right:8px}
-@media (max-width:980px){
-.wide thead{display:none}
-.wide table,.wide tbody{display:block}
-.wide tr{display:block;padding:8px 0;border-bottom:1px solid var(--line,#8884)}
-.wide td,.wide td.text{display:flex;justify-content:space-between;gap:16px;padding:2px 0;border:0;white-space:normal;
-overflow-wrap:anywhere;text-align:right}
-.wide td[data-label]::before{content:attr(data-label);color:var(--quiet,inherit);text-align:left;flex:none;
-max-width:50%}
-.wide td:first-child{font-weight:600;text-align:left}
-.wide td:first-child::before{display:none}
-.wide td i{flex:none;align-self:center}
-.wide td:first-child{justify-content:flex-start;gap:0}
-}
 """
+for _width, _kind in ((980, ".wide:not(.few)"), (700, ".few")):
+    TABLE_STYLE += f"@media (max-width:{_width}px){{{_AS_BLOCKS.replace('TABLE', _kind)}}}\n"
 
 
 def escape(text: object) -> str:
@@ -122,7 +130,9 @@ def render_html_table(
             _cell(row[column], label, kinds[column], mark if column == 0 else "") for column, label in enumerate(header)
         )
         body.append(f"<tr{' class=total' if total and at == len(rows) - 1 else ''}>{cells}</tr>")
-    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{"".join(body)}</tbody></table></div>'
+    widths = [max(len(cell) for cell in column) for column in zip(header, *rows, strict=False)]
+    few = " few" if sum(widths) + 3 * len(widths) <= _NARROW_TABLE else ""
+    return f'<div class="wide{few}"><table><thead><tr>{head}</tr></thead><tbody>{"".join(body)}</tbody></table></div>'
 
 
 def _cell(cell: str, label: str, kind: str, mark: str) -> str:
@@ -145,7 +155,7 @@ def render(
         written: Unix time of the report's figures; None for now.
     """
     main, data = render_parts(report, python=python, earlier=earlier)
-    title = f"{one_line(report.job)}: {report.state.replace('_', ' ')}"
+    title = f"{describe_title(report)[0]}: {report.state.replace('_', ' ')}"
     return fill_page(main, data, title, running=report.outcome is None, written=written)
 
 
@@ -218,11 +228,11 @@ def render_parts(report: RunReport, *, python: str, earlier: Sequence[RunReport]
 
 def _header(report: RunReport, verdict: str) -> str:
     tone = "on" if report.outcome is None else "bad" if report.exit_code else "good"
-    model = describe_model(report)
-    small = f" <small>{escape(model)}</small>" if model else ""
+    title, more = describe_title(report)
+    small = f" <small>{escape(more)}</small>" if more else ""
     state = escape(report.state.replace("_", " "))
     return (
-        f'<header id="header"><h1>{escape(one_line(report.job))}{small}</h1>'
+        f'<header id="header"><h1>{escape(title)}{small}</h1>'
         f'<p class="badge {tone}">{state}<span id="age"></span></p>'
         f'<p class="verdict">{escape(verdict)}</p></header>'
     )
@@ -241,7 +251,7 @@ def _tile(tile: Tile) -> str:
 
 def _stop(report: RunReport) -> str:
     text = describe_stop(report)
-    return f'<p class="quiet" id="stop"><b>Safe to stop?</b> {escape(text)}</p>' if text else ""
+    return f'<p id="stop"><b>Safe to stop?</b> {escape(text)}</p>' if text else ""
 
 
 def _failure(report: RunReport, python: str) -> str:
@@ -255,15 +265,14 @@ def _failure(report: RunReport, python: str) -> str:
     if message := report.events.get("message"):
         parts.append(f'<p class="message">{escape(one_line(message))}</p>')
     if failures:
-        evidence = _definitions(
-            {
-                name.replace("_", " "): format_usd(value) if isinstance(value, float) else one_line(value)
-                for name, value in (failures[0].get("evidence") or {}).items()
-            }
-        )
+        known: dict[str, Any] = find_deciding_failure(report).get("evidence") or {}
+        named = {_EVIDENCE.get(name, name.replace("_", " ")): _evidence_text(value) for name, value in known.items()}
+        evidence = _definitions(named) if named else ""
         lines = format_failures(report)
         listed = "".join(f"<li>{escape(line)}</li>" for line in lines[:_MOST_EVENTS])
-        parts.append(f"<ol>{listed}</ol>{evidence}")
+        if ended and len(lines) > 1:
+            parts.append(f'<p class="message">{escape(describe_cause(report))}</p>')
+        parts.append(f"{evidence}<ol>{listed}</ol>" if len(lines) > 1 else f"<ol>{listed}</ol>{evidence}")
         logs = f"ebbflow logs {one_line(report.job)}   ebbflow diagnose {one_line(report.job)}"
         parts.append(f"<p>What the ranks printed:</p><pre>{escape(logs)}</pre>")
     following = suggest_next_step(report, python=python)
@@ -271,6 +280,12 @@ def _failure(report: RunReport, python: str) -> str:
         parts.append(f"<h3>What next</h3><p>{escape(following.explanation)}:</p><pre>{escape(following.command)}</pre>")
     title = "Why it ended, first failure first" if ended else "What went wrong, first failure first"
     return _section("failure", title, "".join(parts)) if parts else ""
+
+
+def _evidence_text(value: Any) -> str:
+    if isinstance(value, list):
+        return one_line(", ".join(map(str, value)))
+    return format_usd(value) if isinstance(value, float) else one_line(value)
 
 
 def _plots(drawn: Sequence[str], ids: Sequence[str]) -> str:
@@ -385,7 +400,17 @@ def _ranks(report: RunReport) -> str:
     if not ranks:
         return ""
     end = max(one["last_seconds"] for one in ranks)
-    header = ("rank", "node", "step", "slowest in", "its time / median", "step", "data wait", "memory", "last event")
+    header = (
+        "rank",
+        "node",
+        "step",
+        "slowest in",
+        "its time / median",
+        "step time",
+        "data wait",
+        "memory",
+        "last event",
+    )
     rows = [
         (
             str(one["rank"]),
@@ -396,14 +421,18 @@ def _ranks(report: RunReport) -> str:
             f"{format_number(one['step_seconds'], 3)} s",
             format_percent(one["data_share"]),
             NONE if one["node_resident_bytes"] is None else f"{one['node_resident_bytes'] / 2**30:.2f} GiB/node",
-            f"{format_duration(end - one['last_seconds'])} before the newest",
+            "newest"
+            if end - one["last_seconds"] < 0.05
+            else f"{format_duration(end - one['last_seconds'])} before the newest",
         )
         for one in ranks[:64]
     ]
     more = f"; {len(ranks) - 64:,} more ranks are left out" if len(ranks) > 64 else ""
     logs = f"ebbflow logs {one_line(report.job)} --rank N"
     note = f"newest generation, the most often slowest rank first{more}; its output: {logs}"
-    return _section("ranks", "Ranks", f'{render_html_table(header, rows)}<p class="quiet">{escape(note)}</p>')
+    slowest = f"<p><b>Which rank is slow?</b> {escape(words)}</p>" if (words := describe_slowest_rank(report)) else ""
+    table = render_html_table(header, rows)
+    return _section("ranks", "Ranks", f'{slowest}{table}<p class="quiet">{escape(note)}</p>')
 
 
 def _events(report: RunReport) -> str:
@@ -414,7 +443,7 @@ def _events(report: RunReport) -> str:
         (
             format_duration(one["seconds"]),
             str(one["generation"]),
-            NONE if one["step"] is None else str(one["step"]),
+            str(one["step"] or ""),
             one_line(one["name"]).replace("_", " "),
             one_line(one["text"]),
         )
@@ -432,9 +461,12 @@ def _configuration(report: RunReport, earlier: Sequence[RunReport], python: str)
     chosen, defaults = (format_configuration_rows(report, defaults=each) for each in (False, True))
     header = ("key", "value", "source")
     folded = (
-        f'<details id="defaults"><summary>{len(defaults)} defaults</summary>'
+        f'<details id="defaults"><summary>{format_count(len(defaults), "default")}</summary>'
         f"{render_html_table(header[:2], defaults)}</details>"
     )
+    listed = render_html_table(header, chosen) if chosen else ""
+    if len(chosen) > _MOST_SETTINGS:
+        listed = f'<details id="chosen"><summary>{len(chosen)} settings, with their sources</summary>{listed}</details>'
     before = earlier[-1] if earlier else None
     changed = find_changed_settings(report, before)
     differs = ""
@@ -446,7 +478,7 @@ def _configuration(report: RunReport, earlier: Sequence[RunReport], python: str)
     return _section(
         "configuration",
         "Configuration",
-        (render_html_table(header, chosen) if chosen else "") + folded + differs + again,
+        differs + listed + folded + again,
     )
 
 

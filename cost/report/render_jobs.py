@@ -8,7 +8,7 @@ from decimal import Decimal
 from ebbflow.cost.amounts import NONE, format_count, format_percent, format_usd
 from ebbflow.cost.report.render_html import escape, fill_page, render_html_table
 from ebbflow.cost.report.report import RunReport
-from ebbflow.cost.report.verdict import describe_first_failure
+from ebbflow.cost.report.verdict import describe_cause
 from ebbflow.infra.untrusted_text import one_line
 
 _HEADER = (
@@ -65,7 +65,7 @@ def _cells(row: tuple[str, str, str, str, float, float | None], report: RunRepor
         format_usd(forecast),
         format_usd(None if report is None else report.savings_usd),
         NONE if report is None else str(report.interruptions),
-        "" if report is None else describe_first_failure(report),
+        "" if report is None else describe_cause(report),
     )
 
 

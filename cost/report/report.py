@@ -402,7 +402,11 @@ def list_notable_events(events: Sequence[Event]) -> list[dict[str, Any]]:
             "generation": event.generation,
             "name": event.name,
             "step": event.step,
-            "text": ", ".join(f"{key} {value}" for key, value in event.data.items() if value not in (None, "")),
+            "text": ", ".join(
+                f"{key.replace('_', ' ')} {f'{value:.6g}' if isinstance(value, float) else value}"
+                for key, value in event.data.items()
+                if value not in (None, "")
+            ),
         }
         for event in events
         if event.name in _NOTABLE or (event.name == RESTORE and event.data.get("rejected"))

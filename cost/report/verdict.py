@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import shlex
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from ebbflow.cost.amounts import NONE, format_count, format_duration, format_percent, format_usd
+from ebbflow.cost.amounts import NONE, format_count, format_duration, format_number, format_percent, format_usd
 from ebbflow.cost.ledger.pricing import SIMULATED
 from ebbflow.cost.report.figure_text import shorten
 from ebbflow.cost.report.report import RunReport
@@ -13,7 +13,8 @@ from ebbflow.infra.config.load import value_text
 from ebbflow.infra.errors import Outcome
 from ebbflow.infra.untrusted_text import one_line
 
-_LONGEST_CAUSE = 160
+_LONGEST_CAUSE, _LONGEST_NAME = 160, 80
+_STRAGGLING = 1.3  # times the median step, as in the alert EbbflowStraggler
 _ENDINGS = {
     Outcome.COMPLETED: "Completed",
     Outcome.FAILED: "Failed",
@@ -39,9 +40,23 @@ def describe_model(report: RunReport) -> str:
     known = {row["key"]: row.get("value") for row in report.configuration}
     if workload := known.get("workload"):
         return one_line(workload)
-    names = ("num_layers", "hidden_size", "num_heads", "sequence_length")
-    layers, width, heads, length = (known.get(f"model.{name}") for name in names)
-    return "" if not layers else one_line(f"{layers}-layer transformer, width {width}, {heads} heads, length {length}")
+    parts = [
+        words.format(one_line(known[f"model.{name}"]))
+        for name, words in (
+            ("num_layers", "{}-layer transformer"),
+            ("hidden_size", "width {}"),
+            ("num_heads", "{} heads"),
+            ("sequence_length", "length {}"),
+        )
+        if known.get(f"model.{name}")
+    ]
+    return ", ".join(parts) if known.get("model.num_layers") else ""
+
+
+def describe_title(report: RunReport) -> tuple[str, str]:
+    """Return the title and its addition: name and model, or model and id of a job without a name."""
+    name, model = shorten(one_line(report.job), _LONGEST_NAME), describe_model(report)
+    return (model, f"job {name}") if name.isdecimal() and model else (name, model)
 
 
 def render_verdict(report: RunReport) -> str:
@@ -59,18 +74,24 @@ def render_verdict(report: RunReport) -> str:
         parts += ["resume certified bit for bit"] if certificate.get("holds") else []
         parts += [f"final weights {report.weights_sha256[:12]}"] if report.weights_sha256 else []
     else:
-        parts += [cause] if (cause := describe_first_failure(report)) else []
+        parts += [cause] if (cause := describe_cause(report)) else []
         done, total = report.progress.get("step"), report.progress.get("steps")
         parts += [f"{done:,} of {total:,} steps are done"] if done and total else []
     return "; ".join(parts)
 
 
-def describe_first_failure(report: RunReport) -> str:
-    """Return the first failure with its culprit, or the outcome's message; "" if there is neither."""
-    failures = report.events.get("failures") or []
-    if not failures:
+def find_deciding_failure(report: RunReport) -> dict[str, Any]:
+    """Return the first failure of the generation that failed last, since the job survived those before; {} if none."""
+    failures = report.events.get("failures") or [{}]
+    return next(one for one in failures if one.get("generation") == failures[-1].get("generation"))
+
+
+def describe_cause(report: RunReport) -> str:
+    """Return the deciding failure with its culprit, or the outcome's message; "" if there is neither."""
+    failure = find_deciding_failure(report)
+    if not failure:
         return shorten(one_line(report.events.get("message") or ""), _LONGEST_CAUSE)
-    what, culprit = one_line(failures[0]["what"]), one_line(failures[0].get("culprit") or "")
+    what, culprit = one_line(failure["what"]), one_line(failure.get("culprit") or "")
     return shorten(f"{what.replace('_', ' ')}{f' ({culprit})' if culprit else ''}", _LONGEST_CAUSE)
 
 
@@ -82,12 +103,27 @@ def describe_stop(report: RunReport) -> str:
     steps, commit = found.get("at_risk_steps") or 0, found.get("commit_step")
     since = f"since the commit of step {commit:,}" if commit else "because nothing is committed yet"
     if not steps:
-        return f"a kill now loses no finished step {since}" if commit else "no step is finished yet"
+        return f"yes, a kill now loses no finished step {since}" if commit else "yes, no step is finished yet"
     cost = f" ({format_duration(found.get('at_risk_seconds'))}, {format_usd(found.get('at_risk_usd'))})"
     known = cost if found.get("at_risk_seconds") is not None else ""
     return (
-        f"a kill now loses {format_count(steps, 'step')}{known} {since}; Ctrl-C or SIGTERM saves first and loses none"
+        f"yes with Ctrl-C or SIGTERM, which saves first and loses none; a kill now loses {format_count(steps, 'step')}"
+        f"{known} {since}"
     )
+
+
+def describe_slowest_rank(report: RunReport) -> str:
+    """Say which rank is slow, or that none is; "" if the ranks' times were not compared."""
+    ranks = report.charts.get("ranks") or []
+    judged = [one for one in ranks if one.get("slowest_ratio") and one.get("slowest_share")]
+    if not judged:
+        return ""
+    worst = judged[0]
+    times = f"{format_number(worst['slowest_ratio'], 2)} × the median, in {format_percent(worst['slowest_share'], 0)}"
+    where = f"rank {worst['rank']} on node {one_line(worst['node'])} {one_line(worst['host'])}".strip()
+    if worst["slowest_ratio"] < _STRAGGLING or worst["slowest_share"] < max(0.5, 1.5 / len(ranks)):
+        return f"no rank is slow: the one that was slowest most often, {where}, took {times} of the steps"
+    return f"{where} is slow: {times} of the steps"
 
 
 def _ahead(report: RunReport) -> str:
@@ -148,7 +184,8 @@ def _dollars(report: RunReport) -> Tile:
     words: list[str] = []
     if forecast is not None:
         low, high = format_usd(found.get("low_usd")), format_usd(found.get("high_usd"))
-        words.append(f"about {format_usd(forecast)} at the end ({low} to {high}, estimated)")
+        band = f"{low} to {high}, " if low != high else ""
+        words.append(f"about {format_usd(forecast)} at the end ({band}estimated)")
     share = None
     if budget:
         share = float(report.total_usd) / budget
@@ -178,7 +215,7 @@ def summarize_status(report: RunReport) -> list[str]:
     lines = [f"{one_line(report.job)}{f': {model}' if model else ''}", render_verdict(report)]
     lines += [f"{tile.name:15} {tile.number}{f'  ({tile.words})' if tile.words else ''}" for tile in list_tiles(report)]
     if stop := describe_stop(report):
-        lines.append(f"{'at risk':15} {stop}")
+        lines.append(f"{'safe to stop?':15} {stop}")
     return lines
 
 

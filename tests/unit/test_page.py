@@ -7,6 +7,7 @@ import re
 import threading
 import time
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 from urllib.error import HTTPError
 
@@ -74,6 +75,24 @@ def test_a_running_job_says_when_it_ends_for_how_much_and_what_a_kill_loses() ->
     columns = data_of(render(report))["tables"]["steps"]
     assert columns["step"][-1] == 20 and columns["usd_forecast"][-1] == pytest.approx(found["forecast_usd"], rel=1e-5)
     assert columns["loss"][-1] is None
+
+
+def test_a_slow_rank_and_the_failure_that_ended_the_job_are_named() -> None:
+    gang = GangLog(1, 1.0, [[0, 1], [2, 3]])
+    gang.steps(1, 4, useful_step=1.0)
+    for one in gang.events:
+        if one.name == STEP:
+            one.data.update(slowest_rank=2, slowest_ratio=1.62)
+    page = render(build_report([plan_event(), *gang.events], running=LAUNCHER))
+    assert "rank 2 on node 1 host-1 is slow: 1.62 × the median, in 100 % of the steps" in page
+    for one in gang.events:
+        one.data.pop("slowest_rank", None)
+    gang.events[-1].data.update(slowest_rank=3, slowest_ratio=1.01)
+    assert "no rank is slow" in render(build_report([plan_event(), *gang.events], running=LAUNCHER))
+    failed = build_report(interrupted_job(completed=False))  # it survived the lost node of generation 1
+    assert "generation 2: rank failed (rank 1: ValueError: no such thing)" in render_verdict(failed)
+    failed = replace(failed, job="179543", configuration=[{"key": "model.num_layers", "value": 3, "source": "--set"}])
+    assert "<h1>3-layer transformer <small>job 179543</small></h1>" in render(failed)
 
 
 def test_thinning_keeps_spikes_and_gaps() -> None:

@@ -4,7 +4,7 @@
   if (location.hash === '#feed' && parent !== window) return;
   const body = document.body;
   const axes = {
-    step: {label: 'step', text: (v) => v.toLocaleString('en')},
+    step: {label: 'step', text: (v) => Number.isInteger(v) ? v.toLocaleString('en') : ''},
     seconds: {label: 'wall time', text: duration},
     usd: {label: 'dollars', text: (v) => '$' + short(v)},
   };
@@ -20,7 +20,7 @@
   function short(value) {
     if (value === 0) return '0';
     const size = Math.abs(value);
-    if (size >= 1e6 || size < 1e-3) return value.toExponential(1);
+    if (size >= 1e6 || size < 1e-5) return value.toExponential(1);
     return value.toLocaleString('en', {maximumSignificantDigits: size >= 1000 ? 6 : 4});
   }
   function data() {
@@ -61,13 +61,13 @@
       legend: {live: true},
       scales: {x: {time: false}},
       axes: [
-        {stroke: ink, grid: {stroke: line, width: 1}, ticks: {stroke: line}, values: (u, v) => v.map(scale.text), space: 70},
+        {stroke: ink, grid: {stroke: line, width: 1}, ticks: {stroke: line}, values: (u, v) => v.map(scale.text), space: 70, size: 34},
         {stroke: ink, grid: {stroke: line, width: 1}, ticks: {stroke: line}, values: (u, v) => v.map(short), size: 64},
       ],
-      series: [{label: scale.label, value: (u, v) => v === null ? '–' : scale.text(v)}].concat(figure.series.map((one) => ({
+      series: [{label: scale.label, value: (u, v, line, at) => shown(u, v, line, at, scale.text)}].concat(figure.series.map((one) => ({
         label: one.label, stroke: colour(one.colour), width: one.width, dash: one.dash, spanGaps: !!one.span,
         points: {show: one.points || few ? true : undefined, size: one.points || few ? 7 : 4},
-        value: (u, v) => v === null || v === undefined ? '–' : short(v),
+        value: (u, v, line, at) => shown(u, v, line, at, short),
       }))),
       hooks: {draw: [marks(found, figure)]},
     };
@@ -75,6 +75,15 @@
     plot.root.setAttribute('role', 'img');
     plot.root.setAttribute('aria-label', figure.title);
     return plot;
+  }
+  // Without a pointer the legend has the newest value of each line.
+  function shown(plot, value, line, at, text) {
+    if (at === null || at === undefined) {
+      const known = plot.data[line || 1];
+      for (at = known.length - 1; at > 0 && (known[at] === null || known[at] === undefined);) at--;
+      value = plot.data[line][at];
+    }
+    return value === null || value === undefined ? '–' : text(value);
   }
   function render() {
     const found = data();
