@@ -2,17 +2,28 @@
 
 Each node is a process and each rank a thread. A slice is an interval of one ledger class, so a step is split into its
 waits and its useful part. Commits, notices and failures are marks; loss and speed are counters.
+
+`ebbflow trace JOB --otlp URL` sends the generations, the saves and the steps of the lowest rank as spans to an
+OpenTelemetry collector, in OTLP's JSON encoding over HTTP (opentelemetry.io/docs/specs/otlp), which needs no package.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import http.client
 import json
+import math
+import os
 import sys
+import urllib.error
+import urllib.parse
+import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from ebbflow.cost.errors import ReportError
 from ebbflow.cost.jobs import read_job
 from ebbflow.infra.events import (
     COMMIT,
@@ -29,11 +40,14 @@ from ebbflow.infra.events import (
     PHASE,
     RESTORE,
     STEP,
+    EndReason,
     Event,
     LedgerClass,
 )
+from ebbflow.infra.untrusted_text import one_line
 
 _MARKS = frozenset({COMMIT, COMMIT_FAILED, FAULT_DETECTED, FAULT_INJECTED, GUARD, NOTICE, OUTCOME, RESTORE})
+_BATCH, _POST_SECONDS = 1000, 20.0  # spans in a request, and its time limit
 _GANG = -1  # the process that shows generations and nodes
 # The order in which a step spends its time; what is not named here comes between.
 _FIRST, _LAST = (LedgerClass.DATA_WAIT,), (LedgerClass.CHECKPOINT_STALL,)
@@ -111,16 +125,129 @@ def _micros(seconds: float) -> int:
     return round(1e6 * seconds)
 
 
+def build_spans(events: Sequence[Event]) -> list[dict[str, Any]]:
+    """Build the spans of a job in OTLP's JSON encoding: the job, its generations, and in each the saves and steps.
+
+    Their ids depend only on the job's name, so a job that is sent twice has no span twice.
+    """
+    ordered = sorted(events, key=lambda event: (event.t_wall, event.t_mono))
+    job = ordered[0].job
+    last: dict[int, float] = {}
+    lowest: dict[int, int] = {}
+    for event in ordered:
+        last[event.generation] = max(last.get(event.generation, 0.0), event.t_wall)
+        if event.name == STEP:
+            lowest[event.generation] = min(lowest.get(event.generation, event.rank), event.rank)
+    ends = {event.generation: event for event in ordered if event.name == GENERATION_ENDED}
+    outcome = next((event for event in reversed(ordered) if event.name == OUTCOME), None)
+
+    def span(
+        name: str, key: str, parent: str, start: float, end: float, data: dict[str, Any], bad: bool = False
+    ) -> dict:
+        found = {
+            "traceId": _identify(job, 32),
+            "spanId": _identify(f"{job} {key}", 16),
+            "name": name,
+            "kind": 1,
+            "startTimeUnixNano": str(round(1e9 * start)),
+            "endTimeUnixNano": str(round(1e9 * max(start, end))),
+            "attributes": [{"key": f"ebbflow.{key}", "value": _attribute(value)} for key, value in data.items()],
+            "status": {"code": 2 if bad else 0},
+        }
+        return found | ({"parentSpanId": _identify(f"{job} {parent}", 16)} if parent else {})
+
+    data = {"job": job} | ({} if outcome is None else {"outcome": outcome.data.get("outcome")})
+    failed = outcome is not None and data["outcome"] == "failed"
+    found = [span(f"job {job}", "job", "", ordered[0].t_wall, ordered[-1].t_wall, data, failed)]
+    for event in ordered:
+        number, wall = event.generation, event.t_wall
+        generation = f"generation {number}"
+        where = {"generation": number, "node": event.node, "rank": event.rank, "step": event.step}
+        if event.name == GENERATION_STARTED:
+            end = ends.get(number)
+            more = {} if end is None else {name: end.data.get(name) for name in ("reason", "culprit")}
+            until = last[number] if end is None else end.t_wall
+            bad = end is not None and end.data.get("reason") in [*EndReason]
+            found.append(span(generation, generation, "job", wall, until, {"generation": number, **more}, bad))
+        elif event.name in (COMMIT, COMMIT_FAILED):
+            name = event.name.replace("_", " ")
+            key = f"{generation} {name} {event.step} {event.rank}"
+            start = wall - float(event.data.get("seconds") or 0.0)
+            found.append(span(name, key, generation, start, wall, {**event.data, **where}, event.name != COMMIT))
+        elif event.name == STEP and event.rank == lowest[number]:
+            seconds = {kind: float(value) for kind, value in (event.data.get("seconds") or {}).items()}
+            more = {f"{kind}_seconds": value for kind, value in seconds.items()}
+            more |= {name: event.data.get(name) for name in ("loss", "tokens")}
+            start = wall - sum(seconds.values())
+            found.append(span("step", f"{generation} step {event.step}", generation, start, wall, {**where, **more}))
+    return found
+
+
+def _identify(text: str, digits: int) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:digits]
+
+
+def _attribute(value: Any) -> dict[str, Any]:
+    if isinstance(value, bool):
+        return {"boolValue": value}
+    if isinstance(value, int):
+        return {"intValue": str(value)}
+    if isinstance(value, float) and math.isfinite(value):
+        return {"doubleValue": value}
+    return {} if value is None else {"stringValue": str(value)}
+
+
+def send_spans(url: str, job: str, spans: Sequence[dict[str, Any]]) -> None:
+    """Post the spans in batches. Raises ReportError if the collector cannot be reached or refuses some."""
+    parts = urllib.parse.urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise ReportError(f"{url} is no address of a collector; for example http://localhost:4318")
+    address = url if parts.path.rstrip("/").endswith("/v1/traces") else f"{url.rstrip('/')}/v1/traces"
+    words = os.environ.get("OTEL_EXPORTER_OTLP_HEADERS", "")
+    headers = {
+        name.strip(): value.strip() for name, _, value in (one.partition("=") for one in words.split(",")) if name
+    }
+    resource = {"service.name": "ebbflow", "ebbflow.job": job}
+    named = [{"key": key, "value": _attribute(value)} for key, value in resource.items()]
+    for start in range(0, len(spans), _BATCH):
+        scope = {"scope": {"name": "ebbflow"}, "spans": spans[start : start + _BATCH]}
+        body = {"resourceSpans": [{"resource": {"attributes": named}, "scopeSpans": [scope]}]}
+        text = json.dumps(body, allow_nan=False).encode()
+        try:
+            request = urllib.request.Request(address, text, {**headers, "Content-Type": "application/json"})
+            with urllib.request.urlopen(request, timeout=_POST_SECONDS) as answer:
+                said = answer.read()
+            refused = (json.loads(said or b"{}") or {}).get("partialSuccess") or {}
+        except (OSError, http.client.HTTPException, ValueError, AttributeError) as error:
+            after = f" after {start:,} of {len(spans):,} spans" if start else ""
+            raise ReportError(
+                f"{address}: {one_line(error)}{after}; fix: the URL of a collector's OTLP/HTTP port"
+            ) from error
+        if int(refused.get("rejectedSpans") or 0):
+            raise ReportError(
+                f"{address} refused {refused['rejectedSpans']} spans: {one_line(refused.get('errorMessage'))}"
+            )
+
+
 def add_command(commands: Any) -> None:
-    parser = commands.add_parser("trace", help="write a job's timeline as JSON for ui.perfetto.dev")
+    parser = commands.add_parser("trace", help="write a job's timeline as JSON for ui.perfetto.dev, or send it by OTLP")
     parser.add_argument("job", metavar="JOB", help="name of a job, 'latest', a folder or an s3:// URI")
     parser.add_argument("--store", default=None, metavar="URI", help="the job's store, if not known to this machine")
     parser.add_argument("--out", type=Path, default=None, metavar="FILE", help="default: JOB.trace.json; -: print it")
+    parser.add_argument(
+        "--otlp", default=None, metavar="URL", help="send spans to this collector, such as http://localhost:4318"
+    )
     parser.set_defaults(run=_write)
 
 
 def _write(arguments: argparse.Namespace) -> int:
-    trace = build_trace(read_job(arguments.job, arguments.store))
+    events = read_job(arguments.job, arguments.store)
+    if arguments.otlp is not None:
+        spans = build_spans(events)
+        send_spans(arguments.otlp, events[0].job, spans)
+        print(f"{len(spans):,} spans sent to {arguments.otlp}, trace {spans[0]['traceId']}")
+        return 0
+    trace = build_trace(events)
     text = json.dumps(trace, separators=(",", ":"), allow_nan=False)
     out = arguments.out or Path(f"{trace['otherData']['job']}.trace.json")
     if str(out) == "-":

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import itertools
 import json
+import threading
 from collections import defaultdict
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ebbflow.cost.__main__ import main
+from ebbflow.cost.errors import ReportError
 from ebbflow.cost.ledger.ledger import fold
-from ebbflow.cost.trace import build_trace
+from ebbflow.cost.trace import build_spans, build_trace, send_spans
 from ebbflow.infra.events import Event
 from tests.support.timelines import GangLog, event, plan_event
 
@@ -73,4 +78,61 @@ def test_the_command_writes_a_file_and_names_what_it_cannot_read(
     assert json.loads((tmp_path / "demo.trace.json").read_text())["otherData"]["job"] == "demo"
     assert "ui.perfetto.dev" in capsys.readouterr().out
     assert main(["trace", str(tmp_path / "job"), "--out", str(tmp_path / "no" / "file")]) == 1
+    assert main(["trace", str(tmp_path / "job"), "--otlp", "http://127.0.0.1:1"]) != 0
+    assert "127.0.0.1:1/v1/traces" in capsys.readouterr().err
+    assert main(["trace", str(tmp_path / "job"), "--otlp", "localhost:4318"]) != 0
+    assert "for example http://localhost:4318" in capsys.readouterr().err
     assert main(["trace", "nothing"]) != 0 and "no events of job 'nothing'" in capsys.readouterr().err
+
+
+@pytest.fixture
+def collector() -> Iterator[tuple[str, list[tuple[str, str, dict[str, Any]]], dict[str, Any]]]:
+    """Address of an OTLP/HTTP server, the requests that it got (path, a header, body), and what it answers."""
+    requests: list[tuple[str, str, dict[str, Any]]] = []
+    answer: dict[str, Any] = {}
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            assert self.headers["Content-Type"] == "application/json"
+            requests.append((self.path, self.headers.get("api-key", ""), body))
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps(answer).encode())
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}", requests, answer
+        server.shutdown()
+
+
+def test_a_collector_gets_generations_saves_and_steps_as_spans(collector: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    url, requests, answer = collector
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "api-key=abc, other=1")
+    spans = build_spans(a_job())
+    send_spans(url, "demo", spans)
+    ((path, key, body),) = requests
+    assert (path, key) == ("/v1/traces", "abc")
+    (resource,) = body["resourceSpans"]
+    assert {"key": "service.name", "value": {"stringValue": "ebbflow"}} in resource["resource"]["attributes"]
+    sent = resource["scopeSpans"][0]["spans"]
+    by_id = {one["spanId"]: one for one in sent}
+    assert len(by_id) == len(sent) and {len(one) for one in by_id} == {16}
+    assert {one["traceId"] for one in sent} == {spans[0]["traceId"]} and len(spans[0]["traceId"]) == 32
+    assert [one["name"] for one in sent].count("step") == 5  # three of generation 1, two of generation 2
+    steps = [one for one in sent if one["name"] == "step"]
+    parents = [by_id[one["parentSpanId"]]["name"] for one in steps]
+    assert parents == ["generation 1"] * 3 + ["generation 2"] * 2
+    assert int(steps[0]["endTimeUnixNano"]) - int(steps[0]["startTimeUnixNano"]) == pytest.approx(1.25e9, rel=1e-6)
+    (commit,) = [one for one in sent if one["name"] == "commit"]
+    assert int(commit["endTimeUnixNano"]) - int(commit["startTimeUnixNano"]) == pytest.approx(1e8, rel=1e-4)
+    assert {"key": "ebbflow.step", "value": {"intValue": "2"}} in commit["attributes"]
+    roots = [one for one in sent if "parentSpanId" not in one]
+    assert [one["name"] for one in roots] == ["job demo"]
+    assert build_spans(a_job()) == spans, "a job that is sent twice has the same ids"
+    answer["partialSuccess"] = {"rejectedSpans": "3", "errorMessage": "too old"}
+    with pytest.raises(ReportError, match="refused 3 spans: too old"):
+        send_spans(f"{url}/v1/traces", "demo", spans)
