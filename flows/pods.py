@@ -155,7 +155,7 @@ def set_grace_period() -> None:
 
     Call this in the submitting process. Metaflow sets the grace period to 0, and its shell, which is process 1 of the
     container, passes no signal on. This function changes both by patching V1PodSpec, the class in the Kubernetes client
-    from which every pod is made.
+    from which every pod is made. It also takes privileges from the pod that training does not need.
     """
     from kubernetes.client import V1PodSpec
 
@@ -165,6 +165,20 @@ def set_grace_period() -> None:
     def make_with_grace(spec: V1PodSpec, *args: Any, **fields: Any) -> None:
         for container in fields.get("containers") or []:
             container.command = wrap_command(container.command or []) or None
+            container.security_context = container.security_context or _security_context(container)
+        fields = {"automount_service_account_token": False, **fields}
         make(spec, *args, **{**fields, name: max(fields.get(name) or 0, seconds)})
 
     V1PodSpec.__init__ = make_with_grace  # pyright: ignore[reportAttributeAccessIssue] - patched on purpose
+
+
+def _security_context(container: Any) -> Any:
+    """Return the least privileges of a training container. EFA pins memory. The image names the user."""
+    from kubernetes.client import V1Capabilities, V1SeccompProfile, V1SecurityContext
+
+    pins = EFA in ((container.resources and container.resources.limits) or {})
+    return V1SecurityContext(
+        allow_privilege_escalation=False,
+        capabilities=V1Capabilities(drop=["ALL"], add=["IPC_LOCK"] if pins else None),
+        seccomp_profile=V1SeccompProfile(type="RuntimeDefault"),
+    )

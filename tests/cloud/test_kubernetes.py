@@ -18,10 +18,12 @@ from urllib.parse import urlsplit
 import pytest
 import yaml
 
+from ebbflow.flows.attempts.pod_submission import PodSubmission
 from ebbflow.flows.pods import TAINT, node_selector, pod_markets, pod_memory_mib, with_nodes
 from ebbflow.flows.supervising.options import read_options
 from ebbflow.infra.kubernetes.cluster import AttemptWatch, PodState
 from tests.support.capacity import JobLog, batch_config, placed_now
+from tests.support.kubernetes import schema
 
 kubernetes_validate = pytest.importorskip("kubernetes_validate")
 pytest.importorskip("kubernetes")
@@ -220,9 +222,19 @@ def assert_placed(pod: dict[str, Any], annotations: dict[str, str]) -> None:
     assert annotations["prometheus.io/port"] == "9400"
 
 
-def test_several_spot_nodes_are_a_jobset_whose_pods_say_where_they_belong(tmp_path: Path) -> None:
-    _, manifest = rendered(tmp_path)
+@pytest.fixture(scope="module")
+def manifests(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[dict[str, Any], dict[str, Any]]]:
+    """By the number of nodes."""
+    return {nodes: rendered(tmp_path_factory.mktemp("manifest"), nodes=nodes) for nodes in (1, 2)}
+
+
+def test_several_spot_nodes_are_a_jobset_whose_pods_say_where_they_belong(manifests: dict[int, Any]) -> None:
+    manifest = json.loads(json.dumps(manifests[2][1]))
     assert manifest["kind"] == "JobSet"
+    PodSubmission({"node_replacements": 1, "kueue": "team"})._complete(manifest, "jobsets")
+    schema.check(manifest)
+    assert manifest["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team"
+    assert [one["template"]["spec"]["backoffLimit"] for one in manifest["spec"]["replicatedJobs"]] == [0, 1]
     replicated = {one["name"]: one for one in manifest["spec"]["replicatedJobs"]}
     assert {name: one["replicas"] for name, one in replicated.items()} == {"control": 1, "worker": 1}
     for one in replicated.values():
@@ -234,13 +246,54 @@ def test_several_spot_nodes_are_a_jobset_whose_pods_say_where_they_belong(tmp_pa
         assert_placed(template["spec"], template["metadata"]["annotations"])
 
 
-def test_one_node_is_a_plain_job(tmp_path: Path) -> None:
-    options, manifest = rendered(tmp_path, nodes=1)
+def test_one_node_is_a_plain_job(manifests: dict[int, Any]) -> None:
+    options, manifest = manifests[1]
     assert options["num-parallel"] is None, "Metaflow refuses a JobSet of one"
     assert manifest["kind"] == "Job"
     kubernetes_validate.validate(manifest, VERSIONS[-1], strict=True)
     template = manifest["spec"]["template"]
     assert_placed(template["spec"], template["metadata"]["annotations"])
+
+
+def violations(pod: dict[str, Any], *, shipped: bool) -> set[str]:
+    """Rules of the restricted pod security profile, and some of checkov's, that a pod's specification does not keep.
+
+    Of a training pod the image names the user, Metaflow writes into the working directory, and limits are left out.
+    """
+    [container] = pod["containers"]
+    security = {**(pod.get("securityContext") or {}), **(container.get("securityContext") or {})}
+    capabilities, resources = security.get("capabilities") or {}, container["resources"]
+    kept = {
+        "no host namespaces": not {"hostNetwork", "hostPID", "hostIPC"} & set(pod),
+        "no host paths": not any("hostPath" in one for one in pod.get("volumes") or []),
+        "no privileges": not security.get("privileged") and security.get("allowPrivilegeEscalation") is False,
+        "no capabilities": capabilities.get("drop") == ["ALL"] and set(capabilities.get("add") or []) <= {"IPC_LOCK"},
+        "seccomp": (security.get("seccompProfile") or {}).get("type") == "RuntimeDefault",
+        "requests": {"cpu", "memory"} <= set(resources["requests"]),
+        "no restart": pod["restartPolicy"] == "Never" and pod["terminationGracePeriodSeconds"] > 30,
+        "a tag": ":" in container["image"] and not container["image"].endswith(":latest"),
+    }
+    if shipped:
+        user = security.get("runAsUser") or 0
+        kept |= {
+            "not root": security.get("runAsNonRoot") is True and user >= 10000,
+            "read-only root": security.get("readOnlyRootFilesystem") is True,
+            "limits": {"cpu", "memory"} <= set(resources.get("limits") or {}),
+        }
+    else:
+        kept["no token"] = pod.get("automountServiceAccountToken") is False
+    return {rule for rule, holds in kept.items() if not holds}
+
+
+def test_shipped_and_generated_pods_keep_the_policies(manifests: dict[int, Any]) -> None:
+    shipped = [one["spec"]["template"]["spec"] for one in of_kind("Job")]
+    shipped += [one["spec"]["jobTemplate"]["spec"]["template"]["spec"] for one in of_kind("CronJob")]
+    generated = [manifests[1][1]["spec"]["template"]["spec"]]
+    generated += [one["template"]["spec"]["template"]["spec"] for one in manifests[2][1]["spec"]["replicatedJobs"]]
+    assert len(shipped) == 2 and len(generated) == 3
+    assert [violations(one, shipped=True) for one in shipped] == [set()] * 2
+    assert [violations(one, shipped=False) for one in generated] == [set()] * 3
+    assert violations(generated[0], shipped=True) == {"not root", "read-only root", "limits"}
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
