@@ -239,7 +239,7 @@ def _watch(arguments: argparse.Namespace) -> int:
         print("\n".join(summarize_status(load_report(arguments.job, store=arguments.store, fresh=True))))
         return 0
     if arguments.write is not None:
-        launcher = _describe_parent(arguments.parent) if arguments.parent else None
+        launcher = describe_parent(arguments.parent) if arguments.parent else None
         if launcher is None:
             find_job_uri(arguments.job, arguments.store)  # a wrong name ends with a message
         else:
@@ -262,7 +262,8 @@ def _watch(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _describe_parent(pid: int) -> dict[str, Any]:
+def describe_parent(pid: int) -> dict[str, Any]:
+    """Describe the launcher with this process id, which runs the job, as JSON values."""
     return {
         "since_utc": time.time(),
         "host": socket.gethostname(),

@@ -144,7 +144,7 @@ class _Launch:
             threading.Thread(target=self._claim_by_run, args=(run_id_file,), daemon=True).start()
         if self.config is not None:
             tell = print if self.view is None else self.view.say
-            self.page = LivePageWriter(flow_class.__name__, self.job, self.config.store, run_id_file, tell)
+            self.page = LivePageWriter(flow_class.__name__, self.job, self.config, run_id_file, tell)
         try:
             if self.page is not None:
                 self.page.start()

@@ -1,4 +1,4 @@
-"""The live page of a run: a process beside the launcher keeps runs/<job>/live.html current until the run ends."""
+"""Processes beside the launcher: one keeps runs/<job>/live.html current, one feeds trackers and notifications."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ebbflow.flows.job import RUNS, KnownJob, local_folder, mark_latest, write_atomically
+from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.layout import NOTE
+from ebbflow.infra.observe.trackers import start_tracking
 from ebbflow.infra.program import python_path
 
 LIVE_PAGE = "live.html"
@@ -28,24 +30,23 @@ class LivePageWriter:
     another thread starts the process and stays alive until the process has ended.
     """
 
-    def __init__(self, flow: str, job: str, store: str, run_id_file: Path, tell: Callable[[str], None]) -> None:
+    def __init__(self, flow: str, job: str, config: RunConfig, run_id_file: Path, tell: Callable[[str], None]) -> None:
         self._tell = tell  # prints a line for the user
-        self._flow, self._job, self._store, self._run_id_file = flow, job, store, run_id_file
+        self._flow, self._job, self._store, self._run_id_file = flow, job, config.store, run_id_file
+        self._config = config.model_dump(mode="json")
         self._run = ""  # Metaflow's id, once it is known
         self._page: Path | None = None
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="live page", daemon=True)
 
     def start(self) -> None:
-        if os.environ.get(SWITCH) != "0":
-            self._thread.start()
+        self._thread.start()
 
     def end(self) -> None:
         """End the writing process, so that it does not overwrite the report."""
         self._run_id()  # the launcher deletes the file
         self._ending.set()
-        if self._thread.ident is not None:
-            self._thread.join(2 * _END_SECONDS)
+        self._thread.join()
 
     def save_card(self) -> None:
         """Store a copy of the page as a card of the run. After an unexpected error, store no further cards."""
@@ -71,10 +72,20 @@ class LivePageWriter:
         if self._ending.is_set():
             return
         job = self._job or self._run_id()
+        tracking = start_tracking(job, self._store, self._config, self._tell)
+        if os.environ.get(SWITCH) != "0":
+            self._keep_page(job)
+        else:
+            self._ending.wait()
+        if tracking is not None:
+            tracking.end()
+
+    def _keep_page(self, job: str) -> None:
         try:
             process = self._start(job)
         except OSError as error:
             self._tell(f"no live page: {error}")
+            self._ending.wait()
             return
         shown = RUNS / "latest" / LIVE_PAGE
         self._tell(f"live page: {shown.relative_to(Path.cwd()) if shown.is_relative_to(Path.cwd()) else shown}")

@@ -374,8 +374,8 @@ class LogFollower:
         self.events: list[Event] = []  # sorted by wall time
         self._store, self._segments = job_store, Segments()
 
-    def read_new(self) -> int:
-        """Read the segments that were added since the last call, and return the number of new events.
+    def read_new(self) -> list[Event]:
+        """Read the segments that were added since the last call, and return their events.
 
         Raises StoreError.
         """
@@ -386,7 +386,7 @@ class LogFollower:
         if found:
             self.events.extend(found)
             self.events.sort(key=lambda event: (event.t_wall, event.t_mono))
-        return len(found)
+        return found
 
 
 def _parse(line: Line) -> tuple[Event | None, str]:

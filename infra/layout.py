@@ -19,6 +19,7 @@
                    launchers/<number>.json    claims on the job, one per launcher; the highest number holds it
                    clock/<random>             written and deleted to read the store's clock
                    plan.json                  the newest plan with all pools
+                   trackers.json              what trackers and people have got so far
                    report.json  report.html  metrics.prom
 <store>/tokens/<sha256>/...                            prepared data of the built-in language model
 <store>/workloads/<module and name>/...                prepared data of a user's workload
@@ -44,6 +45,7 @@ _TAKEN = frozenset({"jobs", "tokens", "workloads", "scripts", "experience", "lat
 JOB_HISTORY_PREFIX = "experience/"
 LAUNCHERS_PREFIX = "launchers/"
 PLAN_KEY = "plan.json"
+TRACKED_KEY = "trackers.json"
 # Tag for the lifecycle rule of infra/aws/template.yaml, which deletes tombstones of jobs that never run again.
 TOMBSTONE_TAGS = {"ebbflow": "tombstone"}
 _LONGEST_PLAIN_NAME = 80

@@ -25,6 +25,7 @@ from ebbflow.infra.event_log import EventLog
 from ebbflow.infra.events import CONFIGURED, PREPARED, Origin, read_events
 from ebbflow.infra.launchers import claim_job
 from ebbflow.infra.layout import job_of_script, job_prefix
+from ebbflow.infra.observe.trackers import start_tracking
 from ebbflow.infra.script_folder import find_script
 from ebbflow.infra.store import Store
 from ebbflow.training.checkpoint.rollback import newest_generation_in_events
@@ -97,6 +98,7 @@ def _run(given: argparse.Namespace, arguments: list[str]) -> int:
     # The name of a run must be new, because the agents' secret is stored under it.
     run, settings = f"{job}-{time.time_ns():x}", {"path": given.config or "", "config": config}
     claim = claim_job(job_store, job, "run", on_fenced=lambda: os.kill(os.getpid(), signal.SIGTERM))
+    tracking = start_tracking(job, uri, config)
     try:
         job_store.put("config.json", json.dumps(settings | {"sources": loaded.sources}, indent=1).encode())
         prepared = {"fingerprint": "", "weight_unit": "samples", "script": str(script.resolve()), "words": arguments}
@@ -127,6 +129,8 @@ def _run(given: argparse.Namespace, arguments: list[str]) -> int:
         print(f"ebbflow: job {job}: {ending.outcome} at step {ending.step} {ending.message}".rstrip())
         return Outcome(ending.outcome).exit_code
     finally:
+        if tracking is not None:
+            tracking.end()
         claim.release()
 
 

@@ -56,6 +56,45 @@ def _signing_key_env_is_a_name(config: RunConfig) -> Breach:
     return message, "such as JOB_SIGNING_KEY, and set that variable to the key"
 
 
+@RULES.about("trackers")
+def _trackers_are_possible(config: RunConfig) -> Breach:
+    """Check names of variables and that no URL has a password. Messages omit values, which may be secrets."""
+    for tracker in config.trackers:
+        if tracker.key_env is not None and not NAME_PATTERN.fullmatch(tracker.key_env):
+            hint = "such as WANDB_API_KEY, and set that variable to the key"
+            return "trackers: key_env must be the name of an environment variable in upper case, and not the key", hint
+        if tracker.url is not None and re.search(r"://[^/]*:[^/]*@", tracker.url):
+            hint = "write url: null, and set MLFLOW_TRACKING_URI or WANDB_BASE_URL"
+            return "trackers: a url with a password would be stored with the job", hint
+        if tracker.url is not None and tracker.type in ("tensorboard", "jsonl"):
+            return f"trackers: {tracker.type} has no url, it writes files", "name a folder, or leave both out"
+    return None
+
+
+@RULES.about("notifications.webhook_env", "notifications.smtp_password_env")
+def _notification_secrets_are_names(config: RunConfig) -> Breach:
+    own = config.notifications
+    for key, name in (("webhook_env", own.webhook_env), ("smtp_password_env", own.smtp_password_env)):
+        if name is not None and not NAME_PATTERN.fullmatch(name):
+            what = f"notifications.{key} must be the name of an environment variable in upper case, and not its value"
+            return what, "such as SLACK_WEBHOOK_URL or SMTP_PASSWORD"
+    return None
+
+
+@RULES.about("notifications.smtp_server", "notifications.mail_from", "notifications.mail_to")
+def _mail_is_complete(config: RunConfig) -> Breach:
+    own = config.notifications
+    if own.smtp_server is None:
+        return None
+    if not re.fullmatch(r"[^:\s]+(:\d{1,5})?", own.smtp_server):
+        return f"notifications.smtp_server must be host:port, not {own.smtp_server!r}", "such as mail.example.com:587"
+    if not own.mail_from or not own.mail_to:
+        return "notifications.smtp_server needs mail_from and mail_to", "such as mail_to: [me@example.com]"
+    if own.smtp_user is not None and own.smtp_password_env is None:
+        return "notifications.smtp_user needs smtp_password_env", "name the variable that has the password"
+    return None
+
+
 @RULES.about("store")
 def _store_is_known(config: RunConfig) -> Breach:
     store = config.store

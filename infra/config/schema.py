@@ -335,6 +335,32 @@ class MetricsConfig(Section):
     interval_seconds: float = key(15.0, "time between pushes", ge=1)
 
 
+class TrackerConfig(Section):
+    """A tracker that shows the job's metrics as one run (docs/trackers.md)."""
+
+    type: Literal["wandb", "mlflow", "tensorboard", "jsonl"] = key(..., "kind of tracker")
+    project: str = key("ebbflow", "wandb: project; mlflow: experiment")
+    url: str | None = key(None, "wandb: server; mlflow: tracking URI; null: the library's own environment variables")
+    key_env: str | None = key(
+        None, "environment variable with the API key (wandb) or token (mlflow); null: the library's own"
+    )
+    folder: str | None = key(None, "folder for the files of wandb, tensorboard and jsonl; null: runs/<job>")
+    live: bool = key(False, "send each step at once, not only those that a commit covers; see docs/trackers.md")
+
+
+class NotificationsConfig(Section):
+    """Channels for one-line messages: start, notices, failures, budget, silence and end (docs/trackers.md)."""
+
+    webhook_env: str | None = key(None, "environment variable with the URL of a Slack-compatible webhook; null: none")
+    command: list[str] = key([], "command and its arguments; the message becomes the last argument; empty: none")
+    smtp_server: str | None = key(None, "host:port of a mail server; null: no e-mail")
+    smtp_user: str | None = key(None, "user name at the mail server; null: no login")
+    smtp_password_env: str | None = key(None, "environment variable with the password of smtp_user")
+    mail_from: str | None = key(None, "sender of the e-mail")
+    mail_to: list[str] = key([], "recipients of the e-mail")
+    silence_minutes: float = key(10.0, "time without a sign of the ranks after which a message is sent", gt=0)
+
+
 class RunConfig(Section):
     """The whole configuration of a job."""
 
@@ -355,6 +381,8 @@ class RunConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     cost: CostConfig = CostConfig()
     metrics: MetricsConfig = MetricsConfig()
+    trackers: list[TrackerConfig] = key([], "W&B, MLflow, TensorBoard or JSON Lines files that get the job's metrics")
+    notifications: NotificationsConfig = NotificationsConfig()
     survival: SurvivalConfig = SurvivalConfig()
     guards: GuardsConfig = GuardsConfig()
 

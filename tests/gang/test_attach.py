@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import shutil
 import signal
@@ -116,6 +117,11 @@ def test_ebbflow_run_starts_a_script_again_after_a_rank_was_killed(tmp_path: Pat
     killed.write_text(killed.read_text().replace("            time.sleep(PAUSE)\n", f"            {fault}\n"))
     (killed.parent / "training.py").write_text("raise RuntimeError('a module of the user was imported')\n")
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "EBBFLOW__CHECKPOINT__INTERVAL_STEPS": "5"}
+    tell = killed.parent / "tell.sh"
+    tell.write_text('#!/bin/sh\necho "$1" >> told\n')
+    tell.chmod(0o755)
+    environment["EBBFLOW__TRACKERS"] = f"[{{type: jsonl, folder: {killed.parent}/sent}}]"
+    environment["EBBFLOW__NOTIFICATIONS__COMMAND"] = f"[{tell}]"
     command = [sys.executable, "-m", "ebbflow", "run", "ddp.py", "--ranks", "2"]
     done = subprocess.run(command, cwd=killed.parent, env=environment, capture_output=True, text=True, timeout=150)
     finish(undisturbed, whole)
@@ -124,6 +130,11 @@ def test_ebbflow_run_starts_a_script_again_after_a_rank_was_killed(tmp_path: Pat
     assert final_state(killed, 30) == final_state(whole, 30)
     ended = [event.data["reason"] for event in events_of(killed) if event.name == "generation_ended"]
     assert ended == ["rank_killed", "completed"]
+    sent = [json.loads(line)["step"] for line in (killed.parent / "sent" / "metrics.jsonl").read_text().splitlines()]
+    assert sent == list(range(1, 31)), "a tracker has each step once, in order"
+    told = (killed.parent / "told").read_text().splitlines()
+    assert [line.split()[2].rstrip(":") for line in told] == ["starts", "interruption", "Completed"], told
+    assert (killed.parent / "runs" / "jobs" / "ddp" / "report.html").exists()
 
 
 def test_a_non_finite_loss_of_a_script_is_rewound_and_the_report_has_its_promise(tmp_path: Path) -> None:

@@ -1,0 +1,323 @@
+"""Trackers of experiments: W&B, MLflow, TensorBoard and JSON Lines behind one interface.
+
+A tracker is fed from the event log by one process (`ebbflow.cost.track`), never by a rank. So it cannot slow training,
+and all attempts of a job are one run.
+"""
+
+# The libraries are optional.
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from ebbflow.infra.config.schema import TrackerConfig
+from ebbflow.infra.errors import InfraError, Outcome
+from ebbflow.infra.program import python_path
+
+_LONGEST_TEXT = 500  # characters of a setting; MLflow accepts 6,000
+_MLFLOW_METRICS, _MLFLOW_PARAMETERS = 1000, 100  # limits of one request
+_END_SECONDS = 20.0  # the process ends its last requests within a shorter time
+
+
+class TrackerError(InfraError):
+    """Error: a tracker cannot be used, such as for a missing package."""
+
+    outcome = Outcome.CONFIG
+
+
+class Point(NamedTuple):
+    """The metrics of one training step."""
+
+    step: int
+    t_wall: float  # Unix time in seconds
+    values: dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackedRun:
+    """A job as trackers show it: one run, whatever the number of attempts."""
+
+    id: str  # the same in all attempts
+    name: str
+    report: str  # path or URI of the report
+    folder: Path  # folder for trackers that write files
+    settings: Mapping[str, Any] = field(default_factory=dict)  # configuration by dotted key
+
+
+class Tracker(Protocol):
+    """A destination of metrics. Each method may block, and raises any exception if the destination fails."""
+
+    place: str  # where the user finds the run
+
+    def open(self, sent: int) -> int:
+        """Open the run, and return its last step. `sent` is the last step that was sent to it, as far as is known."""
+        ...
+
+    def log(self, points: Sequence[Point]) -> None:
+        """Write points, whose steps increase and follow the last step. They are durable when this returns."""
+        ...
+
+    def conclude(self, facts: Mapping[str, float | str]) -> None:
+        """Write the job's totals, and whether it ended (`outcome`)."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class _JsonLines:
+    def __init__(self, config: TrackerConfig, run: TrackedRun) -> None:
+        self._run, self._path = run, Path(config.folder or run.folder) / "metrics.jsonl"
+        self.place = str(self._path)
+
+    def open(self, sent: int) -> int:
+        """Keep the lines up to the first damaged one, which is the last if a process was killed while it wrote."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        last, end = 0, 0
+        with open(self._path, "ab+") as file:
+            file.seek(0)
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                for line in file:
+                    step = int(json.loads(line)["step"])
+                    if not line.endswith(b"\n"):
+                        break
+                    last, end = step, end + len(line)
+            file.truncate(end)
+        return last
+
+    def log(self, points: Sequence[Point]) -> None:
+        lines = [json.dumps({"step": one.step, "time": round(one.t_wall, 3), **one.values}) for one in points]
+        with open(self._path, "a") as file:
+            file.write("".join(f"{line}\n" for line in lines))
+
+    def conclude(self, facts: Mapping[str, float | str]) -> None:
+        known = {"run": self._run.id, "report": self._run.report, **facts, "settings": self._run.settings}
+        self._path.with_name("run.json").write_text(json.dumps(known, indent=1) + "\n")
+
+    def close(self) -> None:
+        """Do nothing, since the file is closed after each write."""
+
+
+class _TensorBoard:
+    def __init__(self, config: TrackerConfig, run: TrackedRun) -> None:
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self.place = str(Path(config.folder) / run.id if config.folder else run.folder / "tensorboard")
+        self._run, self._make = run, EventFileWriter
+
+    def open(self, sent: int) -> int:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+        self._writer, self._last = self._make(self.place), sent
+        # Readers drop what an earlier file has from this step on.
+        start = SessionLog(status=SessionLog.START)
+        self._writer.add_event(Event(wall_time=time.time(), step=sent + 1, session_log=start))
+        return sent
+
+    def log(self, points: Sequence[Point]) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        for one in points:
+            values = [Summary.Value(tag=name, simple_value=value) for name, value in one.values.items()]
+            self._writer.add_event(Event(wall_time=one.t_wall, step=one.step, summary=Summary(value=values)))
+            self._last = one.step
+        self._writer.flush()
+
+    def conclude(self, facts: Mapping[str, float | str]) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.plugins.text.metadata import create_summary_metadata
+        from tensorboard.util.tensor_util import make_tensor_proto
+
+        text = "\n".join(f"- {name}: {value}" for name, value in {"report": self._run.report, **facts}.items())
+        value = Summary.Value(
+            tag="ebbflow/report",
+            metadata=create_summary_metadata("ebbflow/report", "totals of the job"),
+            tensor=make_tensor_proto([text.encode()]),
+        )
+        self._writer.add_event(Event(wall_time=time.time(), step=self._last, summary=Summary(value=[value])))
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _MLflow:
+    def __init__(self, config: TrackerConfig, run: TrackedRun) -> None:
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")  # the sender retries
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+        if token := _secret(config):
+            os.environ["MLFLOW_TRACKING_TOKEN"] = token
+        from mlflow.tracking import MlflowClient
+
+        self._client, self._run, self._project = MlflowClient(config.url), run, config.project
+        self.place = config.url or os.environ.get("MLFLOW_TRACKING_URI") or "MLflow"
+
+    def open(self, sent: int) -> int:
+        from mlflow.entities import Param
+
+        client = self._client
+        experiment = client.get_experiment_by_name(self._project)
+        number = client.create_experiment(self._project) if experiment is None else experiment.experiment_id
+        found = client.search_runs([number], filter_string=f"tags.`ebbflow.run` = '{self._run.id}'", max_results=1)
+        if found:
+            self._id = found[0].info.run_id
+            client.update_run(self._id, status="RUNNING")
+            return int(found[0].data.tags.get("ebbflow.last_step", 0))
+        tags = {"ebbflow.run": self._run.id, "ebbflow.report": self._run.report}
+        self._id = client.create_run(number, tags=tags, run_name=self._run.name).info.run_id
+        settings = [Param(key, str(value)[:_LONGEST_TEXT]) for key, value in self._run.settings.items()]
+        for first in range(0, len(settings), _MLFLOW_PARAMETERS):
+            client.log_batch(self._id, params=settings[first : first + _MLFLOW_PARAMETERS])
+        return 0
+
+    def log(self, points: Sequence[Point]) -> None:
+        from mlflow.entities import Metric, RunTag
+
+        batch: list[Any] = []
+        for number, one in enumerate(points, start=1):
+            batch += [Metric(name, value, int(1000 * one.t_wall), one.step) for name, value in one.values.items()]
+            following = len(points[number].values) if number < len(points) else _MLFLOW_METRICS
+            if len(batch) + following > _MLFLOW_METRICS:
+                tag = RunTag("ebbflow.last_step", str(one.step))
+                self._client.log_batch(self._id, metrics=batch, tags=[tag])
+                batch = []
+
+    def conclude(self, facts: Mapping[str, float | str]) -> None:
+        for name, value in facts.items():
+            self._client.set_tag(self._id, name.replace("/", "."), str(value))
+        if outcome := facts.get("ebbflow/outcome"):
+            status = {"completed": "FINISHED", "interrupted": "KILLED"}.get(str(outcome), "FAILED")
+            self._client.set_terminated(self._id, status)
+
+    def close(self) -> None:
+        """Do nothing, since each request is complete by itself."""
+
+
+class _WandB:
+    def __init__(self, config: TrackerConfig, run: TrackedRun) -> None:
+        import wandb
+
+        self._run, self._config = run, config
+        given = {"api_key": _secret(config), "base_url": config.url}
+        self._settings = wandb.Settings(
+            console="off", disable_git=True, save_code=False, silent=True, init_timeout=30, x_disable_stats=True,
+            x_disable_machine_info=True, x_save_requirements=False, program="ebbflow", host="ebbflow",
+            **{name: value for name, value in given.items() if value},
+        )  # fmt: skip
+        self.place = "W&B"
+
+    def open(self, sent: int) -> int:
+        import wandb
+
+        folder = Path(self._config.folder) if self._config.folder else self._run.folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self._wandb = wandb.init(
+            project=self._config.project, id=self._run.id, name=self._run.name, resume="allow", dir=folder,
+            notes=f"report: {self._run.report}", settings=self._settings,
+        )  # fmt: skip
+        self._wandb.config.update(dict(self._run.settings), allow_val_change=True)
+        self.place = self._wandb.url or f"offline; send it with: wandb sync {Path(self._wandb.dir).parent}"
+        return max(sent, self._wandb.step - 1)
+
+    def log(self, points: Sequence[Point]) -> None:
+        for one in points:
+            self._wandb.log(one.values, step=one.step, commit=True)
+
+    def conclude(self, facts: Mapping[str, float | str]) -> None:
+        self._wandb.summary.update({"ebbflow/report": self._run.report, **facts})
+
+    def close(self) -> None:
+        self._wandb.finish()
+
+
+_KINDS = {
+    "jsonl": (_JsonLines, ""),
+    "tensorboard": (_TensorBoard, "tensorboard"),
+    "mlflow": (_MLflow, "mlflow"),
+    "wandb": (_WandB, "wandb"),
+}
+
+
+def make_tracker(config: TrackerConfig, run: TrackedRun) -> Tracker:
+    """Make the tracker of a configuration. Raises TrackerError if its package or its secret is missing."""
+    kind, package = _KINDS[config.type]
+    try:
+        return kind(config, run)
+    except ImportError as error:
+        fix = f"pip install {package}" + (" sqlalchemy alembic" if error.name in ("sqlalchemy", "alembic") else "")
+        raise TrackerError(f"{error.name or package} is not installed; fix: {fix}") from error
+
+
+def _secret(config: TrackerConfig) -> str | None:
+    """Return the value of the variable `key_env`, or None without one. Raises TrackerError if it is not set."""
+    if config.key_env is None:
+        return None
+    if not os.environ.get(config.key_env):
+        raise TrackerError(f"the environment variable {config.key_env} (key_env) is not set")
+    return os.environ[config.key_env]
+
+
+class TrackingProcess:
+    """The process that feeds the trackers and the notifications of one job.
+
+    Another thread than the main one starts it, because the launcher waits for the children of its main thread. If the
+    launcher is killed, the process sends what is left and ends.
+    """
+
+    def __init__(self, job: str, store: str, config: Mapping[str, Any], tell: Callable[[str], None]) -> None:
+        self._words = [sys.executable, "-m", "ebbflow", "track", job, "--store", store, "--parent", str(os.getpid())]
+        self._config, self._tell = json.dumps(config), tell
+        self._process: subprocess.Popen[str] | None = None
+        self._thread = threading.Thread(target=self._run, name="trackers", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._process = process = subprocess.Popen(
+                self._words, env={**os.environ, "PYTHONPATH": python_path()}, stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True,
+            )  # fmt: skip
+            assert process.stdin is not None and process.stdout is not None
+            with process.stdin as pipe:
+                pipe.write(self._config)
+            for line in process.stdout:
+                self._tell(line.rstrip())
+            process.wait()
+        except OSError as error:
+            self._tell(f"no trackers and no notifications: {error}")
+
+    def end(self) -> None:
+        """Let the process send what is left, and wait for its end. It is killed if this takes too long."""
+        for act in (subprocess.Popen.terminate, subprocess.Popen.kill):
+            if self._process is not None and self._thread.is_alive():
+                act(self._process)
+            self._thread.join(_END_SECONDS)
+
+
+def start_tracking(
+    job: str, store: str, config: Mapping[str, Any], tell: Callable[[str], None] = print
+) -> TrackingProcess | None:
+    """Start the process for a job's trackers and notifications; None if its configuration has none.
+
+    Args:
+        store: address of the store that holds all jobs.
+        config: the configuration as JSON values.
+        tell: prints a line for the user.
+    """
+    channels = config.get("notifications") or {}
+    if not config.get("trackers") and not any(channels.get(name) for name in ("webhook_env", "command", "smtp_server")):
+        return None
+    return TrackingProcess(job, store, config, tell)

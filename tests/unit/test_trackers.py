@@ -1,0 +1,413 @@
+"""Trackers and notifications: one run over all attempts, no step twice, each library's files read back."""
+
+from __future__ import annotations
+
+import http.server
+import importlib.util
+import json
+import os
+import re
+import socketserver
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from ebbflow.cost import track
+from ebbflow.cost.report.report import build_report
+from ebbflow.cost.track import Tracking, list_news
+from ebbflow.infra.config.load import load_config
+from ebbflow.infra.config.problems import ConfigError
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.event_log import EventLog
+from ebbflow.infra.events import (
+    COMMIT,
+    CONFIGURED,
+    EVALUATION,
+    GENERATION_ENDED,
+    GENERATION_STARTED,
+    NOTICE,
+    OUTCOME,
+    PREPARED,
+    RESTORE,
+    STEP,
+    Origin,
+    read_events,
+)
+from ebbflow.infra.observe.notify import open_channels
+from ebbflow.infra.store import Store
+
+# Attempts that are killed: (restored step, last step). Each makes a commit every 10 steps.
+ATTEMPTS = [(0, 17), (10, 25), (20, 38), (30, 44), (40, 50)]
+RUNNING = {"since_utc": 0.0, "host": "here", "user": "me", "pid": 1, "command": "run", "heartbeat_age_seconds": 0.0}
+
+
+def write_attempt(store: Store, number: int, *, done: bool = False) -> None:
+    first, last = ATTEMPTS[number - 1]
+    settings = [{"key": "training.max_steps", "value": 50, "source": "default"}]
+    settings += [{"key": "workload_options.api_key", "value": "sk-verysecret123", "source": "default"}]
+    with EventLog(store, Origin(job="demo", run="demo", generation=number, process="prepare")) as log:
+        log.emit(CONFIGURED, settings=settings)
+        log.emit(PREPARED, weight_unit="samples")
+    agent = EventLog(store, Origin(job="demo", run="demo", generation=number, process="agent"))
+    agent.emit(GENERATION_STARTED, nodes=1, processes_per_node=1, parent_step=first)
+    with EventLog(store, Origin(job="demo", run="demo", generation=number, rank=0)) as log:
+        if first:
+            log.emit(RESTORE, step=first, key="k")
+        for step in range(first + 1, last + 1):
+            log.emit(STEP, step=step, loss=loss_of(step, number), seconds={"useful_step": 1e-6}, tokens=8)
+            if step % 10 == 0:
+                log.emit(EVALUATION, step=step, metrics={"held_out_loss": float(step)})
+                log.emit(COMMIT, step=step, key="k", bytes=8, seconds=0.1)
+        if done:
+            log.emit(OUTCOME, outcome="completed", step=last)
+    reason = "completed" if done else "rank_killed"
+    agent.emit(GENERATION_ENDED, reason=reason, culprit="" if done else "rank 0: killed by SIGKILL")
+    agent.close()
+
+
+def loss_of(step: int, attempt: int) -> float:
+    return step + attempt / 16  # exact in float32, and another value in each attempt
+
+
+def kept_loss(step: int) -> float:
+    return loss_of(step, next(number for number in range(5, 0, -1) if ATTEMPTS[number - 1][0] < step))
+
+
+def follow(store: Store, config: RunConfig, said: list[str] | None = None, *, seconds: float = 20.0) -> bool:
+    tracking = Tracking(store, "demo", config, said.append if said is not None else print)
+    tracking.look(running=RUNNING)
+    tracking.look(running=RUNNING, last=True)
+    return tracking.finish(seconds)
+
+
+def config_with(**values: object) -> RunConfig:
+    return RunConfig.model_validate(values)
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("EBBFLOW_RUNS", str(tmp_path / "runs"))
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    return tmp_path / "runs"
+
+
+Series = list[tuple[int, float]]
+
+
+def read_jsonl(folder: Path, name: str) -> Series:
+    lines = [json.loads(line) for line in (folder / "demo" / "metrics.jsonl").read_text().splitlines()]
+    return [(line["step"], line[name]) for line in lines if name in line]
+
+
+def read_tensorboard(folder: Path, name: str) -> Series:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    reader = EventAccumulator(str(folder / "demo" / "tensorboard"))
+    reader.Reload()
+    return [(one.step, one.value) for one in reader.Scalars(name)]
+
+
+def read_mlflow(folder: Path, name: str) -> Series:
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{folder.parent}/mlflow.db")
+    experiment = client.get_experiment_by_name("ebbflow")
+    assert experiment is not None
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.info.run_name == "demo" and run.info.status == "FINISHED"
+    assert run.data.params["training.max_steps"] == "50" and run.data.tags["ebbflow.report"].endswith("report.html")
+    return [(one.step, one.value) for one in client.get_metric_history(run.info.run_id, name)]
+
+
+def read_wandb(folder: Path, name: str) -> Series:
+    """Read the files of all attempts, in the order in which `wandb sync` sends them, by the library's own messages."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    found, ids = [], set()
+    for path in sorted((folder / "demo" / "wandb").glob("offline-run-*/*.wandb")):
+        for content in leveldb_records(path.read_bytes()):
+            record = Record.FromString(content)
+            if record.run.run_id:
+                ids.add(record.run.run_id)
+            values = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+            if name in values:
+                found.append((record.history.step.num or values["_step"], values[name]))
+    assert len(ids) == 1
+    return found
+
+
+def leveldb_records(content: bytes) -> Iterator[bytes]:
+    """Yield the records of a .wandb file: LevelDB's log in blocks of 32 KiB, after a header of 7 bytes."""
+    at, parts = 7, b""
+    while at + 7 <= len(content):
+        if (left := 32768 - at % 32768) < 7:
+            at += left
+            continue
+        _, length, kind = struct.unpack("<IHB", content[at : at + 7])
+        parts += content[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # full, last
+            yield parts
+            parts = b""
+
+
+LIBRARIES: dict[str, tuple[tuple[str, ...], Callable[[Path, str], Series]]] = {
+    "jsonl": ((), read_jsonl),
+    "tensorboard": (("tensorboard",), read_tensorboard),
+    "mlflow": (("mlflow", "sqlalchemy", "alembic"), read_mlflow),
+    "wandb": (("wandb",), read_wandb),
+}
+
+
+@pytest.mark.parametrize("kind", LIBRARIES)
+def test_five_attempts_are_one_run_with_each_step_once(tmp_path: Path, runs: Path, kind: str) -> None:
+    packages, read = LIBRARIES[kind]
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed (requirements-dev.txt)")
+    url = f"sqlite:///{tmp_path}/mlflow.db" if kind == "mlflow" else None
+    store, said = Store.open(str(tmp_path / "jobs" / "demo")), list[str]()
+    for number in range(1, 6):
+        write_attempt(store, number, done=number == 5)
+        if kind == "wandb":  # it names its folders by the second
+            time.sleep(1 - time.time() % 1)
+        assert follow(store, config_with(trackers=[{"type": kind, "url": url}]), said), said
+    assert not [line for line in said if "sent later" in line], said
+    losses = read(runs, "loss")
+    assert [step for step, _ in losses] == list(range(1, 51))
+    assert [loss for _, loss in losses] == [kept_loss(step) for step in range(1, 51)]
+    curve = build_report(read_events(store)).loss_curve
+    assert losses == curve
+    assert read(runs, "held_out_loss") == [(step, float(step)) for step in range(10, 51, 10)]
+    redone = read(runs, "ebbflow/redone_steps")
+    assert redone[-1][0] == 50 and redone[-1][1] == build_report(read_events(store)).redone_steps > 0
+    files = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and "jobs" not in path.parts]
+    assert not any(b"sk-verysecret123" in content for content in files)
+
+
+def test_live_steps_keep_their_first_value_and_the_redone_are_counted(tmp_path: Path, runs: Path) -> None:
+    store = Store.open(str(tmp_path / "jobs" / "demo"))
+    for number in range(1, 6):
+        write_attempt(store, number, done=number == 5)
+        assert follow(store, config_with(trackers=[{"type": "jsonl", "live": True}]))
+    losses = read_jsonl(runs, "loss")
+    assert [step for step, _ in losses] == list(range(1, 51))
+    first = [next(number for number in range(1, 6) if ATTEMPTS[number - 1][1] >= step) for step in range(1, 51)]
+    assert [loss for _, loss in losses] == [loss_of(step, number) for step, number in enumerate(first, start=1)]
+    counts = [value for _, value in read_jsonl(runs, "ebbflow/redone_steps")]
+    assert counts == sorted(counts) and counts[-1] > 0
+
+
+def test_lines_of_a_killed_writer_are_mended_and_a_new_file_gets_all_steps(tmp_path: Path, runs: Path) -> None:
+    store, config = Store.open(str(tmp_path / "jobs" / "demo")), config_with(trackers=[{"type": "jsonl"}])
+    write_attempt(store, 1)
+    assert follow(store, config)
+    path = runs / "demo" / "metrics.jsonl"
+    path.write_bytes(path.read_bytes()[:-20])  # the last line is cut
+    write_attempt(store, 2)
+    assert follow(store, config)
+    assert [step for step, _ in read_jsonl(runs, "loss")] == list(range(1, 21))
+    path.unlink()
+    assert follow(store, config)
+    assert [step for step, _ in read_jsonl(runs, "loss")] == list(range(1, 21))
+
+
+def test_a_tracker_that_is_down_warns_once_and_gets_everything_later(tmp_path: Path, runs: Path) -> None:
+    store, said = Store.open(str(tmp_path / "jobs" / "demo")), list[str]()
+    blocked = tmp_path / "blocked"
+    blocked.write_text("a file where a folder must be")
+    config = config_with(trackers=[{"type": "jsonl", "folder": str(blocked)}, {"type": "jsonl"}])
+    write_attempt(store, 1)
+    assert not follow(store, config, said, seconds=2.5)
+    warnings = [line for line in said if "training goes on, and this is sent later" in line]
+    assert len(warnings) == 1 and str(blocked) in warnings[0]
+    assert said[-1] == "not everything is sent to jsonl; fix: ebbflow track demo"
+    assert [step for step, _ in read_jsonl(runs, "loss")] == list(range(1, 11)), "the other tracker is not affected"
+    blocked.unlink()
+    assert follow(store, config, said)
+    lines = (blocked / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == list(range(1, 11))
+
+
+def test_a_missing_package_is_one_line_with_the_fix(tmp_path: Path, runs: Path, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    store, said = Store.open(str(tmp_path / "jobs" / "demo")), list[str]()
+    write_attempt(store, 1)
+    follow(store, config_with(trackers=[{"type": "wandb"}]), said, seconds=0.5)
+    assert said[0].startswith("wandb: wandb is not installed; fix: pip install wandb; training goes on")
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    limit = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < limit
+        time.sleep(0.02)
+
+
+@contextmanager
+def serving(server: socketserver.BaseServer) -> Iterator[None]:
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+    thread.start()
+    try:
+        yield
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+class Mailbox(socketserver.StreamRequestHandler):
+    """The part of SMTP that a client without login needs."""
+
+    def handle(self) -> None:
+        self.wfile.write(b"220 here\r\n")
+        while line := self.rfile.readline():
+            word, content = line[:4].upper().strip(), []
+            if word == b"DATA":
+                self.wfile.write(b"354 go on\r\n")
+                while (line := self.rfile.readline()) != b".\r\n":
+                    content.append(line.decode())
+                self.server.mails.append("".join(content))  # type: ignore[attr-defined]
+            self.wfile.write(b"221 bye\r\n" if word == b"QUIT" else b"250 fine\r\n")
+            if word == b"QUIT":
+                return
+
+
+def test_each_channel_gets_each_message_once_although_the_webhook_fails_at_first(
+    tmp_path: Path, runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    posted, answers = [], [503, 500]
+
+    class Webhook(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            code = answers.pop(0) if answers else 200
+            if code == 200:
+                posted.append(json.loads(body)["text"])
+            self.send_response(code)
+            self.end_headers()
+
+        def log_message(self, format: str, *arguments: object) -> None:
+            pass
+
+    webhook = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Webhook)
+    mail = socketserver.ThreadingTCPServer(("127.0.0.1", 0), Mailbox)
+    mail.mails = []  # type: ignore[attr-defined]
+    monkeypatch.setenv("HOOK_URL", f"http://127.0.0.1:{webhook.server_port}/services/T00/hooksecret")
+    script = tmp_path / "tell.sh"
+    script.write_text(f'#!/bin/sh\necho "$2" >> {tmp_path}/told\n')
+    script.chmod(0o755)
+    server = f"127.0.0.1:{mail.server_address[1]}"
+    config = config_with(
+        notifications={"webhook_env": "HOOK_URL", "command": [str(script), "--text"], "smtp_server": server,
+                       "mail_from": "jobs@example.com", "mail_to": ["me@example.com"]},
+    )  # fmt: skip
+    store, said = Store.open(str(tmp_path / "jobs" / "demo")), list[str]()
+    with serving(webhook), serving(mail):
+        for number in (1, 2):
+            write_attempt(store, number)
+            with EventLog(store, Origin(job="demo", run="demo", generation=number, process=f"notice{number}")) as log:
+                log.emit(NOTICE, source="imds", action="terminate", does="leave", seconds_left=118.0)
+            assert follow(store, config, said), said
+    expected = [
+        "starts", "notice (imds, terminate) to node 0, 118 s left; response: leave",
+        "interruption: generation 1: rank killed (rank 0: killed by SIGKILL)", "Interrupted after",
+        "starts again after the commit of step 10", "notice (imds", "interruption: generation 2", "Interrupted after",
+    ]  # fmt: skip
+    told = (tmp_path / "told").read_text().splitlines()
+    assert sorted(told) == sorted(posted) and len(told) == len(mail.mails) == len(expected)  # type: ignore[attr-defined]
+    for words in expected:
+        assert any(line.startswith(f"ebbflow demo: {words}") for line in told), told
+    assert told.index("ebbflow demo: starts") == 0 and f"report: {store.uri}/report.html" in told[-1]
+    assert sum("webhook" in line and "sent later" in line for line in said) == 1
+    everything = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+    assert b"hooksecret" not in everything and "hooksecret" not in "".join(said)
+
+
+def test_silence_is_told_once_and_budget_shares_come_from_the_report(
+    tmp_path: Path, runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store.open(str(tmp_path / "jobs" / "demo"))
+    write_attempt(store, 1)
+    script = tmp_path / "tell.sh"
+    script.write_text(f'#!/bin/sh\necho "$1" >> {tmp_path}/told\n')
+    script.chmod(0o755)
+    config = config_with(notifications={"command": [str(script)], "silence_minutes": 0.001})
+    tracking = Tracking(store, "demo", config, print)
+    tracking.look(running=RUNNING)
+    for _ in range(2):
+        time.sleep(0.1)
+        tracking.look(running=RUNNING)
+    wait_for(lambda: (tmp_path / "told").exists() and "no sign of the ranks" in (tmp_path / "told").read_text())
+    tracking.look(running=RUNNING, last=True)
+    assert tracking.finish(20)
+    told = (tmp_path / "told").read_text()
+    assert told.count("no sign of the ranks") == 1
+    report = build_report(read_events(store))
+    report.progress["budget_usd"] = 10.0
+    monkeypatch.setattr(type(report), "total_usd", 8.5, raising=False)
+    object.__setattr__(report, "total_usd", 8.5)
+    shares = [one.text for one in list_news(read_events(store), report) if one.key.startswith("budget")]
+    assert shares == ["50% of the budget $10.00 is spent: $8.5000", "80% of the budget $10.00 is spent: $8.5000"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("trackers: [{type: wandb, key_env: abc-secret}]", "key_env must be the name of an environment variable"),
+        ("trackers: [{type: mlflow, url: 'http://me:secret@host/'}]", "a url with a password"),
+        ("trackers: [{type: jsonl, url: 'http://host/'}]", "jsonl has no url"),
+        ("trackers: [{kind: jsonl}]", "kind"),
+        ("notifications: {webhook_env: 'https://hooks.slack.com/x'}", "webhook_env must be the name"),
+        ("notifications: {smtp_server: 'mail:587'}", "needs mail_from and mail_to"),
+    ],
+)
+def test_wrong_settings_are_refused_with_the_fix(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "my.yaml").write_text(text + "\n")
+    with pytest.raises(ConfigError, match=message):
+        load_config(tmp_path / "my.yaml", project_root=tmp_path)
+
+
+def test_old_news_are_not_sent(tmp_path: Path, runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store.open(str(tmp_path / "jobs" / "demo"))
+    write_attempt(store, 1)
+    monkeypatch.setattr(track, "_OLD_SECONDS", -1.0)
+    assert follow(store, config_with(notifications={"command": ["/bin/false"]}))
+
+
+def test_the_snippets_of_the_guide_are_valid_and_name_what_there_is(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "trackers.md").read_text()
+    snippets = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    assert len(snippets) == 2
+    for number, text in enumerate(snippets):
+        (tmp_path / f"{number}.yaml").write_text(text)
+    trackers = load_config(tmp_path / "0.yaml", project_root=tmp_path).config.trackers
+    assert {one.type for one in trackers} == set(LIBRARIES)
+    own = load_config(tmp_path / "1.yaml", project_root=tmp_path).config.notifications
+    assert all(getattr(own, name) for name in type(own).model_fields)
+    assert set(open_channels(own)) == {"webhook", "command", "e-mail"}
+
+
+def test_a_job_that_has_ended_is_sent_by_hand_to_the_trackers_of_another_file(tmp_path: Path, runs: Path) -> None:
+    store = Store.open(str(tmp_path / "store" / "jobs" / "demo"))
+    write_attempt(store, 1, done=True)
+    store.put("config.json", json.dumps({"config": RunConfig(store=str(tmp_path / "store")).model_dump()}).encode())
+    (tmp_path / "other.yaml").write_text(f"trackers: [{{type: jsonl, folder: {tmp_path}/sent}}]\n")
+    words = [sys.executable, "-m", "ebbflow", "track", "demo", "--store", str(tmp_path / "store")]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    refused = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60)
+    assert refused.returncode == 2 and "has no trackers; fix: --config" in refused.stderr, refused
+    done = subprocess.run(
+        [*words, "--config", str(tmp_path / "other.yaml")], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (0, f"jsonl: {tmp_path}/sent/metrics.jsonl\n"), done
+    lines = (tmp_path / "sent" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == list(range(1, 11))
