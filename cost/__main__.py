@@ -102,7 +102,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     from ebbflow.cost.plan.plan_text import render_plan
     from ebbflow.cost.prices.reservations import open_evidence
     from ebbflow.cost.prices.source import open_prices
-    from ebbflow.infra.batch import has_foreign_queues, limit_to_queue_region
+    from ebbflow.infra.batch import limit_to_queue_region, queues_to_plan
     from ebbflow.infra.config.load import load_config
     from ebbflow.infra.config.problems import ConfigError
     from ebbflow.infra.footprint import causal_lm_shape
@@ -112,15 +112,18 @@ def _plan(arguments: argparse.Namespace) -> int:
     except ConfigError as error:
         print(error, file=sys.stderr)
         return Outcome.CONFIG.exit_code
-    now, config = time.time(), loaded.config
-    if has_foreign_queues(config.batch):
+    now, config, queues = time.time(), loaded.config, None
+    if config.cluster.plan_for == "batch" and (config.batch.queues or config.cost.prices == "live"):
         config = limit_to_queue_region(config)
+        queues = queues_to_plan(
+            config.batch, ask=config.cost.prices == "live", notify=lambda text: print(text, file=sys.stderr)
+        )
     prices = open_prices(config, now, project_root=PROJECT_ROOT)
     history, shape, progress = _job_history(loaded.config), _measured_shape(loaded.config), NO_PROGRESS
     if arguments.job is not None:
         events = read_job(arguments.job)
         progress, history = read_progress(events), history.adding(summarize_job(events))
-    known = {"history": history, "progress": progress, "evidence": open_evidence(config, now)}
+    known = {"history": history, "progress": progress, "evidence": open_evidence(config, now), "queues": queues}
     plan = make_plan(config, now_utc=now, prices=prices, shape=shape, **known)
     if arguments.frontier:
         sources = PlanInputs(

@@ -19,7 +19,7 @@ from ebbflow.cost.prices.source import NOT_ASKED, open_prices
 from ebbflow.cost.team import admit, read_team
 from ebbflow.infra.aws.account import quota_code, sibling_client, vcpu_quota
 from ebbflow.infra.aws.calls import RequestDeadline
-from ebbflow.infra.batch import QueueState, batch_client, limit_to_queue_region, training_queues
+from ebbflow.infra.batch import QueueState, batch_client, declared_queues, limit_to_queue_region, training_queues
 from ebbflow.infra.checks.batch import ANSWER_SECONDS, skip_reason
 from ebbflow.infra.errors import CloudError, InfraError, Outcome, StoreError
 from ebbflow.infra.footprint import size_text
@@ -61,42 +61,46 @@ def check_capacity(context: PreflightContext) -> CheckFinding:
 
 
 def check_quota(context: PreflightContext) -> CheckFinding:
-    """Check that the account's vCPU quotas (Spot, on-demand) allow at least one pool that a queue can run."""
+    """Check that the account's vCPU quotas (Spot, on-demand; per region) allow a pool that a queue can run."""
     asked = _ask(context)
     if isinstance(asked, CheckFinding):
         return asked
     if not asked.offered:
         return CheckFinding.skipped("no queue can run the plan; see the check aws-capacity")
-    # A reservation has its quota already; those of other regions are not asked for.
-    here = [
-        offer
-        for offer in asked.offered
-        if offer.candidate.reservation is None and offer.candidate.region in (None, asked.region)
-    ]
-    codes = [(offer, quota_code(offer.candidate.instance_type, offer.candidate.market)) for offer in here]
-    counted = [(offer, code) for offer, code in codes if code is not None]
+    # A reservation has its quota already.
+    pools = [(one, quota_code(one.candidate.instance_type, one.candidate.market)) for one in asked.offered]
+    counted = [(one, one.candidate.region or asked.region, code) for one, code in pools if code is not None]
+    counted = [one for one in counted if one[0].candidate.reservation is None]
     if not counted:
         return CheckFinding.skipped("no quota of these instance families is known")
-    try:
-        client, deadline = (
-            sibling_client("service-quotas", batch_client(asked.region)),
-            RequestDeadline.after(ANSWER_SECONDS),
-        )
-        quotas = {code: vcpu_quota(code, client, deadline) for code in dict.fromkeys(code for _, code in counted)}
-    except (CloudError, StoreError) as error:
-        return CheckFinding.skipped(str(error))
-    lines: dict[str, str] = {}
+    deadline, quotas, unknown = RequestDeadline.after(ANSWER_SECONDS), {}, {}
+    for region, code in dict.fromkeys((region, code) for _, region, code in counted):
+        if region in unknown:
+            continue
+        try:
+            quotas[region, code] = vcpu_quota(code, sibling_client("service-quotas", batch_client(region)), deadline)
+        except (CloudError, StoreError) as error:
+            unknown[region] = str(error)
+    if not quotas:
+        return CheckFinding.skipped("; ".join(unknown.values()))
+    lines: dict[tuple[str, str], str] = {}
     allowed = False
-    for offer, code in counted:  # `lines` keeps the cheapest offer of each quota
-        quota, needed = quotas[code], asked.vcpus(offer)
+    for offer, region, code in counted:  # `lines` keeps the cheapest offer of each quota
+        if (region, code) not in quotas:
+            continue
+        quota, needed = quotas[region, code], asked.vcpus(offer)
         allowed = allowed or needed <= quota.vcpus
         verdict = "enough" if needed <= quota.vcpus else "too few"
-        have = f"{quota.name} ({quota.code}): {quota.vcpus:g} vCPUs in {asked.region}"
-        lines.setdefault(quota.code, f"{have}, {verdict} for {offer.candidate}, which has {needed}")
+        have = f"{quota.name} ({quota.code}): {quota.vcpus:g} vCPUs in {region}"
+        lines.setdefault((region, code), f"{have}, {verdict} for {offer.candidate}, which has {needed}")
+    said = "\n".join([*lines.values(), *unknown.values()])
     if allowed:
-        return CheckFinding.passed("\n".join(lines.values()))
-    fix = f"aws service-quotas request-service-quota-increase --service-code ec2 --quota-code CODE ({', '.join(lines)})"
-    return CheckFinding.failed("\n".join(lines.values()), fix)
+        return CheckFinding.passed(said)
+    if unknown:
+        return CheckFinding.skipped(said)
+    codes = ", ".join(f"{code} in {region}" for region, code in lines)
+    fix = f"aws service-quotas request-service-quota-increase --service-code ec2 --quota-code CODE ({codes})"
+    return CheckFinding.failed(said, fix)
 
 
 def _ask(context: PreflightContext) -> _Asked | CheckFinding:
@@ -243,9 +247,12 @@ def _plan(context: PreflightContext) -> Plan | CheckFinding:
         return CheckFinding.skipped(_MEASURED_LATER)
     now = time.time()
     try:
-        config = limit_to_queue_region(context.config) if context.target == "batch" else context.config
+        on_batch = context.target == "batch"
+        config = limit_to_queue_region(context.config) if on_batch else context.config
+        queues = declared_queues(config.batch) if on_batch else None
         prices = open_prices(config, now, project_root=context.project_root, network=False)
-        return make_plan(config, now_utc=now, prices=prices, simulated=context.target == "local")
+        local = context.target == "local"
+        return make_plan(config, now_utc=now, prices=prices, simulated=local, queues=queues or None)
     except StoreError as error:
         return CheckFinding.skipped(f"the region of the queues is unknown: {error}")
     except PriceError:

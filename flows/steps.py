@@ -12,7 +12,6 @@ import functools
 import json
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from metaflow import current
@@ -65,17 +64,9 @@ def available_queues(flow: Any, config: RunConfig) -> dict[str, QueueState] | No
 
     If Batch does not answer, which may happen in a container, return the configured queues.
     """
-    from ebbflow.infra.batch import batch_client, declared_queues, training_queues
+    from ebbflow.infra.batch import queues_to_plan
 
-    if training_backend(flow) != "batch":
-        return None
-    try:
-        found = training_queues(config.batch, batch_client(config.batch.region))
-    except InfraError as error:
-        found = declared_queues(config.batch)
-        known = "batch.queues alone" if found else "all instance types, whatever queues there are"
-        print(f"planning with {known}, because AWS Batch does not list its queues: {error}", flush=True)
-    return {name: replace(queue, usable=True) for name, queue in found.items() if queue.market is not None} or None
+    return queues_to_plan(config.batch, ask=True, notify=say) if training_backend(flow) == "batch" else None
 
 
 def read_job_history(job: Job) -> JobHistory:

@@ -23,5 +23,6 @@ from ebbflow.infra.batch.queues import (
     has_gpus_only,
     lightest_queue,
     limit_to_queue_region,
+    queues_to_plan,
     training_queues,
 )

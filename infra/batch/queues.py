@@ -6,13 +6,13 @@ Instance families: https://docs.aws.amazon.com/ec2/latest/instancetypes/instance
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from ebbflow.infra.aws.calls import RequestDeadline, aws_client, describe_in_parts, is_amazons, paginate
 from ebbflow.infra.config.schema import BatchConfig, QueueConfig, RunConfig
-from ebbflow.infra.errors import CloudError
+from ebbflow.infra.errors import CloudError, InfraError
 from ebbflow.infra.store.s3 import aws_settings
 
 # Batch chooses from the families c6i, c7i, m6i and r6i, or their Arm variants; none has a GPU.
@@ -272,6 +272,23 @@ def training_queues(batch: BatchConfig, client: Any, *, deadline_seconds: float 
                 raise
             found |= {name: _unseen(name, configured_region=region, problem=str(error)) for name in names}
     return {queue.name: _narrowed(found[queue.name], queue) for queue in batch.queues}
+
+
+def queues_to_plan(batch: BatchConfig, *, ask: bool, notify: Callable[[str], Any]) -> dict[str, QueueState] | None:
+    """Return the queues whose pools a plan may use, all marked usable, or None if none is known.
+
+    Args:
+        ask: Query Batch, and use the configured queues only if it does not answer.
+        notify: Receives the message that Batch did not answer.
+    """
+    found = declared_queues(batch)
+    if ask:
+        try:
+            found = training_queues(batch, aws_client("batch", batch.region))
+        except InfraError as error:
+            known = "batch.queues alone" if found else "all instance types, whatever queues there are"
+            notify(f"planning with {known}, because AWS Batch does not list its queues: {error}")
+    return {name: replace(queue, usable=True) for name, queue in found.items() if queue.market is not None} or None
 
 
 def queue_region(queue: QueueConfig, batch: BatchConfig) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -155,6 +156,27 @@ def test_capacity_and_quota(aws: Account, monkeypatch: pytest.MonkeyPatch) -> No
     assert "All G (L-3819A6DF): 3 vCPUs in us-east-1, too few for 1 × g5" in few.detail and "L-3819A6DF" in str(few.fix)
     quotas["L-3819A6DF"] = 64.0
     assert "64 vCPUs in us-east-1, enough for 1 × g5" in passed("aws-quota", **job).detail
+
+
+def test_quotas_are_those_of_the_regions_of_the_queues(
+    aws: Account, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    there, prices = aws.in_region("us-west-2"), tmp_path / "prices.csv"
+    there.add_queue("far-spot", [there.add_environment("far-spot", "SPOT", ["g5"])])
+    rows = [f"2026-11-01T00:00:00Z,g5.xlarge,{region}a,0.5" for region in ("us-east-1", "us-west-2")]
+    prices.write_text("\n".join(["Timestamp,InstanceType,AvailabilityZone,SpotPrice", *rows]))
+    quotas = {"us-east-1": 3.0, "us-west-2": 64.0}
+
+    def quota(self: Any, service_code: str, quota_code: str) -> dict[str, Any]:
+        return {"QuotaCode": quota_code, "QuotaName": "All G", "Value": quotas[self.region_name]}
+
+    monkeypatch.setattr(ServiceQuotasBackend, "get_service_quota", quota)
+    job = batch(SPOT, {"name": "far-spot", "market": "spot", "region": "us-west-2"}, nodes=1, region="us-east-1")
+    job |= {"cost": {"prices": str(prices), "store_region": "us-east-1", "budget_usd": 5}}
+    found = passed("aws-quota", **job).detail
+    assert "3 vCPUs in us-east-1, too few for" in found and "64 vCPUs in us-west-2, enough for" in found
+    quotas["us-west-2"] = 2.0
+    assert "L-3819A6DF in us-east-1, L-3819A6DF in us-west-2" in str(failed("aws-quota", **job).fix)
 
 
 def test_a_clock_that_is_off_and_a_batch_that_is_not_amazons(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -59,6 +60,14 @@ class Account:
             self.add_queue(name, [self.add_environment(name, kind, types)])
         self.s3 = aws_client("s3", REGION)
         self.s3.create_bucket(Bucket=BUCKET)
+
+    def in_region(self, region: str) -> Account:
+        """The same account in another region, which has no queues yet."""
+        there = copy.copy(self)
+        there.batch, ec2 = aws_client("batch", region), aws_client("ec2", region)
+        there._subnets = [subnet["SubnetId"] for subnet in ec2.describe_subnets()["Subnets"]][:1]
+        there._groups = [group["GroupId"] for group in ec2.describe_security_groups()["SecurityGroups"]][:1]
+        return there
 
     def add_environment(self, name: str, kind: str, types: list[str] | None, *, vcpus: int = 192) -> str:
         resources: dict[str, Any] = {"type": kind, "maxvCpus": vcpus, "subnets": self._subnets}

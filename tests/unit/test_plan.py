@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from ebbflow.cost.__main__ import main
 from ebbflow.cost.catalogue import Catalogue, load_catalogue
 from ebbflow.cost.errors import PlanError
 from ebbflow.cost.plan.forecast import DETECT_SECONDS, FAILURES_PER_GPU_HOUR
@@ -272,6 +273,19 @@ def test_the_command_prints_the_plan_and_exits_with_its_outcome(tmp_path: Path):
     assert refused.returncode == 4 and "refused (budget)" in refused.stdout
     wrong = run("plan", str(path), "--set", "model.num_heads=7")
     assert wrong.returncode == 2 and "num_heads" in wrong.stderr and not wrong.stdout
+
+
+def test_the_command_plans_for_the_pools_that_a_configured_queue_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    job = ["configs/laptop.yaml", "--set", "cluster.plan_for=batch", "--set", "cluster.nodes=1", "--json"]
+    queues = "batch.queues=[{name: spot-g6, market: spot, instance_types: [g6.xlarge]}, {name: od, market: on_demand}]"
+    assert main(["plan", *job, "--set", queues]) == 0
+    spot = {one["instance_type"] for one in json.loads(capsys.readouterr().out)["ranked"] if one["market"] == "spot"}
+    assert spot == {"g6.xlarge"}
+    assert main(["plan", *job, "--set", queues, "--frontier"]) == 0
+    points = json.loads(capsys.readouterr().out)
+    assert {one["instance_type"] for one in points if one["market"] == "spot"} <= {"g6.xlarge"}
+    assert main(["plan", *job]) == 0
+    assert len({one["instance_type"] for one in json.loads(capsys.readouterr().out)["ranked"]}) > 3
 
 
 def test_a_gang_is_reclaimed_at_once_and_only_machine_failures_grow_with_it():
