@@ -12,6 +12,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+from ebbflow.cost.allocation import compare_allocations, is_allocation, read_allocations, render_allocations
 from ebbflow.cost.amounts import format_percent, format_usd
 from ebbflow.cost.bill import BillLine, RepeatFilter, normalise_tag, read_bill
 from ebbflow.cost.bill_matching import (
@@ -482,7 +483,8 @@ def _wrap(line: str) -> list[str]:
 def add_command(commands: Any) -> None:
     parser = commands.add_parser("reconcile", help="compare a job's forecast and ledger with what was billed")
     parser.add_argument("job", metavar="RUN", help="a job's name, 'latest', or the folder or s3:// URI of a job")
-    parser.add_argument("bill", type=Path, nargs="+", metavar="CUR_FILE", help="Cost and Usage Report: CSV or Parquet")
+    kinds = "Cost and Usage Report (CSV or Parquet), or allocations of OpenCost or Kubecost (JSON or CSV)"
+    parser.add_argument("bill", type=Path, nargs="+", metavar="FILE", help=kinds)
     parser.add_argument("--store", default=None, metavar="URI", help="the job's store, if not known to this machine")
     parser.add_argument("--tag", default=JOB_TAG, metavar="KEY", help=f"cost allocation tag of a job ({JOB_TAG})")
     also = "another job that may have used the same instances; repeatable"
@@ -493,6 +495,12 @@ def add_command(commands: Any) -> None:
 
 def _reconcile(arguments: argparse.Namespace) -> int:
     """Print the reconciliation. Return exit code 0 if ledger and bill agree and there are no faults, else 1."""
+    if all(map(is_allocation, arguments.bill)):
+        events = read_job(arguments.job, arguments.store)
+        allocations = [one for path in arguments.bill for one in read_allocations(path)]
+        attempts = compare_allocations(events, allocations)
+        print(render_allocations(events, attempts))
+        return 0 if attempts and all(one.agrees for one in attempts) else 1
     lines = (line for number, path in enumerate(arguments.bill) for line in read_bill(path, delivery=number))
     others = [read_job(job, arguments.store) for job in arguments.also]
     found = reconcile(read_job(arguments.job, arguments.store), lines, job_tag=arguments.tag, others=others)

@@ -233,13 +233,17 @@ class PodSubmission:
             if watch.suspended and (queue := self._asked.get("kueue")):
                 self._show_queue(cluster, queue)
                 limits.restart()  # the queue's own limits apply
-            elif not watch.ended and len([one for one in watch.pods.values() if one.started]) < watch.nodes:
+            elif not watch.lacking:
+                limits.restart()
+            elif not watch.ended:
                 if time.monotonic() - began > _PATIENCE_SECONDS:
                     self._show(watch.waiting)
                 image = any(one.no_image for one in watch.pods.values())
                 if (over := limits.exhausted("STARTING" if image else "PENDING")) is not None:
                     words, why = over
                     self._ended_by = "never_started" if words == NEVER_STARTED and not image else "not_made"
+                    if any(one.node == 0 and one.exit_code == 0 for one in watch.pods.values()):
+                        self._ended_by = "terminated"
                     self._why = f"{why} ({watch.waiting})" if watch.waiting else why
                     _say(f"{watch.job_id} {self._why}: deleted, to be placed anew")
                     cluster.delete(watch.job_id)

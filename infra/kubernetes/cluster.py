@@ -341,6 +341,16 @@ class AttemptWatch:
     def started(self) -> bool:
         return any(one.started is not None for one in self.pods.values())
 
+    @property
+    def lacking(self) -> bool:
+        """Whether the attempt cannot go on or end because a pod has not started.
+
+        While node 0 runs, a replacement may take its time.
+        """
+        begun = [one for one in self.pods.values() if one.started is not None]
+        finished = any(one.node == 0 and one.exit_code == 0 for one in begun)
+        return len({one.node for one in begun if not (finished and one.lost)}) < self.nodes
+
     def announced(self, cluster: Cluster) -> list[tuple[PodState, str]]:
         """Return the running pods whose node is about to be taken away, each with the node's taint."""
         running = [one for one in self.pods.values() if one.phase == "Running" and one.ended is None]

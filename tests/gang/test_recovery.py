@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -66,8 +67,8 @@ def test_a_lost_node_is_done_without_where_enough_are_left_and_taken_in_when_it_
 ) -> None:
     monkeypatch.setenv("METAFLOW_KUBERNETES_JOBSET_NAME", "js")  # whose Job replaces the node
     cluster = {"nodes": 3, "min_nodes": 2, "start_deadline_seconds": 60.0}
-    others = {"checkpoint": {"interval_steps": 10}, "kubernetes": {"node_replacements": 1}}
-    spec = replace(endless_gang(tmp_path, cluster=cluster, **others), nodes=3)
+    checkpoint, kubernetes = {"interval_steps": 10}, {"node_replacements": 1}
+    spec = replace(endless_gang(tmp_path, checkpoint=checkpoint, cluster=cluster, kubernetes=kubernetes), nodes=3)
     running = gang(spec, tmp_path)
     wait_until("a commit", lambda: reachable_commits(job_store(spec), limit=1), timeout=60)
     running.agents[1].kill()
@@ -80,6 +81,9 @@ def test_a_lost_node_is_done_without_where_enough_are_left_and_taken_in_when_it_
     running.agents[2].send_signal(signal.SIGTERM)
     outcome = running.wait(60)
     assert (outcome.outcome, outcome.generation) == ("interrupted", 3)
+    late = subprocess.run(lost.args, timeout=60)
+    told = json.loads((tmp_path / "gang" / "node-1.result.json").read_text())
+    assert late.returncode == 1 and "ended before this node joined" in told["error"] and not told["curable"]
 
     events = read_events(job_store(spec))
     [ended] = [event.data for event in events if event.name == GENERATION_ENDED and event.generation == 1]

@@ -132,7 +132,7 @@ def test_a_cluster_without_capacity_ends_with_5(start: Start) -> None:
 
 def test_an_image_that_cannot_be_pulled_ends_the_job(start: Start) -> None:
     runner = start(changes={"missing_images": ["ebbflow:local"]}, batch__runnable_minutes=0.05)
-    run = finished(runner)
+    run = finished(runner, 1200)  # twice five minutes
     assert run.exit_code in (1, 5) and "ImagePullBackOff" in run.output, run.output
     assert alive(runner) == []
 
@@ -167,7 +167,7 @@ def test_a_killed_launcher_leaves_nothing_and_the_next_one_goes_on(start: Start,
     runner.process.send_signal(signal.SIGKILL)  # type: ignore[attr-defined]
     wait_until("the cluster is empty", lambda: not alive(runner), timeout=120)
     wait_until("no process is left", lambda: not processes_with("kubernetes step"), timeout=120)
-    options = runner.options(**paced_settings(0.0))
+    options = runner.options(**paced_settings(0.2))
     run = runner.run("run", "--with", "cloud", "--job", "soak", "--take-over", *options)
     assert run.exit_code == 0, run.output
     assert run.report["weights_sha256"] == quiet["weights_sha256"]
@@ -177,36 +177,6 @@ def test_a_killed_launcher_leaves_nothing_and_the_next_one_goes_on(start: Start,
 def idle(tmp_path: Path) -> Iterator[LocalCluster]:
     with local_cluster(tmp_path / "cluster", lost_seconds=0.5) as running:
         yield running
-
-
-def test_an_outage_and_throttling_change_nothing(idle: LocalCluster, tmp_path: Path) -> None:
-    idle.change(faults=[{"path": "POST .*jobsets", "status": 429, "times": 1}])
-    submitted = Submitted(idle, tmp_path, 2, "sleep 4")
-    submitted.pods(2)
-    idle.change(down=True)
-    time.sleep(2)  # a look of the submitter and one of Metaflow's
-    idle.change(down=False)
-    code, output = submitted.finish()
-    assert code == 0 and output.splitlines()[-1] == "succeeded", output
-    assert "training goes on" in output
-    [ended] = submitted.events("batch_attempt")
-    assert ended["cause"] == "ended" and ended["status"] == "SUCCEEDED"
-    past = [one for one in idle.past()["pods"] if ended["job_name"] in one["pod"]]
-    for (start, stop), one in zip(
-        sorted(ended["node_times"]), sorted(past, key=lambda one: one["started"]), strict=True
-    ):
-        assert abs(start - one["started"]) <= 1.5 and abs(stop - one["ended"]) <= 1.5, "whole seconds"
-
-
-def test_a_lost_worker_is_replaced_alone_and_metaflow_sees_no_failure(idle: LocalCluster, tmp_path: Path) -> None:
-    submitted = Submitted(idle, tmp_path, 2, "sleep 6", node_replacements=1)
-    control, worker = submitted.pods(2)
-    idle.ask("lose", {"node": worker["spec"]["nodeName"]})
-    code, output = submitted.finish()
-    assert code == 0 and output.splitlines()[-1] == "succeeded", output
-    [ended] = submitted.events("batch_attempt")
-    past = [one["pod"] for one in idle.past()["pods"] if ended["job_name"] in one["pod"]]
-    assert len(past) == 3 and past.count(control["metadata"]["name"]) == 1, "node 0's pod ran on"
 
 
 def test_a_launcher_that_is_asked_to_leave_deletes_its_pods_and_waits_for_their_end(

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from ebbflow.cost.allocation import compare_allocations, is_allocation, read_allocations, render_allocations
 from ebbflow.cost.bill import read_bill
 from ebbflow.cost.errors import BillError
 from ebbflow.cost.reconcile import Reconciliation, reconcile, render
@@ -293,3 +294,57 @@ def test_a_delivery_that_corrects_a_part_of_an_hour_is_named(tmp_path: Path) -> 
     assert reconcile(events, read_bill(files[1])).agrees
     both = reconcile(events, [line for n, path in enumerate(files) for line in read_bill(path, delivery=n)])
     assert kinds(both) == [("billed twice", "i-one")] and "in two files that differ" in both.findings[0].words
+
+
+def pod_attempt(name: str, nodes: list[tuple[float, float]]) -> Event:
+    data = {
+        "job_id": f"ebbflow/jobsets/{name}", "job_name": name, "queue": "kubernetes", "nodes": len(nodes),
+        "status": "SUCCEEDED", "cause": "ended", "reason": "", "started_utc": nodes[0][0], "stopped_utc": nodes[0][1],
+        "created_utc": nodes[0][0], "exit_code": 0, "node_times": nodes, "instance_type": "g5.xlarge", "market": "spot",
+        "region": "us-east-1", "zone": "us-east-1a", "processes_per_node": 1, "usd_per_hour": 0.4,
+        "quoted_usd_per_hour": "0.4", "price_kind": "estimated",
+    }  # fmt: skip
+    return Event(
+        name="batch_attempt", job="demo", run="1", attempt=0, generation=0, node=-1, rank=-1, step=None,
+        t_wall=nodes[0][1], t_mono=0.0, data=data,
+    )  # fmt: skip
+
+
+def test_allocations_of_a_cluster_are_compared_by_attempt(tmp_path: Path) -> None:
+    """The shape of https://opencost.io/docs/integrations/api, aggregated by pod; two windows."""
+    events = [
+        pod_attempt("js-1", [(WALL, WALL + 3600), (WALL, WALL + 3000)]),
+        pod_attempt("js-12", [(WALL, WALL + 60)]),
+    ]
+
+    def allocated(pod: str, minutes: float, usd: float) -> dict:
+        return {"properties": {"pod": pod, "namespace": "ebbflow"}, "minutes": minutes, "totalCost": usd}
+
+    windows = [
+        {"js-1-control-0-0-a": allocated("js-1-control-0-0-a", 40.0, 0.3), "__idle__": allocated("", 9.0, 9.0)},
+        {
+            "js-1-control-0-0-a": allocated("js-1-control-0-0-a", 20.0, 0.1),
+            "js-1-worker-0-0-b": allocated("js-1-worker-0-0-b", 51.0, 0.35),
+        },
+    ]
+    path = tmp_path / "allocation.json"
+    path.write_text(json.dumps({"code": 200, "data": windows}))
+    assert is_allocation(path)
+    one, other = compare_allocations(events, read_allocations(path))
+    assert (one.attempt, one.pods, one.seconds, one.usd) == ("js-1", 2, 111 * 60, Decimal("0.75")) and one.agrees
+    assert (other.attempt, other.pods) == ("js-12", 0) and not other.agrees
+    text = render_allocations(events, [one, other])
+    assert "js-1: 2 pods, 6,660 s (6,600 s by the cluster), $0.7500" in text and "! no pod found" in text
+    assert "$0.7500 allocated, $0.7400 metered" in text
+    windows[1]["js-1-worker-0-0-b"]["minutes"] = 90.0
+    path.write_text(json.dumps({"code": 200, "data": windows}))
+    assert not compare_allocations(events, read_allocations(path))[0].agrees
+    for content in ("{}", "no", '{"data": [{"a": {}}]}', '{"data": [{"a": {"minutes": "x", "totalCost": 1}}]}'):
+        path.write_text(content)
+        with pytest.raises(BillError, match="allocation"):
+            read_allocations(path)
+    export = tmp_path / "export.csv"
+    export.write_text("Date,Namespace,Pod,Container,TotalCost\n2026-11-23,ebbflow,js-1-control-0-0-a,main,0.5\n")
+    assert is_allocation(export)
+    [row] = read_allocations(export)
+    assert (row.pod, row.seconds, row.usd) == ("js-1-control-0-0-a", None, Decimal("0.5"))

@@ -105,7 +105,11 @@ class Coordinator:
             last = generation
             return generation
         finally:
-            self._update_secret(self._own.secret.withdraw)
+            forget = self._own.secret.withdraw
+            if last.outcome is not None and replacements_of(spec.config):  # a replacement may come late
+                late = GangError("the gang ended before this node joined", outcome=Outcome(last.outcome.outcome))
+                forget = partial(self._own.secret.refuse, late)
+            self._update_secret(forget)
             self._peers.close()
             self._drain.record_notices(self._log.emit)
             self._log.close(last.reason)

@@ -39,7 +39,14 @@ class Submitted:
         )  # fmt: skip
 
     def pods(self, count: int) -> list[dict[str, Any]]:
-        return wait_until("the pods", lambda: len(found := self.cluster.training_pods()) == count and found, 60)
+        """Wait until so many pods of this attempt run, and return them, node 0's first."""
+
+        def running() -> list[dict[str, Any]]:
+            names = [f"{one['job_name']}-" for one in self.events("batch_submitted")]
+            found = self.cluster.training_pods()
+            return [one for one in found if any(one["metadata"]["name"].startswith(name) for name in names)]
+
+        return wait_until("the pods", lambda: len(found := running()) == count and found, 60)
 
     def finish(self) -> tuple[int, str]:
         output, _ = self.process.communicate(timeout=90)

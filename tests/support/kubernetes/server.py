@@ -49,6 +49,8 @@ class Cluster:
         for name in settings.namespaces:
             document = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}}
             self.store.create("namespaces", "", document)
+        queue = {"apiVersion": "kueue.x-k8s.io/v1beta1", "kind": "LocalQueue", "metadata": {"name": "team"}}
+        self.store.create("localqueues", "ebbflow", queue)
         self.nodes = Nodes(settings, self.store)
         self.kubelet = Kubelet(settings, self.store, self.nodes, folder)
         self.controllers = Controllers(settings, self.store, self.kubelet.delete)

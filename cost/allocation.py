@@ -1,0 +1,138 @@
+"""Import of OpenCost and Kubecost allocations: what a cluster's cost monitor charges to the pods of a job's attempts.
+
+Reads the answer of the allocation API by pod (JSON, https://opencost.io/docs/integrations/api) and OpenCost's CSV
+export. Both price nodes at list prices unless they are told the bill, and charge a pod for what it requests or uses, so
+that their dollars may differ from the ledger's; their times must agree.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
+from pathlib import Path
+from typing import Any
+
+from ebbflow.cost.amounts import format_usd
+from ebbflow.cost.errors import BillError
+from ebbflow.cost.ledger.ledger import fold
+from ebbflow.infra.events import BATCH_ATTEMPT, Event
+from ebbflow.infra.untrusted_text import one_line
+
+_RESOLUTION_SECONDS = 120.0  # per pod: the monitor looks about once per minute, at its start and at its end
+_AGREED_SHARE = 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class Allocation:
+    """Dollars and seconds of a pod in one window. The CSV export has no seconds (None)."""
+
+    pod: str
+    seconds: float | None
+    usd: Decimal
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttemptAllocation:
+    """An attempt's node seconds by the cluster, and what is allocated to its pods."""
+
+    attempt: str
+    cluster_seconds: float
+    pods: int
+    seconds: float | None
+    usd: Decimal
+
+    @property
+    def agrees(self) -> bool:
+        slack = _AGREED_SHARE * self.cluster_seconds + _RESOLUTION_SECONDS * max(self.pods, 1)
+        return bool(self.pods) and (self.seconds is None or abs(self.seconds - self.cluster_seconds) <= slack)
+
+
+def is_allocation(path: Path) -> bool:
+    if path.suffix != ".csv":
+        return path.suffix == ".json"
+    try:
+        with path.open(newline="") as file:
+            return {"Pod", "TotalCost"} <= set(next(csv.reader(file), []))
+    except (OSError, ValueError, csv.Error):
+        return False  # the reader of bills reports it
+
+
+def read_allocations(path: Path) -> list[Allocation]:
+    """Raises BillError."""
+    rows = _csv_rows(path) if path.suffix == ".csv" else _json_rows(path)
+    found = []
+    for where, pod, minutes, usd in rows:
+        try:
+            found.append(
+                Allocation(pod=pod, seconds=None if minutes is None else 60 * float(minutes), usd=_number(usd))
+            )
+        except (TypeError, ValueError, InvalidOperation):
+            raise BillError(f"{where}: minutes {minutes!r} or total cost {usd!r} is no number") from None
+    return found
+
+
+def _number(value: Any) -> Decimal:
+    number = Decimal(str(value))
+    if not number.is_finite():
+        raise ValueError
+    return number
+
+
+def _json_rows(path: Path) -> Iterator[tuple[str, str, Any, Any]]:
+    try:
+        windows = json.loads(path.read_text())["data"]
+        for number, window in enumerate(windows):
+            for name, one in (window or {}).items():
+                if not name.startswith("__"):  # __idle__, __unmounted__
+                    pod = (one.get("properties") or {}).get("pod") or name.rpartition("/")[2]
+                    yield f"{path}: window {number}, {name}", str(pod), one["minutes"], one["totalCost"]
+    except OSError as error:
+        raise BillError(f"{path}: cannot be read: {error}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        fix = "curl -G …/allocation -d window=7d -d aggregate=pod > allocation.json"
+        raise BillError(f"{path}: no answer of the allocation API ({error!r}); fix: {fix}") from None
+
+
+def _csv_rows(path: Path) -> Iterator[tuple[str, str, None, str]]:
+    with path.open(newline="") as file:
+        for number, row in enumerate(csv.DictReader(file), start=2):
+            yield f"{path}:{number}", row["Pod"] or "", None, row["TotalCost"]
+
+
+def compare_allocations(events: Sequence[Event], allocations: Sequence[Allocation]) -> list[AttemptAllocation]:
+    """Match pods to the job's attempts on Kubernetes by their names, in the order of the attempts."""
+    newest = {event.data["job_id"]: event.data for event in events if event.name == BATCH_ATTEMPT}
+    found = []
+    for data in newest.values():
+        if data.get("queue") != "kubernetes" or not data.get("node_times"):
+            continue
+        mine = [one for one in allocations if one.pod.startswith(f"{data['job_name']}-")]
+        seconds = [one.seconds for one in mine if one.seconds is not None]
+        found.append(AttemptAllocation(
+            attempt=str(data["job_name"]), pods=len({one.pod for one in mine}),
+            cluster_seconds=sum(end - start for start, end in data["node_times"] if start and end),
+            seconds=sum(seconds) if len(seconds) == len(mine) else None,
+            usd=sum((one.usd for one in mine), Decimal(0)),
+        ))  # fmt: skip
+    return found
+
+
+def render_allocations(events: Sequence[Event], found: Sequence[AttemptAllocation]) -> str:
+    """Render a comparison with the ledger, one line per attempt."""
+    if not found:
+        return "the job has no attempt on Kubernetes whose times are known"
+    lines = ["allocations of OpenCost or Kubecost, by attempt"]
+    for one in found:
+        told = "no seconds told" if one.seconds is None else f"{one.seconds:,.0f} s"
+        verdict = "" if one.agrees else "  ! no pod found" if not one.pods else "  ! more than the resolution apart"
+        lines.append(
+            f"  {one_line(one.attempt)}: {one.pods} pods, {told} ({one.cluster_seconds:,.0f} s by the cluster), "
+            f"{format_usd(one.usd, 4)}{verdict}"
+        )
+    ordered = sorted(events, key=lambda event: (event.t_wall, event.t_mono))
+    total = sum((one.usd for one in found), Decimal(0))
+    lines.append(f"  sum: {format_usd(total, 4)} allocated, {format_usd(fold(ordered).total_usd, 4)} metered")
+    return "\n".join(lines)
