@@ -1,0 +1,491 @@
+"""Symptoms of SYMPTOMS made for real, by plain torch code that knows nothing of this project.
+
+`python -m tests.support.injected NAME SEED FOLDER` is one rank; `inject` runs all ranks of one symptom and returns
+what they wrote. The faulty rank and the step are drawn from the seed.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.support.gangs import free_port
+from tests.support.warm import start_warm
+
+
+@dataclass(frozen=True)
+class Injection:
+    """How a symptom is made. gone: ranks that are never started. answers: other ids that name the failure as well."""
+
+    symptom: str
+    run: Callable[[Injected], Any]
+    ranks: int = 1
+    environment: dict[str, str] = field(default_factory=dict)
+    gone: tuple[int, ...] = ()
+    answers: tuple[str, ...] = ()
+
+
+@dataclass
+class Injected:
+    """What a symptom's code may use: its rank, the faulty rank and step, and a folder."""
+
+    rank: int
+    guilty: int
+    step: int
+    folder: Path
+    seed: int
+
+    def connect(self, seconds: float = 4.0) -> None:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=seconds))
+
+    @property
+    def is_guilty(self) -> bool:
+        return self.rank == self.guilty
+
+    def steps(self, model: nn.Module | None = None) -> Any:
+        """Yield step numbers around real steps of a small model, with printed losses."""
+        model = model or nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for step in range(self.step + 4):
+            yield step
+            loss = model(torch.randn(8, 4)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            if self.rank == 0 and step < 3:
+                print(f"step {step} loss {loss.item():.4f} lr 0.01", flush=True)
+
+
+INJECTIONS: dict[str, Injection] = {}
+
+
+def injects(symptom: str, **options: Any) -> Callable[[Callable[[Injected], Any]], Callable[[Injected], Any]]:
+    def register(function: Callable[[Injected], Any]) -> Callable[[Injected], Any]:
+        INJECTIONS[function.__name__] = Injection(symptom, function, **options)
+        return function
+
+    return register
+
+
+def inject(name: str, folder: Path, seed: int = 0, *, seconds: float = 60) -> tuple[list[Path], int, float]:
+    """Run all ranks of an injection. Returns their logs, the faulty rank, and the seconds to the first failure."""
+    made, port = INJECTIONS[name], free_port()
+    environment = dict(
+        os.environ,
+        WORLD_SIZE=str(made.ranks),
+        LOCAL_WORLD_SIZE=str(made.ranks),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        GLOO_SOCKET_IFNAME="lo",
+        OMP_NUM_THREADS="1",
+    )
+    environment.update(made.environment)
+    folder.mkdir(parents=True, exist_ok=True)
+    logs = [folder / f"rank-{rank}.log" for rank in range(made.ranks) if rank not in made.gone]
+    started, processes = time.monotonic(), []
+    for rank in range(made.ranks):
+        if rank not in made.gone:
+            own = environment if environment.get("RANK") == "none" else environment | {"RANK": str(rank)}
+            words = [name, str(seed), str(folder), str(rank)]
+            log = folder / f"rank-{rank}.log"
+            own = {key: value for key, value in own.items() if value != "none"} | {"LOCAL_RANK": str(rank)}
+            processes.append(start_warm("tests.support.injected", words, environment=own, output=log))
+    first = 0.0
+    try:
+        while any(process.poll() is None for process in processes) and time.monotonic() < started + seconds:
+            if not first and any(process.poll() not in (None, 0) for process in processes):
+                first = time.monotonic() - started
+            time.sleep(0.02)
+    finally:
+        for process in processes:
+            process.kill()
+    return logs, faulty_rank(name, seed), first or time.monotonic() - started
+
+
+def faulty_rank(name: str, seed: int) -> int:
+    return random.Random(f"{name} {seed}").randrange(INJECTIONS[name].ranks)
+
+
+# Start-up
+
+
+@injects("A01")
+def missing_module(_: Injected) -> None:
+    import flash_attn_of_nobody  # type: ignore[import-not-found]  # noqa: F401
+
+
+@injects("A05")
+def invalid_model(_: Injected) -> None:
+    nn.MultiheadAttention(30, 7)
+
+
+@injects("A07")
+def no_rollouts(here: Injected) -> None:
+    episodes = (here.seed + 1) // 100
+    print(f"num_rollouts_per_episodes = {episodes}", flush=True)
+    range(0, 10, 10 // episodes)
+
+
+@injects("A09", environment={"RANK": "none"})
+def rank_missing(here: Injected) -> None:
+    here.connect()
+
+
+@injects("A10", ranks=2)
+def stale_port(here: Injected) -> None:
+    if here.rank == 0:
+        holder = socket.socket()
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("0.0.0.0", int(os.environ["MASTER_PORT"])))
+        holder.listen()
+        here.connect(2)
+    time.sleep(2)
+
+
+@injects("A11")
+def wrong_master_address(here: Injected) -> None:
+    dist.TCPStore("127.0.0.1", free_port(), 2, is_master=False, timeout=timedelta(seconds=1))
+
+
+@injects("A13", ranks=2, environment={"MASTER_ADDR": "trainer-0.nowhere.invalid"})
+def master_without_name(here: Injected) -> None:
+    socket.getaddrinfo(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+
+
+@injects("A14", ranks=2, environment={"GLOO_SOCKET_IFNAME": "eth77"})
+def wrong_interface(here: Injected) -> None:
+    here.connect()
+
+
+@injects("A15", ranks=2, gone=(1,))
+def rank_never_starts(here: Injected) -> None:
+    here.connect(2)
+
+
+@injects("A22")
+def wrong_launch_arguments(_: Injected) -> None:
+    from torch.distributed.run import parse_args
+
+    parse_args(["--nproc_per_node", "2", "--node_rnak", "0", "train.py"])
+
+
+@injects("A27")
+def file_not_allowed(here: Injected) -> None:
+    os.setuid(65534)
+    (here.folder / "checkpoint.pt").write_bytes(b"x")
+
+
+# Memory
+
+
+@injects("C06")
+def host_memory(_: Injected) -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
+    torch.empty(64 << 30, dtype=torch.uint8)
+
+
+# Ranks
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.branch = nn.Linear(4, 1), nn.Linear(4, 1)
+        self.uses_branch = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.trunk(x) + self.branch(x) if self.uses_branch else self.trunk(x)
+
+
+@injects("D07", ranks=2)
+def parameter_unused_on_one_rank(here: Injected) -> None:
+    here.connect()
+    module = Branching()
+    model = nn.parallel.DistributedDataParallel(module)
+    for step in here.steps(model):
+        module.uses_branch = not (here.is_guilty and step >= here.step)
+
+
+@injects("D04", ranks=2)
+def collectives_of_other_shape(here: Injected) -> None:
+    here.connect()
+    for step in here.steps():
+        dist.all_reduce(torch.ones(1000 if here.is_guilty and step == here.step else 10))
+
+
+@injects("D01", ranks=2, answers=("D02", "D06"))
+def collective_of_one_rank(here: Injected) -> None:
+    here.connect(2)
+    for step in here.steps():
+        dist.all_reduce(torch.ones(4))
+        if not here.is_guilty and step == here.step:
+            dist.barrier()
+        elif here.is_guilty and step == here.step:
+            time.sleep(6)
+
+
+@injects("D06", ranks=2, answers=("O01", "E17"))
+def error_on_one_rank(here: Injected) -> None:
+    here.connect()
+    for step in here.steps():
+        if here.is_guilty and step == here.step:
+            raise ValueError(f"cannot read sample {here.seed}")
+        dist.all_reduce(torch.ones(4))
+
+
+@injects("D12", ranks=2, answers=("D06", "B10"))
+def rank_killed(here: Injected) -> None:
+    here.connect()
+    for step in here.steps():
+        if here.is_guilty and step == here.step:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        dist.all_reduce(torch.ones(4))
+
+
+@injects("D03", ranks=2)
+def uneven_batches(here: Injected) -> None:
+    from torch.distributed.algorithms.join import Join
+
+    here.connect()
+    model = nn.parallel.DistributedDataParallel(nn.Linear(4, 1))
+    with Join([model], throw_on_early_termination=True):
+        for _ in range(here.step if here.is_guilty else here.step + 4):
+            model(torch.randn(8, 4)).sum().backward()
+
+
+@injects("D10", ranks=2)
+def other_model_on_one_rank(here: Injected) -> None:
+    here.connect()
+    nn.parallel.DistributedDataParallel(nn.Sequential(*[nn.Linear(4, 4)] * 1, *[nn.Linear(4, 2)] * here.is_guilty))
+
+
+@injects("D14")
+def tensor_on_another_device(_: Injected) -> None:
+    nn.Linear(4, 1)(torch.empty(8, 4, device="meta"))
+
+
+@injects("D21", ranks=2)
+def mesh_larger_than_the_world(here: Injected) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    here.connect()
+    init_device_mesh("cpu", (4,))
+
+
+# Data
+
+
+class Samples(torch.utils.data.Dataset):
+    def __init__(self, spoil: Callable[[int], Any] | None = None, size: int = 64) -> None:
+        self.spoil, self.size = spoil, size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if self.spoil and index == 21:
+            self.spoil(index)
+        return torch.ones(4)
+
+
+def load(dataset: torch.utils.data.Dataset, **options: Any) -> None:
+    for _ in torch.utils.data.DataLoader(dataset, batch_size=4, **options):
+        pass
+
+
+@injects("E01")
+def loader_worker_killed(_: Injected) -> None:
+    load(Samples(lambda _: os.kill(os.getpid(), signal.SIGKILL)), num_workers=2)
+
+
+@injects("C09", answers=("E01",))
+def loader_worker_bus_error(_: Injected) -> None:
+    load(Samples(lambda _: os.kill(os.getpid(), signal.SIGBUS)), num_workers=2)
+
+
+@injects("E02")
+def loader_worker_stuck(_: Injected) -> None:
+    load(Samples(lambda _: time.sleep(60)), num_workers=1, timeout=1)
+
+
+@injects("E03", answers=("E03", "E17"))
+def unpicklable_dataset(_: Injected) -> None:
+    load(Samples(lambda _: None), num_workers=1, multiprocessing_context="spawn")
+
+
+@injects("E08")
+def too_many_files(_: Injected) -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (32, 32))
+    kept = [open(os.devnull) for _ in range(64)]  # noqa: SIM115
+    load(Samples(), num_workers=1)
+    del kept
+
+
+@injects("E09")
+def corrupt_labels(here: Injected) -> None:
+    import json
+
+    path = here.folder / "labels.json"
+    path.write_text('{"a": 1,')
+    json.loads(path.read_text())
+
+
+@injects("E10")
+def samples_of_unequal_size(_: Injected) -> None:
+    load([torch.ones(3), torch.ones(4), torch.ones(3), torch.ones(4)])  # type: ignore[arg-type]
+
+
+@injects("E12")
+def token_out_of_range(_: Injected) -> None:
+    nn.Embedding(10, 4)(torch.tensor([12]))
+
+
+# Quality
+
+
+@injects("F01")
+def nan_in_a_layer(_: Injected) -> None:
+    with torch.autograd.detect_anomaly():
+        weight = torch.zeros(4, requires_grad=True)
+        (weight.sqrt() * 0).sum().backward()
+
+
+@injects("F02")
+def loss_rises(here: Injected) -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, maximize=True)
+    for step in range(40):
+        loss = (model(torch.randn(8, 4)) - 3).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        print(f"step {step} loss {loss.item():.4f}", flush=True)
+
+
+@injects("F05")
+def gradient_cut(_: Injected) -> None:
+    nn.Linear(4, 1)(torch.ones(2, 4)).detach().sum().backward()
+
+
+@injects("F07")
+def type_not_supported(_: Injected) -> None:
+    nn.Linear(4, 1)(torch.ones(2, 4, dtype=torch.bfloat16))
+
+
+# Checkpoints
+
+
+@injects("H01")
+def truncated_checkpoint(here: Injected) -> None:
+    path = here.folder / "model.pt"
+    torch.save(nn.Linear(400, 400).state_dict(), path)
+    os.truncate(path, path.stat().st_size // (2 + here.seed % 3))
+    torch.load(path)
+
+
+@injects("H02")
+def missing_checkpoint(here: Injected) -> None:
+    torch.load(here.folder / "checkpoints" / "step-100.pt")
+
+
+@injects("H03")
+def optimizer_of_another_model(_: Injected) -> None:
+    first, second = nn.Linear(4, 1), nn.Linear(4, 1, bias=False)
+    torch.optim.Adam(first.parameters()).load_state_dict(torch.optim.Adam(second.parameters()).state_dict())
+
+
+@injects("H04")
+def prefix_of_ddp(_: Injected) -> None:
+    state = {f"module.{key}": value for key, value in nn.Linear(4, 1).state_dict().items()}
+    nn.Linear(4, 1).load_state_dict(state)
+
+
+@injects("H06")
+def pickled_objects(here: Injected) -> None:
+    path = here.folder / "trainer.pt"
+    torch.save({"model": nn.Linear(4, 1), "seed": random.Random}, path)
+    torch.load(path)
+
+
+@injects("H10")
+def full_disk(here: Injected) -> None:
+    torch.save(torch.ones(1000), "/dev/full") if here.seed % 2 else Path("/dev/full").write_bytes(b"x" * 10_000)
+
+
+@injects("H15", answers=("A27", "H02"))
+def stale_mount(here: Injected) -> None:
+    gone = here.folder / "mount"
+    gone.mkdir(exist_ok=True)
+    raise OSError(116, os.strerror(116), str(gone))
+
+
+# Sharding, compiler, program
+
+
+@injects("M11")
+def backward_twice(_: Injected) -> None:
+    loss = nn.Linear(4, 1)(torch.ones(2, 4)).square().sum()
+    loss.backward()
+    loss.backward()
+
+
+@injects("M12")
+def optimizer_without_parameters(_: Injected) -> None:
+    torch.optim.Adam([])
+
+
+@injects("L05", answers=("L01",))
+def graph_break(_: Injected) -> None:
+    def printed(x: torch.Tensor) -> torch.Tensor:
+        print(x.sum())
+        return x
+
+    torch.compile(printed, backend="eager", fullgraph=True)(torch.ones(3))
+
+
+@injects("L02", environment={"CXX": "/nowhere/g++", "TORCHINDUCTOR_CACHE_DIR": "/tmp/ebbflow-no-compiler"})
+def no_compiler(_: Injected) -> None:
+    torch.compile(lambda x: (x * 2).sin())(torch.ones(100))
+
+
+@injects("O02")
+def shapes_do_not_fit(_: Injected) -> None:
+    nn.Linear(4, 1)(torch.ones(2, 5))
+
+
+@injects("O03")
+def changed_in_place(_: Injected) -> None:
+    x = torch.ones(4, requires_grad=True).exp()
+    y = x.square().sum()
+    x += 1
+    y.backward()
+
+
+@injects("A21")
+def session_closed(_: Injected) -> None:
+    script = "import os, signal; os.kill(os.getpid(), signal.SIGHUP)"
+    code = subprocess.run([sys.executable, "-c", script], check=False).returncode
+    raise SystemExit(f"Process got signal: {-code}")
+
+
+if __name__ == "__main__":
+    _name, _seed, _folder, _rank = sys.argv[1:5]
+    _drawn = random.Random(f"{_name} {_seed} step")
+    INJECTIONS[_name].run(
+        Injected(int(_rank), faulty_rank(_name, int(_seed)), _drawn.randrange(1, 6), Path(_folder), int(_seed))
+    )
