@@ -24,8 +24,10 @@ from importlib.metadata import distributions
 from pathlib import Path
 
 from ebbflow import __version__
-from ebbflow.infra.diagnose.command import diagnose_log, render
+from ebbflow.infra.diagnose.command import render
+from ebbflow.infra.diagnose.job import diagnose_job
 from ebbflow.infra.errors import InfraError, Outcome, StoreError
+from ebbflow.infra.events import Event, read_events
 from ebbflow.infra.rank_logs import JobPlace, LogLine, find_job, read_logs, unknown_job
 from ebbflow.infra.store import Store
 
@@ -208,10 +210,11 @@ def collect_files(place: JobPlace) -> tuple[list[BundleFile], list[str]]:
         add(f"machine/{name}", text.encode())
     stored: dict[str, tuple[bytes, int]] = {}
     lines: list[LogLine] = []
+    events: list[Event] = []
     try:
         store = place.open_store()
         if store is not None:
-            stored = _stored_files(store)
+            stored, events = _stored_files(store), read_events(store)
         logs = read_logs(place.folders, [] if store is None else [store])
         lines, problems = logs.lines, [*problems, *logs.notices]
     except StoreError as error:
@@ -228,7 +231,7 @@ def collect_files(place: JobPlace) -> tuple[list[BundleFile], list[str]]:
             except OSError as error:
                 problems.append(f"{path}: {error.strerror}")
     if lines:
-        diagnosis = diagnose_log(lines)
+        diagnosis = diagnose_job(events, lines)
         add("diagnosis.txt", render(diagnosis).encode())
         add("diagnosis.json", json.dumps(diagnosis.to_json(), indent=1).encode())
     segments = [stored.pop(name) for name in sorted(stored) if name.startswith("events/")]

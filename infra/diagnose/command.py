@@ -6,18 +6,18 @@ import argparse
 import json
 import sys
 import time
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from ebbflow.infra.diagnose.against import Comparison, compare_jobs
-from ebbflow.infra.diagnose.judging import Diagnosis, Finding, diagnose_files, diagnose_lines, shorten
-from ebbflow.infra.diagnose.reading import LogText, log_files, time_of
+from ebbflow.infra.diagnose.job import diagnose_job
+from ebbflow.infra.diagnose.judging import Diagnosis, Finding, diagnose_files, shorten
+from ebbflow.infra.diagnose.reading import log_files
 from ebbflow.infra.diagnose.rules import load_rules
 from ebbflow.infra.errors import InfraError, Outcome
 from ebbflow.infra.events import read_events
-from ebbflow.infra.rank_logs import LogLine, find_job, find_logs, read_logs, unknown_job
+from ebbflow.infra.rank_logs import find_job, find_logs, read_logs, unknown_job
 
 
 def add_diagnose_commands(commands: argparse._SubParsersAction, project_root: Path) -> None:
@@ -98,24 +98,12 @@ def _diagnose(targets: list[str], store_uri: str | None, project_root: Path) -> 
         logs = find_logs(targets[0], store_uri, project_root)
         for notice in logs.notices:
             print(f"diagnose: {notice}", file=sys.stderr)
-        return diagnose_log(logs.lines)
+        store = find_job(targets[0], store_uri, project_root).open_store()
+        return diagnose_job([] if store is None else read_events(store), logs.lines)
     files: list[Path | None] = []
     for target in targets:
         files += [None] if target == "-" else log_files([target])
     return diagnose_files(files)
-
-
-def diagnose_log(lines: Iterable[LogLine]) -> Diagnosis:
-    """Diagnose the output of a job's ranks."""
-    return diagnose_lines(_log_texts(lines))
-
-
-def _log_texts(lines: Iterable[LogLine]) -> Iterator[LogText]:
-    numbers: Counter[str] = Counter()
-    for line in lines:
-        file = f"generation {line.generation} node {line.node} rank {line.rank}"
-        numbers[file] += 1
-        yield LogText(file, numbers[file], line.text, line.rank, time_of(line.t))
 
 
 def render(diagnosis: Diagnosis) -> str:

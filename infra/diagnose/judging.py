@@ -30,6 +30,8 @@ _OTHER = {
     "sharding": "M13", "orchestration": "N18", "program": "O01",
 }  # fmt: skip
 _NEAR_LINES = 3
+_VAGUE_MARGIN = 3.0  # of words, for another family than that of a vague exception
+_SERIES_ONLY = ("F02", "G02", "E06")  # what only a series shows explains no exception
 _OVERRULING_MARGIN = 6.0  # of words, for another cause of the same level
 _TEXT_LENGTH = 300
 # A cause that is logged this long after an effect did not lead to it.
@@ -174,6 +176,7 @@ def _root(suspects: list[Seen], series: Series) -> Seen | None:
     level = max(_level(found) for found in able)
     first = _earliest(able)
     top = [found for found in able if _level(found) == level]
+    top = [found for found in top if found.rule.id not in _SERIES_ONLY] or top
     if level >= _GENERIC_LEVEL and series.went_on(top) and not any(each.rule.family in _LASTING for each in top):
         return None
     chosen = _earliest(top)
@@ -199,7 +202,7 @@ def _by_words(root: Seen | None, suspects: list[Seen], series: Series) -> Seen |
     if (guess := guess_family(line.text for line in lines)) is None:
         return root
     family, margin = guess
-    if root is None or (vague and root.rule.rank <= _VAGUER_RANK and family != "program"):
+    if root is None or (vague and root.rule.rank <= _VAGUER_RANK and family != "program" and margin >= _VAGUE_MARGIN):
         if series.sound or series.survived(lines[0]) or (rule := book.find(_OTHER[family])) is None:
             return root
         first = root.first if root is not None and root.first else series.severe[0]
@@ -216,6 +219,8 @@ def _by_words(root: Seen | None, suspects: list[Seen], series: Series) -> Seen |
 
 def _lasted(found: Seen, series: Series) -> bool:
     """Return whether a failure may have ended or harmed the run: training did not continue normally after it."""
+    if found.verdict:
+        return True
     if found.rule.id == "F01":
         return not series.recovered(found.last)
     return found.rule.family in _LASTING or not series.survived(found.last)

@@ -56,6 +56,7 @@ class Seen:
     first: LogText | None = None
     last: LogText | None = None
     needed: bool = False
+    verdict: bool = False  # whether agents or guards of a job of ours recorded it
     order: int = 0  # position among all candidate lines
 
     def add(self, line: LogText, order: int) -> None:

@@ -25,9 +25,9 @@ SEVERE = re.compile(
     re.IGNORECASE,
 )
 HARMLESS = re.compile(
-    r"fall(?:ing)? ?back|retry|retries|ignor|optional|deprecat|using internal|skipp|not necessarily"
+    r"fall(?:ing)? ?back|retry|retries|ignor|optional|deprecat|using internal|skipp|algbw|libibverbs|not necessarily"
     r"|(?:no|0|without) (?:error|failure)s?\b|(?:error|failure|exception|failed)s?\W{0,3}(?:0|none|false)\b"
-    r"|warn|\bINFO\b|\[[IW]\b|level=info|^.{0,12}\[?[IW]\d{4}\b"
+    r"|warn|\bINFO\b|\[[IW]\d*[ :]|level=info|^.{0,12}\[?[IW]\d{4}\b"
     r"|error_(?:file|handler)|--\w*(?:error|fail)|_error\b.{0,4}\d"
     # Summaries, which name no cause.
     r"|ChildFailedError|FAILED$|Failures:|Task failed|Step failure|Flow (?:aborted|failed)|AlgorithmError|exit ?code"

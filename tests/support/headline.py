@@ -28,7 +28,7 @@ class Headline(Sound):
         return [model.trunk, model.branch]
 
     def next_batch(self, model: nn.Module, cursor: Cursor) -> Points:
-        options = self.context.options
+        options: dict[str, Any] = dict(self.context.options)
         step = cursor.first // self.context.config.training.batch_size + 1
         self.factor, self.branch = 1.0, True
         mark = Path(options["mark"])

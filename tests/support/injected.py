@@ -159,7 +159,9 @@ def stale_port(here: Injected) -> None:
 
 @injects("A11")
 def wrong_master_address(here: Injected) -> None:
-    dist.TCPStore("127.0.0.1", free_port(), 2, is_master=False, timeout=timedelta(seconds=1))
+    from torch._C._distributed_c10d import TCPStore
+
+    TCPStore("127.0.0.1", free_port(), 2, is_master=False, timeout=timedelta(seconds=1))
 
 
 @injects("A13", ranks=2, environment={"MASTER_ADDR": "trainer-0.nowhere.invalid"})

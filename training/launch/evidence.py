@@ -43,7 +43,8 @@ _WAITING_FILES = ("training/gang.py", "training/step_sync.py", "training/peer_so
 _EXCHANGE_FILES = ("training/gang.py", "training/peer_sockets.py")
 # Functions that exchange numbers between ranks. The frame of their caller shows the rank's position.
 _EXCHANGE = ("gather", "gather_numbers", "_tell", "_hear", "_read", "_lost")
-_ENGINE_PLACES = (*_WAITING_FILES, "training/trainer_setup.py", "training/guards/", "training/trainer.py")
+_ENGINE_FILES = ("training/engine.py", "training/trainer_setup.py", "training/guards/", "training/trainer.py")
+_ENGINE_PLACES = (*_WAITING_FILES, *_ENGINE_FILES)
 _WAITING_FUNCTIONS = ("sync_step",)  # the CPU waits here for the GPU, and so for its collectives
 _NOT_WAITING = ("/torch/distributed/checkpoint/", "/torch/distributed/elastic/")
 # Runs the program whose path and arguments follow, killed together with the thread that waits for it.

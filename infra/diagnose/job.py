@@ -1,0 +1,74 @@
+"""Diagnosis of a job of ours: what its ranks printed, and what its agents and guards recorded as events."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+
+from ebbflow.infra.diagnose.judging import Diagnosis, judge
+from ebbflow.infra.diagnose.matching import Seen, load_matcher
+from ebbflow.infra.diagnose.reading import LogText, time_of
+from ebbflow.infra.diagnose.rules import load_rules
+from ebbflow.infra.diagnose.series import Series
+from ebbflow.infra.events import FAULT_DETECTED, GENERATION_ENDED, GUARD, NOTICE, Event
+from ebbflow.infra.rank_logs import LogLine
+
+# What a verdict's kind and text, an end's reason or a guard's action mean; the first match counts.
+_MEANINGS = tuple(
+    (re.compile(expression, re.IGNORECASE), symptom)
+    for expression, symptom in (
+        (r"param\w* .{0,80}(?:unused|did not use|no gradient)|find_unused_parameters", "D07"),
+        (r"different collectives|collective", "D04"),
+        (r"left early|uneven", "D03"),
+        (r"killed for memory|kernel .{0,40}memory|oom", "C11"),
+        (r"OutOfMemory|out of memory", "C01"),
+        (r"DataLoader worker", "E01"),
+        (r"killed by SIG(?:SEGV|ABRT|BUS|ILL|FPE)", "D12"),
+        (r"killed by SIGKILL", "B10"),
+        (r"non.?finite|\bnan\b", "F01"),
+        (r"diverged", "D10"),
+        (r"slow_rank", "G03"),
+        (r"data_bound", "E06"),
+        (r"node_lost|lost node|node \d+ (?:is|was) (?:lost|gone)|peer is gone|silent node", "I02"),
+        (r"\bnotice\b|preempt|spot", "I01"),
+        (r"no space left|disk", "H10"),
+        (r"\bbudget\b", "I05"),
+        (r"\bhang\b|stopped by a signal|no heartbeat|stuck|silent|frozen", "D02"),
+    )
+)
+
+
+def diagnose_job(events: Sequence[Event], lines: Iterable[LogLine]) -> Diagnosis:
+    """Diagnose a job by its events and by what its ranks printed. The verdicts of its agents count as evidence."""
+    seen: dict[str, Seen] = {}
+    series = Series()
+    read = load_matcher().collect(series.watch(_log_texts(lines)), seen)
+    for order, (symptom, line) in enumerate(_verdicts(events), read + 1):
+        rule = load_rules().find(symptom)
+        if rule is not None:
+            found = seen.setdefault(symptom, Seen(rule))
+            found.strong = found.needed = found.verdict = True
+            found.add(line, order)
+    return judge(seen, series, [])
+
+
+def _verdicts(events: Sequence[Event]) -> Iterator[tuple[str, LogText]]:
+    for number, event in enumerate(events, 1):
+        data = event.data
+        if event.name not in (FAULT_DETECTED, GENERATION_ENDED, GUARD, NOTICE):
+            continue
+        words = [data.get(key) for key in ("kind", "culprit", "message", "action", "detail", "reason")]
+        text = f"{event.name} {' '.join(str(word) for word in words if word)}"
+        symptom = next((symptom for pattern, symptom in _MEANINGS if pattern.search(text)), None)
+        if symptom is not None:
+            rank = data.get("rank", event.rank)
+            yield symptom, LogText("events", number, text, rank if isinstance(rank, int) else None, event.t_wall)
+
+
+def _log_texts(lines: Iterable[LogLine]) -> Iterator[LogText]:
+    numbers: Counter[str] = Counter()
+    for line in lines:
+        file = f"generation {line.generation} node {line.node} rank {line.rank}"
+        numbers[file] += 1
+        yield LogText(file, numbers[file], line.text, line.rank, time_of(line.t))
