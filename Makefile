@@ -47,8 +47,8 @@ compat: $(VENV)/dev.stamp  ## a short job on the oldest and the newest supported
 docs: $(VENV)/dev.stamp  ## build the documentation site in docs/_build; a warning, such as a broken link, fails
 	$(BIN)/sphinx-build -q -n -W --keep-going docs docs/_build
 
-pictures: $(VENV)/run.stamp  ## make the pictures of the live page and the report again, from a real run (needs chromium)
-	docs/make_image.sh
+pictures: $(VENV)/dev.stamp  ## take the pictures of the pages again, from real runs (needs chromium)
+	$(BIN)/python docs/pictures.py
 
 recording: $(VENV)/dev.stamp  ## record a rehearsal on a terminal: the animation of README.md, and a page of screens
 	$(BIN)/python docs/record.py $(ARGS)

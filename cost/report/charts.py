@@ -195,7 +195,7 @@ def _step_columns(
         "loss": loss,
         "smooth": _smooth(loss),
         "speed": [compute_rate(event, "tokens") for event in kept],
-        "mfu": mfu if median([one for one in mfu if one is not None] or [0.0]) <= 100 else [None] * len(kept),
+        "mfu": mfu if sum(one > 100 for one in mfu if one is not None) <= len(kept) / 20 else [None] * len(kept),
         "learning_rate": [read_number(event.data.get("learning_rate")) for event in kept],
         "gradient_norm": [read_number(event.data.get("gradient_norm")) for event in kept],
     }

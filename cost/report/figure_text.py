@@ -378,7 +378,7 @@ def _price_in_full(report: RunReport) -> str:
 def format_failures(report: RunReport) -> list[str]:
     """Format the failures as lines, oldest first."""
     return [
-        f"{format_duration(failure['seconds'])}: {one_line(failure['what'])}"
+        f"after {format_duration(failure['seconds'])}: {one_line(failure['what']).replace('_', ' ')}"
         + (f" ({one_line(failure['culprit'])})" if failure.get("culprit") else "")
         for failure in report.events.get("failures", [])
     ]

@@ -184,8 +184,8 @@ def render_closing(
     lines = [f"{mark} {verdict}", *notes]
     failures, completed = format_failures(report), report.outcome is Outcome.COMPLETED
     if len(failures) > 1 or completed:  # else it is in the verdict
-        name = "lost" if completed else "cause"
-        lines += [f"  {name:<9} {failure.replace('_', ' ')}" for failure in failures[:2]]
+        name = "survived" if completed else "cause"
+        lines += [f"  {name:<9} {failure}" for failure in failures[:2]]
     if message and message not in verdict:
         lines.append(f"  message   {message}")
     shown = [f"{name} {figures[name]}" for name in _CLOSING if name in figures and not figures[name].startswith("0 ")]
