@@ -440,7 +440,7 @@ def kept_commits(config: RunConfig) -> int:
     """Count the commits kept at once: the newest, the best, one per `keep_every_steps`, and the one being written."""
     saves = config.checkpoint
     every = config.training.max_steps // saves.keep_every_steps if saves.keep_every_steps else 0
-    return saves.keep_last + saves.keep_best + every + 1
+    return saves.keep_last + saves.keep_best.count + every + 1
 
 
 def _puts(usage: Usage) -> float:

@@ -76,7 +76,7 @@ ROLLBACK = "rollback"
 INITIAL_WEIGHTS = "initial_weights"  # tensors, seconds, files (list of {path, bytes, modified_unix, sha256})
 PEAK = "peak"  # flops_per_second (measured, of one rank), dtype
 NETWORK = "network"  # written by rank 0: figures of the worst links between machines (training/network_probe.py)
-EVALUATION = "evaluation"  # metrics {name: value}
+EVALUATION = "evaluation"  # metrics {name: value}; of a workload with pictures also pictures {name: SVG}
 # Written by the agent that receives it. notice: source, action, seconds_left (null: unknown), save_seconds
 # (left for a save), does (leave, save, nothing), detail.
 # sources: watched (list), absent ({source: why}), or problem (text).
@@ -211,7 +211,7 @@ _DATA: dict[str, dict[str, Any]] = {
         **dict.fromkeys(("bandwidth_bytes_per_second", "all_reduce_bytes_per_second"), float),
         "clock_offset_seconds": _is_measurement,
     },
-    EVALUATION: {"metrics": {str: object}},
+    EVALUATION: {"metrics": {str: object}, "pictures": {str: str}},
     NOTICE: {"source": str, "action": str, "does": str, "seconds_left": float},
     NOTICE_SOURCES: {"watched": [str], "absent": dict, "problem": str},
     GUARD: {"action": GuardAction, "reason": str, "rank": int, "share": _is_measurement},

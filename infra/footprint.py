@@ -88,8 +88,6 @@ BFLOAT16_BYTES = 2
 # Up to this size, FSDP2 keeps parameters gathered until backward and whole gradients between micro-batches, and
 # reduces once per step. Above it, both are sharded again at once, which is the memory that sharding saves.
 SMALL_MODEL_BYTES = 2**30
-# A commit holds float32 weights (4 bytes) and AdamW's two float32 moments (4 + 4).
-COMMIT_BYTES_PER_PARAMETER = 12
 GRADIENT_BYTES_PER_PARAMETER = 4
 STAGING_SLABS = 2
 # A rank without its model: Python, torch, gloo and their buffers. Importing torch 2.13 alone measured 0.21 GiB.
@@ -199,7 +197,7 @@ def rank_bytes(
     The peak is at one of three moments: at the loss (all activations and the logits), in the backward pass of the last
     block (all activations but no logits), or at the end of the backward pass (all gradients, one block's activations).
     Between two of these moments, one kind of tensor shrinks evenly while another grows. Parameters, gradients and
-    AdamW's two moments are float32, with 4, 4 and 8 bytes per parameter.
+    AdamW's two moments are float32, with 4, 4 and 8 bytes per parameter; `training.ema` adds 4.
 
     Args:
         samples: number of samples of one rank in one micro-batch.
@@ -240,7 +238,7 @@ def rank_bytes(
     return RankBytes(
         parameters=FLOAT32_BYTES * state,
         gradients=held,
-        optimizer=2 * FLOAT32_BYTES * state,
+        optimizer=(commit_bytes_per_parameter(config) - FLOAT32_BYTES) * state,
         unsharded=unsharded,
         activations=int(activations),
         logits=int(logits_held),
@@ -268,9 +266,14 @@ def _activation_bytes(config: RunConfig, shape: ModelShape, *, fused_norms: bool
     return shape.activation_bytes_per_sample * block / (FLOAT32_BYTES * BLOCK_FLOATS)
 
 
+def commit_bytes_per_parameter(config: RunConfig) -> int:
+    """Return the bytes of a float32 weight, AdamW's two moments of it and, with `training.ema`, its average."""
+    return FLOAT32_BYTES * (3 if config.training.ema is None else 4)
+
+
 def commit_bytes(config: RunConfig) -> int:
     """Return the bytes of one commit: weights and optimizer state of the whole model, for any number of ranks."""
-    return COMMIT_BYTES_PER_PARAMETER * causal_lm_shape(config.model).parameters
+    return commit_bytes_per_parameter(config) * causal_lm_shape(config.model).parameters
 
 
 def staging_bytes(config: RunConfig) -> int:
@@ -302,12 +305,13 @@ def gpu_host_bytes(config: RunConfig, shape: ModelShape, gang: HostGang) -> int:
     memory is unknown.
     """
     here = gang.processes_per_node
-    staged = STAGING_SLABS * COMMIT_BYTES_PER_PARAMETER * shape.parameters * here // gang.ranks
+    stored = commit_bytes_per_parameter(config)
+    staged = STAGING_SLABS * stored * shape.parameters * here // gang.ranks
     processes = NODE_PROCESSES_BYTES + here * (CUDA_PROCESS_BYTES + UPLOADER_BYTES)
     offloaded = 0
     if config.fsdp.cpu_offload and config.parallel.mode != "ddp":
         shard = min(gang.ranks, shard_ranks(config, gang.ranks, here))
-        offloaded = (COMMIT_BYTES_PER_PARAMETER + GRADIENT_BYTES_PER_PARAMETER) * shape.parameters * here // shard
+        offloaded = (stored + GRADIENT_BYTES_PER_PARAMETER) * shape.parameters * here // shard
     return processes + staged + offloaded
 
 

@@ -13,7 +13,14 @@ from pathlib import Path
 
 from ebbflow.infra.checks.store import nearest_existing, store_folder
 from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.footprint import causal_lm_shape, commit_bytes, local_gang, shard_ranks, size_text
+from ebbflow.infra.footprint import (
+    causal_lm_shape,
+    commit_bytes,
+    commit_bytes_per_parameter,
+    local_gang,
+    shard_ranks,
+    size_text,
+)
 from ebbflow.infra.preflight import Check, CheckFinding, PreflightContext, Tier
 from ebbflow.training.data.build import SourceFile, check_head, find_files, split_files
 from ebbflow.training.data.tokenizer import BYTES, check_vocabulary, open_tokenizer
@@ -71,9 +78,11 @@ def check_disk(context: PreflightContext) -> CheckFinding:
     there = nearest_existing(folder)
     needed, commits = commits_room(config)
     needed, free = needed + text, shutil.disk_usage(there if there.is_dir() else there.parent).free
+    average = "" if config.training.ema is None else ", average 4"
     arithmetic = (
-        f"{folder}: {size_text(free)} free, {size_text(needed)} needed = {commits} commit (12 bytes per parameter: "
-        f"weights 4, AdamW moments 8) + {size_text(text)} tokens"
+        f"{folder}: {size_text(free)} free, {size_text(needed)} needed = {commits} commit "
+        f"({commit_bytes_per_parameter(config)} bytes per parameter: weights 4, AdamW moments 8{average}) + "
+        f"{size_text(text)} tokens"
     )
     if free < needed:
         fix = "set store to a larger disk, or checkpoint.keep_last, keep_every_steps, keep_best or max_total_gib"
@@ -89,7 +98,7 @@ def commits_room(config: RunConfig) -> tuple[int, str]:
     checkpoint, steps, one = config.checkpoint, config.training.max_steps, commit_bytes(config)
     every = steps // checkpoint.keep_every_steps if checkpoint.keep_every_steps else 0
     rules = {"last": checkpoint.keep_last, f"every {checkpoint.keep_every_steps} steps": every}
-    rules["best"] = checkpoint.keep_best
+    rules["best"] = checkpoint.keep_best.count
     made = -(-steps // checkpoint.interval_steps) if checkpoint.interval == "steps" else steps  # and the last
     kept = min(sum(rules.values()), made)
     words = " + ".join(f"{number} {rule}" for rule, number in rules.items() if number)

@@ -6,9 +6,13 @@ The learning rate depends on the step number alone, so a resumed run needs no sc
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ebbflow.infra.config.schema import TrainingConfig
 
@@ -24,6 +28,58 @@ def make_optimizer(module: nn.Module, training: TrainingConfig) -> torch.optim.O
     ]
     groups = [group for group in groups if group["params"]]
     return torch.optim.AdamW(groups, lr=training.learning_rate, betas=(0.9, 0.95), fused=True)
+
+
+AVERAGE = "ema"  # the optimizer's state with a parameter's average, so that commits hold it
+_AVERAGED_STEPS = "ema_steps"
+
+
+def keep_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
+    """Update an average of each parameter after each optimizer step: average = decay · average + (1 - decay) · weight.
+
+    In step n the decay is at most (1 + n) / (10 + n), so that the first weights are soon forgotten.
+    """
+
+    def update(optimizer: torch.optim.Optimizer, arguments: Any, options: Any) -> None:
+        for group in optimizer.param_groups:
+            steps = group[_AVERAGED_STEPS] = group.get(_AVERAGED_STEPS, 0) + 1
+            averages, weights = [], []
+            for parameter in group["params"]:
+                if parameter.grad is None:  # its state may be empty, which tells some optimizers to begin
+                    continue
+                state = optimizer.state[parameter]
+                if AVERAGE not in state:
+                    state[AVERAGE] = parameter.detach().clone()
+                averages.append(_local(state[AVERAGE]))
+                weights.append(_local(parameter.detach()))
+            if averages:
+                weight = 1.0 - min(decay, (1 + steps) / (10 + steps))
+                torch._foreach_lerp_(averages, weights, weight)  # pyright: ignore[reportPrivateImportUsage]  no types
+
+    optimizer.register_step_post_hook(update)
+
+
+@contextmanager
+def averaged_weights(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Return a context in which parameters that have an average hold it. Afterwards they are as before, bit for bit."""
+
+    def swap() -> None:
+        for parameter, state in optimizer.state.items():
+            if AVERAGE in state:
+                weight, average = _local(parameter.detach()), _local(state[AVERAGE])
+                kept = weight.clone()
+                weight.copy_(average)
+                average.copy_(kept)
+
+    swap()
+    try:
+        yield
+    finally:
+        swap()
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:

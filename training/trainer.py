@@ -12,6 +12,7 @@ import hashlib
 import math
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -29,7 +30,7 @@ from ebbflow.training.errors import CheckpointError, GenerationSuperseded, Memor
 from ebbflow.training.gang import Gang
 from ebbflow.training.guards.guards import Action, Guards, Judgement
 from ebbflow.training.limits import Limits, LoopResult, Position, Stop
-from ebbflow.training.optimizer import learning_rate
+from ebbflow.training.optimizer import averaged_weights, learning_rate
 from ebbflow.training.parallel import Spread
 from ebbflow.training.progress import Progress, Status
 from ebbflow.training.rehearse import NON_FINITE, Fault
@@ -38,7 +39,15 @@ from ebbflow.training.reporter import Reporter
 from ebbflow.training.save_controller import SaveController, SaveSchedule
 from ebbflow.training.step_sync import DeviceExchange, Row, StepSync, exchange
 from ebbflow.training.weights.load import weights_sha256
-from ebbflow.training.workload import Batch, Cursor, Loss, Workload, as_numbers
+from ebbflow.training.workload import (
+    Batch,
+    Cursor,
+    Loss,
+    Workload,
+    as_numbers,
+    check_best_metric,
+    draw_pictures,
+)
 
 VOTE_SECONDS = 2.0
 _LONGEST_VOTE_SECONDS = 30.0
@@ -337,7 +346,9 @@ class Trainer:
     def evaluate(self, at: Position) -> Stop:
         """Evaluate the model and emit the metrics. Return INTERRUPTED if all ranks left early to drain. Collective."""
         self.enter("evaluation", at.step)
-        metrics = self.evaluation.run(self.workload, self.spread)
+        averaged = averaged_weights(self.optimizer) if self.config.training.ema is not None else nullcontext()
+        with averaged:
+            metrics = self.evaluation.run(self.workload, self.spread)
         if metrics is None:
             if self.gang.rank == 0:
                 message = f"step {at.step}: the evaluation is abandoned: {self.limits.describe(Stop.INTERRUPTED)}"
@@ -346,8 +357,10 @@ class Trainer:
             return Stop.INTERRUPTED
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         self.extra["metrics"] = {**finite, "step": at.step}  # saved with this commit; retention compares them
+        check_best_metric(self.config, metrics)
         if self.gang.rank == 0:
-            self.reporter.emit(EVALUATION, step=at.step, metrics=metrics)
+            shown = draw_pictures(self.workload)
+            self.reporter.emit(EVALUATION, step=at.step, metrics=metrics, **({"pictures": shown} if shown else {}))
         return Stop.NONE
 
     def end(self, at: Position, outcome: Outcome, message: str = "") -> LoopResult:

@@ -30,7 +30,7 @@ from ebbflow.training.guards.overrides import Overrides
 from ebbflow.training.launch.heartbeat import Heartbeat
 from ebbflow.training.launch.messages import OrderRecord, WorkerSpec
 from ebbflow.training.limits import Limits, Position
-from ebbflow.training.optimizer import make_optimizer
+from ebbflow.training.optimizer import keep_average, make_optimizer
 from ebbflow.training.parallel import report_compilation, spread_model
 from ebbflow.training.progress import Progress, peak_flops_per_second
 from ebbflow.training.rehearse import Fault
@@ -70,6 +70,8 @@ def build_trainer(spec: WorkerSpec, gang: Gang, *, nodes: int, reporter: Reporte
     spread = spread_model(workload, config, gang, overwritten=overwritten, progress=alive)
     reporter.on_close(report_compilation(lambda: reporter.enter_temporarily("compile")))
     optimizer = _optimizer(workload, spread.module, config)
+    if config.training.ema is not None:
+        keep_average(optimizer, config.training.ema)
     guards = make_guards(spec, config, gang, copies=spread.copies, emit=reporter.emit)
     guards.config = config = fit_micro_batch(guards, workload, spread, optimizer)
     trainer = Trainer(
@@ -134,7 +136,9 @@ def retention_policy(checkpoint: CheckpointConfig) -> RetentionPolicy:
     return RetentionPolicy(
         keep_last=checkpoint.keep_last,
         keep_every_steps=checkpoint.keep_every_steps,
-        keep_best=checkpoint.keep_best,
+        keep_best=checkpoint.keep_best.count,
+        best_metric=checkpoint.keep_best.metric or "held_out_loss",
+        best_mode=checkpoint.keep_best.mode,
         max_total_bytes=None if cap is None else int(cap * 2**30),
         # A save in flight must not be taken for an orphan, and it may take as long as its deadline.
         orphan_seconds=max(3600.0 * checkpoint.orphan_hours, 2 * checkpoint.deadline_seconds),

@@ -120,6 +120,8 @@ class Workload(Protocol[B]):
     `optimizer(model) -> Optimizer`: used instead of AdamW. The learning rate schedule sets the rate of every parameter
     group, multiplied by the group's "lr_scale" if it has one.
 
+    `pictures() -> dict[str, str]`: called on rank 0 after `evaluate`; SVG images by name, for the report.
+
     `translate_weights(name) -> str | None`: the model's name for a tensor of `training.initial_weights`; None to ignore
     that tensor.
     """
@@ -174,3 +176,34 @@ def as_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
             f"evaluate() must return one number for each name: {' '.join(str(error).split())}; "
             'fix: such as {"held_out_accuracy": 0.97}'
         ) from error
+
+
+_LARGEST_PICTURES_BYTES = 2**18  # of one evaluation: events are read whole
+
+
+def draw_pictures(workload: Any) -> dict[str, str]:
+    """Return the workload's SVG images of the last evaluation. If they cannot be shown, print why and return none."""
+    draw = getattr(workload, "pictures", None)
+    if draw is None:
+        return {}
+    try:
+        found = {str(name): str(picture) for name, picture in draw().items()}
+    except Exception as error:  # a picture is not worth a job
+        problem = f"raised {type(error).__name__}: {' '.join(str(error).split())}"
+    else:
+        size = sum(len(picture.encode()) for picture in found.values())
+        if size <= _LARGEST_PICTURES_BYTES and all(picture.startswith("<svg") for picture in found.values()):
+            return found
+        problem = f"returned {size} bytes; fix: SVG of at most {_LARGEST_PICTURES_BYTES} bytes in all"
+    print(f"pictures are left out of the report: {type(workload).__name__}.pictures() {problem}", flush=True)
+    return {}
+
+
+def check_best_metric(config: RunConfig, metrics: Mapping[str, float]) -> None:
+    """Raise WorkloadError if `checkpoint.keep_best` names a metric that the evaluation does not return."""
+    best = config.checkpoint.keep_best
+    if best.count and best.metric is not None and best.metric not in metrics:
+        raise WorkloadError(
+            f"checkpoint.keep_best.metric: the evaluation returns no {best.metric}, so no commit would be kept for it; "
+            f"fix: one of {', '.join(metrics)}"
+        )

@@ -41,7 +41,7 @@ from ebbflow.cost.prices.quote import PriceSource, Quote, is_zone_of
 from ebbflow.cost.prices.reservations import CapacityEvidence, Reservation
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.events import PLAN, STEP, Event
-from ebbflow.infra.footprint import COMMIT_BYTES_PER_PARAMETER, ModelShape, shard_ranks
+from ebbflow.infra.footprint import ModelShape, commit_bytes_per_parameter, shard_ranks
 from ebbflow.infra.reliability import daly_interval_seconds
 
 if TYPE_CHECKING:
@@ -368,9 +368,9 @@ def _estimate_work(
         samples=samples,
         fit=memory_fit(config, pool.ranks, shape, ranks_per_node=pool.processes_per_node),
         speed=speed,
-        save_seconds=save_seconds(shape, pool.ranks),
+        save_seconds=save_seconds(config, shape, pool.ranks),
         carry_seconds=_carry_seconds(config, shape, kind, pool),
-        commit_bytes=COMMIT_BYTES_PER_PARAMETER * shape.parameters,
+        commit_bytes=commit_bytes_per_parameter(config) * shape.parameters,
         token_bytes=_token_bytes(config, shape, steps),
         restores_first=progress.done_steps > 0,
     )
@@ -382,7 +382,7 @@ def _carry_seconds(config: RunConfig, shape: ModelShape, kind: InstanceType, poo
     rate = min(TRANSFER_BYTES_PER_SECOND, network)
     if config.checkpoint.upload_mib_per_second is not None:
         rate = min(rate, config.checkpoint.upload_mib_per_second * 2**20)
-    return COMMIT_BYTES_PER_PARAMETER * shape.parameters / pool.ranks / rate
+    return commit_bytes_per_parameter(config) * shape.parameters / pool.ranks / rate
 
 
 def _token_bytes(config: RunConfig, shape: ModelShape, steps: int) -> float:

@@ -41,7 +41,7 @@ from typing import TYPE_CHECKING, Any
 from ebbflow.cost.job_history import WAIT_HOURS
 from ebbflow.cost.plan.throughput import MemoryFit, Throughput
 from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.footprint import COMMIT_BYTES_PER_PARAMETER, ModelShape
+from ebbflow.infra.footprint import ModelShape, commit_bytes_per_parameter
 from ebbflow.infra.reliability import GammaHazard, daly_interval_seconds
 
 if TYPE_CHECKING:
@@ -326,8 +326,9 @@ class ExpectedRun:
     expected_hours: float
 
 
-def save_seconds(shape: ModelShape, ranks: int) -> float:
-    return SAVE_OVERHEAD_SECONDS + COMMIT_BYTES_PER_PARAMETER * shape.parameters / ranks / STAGING_BYTES_PER_SECOND
+def save_seconds(config: RunConfig, shape: ModelShape, ranks: int) -> float:
+    staged = commit_bytes_per_parameter(config) * shape.parameters / ranks
+    return SAVE_OVERHEAD_SECONDS + staged / STAGING_BYTES_PER_SECOND
 
 
 def expect_run(config: RunConfig, work: RemainingWork, hazard: PoolHazard) -> ExpectedRun | None:

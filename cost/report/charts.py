@@ -37,6 +37,7 @@ LARGEST_POINTS = 600
 _BUCKETS = LARGEST_POINTS // 3  # two points each, and one more for a gap
 _RECENT_STEPS = 200
 _MOST_MARKS, _MOST_LANES, _MOST_SEGMENTS, _MOST_RANKS = 200, 64, 40, 1024
+_MOST_EVALUATIONS = 20
 _MACHINE = ("gpu_busy_percent", "gpu_memory_used_bytes", "gpu_celsius", "resident_bytes")
 _SECONDS = {"useful": LedgerClass.USEFUL_STEP, "data": LedgerClass.DATA_WAIT, "stall": LedgerClass.CHECKPOINT_STALL}
 _X = ("step", "seconds", "usd")
@@ -54,6 +55,7 @@ def build_charts(events: Sequence[Event], generations: dict[int, RecordedGenerat
         - steps: Columns with a row per kept step: step, seconds, usd (spent so far), loss, smooth (the smoothed loss),
           speed, mfu, learning_rate, gradient_norm, and the seconds of the step by use: useful, data and stall.
         - held_out: Columns with a row per evaluation: step, seconds, usd, and value (the held-out loss).
+        - evaluations: Metrics of the newest evaluations, oldest first, each with its step, and the newest pictures.
         - machine: Columns over time: step, seconds, usd, and means of all nodes' heartbeats, such as the GPU load.
         - marks: Interruptions, generations, commits and non-finite losses with kind, step, seconds, usd and text.
         - lanes: One lane per node and generation: machine, price, dollars, and segments (start, end, class).
@@ -73,6 +75,7 @@ def build_charts(events: Sequence[Event], generations: dict[int, RecordedGenerat
         "origin_utc": origin,
         "steps": thin_columns(_step_columns(kept, find_peaks(events), seconds, spent)),
         "held_out": _held_out(events, origin, place),
+        "evaluations": _evaluations(events),
         "machine": _machine(events, origin, place),
         "marks": _marks(events, generations, origin, place),
         "lanes": _lanes(ledger, generations, origin),
@@ -263,6 +266,16 @@ def _held_out(events: Sequence[Event], origin: float, place: Any) -> dict[str, l
             found[event.step] = event.t_wall - origin, value
     rows = [{**place(at), "step": step, "value": value} for step, (at, value) in sorted(found.items())]
     return _columns(_spread(rows, LARGEST_POINTS), (*_X, "value"))
+
+
+def _evaluations(events: Sequence[Event]) -> dict[str, Any]:
+    found = {event.step: event.data for event in events if event.name == EVALUATION and event.step is not None}
+    rows = [
+        {"step": step, "metrics": {str(name): read_number(value) for name, value in data.get("metrics", {}).items()}}
+        for step, data in sorted(found.items())[-_MOST_EVALUATIONS:]
+    ]
+    drawn = next((step for step in sorted(found, reverse=True) if found[step].get("pictures")), None)
+    return {"rows": rows, "pictures": {} if drawn is None else found[drawn]["pictures"], "pictures_step": drawn}
 
 
 def _machine(events: Sequence[Event], origin: float, place: Any) -> dict[str, list[Any]]:

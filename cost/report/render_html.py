@@ -35,6 +35,7 @@ from ebbflow.cost.report.figure_text import (
     format_ledger_rows,
     format_placement_rows,
     get_comparison_header,
+    get_weight_unit,
 )
 from ebbflow.cost.report.render_svg import list_figures, render_chart
 from ebbflow.cost.report.render_text import JOB_HEADER, PYTHON, describe_price_kinds, format_job_rows, suggest_next_step
@@ -164,7 +165,8 @@ def fill_page(main: str, data: str, title: str, *, running: bool, written: float
     scripts, styles = _read_assets()
     hashes = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(one.encode()).digest()).decode()}'" for one in scripts)
     policy = (
-        f"default-src 'none'; style-src 'unsafe-inline'; script-src {hashes}; frame-src 'self' file:; base-uri 'none'"
+        f"default-src 'none'; style-src 'unsafe-inline'; script-src {hashes}; img-src data:; frame-src 'self' file:; "
+        "base-uri 'none'"
     )
     now = time.time() if written is None else written
     return (
@@ -207,6 +209,7 @@ def render_parts(report: RunReport, *, python: str, earlier: Sequence[RunReport]
         _stop(report),
         _failure(report, python),
         _plots(drawn, [one.id for one in figures]),
+        _evaluations(report),
         _timeline(report),
         _money(report),
         _table_section(
@@ -302,6 +305,24 @@ def _plots(drawn: Sequence[str], ids: Sequence[str]) -> str:
         f'<fieldset id="axis"><legend class="quiet">horizontal axis (drag to zoom, double-click to reset)</legend>'
         f'{choices}</fieldset><div class="figures">{"".join(drawn)}</div><p class="quiet">{keys}</p></section>'
     )
+
+
+def _evaluations(report: RunReport) -> str:
+    """Render a workload's own metrics by evaluation, and its pictures, as images: scripts in them do not run."""
+    found = report.charts.get("evaluations") or {}
+    rows, pictures = found.get("rows") or [], found.get("pictures") or {}
+    if get_weight_unit(report) == "tokens" and not pictures:
+        return ""
+    names = list(dict.fromkeys(name for row in rows for name in row["metrics"]))
+    cells = [(str(row["step"]), *(format_number(row["metrics"].get(name)) for name in names)) for row in rows]
+    table = render_html_table(("step", *(one_line(name).replace("_", " ") for name in names)), cells) if rows else ""
+    drawn = [
+        f"<figure><figcaption>{escape(name)}, step {escape(found.get('pictures_step'))}</figcaption>"
+        '<img alt="" style="max-width:100%" '
+        f'src="data:image/svg+xml;base64,{base64.b64encode(picture.encode()).decode()}"></figure>'
+        for name, picture in pictures.items()
+    ]
+    return _section("evaluations", "Evaluations", "".join(drawn) + table) if drawn or table else ""
 
 
 def _timeline(report: RunReport) -> str:

@@ -39,7 +39,8 @@ def _inlined(node: Any, definitions: dict[str, Any]) -> Any:
     if "$ref" in node:
         # A section's default follows from its keys; a section may also be empty.
         section = _inlined(definitions[node["$ref"].rpartition("/")[2]], definitions)
-        return section | {"type": [section["type"], "null"]}
+        kinds = section["type"] if isinstance(section["type"], list) else [section["type"]]
+        return section | {"type": [*kinds, "null"]}
     # pydantic's titles repeat the names; but a key may be called title.
     kept = {name: value for name, value in node.items() if not (name == "title" and isinstance(value, str))}
     done = {name: _inlined(value, definitions) for name, value in kept.items() if name != "$defs"}

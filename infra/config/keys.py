@@ -95,6 +95,11 @@ class Given:
         """
         if node is None or is_empty(node):
             return
+        short = getattr(sections().get(section), "SHORT_FORM", None)
+        if short is not None and isinstance(node, ScalarNode):
+            key = f"{section}.{short}"
+            self.entries[key] = Entry(key, node, source.span_of(node), origin, source, section)
+            return None
         if not isinstance(node, MappingNode):
             what = f"{section or source.name} must be a section of 'key: value' lines, not {describe_node(node)}"
             return self.complain(what, section, source.span_of(node), _what_goes_into(section))

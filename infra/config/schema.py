@@ -6,7 +6,7 @@ the files.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -111,6 +111,9 @@ class TrainingConfig(Section):
     micro_batch: Literal["fixed", "auto"] = key(
         "fixed", "auto: the fewest micro-batches that fit into memory, at least gradient_accumulation_steps"
     )
+    ema: float | None = key(
+        None, "decay of an average of the weights, which is then evaluated and can be exported; null: none", gt=0, lt=1
+    )
     weight_decay: float = key(0.1, "AdamW weight decay on matrices", ge=0)
     initial_weights: str | None = key(
         None, "safetensors file or folder (Hugging Face layout) to start from; null: random from the seed"
@@ -206,6 +209,26 @@ class ClusterConfig(Section):
         return {_RENAMED_IN_CLUSTER.get(name, name): value for name, value in data.items()}
 
 
+class BestConfig(Section):
+    """Commits to keep for a metric of the evaluation. A number stands for `count` alone."""
+
+    SHORT_FORM: ClassVar = "count"
+    model_config = ConfigDict(json_schema_extra={"type": ["object", "integer"], "minimum": 0})
+
+    count: int = key(0, "also keep this many commits with the best metric; 1 if only metric or mode is given", ge=0)
+    metric: str | None = key(
+        None, "metric of the evaluation; one that it lacks is an error; null: held_out_loss, where there is one"
+    )
+    mode: Literal["min", "max"] = key("min", "whether the lowest or the highest value is the best")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _accept_a_number(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            return {"count": 1, **data} if data else data
+        return {"count": data} if isinstance(data, int) else data
+
+
 class CheckpointConfig(Section):
     """Save schedule, and which commits are kept."""
 
@@ -223,7 +246,7 @@ class CheckpointConfig(Section):
     keep_every_steps: int | None = key(
         None, "also keep the first commit at or after each multiple of this many steps; null: none", ge=1
     )
-    keep_best: int = key(0, "also keep this many commits with the lowest held_out_loss", ge=0)
+    keep_best: BestConfig = BestConfig()
     max_total_gib: float | None = key(
         None, "limit for all kept commits; the newest and pinned ones always stay; null: none", gt=0
     )

@@ -120,12 +120,13 @@ def test_torch_itself_takes_what_was_exported(job: Store, tmp_path: Path) -> Non
     assert bits(other, others) == bits(model, optimizer)
 
 
-@pytest.mark.parametrize("container", ["plain", "module.", "state_dict", "compiled"])
+@pytest.mark.parametrize("container", ["plain", "module.", "state_dict", "model_state", "compiled"])
 def test_state_dicts_of_others_are_taken_as_they_come(tmp_path: Path, container: str) -> None:
     model, _ = build(1)
     prefix = {"module.": "module.", "compiled": "_orig_mod."}.get(container, "")
     document = {prefix + name: tensor for name, tensor in model.state_dict().items()}
-    torch.save({"state_dict": document, "epoch": 3} if container == "state_dict" else document, tmp_path / "theirs.pth")
+    nested = container in ("state_dict", "model_state")
+    torch.save({container: document, "epoch": 3} if nested else document, tmp_path / "theirs.pth")
     new = Store.open(str(tmp_path / "jobs" / "new"))
     assert checkpoints(["import", str(tmp_path / "theirs.pth"), new.uri]) == 0
     state, extra = restored(new, optimizer=False)

@@ -84,13 +84,16 @@ def _parser() -> argparse.ArgumentParser:
     prune = add("prune", _prune, "delete what the policy does not keep, and objects that no commit needs")
     prune.add_argument("--keep-last", type=int, default=3, metavar="K", help="default 3")
     prune.add_argument("--keep-every-steps", type=int, metavar="N", help="also the first at or after each multiple")
-    prune.add_argument("--keep-best", type=int, default=0, metavar="N", help="also those of the lowest held_out_loss")
+    prune.add_argument("--keep-best", type=int, default=0, metavar="N", help="also those of the best metric")
+    prune.add_argument("--best-metric", default="held_out_loss", metavar="NAME", help="default held_out_loss")
+    prune.add_argument("--best-mode", choices=("min", "max"), default="min", help="which value is the best")
     prune.add_argument("--max-total-gib", type=float, metavar="GIB", help="cap on the data of all kept commits")
     prune.add_argument("--orphan-hours", type=float, default=24.0, help="age of objects that no commit needs (24)")
     prune.add_argument("--dry-run", action="store_true", help="only print what would be deleted")
     text = "a commit as DCP folder, safetensors or one torch file"
     export = add("export", _export, text, commit="the newest that counts")
     export.add_argument("target", type=Path, metavar="TARGET", help="file, or folder for dcp; must not exist")
+    export.add_argument("--averaged", action="store_true", help="the average of training.ema, without the optimizer")
     export.add_argument("--kind", choices=_KINDS, help="default: by the name: .safetensors; .pt, .pth, .bin; else dcp")
     text = "a DCP folder, safetensors or torch state dict as the first commit of a new job"
     warning = "A DCP folder's metadata is a pickle, which can run code: import only what you trust."
@@ -356,6 +359,8 @@ def _prune(store: Store, options: argparse.Namespace) -> int:
             keep_last=options.keep_last,
             keep_every_steps=options.keep_every_steps,
             keep_best=options.keep_best,
+            best_metric=options.best_metric,
+            best_mode=options.best_mode,
             max_total_bytes=None if cap is None else int(cap * 2**30),
             orphan_seconds=3600 * options.orphan_hours,
         )
@@ -389,6 +394,7 @@ def _export(store: Store, options: argparse.Namespace) -> int:
 
     ref = find(store, options.commit).ref
     content = read_commit(store, ref.key)
+    content = content.averaged() if options.averaged else content
     content = content.without_optimizer() if options.weights_only else content
     by_name = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch"}
     kind = options.kind or by_name.get(options.target.suffix, "dcp")

@@ -24,6 +24,7 @@ from ebbflow.training.checkpoint.save_plan import TensorShard, lay_out
 from ebbflow.training.checkpoint.signing import signed_index_bytes, signer
 from ebbflow.training.checkpoint.verified_io import Deadline, put_verified, retry_until
 from ebbflow.training.errors import CheckpointError
+from ebbflow.training.optimizer import AVERAGE
 
 _PREFIXES = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.")
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
@@ -62,6 +63,22 @@ class PortableState:
 
     def without_optimizer(self) -> PortableState:
         return PortableState(weights=self.weights, step=self.step, extra=self.extra, source=self.source)
+
+    def averaged(self) -> PortableState:
+        """Return the state with the averages of `training.ema` as weights, without the optimizer."""
+        averages = {name: states[AVERAGE] for name, states in self.moments.items() if AVERAGE in states}
+        if not averages:
+            raise CheckpointError("the commit has no averaged weights; fix: train with training.ema, such as 0.999")
+        stored = {f"model.{name}": f"optimizer.{name}.{AVERAGE}" for name in averages}
+        names = {stored.get(f"model.{name}", f"model.{name}"): f"model.{name}" for name in self.weights}
+
+        def read(wanted: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+            assert self.source is not None
+            for name, tensor in self.source([stored.get(one, one) for one in wanted]):
+                yield names[name], tensor
+
+        source = None if self.source is None else read
+        return PortableState(weights=self.weights | averages, step=self.step, extra=self.extra, source=source)
 
 
 def unwrap_weights(state: Mapping[str, Any], what: str) -> dict[str, Tensor]:

@@ -55,8 +55,9 @@ class RetentionPolicy:
 
     keep_last: int = 3  # number of newest commits to keep
     keep_every_steps: int | None = None  # also keep the first commit at or after each multiple of this step count
-    keep_best: int = 0  # also keep this many commits with the lowest `best_metric`, as recorded in the commit
+    keep_best: int = 0  # also keep this many commits with the best `best_metric`, as recorded in the commit
     best_metric: str = "held_out_loss"
+    best_mode: str = "min"  # min or max: which value is the best
     # cap on the data of all kept commits. Above it commits are dropped in this order: those kept by step (oldest
     # first), the best (worst first), the last (oldest first). The newest and pinned commits stay
     max_total_bytes: int | None = None
@@ -86,7 +87,9 @@ def choose_commits(commits: Sequence[WholeCommit], policy: RetentionPolicy) -> d
     last = list(commits[: policy.keep_last])
     every = _first_of_each_window(commits, policy.keep_every_steps)
     scored = [(commit.metric, commit) for commit in commits if commit.metric is not None]
-    best = [commit for _, commit in sorted(scored, key=lambda pair: (pair[0], -pair[1].step))[: policy.keep_best]]
+    sign = -1 if policy.best_mode == "max" else 1
+    scored.sort(key=lambda pair: (sign * pair[0], -pair[1].step))
+    best = [commit for _, commit in scored[: policy.keep_best]]
     reasons: dict[str, list[str]] = {}
     rules = (("pinned", [commit for commit in commits if commit.pinned]), ("last", last))
     for reason, chosen in (*rules, ("best", best), (f"every {policy.keep_every_steps} steps", every)):

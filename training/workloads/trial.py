@@ -26,7 +26,7 @@ from ebbflow.infra.footprint import ModelShape
 from ebbflow.training.errors import WorkloadError
 from ebbflow.training.weights.files import abbreviate, find_weights
 from ebbflow.training.weights.load import check_weights_fit, initialise, materialise, tied_names
-from ebbflow.training.workload import Batch, Cursor, Loss, Workload, WorkloadContext, as_numbers
+from ebbflow.training.workload import Batch, Cursor, Loss, Workload, WorkloadContext, as_numbers, check_best_metric
 from ebbflow.training.workloads.loader import DEFAULT_WEIGHT_UNIT, make_workload, user_code
 
 _FLOAT32_BYTES = 4
@@ -112,11 +112,18 @@ class _Enough(BaseException):
     """Raised at the time limit of a trial; not an `Exception`, because the user's code might catch that."""
 
 
-def try_evaluate(name: str, workload: Workload, model: nn.Module, *, seconds: float = LONGEST_SECONDS) -> str:
+def try_evaluate(
+    name: str,
+    workload: Workload,
+    model: nn.Module,
+    *,
+    seconds: float = LONGEST_SECONDS,
+    config: RunConfig | None = None,
+) -> str:
     """Call the workload's `evaluate` once, as if in a gang of one rank, and return a description of the result.
 
     After `seconds`, `evaluate` is stopped, and the description says so. Raises WorkloadError if `evaluate` raises an
-    exception, or if a metric is not a finite number.
+    exception, if a metric is not a finite number, or if `checkpoint.keep_best` of `config` names none of them.
     """
     if distributed.is_initialized():  # a collective in `evaluate` would wait for the other ranks
         return "evaluate not tried, because the ranks of the gang are not all here"
@@ -130,6 +137,8 @@ def try_evaluate(name: str, workload: Workload, model: nn.Module, *, seconds: fl
     if bad:
         found = ", ".join(f"{key} = {value}" for key, value in bad.items())
         raise WorkloadError(f"{name}.evaluate: {found}; fix: finite numbers, at the initial weights too")
+    if config is not None:
+        check_best_metric(config, metrics)
     return f"evaluate gives {', '.join(metrics) or 'no metrics'}"
 
 
@@ -273,7 +282,7 @@ def _try_samples(trial: Trial, workload: Workload, model: nn.Module, config: Run
         whole = _loss(trial.name, workload, model, batch)
         _check_same_again(trial.name, workload, model, count, whole)
         _check_sum(trial, workload, model, batch, whole)
-    trial.done.append(try_evaluate(trial.name, workload, model))
+    trial.done.append(try_evaluate(trial.name, workload, model, config=config))
     model.train()
     one = _draw(trial.name, workload, model, 1)
     with user_code(f"{trial.name}.loss"):
