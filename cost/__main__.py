@@ -182,7 +182,7 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def _reports(jobs: list[str], store: str | None, *, strict: bool) -> list[RunReport]:
-    """Build the report of each job. Print a message for an unreadable job and skip it; if `strict`, raise its error."""
+    """Build the report of each job. For an unreadable job, raise the error if `strict`; else print it and continue."""
     found = []
     for job in jobs:
         try:
@@ -209,7 +209,7 @@ def _print_one(report: RunReport, *, configuration: bool) -> None:
 
 
 def _job_history(config: RunConfig) -> JobHistory:
-    """Load the job history from the configured store. If it is unavailable, print a note and return an empty one."""
+    """Load the job history from the configured store. If that fails, print a note and return an empty history."""
     from ebbflow.cost.job_history import JobHistory, load_job_history
     from ebbflow.infra.store import Store
 
@@ -221,9 +221,9 @@ def _job_history(config: RunConfig) -> JobHistory:
 
 
 def _measured_shape(config: RunConfig) -> ModelShape | None:
-    """Prepare the data of the user's own workload and return its measured `ModelShape`; None for a built-in model.
+    """Prepare the data of the user's own workload, measure its model and return the `ModelShape`.
 
-    Exits the process if the workload is invalid.
+    Returns None for the built-in model. Exits the process if the workload is invalid.
     """
     if config.user_code is None:
         return None

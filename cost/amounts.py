@@ -15,7 +15,7 @@ NONE = "n/a"
 
 
 def round_amount(amount: Decimal, decimals: int = USD_DECIMALS) -> Decimal:
-    """Round to `decimals` decimals, half to even."""
+    """Round to `decimals` decimals; a tie is rounded to the even digit."""
     return amount.quantize(Decimal(1).scaleb(-decimals), ROUND_HALF_EVEN)
 
 
@@ -23,8 +23,8 @@ def apportion(amounts: list[Decimal], decimals: int = USD_DECIMALS, *, total: De
     """Round each amount so that the rounded amounts sum to the rounded sum of the exact amounts.
 
     This is the largest-remainder method. Every amount is rounded down. Then the amounts with the largest remainders get
-    one unit each, until the sum is right. Of equal remainders, the earlier one comes first. Every result differs from
-    its exact amount by less than one unit.
+    one unit each, until the rounded amounts sum to the rounded total. Of equal remainders, the earlier one comes first.
+    Every result differs from its exact amount by less than one unit.
 
     Args:
         decimals: Number of decimals to round to.
@@ -66,7 +66,7 @@ def format_percent(share: float | None, digits: int = 1) -> str:
 
 
 def format_share(share: float | None, whole: str) -> str:
-    """Format a share together with its whole, such as "41.0 % of measured peak"."""
+    """Format a share from 0 to 1 with the name of the total that it refers to, such as "41.0 % of measured peak"."""
     text = format_percent(share)
     return text if text == NONE else f"{text} of {whole}"
 

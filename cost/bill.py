@@ -3,11 +3,11 @@
 The columns are documented at https://docs.aws.amazon.com/cur/latest/userguide/data-dictionary.html for CUR and at
 https://docs.aws.amazon.com/cur/latest/userguide/table-dictionary-cur2.html for CUR 2.0 (Data Exports).
 
-AWS delivers a report several times, and each delivery repeats lines of the previous one. A line's id is unique only
-within one partition of one delivery, and differs in the next delivery (identity/LineItemId in
-https://docs.aws.amazon.com/cur/latest/userguide/identity-columns.html). A line is therefore a repeat
-if an earlier line has the same id, time, resource, usage type and line type, or if another file has an equal line.
-Equal lines within one file are not repeats.
+AWS delivers a report several times, and each delivery contains the lines of the previous delivery again. A line's id is
+unique only within one partition of one delivery, and the next delivery gives the same line another id
+(identity/LineItemId in https://docs.aws.amazon.com/cur/latest/userguide/identity-columns.html). A line therefore counts
+as a repeat in two cases: an earlier line has the same id, time, resource, usage type and line type, or another file has
+an equal line. Equal lines within one file are not repeats.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ class BillLine:
         market: "spot" or "on_demand" for instances, else empty.
         tags: Values by normalised key (`normalise_tag`).
         synthetic: Whether the report's invoice id marks it as synthetic.
-        line_id: Id of the line within its delivery; empty if the report has no ids.
-        delivery: Index of the report file that has the line, if several files are read together.
-        where: File and line number, for messages.
+        line_id: The report's id for the line, unique within one delivery; empty if the report has no ids.
+        delivery: Index of the file that contains the line, if several report files are read together.
+        where: File name and line number, for error messages.
     """
 
     resource_id: str
@@ -95,7 +95,7 @@ def read_bill(path: Path, delivery: int = 0) -> Iterator[BillLine]:
     """Yield the lines of a report one by one.
 
     Args:
-        delivery: Index of this file if several are read together.
+        delivery: Index of this file, if several report files are read together.
 
     Raises:
         BillError: The file is unreadable or invalid. The message has file:line, the column and the problem.
@@ -208,7 +208,7 @@ def _kind(product: str, usage_type: str, instance: bool) -> str:
 
 
 def _tags(row: Mapping[str, Any], column: str) -> dict[str, str]:
-    """Read a line's tags from one column per tag (CUR), or from one column with all tags (CUR 2.0)."""
+    """Read a line's tags. CUR has one column per tag; CUR 2.0 has a single column with all tags."""
     tags = {
         normalise_tag(found.group(1)): str(row[name])
         for name in row

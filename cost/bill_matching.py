@@ -31,7 +31,7 @@ _HOUR = 3600.0
 
 @dataclass(frozen=True, kw_only=True)
 class PaidPiece:
-    """Interval of an instance that the ledger charges to the job, in Unix seconds by the agent's clock.
+    """Interval for which the ledger charges the job for one instance, in Unix seconds by the agent's clock.
 
     `usd` is the known total cost of an interval that no agent recorded. If it is None, the cost is the price curve
     integrated over the interval.
@@ -56,9 +56,9 @@ class MeteredInstance:
     """Use of one instance by a job, according to the job's events.
 
     Attributes:
-        machine: Facts that the agent recorded about the machine.
-        lost_ends: Number of nodes on the instance without a recorded end.
-        pieces: Intervals that the ledger charges: time of nodes, idle pauses and the minimum charge.
+        machine: Properties of the machine that the agent recorded, such as its zone and type.
+        lost_ends: Number of nodes on the instance whose end no event records.
+        pieces: Charged intervals: the time of the nodes, idle pauses and the minimum charge.
         offset: Seconds by which the agent's clock is behind the bill's clock.
     """
 
@@ -89,7 +89,7 @@ class MeteredInstance:
 
     @property
     def was_warm(self) -> bool:
-        """Whether the instance was up for longer than a boot takes, which means that another job used it before."""
+        """Whether another job used the instance before: it had been up for longer than a boot takes."""
         return (self.uptime_seconds or 0.0) > LONGEST_IDLE_SECONDS
 
     def usd_between(self, start: float, end: float) -> Decimal:
@@ -114,7 +114,7 @@ class BilledHour:
     """The bill's lines of one instance for one hour, or one day in a daily report.
 
     Attributes:
-        seen: Pairs of a property ("zone", "type" or "market") and its value in a line.
+        seen: Pairs (property, value) that occur in the lines; the property is "zone", "type" or "market".
         deliveries: For each pair (usage type, line type), the indices of the report files that have such lines.
     """
 
@@ -154,7 +154,7 @@ class BilledInstance:
 
     @property
     def excess_seconds(self) -> float:
-        """Seconds billed beyond the length of the billed hours; 0 in a correct bill."""
+        """Billed seconds that exceed the length of the billed hours; 0 in a correct bill."""
         return sum(max(0.0, hour.seconds - (hour.end - hour.start)) for hour in self.hours.values())
 
     @property
@@ -163,7 +163,7 @@ class BilledInstance:
         return sum(len(files) > 1 for hour in self.hours.values() for files in hour.deliveries.values())
 
     def values(self, name: str) -> set[str]:
-        """Return the distinct values of a property in the bill: "zone", "type" or "market"."""
+        """Return the distinct values that the bill has for a property ("zone", "type" or "market")."""
         return {value for hour in self.hours.values() for key, value in hour.seen if key == name and value}
 
     def add(self, line: BillLine, job_tag: str) -> None:
@@ -205,7 +205,7 @@ class HourMatch:
 
     Attributes:
         start, end: Unix seconds by the bill's clock.
-        own_seconds, own_usd: Time and dollars that the job metered in this hour.
+        own_seconds, own_usd: Metered time and dollars of this job in this hour.
         explained: Billed but unmetered seconds with a known cause, by cause.
         rest_seconds: Billed but unmetered seconds without a known cause.
     """
@@ -220,7 +220,7 @@ class HourMatch:
 
     @property
     def missing_seconds(self) -> float:
-        """Seconds that the job metered and AWS did not bill."""
+        """Seconds that the job's agents metered but AWS did not bill."""
         return max(0.0, self.own_seconds - self.billed.seconds)
 
     @property
@@ -231,13 +231,13 @@ class HourMatch:
 def match_instance(
     metered: MeteredInstance, billed: BilledInstance, others: list[tuple[float, float]], job: str
 ) -> list[HourMatch]:
-    """Compare an instance's billed hours with its metered time. If the clocks differ, set `metered.offset`.
+    """Compare an instance's billed hours with its metered time. Store the clock difference in `metered.offset`.
 
-    Hours of other jobs are first moved from `billed.hours` to `billed.elsewhere_usd`.
+    The hours in which another job used the instance are first moved from `billed.hours` to `billed.elsewhere_usd`.
 
     Args:
-        others: (start, end) in Unix seconds of each use of the instance by another job. Uses that the bill's tags show
-            are added.
+        others: (start, end) in Unix seconds of each use of the instance by another job. The function extends this list
+            by the uses that it finds in the bill's tags.
     """
     _set_aside(metered, billed, others, job)
     if not billed.hours:
@@ -261,9 +261,9 @@ def match_instance(
 def _set_aside(metered: MeteredInstance, billed: BilledInstance, others: list[tuple[float, float]], job: str) -> None:
     """Move the hours in which another job used the instance from `billed.hours` to `billed.elsewhere_usd`.
 
-    An hour is moved if this job did not run in it and there is evidence of another job: the tag of another job, use
-    by another job in `others`, or an instance that was up before this job started on it. If a tag shows that another
-    job used the instance after this one, the time between the two is added to `others`.
+    An hour is moved if this job did not run in it and there is evidence of another job: the tag of another job, an
+    interval in `others`, or a boot of the instance well before this job started on it. If a tag shows that another job
+    used the instance after this one, the time between the two is added to `others`.
     """
     for (start, end), hour in list(billed.hours.items()):
         if metered.seconds_between(start - CLOCKS_APART_SECONDS, end + CLOCKS_APART_SECONDS):
@@ -281,7 +281,10 @@ def _set_aside(metered: MeteredInstance, billed: BilledInstance, others: list[tu
 def _explanations(
     metered: MeteredInstance, billed: BilledInstance, others: list[tuple[float, float]]
 ) -> Iterator[tuple[str, float, float]]:
-    """Yield (cause, start, end) of each interval for which AWS may bill the instance although no agent metered it."""
+    """Yield (cause, start, end) for each interval that AWS may bill although no agent metered it.
+
+    Such an interval is, for example, the boot of the instance or its use by another job.
+    """
     uptime, end = metered.uptime_seconds or 0.0, metered.end
     yield ("warm instance" if metered.was_warm else "boot time"), metered.start - uptime, metered.start
     yield from (("another job", *interval) for interval in others)

@@ -3,11 +3,11 @@
 An unknown figure is None, never a guess: a pool that needs it is rejected with the reason. `other_costs` prices
 storage, requests and transfer:
 
-- storage: commits kept at once × size of a commit × time; volume size × paid time of each node.
+- storage: number of stored commits × size of a commit × time, and volume size × paid time of each node.
 - requests: PUT requests for the parts, indexes and manifests of every commit, and for the events and log lines of every
   rank; GET requests for a restore.
-- transfer: if the store is in another region than the pool, every commit is sent to the store's region, and every start
-  fetches tokens and the newest commit from it. Transfer within a region is free, through a gateway endpoint.
+- transfer: if store and pool are in different regions, every commit is sent to the store's region, and every start
+  fetches tokens and the newest commit from there. Transfer within a region is free, through a gateway endpoint.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Gpu:
         nvlink: Whether the GPUs of a node are connected by NVLink.
         bf16_tflops, fp32_tflops: Dense peak in TFLOP/s; None if the vendor publishes none (see `note`).
         bf16_mfu: Published share of the bfloat16 peak that training reaches on one node; None if unpublished.
-        source, mfu_source: Where the peaks and `bf16_mfu` are published.
+        source, mfu_source: Publications of the peaks and of `bf16_mfu`.
     """
 
     name: str
@@ -73,7 +73,8 @@ class SpotAdvice:
 
     Attributes:
         savings_percent: Savings against the on-demand price.
-        interruption_band: Share of spot capacity reclaimed in a month, as a band from 0 (below 5 %) to 4 (above 20 %).
+        interruption_band: Band number for the share of Spot capacity that AWS reclaims in a month, from 0 (less than 5
+            %) to 4 (more than 20 %).
     """
 
     savings_percent: float
@@ -100,7 +101,7 @@ class InstanceType:
         gpu_memory_mib: Memory of one GPU.
         network_gbps: Sustained bandwidth of the node, in Gbit/s.
         efa: Whether the type has the Elastic Fabric Adapter.
-        on_demand, advice: On-demand price and entry of the Spot Instance Advisor, each by region.
+        on_demand, advice: On-demand price and line of the Spot Instance Advisor, each by region.
     """
 
     name: str
@@ -126,7 +127,7 @@ class InstanceType:
 
 @dataclass(frozen=True)
 class Catalogue:
-    """All instance types, in the order of the table. `catalogue[name]` finds one of them."""
+    """All instance types, in the order of the table. `catalogue[name]` is the type with that name."""
 
     types: tuple[InstanceType, ...]
 
@@ -137,7 +138,7 @@ class Catalogue:
         raise KeyError(name)
 
     def matching(self, prefixes: list[str]) -> tuple[InstanceType, ...]:
-        """Return the types whose names begin with one of the prefixes; all types for an empty list."""
+        """Return the types whose names begin with any of the prefixes; all types if there are no prefixes."""
         return tuple(kind for kind in self.types if not prefixes or kind.name.startswith(tuple(prefixes)))
 
 
@@ -379,7 +380,7 @@ SMALL_PUTS_PER_RANK_HOUR = 3600 / 10 + 3600 / 15
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """Quantities that decide the cost of storage and transfer for the remaining work.
+    """Quantities from which the cost of storage and transfer for the remaining work is computed.
 
     Attributes:
         hours: Paid hours per node.
@@ -405,7 +406,7 @@ class Bill:
     """Cost of storage, requests and transfer in dollars.
 
     Attributes:
-        lacking: Messages about prices that are not on record; costs that depend on them count as 0.
+        lacking: Messages about prices that are not on record. Costs that depend on such a price count as 0.
     """
 
     storage_usd: float
@@ -437,7 +438,7 @@ def other_costs(config: RunConfig, usage: Usage, region: str, rates: Rates) -> B
 
 
 def kept_commits(config: RunConfig) -> int:
-    """Count the commits kept at once: the newest, the best, one per `keep_every_steps`, and the one being written."""
+    """Count the stored commits: the newest, the best, one per `keep_every_steps`, and the one being written."""
     saves = config.checkpoint
     every = config.training.max_steps // saves.keep_every_steps if saves.keep_every_steps else 0
     return saves.keep_last + saves.keep_best.count + every + 1

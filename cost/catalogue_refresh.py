@@ -108,7 +108,7 @@ def advisor_bands(read: Callable[[], bytes] | None = None) -> dict[tuple[str, st
 
 
 def _hardware(entry: Mapping[str, Any]) -> Hardware | None:
-    """Parse EC2's description of an instance type. Return None if it has no NVIDIA GPU, or only a fraction of one."""
+    """Parse EC2's description of an instance type. Return None for a type with no NVIDIA GPU or a fraction of one."""
     gpus = (entry.get("GpuInfo") or {}).get("Gpus") or []
     if len(gpus) != 1 or gpus[0].get("Manufacturer") != "NVIDIA" or not gpus[0].get("Count"):
         return None
@@ -128,7 +128,7 @@ def _hardware(entry: Mapping[str, Any]) -> Hardware | None:
 
 
 def _usd_per_hour(product: Mapping[str, Any]) -> Decimal | None:
-    """Return the hourly price of a product in USD; None without a price, or for a capacity block, whose price is 0."""
+    """Return the hourly price of a product in USD; None if it has no price or is a capacity block."""
     for usd in _hourly(product):
         return usd if usd > 0 else None
     return None
@@ -158,11 +158,11 @@ _PRICES_HEAD = (
 
 @dataclass(frozen=True, kw_only=True)
 class TableChange:
-    """Summary of a written table.
+    """Summary of the update of one table.
 
     Attributes:
-        lines: Number of lines in the table.
-        notes: Messages about new, changed and omitted entries.
+        lines: Number of lines in the written table.
+        notes: Messages about new, changed and omitted lines.
     """
 
     lines: int
@@ -172,7 +172,7 @@ class TableChange:
 def write_on_demand(
     path: Path, catalogue: Catalogue, listed: Mapping[str, Mapping[str, Decimal]], today: str
 ) -> TableChange:
-    """Update the table of on-demand prices. Prices of other regions, and of types no longer listed, stay in it.
+    """Update the table of on-demand prices. The table keeps prices of other regions and of delisted types.
 
     Args:
         listed: New prices by region and instance type.
@@ -223,7 +223,7 @@ def write_advisor(
 
 
 def write_instances(path: Path, catalogue: Catalogue, found: Sequence[Hardware], gpus: Iterable[str]) -> TableChange:
-    """Add new instance types whose GPU is in `gpus`. If a recorded type has other figures in EC2, only add a note."""
+    """Add new instance types whose GPU is in `gpus`. If EC2's figures for a recorded type differ, only add a note."""
     known = {kind.name: kind for kind in catalogue.types}
     lines = {kind.name: _line(kind.name, kind.gpu.name, kind) for kind in catalogue.types}
     notes = []
@@ -256,8 +256,8 @@ def _line(name: str, gpu: str, one: Hardware | InstanceType) -> str:
 def _differences(one: Hardware, known: InstanceType) -> list[str]:
     """Return a note for each figure that differs between EC2 and the table.
 
-    The table keeps its figure, which may be more accurate. For example, the table has the sustained bandwidth and EC2
-    the listed one.
+    The figure in the table stays as it is, because it may be more accurate. For example, the table has the sustained
+    bandwidth, while EC2 states the bandwidth in its specification.
     """
     pairs = {"gpu_count": (one.gpu_count, known.gpu_count), "vcpu": (one.vcpu, known.vcpu), "efa": (one.efa, known.efa)}
     pairs |= {"network_gbps": (one.network_gbps, known.network_gbps), "ram_gib": (one.ram_gib, known.ram_gib)}

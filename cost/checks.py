@@ -30,7 +30,7 @@ from ebbflow.infra.store import Store
 
 @dataclass(frozen=True, kw_only=True)
 class _Asked:
-    """Data for the checks of queues and quotas: the plan, and the AWS Batch queues that can run it."""
+    """Data for the checks of queues and quotas: the plan, and the queues that can run one of its pools."""
 
     plan: Plan
     region: str
@@ -43,7 +43,7 @@ class _Asked:
 
 
 def check_capacity(context: PreflightContext) -> CheckFinding:
-    """Check that at least one queue can run a pool of the plan: it has such machines, and enough vCPUs."""
+    """Check that at least one queue can run a pool of the plan: the queue has the pool's machines and enough vCPUs."""
     asked = _ask(context)
     if isinstance(asked, CheckFinding):
         return asked
@@ -144,7 +144,7 @@ _MEASURED_LATER = "the workload defines its own model, which is measured and che
 
 
 def check_planned_memory(context: PreflightContext) -> CheckFinding:
-    """Check that an allowed pool has enough GPU and main memory, and a number of ranks that divides the batch."""
+    """Check that an allowed pool has enough GPU and main memory, and that its ranks divide the batch evenly."""
     plan = _plan(context)
     if isinstance(plan, CheckFinding):
         return plan
@@ -262,7 +262,7 @@ def _plan(context: PreflightContext) -> Plan | CheckFinding:
 def _goes_on(context: PreflightContext) -> bool:
     """Return whether the job has started before.
 
-    If the store does not answer, return False; another check reports that.
+    If the store does not answer, return False. Another check reports an unavailable store.
     """
     if context.job is None:
         return False
@@ -274,9 +274,9 @@ def _goes_on(context: PreflightContext) -> bool:
 
 
 def _waits_for_prices(context: PreflightContext, plan: Plan) -> CheckFinding | None:
-    """Return a skipped finding if static prices led to a refusal that live prices may lift, else None.
+    """Return a skipped finding if the plan was refused at static prices but may be accepted at live prices, else None.
 
-    The run makes its own plan with live prices, and that plan decides.
+    The run makes a new plan at live prices, and that plan decides.
     """
     if context.config.cost.prices != "live" or plan.refusal is None:
         return None

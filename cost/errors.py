@@ -6,13 +6,13 @@ from ebbflow.infra.errors import Outcome
 
 
 class CostError(Exception):
-    """Base class of all errors of the cost package. `outcome` is the outcome of a job that the error ends."""
+    """Base class of all errors of the cost package. A job that such an error ends gets the outcome `outcome`."""
 
     outcome = Outcome.FAILED
 
 
 class CatalogueError(CostError):
-    """A price or GPU table has an invalid line. The message has file:line:column, the value and the expected form."""
+    """A table of prices or GPUs has an invalid line. The message has file:line:column, value and expected form."""
 
     outcome = Outcome.CONFIG
 
@@ -46,7 +46,7 @@ class PriceError(CostError):
 
 
 class TraceError(CostError):
-    """A trace of availability or prices is unreadable or ambiguous. The message has the file and the key."""
+    """A trace of availability or prices is unreadable or ambiguous. The message has the file and the JSON key."""
 
     outcome = Outcome.CONFIG
 
@@ -64,7 +64,7 @@ class BillError(CostError):
 
 
 class TeamError(CostError):
-    """A team's budget file is unreadable or has an invalid entry. The message has file:line and the key."""
+    """A team's budget file (team.yaml) is unreadable or has an invalid value. The message has file:line and the key."""
 
     outcome = Outcome.CONFIG
 

@@ -74,7 +74,7 @@ def read_settings(events: Sequence[Event]) -> dict[str, Any]:
 
 
 def read_tags(events: Sequence[Event]) -> dict[str, str]:
-    """Return the `batch.tags` of a job. Its events may record them as one mapping or as one setting per tag."""
+    """Return the `batch.tags` of a job. The events may have one setting with all tags, or one setting per tag."""
     settings = read_settings(events)
     tags = settings.get("batch.tags")
     single = {
@@ -106,7 +106,10 @@ def _months(
     usual: PriceCurve | None,
     words: str,
 ) -> Iterator[dict[str, str]]:
-    """Yield the columns that describe the charge for an interval, one row per calendar month."""
+    """Split the charge for an interval at the ends of calendar months (UTC), and yield one row per month.
+
+    A row maps the names of FOCUS columns to their values.
+    """
     at, end = round(start * MICRO), round(start * MICRO) + round(seconds * MICRO)
     provider = "AWS" if price.kind != "simulated" else "AWS (simulated: ran elsewhere)"
     pool, market = price.pool, machine.get("market") or (price.pool.market if price.pool else "")

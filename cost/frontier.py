@@ -51,10 +51,10 @@ class FrontierPoint:
 
 
 def find_frontier(config: RunConfig, sources: PlanInputs) -> list[FrontierPoint]:
-    """Return the Pareto front of the remaining work, the fastest choice first. Ignore budget and deadline.
+    """Return the Pareto front of the remaining work, the fastest choice first. Budget and deadline are ignored.
 
-    Instance types, regions, zones and ranks per node are as configured. Markets, numbers of nodes and checkpoint
-    intervals are all tried.
+    Instance types, regions, zones and ranks per node are as configured. All markets, numbers of nodes and checkpoint
+    intervals are tried.
     """
     free = change_config(config, "cost", deadline_hours=None, budget_usd=None)
     free = change_config(free, "cluster", nodes="auto", market="auto")
@@ -91,7 +91,7 @@ _LEGEND = (
 
 
 def render_frontier(front: Sequence[FrontierPoint], plan: Plan) -> str:
-    """Render the front as a table. `*` marks the plan's choice, `!` a choice that exceeds budget or deadline."""
+    """Render the front as a table. `*` marks the plan's choice; `!` marks choices that exceed budget or deadline."""
     rows = _rows(front, plan)
     if not rows:
         return "no pool can run the job: `ebbflow plan` without --frontier shows why"
@@ -111,7 +111,7 @@ def render_frontier_page(front: Sequence[FrontierPoint], plan: Plan) -> str:
 
 
 def _chart(front: Sequence[FrontierPoint], rows: Sequence[tuple[str, ...]]) -> str:
-    """Draw each choice as a dot, with its row as the title: hours to the right, dollars upwards, both from 0."""
+    """Draw each choice as a dot at (expected hours, expected dollars). The dot's tooltip is its row of the table."""
     if not front:
         return ""
     most_hours = max(one.pool.expected_hours for one in front)

@@ -1,6 +1,6 @@
 """Job history: interruptions and speeds that past jobs of a store measured, and the estimates based on them.
 
-Each job writes one record. It depends only on the job's events, so writing it again gives the same record:
+Each job writes one record. The record depends only on the job's events, so it is the same each time it is written:
 
     <store>/experience/<day of the job's first event>-<job>.json
 
@@ -56,8 +56,8 @@ class PoolStay:
         reclaimed: Whether the generation ended because the provider took machines away.
         gone_hours: Hours from the reclaim that ended this generation to the start of the run's next generation; None if
             unknown.
-        moved: Whether the next generation ran in another pool. This pool may then have lacked capacity for longer than
-            `gone_hours`.
+        moved: Whether the next generation ran in another pool. In that case this pool may have lacked capacity for
+            longer than `gone_hours`.
     """
 
     instance_type: str
@@ -147,8 +147,9 @@ def _stay(chosen: dict[str, Any], generation: RecordedGeneration, events: Sequen
     """Build the record of one generation in its pool.
 
     The generation counts as reclaimed if a reclaim notice or the sudden loss of a node ended it. The death of a rank, a
-    stop by the user and a rehearsal do not count. A notice during which the job only waited does not count either:
-    no machine was taken away, or the generation that first received the notice already counts as reclaimed.
+    stop by the user and a rehearsal do not count. A notice does not count either if the job only waited until it
+    expired. Either no machine was taken away, or an earlier generation received the same notice and already counts as
+    reclaimed.
     """
     machine = next((event.data for event in events if event.name == NODE_STARTED), {})
     zone = chosen.get("zone")  # an id, or a name where prices have no ids
@@ -192,7 +193,7 @@ def _speed(plan: dict[str, Any], generation: RecordedGeneration, events: Sequenc
 
 
 def _type_of(chosen: dict[str, Any], events: Sequence[Event]) -> str:
-    """Return the instance type that the first node reported, which may differ from the plan; else the planned type."""
+    """Return the instance type that the first node reported. If it reported none, return the planned type."""
     told = (event.data.get("instance_type") for event in events if event.name == NODE_STARTED)
     return next((kind for kind in told if kind), chosen["instance_type"])
 
@@ -266,7 +267,7 @@ class JobHistory:
 
         The number of nodes does not matter, because a pool is reclaimed as a whole. The weight of an observation has a
         half-life of one day. Each hour of a generation is weighted by its own age, not by the age of the generation's
-        end. Otherwise many old hours without a reclaim would outweigh the reclaim.
+        end. Otherwise the old hours of a long generation would count as much as its recent reclaim.
 
         Args:
             zone: None means the whole region.
@@ -289,9 +290,9 @@ class JobHistory:
     ) -> tuple[float, ...] | None:
         """Return possible waits for capacity after a reclaim, in hours, all equally likely.
 
-        The `recorded` waits and the waits of past jobs in this pool are sorted and split into as many equal groups as
-        there are recorded waits. The mean of each group is returned. If a job moved to another pool, its full wait is
-        unknown; the mean of the longer recorded waits replaces it.
+        The `recorded` waits and the waits of past jobs in this pool are sorted together and split into `len(recorded)`
+        equal groups. The result has the mean of each group. If a job moved to another pool, its full wait is unknown;
+        the mean of the longer recorded waits replaces it.
 
         Returns:
             None if no past job waited in the pool.
@@ -337,7 +338,7 @@ NEWEST_JOBS = 200
 def save_job_record(root: Store, events: Sequence[Event]) -> JobMeasurements | None:
     """Write the job's record to `root`, the store of all jobs, and return the record. Raises StoreError.
 
-    If the job has measured nothing, write nothing and return None.
+    If the job has no measurements, write no record and return None.
     """
     if not events:
         return None

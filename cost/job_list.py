@@ -44,7 +44,7 @@ class TeamJob:
         state: "running", "waiting", "done", "interrupted", or the outcome with which the job stopped.
         forecast_usd: Estimated dollars of the whole job; None if unknown.
         rows: The job's charges as FOCUS rows (`cost.focus`).
-        words: Text for a waiting job that says whether it may start, and why; empty for other jobs.
+        words: For a waiting job, a text that says whether it may start, and why; empty for other jobs.
     """
 
     money: JobMoney
@@ -56,7 +56,7 @@ class TeamJob:
 
     @property
     def expected_usd(self) -> Decimal:
-        """The forecast in dollars, or the dollars spent if they are more or there is no forecast."""
+        """The forecast in dollars; the spent dollars if these are higher or there is no forecast."""
         return max(self.money.spent_usd, Decimal(str(self.forecast_usd or 0)))
 
     def to_json(self) -> dict[str, Any]:
@@ -100,7 +100,7 @@ def record_job(events: Sequence[Event], *, running: bool) -> TeamJob:
 
 
 def _forecast_usd(events: Sequence[Event], settings: dict[str, Any], money: JobMoney) -> float | None:
-    """Return spent dollars + remaining steps × the newest plan's dollars per step; None without a plan."""
+    """Return the spent dollars plus remaining steps × dollars per step of the newest plan; None without a plan."""
     plan = next((event.data for event in reversed(events) if event.name == PLAN and event.data.get("chosen")), None)
     if plan is None or not plan["chosen"].get("usd_per_step"):
         return None
@@ -121,7 +121,10 @@ def read_records(jobs: Sequence[str], store: str | None) -> list[TeamJob]:
 
 
 def _waiting_records(team: Team, folder: Path, known: Sequence[TeamJob]) -> Iterator[TeamJob]:
-    """Yield the waiting jobs of the team file. The spending of a job that ran before is kept."""
+    """Yield a record for each waiting job in team.yaml that is neither running nor done.
+
+    `known` has the jobs that have already run; their spending is copied to the new records.
+    """
     by_name = {one.money.job: one for one in known}
     for one in team.waiting:
         before = by_name.get(one.job)
@@ -199,7 +202,10 @@ def render_jobs(records: Sequence[TeamJob], team: Team, now_utc: float) -> str:
 
 
 def group_rows(rows: Sequence[dict[str, str]], key: str) -> dict[tuple[str, str], Decimal]:
-    """Sum charges in dollars by (month, value of `key`). `key` is job, owner, project or tag:NAME."""
+    """Sum the dollars of charges by (month, value of `key`).
+
+    `key` is "job", "owner", "project" or "tag:NAME".
+    """
     found: dict[tuple[str, str], Decimal] = {}
     for row in rows:
         kind, _, tag = key.partition(":")

@@ -86,7 +86,7 @@ def read_job(job: str, store: str | None = None) -> list[Event]:
 
 
 def read_job_log(job: str, store: str | None = None) -> LogContent:
-    """Read all events of a job, and the damaged places of its event log. Raises the same errors as `read_job`."""
+    """Read all events of a job, and a list of the damage to its event log. Raises the same errors as `read_job`."""
     uri = find_job_uri(job, store)
     store_of_job = Store.open(uri, request_timeout_seconds=_REQUEST_SECONDS)
     content = read_log(store_of_job)
@@ -97,9 +97,9 @@ def read_job_log(job: str, store: str | None = None) -> LogContent:
 
 
 def _lost_since_report(job_store: Store, events: Sequence[Event]) -> list[Damage]:
-    """Find events that were lost after the job's stored report was written, by counting the events of each kind.
+    """Return the events lost since the stored report was written, from the number of events of each kind.
 
-    This also finds losses that leave no trace in the log, such as the whole log of one process.
+    The comparison also finds losses that leave no trace in the event log, such as a missing log of one process.
     """
     try:
         counted = json.loads(job_store.get(_NAME))["events"]["counts"]
@@ -135,18 +135,18 @@ def find_running_launcher(job: str, events: Sequence[Event], store: str | None =
 
 
 def list_known_jobs(root: Path | None = None) -> list[str]:
-    """List the names of the jobs that this machine knows, the most recently changed one last."""
+    """List the names of the jobs that this machine knows, the most recently changed job last."""
     folder = runs_folder(PROJECT_ROOT) if root is None else root
     found = [path for path in folder.glob("*") if path.name != "latest" and known_job(path) is not None]
     return [path.name for path in sorted(found, key=lambda path: path.stat().st_mtime)]
 
 
 def load_report(uri: str, *, store: str | None = None, fresh: bool = False) -> RunReport:
-    """Load the report of a job, or build it from the events if none was written or the job is running.
+    """Load the report of a job. If no report was written or the job is running, build it from the events.
 
     Args:
         uri: A report.json, the folder or s3:// URI of a job, the name of a job that this machine knows, or "latest".
-        fresh: Build the report from the events even if one was written.
+        fresh: Build the report from the events even if a report was written.
 
     Raises:
         ReportError: There is neither a report nor events. The message lists the places that were searched.
@@ -239,7 +239,7 @@ def _names(pools: Sequence[dict[str, Any]]) -> str:
 
 
 def _changes(history: Iterable[SpotRecord]) -> list[dict[str, Any]]:
-    """Convert price records to the list of pools in a `prices` event.
+    """Convert price records to the data of a `prices` event: a list of pools with their price changes.
 
     Each record is listed under its zone id and under its zone name, because plans may use either.
     """

@@ -47,9 +47,9 @@ _WIDTH = 100
 class GapPart:
     """One part of an instance's gap (billed less metered dollars), and its explanation in words.
 
-    `cause` is "price", "boot time", "warm instance" (which another job had started), "another job", "minimum charge",
-    "end not recorded", "ended later", "unexplained", or "other" plus the property in which bill and events differ, such
-    as "other zone".
+    `cause` is "price", "boot time", "warm instance" (another job had started the instance), "another job", "minimum
+    charge", "end not recorded", "ended later" or "unexplained". If bill and events differ in a property, the cause is
+    "other" plus the property, such as "other zone".
     """
 
     cause: str
@@ -74,17 +74,19 @@ class Reconciliation:
 
     Attributes:
         metered: Instances that the job's events mention, by instance id.
-        billed: Bills of these instances, by instance id. Instances that are not on the bill are missing.
-        simulated: Whether the job's prices were assumed, so that no provider billed them.
+        billed: Bills of the instances in `metered`, by instance id. Instances that the bill does not mention are left
+            out.
+        simulated: Whether the job's prices were only assumed, so that no provider sends a bill.
         synthetic: Whether the bill is marked as synthetic, that is, not from a provider.
-        orphans: Billed instances that the job's events do not mention, but that have the job's tag, or that have no
-            tag and ran at the time of the job with the instance type of one of its machines.
-        notes: Observations that are not faults, as sentences.
-        unknown: Nodes whose instance id was not recorded.
+        orphans: Billed instances that probably belong to the job, although its events do not mention them. Either they
+            have the job's tag, or they have no tag but the type of one of the job's machines, and ran at the same time.
+        notes: Sentences about observations that are not faults.
+        unknown: Bills of the nodes whose instance id was not recorded.
         shared: Ids of the instances that several nodes of the job used at once.
         other_usd: Dollars of other bill lines with the job's tag, by kind: storage, transfer, other.
         covers_until: Unix time at which the newest line of the bill ends.
-        repeated_lines: Number of lines that occur again in another delivery of the same report; each is counted once.
+        repeated_lines: Number of repeats of lines in other deliveries of the same report. Repeats are not added to the
+            bill.
     """
 
     job: str
@@ -112,7 +114,7 @@ class Reconciliation:
 
     @property
     def joined_usd(self) -> Decimal:
-        """Dollars metered on instances with a known id. Only these can be compared with a bill."""
+        """Dollars metered on instances with a known id. Only these dollars can be compared with a bill."""
         return sum((metered.usd for metered in self.metered.values()), Decimal(0))
 
     @property
@@ -123,7 +125,7 @@ class Reconciliation:
     def unexplained_share(self) -> float | None:
         """Unexplained share of the billed dollars; None if nothing was billed.
 
-        The absolute unexplained amounts are summed, so that positive and negative ones do not cancel out.
+        The absolute unexplained amounts are summed, so that positive and negative amounts do not cancel out.
         """
         if not self.billed_usd:
             return None
@@ -172,7 +174,7 @@ def reconcile(
     are reported as unexplained.
 
     Args:
-        lines: All lines of the account's bill. They are read once and not kept in memory.
+        lines: All lines of the account's bill. They are read once and not stored in memory.
         others: Events of other jobs, which may have used the same instances before or after this one.
 
     Raises:
@@ -256,7 +258,7 @@ def _join_unreported(found: Reconciliation, ledger: Ledger) -> None:
 
 
 def _drop_strangers(found: Reconciliation) -> None:
-    """Drop untagged orphan instances that were not billed while the job ran."""
+    """Remove untagged orphan instances that were not billed while the job ran."""
     since = min((metered.start for metered in found.metered.values()), default=math.inf)
     until = max((metered.end for metered in found.metered.values()), default=-math.inf)
     for instance_id, orphan in list(found.orphans.items()):
@@ -322,7 +324,7 @@ def _split_gap(found: Reconciliation, metered: MeteredInstance, hours: list[Hour
 
 
 def _find_contradictions(metered: MeteredInstance, billed: BilledInstance) -> Iterator[tuple[str, str]]:
-    """Yield (property, explanation) for each property of the instance that differs between bill and events."""
+    """Yield one (property, explanation) pair per property of the instance in which bill and events differ."""
     machine = metered.machine
     known = {"zone": machine.get("zone"), "type": machine.get("instance_type"), "market": metered.market}
     for kind, value in known.items():
@@ -379,7 +381,7 @@ def _find_instance_faults(
 def _find_wrong_hours(
     found: Reconciliation, metered: MeteredInstance, hours: list[HourMatch]
 ) -> Iterator[BillingFinding]:
-    """Yield a finding for hours that are metered but not billed, and for hours that are billed but not used."""
+    """Yield findings about hours that were metered but not billed, or billed but not used."""
     late = [hour for hour in hours if hour.start >= found.covers_until]
     missing = [hour for hour in hours if hour.missing_seconds > HOUR_TOLERANCE_SECONDS and hour not in late]
     unused = [hour for hour in hours if hour.rest_seconds > HOUR_TOLERANCE_SECONDS]

@@ -1,4 +1,4 @@
-"""Replay of a finished job: its estimated cost with another pool, price or checkpoint interval.
+"""Replay of a finished job, which estimates the cost of the job with another pool, price or checkpoint interval.
 
 All times are means over the ranks of the gang, which step together.
 
@@ -6,9 +6,9 @@ Each generation except the last lasts as long as recorded. Its steps take their 
 every `interval` steps. If the generation was interrupted, the next one redoes the steps after its last durable
 checkpoint. The last generation lasts until all steps are done. Pauses between generations keep their length.
 
-Whether an interruption comes just before or just after a checkpoint is chance, but it changes the redone steps by a
-whole interval. So with another interval or speed the run is replayed many times, with start-up and step times that
-vary as much as the recorded ones. The result is the mean and the central 90 % range of these replays.
+An interruption just before a checkpoint undoes a whole interval more than one just after it, and which of the two
+occurs is chance. With another interval or speed, the run is therefore replayed many times, with start-up and step times
+that vary as much as the recorded times. The result is the mean and the central 90 % range of these replays.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ _STEPPING = (
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationTimes:
-    """How one generation spent its paid time, in seconds (means over its ranks).
+    """Paid time of one generation by use, in seconds (means over the generation's ranks).
 
     Attributes:
         begin: Unix time of the start.
-        seconds: All of its paid time.
+        seconds: The whole paid time.
         start: Time before the first step.
         stepping: Time in steps, including waiting for data and evaluations.
         stall: Time in which checkpoints stalled training.
         tail: Time of a hang, and time after the last event of an interrupted generation.
         shutdown: Time after the last step, and unattributed time.
-        interrupted: Whether its end was unplanned.
+        interrupted: Whether the generation's end was unplanned.
     """
 
     begin: float
@@ -75,7 +75,7 @@ class GenerationTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedRun:
-    """Measured figures of a finished job, from which a replay starts.
+    """Measured figures of a finished job, which are the input of a replay.
 
     Attributes:
         nodes: Number of machines that are paid for.
@@ -162,7 +162,7 @@ def _measure_generation(events: Sequence[Event], ledger: Ledger, generation: Rec
 
 
 def _measure_interval(events: Sequence[Event]) -> int | None:
-    """Return the median number of steps between commits, or from a start to the first commit; None without commits."""
+    """Return the median number of steps from a start or commit to the next commit; None without commits."""
     gaps = []
     by_generation: dict[int, set[int]] = {}
     for event in events:
@@ -223,7 +223,7 @@ class _Replay:
         return left * step + -(-left // self.interval_steps) * self.run.stall_seconds
 
     def _finish(self, step: float) -> float:
-        """Count all remaining steps as done. Return the seconds that they and their checkpoints take."""
+        """Count all remaining steps as done. Return the seconds that these steps and their checkpoints take."""
         seconds = self._remaining_seconds(step)
         self.saves += -(-(self.run.steps - self.done) // self.interval_steps)
         self.done = self.run.steps
@@ -270,7 +270,7 @@ def replay(
     interval_steps: int | None = None,
     interruptions: bool = True,
 ) -> dict[str, Any]:
-    """Compute a run's cost as measured, as the model predicts it for the same settings, and with changed settings.
+    """Compute three costs of a run: as measured, as predicted for the same settings, and for changed settings.
 
     The difference between measured and predicted dollars shows how well the model fits this run.
 

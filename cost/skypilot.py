@@ -35,7 +35,7 @@ python3 -m uv pip install --python .venv/bin/python {_INSTALL}
 
 
 class _Dumper(yaml.SafeDumper):
-    """YAML dumper that writes strings of several lines as blocks."""
+    """YAML dumper that writes multi-line strings in block style."""
 
 
 _Dumper.add_representer(

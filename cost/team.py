@@ -39,7 +39,7 @@ Verdict = Literal["start", "wait", "refuse"]
 
 @dataclass(frozen=True, kw_only=True)
 class WaitingJob:
-    """Job of the team file that has not started. `value_usd` is the value of its result; None if not stated."""
+    """Job that team.yaml lists as waiting. `value_usd` is the value of its result; None if not stated."""
 
     job: str
     config: str
@@ -48,20 +48,20 @@ class WaitingJob:
 
 @dataclass(frozen=True, kw_only=True)
 class Team:
-    """Content of a team file. `budgets` maps (project, month) to dollars; the month may be `EVERY_MONTH`."""
+    """Content of team.yaml. `budgets` maps (project, month) to dollars; the month may be `EVERY_MONTH`."""
 
     budgets: Mapping[tuple[str, str], Decimal] = field(default_factory=dict)
     waiting: tuple[WaitingJob, ...] = ()
     jobs: tuple[str, ...] = ()
 
     def budget_usd(self, project: str, month: str) -> Decimal | None:
-        """Return a project's budget for a month; None if the file has none."""
+        """Return a project's budget for a month in dollars; None if team.yaml has none."""
         return self.budgets.get((project, month), self.budgets.get((project, EVERY_MONTH)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobMoney:
-    """Money that a job has spent and may still spend.
+    """Dollars that a job has spent and may still spend.
 
     Attributes:
         spent: Dollars spent in each month.
@@ -106,11 +106,11 @@ class Admission:
 def left_usd(
     team: Team, project: str, month: str, now_utc: float, jobs: Iterable[JobMoney], running: Iterable[JobMoney]
 ):
-    """Return the dollars left of a project's budget for a month; None if the team file has no such budget.
+    """Return the dollars left of a project's budget for a month; None if team.yaml has no such budget.
 
     Args:
         jobs: Jobs whose spending in the month is subtracted.
-        running: Jobs whose possible further spending is subtracted, if they can run in the month.
+        running: Jobs whose unspent budgets are subtracted if they can run in the month.
     """
     budget = team.budget_usd(project, month)
     if budget is None:
@@ -157,7 +157,7 @@ def admit(
 
 
 def _judge(team: Team, job: JobMoney, left: Mapping[str, Decimal]) -> tuple[Verdict, str]:
-    """Decide whether a job fits into `left`, its project's remaining dollars in each month in which it can run."""
+    """Decide whether the job's unspent budget fits into `left`: the project's dollars left in each month of the job."""
     needed = job.may_spend_usd
     for month, usd in left.items():
         budget = team.budget_usd(job.project, month) or Decimal(0)
@@ -181,7 +181,7 @@ class _LineLoader(yaml.SafeLoader):
 def read_team(path: Path) -> Team:
     """Read a YAML file of a team's budgets and waiting jobs.
 
-    Raises TeamError with file:line and the key for an invalid entry.
+    Raises TeamError with file:line and the key for an invalid value.
     """
     try:
         data = yaml.load(path.read_text(encoding="utf-8"), Loader=_LineLoader) or {}

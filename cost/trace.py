@@ -76,7 +76,10 @@ def _meta(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:
 
 
 def _spans(events: Sequence[Event], zero: float) -> Iterator[dict[str, Any]]:
-    """Yield a slice for each generation and each of its nodes. Without a recorded end, it ends with the last event."""
+    """Yield one slice per generation, and one per node of each generation.
+
+    A slice without a recorded end lasts until the last event of the generation or node.
+    """
     last: dict[tuple[int, int | None], float] = {}
     for event in events:
         last[event.generation, None] = last[event.generation, event.node] = event.t_wall

@@ -1,4 +1,4 @@
-"""`ebbflow watch`: the live page of a job, served to this machine's browser, written to a file, or printed once."""
+"""`ebbflow watch`: serve the live page of a job to this machine's browser, write it to a file, or print it once."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ _MOST_UNMERGED = 20_000  # events
 
 
 def merge_committed_steps(events: Sequence[Event]) -> list[Event]:
-    """Merge step events: for each rank, all steps between two commits become one event.
+    """Merge step events: all steps of a rank between two commits become one event.
 
     For the lowest rank, which supplies the plots, at most eight steps are merged at a time. A log of several days has
-    millions of steps, too many to evaluate every few seconds. The ledger does not change, because steps between two
-    commits are kept or lost together. Steps after the last commit are not merged. A merged event has the highest loss
-    of its steps, and their number as `merged`.
+    millions of steps, too many to evaluate every few seconds. Merging does not change the ledger, because the steps
+    between two commits are either all in the final weights or all lost. Steps after the last commit are not merged. A
+    merged event has the highest loss of its steps, and their number as `merged`.
     """
     commits: dict[int, set[int]] = {}
     lowest: dict[int, int] = {}
@@ -87,7 +87,7 @@ def _merge(first: Event, second: Event) -> Event:
 
 
 class LivePage:
-    """The page of a job that may be running. It is rendered again when the job's log has grown.
+    """The page of a job that may be running. The page is rendered again when the job's event log has grown.
 
     Args:
         launcher: The launcher that is known to run the job, as JSON values; None to look up its claim in the store.
@@ -106,7 +106,7 @@ class LivePage:
         """Return the page, at most a few seconds old.
 
         Args:
-            last: Whether the launcher has ended, so that the job is not running any more.
+            last: Whether the launcher has ended. If so, the page shows the job as ended.
         """
         with self._lock:
             if last or not self._built or time.monotonic() >= self._due:
@@ -145,7 +145,7 @@ class LivePage:
 
 
 def render_waiting(job: str, words: str) -> bytes:
-    """Render a placeholder for a job without events. The browser replaces it as soon as there is a page of the job."""
+    """Render a placeholder for a job without events. The browser replaces it when the job's page is available."""
     main = (
         f'<header id="header"><h1>{escape(one_line(job))}</h1><p class="badge on">starting<span id="age"></span></p>'
         f'<p class="verdict">{escape(words)}</p></header>'
@@ -182,7 +182,7 @@ def write_until_ended(page: LivePage, path: Path, parent: int) -> None:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answer GET requests for the page under a secret path. Nothing can be changed through this server."""
+    """HTTP handler that answers GET requests for the page under a secret path. It offers no way to change anything."""
 
     def do_GET(self) -> None:
         server = self.server

@@ -50,7 +50,7 @@ def register_card() -> None:
 
 
 def show_report(card: Any, run: RunReport) -> None:
-    """Fill a card with a report's HTML page, which compares the job with earlier jobs."""
+    """Show a report's HTML page, which compares the job with earlier jobs, as a Metaflow card."""
     from ebbflow.cost.report.render_html import render
     from ebbflow.cost.watch import read_earlier_reports
 

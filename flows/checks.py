@@ -58,7 +58,7 @@ def run_all_checks(
 
     Args:
         quick_only: run only the checks that take well under a second, and a few slower ones that every launch needs.
-        target: backend of the run. Checks of other backends are left out; None: leave out no checks.
+        target: backend of the run. Checks for other backends are left out. None means that no checks are left out.
     """
     from ebbflow.infra.preflight import PreflightContext, run_checks
 

@@ -68,7 +68,7 @@ class _Step:
 
 @dataclass
 class _Training:
-    """Progress that the bar shows: step and commit from events, other figures from rank 0's newest progress line."""
+    """Progress for the bar: step and commit from events, all other figures from rank 0's newest progress line."""
 
     step: int = 0
     max_steps: int = 0
@@ -83,8 +83,8 @@ class RunView:
     Args:
         job: name of the job; "" if it is named after its run.
         fancy: draw a live bar with rich; otherwise print plain lines.
-        ask: whether to ask, once the plan is shown, if money may be spent. "resume" shows the plan of the resumed run
-            and asks at the start.
+        ask: whether to ask the user for permission to spend money after the plan is shown. With "resume", show the plan
+            of the resumed run and ask at the start.
     """
 
     def __init__(self, job: str, config: RunConfig | None, *, fancy: bool, ask: bool | str = False) -> None:
@@ -172,7 +172,7 @@ class RunView:
             self._show_plan()
 
     def _output(self, name: str, step: _Step, text: str) -> None:
-        """Show a line of a task, unless the view shows its content in another way."""
+        """Show a line of a task's output, unless the view shows the same content in another form."""
         text = text.strip()
         if found := _PROGRESS.match(text):
             self._progressed(found, text)
@@ -226,7 +226,7 @@ class RunView:
             self._require_yes()
 
     def _require_yes(self) -> None:
-        """Ask whether money may be spent. Metaflow's scheduler waits; any answer other than yes ends the run."""
+        """Ask the user for permission to spend money; Metaflow's scheduler waits. Any answer but yes ends the run."""
         with self._live.paused() if self._live is not None else contextlib.nullcontext():
             try:
                 answer = input("start and pay for it? [y/N] ")
@@ -324,7 +324,7 @@ class RunView:
                 self._live.print(line)
 
     def close(self, *, explained: bool) -> None:
-        """Remove the bar. If neither a report nor a task explains the run's end, print Metaflow's last lines."""
+        """Remove the bar. If neither a report nor a task explains the run's end, print the end of Metaflow's log."""
         self._done.set()
         if self._tail is not None:
             self._tail.join(5.0)
@@ -354,7 +354,7 @@ class RunView:
 
 
 class _Bar:
-    """rich's live region at the bottom of a terminal: the running step, the progress bar, and rank 0's figures."""
+    """Live region (of rich) at the bottom of a terminal: the running step, the progress bar, and rank 0's figures."""
 
     def __init__(self, view: RunView) -> None:
         from rich.console import Console
@@ -427,7 +427,7 @@ class _Bar:
 
 
 class _Lines(io.TextIOBase):
-    """A stream whose lines appear above the bar."""
+    """Text stream whose lines appear above the bar."""
 
     def __init__(self, view: RunView) -> None:
         self._view, self._rest = view, ""
@@ -450,7 +450,7 @@ def _short(figure: str) -> str:
 
 
 def _new_events(store: Store, known: set[str], since: float) -> Iterator[Event]:
-    """Yield the events of rank 0 and of the agents in segments that are not in `known`, and add these segments."""
+    """Yield events of rank 0 and the agents from segments of the log not in `known`; add these segments to `known`."""
     for item in store.list("events/"):
         name = item.key.rpartition("/")[2]
         if item.key in known or not (name.startswith("0-0-") or "-agent-" in name or "-submit" in name):

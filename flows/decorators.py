@@ -78,7 +78,7 @@ class cloud(StepMutator):  # noqa: N801
 
 
 def _init_decorator(mutable_step: Any, name: str) -> None:
-    """Initialise a decorator that a mutator added, because Metaflow up to 2.19.20 does not."""
+    """Initialise a decorator that a mutator added, because Metaflow up to 2.19.20 does not initialise it."""
     for decorator in getattr(getattr(mutable_step, "_my_step", None), "decorators", ()):
         if decorator.name == name:
             decorator.external_init()
@@ -116,7 +116,7 @@ def package_sources() -> Callable[[type], Any]:
 def packaged_files() -> Iterator[tuple[str, str]]:
     """Yield (path, name in the code package) for each file that `@capacity` must add.
 
-    Yields nothing if Metaflow has `@package_sources`, which then adds the files.
+    Yields no files if Metaflow has `@package_sources`, which then adds them.
     """
     for folder in _SHIPPED:
         for parent, _, names in sorted(os.walk(folder, followlinks=True)):  # a checkout has links to the packages
@@ -136,7 +136,7 @@ _ARTIFACTS = ("job", "settings", "capacity", "examined", "rounds", "num_nodes")
 class CapacityDecorator(StepDecorator):
     """Step decorator that sets the queue, resources, time limit and number of nodes of each attempt.
 
-    It writes them into the command line with which Metaflow launches the attempt.
+    The decorator writes these values into the command line with which Metaflow launches the attempt.
     """
 
     name = "capacity"
@@ -266,7 +266,7 @@ def apply_to_batch(cli_args: Any, order: AttemptOrder, config: dict[str, Any]) -
 
 
 def run_locally(cli_args: Any, step: str) -> None:
-    """Rewrite a step's command line to run on the scheduler's machine. This is for attempts that do not train."""
+    """Rewrite a step's command line so that an attempt that does not train runs on the scheduler's machine."""
     cli_args.commands, cli_args.command_args = ["step"], [step]
     options = cli_args.command_options
     cli_args.command_options = {key: value for key, value in options.items() if key in _LOCAL_OPTIONS}

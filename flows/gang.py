@@ -1,8 +1,8 @@
 """The steps `train` and `train_node`: start this node's agent, and turn its outcome into the step's result.
 
 In a multi-node job, AWS Batch gives each container two network interfaces: one in the VPC, and one of the ECS agent,
-whose link-local address is the same in all containers. If gloo or NCCL chose the second one, they would wait forever.
-`set_network_interface` therefore selects the first one.
+whose link-local address is the same in all containers. If gloo or NCCL chose the interface of the ECS agent, they would
+wait forever. `set_network_interface` therefore selects the interface in the VPC.
 """
 
 from __future__ import annotations
@@ -86,10 +86,10 @@ class GangShape:
 
 
 def gang_shape(flow: Any, order: AttemptOrder | None = None) -> GangShape:
-    """Return the gang's shape from the attempt's order or, without an order, from the configuration.
+    """Return the gang's shape from the attempt's order. If there is no order, take the shape from the configuration.
 
-    The order is the scheduler's decision about one attempt. A value that the configuration leaves to `auto` comes from
-    the chosen plan. On this machine, `auto` ranks per node means one rank per local GPU if there are GPUs.
+    The order is the scheduler's decision about one attempt. If a value is `auto` in the configuration, it comes from
+    the plan. On this machine, `auto` ranks per node means one rank per local GPU if there are GPUs.
     """
     if order is not None:
         return GangShape(order.nodes, order.processes_per_node)
@@ -105,7 +105,7 @@ def gang_shape(flow: Any, order: AttemptOrder | None = None) -> GangShape:
 
 
 def ranks_of_local_gpus(config: RunConfig, nodes: int) -> int | None:
-    """Return the largest number of ranks per node for which each has a local GPU and the batch divides evenly.
+    """Return the largest number of ranks per node such that each rank has a local GPU and the batch divides evenly.
 
     Returns None if there is no such number.
     """
@@ -123,7 +123,7 @@ def end_stopped_tasks(
 
     Without this, Metaflow's scheduler (the process with id `launcher`) would wait forever for a suspended task. The
     node's agent is suspended together with its task, so the job recovers from the kill as it does from a lost node.
-    Tasks that submit to AWS Batch are spared, because without them their Batch jobs would run on.
+    Tasks that submit to AWS Batch are not killed, because their Batch jobs would continue without supervision.
     """
     watched, done = StoppedProcesses(limit_seconds), done or threading.Event()
     while not done.wait(min(_LOOK_SECONDS, limit_seconds / 4)):
@@ -153,7 +153,8 @@ def train_node(flow: Any, this: Any) -> tuple[dict, str]:
     """Run one round of the step `train_node`: train on one node until the job ends or the machine is reclaimed.
 
     Returns the outcome as JSON, and the next branch of the flow: "again", "gang" or "done". A drain after a Spot notice
-    ends the round normally, and "again" repeats the step. Raises StepFailed for a failure that a new attempt may cure.
+    ends the round normally, and "again" repeats the step. Raises StepFailed for a failure that may not occur in a new
+    attempt.
     """
     flow.rounds += 1
     order = _order(flow, this)
@@ -170,7 +171,7 @@ def train_node(flow: Any, this: Any) -> tuple[dict, str]:
 
 
 def train(flow: Any, this: Any) -> dict:
-    """Run this node's agent in the gang and return the outcome as JSON. Raises StepFailed if a new attempt may help."""
+    """Run this node's agent in the gang and return the outcome as JSON. Raises StepFailed if a retry may succeed."""
     return _run_node(flow, this, _order(flow, this), node=this.parallel.node_index, main_address=this.parallel.main_ip)
 
 
@@ -202,7 +203,7 @@ def _run_node(flow: Any, this: Any, order: AttemptOrder | None, *, node: int, ma
 
 
 def _order(flow: Any, this: Any) -> AttemptOrder | None:
-    """Return where and with how many nodes the scheduler placed this attempt; None if it runs on this machine.
+    """Return the scheduler's order for this attempt: machines and number of nodes. None for a run on this machine.
 
     Raises StepFailed if no placement could be chosen for the attempt, or if the store fails.
     """

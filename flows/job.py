@@ -36,7 +36,7 @@ class Job:
     def of(cls, flow: Any, run: str) -> Job:
         """Build the job from a flow's artifacts. `run` is the id of the Metaflow run.
 
-        If queues are in several regions, set the store's region in the environment of this process and its children.
+        If the configured queues are in several regions, put the store's region into the environment of this process.
         """
         config = RunConfig.model_validate_json(json.dumps(flow.settings["config"]))
         if has_foreign_queues(config.batch) and config.cost.store_region:
@@ -57,7 +57,7 @@ class Job:
         return local_folder(self.name, self.config.store)
 
     def remember(self) -> None:
-        """Write the store's address to runs/<job>, so that commands on this machine find the job by its name."""
+        """Write the store's address into runs/<job>, so that commands on this machine find the job by its name."""
         write_atomically(self.folder / NOTE, KnownJob(self.name, self.config.store).note())
 
     def events(self, process: str) -> EventLog:

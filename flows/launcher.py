@@ -1,6 +1,6 @@
 """The launcher: the process of `run` and `resume`, which prepares and runs Metaflow.
 
-The launcher exits with the job's exit code, whereas Metaflow alone would exit with 1 after every failure.
+The launcher exits with the job's exit code. Metaflow alone would exit with 1 after every failure.
 """
 
 # Metaflow's stubs neither re-export its public names nor know the attributes that it adds at run time.
@@ -100,7 +100,7 @@ class _Launch:
                 signal.signal(number, self._leave)
 
     def claim_job(self, job: str, config: RunConfig, command: str, permits: Sequence[str] = ()) -> None:
-        """Claim the job, then record the user's permissions to continue without lost commits (`permits`).
+        """Claim the job, then record the user's permissions to continue although commits are lost (`permits`).
 
         A job without a name ("") is claimed later, once its run has an id. If the store does not answer, the launcher
         prints a message and continues without a claim. Exits with 3 if another launcher runs the job, or if the
@@ -164,7 +164,7 @@ class _Launch:
             self.claim.release()
 
     def _claim_by_run(self, run_id_file: Path) -> None:
-        """Wait until the run has an id, and claim the job that is named after it. No other launcher has this job."""
+        """Wait until the run has an id, and claim the job named after the run. No other launcher has this job."""
         assert self._unnamed is not None
         while not self._ended.wait(_RUN_ID_SECONDS):
             if run_id_file.is_file() and (run := run_id_file.read_text().strip()):
@@ -225,8 +225,8 @@ def prepare(module_name: str) -> None:
     checked configuration. For `run` and `resume`, claims the job. Does nothing if the flow file is imported instead of
     run.
 
-    Exits with 2 for a bad configuration, and with 3 if a quick check fails or another launcher runs the job. At that
-    point, the launcher has written at most the claim to the store.
+    Exits with 2 for a bad configuration, and with 3 if a quick check fails or another launcher runs the job. Until
+    then, the launcher has written nothing but the claim to the store.
     """
     if module_name != "__main__":
         return
@@ -407,7 +407,7 @@ def reorder_words(words: Sequence[str]) -> list[str]:
 
 
 def _tie_to_parent(by: signal.Signals) -> bool:
-    """Make the kernel send this task the signal `by` when its parent dies. Return False if the parent is remote.
+    """Make the kernel send this task `by` when its parent dies. Return False if the parent is on another machine.
 
     The parent is the launcher or, for the other nodes of a local run, Metaflow's control task.
     """
@@ -519,7 +519,7 @@ def _read_run_id(file: Path) -> str:
 def _job_of(flow_name: str, run_id: str, *, without: str = "no report") -> Job | None:
     """Return a run's job, read from the artifacts of its start step. If this fails, print why and return None.
 
-    The message begins with `without`, which names the consequence of the failure, such as "no report".
+    The message begins with `without`: the consequence of the failure, such as "no report".
     """
     from metaflow import Run, namespace
 
@@ -534,7 +534,7 @@ def _job_of(flow_name: str, run_id: str, *, without: str = "no report") -> Job |
 
 
 def finish_job(job: Job, code: int, started: float, *, asked: bool, width: int | None = None) -> int:
-    """Print the job's report and return the exit code. If the run died before writing a report, write it first.
+    """Print the job's report and return the exit code. If the run died before writing a report, write the report first.
 
     Args:
         code: Metaflow's exit code.
@@ -588,7 +588,7 @@ def finish_job(job: Job, code: int, started: float, *, asked: bool, width: int |
 
 
 def _completed_since(job: Job, started: float) -> bool:
-    """Return whether the job completed at `started` (Unix time) or later, and no later outcome is recorded."""
+    """Return whether the job's last recorded outcome is a completion at or after `started` (Unix time)."""
     from ebbflow.cost.ledger.generations import find_final_outcome
     from ebbflow.infra.events import read_events
 

@@ -24,10 +24,10 @@ _CARD_SECONDS = 10.0
 
 
 class LivePageWriter:
-    """Manager of the process that writes the page. It starts this process once the job has a name, and ends it.
+    """Manager of the process that writes the page: starts it as soon as the job has a name, and ends it.
 
-    After a signal, the launcher waits for all children of its main thread. It must not wait for this process, so
-    another thread starts the process and stays alive until the process has ended.
+    After a signal, the launcher waits for all children of its main thread. It must not wait for the writing process.
+    Another thread therefore starts that process, and stays alive until the process has ended.
     """
 
     def __init__(self, flow: str, job: str, config: RunConfig, run_id_file: Path, tell: Callable[[str], None]) -> None:
@@ -49,7 +49,7 @@ class LivePageWriter:
         self._thread.join()
 
     def save_card(self) -> None:
-        """Store a copy of the page as a card of the run. After an unexpected error, store no further cards."""
+        """Store a copy of the page as a card of the run. After an unexpected error, later calls store no card."""
         from ebbflow.flows.cards import save_live_card
 
         if self._page is None or not self._run_id():
@@ -124,7 +124,7 @@ def finish_page(folder: Path) -> None:
 def task_with_card(word: str, records: Path) -> str:
     """Return the pathspec `word`, with `report` replaced by `start` if the run ended before its step `report`.
 
-    The card of such a run belongs to its step `start`.
+    Such a run has only the card of its step `start`.
     """
     run, _, step = word.rpartition("/")
     if word.startswith(("/", ".")):

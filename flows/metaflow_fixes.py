@@ -88,9 +88,9 @@ def check_metadata(context: PreflightContext) -> CheckFinding:
 
 
 def _asked_service(follows: str) -> CheckFinding:
-    """Ask the metadata service for its version, and return the check's finding.
+    """Ask the metadata service for its version, and return the answer as the finding of a preflight check.
 
-    Metaflow itself would try for 15 s and print a traceback. If the service answers, the finding ends with `follows`.
+    Metaflow itself would retry for 15 s and print a traceback. If the service answers, the finding ends with `follows`.
     """
     url = metaflow_setting("METAFLOW_SERVICE_URL")
     if not url:
@@ -144,8 +144,8 @@ def drop_interrupt_advice() -> None:
 def keep_terminal_from_tasks() -> None:
     """Start each task in its own process group, so that a terminal's Ctrl-C does not reach it.
 
-    Call this in the launcher. Ctrl-C would end a starting task with a traceback. The launcher sends tasks SIGTERM
-    instead. Has no effect on a Metaflow release without the private attribute that this changes.
+    Call this in the launcher. Ctrl-C would end a starting task with a traceback. On Ctrl-C, the launcher sends SIGTERM
+    to the tasks. Has no effect on a Metaflow release without the private attribute that this changes.
     """
     from metaflow import runtime
 
@@ -189,7 +189,7 @@ def fix_task() -> None:
 
 
 def correct_node_commands(params: dict[str, Any], **_: Any) -> None:
-    """Correct the commands of the other nodes in a SubmitJob request, if Metaflow has derived them wrongly."""
+    """Correct the commands of nodes other than node 0 in a SubmitJob request, if Metaflow derived them wrongly."""
     overrides = (params.get("nodeOverrides") or {}).get("nodePropertyOverrides") or []
     if len(overrides) < 2:
         return
@@ -211,9 +211,9 @@ def complete_gang_descriptions(parsed: dict[str, Any], **_: Any) -> None:
 
 
 def node_command(main: str) -> str:
-    """Return the shell command for the other nodes, derived from node 0's command.
+    """Return the shell command for all nodes except node 0, derived from node 0's command.
 
-    All of these nodes share the command; the shell on each node inserts the node's index.
+    The command is the same for all of these nodes. The shell on each node inserts the node's index.
     """
     found = re.search(r"--task-id (\S+)", main)
     if found is None:
@@ -230,7 +230,7 @@ def node_command(main: str) -> str:
 
 
 def pass_over_missing_metadata(cli: Any) -> None:
-    """Make the submitting process ignore that a task left no metadata.
+    """Make the submitting process accept that a task has left no metadata, instead of ending with an error.
 
     `cli` is Metaflow's module for `batch step` or `kubernetes step`.
     """

@@ -37,9 +37,9 @@ _FIXED_FOR_A_JOB = ("script", "workload", "workload_options", "model", "data", "
 def check_run_options(options: list[str]) -> list[str]:
     """Check the options of `run`, and return them with --config and --set merged into one configuration as JSON.
 
-    The result lacks --from-scratch and --accept-rollback. The launcher records these permissions once it has claimed
-    the job (`parse_permits`, `give_permits`). Exits with 2 for a bad configuration, fault or job name, and with 3 if a
-    quick check forbids the run.
+    The result does not contain --from-scratch and --accept-rollback. The launcher records these permissions after it
+    has claimed the job (`parse_permits`, `give_permits`). Exits with 2 for a bad configuration, fault or job name, and
+    with 3 if a quick check forbids the run.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config", default=None)
@@ -102,7 +102,7 @@ def parse_json_option(given: str) -> Any:
 
 
 def parse_overrides(given: str) -> list[str]:
-    """Return the overrides ("key=value") in the value of one --set. Metaflow's `Runner` may pass several as JSON."""
+    """Return the overrides ("key=value") in one --set option. Metaflow's `Runner` passes several of them as JSON."""
     value = parse_json_option(given)
     if isinstance(value, dict):
         return [f"{key}={json.dumps(one)}" for key, one in value.items()]
@@ -110,7 +110,7 @@ def parse_overrides(given: str) -> list[str]:
 
 
 def add_permits(parser: argparse.ArgumentParser) -> None:
-    """Add the options with which a user lets a job continue without lost commits. Programs must not set them."""
+    """Add the options that permit a job to continue although commits are lost. Only users may set these options."""
     parser.add_argument(
         "--from-scratch", action="store_true", help="begin anew if no commit of the job can be restored"
     )
@@ -124,7 +124,7 @@ def requested_permits(known: argparse.Namespace) -> list[str]:
 
 
 def parse_permits(options: list[str]) -> tuple[list[str], list[str]]:
-    """Return the permissions that the options of `add_permits` give, and all other options."""
+    """Return the permissions that the user gave with the options of `add_permits`, and all other options."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     add_permits(parser)
     known, rest = parser.parse_known_args(options)
@@ -132,16 +132,17 @@ def parse_permits(options: list[str]) -> tuple[list[str], list[str]]:
 
 
 def give_permits(permits: Sequence[str], job: str, store: str) -> None:
-    """Record in the job's store that the user lets the job continue without lost commits. Raises InfraError.
+    """Record in the job's store that the user permits the job to continue although commits are lost.
 
     Call this only after this process has claimed the job, because a launcher without the claim must not change the job.
+    Raises InfraError.
     """
     if permits:
         record_permits(Store.open(store, request_timeout_seconds=_REQUEST_SECONDS).sub(job_prefix(job)), *permits)
 
 
 def parse_checked_options(words: list[str]) -> tuple[str, RunConfig]:
-    """Return the job's name ("" if it has none) and configuration from the result of `check_run_options`."""
+    """Return the job's name ("" if it has none) and its configuration, given the result of `check_run_options`."""
     values = dict(zip(words[0:6:2], words[1:6:2], strict=True))
     return values["--job"], RunConfig.model_validate_json(json.dumps(json.loads(values["--config"])["config"]))
 

@@ -41,7 +41,8 @@ _KUBELET_MIB, _OWN_PODS_MIB = 255 + 11 * 30 + 100, 339
 def node_selector(placement: Mapping[str, Any], nodes: str = "karpenter") -> dict[str, str]:
     """Return the node labels that select the machines of a placement (JSON).
 
-    If the placement names a zone, all nodes are in that zone. `nodes` is `kubernetes.nodes` of the configuration.
+    If the placement names a zone, all nodes are in that zone. `nodes` is the value of `kubernetes.nodes` in the
+    configuration.
     """
     label, (spot, on_demand) = _MARKET_LABELS[nodes]
     chosen = {
@@ -72,7 +73,7 @@ def pod_annotations(metrics_port: int | None) -> dict[str, str]:
 
 
 def pod_memory_mib(batch_memory_mib: int) -> int:
-    """Return the memory in MiB that a pod can request on a machine where a Batch job could get `batch_memory_mib`."""
+    """Return the MiB of memory that a pod can request on a machine that offers a Batch job `batch_memory_mib`."""
     return max(batch_memory_mib - _KUBELET_MIB - _OWN_PODS_MIB, 1024)
 
 
@@ -132,7 +133,7 @@ def _of(options: dict[str, Any], name: str) -> dict[str, str]:
 def exit_when_asked() -> None:
     """Make SIGTERM, SIGINT and SIGHUP end the submitting process through `sys.exit`.
 
-    Only then does Metaflow's `atexit` handler run, which deletes the pods. Later signals are ignored, because
+    Metaflow's `atexit` handler, which deletes the pods, runs only after `sys.exit`. Later signals are ignored, because
     interrupting that handler would leave pods behind. The launcher waits 60 s for this process.
     """
     numbers = [
@@ -154,8 +155,9 @@ def set_grace_period() -> None:
     """Give pods time for a last checkpoint between SIGTERM and SIGKILL, and pass SIGTERM on to their tasks.
 
     Call this in the submitting process. Metaflow sets the grace period to 0, and its shell, which is process 1 of the
-    container, passes no signal on. This function changes both by patching V1PodSpec, the class in the Kubernetes client
-    from which every pod is made. It also takes privileges from the pod that training does not need.
+    container, passes no signal on. This function changes the grace period and the command by patching V1PodSpec, the
+    class of the Kubernetes client from which every pod is made. It also removes privileges from the pod that training
+    does not need.
     """
     from kubernetes.client import V1PodSpec
 

@@ -34,7 +34,7 @@ def in_container() -> bool:
 def requested_backend(words: Sequence[str], plan_for: str = "batch") -> Target | None:
     """Return the backend that --with names in a command line: "batch", "kubernetes", or None for this machine.
 
-    `plan_for` is the configured `cluster.plan_for`: the backend that `--with cloud` stands for.
+    `plan_for` is the value of `cluster.plan_for`: the backend that `--with cloud` selects.
     """
     names = [value.partition(":")[0] for value in option_values(words, "--with")]
     if "local" in names or (name := next((name for name in names if name in _BACKENDS), None)) is None:
@@ -89,8 +89,8 @@ def _is_set(name: str) -> bool:
 def light_queue(config: RunConfig) -> str | None:
     """Choose the queue for the steps before and after training if the user named none, and print the reason.
 
-    The choice is among the configured queues or, if none is configured, the account's queues. Returns None if no queue
-    is found, for example because Batch does not answer; preflight then reports the cause.
+    The choice is among the configured queues. If no queues are configured, it is among the account's queues. Returns
+    None if no queue is found, for example because Batch does not answer; preflight then reports the cause.
     """
     from ebbflow.infra.batch import batch_client, declared_queues, lightest_queue, training_queues
 

@@ -1,4 +1,4 @@
-"""Writer of a job's report, called by the `report` step or, if the run died before that step, by the launcher."""
+"""Write a job's report. The step `report` calls this or, if the run died before that step, the launcher."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ebbflow.infra.program import PROJECT_ROOT
 
 
 def record_prices(job: Job) -> None:
-    """Record in the job's events how prices changed since the plan. If they are unknown, the plan's prices are used."""
+    """Record the price changes since the plan in the job's events. If they are unknown, the plan's prices apply."""
     pools: list[dict[str, Any]] = []
     for kind, plan in _paid_types(read_events(job.store)).items():
         try:
@@ -34,9 +34,10 @@ def record_prices(job: Job) -> None:
 
 
 def _paid_types(events: Sequence[Event]) -> dict[str, dict[str, Any]]:
-    """Map each instance type that the job may have paid for to the plan from which on its prices are needed.
+    """Return the plan from whose time on the prices of each instance type are needed, as {type: data of the plan}.
 
-    This is the first plan that chose the type. If no plan chose it, this is the first plan with real prices.
+    The types are those that the job may have paid for. A type's plan is the first plan that chose the type. If no plan
+    chose it, this is the first plan that is not simulated.
     """
     plans = [event.data for event in events if event.name == PLAN and event.data.get("chosen")]
     first = {plan["chosen"]["instance_type"]: plan for plan in reversed(plans)}
@@ -48,8 +49,8 @@ def _paid_types(events: Sequence[Event]) -> dict[str, dict[str, Any]]:
 def write_report(job: Job) -> tuple[RunReport, list[Event]]:
     """Build the job's report, and write it and the metrics to runs/<job>/ and the store. Return report and events.
 
-    The local files are written first, so that they exist even if the store is full. The job's entry in the job history
-    is written last; if that fails, only a message is printed.
+    The local files are written first, so that they exist even if the store is full. The job's record in the job history
+    is written last. If writing that record fails, only a message is printed.
 
     Raises:
         StoreError: the store rejected the report or did not answer.

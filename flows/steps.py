@@ -60,7 +60,7 @@ def with_queue_region(flow: Any, config: RunConfig) -> RunConfig:
 
 
 def available_queues(flow: Any, config: RunConfig) -> dict[str, QueueState] | None:
-    """Return the AWS Batch queues for training by name, or None if none is known or the job runs elsewhere.
+    """Return the AWS Batch queues for training by name; None if no queue is known or the job does not run on Batch.
 
     If Batch does not answer, which may happen in a container, return the configured queues.
     """
@@ -81,9 +81,9 @@ def read_job_history(job: Job) -> JobHistory:
 
 
 def read_progress(job: Job) -> JobProgress:
-    """Read the job's progress, so that only the remaining work is planned.
+    """Read the job's progress, which limits the plan to the remaining work.
 
-    If the progress is unknown, print why and return no progress, so that the whole job is planned.
+    If the progress is unknown, print why, and return an empty progress. The whole job is then planned.
     """
     from ebbflow.cost.errors import CostError
     from ebbflow.cost.plan.candidates import NO_PROGRESS, read_progress
@@ -109,9 +109,9 @@ class StepFailed(MetaflowException):
 
 
 def record_failure(step: Callable[[Any], T]) -> Callable[[Any], T]:
-    """Decorate a step's function so that an error is recorded as the job's outcome and ends the run with one message.
+    """Decorate a step's function: an error is recorded as the job's outcome and ends the run with one message.
 
-    Do not use this for the training steps, where a new attempt may help.
+    Do not use this decorator for the training steps, where a new attempt may succeed.
     """
 
     @functools.wraps(step)

@@ -81,7 +81,7 @@ class TrainFlow(FlowSpec):
 
     @step
     def start(self):
-        """Name the job, which can span several runs, and record its configuration."""
+        """Name the job (a job can have several runs), and record its configuration."""
         self.job = self.job_name or current.run_id
         self.config_sources = self.settings["sources"]  # source of each value: default, file:line, environment or --set
         steps.begin_job(self)
@@ -95,7 +95,7 @@ class TrainFlow(FlowSpec):
 
     @step
     def plan(self):
-        """Choose the cheapest capacity that meets the deadline, or refuse the job and name the limit it exceeds."""
+        """Choose the cheapest capacity that meets the deadline, or refuse the job and name the exceeded limit."""
         self.examined = steps.examine_workload(self)
         self.capacity = steps.plan_capacity(self)
         self.next(self.prepare)
@@ -114,13 +114,13 @@ class TrainFlow(FlowSpec):
     @retry(times=4, minutes_between_retries=0)
     @step
     def train_node(self):
-        """Train on a single node in AWS Batch. If the machine is reclaimed, repeat the step on a new one."""
+        """Train on a single node in AWS Batch. If the machine is reclaimed, repeat the step on a new machine."""
         self.gang_outcome, self.next_branch = gang.train_node(self, current)
         self.next({"again": self.train_node, "gang": self.fan_out, "done": self.report}, condition="next_branch")
 
     @step
     def fan_out(self):
-        """Start a gang of several nodes."""
+        """Start the step `train` on all nodes of the gang."""
         self.next(self.train, num_parallel=self.num_nodes)
 
     @capacity

@@ -1,12 +1,13 @@
 """Choose the queue and the machines of a job's next attempt on AWS Batch: `choose_placement`.
 
-The rule has no parameters: use Spot as long as a Spot start is safe, then on-demand to the end of the job. A Spot start
-is safe if the job can still finish on demand, within deadline and budget, should Spot fail (`cost.plan.guarantee`).
+The rule has no parameters: use Spot as long as a start on Spot is safe, then use on-demand until the job ends. A start
+on Spot is safe if the job can still finish on demand within deadline and budget after a failure of Spot
+(`cost.plan.guarantee`).
 
 AWS Batch starts a job in state RUNNABLE as soon as there is capacity, and waiting is free. An attempt therefore waits
 in the queue of a Spot pool for as long as that is safe, at most `batch.runnable_minutes`. If it has not started by
-then, the next attempt uses the cheapest Spot pool that is not known to lack capacity. If all lack capacity, it uses the
-pool that was refused longest ago.
+then, the next attempt uses the cheapest Spot pool that is not known to lack capacity. If all Spot pools lack capacity,
+it uses the pool whose refusal is the oldest.
 
 The job changes to on-demand at the last safe moment, not earlier, because waiting for Spot costs nothing until then.
 
@@ -65,7 +66,7 @@ _DEARER = 1.25
 
 @dataclass(frozen=True, kw_only=True)
 class _Choice:
-    """The chosen pool and the limits of the attempt. If `wait_hours` is None, `batch.runnable_minutes` applies."""
+    """The chosen pool and the limits of the attempt. `wait_hours` None means the limit `batch.runnable_minutes`."""
 
     offer: QueueOffer
     reason: str
@@ -117,7 +118,7 @@ def choose_placement(
 def _apply_rule(
     config: RunConfig, plan: Plan, found: Sequence[QueueOffer], history: AttemptHistory, now_utc: float
 ) -> _Choice:
-    """Choose a reservation if it costs no more than the choice of `_spot_or_on_demand`, else return that choice."""
+    """Choose a reservation if it costs no more than the choice of `_spot_or_on_demand`; else make that choice."""
     plain = [one for one in found if one.candidate.reservation is None]
     choice = _spot_or_on_demand(config, plan, plain or found, history, now_utc)
     refused = _refused_lately(history)
@@ -140,7 +141,7 @@ def _spot_or_on_demand(
 ) -> _Choice:
     """Choose Spot while a Spot start is safe, else on-demand.
 
-    Without an on-demand pool or without a deadline, choose Spot if there is a Spot pool.
+    If there is no on-demand pool or no deadline, always choose Spot, provided that there is a Spot pool.
     """
     spots, last_end = [one for one in found if one.is_spot], _last_end(history)
     on_demand = _fallback_offers(found, history)
@@ -185,7 +186,7 @@ RULE = "spot_first"
 def _in_order(spots: Sequence[QueueOffer], history: AttemptHistory) -> list[QueueOffer]:
     """Sort Spot offers. Pools that are not known to lack capacity come first, in the plan's order.
 
-    Then come the pools whose last attempt got no capacity or was reclaimed, the oldest such attempt first.
+    The other pools follow: those whose last attempt got no capacity or was reclaimed, the oldest attempt first.
     """
 
     def gone(offer: QueueOffer) -> float:
@@ -198,7 +199,7 @@ def _in_order(spots: Sequence[QueueOffer], history: AttemptHistory) -> list[Queu
 def _fallback_offers(found: Sequence[QueueOffer], history: AttemptHistory) -> list[QueueOffer]:
     """Return the on-demand offers in the plan's order, without pools that lacked capacity in the latest attempts.
 
-    If all of them lacked capacity, return all on-demand offers.
+    If every on-demand pool lacked capacity, return all on-demand offers.
     """
     refused = _refused_lately(history)
     all_of_them = [offer for offer in found if not offer.is_spot]
@@ -206,7 +207,7 @@ def _fallback_offers(found: Sequence[QueueOffer], history: AttemptHistory) -> li
 
 
 def _refused_lately(history: AttemptHistory) -> set[str]:
-    """Return the pools that lacked capacity in the latest attempts, up to the last one that started."""
+    """Return the pools of the attempts that got no capacity since the last attempt that started."""
     latest = itertools.takewhile(lambda attempt: attempt.refused, reversed(history.attempts))
     return {attempt.placement.pool for attempt in latest}
 
@@ -256,9 +257,10 @@ _WALL_TIMES, _WALL_AT_LEAST_SECONDS = 4, 5 * 24 * 3600
 
 
 def wall_seconds(config: RunConfig, plan: Plan, offer: QueueOffer, now_utc: float) -> int:
-    """Return the time limit of an attempt: the most paid seconds within budget and deadline.
+    """Return the time limit of an attempt in seconds, given by budget, deadline and the end of a reservation.
 
-    The job itself normally stops earlier, because it keeps a reserve for its last checkpoint.
+    If none of these is set, the limit is a multiple of the expected duration. The job itself normally stops before the
+    limit, because it keeps a reserve for its last checkpoint.
     """
     one, limits = offer.candidate, []
     if plan.budget_usd is not None and one.gang_usd_per_hour > 0:
@@ -274,7 +276,7 @@ def wall_seconds(config: RunConfig, plan: Plan, offer: QueueOffer, now_utc: floa
 
 
 def _after_a_bug(found: tuple[QueueOffer, ...], history: AttemptHistory) -> _Choice | None:
-    """If the user's code ended the last attempt, choose the same pool again, or one that costs no more.
+    """If the user's code ended the last attempt, choose the same pool again, or a pool that costs no more.
 
     Returns:
         None if the last attempt ended for another reason.
@@ -308,7 +310,7 @@ def _after_a_bug(found: tuple[QueueOffer, ...], history: AttemptHistory) -> _Cho
 
 
 def _last_end(history: AttemptHistory) -> str:
-    """Describe how the last attempt ended. The text precedes the reason for the next placement."""
+    """Describe how the last attempt ended. The result is placed before the reason for the next placement."""
     last = history.last
     if last is None:
         return ""

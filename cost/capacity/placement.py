@@ -33,11 +33,11 @@ class Placement:
         queue: Name or ARN of the queue.
         market: "spot" or "on_demand".
         region, zone: Region and zone of the price; AWS Batch chooses the actual zone.
-        cpu, gpu, memory_mib: Resources requested per node, which fill one instance.
+        cpu, gpu, memory_mib: Resources requested per node: all that one instance has.
         wall_seconds: Time limit after which AWS Batch ends the attempt: the most paid seconds within budget and
             deadline, at least 60.
-        runnable_seconds: Longest wait for capacity, after which another placement is chosen.
-        usd_per_hour: Price of one node in the plan.
+        runnable_seconds: Longest wait for capacity. After it, the next attempt gets a new placement.
+        usd_per_hour: The plan's price of one node per hour.
         quoted_usd_per_hour: The same price as exact decimal text, from which bills are computed.
         expected_hours, expected_usd: The plan's forecast for the rest of the job if it stays in this pool.
         reason: Reason for this choice, as one line of text.
@@ -134,7 +134,7 @@ def _is_of(one: Candidate, placement: Placement) -> bool:
 class QueueOffer:
     """A pool, and an AWS Batch queue that can run it.
 
-    AWS Batch chooses the zone. The offer therefore has the pool of the cheapest zone, which represents all zones.
+    AWS Batch chooses the zone. The offer's pool is therefore that of the cheapest zone, on behalf of all zones.
     """
 
     candidate: Candidate
@@ -189,8 +189,8 @@ def explain_no_offer(
 ) -> str:
     """Explain for each queue why it cannot run any pool of the plan.
 
-    Each explanation uses one pool as an example: the cheapest pool with the queue's market and instance types. If the
-    plan has none, it is the cheapest pool with the queue's market, else the cheapest pool of the plan.
+    Each explanation uses one pool as an example. This is the cheapest pool with the queue's market and instance types.
+    If the plan has no such pool, it is the cheapest pool with the queue's market, else the cheapest pool of the plan.
     """
     if not queues:
         return "the account has no queue that training may go to"
@@ -229,13 +229,13 @@ class PastAttempt:
 
     Attributes:
         cause: Why the attempt ended according to AWS Batch, corrected by the agents' events. An attempt that ended
-            after a reclaim notice counts as reclaimed. A failure counts as the user's code only if the agents report
-            the same or no cause.
+            after a reclaim notice counts as reclaimed. A failure is attributed to the user's code only if no agent
+            reports another cause.
         reason: AWS Batch's text about the end, or "".
         run: Metaflow run that placed the attempt.
         after_generation: Newest generation (start of the ranks) that was recorded when the attempt was placed. Newer
-            generations belong to this or to later attempts. Times cannot show this order, because clocks may differ
-            by minutes.
+            generations belong to this or to later attempts. Times cannot show this order, because clocks may differ by
+            minutes.
     """
 
     placement: Placement
@@ -251,12 +251,12 @@ class PastAttempt:
 
     @property
     def refused(self) -> bool:
-        """Whether the attempt never started, because its pool had no capacity within the allowed wait."""
+        """Whether the attempt never started because its pool had no capacity within the allowed time."""
         return self.cause == NEVER_STARTED or (self.cause == TERMINATED and self.started_utc is None)
 
     @property
     def ended_utc(self) -> float:
-        """Unix time of the attempt's end; if it is unknown, the latest known time of the attempt."""
+        """Unix time of the attempt's end. If the end is unknown, this is the latest known time of the attempt."""
         known = (self.placed_utc, self.created_utc, self.started_utc, self.stopped_utc)
         return max(moment for moment in known if moment is not None)
 
@@ -290,9 +290,9 @@ def batch_attempt_data(attempt: BatchAttempt, placement: Placement | None) -> di
 def read_attempts(events: Sequence[Event]) -> AttemptHistory:
     """Read a job's attempts from its events, in any order.
 
-    How an attempt ended is read from the newest `batch_attempt` event of the AWS Batch job that was submitted for it.
-    If no event records the submission, the job of the first `batch_attempt` event between this placement and the next
-    is used. Unreadable placements are skipped.
+    The end of an attempt is read from the newest `batch_attempt` event of its AWS Batch job. If no event records which
+    job was submitted, it is the job of the first `batch_attempt` event before the next placement. Unreadable placements
+    are skipped.
     """
     ordered = sorted(events, key=lambda event: (event.t_wall, event.t_mono))
     agents = _causes_from_agents(ordered)
@@ -348,9 +348,9 @@ def _with_end(attempt: PastAttempt, job_id: str, data: Mapping[str, Any], better
 
 
 def _causes_from_agents(events: Sequence[Event]) -> dict[str, str]:
-    """Return the causes of an attempt's end that only the agents' events show, by AWS Batch job id.
+    """Return the causes of ends that only the agents' events show, as {AWS Batch job id: cause}.
 
-    The events show reclaim notices, and whether the user's code ended the last generation of the AWS Batch job.
+    Such causes are a reclaim notice, and an error of the user's code that ended the job's last generation.
     """
     jobs: dict[int, set[str]] = {}
     for event in events:

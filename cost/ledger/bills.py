@@ -1,8 +1,8 @@
 """Compute the cost of each node: its price per hour, integrated over its paid time.
 
 Nodes of one gang may share an instance, such as pods that Kubernetes packs onto one machine. At each moment the price
-is then divided by the number of this job's nodes on the instance. Other jobs on the same instance are unknown to this
-job's event log, so they do not reduce its share.
+is then divided by the number of this job's nodes on the instance. The event log does not show other jobs on the same
+instance, so these do not reduce the job's share.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class NodeBill:
     """Cost of one node of one generation.
 
     Attributes:
-        sharers: Number of the job's nodes on the instance over time; empty if the node was always alone there.
-        extras: Paid time of the instance that the node's agent did not record (`cost.ledger.instances`).
+        sharers: Number of the job's nodes on the instance over time; empty if this node was always the only one.
+        extras: Paid time of the instance that this node's agent did not record (`cost.ledger.instances`).
         usd: Exact dollars, including the extras.
         job: The Batch job that the node was part of, if Batch reported it.
     """
@@ -75,7 +75,7 @@ class NodeBill:
 
 @dataclass(frozen=True, kw_only=True)
 class UnreportedBill:
-    """Cost of a node of a Batch job, if the node recorded no event. All of its time counts as start-up."""
+    """Cost of a Batch job's node that recorded no event. All of the node's time counts as start-up."""
 
     job: BatchJob
     node: int
@@ -134,9 +134,9 @@ def compute_bills(events: Sequence[Event], generations: Mapping[int, RecordedGen
 def merge_batch_status(
     generations: Mapping[int, RecordedGeneration], bills: Sequence[NodeBill]
 ) -> dict[int, RecordedGeneration]:
-    """Return the generations, with AWS Batch's reason for the end where no event records a reason.
+    """Return the generations. If no event records why a generation ended, use the reason that AWS Batch reports.
 
-    Batch's reason is used only if it reports that the generation's Batch job was reclaimed or terminated.
+    AWS Batch's reason is used only if it is "reclaimed" or "terminated".
     """
     causes = {bill.node.generation: bill.job.cause for bill in bills if bill.job is not None}
     return {
@@ -178,7 +178,7 @@ def start_micros(node: NodeTime) -> int:
 
 
 def _weigh_classes(rank: RankTime, curve: PriceCurve, start: int) -> dict[LedgerClass, Decimal]:
-    """Return the weight of each class in a rank's cost: its microseconds, times the mean price during them."""
+    """Return the weight of each class in a rank's cost: the class's microseconds × the mean price in that time."""
     spent: dict[LedgerClass, Decimal] = {}
     micros: dict[LedgerClass, int] = {}
     for span in [*rank.spans, *_find_gaps(rank)]:
@@ -215,7 +215,8 @@ def count_sharers(nodes: Sequence[NodeTime]) -> dict[int, SharerCounts]:
     """Count the job's nodes on each instance over time.
 
     Returns:
-        The counts by `id()` of the `NodeTime`. Nodes that were always alone on their instance are left out.
+        A dictionary from the `id()` of a `NodeTime` to the counts. Nodes that were always alone on their instance are
+        left out.
     """
     found: dict[int, SharerCounts] = {}
     for mine in group_by_instance(nodes).values():
@@ -232,7 +233,7 @@ def count_sharers(nodes: Sequence[NodeTime]) -> dict[int, SharerCounts]:
 def divide_price(curve: PriceCurve, sharers: SharerCounts) -> PriceCurve:
     """Divide the price at each moment by the number of nodes that share the instance at that moment.
 
-    Before the first entry of `sharers` the price is not divided.
+    Before the first time in `sharers` the price is not divided.
     """
     if not sharers:
         return curve

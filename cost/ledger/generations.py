@@ -45,8 +45,8 @@ class RecordedGeneration:
         user_code: Whether an error in the user's program ended it.
         planned: Whether it ended as intended (completed, budget, deadline, …).
         running: Whether it is still running.
-        kept: Range (after, up to) of the steps that are part of the final weights: those above the first number, up to
-            and including the second. All other steps of the generation were discarded.
+        kept: Pair (after, last) of step numbers. The steps after the first number, up to and including the second, are
+            part of the final weights. All other steps of the generation were discarded.
     """
 
     number: int
@@ -73,8 +73,8 @@ def read_generations(events: Sequence[Event], *, running: bool = False) -> dict[
     """Return all generations by number, oldest first.
 
     Args:
-        running: Whether the job is still running. If so, a newest generation without a recorded end does not count as
-            interrupted, and its steps after the last commit count as kept.
+        running: Whether the job is still running. If so, the newest generation does not count as interrupted if its end
+            is not recorded, and its steps after the last commit do not count as discarded.
     """
     by_number: dict[int, list[Event]] = {}
     for event in events:
@@ -91,8 +91,8 @@ def read_generations(events: Sequence[Event], *, running: bool = False) -> dict[
 def find_final_outcome(events: Sequence[Event]) -> Event | None:
     """Find the `outcome` event that applies to the job; None if there is none.
 
-    This is the last `outcome` event of the newest generation, or a later one that Metaflow's flow wrote. A completed
-    job stays completed if preflight refuses a later run of it (`find_later_refusal`).
+    This is the last `outcome` event of the newest generation, or a later `outcome` event from a step of the flow. A
+    completed job stays completed if preflight refuses a later run of it (`find_later_refusal`).
     """
     outcomes = _final_outcomes(events)
     acted = [event for event in outcomes if event.data.get("outcome") not in _REFUSED]
@@ -143,10 +143,10 @@ def _generation(number: int, events: list[Event], running: bool, kept: tuple[flo
 
 
 def _find_kept_steps(by_number: dict[int, list[Event]], running: bool) -> dict[int, tuple[float, float]]:
-    """Return the range (after, up to) of kept steps by generation.
+    """Return the steps that are part of the final weights, as {generation: `RecordedGeneration.kept`}.
 
-    The kept steps belong to the newest generation, to the generation that wrote its parent commit, and so on back to
-    the job's first start. The steps of all other generations were discarded.
+    These steps belong to the newest generation, to the generation that wrote its parent commit, and so on back to the
+    job's first start. The steps of all other generations were discarded.
     """
     kept: dict[int, tuple[float, float]] = {}
     if not by_number:
@@ -162,7 +162,10 @@ def _find_kept_steps(by_number: dict[int, list[Event]], running: bool) -> dict[i
 
 
 def _find_last_kept_step(events: list[Event], running: bool) -> float:
-    """Return the step of the newest generation's last commit; infinity if the generation completed or is running."""
+    """Return the last step of the newest generation that is part of the final weights.
+
+    This is the step of the generation's last commit; infinity if the generation completed or is running.
+    """
     outcome = _last(events, OUTCOME)
     ended = _last(events, GENERATION_ENDED)
     completed = outcome is not None and outcome.data.get("outcome") == Outcome.COMPLETED
@@ -174,7 +177,7 @@ def _find_last_kept_step(events: list[Event], running: bool) -> float:
 
 
 def _find_parent_step(events: list[Event]) -> int:
-    """Return the step that the generation restored. It may be older than planned, if a newer commit was corrupt."""
+    """Return the step that the generation restored. If newer commits were corrupt, this step is older than planned."""
     restored = _last(events, RESTORE)
     if restored is not None and restored.step is not None:
         return restored.step
@@ -212,7 +215,7 @@ def _last(events: list[Event], name: str) -> Event | None:
 
 
 def proves_generation(event: Event) -> bool:
-    """Return whether the event alone proves that its generation started. Heartbeats of a node and its end do not."""
+    """Return whether the event alone proves that its generation started. A node's heartbeats and its end do not."""
     return event.rank >= 0 or event.name in (GENERATION_STARTED, GENERATION_ENDED, NODE_STARTED)
 
 

@@ -38,10 +38,10 @@ _CANDIDATE_KEYS = ("instance_type", "market", "region", "zone", "usd_per_hour", 
 
 @dataclass(frozen=True, kw_only=True)
 class ExtraTime:
-    """Paid time of an instance that none of its nodes recorded.
+    """Paid time of an instance that no agent of its nodes recorded.
 
     Attributes:
-        node: The node to whose ranks the time is charged, at the node's price.
+        node: The node whose ranks pay for the time, at the price of this node.
         start: Unix seconds.
     """
 
@@ -81,9 +81,9 @@ class BatchJob:
         nodes: Number of nodes.
         ranks: Ranks per node.
         started, stopped: Unix seconds at which the main node started and stopped, by Batch's clock.
-        cause: Why the job ended, such as "reclaimed"; "ended" if it ended by itself.
-        placed_wall: Unix time of the submission if recorded, else of the job's creation or start.
-        candidate: The pool in which the job was placed, as JSON like a candidate of a plan; empty if unknown.
+        cause: Why the job ended, such as "reclaimed"; "ended" if nothing outside the job ended it.
+        placed_wall: Unix time of the job's submission; if that is not recorded, of its creation or start.
+        candidate: The pool in which the job was placed, in the JSON form of a plan's candidate; empty if unknown.
         node_times: (started, stopped) by node, for the nodes whose times Batch reported.
     """
 
@@ -125,8 +125,8 @@ def find_instance_extras(nodes: Sequence[NodeTime], stays: Mapping[int, PaidStay
     """Find idle pauses and minimum charges of instances. Nodes without an instance id are ignored.
 
     Args:
-        stays: Paid time of the nodes of Batch jobs, by the `id()` of the `NodeTime`. This function reports none of
-            that time as idle, because `find_batch_extras` does.
+        stays: Paid time of the nodes of Batch jobs, by the `id()` of the `NodeTime`. This function does not report
+            pauses in that time, because `find_batch_extras` reports them.
     """
     found = []
 
@@ -174,7 +174,8 @@ def read_batch_jobs(events: Sequence[Event]) -> dict[str, BatchJob]:
 def group_nodes_by_job(nodes: Sequence[NodeTime], jobs: Mapping[str, BatchJob]) -> dict[str, list[NodeTime]]:
     """Group nodes by the id of the Batch job in which they ran.
 
-    If a node did not record the id, it is assigned to the Batch job whose time overlaps most with its own.
+    A node that did not record the id is assigned to the Batch job whose running time overlaps most with that of the
+    node.
     """
     found: dict[str, list[NodeTime]] = {job_id: [] for job_id in jobs}
     for node in nodes:
@@ -191,7 +192,7 @@ def find_batch_extras(
 ) -> list[ExtraTime]:
     """Find the paid time of Batch jobs that their nodes did not record.
 
-    It consists of lead, pauses and tail, as defined in the module's docstring.
+    This time consists of lead, pauses and tail, as defined in the module's docstring.
 
     Args:
         reported: The nodes that recorded events, by job id (`group_nodes_by_job`).

@@ -6,8 +6,8 @@ start-up. Time after its last event is an interruption, or shutdown if the gener
 interval is `unattributed`. The price of the node at each moment (`cost.ledger.pricing`), divided by its ranks, gives
 the dollars. The dollars are exact at those prices, but AWS may invoice a different amount.
 
-The same seconds and dollars are also summed by cause. An interruption then includes the start-up and the redone steps
-that it made necessary.
+The same seconds and dollars are also summed by cause. In that sum, an interruption includes the start-up and the redone
+steps that it made necessary.
 
 Like the events, the ledger is append-only: later events add to it, and can only turn completed steps into redone ones.
 """
@@ -49,7 +49,7 @@ _CAUSES = {
 
 @dataclass(frozen=True, kw_only=True)
 class LedgerLine:
-    """Paid time and dollars of one `LedgerClass`. `kind` is "measured", or "estimated" if some time was inferred."""
+    """Paid time and dollars of one `LedgerClass`. `kind` is "estimated" if some time was inferred, else "measured"."""
 
     ledger_class: LedgerClass
     rank_microseconds: int
@@ -75,8 +75,9 @@ class Ledger:
     """Paid time and dollars of a job. The seconds and dollars of the lines sum to the totals exactly.
 
     Attributes:
-        lines: Every class with any time, in the order of `LedgerClass`.
-        price_kind: "recorded …", "estimated …", "simulated" (a local run with assumed prices) or "unpriced" (no plan).
+        lines: One line for each class that has any time, in the order of `LedgerClass`.
+        price_kind: Source of the prices: "recorded …", "estimated …", "simulated" (a local run with assumed prices) or
+            "unpriced" (no plan).
         useful_on_demand_usd: Cost of the useful step time at the on-demand price of the same nodes; None if unknown.
         causes: The same seconds and dollars, divided by cause.
         cells: The same seconds and dollars, divided by cause and class.
@@ -149,7 +150,8 @@ def fold(events: Sequence[Event], *, running: bool = False) -> Ledger:
 def compute_spent_usd(events: Sequence[Event]) -> float:
     """Compute the dollars that the job has cost so far, so that its next attempt spends only the rest of the budget.
 
-    The sum uses only the paid time of nodes. Unlike `fold`, it therefore tolerates contradictory intervals of a rank.
+    The result depends only on the paid time of nodes. Unlike `fold`, this function therefore accepts contradictory
+    intervals of a rank.
     """
     ordered = sorted(events, key=lambda event: (event.t_wall, event.t_mono))
     bills = compute_bills(ordered, read_generations(ordered))
@@ -159,7 +161,7 @@ def compute_spent_usd(events: Sequence[Event]) -> float:
 def last_notified_threshold(events: Sequence[Event], budget_usd: float | None) -> float:
     """Return the highest share of the budget (0 to 1) for which the job sent a notification; 0 if it sent none.
 
-    Only `budget` events with the same budget count, so that notifications start anew after a change of the budget.
+    Only `budget` events with the current budget count, so notifications start anew after a change of the budget.
     """
     reported = [event.data for event in events if event.name == BUDGET]
     return max((data["threshold"] for data in reported if data.get("budget_usd") == budget_usd), default=0.0)
@@ -215,7 +217,7 @@ class _Sums:
 
 
 def _find_start_causes(generations: Mapping[int, RecordedGeneration]) -> dict[int, str]:
-    """Return, for each generation, a text that names the interruption that made its start necessary.
+    """Return one text per generation, which names the interruption that made the generation's start necessary.
 
     The text is empty for the first generation, and after a generation that ended as planned.
     """

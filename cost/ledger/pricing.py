@@ -1,4 +1,4 @@
-"""Price of each node at each moment, from a job's events: the plan's quote, then the recorded price changes."""
+"""Price of each node at each moment, from a job's events: first the plan's quote, then the recorded price changes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class PriceCurve:
     def of(cls, first: Decimal, changes: Iterable[tuple[float, Decimal]] = ()) -> PriceCurve:
         """Make a curve from price changes (Unix seconds, dollars per hour) in any order.
 
-        If several changes have the same time, the last one listed applies.
+        If several changes have the same time, the last of them in the list applies.
         """
         by_time = {round(at * MICRO): usd for at, usd in changes}
         return cls(first, tuple(sorted(by_time.items())))
@@ -70,7 +70,7 @@ class PriceCurve:
 
 @dataclass(frozen=True, kw_only=True)
 class PoolName:
-    """Capacity pool to which a price belongs. `place` is a zone (id or name) or a region; empty means anywhere."""
+    """Capacity pool to which a price applies. `place` is a zone id, a zone name or a region; empty means any place."""
 
     instance_type: str
     market: str
@@ -124,12 +124,12 @@ class Pricing:
         return cls(plans, {pool: tuple(changes) for pool, changes in history.items()})
 
     def price_node(self, node: NodeTime, job: BatchJob | None = None) -> NodePrice:
-        """Return the price of a node, from the last plan before its start or the first plan if all plans are later.
+        """Return the price of a node from the last plan before its start. If all plans are later, use the first plan.
 
         If the machine reports a zone, type or market that differs from the plan, the node gets the price of the
         reported pool. This price comes from recorded price changes, else from the plan's quotes for other pools. If
-        neither exists, the node gets the planned price, and `kind` says so. A simulated run always has the planned
-        price.
+        neither exists, the node gets the planned price, and `NodePrice.kind` says so. A simulated run always has the
+        planned price.
 
         Args:
             job: The node's Batch job; None if unknown. If it is given, the pool in which the job was placed counts as
@@ -164,7 +164,7 @@ class Pricing:
         )
 
     def _find_plan(self, at: float, job: BatchJob | None) -> dict[str, Any] | None:
-        """Return the plan that prices a node: the last one made at or before `at`, else the first one."""
+        """Return the plan that prices a node: the last plan made at or before `at`, else the first plan."""
         before = [event for event in self.plans if event.t_wall <= at] or self.plans[:1]
         plan = before[-1].data if before else None
         if job is None or job.quote is None:
@@ -180,7 +180,7 @@ class Pricing:
         return {**plan, "chosen": {**chosen, **job.candidate, "on_demand_usd_per_hour": usual}}
 
     def _find_recorded_pool(self, machine: Mapping[str, Any], planned: PoolName) -> PoolName:
-        """Return the pool of the machine if price changes of that pool were recorded, else the planned pool."""
+        """Return the pool that the machine reported if its price changes were recorded, else the planned pool."""
         for place in (machine.get("zone_id"), machine.get("zone"), planned.place):
             actual = _find_actual_pool(machine, planned, place or "")
             if self.history.get(actual):
@@ -196,7 +196,7 @@ def _find_actual_pool(machine: Mapping[str, Any], planned: PoolName, place: str)
 def _price_without_changes(
     machine: Mapping[str, Any], plan: Mapping[str, Any], kind: str
 ) -> tuple[Decimal, PoolName, str]:
-    """Return (price, pool, price kind) of a machine for whose pool no price changes were recorded.
+    """Return (price, pool, price kind) of a machine if no price changes of its pool were recorded.
 
     The price is one of the plan's quotes. An on-demand machine never gets a spot price, nor a spot machine an on-demand
     price.
@@ -241,7 +241,7 @@ def _find_other_zone(machine: Mapping[str, Any], chosen: Mapping[str, Any]) -> s
 
 
 def _is_alike(candidate: Mapping[str, Any], pool: PoolName, plan: Mapping[str, Any]) -> bool:
-    """Return whether a candidate has the type and market of `pool` and the region of the pool that the plan chose."""
+    """Return whether a candidate has the type and market of `pool`, and is in the region of the plan's chosen pool."""
     other = parse_pool(candidate)
     same = (other.instance_type, other.market) == (pool.instance_type, pool.market)
     return same and candidate.get("region") == plan["chosen"].get("region")
@@ -261,7 +261,7 @@ def _find_on_demand_usd(plan: Mapping[str, Any], instance_type: str) -> Decimal 
 
 
 def parse_pool(candidate: Mapping[str, Any]) -> PoolName:
-    """Read the pool from a candidate of a plan or an entry of a `prices` event (JSON values)."""
+    """Read the pool from a candidate of a plan, or from an element of a `prices` event's list (JSON values)."""
     place = candidate.get("zone") or candidate.get("region") or ""
     return PoolName(instance_type=candidate["instance_type"], market=str(candidate["market"]), place=place)
 

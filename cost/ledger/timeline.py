@@ -1,7 +1,7 @@
 """Compute paid time from events: how long each node was paid for, and what each of its ranks did with that time.
 
 All times within a node come from its monotonic clock, so that corrections of the wall clock do not matter. Seconds are
-converted to whole microseconds at once, so that every later sum is exact.
+converted to whole microseconds before any calculation, so that every sum is exact.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class RankTime:
     """Paid time of one rank in one generation.
 
     Attributes:
-        paid: All of its paid microseconds.
+        paid: All paid microseconds of the rank.
         classes: Microseconds by class; they sum to `paid`.
-        estimated: The classes that were inferred and not measured.
-        spans: The same time as a list of intervals, for prices that change over time.
+        estimated: The classes whose time was inferred, not measured.
+        spans: The same time as a list of intervals, so that it can be priced if the price changes over time.
     """
 
     rank: int
@@ -63,7 +63,7 @@ class NodeTime:
     Attributes:
         started_wall: Unix time of the start.
         start, end: Seconds by the node's monotonic clock.
-        measured: Whether the end was recorded.
+        measured: Whether an event recorded the node's end.
         ranks: Numbers of the ranks on the node.
         events: The events of each rank.
         machine: Facts about the machine such as instance_id and zone (`infra.instance`), as far as known.
@@ -101,9 +101,10 @@ class NodeTime:
 def read_paid_nodes(events: Sequence[Event]) -> list[NodeTime]:
     """Read every node that was paid for, with the events of its ranks.
 
-    A node ends with its `node_ended` event. If that is missing, it is billed to its last heartbeat or the last event of
-    its ranks, whichever is later. Ranks without an agent are billed from the start of their process to their last
-    event. If `node_started` is missing, the start follows from the agent's other events, else from the first rank.
+    A node ends with its `node_ended` event. If that event is missing, the node is billed to its last heartbeat or the
+    last event of its ranks, whichever is later. Ranks without an agent are billed from the start of their process to
+    their last event. If `node_started` is missing, the start follows from the agent's other events, else from the first
+    rank.
     """
     grouped: dict[tuple[str, int, int, int], list[Event]] = {}
     numbers = {event.generation for event in events if proves_generation(event)}
@@ -166,8 +167,8 @@ def _node(events: list[Event]) -> NodeTime | None:
 def _infer_start(events: Sequence[Event], by_rank: Mapping[int, list[Event]]) -> tuple[float, float] | None:
     """Infer the start of a node without a `node_started` event, as monotonic and Unix seconds.
 
-    Heartbeats and `node_ended` events contain the seconds since the start. Without them, the node is assumed to have
-    started with its first rank. Return None if no rank recorded an interval either.
+    Heartbeats and `node_ended` events contain the seconds since the start. If there are none, the node is assumed to
+    have started with its first rank. Return None if no rank recorded an interval.
     """
     counting = [event for event in events if event.name in (NODE_HEARTBEAT, NODE_ENDED) and "seconds" in event.data]
     starts = [(event.t_mono - float(event.data["seconds"]), event) for event in counting]
@@ -250,8 +251,8 @@ def _seconds(event: Event) -> dict[LedgerClass, float]:
 def _clip_seconds(event: Event, node: NodeTime, generation: RecordedGeneration) -> Mapping[LedgerClass, float]:
     """Return the event's seconds by class, without the part that is outside the node's paid time.
 
-    Step time is useful only if the step completed and is in the final weights. Otherwise it is moved to a class such as
-    redone steps.
+    Step time is useful only if the step completed and is in the final weights. Otherwise its time is moved to a class
+    such as redone steps.
     """
     seconds = _seconds(event)
     outside = max(0.0, node.start - (event.t_mono - sum(seconds.values()))) + max(0.0, event.t_mono - node.end)
@@ -289,8 +290,8 @@ def _classify_incomplete_step(generation: RecordedGeneration) -> LedgerClass:
 def _balance(classes: dict[LedgerClass, int], paid: int, where: str) -> None:
     """Change `classes` so that they sum to the paid time.
 
-    A gap is added as unattributed time. A small excess is subtracted from the largest class; a larger one raises
-    LedgerError, whose message begins with `where`.
+    A gap is added as unattributed time. A small excess is subtracted from the largest class; a larger excess raises a
+    LedgerError whose message begins with `where`.
     """
     rest = paid - sum(classes.values())
     if rest >= 0:

@@ -1,7 +1,7 @@
 """Check every pool that a configuration allows. Each becomes a `Candidate` with its expected cost, or a `Rejection`.
 
 A pool is an instance type × number of nodes × market × zone. GPU, memory and batch size are checked once per instance
-type and number of nodes; prices and hazards (expected interruptions per hour) are checked for each zone or region.
+type and number of nodes. Prices and hazards (expected interruptions per hour) are checked once per zone or region.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ NO_PROGRESS = JobProgress()
 def read_progress(events: Sequence[Event], *, run: str = "") -> JobProgress:
     """Compute a job's progress from its events, in any order. Raises LedgerError if they contradict each other.
 
-    The deadline counts from the first plan of a run. It is the run whose ranks started first or, if no ranks have
-    started yet, `run`.
+    The deadline counts from the first plan of the run whose ranks started first. If no ranks have started yet, it
+    counts from the first plan of `run`.
     """
     ordered = sorted(events, key=lambda event: (event.t_wall, event.t_mono))
     generations = read_generations(ordered)
@@ -120,8 +120,8 @@ class PlanInputs:
 
     Attributes:
         now_utc: Unix time of the plan and of its prices.
-        queues: AWS Batch queues by name. A pool that none of them can run is rejected. None if the job uses no queues,
-            or if they are unknown; no pool is then rejected for its queue.
+        queues: AWS Batch queues by name. A pool that none of them can run is rejected. None means that the job uses no
+            queues or that they are unknown; then no pool is rejected for lack of a queue.
         evidence: Reservations of the account, Capacity Blocks for sale, and Spot placement scores.
     """
 
@@ -137,7 +137,7 @@ class PlanInputs:
     evidence: CapacityEvidence = field(default_factory=CapacityEvidence)
 
     def held(self, pool: Pool) -> list[Reservation]:
-        """Return the reservations that match the pool's instance type and region (if set); none for a Spot pool."""
+        """Return the account's reservations of the pool's instance type and, if set, region; none for a Spot pool."""
         found = self.evidence.held if pool.market == "on_demand" else ()
         return [one for one in found if one.instance_type == pool.instance_type and pool.region in (None, one.region)]
 
@@ -174,7 +174,7 @@ def feasible_pools(config: RunConfig, sources: PlanInputs) -> Iterator[Candidate
 
 
 def _sizes(config: RunConfig, catalogue: Catalogue) -> Iterator[tuple[Pool, InstanceType]]:
-    """Yield a pool without a region, and its instance type, for each allowed type, number of nodes and market."""
+    """Yield one (pool, instance type) pair per allowed type, number of nodes and market. Pools have no region yet."""
     cluster = config.cluster
     most = max(AUTO_NODES) if cluster.max_nodes is None else cluster.max_nodes
     tried = [nodes for nodes in AUTO_NODES if nodes <= most]
@@ -257,7 +257,7 @@ def _judge_reservation(
 
 
 def judge_blocks(config: RunConfig, sources: PlanInputs) -> Iterator[Candidate]:
-    """Yield a candidate, at the price of the whole block, for each Capacity Block for sale that can run the job."""
+    """Yield one candidate per Capacity Block for sale that can run the job, at the price of the whole block."""
     free = config.model_copy(update={"cluster": config.cluster.model_copy(update={"plan_for": "batch"})})
     sale = replace(sources, evidence=replace(sources.evidence, held=sources.evidence.blocks), queues=None)
     if sources.evidence.blocks:
@@ -265,7 +265,7 @@ def judge_blocks(config: RunConfig, sources: PlanInputs) -> Iterator[Candidate]:
 
 
 def _hazard(sources: PlanInputs, pool: Pool, kind: InstanceType) -> PoolHazard | None:
-    """Estimate the pool's interruptions per hour. Return None for a spot pool that the spot advisor does not list."""
+    """Estimate the pool's interruptions per hour. Return None for a Spot pool that the spot advisor does not list."""
     failures = FAILURES_PER_GPU_HOUR * pool.ranks
     if pool.market != "spot":
         return PoolHazard(reclaims=None, failures_per_hour=failures, kind="estimated: machine failures as published")
@@ -286,7 +286,8 @@ def _quotes(
 ) -> list[tuple[str | None, Quote | None]]:
     """Return (zone, quote) pairs, one for each zone of the region.
 
-    A zone without a price has the quote None. A single pair (None, None) means that the whole region has no price.
+    The quote of a zone without a price is None. A single pair (None, None) means that no price is known in the whole
+    region.
     """
     if market == "on_demand":
         quote = prices.on_demand(kind, region)
@@ -377,7 +378,7 @@ def _estimate_work(
 
 
 def _carry_seconds(config: RunConfig, shape: ModelShape, kind: InstanceType, pool: Pool) -> float:
-    """Return the seconds to upload or download one rank's share of a checkpoint."""
+    """Return the seconds that one rank needs to upload or download its share of a checkpoint."""
     network = kind.network_gbps * 1e9 / 8 * NETWORK_EFFICIENCY / pool.processes_per_node
     rate = min(TRANSFER_BYTES_PER_SECOND, network)
     if config.checkpoint.upload_mib_per_second is not None:

@@ -25,7 +25,7 @@ Quantiles come from a Monte Carlo simulation with a fixed seed, in which three t
 - Interruptions are Poisson arrivals at an uncertain hazard (`GammaHazard`; the mixture is a negative binomial). Each
   undoes a uniformly distributed part of the checkpoint interval and costs the fixed times above.
 - After each reclaim the job waits for capacity. The waits were recorded in 2023 in nine zones, with one V100
-  each, for jobs that stay in their zone. They differ for other instance types and years.
+  each, for jobs that stay in their zone. Other instance types and years have other waits.
 - The speed differs from its estimate by a lognormal factor.
 """
 
@@ -83,7 +83,7 @@ class ForecastInputs:
     Attributes:
         start_hours: Paid hours of the first start.
         work_hours: Hours of training and checkpoints without any interruption.
-        fixed_lost_hours: Paid hours that each interruption costs, without the training that must be repeated.
+        fixed_lost_hours: Paid hours that each interruption costs in addition to the training that must be repeated.
         interval_hours: Training time between checkpoints. Each interruption repeats a uniformly distributed part of it.
         reclaims: Distribution of the reclaims per hour; None for on-demand, where only machines fail.
         failures_per_hour: Expected machine failures per hour of all nodes.
@@ -136,7 +136,7 @@ def forecast_quantiles(
     other_usd: float,
     hours_left: float | None,
 ) -> ForecastQuantiles:
-    """Simulate a job in one pool, and return the quantiles of its hours and dollars.
+    """Simulate the remaining work of a job in one pool, and return the quantiles of its hours and dollars.
 
     Args:
         gang_usd_per_hour: Price of all nodes.
@@ -154,7 +154,7 @@ def forecast_quantiles(
 
 
 def _quantile(draws: numpy.ndarray, share: float) -> float:
-    """Return the smallest draw that at least `share` of all draws do not exceed."""
+    """Return the `share` quantile of the draws: at least this share of the draws are less than or equal to it."""
     import numpy
 
     index = math.ceil(share * len(draws)) - 1
@@ -176,7 +176,10 @@ class SimulatedRuns:
 
 @cache
 def _standard_draws() -> tuple[numpy.ndarray, numpy.ndarray]:
-    """Return two arrays [draws] of standard normal draws: stratified for the speed, independent for the lost time."""
+    """Return standard normal draws for the speed and for the lost time: two arrays [draws].
+
+    The draws for the speed are stratified; those for the lost time are independent.
+    """
     from statistics import NormalDist
 
     import numpy
@@ -237,7 +240,7 @@ def _counts(
 def _waits(chance: numpy.random.Generator, reclaims: numpy.ndarray, waits: Sequence[float]) -> numpy.ndarray:
     """Draw the hours that each simulated run waits for capacity after its reclaims, [draws].
 
-    A run with more than 64 reclaims draws 64 waits, and their sum is scaled up.
+    For a run with more than 64 reclaims, 64 waits are drawn, and their sum is scaled up.
     """
     import numpy
 
@@ -263,7 +266,7 @@ class RemainingWork:
     Attributes:
         steps: Remaining optimizer steps.
         samples: Samples per rank and micro-batch.
-        fit: Memory that the job needs per GPU.
+        fit: Memory that the job needs per GPU, by kind of content.
         save_seconds: Time for which one checkpoint stops training.
         carry_seconds: Time to upload one rank's share of a checkpoint to the store, or to download it.
         commit_bytes: Size of one checkpoint of all ranks.
@@ -294,7 +297,7 @@ class PoolHazard:
         reclaims: Distribution of the reclaims per hour; None for on-demand.
         failures_per_hour: Expected machine failures per hour of all nodes.
         kind: Source of the estimate, as text.
-        waits: As in `ForecastInputs`.
+        waits: Possible waits for capacity after a reclaim, as in `ForecastInputs`.
     """
 
     reclaims: GammaHazard | None
@@ -367,7 +370,10 @@ def expect_run(config: RunConfig, work: RemainingWork, hazard: PoolHazard) -> Ex
 
 
 def delay_start(expected: ExpectedRun, *, wait_hours: float = 0.0, start_chance: float | None = None) -> ExpectedRun:
-    """Return the run with a first start that waits for capacity. `ForecastInputs` explains the arguments."""
+    """Return the run with a delayed first start.
+
+    The job waits `wait_hours` for a reservation. With probability 1 − `start_chance` it also waits for Spot capacity.
+    """
     refused = 0.0 if start_chance is None else 1 - start_chance
     return replace(
         expected,

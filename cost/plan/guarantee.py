@@ -10,10 +10,10 @@ price of all nodes. Each option then needs:
     start on Spot         keep + wait + d hours             keep + (2 d + I) · P_spot dollars
 
 A new job is admitted only if it can finish on demand with `DECIDE_HOURS` to spare. An attempt on Spot starts only if
-the remaining hours and dollars cover the "start" row. The job moves to on-demand when the remaining hours or dollars no
-longer exceed the "keep" row (`ebbflow.infra.terms.Fallback`). I covers the work that losing the machine would undo. The
-second d in "start" covers one restart of the ranks on the same machine. All dollar amounts include the price of a last
-checkpoint.
+the remaining hours and dollars cover the row "start on Spot". The job moves to on-demand when the remaining hours or
+dollars no longer exceed the row "keep on Spot" (`ebbflow.infra.terms.Fallback`). I covers the work that losing the
+machine would undo. The second d in the row "start on Spot" covers one restart of the ranks on the same machine. All
+dollar amounts include the price of a last checkpoint.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def start_hours(one: Candidate) -> float:
 
 
 def undone_hours(config: RunConfig, one: Candidate) -> float:
-    """Return the most hours of work that an interruption undoes: a checkpoint interval plus the hang detection time."""
+    """Return the most hours of work that an interruption can undo: a checkpoint interval plus hang detection time."""
     return one.case.interval_hours + config.survival.hang_floor_seconds / 3600
 
 
@@ -58,7 +58,10 @@ def finish_usd(config: RunConfig, one: Candidate) -> float:
 
 
 def last_resorts(pools: Sequence[Candidate]) -> list[Candidate]:
-    """Return the on-demand pools. If there are others, leave out reservations, which may be full or end too early."""
+    """Return the on-demand pools.
+
+    Reservations are left out if there are other on-demand pools, because a reservation may be full or end too early.
+    """
     found = [one for one in pools if one.market == "on_demand"]
     return [one for one in found if one.reservation is None] or found
 
@@ -72,14 +75,14 @@ def _save_hours(config: RunConfig) -> float:
 
 
 def spare_hours(config: RunConfig, spot: Candidate, last_resort: Candidate, hours_left: float) -> float:
-    """Return the hours a job can wait for Spot capacity and still finish on demand in time; negative if too late."""
+    """Return the hours that a job can wait for Spot and still finish on demand in time; negative if it is too late."""
     slower = max(0.0, spot.case.work_hours - last_resort.case.work_hours)
     start = 2 * start_hours(spot) + undone_hours(config, spot) + slower
     return hours_left - finish_hours(config, last_resort) - start
 
 
 def spare_usd(config: RunConfig, spot: Candidate, last_resort: Candidate, usd_left: float) -> float:
-    """Return the dollars left if a start on Spot fails and the job finishes on demand; negative for a deficit."""
+    """Return the dollars left over if a start on Spot fails and the job finishes on demand; negative for a deficit."""
     undone = undone_hours(config, spot)
     lost = (2 * start_hours(spot) + undone + _save_hours(config)) * spot.gang_usd_per_hour
     return usd_left - finish_usd(config, last_resort) - undone * last_resort.gang_usd_per_hour - lost
@@ -107,7 +110,8 @@ def make_fallback(config: RunConfig, spot: Candidate, last_resort: Candidate, *,
 def guaranteed_hours(config: RunConfig, pools: Sequence[Candidate], chosen: Candidate) -> float:
     """Return the shortest deadline, in hours from now, that on-demand can guarantee within the budget.
 
-    If the budget is too small for every on-demand pool, return the hours of the chosen pool if it is on-demand, else 0.
+    If the budget is too small for every on-demand pool, return the hours of the chosen pool. Return 0 if that pool is
+    not on-demand.
     """
     budget = math.inf if config.cost.budget_usd is None else config.cost.budget_usd
     able = [one for one in last_resorts(pools) if finish_usd(config, one) <= budget]
@@ -130,7 +134,7 @@ def refuse_unguaranteed(
 
     Args:
         hours_left: Hours until the deadline.
-        usd_left: Dollars left of the budget; infinite without one.
+        usd_left: Dollars left of the budget; infinite without a budget.
     """
     pools = last_resorts(ranked)
     without = "; without this guarantee: cluster.market=spot"

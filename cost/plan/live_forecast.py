@@ -5,7 +5,7 @@ goes. It includes waits for capacity, lost and redone work, the reserve for on-d
 
 Spot capacity alternates between spells (periods) with and without capacity, as recorded in nine zones in 2023 for one
 V100 each. Each simulated run draws one of these zones, a random moment in its recording, and then independent spells of
-that zone. The actual zone is none of the nine, so a random factor makes the spells longer or shorter. For a new job the
+that zone. The job's zone is none of the nine, so a random factor makes the spells longer or shorter. For a new job the
 nine zones are equally likely. Once the user's jobs have run in the pool, the zones are weighted by the likelihood of
 the machine losses in those jobs. Other instance types and years may behave differently, and prices do not show this.
 The actual speed differs from its estimate by a random lognormal factor.
@@ -95,7 +95,8 @@ class LiveForecast:
 class LiveRuns:
     """Simulated runs of one job.
 
-    Each array has one value per run, [draws]: remaining work, hours and dollars so far, and whether the run is done.
+    The arrays `work`, `hours`, `usd` and `done` have one value per run, [draws]: the remaining hours of work, the hours
+    and dollars so far, and whether the run is done.
     """
 
     def __init__(self, pool: Candidate) -> None:
@@ -112,7 +113,11 @@ class LiveRuns:
     def run_on_spot(
         self, spot: Candidate, zones: Mapping[str, ZoneSpells], spare: Callable[[LiveRuns], numpy.ndarray]
     ) -> None:
-        """Run on Spot until the work is done or a wait for capacity would exceed `spare`, the longest safe wait."""
+        """Simulate the part of each run on Spot.
+
+        This part ends when the work is done, or when a wait for capacity would exceed the longest safe wait, which
+        `spare` returns.
+        """
         import numpy
 
         known = list(zones.values())
@@ -153,9 +158,12 @@ class LiveRuns:
             rest = spells[runs, 0, self.chance.integers(spells.shape[2], size=DRAWS)]
 
     def _zone_factors(self, table: numpy.ndarray) -> numpy.ndarray:
-        """Draw the factors by which the periods of the actual zone differ from a recorded zone's, [draws, down and up].
+        """Draw the random factors between the periods of the actual zone and those of a recorded zone.
 
-        table: Hours of the recorded periods, [zones, down and up, groups].
+        Returns one factor per run for periods without capacity and one for periods with capacity, [draws, 2].
+
+        Args:
+            table: Hours of the recorded periods, [zones, 2, groups], first without capacity, then with capacity.
         """
         import numpy
 
@@ -190,8 +198,9 @@ def simulate_live(
 
     Args:
         spot, last_resort: Spot and on-demand pool. One of them may be None: the job has no pool of that market.
-        hours_left: Hours until the deadline; None without one. The job then waits for Spot for as long as it takes.
-        usd_left: Dollars left of the budget; infinite without one.
+        hours_left: Hours until the deadline. None means that there is no deadline, and the job waits for Spot for as
+            long as necessary.
+        usd_left: Dollars left of the budget; infinite without a budget.
         zones: Recorded zones to draw from.
     """
     import numpy
@@ -201,7 +210,7 @@ def simulate_live(
     runs, left = LiveRuns(pool), math.inf if hours_left is None else hours_left
 
     def spare(now: LiveRuns) -> numpy.ndarray:
-        """Return the longest safe wait of each run in hours, given its remaining work and spending."""
+        """Return the longest safe wait of each run in hours, given the run's remaining work and spending."""
         if last_resort is None or hours_left is None or spot is None:
             return numpy.full(DRAWS, math.inf)
         slower = now.work / pool.case.work_hours - 1

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 def plan_notes(config: RunConfig, sources: PlanInputs) -> tuple[str, ...]:
-    """Describe the assumptions of the plan and the costs that it leaves out, one note each."""
+    """Return one note per assumption of the plan, and one per kind of cost that the plan leaves out."""
     regions, rates = config.cost.regions, sources.rates
     lines = [f"storage, requests and transfer: {RATES_KIND}; NAT, logs, taxes, credits and Savings Plans are left out"]
     lacking = [region for region in regions if region not in rates.regions]
@@ -94,14 +94,14 @@ class Plan:
         interval: The checkpoint interval, in words.
         fingerprint: Hash of the settings that decide the speed (`throughput.speed_fingerprint`).
         reserve_usd: Part of the budget that is kept for the last checkpoint.
-        prices: Sentences about the origin and the age of the prices.
+        prices: Sentences about the origin and age of the prices.
         notes: Sentences about assumptions and omitted costs.
-        ranked: Pools that can run the job, best first: by expected dollars, but pools that would probably miss the
+        ranked: Pools that can run the job, in the order of their expected dollars. Pools that would probably miss the
             deadline (`cost.confidence`) come later.
-        counts: Number of rejected pools by kind, and of ranked pools under `RANKED`. The counts are complete even if
-            `ranked` and `rejected` are shortened.
-        on_demand: On-demand dollars per hour by instance type in the chosen pool's region, in case AWS starts another
-            type than planned.
+        counts: Number of rejected pools by kind of rejection, and number of ranked pools under the key `RANKED`. The
+            counts are complete even if `ranked` and `rejected` are shortened.
+        on_demand: On-demand dollars per hour of each instance type in the chosen pool's region. They are needed if AWS
+            starts another type than planned.
         blocks: Capacity Blocks for sale that can run the job, cheapest first; none of them is chosen.
         live: Forecast that includes moves from Spot to on-demand; None without a pool, or for a run on this machine.
     """
@@ -134,8 +134,8 @@ class Plan:
     def chosen(self) -> Candidate | None:
         """The best pool that meets the deadline and the budget.
 
-        If every pool exceeds the budget, this is the pool that needs the smallest budget, and `refusal` explains it.
-        None if no pool can run the job in time.
+        If every pool exceeds the budget, this is the pool that needs the smallest budget, and `refusal` gives the
+        reason. None if no pool can run the job in time.
         """
         return self.ranked[0] if self.ranked else None
 
@@ -245,7 +245,8 @@ def make_plan(
         prices: From `cost.prices.source.open_prices`. None means the static table.
         history: Measurements of earlier jobs. None means that there are none.
         progress: Work that the job has already done. Only the remaining work is planned.
-        queues: AWS Batch queues by name; pools that none of them can run are rejected. None means no such limit.
+        queues: AWS Batch queues by name. Pools that no queue can run are rejected. None means that no pool needs a
+            queue.
         evidence: From `cost.prices.reservations.open_evidence`. None means the configured reservations.
 
     Raises:
@@ -305,7 +306,7 @@ def _live(config: RunConfig, sources: PlanInputs, ranked: list[Candidate]) -> Li
 
 
 def _divided(config: RunConfig, sources: PlanInputs) -> tuple[list[Candidate], tuple[Rejection, ...]]:
-    """Return the ranked pools, best first, and the rejected pools. Only the best pools get a forecast."""
+    """Return the ranked pools, best first, and the rejected pools. Forecasts are computed only for the best pools."""
     found = list(judge_pools(config, sources))
     ranked = sorted((one for one in found if isinstance(one, Candidate)), key=_rank)
     ranked, over = split_by_budget(config, sources, ranked)
@@ -322,9 +323,10 @@ def _divided(config: RunConfig, sources: PlanInputs) -> tuple[list[Candidate], t
 def _rank_by_confidence(ranked: list[Candidate], hours_left: float | None, confidence: float) -> list[Candidate]:
     """Rank pools by expected dollars and by the probability of meeting the deadline.
 
-    Only the cheapest pools are forecast, and the fastest ones too if none of the cheapest meets the deadline with a
-    probability of at least `confidence`. Pools with that probability come first, by expected dollars. The other
-    forecast pools follow, by expected dollars / P(in time). Pools without a forecast come last.
+    Forecasts are computed for the cheapest pools. If none of these meets the deadline with a probability of at least
+    `confidence`, forecasts are computed for the fastest pools too. Pools that meet the deadline with this probability
+    come first, by expected dollars. The other pools with a forecast follow, by expected dollars / P(in time). Pools
+    without a forecast come last.
 
     Args:
         ranked: Pools, cheapest first.

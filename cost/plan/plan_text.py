@@ -203,7 +203,7 @@ def _ranked(plan: Plan) -> list[str]:
 
 
 def _regions(plan: Plan) -> list[str]:
-    """Return a line per region: its best pool, and the cost of moving there. A single region gives no lines."""
+    """Return one line per region, with its best pool and the cost of moving there; [] for a single region."""
     best: dict[str, Candidate] = {}
     for one in plan.ranked:
         best.setdefault(one.region or "", one)
@@ -260,7 +260,7 @@ def _price_mark(candidate: Candidate) -> str:
 
 
 def _rejected(plan: Plan) -> list[str]:
-    """Return a line per kind of rejection, most frequent first: its count and the pool closest to running the job."""
+    """Return one line per kind of rejection, most frequent first: count, and the pool closest to running the job."""
     groups: dict[str, list[Rejection]] = {}
     for one in plan.rejected:
         groups.setdefault(one.kind, []).append(one)
@@ -273,7 +273,7 @@ def _rejected(plan: Plan) -> list[str]:
 
 
 def _kinds(plan: Plan) -> list[str]:
-    """Return the legend: sources of the prices, assumptions, and the meaning of the letter after each figure."""
+    """Return the legend: the sources of the prices, the assumptions, and the meaning of the letters after figures."""
     said = [line for text in (*plan.prices, *plan.notes) for line in _wrapped(one_line(text))]
     stale = " !: older than cost.max_price_age_hours." if any(one.price_stale for one in plan.ranked) else ""
     marks = f"l: live. r: recorded. e: estimated. s: simulated. Hazards: spot advisor of {advisor_recorded()}.{stale}"

@@ -1,4 +1,4 @@
-"""Pools of machines: those that can run a job (`Candidate`) or not (`Rejection`), and the queues that run them."""
+"""Pools of machines that can run a job (`Candidate`) or cannot (`Rejection`), and the queues that run pools."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Pool:
         region: None if the pool was rejected before regions were considered.
         zone: Zone id (use1-az1), or the zone name if the id is unknown. None means any single zone of the region,
             because the price is the same in all zones (on-demand) or known only for the whole region (static table).
-        reservation: Id of the capacity reservation or Capacity Block whose machines these are.
+        reservation: Id of the capacity reservation or Capacity Block that provides the machines; None for other pools.
     """
 
     instance_type: str
@@ -72,7 +72,7 @@ class Candidate(Pool):
         expected_hours: `paid_hours` plus unpaid waits for capacity after machines were reclaimed.
         expected_usd: `compute_usd` + `storage_usd` + `transfer_usd`.
         case: Inputs of the Monte Carlo forecast.
-        outlook: Quantiles of that forecast; None except for the cheapest pools.
+        outlook: Quantiles of the Monte Carlo forecast; None except for the best pools.
         ends_utc: Unix time at which the reservation ends; None if it has no end, or if the pool is not a reservation.
     """
 
@@ -139,7 +139,7 @@ class Rejection(Pool):
     Attributes:
         kind: Short name of the reason. Rejections of one kind are counted together.
         reason: The reason in full, with numbers.
-        excess: Ratio of the needed to the available memory, time or money; 0 if the reason is none of these.
+        excess: Ratio of the needed to the available memory, time or money; 0 for all other reasons.
     """
 
     kind: str

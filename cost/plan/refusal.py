@@ -32,20 +32,20 @@ def reserve_usd(config: RunConfig, pool: Candidate) -> float:
 
 
 def needed_usd(config: RunConfig, sources: PlanInputs, pool: Candidate) -> float:
-    """Return the budget that the whole job needs if it continues in this pool, in dollars, including past spending."""
+    """Return the dollars that the whole job needs if it continues in this pool, including past spending."""
     return sources.progress.spent_usd + pool.expected_usd + reserve_usd(config, pool)
 
 
 def split_by_budget(
     config: RunConfig, sources: PlanInputs, ranked: Sequence[Candidate]
 ) -> tuple[list[Candidate], list[Rejection]]:
-    """Split ranked pools into the pools within the budget, in the same order, and rejections of all other pools.
+    """Divide ranked pools into pools within the budget, in unchanged order, and rejections of all other pools.
 
     If no pool is within the budget, return all pools and no rejections. The pool that needs the smallest budget then
     comes first, so that the refusal can name it.
 
-    The pool with the lowest expected cost can exceed the budget while another one does not, because a more
-    expensive gang needs a larger reserve for the last checkpoint.
+    The pool with the lowest expected cost can exceed the budget while another one does not, because a more expensive
+    gang needs a larger reserve for the last checkpoint.
     """
     budget = config.cost.budget_usd
     if budget is None:
@@ -106,8 +106,8 @@ def fastest_without_deadline(config: RunConfig, sources: PlanInputs) -> tuple[Ca
     """Find the fastest pool, ignoring the deadline.
 
     Returns:
-        The fastest pool within the budget (if there is none, the pool that needs the smallest budget), and the expected
-        hours of the fastest pool at any price.
+        A pool, and the expected hours of the fastest pool at any price. The pool is the fastest one within the budget.
+        If no pool is within the budget, it is the one that needs the smallest budget.
 
     Raises:
         ValueError: No pool can run the job.
@@ -150,7 +150,7 @@ def _can_meet_deadline(config: RunConfig, sources: PlanInputs) -> bool:
 
 
 def capacity_hint(config: RunConfig, sources: PlanInputs, rejected: tuple[Rejection, ...]) -> str:
-    """Return a hint: the first small configuration change that allows at least one pool to run the job."""
+    """Return a hint: the first of several small changes of the configuration that lets a pool run the job."""
     if not rejected:
         families = sorted({kind.name.split(".")[0] for kind in sources.catalogue.types})
         return f"cluster.instance_types may name any of {', '.join(families)}, or stay empty for all"
@@ -237,8 +237,8 @@ class PlanRefusal:
         outcome: Deadline exceeded, budget exceeded, or no capacity.
         message: The numbers that led to the refusal.
         hint: A change of the configuration that would allow the job.
-        enough: Smallest sufficient deadline in hours or budget in dollars, whichever is exceeded; None if there is no
-            capacity.
+        enough: Smallest sufficient deadline in hours, or budget in dollars, depending on which limit is exceeded; None
+            if there is no capacity.
     """
 
     outcome: Outcome

@@ -10,8 +10,8 @@ computes the parts at the peak of a step:
 - Parameters, gradients and optimizer state are divided by the number of ranks that share one copy of the model: all
   ranks with fsdp2, the ranks of one shard group or node with hsdp. `fsdp.cpu_offload` keeps them in host memory.
 - unsharded: with FSDP2 and HSDP, gathered parameters and gradients that are not yet reduced
-  (`infra.footprint.gathered_bytes`). With DDP, autocast's bfloat16 copies, and gradient buckets (unless gradients
-  are views into them).
+  (`infra.footprint.gathered_bytes`). With DDP, autocast's bfloat16 copies, and gradient buckets (unless gradients are
+  views into them).
 - activations, logits: per sample, from `infra.footprint`. Attention is fused and stores no matrix of length × length.
   With `parallel.recompute` only a share of the activations is stored. Loss and log-probabilities stay float32.
 
@@ -24,8 +24,8 @@ The duration of a step is the longest of five lower bounds:
 - launch: host time to launch all kernels, which limits a narrow model on a fast GPU.
 
 Real steps are slower than their longest bound; the MFU prior usually accounts for this. A speed that the job history
-measured for the same configuration replaces the estimate. A speed measured on another gang is scaled by the ratio of
-the two estimates, so that errors common to both cancel.
+measured for the same configuration replaces the estimate. A speed measured on another gang is multiplied by the ratio
+of the two gangs' estimates, so that errors common to both estimates cancel.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def gib_text(size: int) -> str:
 
 
 def micro_batch(config: RunConfig, world_size: int) -> int | None:
-    """Return the samples per rank and micro-batch: batch_size / (ranks × accumulation steps); None if not whole."""
+    """Return batch_size / (ranks × accumulation steps), the samples per rank and micro-batch; None if not whole."""
     parts = world_size * config.training.gradient_accumulation_steps
     samples, rest = divmod(config.training.batch_size, parts)
     return samples if rest == 0 and samples > 0 else None
@@ -323,7 +323,7 @@ def _reductions(config: RunConfig, shape: ModelShape) -> int:
 def _pcie_bytes(config: RunConfig, shape: ModelShape, kind: InstanceType, ranks: int, ranks_per_node: int) -> float:
     """Return the bytes that one rank receives over PCIe per step; 0 with NVLink or with one rank per node.
 
-    In a ring every member receives the same number of bytes, so the calculation treats each rank as its own node.
+    In a ring every member receives the same number of bytes, so the calculation treats each rank as a node.
     """
     if kind.gpu.nvlink or ranks_per_node == 1:
         return 0.0
@@ -345,9 +345,9 @@ def _exchanged_bytes(config: RunConfig, shape: ModelShape, members: int, ranks_e
     gathers and reduces within one model copy, and all-reduces shares of the gradients between copies.
 
     Args:
-        members: Number of groups.
-        ranks_each: Ranks per group.
-        shard: Ranks that share one copy of the model.
+        members: Number of groups that exchange data.
+        ranks_each: Number of ranks per group.
+        shard: Number of ranks that share one copy of the model.
     """
     if config.parallel.mode == "ddp":
         moved = BFLOAT16_BYTES if config.ddp.gradient_compression == "bfloat16" else FLOAT32_BYTES

@@ -42,7 +42,7 @@ class RegionPrices:
     Attributes:
         records: Changes of spot prices.
         zone_ids: Zone id of each zone name of this account.
-        names_only: Reason why zones have only names and no ids; empty if the ids are known.
+        names_only: Reason why zones have names but no ids; empty if the ids are known.
     """
 
     records: Sequence[SpotRecord]
@@ -71,7 +71,7 @@ class LivePrices(ZonePrices):
 
     Attributes:
         failed: Reason for each region without an answer.
-        names_only: Reason for each region whose zone ids are unavailable.
+        names_only: By region, the reason why its zone ids are unavailable.
         asked_at: Unix time of the requests.
     """
 
@@ -180,7 +180,7 @@ def _ask_region(
 ) -> RegionPrices:
     """Query one region for its zones and prices.
 
-    If the account may not list zones, the prices carry its zone names instead of zone ids.
+    If the account has no permission to list zones, the prices have zone names instead of zone ids.
     """
     zones = [{"Name": "zone-type", "Values": ["availability-zone"]}, {"Name": "region-name", "Values": [region]}]
     ids, names_only = {}, ""

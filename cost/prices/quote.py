@@ -73,10 +73,10 @@ class Quote:
 
 
 class PriceSource(Protocol):
-    """Prices as known at one moment. A source reads files and sends requests only when it is created."""
+    """Prices at one moment, from any source. A source reads files and sends requests only when it is created."""
 
     def spot(self, kind: InstanceType, region: str) -> Sequence[Quote]:
-        """Return a quote for each zone with a price, or one quote for the whole region; empty if no price is known."""
+        """Return one quote per zone with a price, or one for the whole region; empty if no price is known."""
         ...
 
     def on_demand(self, kind: InstanceType, region: str) -> Quote | None:
@@ -91,7 +91,7 @@ class PriceSource(Protocol):
         """Explain why a spot price is missing, as a continuation of "no spot price of X in Y".
 
         Args:
-            zone: None if the whole region has no price.
+            zone: The zone without a price; None if the whole region has no price.
         """
         ...
 
@@ -144,10 +144,11 @@ _QUANTUM = Decimal("0.000001")
 class StaticPrices:
     """The shipped price table: recorded on-demand prices, and spot prices estimated from AWS Spot Advisor's savings.
 
-    The table has no zones. Its spot prices are typical of a region; the current price of a pool may differ.
+    The table has one spot price per region, not per zone. It is typical of the region; the current price of a pool may
+    differ.
 
     Attributes:
-        because: Reason why live prices were unavailable; empty if the configuration selects the table.
+        because: Reason why live prices were unavailable; empty if the configuration selects the static table.
     """
 
     because: str = ""
@@ -222,7 +223,7 @@ def describe_on_demand(now_utc: float, regions: Sequence[str]) -> str:
 
 
 def table_ages(regions: Sequence[str] = ()) -> list[tuple[str, str, float]]:
-    """Return the name of each shipped table, the day or month of its recording, and this date as Unix time.
+    """Return a tuple per shipped table: its name, the day or month of its recording, and this date as Unix time.
 
     Args:
         regions: Regions whose on-demand prices are included; empty for all recorded regions.

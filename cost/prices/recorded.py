@@ -1,4 +1,4 @@
-"""Spot price changes from EC2 or a file, and the prices in force at one moment.
+"""Spot price changes from EC2 or a file, and the spot prices that are in force at a given moment.
 
 A change is in force until the next one of the same type and zone, however old it is. Prices are kept as exact decimals.
 A file may be gzipped, and has one of two formats:
@@ -46,7 +46,7 @@ class SpotRecord:
     """One change of a spot price.
 
     Attributes:
-        zone_id: Empty if unknown.
+        zone_id: Zone id, such as use1-az1; empty if unknown.
         at: Unix time from which the price is in force.
     """
 
@@ -152,9 +152,9 @@ class ZonePrices:
         return self.known_zones.get(region, ())
 
     def zones_by_name(self, kind: InstanceType, region: str, zone: str | None) -> Sequence[str]:
-        """Return the names of the priced zones whose ids are unknown. Any of them may be the zone with the id `zone`.
+        """Return the names of zones that have a price but no known id. One of them may have the id `zone`.
 
-        Return nothing if `zone` is None or a known zone of the region.
+        The result is empty if `zone` is None or a known zone of the region.
         """
         if zone is None or zone in self.zones(region):
             return ()
@@ -228,7 +228,7 @@ class Recording:
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedPrices(ZonePrices):
-    """Prices from a file, as they were in force at one moment."""
+    """Prices from a file that were in force at a given moment."""
 
     path: Path
 

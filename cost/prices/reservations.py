@@ -34,11 +34,11 @@ class Reservation:
     """A capacity reservation of the account, or a Capacity Block for sale.
 
     Attributes:
-        start_utc, end_utc: Unix times between which the reservation can run instances. A start of None means now, and
-            an end of None means no end.
+        start_utc, end_utc: Unix times between which the reservation can run instances. A `start_utc` of None means now,
+            and an `end_utc` of None means no end.
         usd_per_hour: Price of an instance in use; None means the on-demand price.
         fee_usd: Price of the whole Capacity Block, due at purchase; None for a reservation of the account.
-        problem: Reason why the reservation cannot run instances; "" if it can.
+        problem: Reason why the reservation cannot run instances; "" if there is none.
         kind: "live" if EC2 described the reservation, else "configured".
     """
 
@@ -77,7 +77,7 @@ class Reservation:
         return self.problem
 
     def quote(self, on_demand: Quote | None, now_utc: float) -> Quote | None:
-        """Return the reservation's price of an instance-hour, else the on-demand price; None if neither is known."""
+        """Return the reservation's price per instance-hour, else the on-demand price; None if both are unknown."""
         if self.usd_per_hour is None:
             return on_demand and replace(on_demand, zone=self.zone)
         return Quote(
@@ -110,7 +110,7 @@ class CapacityEvidence:
     notes: tuple[str, ...] = ()
 
     def score(self, region: str, zone: str | None) -> int | None:
-        """Return the score of a zone, or the highest one of the region if `zone` is None; None if unknown."""
+        """Return the placement score of a zone or, if `zone` is None, the region's highest score; None if unknown."""
         found = [score for (of, where), score in self.scores.items() if of == region and zone in (None, where)]
         return max(found, default=None)
 
@@ -123,7 +123,7 @@ def open_evidence(
     If EC2 does not answer, or the account lacks the permission, add a note and use the configured reservations.
 
     Args:
-        network: Whether requests are allowed.
+        network: Whether network requests are allowed.
         client: Function that makes the EC2 client of a region. None uses botocore with its usual credentials.
     """
     cost, held = config.cost, tuple(map(Reservation.of, config.cost.reservations))
@@ -178,7 +178,7 @@ def _described(one: Reservation, client: Any, deadline: RequestDeadline) -> Rese
 
 
 def _blocks(config: RunConfig, instance_type: str, client: Any, deadline: RequestDeadline) -> list[Reservation]:
-    """Return the Capacity Blocks for sale with `cluster.nodes` instances, or with one if `cluster.nodes` is auto."""
+    """Return the Capacity Blocks for sale with `cluster.nodes` instances, or with one instance if that is "auto"."""
     region, nodes, days = client.meta.region_name, config.cluster.nodes, config.cost.capacity_block_days or 1
     wanted = {"InstanceType": instance_type, "InstanceCount": 1 if nodes == "auto" else nodes}
     return [

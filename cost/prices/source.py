@@ -34,11 +34,11 @@ def open_prices(
 ) -> PriceSource:
     """Return the prices that `cost.prices` selects, in force at `now_utc` (Unix time).
 
-    If live prices are unavailable, return the static table; its `describe` gives the reason.
+    If live prices are unavailable, return the static table. Its method `describe` gives the reason.
 
     Args:
         project_root: Folder to which the path of a price file is relative.
-        network: Whether requests are allowed. If not, the static table replaces live prices.
+        network: Whether network requests are allowed. If not, the static table replaces live prices.
         client: Function that makes the EC2 client of a region. None uses botocore with its usual credentials.
 
     Raises:
@@ -68,10 +68,10 @@ def read_price_changes(
     project_root: Path = Path(),
     client: Callable[[str], Any] | None = None,
 ) -> list[dict[str, Any]]:
-    """Return how the spot price of an instance type changed since the plan was made, for each zone.
+    """Return the changes of an instance type's spot price since the plan was made, one list of changes per zone.
 
-    Query AWS if the plan used live prices. Return nothing for the static table, which has no changes, or for a plan
-    without a pool.
+    Query AWS if the plan used live prices. The result is empty if the plan has no pool or used the static table, which
+    has no changes.
 
     Args:
         plan: Data of the `plan` event.

@@ -1,4 +1,4 @@
-"""Data of the plots on a job's page: series, marks, lanes (bars of one node over time) and ranks.
+"""Data of the plots on a job's page: series, marks (events), lanes (bars of one node over time) and ranks.
 
 All times are seconds since the job's first event. A series has at most 600 points, so that a browser can show a job of
 any length. Longer series are divided into buckets. Each bucket keeps its lowest and its highest value, and a gap (None)
@@ -52,9 +52,10 @@ def build_charts(events: Sequence[Event], generations: dict[int, RecordedGenerat
     Returns:
         A dictionary with
 
-        - steps: Columns with a row per kept step: step, seconds, usd (spent so far), loss, smooth (the smoothed loss),
-          speed, mfu, learning_rate, gradient_norm, and the seconds of the step by use: useful, data and stall.
-        - held_out: Columns with a row per evaluation: step, seconds, usd, and value (the held-out loss).
+        - steps: Columns with one row per step (its last execution): step, seconds, usd (spent so far), loss, smooth
+          (the smoothed loss), speed, mfu, learning_rate, gradient_norm, and the seconds of the step by use: useful,
+          data and stall.
+        - held_out: Columns with one row per evaluation: step, seconds, usd, and value (the held-out loss).
         - evaluations: Metrics of the newest evaluations, oldest first, each with its step, and the newest pictures.
         - machine: Columns over time: step, seconds, usd, and means of all nodes' heartbeats, such as the GPU load.
         - marks: Interruptions, generations, commits and non-finite losses with kind, step, seconds, usd and text.
@@ -85,11 +86,10 @@ def build_charts(events: Sequence[Event], generations: dict[int, RecordedGenerat
 
 
 def compute_progress(events: Sequence[Event], charts: dict[str, Any], ledger: Ledger, *, running: bool) -> dict:
-    """Compute how far the job is, what it will cost, and what would be lost if it were stopped now.
+    """Compute the job's progress and forecast cost, and the work that killing the job now would lose.
 
-    `eta_seconds`, `forecast_usd` and the band `low_usd` to `high_usd` are estimates. They assume the
-    current price, and the speed of the last 200 plotted steps of the newest generation. They are None unless the job is
-    running.
+    `eta_seconds`, `forecast_usd` and the band `low_usd` to `high_usd` are estimates. They assume the current price, and
+    the speed of the last 200 plotted steps of the newest generation. They are None unless the job is running.
     """
     plan = next((event.data for event in reversed(events) if event.name == PLAN and event.data.get("chosen")), {})
     settings = next((event.data["settings"] for event in reversed(events) if event.name == CONFIGURED), [])
@@ -162,7 +162,7 @@ class _SpendCurve:
 
 
 def _stays(bill: Any) -> Iterable[tuple[float, float, Any]]:
-    """Yield (start, end, price curve) of each paid interval of a bill, in Unix seconds."""
+    """Yield (start, end, price curve) for each paid interval of a bill. Start and end are Unix seconds."""
     if isinstance(bill, NodeBill):
         yield bill.node.started_wall, bill.node.ended_wall, bill.curve
         for extra in bill.extras:
@@ -173,7 +173,7 @@ def _stays(bill: Any) -> Iterable[tuple[float, float, Any]]:
 
 
 def _kept_steps(events: Sequence[Event], generations: dict[int, RecordedGeneration]) -> list[Event]:
-    """Return the last execution of each step by the lowest rank that recorded it, ordered by step."""
+    """Return one event per step, ordered by step: the last execution, recorded by the lowest rank."""
     latest: dict[int, Event] = {}
     for event in events:
         if event.name != STEP or event.step is None or event.generation not in generations:
@@ -211,7 +211,7 @@ def _step_columns(
 
 
 def _smooth(values: Sequence[float | None]) -> list[float | None]:
-    """Return an exponential moving average over about a fortieth of the values. Ignore missing values."""
+    """Return an exponential moving average with a span of about 1/40 of the values. Ignore missing values."""
     share = 2 / (1 + min(1000, max(5, len(values) // 40)))
     found: list[float | None] = []
     mean: float | None = None
@@ -225,8 +225,9 @@ def _smooth(values: Sequence[float | None]) -> list[float | None]:
 def thin_columns(columns: dict[str, list[float | None]], buckets: int = _BUCKETS) -> dict[str, list[float | None]]:
     """Thin columns of equal length to two or three rows per bucket, which keep each column's minimum and maximum.
 
-    The columns step, seconds, usd and smooth keep the values of the bucket's first and last row instead. If another
-    column has both values and missing values in a bucket, a middle row has a gap (None) in this column.
+    The columns step, seconds, usd and smooth keep the values of the bucket's first and last row instead. If any other
+    column lacks some of its values in a bucket, the bucket gets a third row in the middle, which is None in this
+    column.
     """
     count = len(columns["step"])
     if count <= 3 * buckets:
@@ -279,7 +280,7 @@ def _evaluations(events: Sequence[Event]) -> dict[str, Any]:
 
 
 def _machine(events: Sequence[Event], origin: float, place: Any) -> dict[str, list[Any]]:
-    """Average the figures of the machines in the heartbeats of all nodes, in buckets of time."""
+    """Average the machine figures in the heartbeats of all nodes, such as the GPU load, per bucket of time."""
     beats = [event for event in events if event.name == NODE_HEARTBEAT and any(map(event.data.get, _MACHINE))]
     if not beats:
         return {}
@@ -334,7 +335,7 @@ def _marks(
 
 
 def _lanes(ledger: Ledger, generations: dict[int, RecordedGeneration], origin: float) -> list[dict[str, Any]]:
-    """Return a lane per node and generation. Its segments are the classes of the first rank's paid time."""
+    """Return one lane per node and generation. Its segments show how the node's first rank spent the paid time."""
     found = []
     nodes = ledger.nodes if len(ledger.nodes) <= _MOST_LANES else ledger.nodes[-_MOST_LANES:]
     for bill in nodes:
@@ -361,7 +362,7 @@ def _lanes(ledger: Ledger, generations: dict[int, RecordedGeneration], origin: f
 
 
 def _segments(spans: Sequence[Any], start: float) -> list[list[Any]]:
-    """Join adjacent spans with the same largest class. If more than 40 remain, join the shortest ones."""
+    """Join adjacent spans with the same largest class. If over 40 remain, merge short ones into their predecessors."""
     joined: list[list[Any]] = []
     for span in sorted(spans, key=lambda span: span.start):
         if span.end <= span.start:
@@ -463,7 +464,7 @@ def _rising(values: Iterable[float]) -> list[float]:
 
 
 def _short(value: Any) -> Any:
-    """Round a float to seven significant digits, which halves the page. More digits are not visible in a plot."""
+    """Round a float to seven significant digits, which is enough for a plot and halves the size of the page."""
     if not isinstance(value, float):
         return value
     return float(f"{value:.7g}") if math.isfinite(value) else None

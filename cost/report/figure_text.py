@@ -88,7 +88,7 @@ def shorten(text: str, length: int) -> str:
 
 
 def format_key_figures(report: RunReport) -> dict[str, str]:
-    """Return the key figures as text, by name, without the unknown ones. All renderers show this text unchanged."""
+    """Return the known key figures as text, by name. All renderers show this text unchanged."""
     actual, hours = report.actual, report.actual.get("wall_hours")
     figures = {
         "job": one_line(report.job),
@@ -131,7 +131,7 @@ def format_mfu(report: RunReport) -> str:
 
 
 def format_outcome(report: RunReport) -> str:
-    """Format the outcome with its exit code. For a running job, format its start, host and command instead."""
+    """Format the outcome with its exit code. For a running job, format the job's start, host and command."""
     if report.running is None:
         return f"{report.outcome} (exit code {report.exit_code})"
     running = {name: one_line(str(value)) for name, value in report.running.items()}
@@ -151,7 +151,7 @@ def get_loss_unit(report: RunReport) -> str:
 
 
 def _quality(report: RunReport) -> dict[str, str]:
-    """Format the model's quality: loss and entropy for text, else the metrics of the workload's evaluation."""
+    """Format the quality of the model: loss and entropy for text, else the metrics of the workload's evaluation."""
     actual = report.actual
     if get_weight_unit(report) == "tokens":
         return {
@@ -189,7 +189,7 @@ def _certificate(report: RunReport) -> dict[str, str]:
 
 
 def _saves(found: dict[str, Any]) -> str:
-    """Format the measured and predicted time lost to checkpoints and redone steps; "n/a" if both are unknown."""
+    """Format the measured and the predicted time lost to checkpoints and redone steps; "n/a" if neither is known."""
     lost, predicted = found.get("actual_loss"), found.get("predicted_loss")
     known = [] if lost is None else [f"stalls and redone steps {format_share(lost, 'paid time')}"]
     known += [] if predicted is None else [f"predicted {format_percent(predicted)}"]
@@ -233,7 +233,7 @@ def get_final_loss(report: RunReport) -> float | None:
 def get_comparison_header(report: RunReport) -> tuple[str, str, str]:
     """Return the header of `format_comparison_rows`.
 
-    For a simulated run the header says that the planned figures apply to the pool, and the actual ones to this machine.
+    For a simulated run, the header says that planned figures apply to the pool, and actual figures to this machine.
     """
     if (report.plan or {}).get("simulated"):
         return "plan against actual", "planned on the pool (estimated)", "actual on this machine"
@@ -241,7 +241,7 @@ def get_comparison_header(report: RunReport) -> tuple[str, str, str]:
 
 
 def format_comparison_rows(report: RunReport) -> list[tuple[str, str, str]]:
-    """Format planned and actual figures as rows (figure, planned, actual). Return no rows without a plan."""
+    """Format planned and actual figures as rows (figure, planned, actual); [] without a plan."""
     chosen = (report.plan or {}).get("chosen")
     if not chosen:
         return []
@@ -269,8 +269,8 @@ def format_comparison_rows(report: RunReport) -> list[tuple[str, str, str]]:
 def format_generation_rows(report: RunReport) -> list[tuple[str, str, str, str, str, str]]:
     """Format the generations as rows with the columns of `GENERATION_HEADER`, oldest first.
 
-    A job with one generation gives no rows. The displayed seconds sum to the total of the ledger, except for AWS Batch
-    nodes that never joined a generation.
+    The result is empty for a job with one generation. The displayed seconds sum to the ledger's total, less the seconds
+    of AWS Batch nodes that never joined a generation.
     """
     lines = report.events.get("generations", [])
     if len(lines) < 2:
@@ -293,7 +293,7 @@ def format_configuration_rows(report: RunReport, *, defaults: bool) -> list[tupl
     """Format the keys of the configuration as rows (key, value, source).
 
     Args:
-        defaults: True for the keys with their default value, False for the keys that were set.
+        defaults: If True, format the keys that have their default value; if False, the keys that were set.
     """
     return [
         (one_line(row["key"]), one_line(value_text(row["value"])), one_line(row["source"]))
@@ -303,7 +303,7 @@ def format_configuration_rows(report: RunReport, *, defaults: bool) -> list[tupl
 
 
 def explain_figures(report: RunReport) -> list[str]:
-    """Explain, line by line, how each kind of figure was obtained and which costs are not counted."""
+    """Return lines that explain how each kind of figure was obtained, and which costs are not counted."""
     billed = {LedgerClass.IDLE, LedgerClass.MINIMUM_CHARGE}
     estimated = {line.ledger_class for line in report.ledger if line.kind != MEASURED}
     inferred = [str(kind).replace("_", " ") for kind in LedgerClass if kind in estimated - billed]
@@ -350,7 +350,7 @@ def explain_figures(report: RunReport) -> list[str]:
 
 
 def describe_damage(report: RunReport) -> list[str]:
-    """Describe damage to the event log, one line per damaged place. Return no lines for an intact log."""
+    """Describe the damage to the event log, one line per damaged place; [] for an intact log."""
     damage = report.events.get("damage") or []  # old reports lack it
     if not damage:
         return []
@@ -365,7 +365,7 @@ def describe_damage(report: RunReport) -> list[str]:
 
 
 def _price_in_full(report: RunReport) -> str:
-    """Describe the job's prices, and add the planned pool's quote in dollars per hour if it was applied."""
+    """Describe the job's prices. If the planned pool's quote was applied, add the quote in dollars per hour."""
     chosen = (report.plan or {}).get("chosen") or {}
     text, quoted = describe_prices(report), chosen.get("quoted_usd_per_hour")
     # The quote is for the planned pool. `format_node_prices` describes the prices of other machines.
@@ -415,7 +415,7 @@ def format_owner(report: RunReport) -> str:
 
 
 def format_node_prices(report: RunReport) -> list[str]:
-    """Format the cost for each pair of pool and kind of price, one line each. Return nothing for a single pair."""
+    """Format one line per pair of pool and kind of price, with its cost; [] if there is only one pair."""
     found = report.money.get("prices") or []
     nodes, decimals = sum(line["nodes"] for line in found), usd_decimals(report.total_usd)
     if len(found) < 2:
@@ -450,7 +450,7 @@ def format_placement_rows(attempts: Sequence[Mapping[str, Any]]) -> list[tuple[s
 
 
 def format_placements(attempts: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Format where and why each AWS Batch attempt was placed, as one line per attempt."""
+    """Format one line per AWS Batch attempt, with the place of the attempt and the reason for the placement."""
     return [f"{name}: {where}: {why}" for name, where, why in format_placement_rows(attempts)]
 
 

@@ -100,7 +100,8 @@ def list_step_figures(events: Sequence[Event]) -> list[tuple[float | int | bool 
     """List the figures of each executed step (`STEP_COLUMNS`), by generation and step. A redone step has several rows.
 
     Seconds and tokens per second are those of the slowest rank. MFU is computed from the first rank that recorded
-    FLOPs. Dollars are summed over all ranks. `kept` is whether this execution of the step is part of the final weights.
+    FLOPs. Dollars are summed over all ranks. The column `kept` tells whether this execution of the step is part of the
+    final weights.
     """
     ordered = sorted(events, key=lambda event: (event.t_wall, event.t_mono))
     generations, peaks = read_generations(ordered), find_peaks(ordered)
@@ -135,7 +136,7 @@ def _is_kept(event: Event, generations: dict[int, RecordedGeneration]) -> bool:
 
 
 def compute_rate(event: Event, key: str) -> float | None:
-    """Return a step's tokens or FLOPs (`key`) per second, counting work and waits for data; None if unknown."""
+    """Return a step's tokens or FLOPs (`key`) per second of work and waits for data; None if unknown."""
     seconds, amount = event.data.get("seconds", {}), event.data.get(key)
     busy = seconds.get(LedgerClass.USEFUL_STEP, 0.0) + seconds.get(LedgerClass.DATA_WAIT, 0.0)
     return amount / busy if amount and busy > 0 else None
@@ -144,7 +145,8 @@ def compute_rate(event: Event, key: str) -> float | None:
 def _compute_mfu(events: Sequence[Event], kept: Sequence[Event]) -> dict[str, Any]:
     """Return the median MFU of the useful steps as `mfu`, or the reason for not reporting it as `mfu_withheld`.
 
-    An MFU above 1 is not reported, because the peak was then measured on a busy machine. Both are None if unknown.
+    An MFU above 1 is not reported, because the peak was then measured on a busy machine. If the MFU is unknown, both
+    `mfu` and `mfu_withheld` are None.
     """
     peaks = find_peaks(events)
     shares = []
@@ -160,8 +162,8 @@ def _compute_mfu(events: Sequence[Event], kept: Sequence[Event]) -> dict[str, An
 def find_peaks(events: Sequence[Event]) -> dict[int, float]:
     """Return the peak FLOPs per second of each generation, summed over its ranks.
 
-    A peak measured on a busy machine is too low; no measurement is too high. So for each machine, number of ranks and
-    dtype, the highest measurement applies to all generations.
+    A peak that was measured on a busy machine is too low, but no measurement is too high. The highest measurement of
+    each (machine, number of ranks, dtype) therefore applies to all generations.
     """
     machines: dict[tuple[str, int, int, int], str] = {}  # keys, here and below: run, attempt, generation, node
     peaks: dict[tuple[str, int, int, int], dict[int, float]] = {}
@@ -205,7 +207,7 @@ def compute_save_figures(events: Sequence[Event], ledger: Ledger) -> dict[str, A
 
 
 def _compare_networks(events: Sequence[Event]) -> dict[str, Any] | None:
-    """Return the newest network probe, with the medians of the earlier probes as `before`; None without probes."""
+    """Return the newest network probe; its key `before` has the medians of earlier probes. None without probes."""
     probes = [event.data for event in events if event.name == NETWORK]
     if not probes:
         return None
@@ -248,8 +250,8 @@ def compute_money_figures(
         - thresholds: Shares of the budget (0 to 1) that were reached and notified.
         - prices: Nodes and dollars by pool and kind of price.
         - attempts: Planned and actual figures of the attempts on AWS Batch.
-        - light_steps_away: Whether the Metaflow steps around training also ran on other machines, which the ledger does
-          not meter.
+        - light_steps_away: Whether the Metaflow steps before and after training also ran on other machines. The ledger
+          does not meter these machines.
     """
     changes = [(bill.node, at / MICRO) for bill in ledger.nodes for at, _ in bill.price.curve.changes]
     return {
@@ -307,8 +309,8 @@ def _compute_attempt_figures(events: Sequence[Event], ledger: Ledger) -> list[di
     """Compute planned and actual figures of each attempt on AWS Batch, oldest first; empty if there was none.
 
     `planned` has the dollars per hour of all nodes, and estimates of the hours and dollars to finish the job there.
-    `actual` has the seconds that the attempt waited for capacity, the hours for which it ran according to Batch, and
-    the dollars in the ledger. `ended` is the cause of its end, empty while unknown. `reason` is the text that Batch
+    `actual` has the seconds for which the attempt waited for capacity, the hours for which it ran according to Batch,
+    and its dollars in the ledger. `ended` is the cause of its end, empty while unknown. `reason` is the text that Batch
     gave.
     """
     last_events = {str(event.data.get("job_id")): event.data for event in events if event.name == BATCH_ATTEMPT}
@@ -361,10 +363,10 @@ def compute_hindsight(
 
     The regret is the job's total less that cost. The compared pools have the job's instance type and number of nodes:
     every zone with a recorded Spot price, and on-demand. Capacity is assumed to be always available, because missing
-    capacity is not recorded. So the optimum is a lower bound and the regret an upper bound, both estimated. The work is
-    the time of the kept steps, including data, evaluations and checkpoints. Each start costs as much as the job's first
-    start. If prices never changed, the cheapest pool is the optimum; otherwise dynamic programming
-    (`cost.report.optimum`) finds it.
+    capacity is not recorded. The optimum is therefore a lower bound and the regret an upper bound, and both are
+    estimates. The work is the time of the steps that are part of the final weights, including data, evaluations and
+    checkpoints. Each start costs as much as the job's first start. If prices never changed, the cheapest pool is the
+    optimum; otherwise dynamic programming (`cost.report.optimum`) finds it.
 
     Args:
         events: Events of the job, ordered by time.
@@ -410,7 +412,7 @@ def compute_hindsight(
 def _compute_hours(
     bills: Sequence[NodeBill], generations: dict[int, RecordedGeneration], *, ranks: int
 ) -> tuple[float, float]:
-    """Return the hours for which the gang worked, and the hours of the first generation's start and shutdown."""
+    """Return the hours of the gang's work, and the hours of the first generation's start plus shutdown."""
     work, start, first = 0, 0, bills[0].node.generation
     first_ranks = sum(len(bill.node.ranks) for bill in bills if bill.node.generation == first)
     for bill in bills:
@@ -428,9 +430,9 @@ def _compute_hours(
 def read_price_curves(
     plan: dict[str, Any], history: Mapping[PoolName, Sequence[tuple[float, Decimal]]]
 ) -> dict[PoolName, PriceCurve]:
-    """Return the price of one node over time, by pool: the plan's quote first, then the recorded changes.
+    """Return the price curve of one node by pool: first the plan's quote, then the recorded price changes.
 
-    Quotes for a number of nodes other than the plan's are left out.
+    Quotes for numbers of nodes other than the planned number are left out.
     """
     first = _read_quotes(plan)
     for pool, changes in history.items():
@@ -456,8 +458,8 @@ def _add_quotes(
 ) -> dict[PoolName, Sequence[tuple[float, Decimal]]]:
     """Use the quotes of all plans as price changes of the pools without recorded changes.
 
-    The ledger uses these quotes too. If only the newest plan's quotes counted, the higher prices of earlier plans would
-    appear as regret.
+    The ledger uses the quotes of all plans too. If this function used only the newest plan's quotes, the higher prices
+    of earlier plans would appear as regret.
     """
     quoted: dict[PoolName, list[tuple[float, Decimal]]] = {}
     for event in events:

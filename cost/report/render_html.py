@@ -116,7 +116,7 @@ def render_html_table(
     """Render a table and escape its cells. Cells beyond the last column of the header are left out.
 
     Args:
-        colours: Colours of the marks in the first cell of each row.
+        colours: One colour per row, for the mark in the row's first cell.
         total: Whether the last row is the total.
     """
     kinds = [
@@ -189,7 +189,7 @@ def _read_assets() -> tuple[tuple[str, ...], str]:
 
 
 def render_parts(report: RunReport, *, python: str, earlier: Sequence[RunReport]) -> tuple[str, str]:
-    """Render the content of the page, and the data of its plots as JSON that HTML cannot misread."""
+    """Render the content of the page, and the data of its plots as JSON that is safe to embed in HTML."""
     figures, tables = list_figures(report, earlier)
     marks = report.charts.get("marks") or []
     drawn = [
@@ -258,9 +258,9 @@ def _stop(report: RunReport) -> str:
 
 
 def _failure(report: RunReport, python: str) -> str:
-    """Render the failures, the evidence of the first one, and the command that continues the job.
+    """Render the failures, the evidence of the first failure, and the command that continues the job.
 
-    The first failure usually caused the others.
+    The first failure usually caused all later failures.
     """
     parts = []
     failures = report.events.get("failures") or []
@@ -326,7 +326,7 @@ def _evaluations(report: RunReport) -> str:
 
 
 def _timeline(report: RunReport) -> str:
-    """Render one bar per node and generation on a common time axis. Its colours are the classes of the paid time."""
+    """Render one bar per node and generation on a common time axis. The colours stand for classes of paid time."""
     lanes = report.charts.get("lanes") or []
     if not lanes:
         return ""
@@ -370,7 +370,7 @@ def _keys(kinds: Sequence[str]) -> str:
 
 
 def _money(report: RunReport) -> str:
-    """Render one bar per cause of cost, divided by class of time. The ledger table is the legend of the colours."""
+    """Render one bar per cause of cost, divided by class of paid time. The ledger's table explains the colours."""
     colours = [COLOURS[line.ledger_class] for line in report.ledger]
     ledger = render_html_table(LEDGER_HEADER, format_ledger_rows(report), colours=colours, total=True)
     cells: dict[str, list[dict[str, Any]]] = {}
@@ -403,7 +403,7 @@ def _cell_text(cell: dict[str, Any]) -> str:
 
 
 def _plan_rows(report: RunReport) -> list[tuple[str, str, str]]:
-    """Return rows that compare plan and run. If the job has ended, add the dollars of useful work and of the rest."""
+    """Return rows that compare plan and run. For an ended job, add the dollars of useful work and all other dollars."""
     rows = [*format_comparison_rows(report)]
     if not rows or report.outcome is None:
         return rows

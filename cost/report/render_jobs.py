@@ -34,7 +34,7 @@ def render_jobs_page(
     """Render the page.
 
     Args:
-        rows: For each job its name, project, owner, state, and dollars spent and forecast.
+        rows: One row per job: name, project, owner, state, spent dollars and forecast dollars.
         reports: Reports by name of the job; a job that never started has none.
         charges: FOCUS rows of all jobs (`cost.focus`).
     """
@@ -70,7 +70,10 @@ def _cells(row: tuple[str, str, str, str, float, float | None], report: RunRepor
 
 
 def _by_day(charges: Sequence[Mapping[str, str]]) -> str:
-    """Render a row per UTC day: the dollars of each owner, and a bar for the sum. Charges count on their first day."""
+    """Render one row per UTC day, with the dollars of each owner and a bar for their sum.
+
+    A charge for several days counts on its first day.
+    """
     days: dict[str, dict[str, Decimal]] = {}
     for row in charges:
         day = days.setdefault(row["ChargePeriodStart"][:10], {})
@@ -94,7 +97,7 @@ def _by_day(charges: Sequence[Mapping[str, str]]) -> str:
 
 
 def _by_cause(reports: Mapping[str, RunReport]) -> str:
-    """Render one row per cause of interruptions: the number of jobs that it interrupted, and the total cost."""
+    """Render one row per cause of interruptions, with the number of interrupted jobs and the total cost."""
     found: dict[str, tuple[int, float]] = {}
     for report in reports.values():
         for line in report.money.get("causes") or []:

@@ -19,7 +19,7 @@ _GIB = 2**30
 
 
 class ChartLine(NamedTuple):
-    """A line of a chart: the table column with its values, its label, colour (a CSS variable) and style."""
+    """A line of a chart: the name of the column with its values, its label, colour (a CSS variable) and style."""
 
     key: str
     label: str
@@ -31,7 +31,7 @@ class ChartLine(NamedTuple):
 
 
 class Figure(NamedTuple):
-    """A line chart: its title, its lines, and the name of the table with their values."""
+    """A line chart: its title, its lines, and the name of the table that has the values of the lines."""
 
     id: str
     title: str
@@ -89,7 +89,7 @@ def list_figures(report: RunReport, earlier: Sequence[RunReport] = ()) -> tuple[
 
 
 def _old_columns(report: RunReport) -> dict[str, Any]:
-    """Make the columns of values per step from the loss curve, for an old report without `charts`."""
+    """Make the table of values per step from the loss curve. Old reports have no `charts` and need this."""
     steps: list[float | None] = [float(step) for step, _ in report.loss_curve]
     losses = [loss for _, loss in report.loss_curve]
     return thin_columns({"step": steps, "seconds": [*steps], "usd": [*steps], "loss": losses}) if steps else {}
@@ -120,7 +120,7 @@ def _with_held_out(charts: dict[str, Any]) -> dict[str, list[Any]]:
 
 
 def _with_forecast(report: RunReport, columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """Add columns for spent, forecast and budgeted dollars. For a running job, add a last row at its estimated end."""
+    """Add columns with spent, forecast and budgeted dollars. For a running job, add a row for its estimated end."""
     if not columns.get("step"):
         return columns
     found, entropy = report.progress, report.actual.get("unigram_entropy_nats")
@@ -172,7 +172,7 @@ def _compare(report: RunReport, earlier: Sequence[RunReport]) -> tuple[dict[str,
 
 
 def render_chart(figure: Figure, table: dict[str, list[Any]], marks: Sequence[dict[str, Any]]) -> str:
-    """Render a figure over steps as SVG, with gaps at missing values, and marks such as interruptions."""
+    """Render a figure as SVG with steps on the x-axis, gaps at missing values, and marks such as interruptions."""
     xs = table["step"]
     values = [value for one in figure.series for value in table[one.key] if value is not None]
     low, high = min(values), max(values)
@@ -214,7 +214,7 @@ def render_chart(figure: Figure, table: dict[str, list[Any]], marks: Sequence[di
 
 
 def _pieces(xs: Sequence[float], values: Sequence[float | None], one: ChartLine) -> list[list[tuple[float, float]]]:
-    """Split a line at missing values. If `ChartLine.span` is set, draw across them instead."""
+    """Split a line at missing values. If `ChartLine.span` is set, connect the points across missing values instead."""
     pieces: list[list[tuple[float, float]]] = [[]]
     for step, value in zip(xs, values, strict=True):
         if value is not None:

@@ -56,8 +56,7 @@ def suggest_next_step(report: RunReport, *, python: str = PYTHON) -> NextStep | 
     """Suggest how to continue a job; None if it is completed or running.
 
     After an interruption or a failure, suggest `resume`, which continues the run with the same plan and configuration.
-    After an exceeded limit or a bad setting, and always on AWS Batch, suggest a new `run`, which restores the last
-    commit.
+    On AWS Batch, and after an exceeded limit or a bad setting, suggest a new `run`, which restores the last commit.
 
     Args:
         python: Path of the Python interpreter in the suggested command.
@@ -77,7 +76,7 @@ def suggest_next_step(report: RunReport, *, python: str = PYTHON) -> NextStep | 
 
 
 def _advise(report: RunReport) -> tuple[str, list[str] | None]:
-    """Return an explanation of the next step, and the changed settings of a new run. For `resume` these are None."""
+    """Return an explanation of the next step, and the changed settings of a new run (None for `resume`)."""
     plan, outcome = report.plan or {}, report.outcome
     refusal = plan.get("refusal") or {}
     if outcome is Outcome.INTERRUPTED:
@@ -110,7 +109,7 @@ def _advise(report: RunReport) -> tuple[str, list[str] | None]:
 
 
 def _round_up(value: float, placeholder: str) -> str:
-    """Round up to two significant digits. Return `placeholder` if the value is not a positive number."""
+    """Round a positive number up to two significant digits. Return `placeholder` for any other value."""
     if not math.isfinite(value) or value <= 0:
         return placeholder
     exact = Decimal(str(value))
@@ -206,10 +205,11 @@ _DECISIVE = ("workload", "model.", "data.", "training.", "cluster.", "parallel."
 
 
 def describe_rehearsal(report: RunReport, others: Sequence[RunReport]) -> list[str]:
-    """Say whether a rehearsed fault changed the weights, compared with an uninterrupted run; [] without a rehearsal.
+    """Return lines that say whether a rehearsed fault changed the weights; [] without a rehearsal.
 
     Args:
-        others: Reports of other jobs, newest last.
+        others: Reports of other jobs, newest last. The weights are compared with those of an uninterrupted run among
+            them.
     """
     if not (report.events.get("counts") or {}).get(FAULT_INJECTED):
         return []
@@ -243,7 +243,7 @@ def format_table(
     """Format the rows as lines below the header. Each column is as wide as its widest cell.
 
     Args:
-        left: Number of leading columns that are left-aligned. The others are right-aligned.
+        left: Number of leading columns that are left-aligned. All other columns are right-aligned.
         width: Maximum length of the rule below the header, in characters; None for the length of the header.
     """
     table = [header, *rows]
@@ -260,7 +260,7 @@ def format_table(
 
 
 def _generations(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Format the newest generations as a table. Culprits are shortened to fit on their line."""
+    """Format the newest generations as a table. Names of culprits are shortened to fit on one line."""
     more = len(rows) - _LISTED_GENERATIONS
     *names, last = GENERATION_HEADER
     shown = rows[-_LISTED_GENERATIONS:]
@@ -332,7 +332,7 @@ def format_job_rows(reports: Sequence[RunReport]) -> list[tuple[str, ...]]:
 
 
 def render_table(reports: Sequence[RunReport]) -> str:
-    """Render several jobs as a table of any width, with notes on prices and damaged event logs."""
+    """Render several jobs as a table of unlimited width, followed by notes on prices and damaged event logs."""
     table = format_table(format_job_rows(reports), JOB_HEADER, left=3, width=None)
     lines = [*(line.rstrip() for line in table), describe_price_kinds(reports)]
     for report in reports:

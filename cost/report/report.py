@@ -68,8 +68,8 @@ class RunReport:
         loss_curve: (step, loss) by step. A redone step has the loss of its last execution; a non-finite loss is None.
         ledger: Paid time and dollars by class.
         total_usd: Total cost, with six decimals like all dollar amounts of a report.
-        savings_usd: The cost of the useful steps at the on-demand price, less the total; None without a price. It is
-            negative if overheads and interruptions cost more than the cheaper market saved.
+        savings_usd: The cost of the useful steps at the on-demand price, less `total_usd`; None if that price is
+            unknown. It is negative if overheads and interruptions cost more than the cheaper market saved.
         plan: The newest plan.
         actual: Measured figures (`cost.report.figures.compute_actual_figures`).
         events: Number of events by name, failures and notable events ordered by time, damage to the event log, and
@@ -78,7 +78,8 @@ class RunReport:
             not recorded.
         money: Owner, forecast, dollars by cause and hindsight (`cost.report.figures.compute_money_figures`); empty in
             old reports.
-        progress: Steps, estimated end and cost, and the loss from a stop now (`cost.report.charts.compute_progress`).
+        progress: Steps, estimated end and cost, and the work that killing the job now would lose
+            (`cost.report.charts.compute_progress`).
         charts: Series, marks, lanes and ranks for plots (`cost.report.charts.build_charts`); empty in old reports.
         running: The launcher that is running the job (since_utc, host, user, pid, command, heartbeat_age_seconds); None
             if the job is not running.
@@ -109,7 +110,7 @@ class RunReport:
         return self.to_json()[name]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as JSON, so that other versions of Ebbflow can read the artifact `run_report`."""
+        """Pickle the report as JSON, so that other versions of Ebbflow can read the artifact `run_report`."""
         return RunReport.from_json, (self.to_json(),)
 
     @property
@@ -271,7 +272,7 @@ def _list_checks(events: Sequence[Event]) -> list[dict[str, str]]:
 
 
 def _fold(events: Sequence[Event], running: bool, damage: Sequence[Damage]) -> Ledger:
-    """Compute the ledger from the events. An error lists the damaged parts of the log, which are its likely cause."""
+    """Compute the ledger from the events. The message of an error lists the damage to the log as its likely cause."""
     try:
         return fold(events, running=running)
     except LedgerError as error:
@@ -319,7 +320,7 @@ def _list_generations(
 
 
 def _infer_outcome(events: list[Event], generations: dict[int, RecordedGeneration]) -> Outcome:
-    """Return the recorded outcome of the job or, if none was recorded, the outcome that its last events imply."""
+    """Return the recorded outcome of the job. If none was recorded, return the outcome that the last events imply."""
     recorded = find_final_outcome(events)
     if recorded is not None:
         return Outcome(recorded.data["outcome"])
@@ -347,7 +348,7 @@ def _make_message(final: Event | None, refusal: Event | None) -> str | None:
 
 
 def _summarise_plan(plan: dict[str, Any]) -> dict[str, Any]:
-    """Return the plan with the numbers of ranked and rejected pools in place of the lists."""
+    """Return the plan with the lists of ranked and rejected pools replaced by their lengths."""
     summary = {name: value for name, value in plan.items() if name not in ("ranked", "rejected")}
     counts = plan.get("counts") or {"ranked": len(plan.get("ranked", [])), "": len(plan.get("rejected", []))}
     return {**summary, "ranked": counts["ranked"], "rejected": sum(counts.values()) - counts["ranked"]}
@@ -369,11 +370,11 @@ def without_nan(value: Any) -> Any:
 
 
 def list_failures(events: Sequence[Event], generations: dict[int, RecordedGeneration]) -> list[dict[str, Any]]:
-    """List the failures of a job by time: {seconds, t_wall, generation, what, culprit, evidence (if any)}.
+    """List the failures of a job by time as {seconds, t_wall, generation, what, culprit, evidence (if any)}.
 
     A failure is a generation with an unplanned end, a Batch job that did not succeed, a failed check, a refused plan, a
     commit that could not be restored, or a store that was restored from an older snapshot. Later failures usually
-    follow from the first. `seconds` counts from the first event.
+    follow from the first failure. `seconds` counts from the job's first event.
     """
     found = [_describe_interruption(events, generation) for generation in generations.values() if generation.unplanned]
     for event in events:
@@ -394,7 +395,7 @@ def list_failures(events: Sequence[Event], generations: dict[int, RecordedGenera
 
 
 def list_notable_events(events: Sequence[Event]) -> list[dict[str, Any]]:
-    """List the events that a report shows one by one, ordered by time: {seconds, generation, name, step, text}."""
+    """List the events that a report shows individually, by time, as {seconds, generation, name, step, text}."""
     start = min((event.t_wall for event in events), default=0.0)
     return [
         {

@@ -1,4 +1,4 @@
-"""Summary of a job for page, terminal and Metaflow card: one sentence, four large numbers and a title."""
+"""Summary of a job for page, terminal and Metaflow card: title, one sentence, and four numbers (tiles)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ENDINGS = {
 
 
 class Tile(NamedTuple):
-    """One of the four large numbers of the report: its name, text, explanation, and the share (0 to 1) of its bar."""
+    """One large number of the report: its name, text and explanation, and the filled share (0 to 1) of its bar."""
 
     name: str
     number: str
@@ -54,13 +54,16 @@ def describe_model(report: RunReport) -> str:
 
 
 def describe_title(report: RunReport) -> tuple[str, str]:
-    """Return the title and its addition: name and model, or model and id of a job without a name."""
+    """Return the title of a job and an addition to it.
+
+    These are the job's name and the model. If the job has no name, they are the model and the job's id.
+    """
     name, model = shorten(one_line(report.job), _LONGEST_NAME), describe_model(report)
     return (model, f"job {name}") if name.isdecimal() and model else (name, model)
 
 
 def render_verdict(report: RunReport) -> str:
-    """Summarize the job in one sentence: progress or outcome, time, dollars, and the cost of interruptions."""
+    """Summarize the job in one sentence with its progress or outcome, time, dollars, and cost of interruptions."""
     if report.outcome is None:
         return f"Running: {_ahead(report)}"
     hours = report.actual.get("wall_hours")
@@ -81,13 +84,13 @@ def render_verdict(report: RunReport) -> str:
 
 
 def find_deciding_failure(report: RunReport) -> dict[str, Any]:
-    """Return the first failure of the generation that failed last, since the job survived those before; {} if none."""
+    """Return the first failure of the last failed generation, because the job survived all earlier ones; {} if none."""
     failures = report.events.get("failures") or [{}]
     return next(one for one in failures if one.get("generation") == failures[-1].get("generation"))
 
 
 def describe_cause(report: RunReport) -> str:
-    """Return the deciding failure with its culprit, or the outcome's message; "" if there is neither."""
+    """Return the deciding failure with its culprit, else the outcome's message; "" if both are missing."""
     failure = find_deciding_failure(report)
     if not failure:
         return shorten(one_line(report.events.get("message") or ""), _LONGEST_CAUSE)
@@ -96,7 +99,7 @@ def describe_cause(report: RunReport) -> str:
 
 
 def describe_stop(report: RunReport) -> str:
-    """Describe the work and dollars that a kill would lose now; "" unless the job is running."""
+    """Describe the work and dollars that killing the job now would lose; "" unless the job is running."""
     found = report.progress
     if report.outcome is not None or not found:
         return ""
@@ -166,7 +169,7 @@ def _interruption_cost(report: RunReport) -> str:
 
 
 def list_tiles(report: RunReport) -> list[Tile]:
-    """List the four numbers: progress, dollars, goodput and time."""
+    """List the four large numbers of the report: progress or outcome, dollars, goodput and time."""
     found, running = report.progress, report.outcome is None
     done, total = found.get("step") or report.actual.get("steps") or 0, found.get("steps")
     share = done / total if total else None
@@ -210,7 +213,7 @@ def _time(report: RunReport) -> Tile:
 
 
 def summarize_status(report: RunReport) -> list[str]:
-    """Return the lines of `ebbflow watch --once`: title, verdict, the four numbers, and the loss from a stop."""
+    """Return the lines of `ebbflow watch --once`: title, verdict, tiles, and the work that a kill now would lose."""
     model = describe_model(report)
     lines = [f"{one_line(report.job)}{f': {model}' if model else ''}", render_verdict(report)]
     lines += [f"{tile.name:15} {tile.number}{f'  ({tile.words})' if tile.words else ''}" for tile in list_tiles(report)]

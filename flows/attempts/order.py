@@ -1,8 +1,8 @@
-"""Order of an attempt: instruction from Metaflow's scheduler to one attempt of a training step.
+"""Order: the instruction from Metaflow's scheduler to one attempt of a training step.
 
 The scheduler writes the order into the job's store under the attempt's name, because an AWS Batch job inherits no
-environment from its submitter. Each node reads the order by that name, because a listing of the store may not show a
-new object yet.
+environment from its submitter. Each node reads the order by this name and does not list the store, because a listing
+may not show a new object yet.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class AttemptName:
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptOrder:
-    """Instruction to one attempt of a training step: where and how to train, or how to end without training."""
+    """Instruction to one attempt of a training step: where and how to train, or to end without training."""
 
     # "train", or one of three ways to end without training: "gang" (the flow continues with a gang of `nodes` nodes),
     # "again" (`train_node` starts another round) or "stop" (the job ends)
@@ -55,7 +55,7 @@ class AttemptOrder:
 
     @classmethod
     def get(cls, job_store: Store, name: AttemptName) -> AttemptOrder | None:
-        """Return the attempt's order, or None if the scheduler wrote none. Raises StoreError."""
+        """Return the attempt's order, or None if the scheduler wrote no order. Raises StoreError."""
         if job_store.head(name.key) is None:
             return None
         known = json.loads(job_store.get(name.key))

@@ -1,6 +1,6 @@
-"""Choose a queue for one attempt, or a reason to stop, from prices, past attempts and the remaining work.
+"""Choose a queue for one attempt from prices, past attempts and the remaining work, or give a reason to stop.
 
-Placing an attempt blocks Metaflow's scheduler, so it has deadlines. `place_attempt` raises only `JobIsRunning`, if
+Placing an attempt blocks Metaflow's scheduler, so it has time limits. `place_attempt` raises only `JobIsRunning`, if
 another launcher has taken over the job.
 """
 
@@ -55,7 +55,7 @@ class PlacementRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementResult:
-    """Result of placing an attempt: its order (where and how to train), or the reason why it has none."""
+    """Result of placing an attempt: its order (where and how to train), or the reason why there is no order."""
 
     order: AttemptOrder | None = None  # the attempt's order; None if the attempt could not be placed
     trouble: str = ""  # why there is no order, or only one from the run's plan; "" without trouble
@@ -64,8 +64,8 @@ class PlacementResult:
 def place_attempt(request: PlacementRequest, *, deadline_seconds: float = DEADLINE_SECONDS) -> PlacementResult:
     """Choose a queue for an attempt at current prices.
 
-    If this fails or takes too long, choose from the plan that the run made at its start, within another 30 s. Raises
-    JobIsRunning if another launcher has taken over the job.
+    If this fails or takes too long, choose a pool from the plan that the run made at its start, within another 30 s.
+    Raises JobIsRunning if another launcher has taken over the job.
     """
     try:
         return PlacementResult(order=within(deadline_seconds, lambda: _place_afresh(request), "placing"))
@@ -113,7 +113,8 @@ def _place_afresh(request: PlacementRequest) -> AttemptOrder:
 def _place_by_run_plan(request: PlacementRequest) -> AttemptOrder:
     """Choose a queue from the run's plan and the configured queues, without querying Batch, prices or events.
 
-    An error raised here, even a CostError, must not stop the job, because the choice rests on too little information.
+    The caller must not stop the job because of an error raised here, even a CostError, since the function ignores
+    current information.
     """
     from ebbflow.cost.capacity import AttemptHistory
     from ebbflow.cost.plan.plan import Plan
@@ -153,7 +154,7 @@ def _place(
     """Choose a pool, record plan and placement in the events, and write the order.
 
     Args:
-        after_generation: Number of the newest known generation, which `give_up_reason` compares with later commits.
+        after_generation: Number of the newest known generation. `give_up_reason` needs it to find later commits.
 
     Raises:
         CostError: No queue can run the job, or the job's limits allow no further attempt.
@@ -190,7 +191,7 @@ def _put_order(job: Job, request: PlacementRequest, order: AttemptOrder) -> Atte
 
 
 def _refuse_if_abandoned(request: PlacementRequest) -> None:
-    """Raise TimeoutError after the deadline for this placement, since another order may have been written by then."""
+    """Raise TimeoutError after the deadline of this placement, since the scheduler may have written another order."""
     if request.abandoned.is_set():
         raise TimeoutError("the deadline for this placement has passed")
 
@@ -199,8 +200,8 @@ def make_order(request: PlacementRequest, plan: Plan, placed: Placement) -> Atte
     """Turn a placement into an order (see `AttemptOrder.does`).
 
     The step `train_node` cannot run several nodes. If the placement has several nodes, the order is "gang", so that the
-    step `train` runs them. For the last attempt of `train_node`, the order is "again", because the next round of the
-    step has new retries.
+    step `train` runs them. For the last attempt that Metaflow allows `train_node`, the order is "again": the flow then
+    repeats the step, which has new retries.
     """
     from ebbflow.cost.capacity import with_placement
 
@@ -238,7 +239,8 @@ def give_up_reason(
     other than `run`, because a new run may have fixed the cause.
 
     Args:
-        on_demand_comes: Whether a deadline will move the job to on-demand. If so, refused Spot attempts do not end it.
+        on_demand_comes: Whether a deadline will move the job to on-demand. If so, refused Spot attempts do not end the
+            job.
     """
     committed = max((event.generation for event in events if event.name == COMMIT), default=0)
 

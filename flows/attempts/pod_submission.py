@@ -50,7 +50,8 @@ class PodSubmission:
     """Submission of the only Job or JobSet that this process creates.
 
     Args:
-        asked: The scheduler's settings for this attempt (SUBMIT_VARIABLE); {} for a step that does not train.
+        asked: The scheduler's settings for this attempt, from the environment variable SUBMIT_VARIABLE; {} for a step
+            that does not train.
     """
 
     def __init__(self, asked: dict[str, Any]) -> None:
@@ -82,7 +83,7 @@ class PodSubmission:
         atexit.register(self._leave)
 
     def _persistent(self, send: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the REST client's `request` in retries for when the API server does not answer or is overloaded."""
+        """Wrap the REST client's `request` so that it retries while the API server does not answer or is overloaded."""
         from kubernetes.client.exceptions import ApiException
         from urllib3.exceptions import HTTPError
 
@@ -142,8 +143,8 @@ class PodSubmission:
         """Wrap `get` so that Metaflow sees no states of a JobSet that it would misread.
 
         Metaflow would treat any failed Job as the end of the gang before JobSet has decided. It would treat a gang
-        without an active Job (preempted by Kueue, or between two pods) as one that has succeeded, and a condition whose
-        status is False as one that holds.
+        without an active Job (preempted by Kueue, or between two pods) as succeeded. It would treat a condition with
+        the status False as true.
         """
 
         def read(*args: Any, **options: Any) -> Any:
@@ -185,7 +186,7 @@ class PodSubmission:
                     one["template"]["spec"] |= replacement_policy(replacements)
 
     def _refuse(self, error: Any) -> int:
-        """Record that Kubernetes refused the Job or JobSet as the job's outcome, and return the exit code."""
+        """Record as the job's outcome that Kubernetes refused the Job or JobSet, and return the exit code."""
         try:
             text = json.loads(error.body)["message"]
         except (ValueError, KeyError, TypeError):
@@ -201,7 +202,7 @@ class PodSubmission:
         return _NO_RETRY
 
     def _note(self, job_id: str) -> None:
-        """Record the id before the create request, so that the next launcher finds pods that this one left behind."""
+        """Record the id before the create request, so that the next launcher finds pods left behind by this process."""
         from ebbflow.infra.events import BATCH_SUBMITTED
 
         if self._asked:
@@ -210,7 +211,7 @@ class PodSubmission:
                 log.emit(BATCH_SUBMITTED, job_id=job_id, job_name=job_id.rpartition("/")[2], **details)
 
     def _follow(self) -> None:
-        """Watch the pods until they have ended. Delete the Job or JobSet if they do not start in time."""
+        """Watch the pods until they have ended. If they do not start in time, delete the Job or JobSet."""
         watch, cluster = self._watch, open_cluster()
         assert watch is not None
         limits = StartLimits(
@@ -251,10 +252,11 @@ class PodSubmission:
             self._leaving.wait(_LOOK_SECONDS)
 
     def _evict_announced(self, cluster: Cluster) -> None:
-        """Evict pods whose node is marked as about to be taken away: they save and leave while there is time.
+        """Evict pods whose node will soon be taken away, according to its taints, so that they save and exit in time.
 
-        Karpenter leaves pods that must not be disrupted alone until its grace period is over, and some handlers only
-        taint. Without the right to read nodes or to evict pods, SIGTERM and the instance's metadata serve.
+        This is necessary because Karpenter evicts protected pods only at the end of its grace period, and some
+        interruption handlers only taint the node. Without permission to read nodes or to evict pods, a pod learns of
+        the end from SIGTERM or the instance's metadata.
         """
         assert self._watch is not None
         try:
@@ -324,7 +326,7 @@ class PodSubmission:
 
 
 def replacement_policy(times: int) -> dict[str, Any]:
-    """Return fields of a worker's Job that let it replace its pod after the loss of the node, but not after a failure.
+    """Return fields of a worker's Job with which Kubernetes replaces a pod whose node is lost, but not a failed pod.
 
     JobSet's own RestartJob is an alpha feature that is switched off by default.
     """

@@ -47,9 +47,9 @@ def settle_attempts(
 ) -> list[Event]:
     """Record the end of every Batch job of this training job, and terminate Batch jobs that still run.
 
-    Each end becomes a `batch_attempt` event. If Batch has no end time or reason yet, the event lacks them, and a later
-    call adds a complete event. Call this only while no attempt should run. A Batch job that still runs was then left
-    behind by its submitter, and would cost money while the next attempt runs.
+    Each end becomes a `batch_attempt` event. If Batch has no end time or reason yet, the event is incomplete, and a
+    later call adds a complete event. Call this only while no attempt should run. A Batch job that still runs was then
+    left behind by its submitter, and would cost money while the next attempt runs.
 
     Returns:
         The new events, in the order of the Batch jobs.
@@ -95,7 +95,7 @@ def _by_region(
     """Group the Batch jobs by region, and return each region's client with its jobs.
 
     `client` is the client of the home region, to which jobs without a known region belong. If `client` is a Kubernetes
-    cluster instead, return it with the jobs on Kubernetes.
+    cluster instead, return this client with the jobs on Kubernetes.
     """
     pods = isinstance(client, kubernetes.Cluster)
     submitted = {one: event for one, event in submitted.items() if kubernetes.is_cluster_id(one) is pods}
@@ -154,14 +154,14 @@ def _is_complete(record: Mapping[str, Any]) -> bool:
 def unsettled_jobs(events: Sequence[Event]) -> dict[str, Event]:
     """Return {job id: event} for all Batch jobs whose end is not recorded.
 
-    The event is that of the submission. If it is missing, it is the agent's NODE_STARTED.
+    The event is the one that recorded the submission. If no such event exists, it is the agent's NODE_STARTED event.
     """
     settled = {event.data.get("job_id") for event in events if event.name == BATCH_ATTEMPT}
     return {job_id: event for job_id, event in _submitted_jobs(events).items() if job_id not in settled}
 
 
 def _incomplete_jobs(events: Sequence[Event]) -> dict[str, Event]:
-    """Return {job id: event}, as `unsettled_jobs` does, for Batch jobs whose recorded end lacks its time or reason.
+    """Return {job id: event}, as `unsettled_jobs` does, for Batch jobs whose end is recorded without time or reason.
 
     The argument `events` must be ordered by time.
     """
@@ -181,7 +181,7 @@ def _submitted_jobs(events: Sequence[Event]) -> dict[str, Event]:
 
 
 def _ended_attempt(attempt: BatchAttempt, placement: Placement | None) -> dict[str, Any]:
-    """Return the record of an attempt whose pods are deleted now. Kubernetes keeps no record of deleted pods."""
+    """Return a record of an attempt whose pods are being deleted, since Kubernetes keeps no record of such pods."""
     times = tuple((start, start and (stop or time.time())) for start, stop in attempt.node_times)
     ended = replace(attempt, status="FAILED", cause="terminated", stopped_utc=time.time(), node_times=times)
     return batch_attempt_data(ended, placement)
@@ -193,7 +193,7 @@ def _describe_left_behind(attempt: BatchAttempt, submitted: Event) -> str:
 
 @for_batch
 def check_left_behind(context: PreflightContext) -> CheckFinding:
-    """Check that no Batch job of a killed launcher still runs and costs money."""
+    """Check that no Batch job that a killed launcher submitted is still running, since it would cost money."""
     if context.job is None:
         return passed("a new job has no Batch jobs")
     job = Job(name=context.job, run="", config=context.config, request_seconds=ANSWER_SECONDS)
@@ -221,7 +221,8 @@ def find_placement(submitted: Event, events: Sequence[Event]) -> Placement | Non
     Times are not compared, because the clock of an agent's machine may be minutes ahead.
 
     Args:
-        submitted: Event that mentions the Batch job. An agent's event has no step and task, so these are not compared.
+        submitted: Event that contains the id of the Batch job. Step and task are not compared for an agent's event,
+            which has neither.
     """
     known = () if submitted.name == NODE_STARTED else ("step", "task")
     placed = [
@@ -256,8 +257,8 @@ _LEFTOVER_SECONDS = 90.0
 def end_leftovers(job: Job, say: Callable[[str], None]) -> None:
     """Terminate Batch jobs that a run left behind, and record their ends for the bill, within 90 s.
 
-    Call this only while no launcher of the job is alive. New events carry the run id of `job`. If Batch does not
-    answer, print a message; the next placement tries again. Raises StoreError if the events cannot be read.
+    Call this only while no launcher of the job is alive. New events have the run id of `job`. If Batch does not answer,
+    print a message. The next placement then terminates these jobs. Raises StoreError if the events cannot be read.
     """
     events = read_events(job.store)
     if not unsettled_jobs(events):

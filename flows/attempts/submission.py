@@ -6,10 +6,10 @@ SIGTERM the process terminates the job, so that the job saves a checkpoint and e
 SDK and no internals of Metaflow.
 
 To stop a container, Batch sends SIGTERM to its first process and, 30 s later, SIGKILL to all processes. The first
-process is the shell of Metaflow's command. SIGTERM would kill that shell and all its child processes, or have no
-effect if the shell is process 1. `wrap_command` therefore runs the command under another shell, the signal-passing
-shell. This shell passes SIGTERM only to the task and waits until the command has ended. The processes that collect the
-task's logs get no signal, because they must live as long as the task.
+process is the shell of Metaflow's command. SIGTERM would kill that shell and all its child processes. If the shell is
+process 1, SIGTERM would have no effect. `wrap_command` therefore runs the command under another shell, the
+signal-passing shell. This shell passes SIGTERM only to the task and waits until the command has ended. The processes
+that collect the task's logs get no signal, because they must live as long as the task.
 """
 
 from __future__ import annotations
@@ -69,7 +69,10 @@ def wrap_job_commands(params: dict[str, Any], **_: Any) -> None:
 
 
 def listen_for_stop() -> None:
-    """Make SIGTERM end this task, and tell the signal-passing shell its process id. Without this shell, do nothing."""
+    """Make SIGTERM end this task, and write its process id to the file that the signal-passing shell reads.
+
+    Do nothing if the task does not run under the signal-passing shell.
+    """
     path = os.environ.get(_TASK_VARIABLE)
     if path:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -115,8 +118,8 @@ class StartLimits:
             status: Current state of the Batch job; None if unknown. The last known state then applies.
 
         Returns:
-            None while no limit is exceeded. Otherwise a tuple: the first words of the termination reason, from which
-            the bill tells the cause, and an explanation for the log.
+            None if no limit is exceeded. Otherwise a tuple: the first words of the termination reason, from which the
+            bill later derives the cause, and an explanation for the log.
         """
         from ebbflow.infra.batch import NEVER_STARTED, NOT_MADE
 
@@ -143,9 +146,9 @@ class Submission:
     """Submission of the only Batch job that this process creates.
 
     Args:
-        asked: The scheduler's settings for this attempt (SUBMIT_VARIABLE); {} for a step that does not train. It may
-            contain the limits runnable_seconds, starting_seconds, start_by_utc and submit_seconds, and the polling
-            interval look_seconds.
+        asked: The scheduler's settings for this attempt, from the environment variable SUBMIT_VARIABLE; {} for a step
+            that does not train. Settings are the limits runnable_seconds, starting_seconds, start_by_utc and
+            submit_seconds, and the polling interval look_seconds.
     """
 
     def __init__(self, asked: dict[str, Any]) -> None:
@@ -208,11 +211,11 @@ class Submission:
                 log.emit(OUTCOME, flush=True, outcome=Outcome.FAILED.value, message=message)
 
     def _note_unwanted(self, job_name: str, job_id: str) -> None:
-        """Record a duplicate Batch job, so that it is billed. Wait for at most 15 s, since the caller may exit next."""
+        """Record a duplicate Batch job for the bill. Take at most 15 s, since the caller may exit next."""
         _start_thread(self._note, job_name, job_id).join(_REQUEST_SECONDS)
 
     def _note(self, job_name: str, unwanted: str = "") -> None:
-        """Record the id of a Batch job in the job's events, so that it is billed even if this process dies later.
+        """Record the id of a Batch job in the job's events, so that the bill includes it even if this process dies.
 
         If the store fails, retry without limit.
 
@@ -314,7 +317,7 @@ def submit_events(asked: dict[str, Any]) -> EventLog:
 
 
 def refusal_reason(answer: dict[str, Any]) -> str | None:
-    """Return why Batch refused the request if it would refuse a retry too; otherwise None."""
+    """Return why Batch refused the request if a retry would be refused too, otherwise None."""
     from ebbflow.infra.aws.calls import is_throttled
 
     error = answer.get("Error") or {}

@@ -28,14 +28,14 @@ _TWINS_SECONDS, _FIRST_TWINS_PAUSE_SECONDS = 120.0, 1.0
 
 
 class LookupUnavailable(Exception):
-    """AWS Batch did not answer whether the job exists, so SubmitJob must not be retried yet."""
+    """AWS Batch did not answer, so it is unknown whether the job exists, and SubmitJob must not be retried yet."""
 
 
 class LostAnswers:
     """Search for the job of a SubmitJob request that got no response. Each submitting process has one instance.
 
     Args:
-        note: Called with the name and id of each terminated duplicate, which may have cost money.
+        note: Function that is called with the name and id of each terminated duplicate, which may have cost money.
     """
 
     def __init__(self, region: str | None, say: Callable[[str], None], note: Callable[[str, str], None]) -> None:
@@ -75,8 +75,8 @@ class LostAnswers:
     def answer(self, request: Any, **_: Any) -> Any:
         """Return a response with the job that an earlier request created, or None if the SDK must send this request.
 
-        The AWS SDK calls this before it sends a SubmitJob request. It searches only if an earlier request got no
-        response. Raises LookupUnavailable if AWS Batch does not answer the search.
+        The AWS SDK calls this before it sends a SubmitJob request. This method searches for the job only if an earlier
+        request got no response. Raises LookupUnavailable if AWS Batch does not answer the search.
         """
         if not self.lost or self._denied:
             return None
@@ -113,7 +113,7 @@ class LostAnswers:
             self._say(f"cannot check whether an unanswered submit of {self._name} created {other}: {error}")
 
     def end_twins(self, waited_for: str) -> None:
-        """Search for two minutes for duplicates of the job with the id `waited_for`, and terminate them."""
+        """For two minutes, search for duplicates of the job with the id `waited_for` and terminate them."""
         limit, pause = time.monotonic() + _TWINS_SECONDS, _FIRST_TWINS_PAUSE_SECONDS
         while self.lost and not self._denied:
             self.end(waited_for)
@@ -151,8 +151,8 @@ class SubmitRetry:
     """Retry policy of one submission. After each failed request, it decides whether and when to try again.
 
     Args:
-        seconds: Limit for all requests together, counted from the first failed one.
-        wanted: Returns whether the job is still wanted. If not, no further request is sent.
+        seconds: Time limit for all requests together, counted from the first failed request.
+        wanted: Function that returns whether the job is still wanted. If not, no further request is sent.
     """
 
     def __init__(

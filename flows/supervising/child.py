@@ -29,7 +29,7 @@ STOPPED_SECONDS = 60.0  # a launcher suspended this long is continued; the next 
 
 
 class FlowProcess:
-    """Runner of commands, one at a time. It remembers whether a signal asked the supervisor to exit.
+    """Runner of commands, one at a time, which records whether a signal has asked the supervisor to exit.
 
     Use it in the main thread only: the kernel ends a child when the thread that started it ends, and Python handles
     signals in the main thread.
@@ -76,7 +76,7 @@ class FlowProcess:
         self._left.wait(seconds)
 
     def _end_stop(self) -> None:
-        """Continue a launcher that has been suspended (SIGSTOP) for 60 s. Kill it if it is suspended for 60 s again."""
+        """Resume a launcher that has been suspended (SIGSTOP) for 60 s. If it is suspended for 60 s again, kill it."""
         assert self._process is not None
         for seconds in self._stopped.look([self._process.pid]).values():
             does = "killed" if self._continued else "continued"

@@ -120,7 +120,7 @@ def _newest_commit(job_store: Store) -> str | None:
 
 
 def _written_config(job_store: Store) -> dict | None:
-    """Return the configuration of the newest run that passed preflight, or None if no run has."""
+    """Return the configuration of the newest run that passed preflight, or None if no run has passed it."""
     if job_store.head("config.json") is None:
         return None
     return json.loads(job_store.get("config.json")).get("config")
@@ -140,7 +140,7 @@ FINAL = frozenset({
 
 
 class RunVerdict(StrEnum):
-    """Verdict on one run of the flow, from which the supervisor decides whether and when to start another."""
+    """Verdict on one run of the flow, from which the supervisor decides whether and when to start the next run."""
 
     COMPLETED = "completed"
     FINAL = "final"  # its outcome ends the job
@@ -181,8 +181,8 @@ def judge_run(exit_code: int, before: JobRecord, after: JobRecord) -> RunVerdict
 def count_failures(before: JobRecord, after: JobRecord) -> int:
     """Return how many failures a failed run counts as.
 
-    A run that made a commit counts as one failure. Any other run counts as one failure per failed Batch job, and as at
-    least one.
+    A run that made a commit counts as one failure. Any other run counts as one failure per failed Batch job, but at
+    least as one failure.
     """
     if before.commit != after.commit:
         return 1
@@ -190,7 +190,7 @@ def count_failures(before: JobRecord, after: JobRecord) -> int:
 
 
 def count_in_a_row(record: JobRecord, verdict: RunVerdict) -> int:
-    """Return the number of runs with this verdict since the newest commit, or for FAILURE the sum of their failures.
+    """Count the runs with this verdict since the newest commit. For FAILURE, return the sum of the runs' failures.
 
     Runs with other verdicts are skipped. For verdicts other than FAILURE, runs before a gap in which no supervisor ran
     are skipped too.
@@ -204,8 +204,8 @@ def count_in_a_row(record: JobRecord, verdict: RunVerdict) -> int:
 def pause_seconds(record: JobRecord, verdict: RunVerdict, first_seconds: float) -> float:
     """Return the pause in seconds before the next run.
 
-    The pause is 0 after an interrupted run that made a commit. Otherwise it starts at `first_seconds` and doubles with
-    each further run with this verdict since the newest commit, up to 600 s.
+    The pause is 0 after an interrupted run that made a commit. Otherwise the pause is `first_seconds` after the first
+    run with this verdict since the newest commit, and doubles with each further such run, up to 600 s.
     """
     times = count_in_a_row(record, verdict)
     if verdict is RunVerdict.INTERRUPTION:
@@ -216,11 +216,12 @@ def pause_seconds(record: JobRecord, verdict: RunVerdict, first_seconds: float) 
 def waited_seconds(
     record: JobRecord, verdict: RunVerdict, now_utc: float, *, usual_pause_seconds: float = LONGEST_PAUSE_SECONDS
 ) -> float:
-    """Return the seconds since the first of the latest runs, all of which ended with this verdict.
+    """Return for how many seconds every run of the job has ended with this verdict.
 
-    The verdict is "no capacity" or "not ready". The time starts when the first of these runs ended; it is 0 if the
-    newest run has another verdict. Runs before a gap in which no supervisor ran do not count. Such a gap is a pause
-    much longer than `usual_pause_seconds`, the longest pause that a supervisor makes between runs.
+    The verdict is "no capacity" or "not ready". The time starts at the end of the first of the latest runs that all
+    have this verdict. It is 0 if the newest run has another verdict. Runs before a gap in which no supervisor ran do
+    not count. Such a gap is a pause much longer than `usual_pause_seconds`, the longest pause that a supervisor makes
+    between runs.
     """
     since = now_utc
     for past_run in reversed(_since_alone(record.runs, usual_pause_seconds)):

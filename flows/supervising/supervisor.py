@@ -49,7 +49,7 @@ _WAITS = {
 
 
 class Supervisor:
-    """Supervisor of one job. It runs the flow file `flow` with the command `run`, again and again."""
+    """Supervisor of one job. It repeatedly runs the flow file `flow` with the command `run`."""
 
     def __init__(self, options: SupervisorOptions, say: Callable[[str], None], *, flow: Path = _FLOW) -> None:
         self._options, self._say, self._flow = options, say, flow
@@ -223,7 +223,8 @@ class Supervisor:
     def _write(self, verdict: RunVerdict, code: int, seconds: float, record: JobRecord, failures: int) -> JobRecord:
         """Record how a run ended, and return the new record of the job.
 
-        The run is recorded in the job's events. If the job has no events yet, only this process keeps the run.
+        The run is recorded in the job's events. If the job has no events yet, the record of the run is only in this
+        process's memory.
         """
         recorded = {"verdict": verdict.value, "commit": record.commit, "failures": failures}
         past_run = SupervisedRun(**recorded, ended_utc=time.time(), seconds=seconds)
@@ -237,7 +238,7 @@ class Supervisor:
     def _read(self, *, end_leftovers_too: bool = True) -> JobRecord | None:
         """Read the job's record, and terminate Batch jobs that an earlier run left behind.
 
-        If another launcher has taken the job over, no Batch job is terminated. While the store does not answer, the
+        If another launcher has taken over the job, no Batch job is terminated. While the store does not answer, the
         read is repeated every 30 s. Returns None if a signal asks the supervisor to exit meanwhile. Raises
         StoreUnavailable after --wait-hours.
         """

@@ -155,7 +155,7 @@ class TextDetector:
         self._signature = ""
 
     def examine(self, piece: bytes) -> None:
-        """Examine the next bytes. Raises DataError as soon as the content is certainly not text."""
+        """Examine the next bytes of the content. Raises DataError as soon as the content is certainly not text."""
         if not self._bytes and self._file.start == 0:
             self._signature = next((name for head, name in _SIGNATURES if piece.startswith(head)), "")
             if piece.startswith(_ASCII_ONLY):
@@ -172,7 +172,7 @@ class TextDetector:
             self.decide()
 
     def decide(self) -> None:
-        """Raise DataError if more than 10 % of the bytes examined so far are invalid."""
+        """Raise DataError if more than 10 % of the bytes examined so far are invalid UTF-8."""
         if self._invalid > _MOST_INVALID_SHARE * self._bytes:
             share = 100 * self._invalid / self._bytes
             raise self._refusal(f"is no UTF-8 text: {share:.0f} % of its first {self._bytes:,} bytes are invalid")
@@ -197,7 +197,7 @@ def check_head(file: SourceFile) -> None:
 def _split_inside(file: SourceFile, fraction: float) -> tuple[list[SourceFile], list[SourceFile]]:
     """Split a file so that its last `fraction` of bytes is held out.
 
-    Cut at the next line end within 1 MiB; if there is none, between two characters.
+    The cut is at the next line end within 1 MiB. If there is no line end, it is between two characters.
     """
     with open_source(file) as stream:
         size = os.fstat(stream.fileno()).st_size
@@ -222,7 +222,7 @@ def _describe_kind(mode: int) -> str:
 
 
 def _hash_fraction(name: str) -> float:
-    """Map a name to a number from 0 to 1 (excluded) by its hash."""
+    """Map a name to a number from 0 (included) to 1 (excluded), by hashing the name."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big") / 2**48
 
 
@@ -255,7 +255,7 @@ def _find_matching(pattern: str, written: str) -> list[SourceFile]:
 
 @dataclass(frozen=True)
 class _Hashed:
-    """A source file with the SHA-256 and size in bytes that its content had when it was first read."""
+    """A source file, with the SHA-256 and size in bytes of its content at the first reading."""
 
     file: SourceFile
     sha256: str
@@ -273,8 +273,8 @@ def prepare_tokens(data: DataConfig, store: Store, *, project_root: Path) -> Tok
     """Build the token shards of `data` in `store` unless they exist, and return their description.
 
     The shards are identified by a fingerprint of the format, the tokenizer, the split rule, and each file's name and
-    content. It does not depend on this machine. Raises DataError if files or tokenizer are missing or unusable, and
-    StoreError if the store failed.
+    content. The fingerprint does not depend on this machine. Raises DataError if files or tokenizer are missing or
+    unusable, and StoreError if the store failed.
     """
     tokenizer = open_tokenizer(data, project_root=project_root)
     files = find_files(data, project_root=project_root)
@@ -320,7 +320,10 @@ def _hash(file: SourceFile) -> _Hashed:
 
 
 def _build(side: list[_Hashed], tokenizer: Tokenizer, shards: Store, key: str) -> _Shard:
-    """Build one shard under `key`, through a temporary file because its size is known only at the end."""
+    """Build one shard under `key`.
+
+    The shard is first written to a temporary file, because its size is known only at the end.
+    """
     counts, digest = np.zeros(tokenizer.vocab_size, dtype=np.int64), hashlib.sha256()
     with tempfile.TemporaryFile() as file:
         for tokens in encode_files((_pieces_if_unchanged(one) for one in side), tokenizer):
@@ -338,7 +341,7 @@ def _build(side: list[_Hashed], tokenizer: Tokenizer, shards: Store, key: str) -
 
 
 def _pieces_if_unchanged(one: _Hashed) -> Iterator[bytes]:
-    """Yield a file's pieces in a second pass. Raises DataError at the end if the file has changed since the first."""
+    """Read a file again and yield its pieces. Raises DataError at the end if the content differs from `one`."""
     digest = hashlib.sha256()
     for piece in _pieces_of(one.file):
         digest.update(piece)

@@ -98,7 +98,7 @@ def dtype_of(vocab_size: int) -> np.dtype:
 
 
 def text_pieces(file: BinaryIO, *, limit: int | None = None) -> Iterator[bytes]:
-    """Yield up to `limit` bytes of a file in pieces of about 1 MiB. Only lines over 2 MiB are cut."""
+    """Yield up to `limit` bytes of a file in pieces of about 1 MiB. Lines of up to 2 MiB are not divided."""
     rest, left = b"", sys.maxsize if limit is None else limit
     while block := file.read(min(PIECE_BYTES, left)):
         left -= len(block)
@@ -112,7 +112,7 @@ def text_pieces(file: BinaryIO, *, limit: int | None = None) -> Iterator[bytes]:
 
 
 def _whole_characters(text: bytes) -> int:
-    """Return how many bytes of `text` form complete characters. The last character may be cut off."""
+    """Return the number of bytes of `text` up to its last complete character. Its last character may be cut off."""
     end = len(text)
     while end > len(text) - 4 and text[end - 1] & 0xC0 == 0x80:
         end -= 1
@@ -120,7 +120,7 @@ def _whole_characters(text: bytes) -> int:
 
 
 def encode_files(files: Iterable[Iterable[bytes]], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
-    """Yield the tokens of files: one array for each piece of a file, and a separator between files."""
+    """Yield the tokens of files: one array per piece of a file, and a separator between files."""
     for number, content in enumerate(files):
         if number and tokenizer.separator is not None:
             yield np.array([tokenizer.separator], dtype=dtype_of(tokenizer.vocab_size))

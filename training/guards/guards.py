@@ -1,7 +1,7 @@
 """Guards of one rank, which check losses, gradients, weights and memory during training.
 
 All ranks make the same decisions, because decisions depend only on data that the step sync shares. Every commit
-contains the state of `LossGuard`, so a resumed job judges each step as an uninterrupted one would.
+contains the state of `LossGuard`, so a resumed job judges each step exactly as an uninterrupted job would.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _SMALLEST_SHARE = 1e-3
 
 
 class RobustWindow:
-    """Window over the last `size` values, with a robust z-score that is 0 until the window is half full."""
+    """Window of the last `size` values, which gives a robust z-score (0 until the window is half full)."""
 
     def __init__(self, size: int, values: Iterable[float] = ()) -> None:
         self.values: deque[float] = deque(values, maxlen=size)
@@ -166,8 +166,8 @@ _CHUNK = 2**22
 def weights_checksum(module: nn.Module) -> int:
     """Return a checksum of this rank's shards of all parameters, from 1 to 2**47.
 
-    It sums the bits of each tensor as integers, and combines the sums in the order of the parameters. It changes with
-    any flipped bit or changed value, but not if values within one tensor swap places.
+    It sums the bits of each tensor as integers, and combines the sums in the order of the parameters. The checksum
+    changes with any flipped bit or changed value, but not if values within one tensor swap places.
     """
     sums = []
     for parameter in module.parameters():
@@ -181,11 +181,11 @@ def weights_checksum(module: nn.Module) -> int:
 
 
 def find_divergent_ranks(sums: Sequence[float], copies: int) -> tuple[list[int], bool]:
-    """Return the ranks whose weights differ from their replicas', and whether a majority shows that they are wrong.
+    """Return the ranks whose weights differ from those of their replicas, and whether a majority proves them wrong.
 
     `sums` has one checksum per rank. The ranks form `copies` equal groups of consecutive ranks, each with one copy of
-    the model; ranks at the same position in their groups are replicas. If no majority of a set of replicas agrees, all
-    of them are returned.
+    the model; ranks at the same position in their groups are replicas. If no majority in a set of replicas agrees, the
+    whole set is returned.
     """
     shards = len(sums) // copies
     odd: list[int] = []
@@ -233,8 +233,8 @@ class Guards:
     def resume(self, at: Position, extra: Mapping[str, Any]) -> Position:
         """Restore the guards' state from a commit's fields, and return the position at which to continue.
 
-        This is `at`, the commit's position, except after a rewind: then training skips all samples before the
-        override's `first_sample`.
+        This position is that of the commit, `at`. After a rewind it is later, because training skips all samples before
+        the override's `first_sample`.
         """
         self.numbers.restore(extra.get("guards", {}))
         first = self.overrides.first_sample
@@ -254,13 +254,13 @@ class Guards:
         return weights_checksum(module) if due else 0
 
     def compare_at_end(self, at: Position, module: torch.nn.Module) -> None:
-        """Compare the weights of replicas after the last step. Raises DivergenceError if they differ. Collective."""
+        """Compare the weights of replicas after the last step; a collective. Raises DivergenceError if they differ."""
         if self.config.guards.hash_interval_steps is not None and self.copies > 1:
             sums = self.gang.gather_numbers([weights_checksum(module)])
             self._compare(at, [one for (one,) in sums], seen_at=at.step)
 
     def judge(self, at: Position, sync: StepSync, settle: Callable[[], object]) -> Judgement:
-        """Decide whether to take the next step after position `at`. All ranks make the same decision.
+        """Decide whether to take the next step after position `at`. All ranks decide alike.
 
         `settle` waits for the in-flight save. Raises Rewind or TooManyRewinds if the job must go back to an older
         commit, and DivergenceError if the weights of replicas differ.
@@ -286,7 +286,7 @@ class Guards:
             self.emit(GUARD, step=step, action=drag.action, rank=drag.rank, share=drag.share, reason=drag.reason)
 
     def is_memory_running_out(self, needed_seconds: float) -> bool:
-        """Return whether this rank's memory will be full soon and before the job is done. If so, record an event."""
+        """Return whether this rank's memory will soon be full, before the job is done. If so, record an event."""
         for watch in self.growth:
             if reason := watch.look(needed_seconds):
                 self.emit(GUARD, action=GuardAction.RENEW, rank=self.gang.rank, reason=reason)
@@ -298,7 +298,7 @@ class Guards:
     def catch_out_of_memory(self, step: int) -> Iterator[None]:
         """Return a context that converts an out-of-memory error into MicroBatchTooLarge.
 
-        If micro-batches cannot be made smaller, the context raises BatchCannotBeSplit instead.
+        If micro-batches cannot be made smaller, the context raises BatchCannotBeSplit.
         """
         self._first_step = step if self._first_step is None else self._first_step
         try:
@@ -374,14 +374,14 @@ class Guards:
             record_rewind(self.store, **own, limit=limit, first_sample=first_sample, sound=sound)
 
     def _tell(self, step: int, action: GuardAction, **data: Any) -> None:
-        """Record the guard's event on rank 0, and make all ranks wait until this is done. Collective."""
+        """Record the guard's event on rank 0. All ranks call this, and wait until the event is recorded."""
         if self.gang.rank == 0:
             self.emit(GUARD, step=step, flush=True, action=action, **data)
         self.gang.gather_numbers([0.0])
 
 
 def apply_overrides(config: RunConfig, overrides: Overrides) -> RunConfig:
-    """Return the configuration, with the number of micro-batches from `overrides` if that is larger."""
+    """Return the configuration. If `overrides` has a larger number of micro-batches, the result has that number."""
     accumulation = overrides.gradient_accumulation_steps
     if accumulation is None or accumulation <= config.training.gradient_accumulation_steps:
         return config
@@ -390,7 +390,7 @@ def apply_overrides(config: RunConfig, overrides: Overrides) -> RunConfig:
 
 
 def make_guards(spec: WorkerSpec, config: RunConfig, gang: Gang, *, copies: int, emit: Callable[..., object]) -> Guards:
-    """Build the guards of one rank. `copies` is the number of copies of the model over all ranks."""
+    """Build the guards of one rank. `copies` is the number of copies of the model that all ranks hold together."""
     return Guards(
         config=config,
         gang=gang,
@@ -404,11 +404,12 @@ def make_guards(spec: WorkerSpec, config: RunConfig, gang: Gang, *, copies: int,
 
 
 def fit_micro_batch(guards: Guards, workload: Workload, spread: Spread, optimizer: torch.optim.Optimizer) -> RunConfig:
-    """Return the configuration with the smallest number of micro-batches per step that fits into memory. Collective.
+    """Return the configuration with the smallest number of micro-batches per step for which memory suffices.
 
-    The ranks find the number once per job, with the first batch, and store it as an override, so that all later starts
-    use the same micro-batches. A sharded model keeps the configured number, since no rank can test it alone. Raises
-    BatchCannotBeSplit if not even one sample fits.
+    All ranks must call this function together. They find the number once per job, with the first batch, and store it as
+    an override, so that all later starts use the same micro-batches. For a sharded model the result has the configured
+    number, since no rank can test such a model alone. Raises BatchCannotBeSplit if memory does not suffice for a single
+    sample.
     """
     config, gang = guards.config, guards.gang
     known = guards.overrides.gradient_accumulation_steps is not None

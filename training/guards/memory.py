@@ -1,4 +1,4 @@
-"""Guards of memory: detection of steady growth, and the search for a number of micro-batches that fits.
+"""Guards of memory: detection of steady growth, and the search for a number of micro-batches that avoids OOM.
 
 A rank that runs out of memory must not continue alone, because the other ranks wait for it in the next collective, and
 a sharded model may be only partly gathered. So the rank records that the next start needs more micro-batches, and
@@ -34,13 +34,13 @@ _GIB = 2**30
 class MemoryGrowthMonitor:
     """Monitor that samples memory once per second and, after a minute, predicts when it will be full.
 
-    It warns if memory will be full within `HORIZON_SECONDS`, within the remaining training time, and sooner than the
-    time since the first sample. The last condition excludes growth at the start. The growth rate is the Theil-Sen
-    estimator, the median slope over all pairs of samples, which a single jump changes little. At least three quarters
-    of the pairs must rise, because memory that rises and falls is not a leak.
+    It warns if the predicted time until memory is full is shorter than each of three times: `HORIZON_SECONDS`, the
+    remaining training time, and the time since the first sample. The last condition excludes growth at the start. The
+    growth rate is the Theil-Sen estimator, the median slope over all pairs of samples, which a single jump changes
+    little. At least three quarters of the pairs must rise, because memory that rises and falls is not a leak.
 
-    `held` returns the bytes that this process uses. `left` returns the bytes that can still be allocated, which
-    `sharers` processes share. All of them are assumed to grow at the same rate.
+    `held` returns the bytes that this process uses. `left` returns the bytes that can still be allocated. `sharers`
+    processes share these bytes, and all of them are assumed to grow at the same rate.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ _OWN_BYTES = 2 * _GIB
 
 
 def memory_of_other_processes(device: torch.device) -> str:
-    """Describe how much of the GPU's memory other processes use; "" if they use little or there is no GPU."""
+    """Describe how much of the GPU's memory other processes use; "" if this is little or there is no GPU."""
     if device.type != "cuda":
         return ""
     free, total = torch.cuda.mem_get_info(device)
@@ -182,7 +182,10 @@ def more_micro_batches(config: RunConfig, world_size: int, accumulation: int, *,
 def fitting_accumulation(
     config: RunConfig, gang: Gang, fits: Callable[[int], bool], *, tell: Callable[[str], None] = lambda text: None
 ) -> int:
-    """Return the smallest number of micro-batches that fits on all ranks, at least the configured one. Collective."""
+    """Return the smallest number of micro-batches for which memory suffices on all ranks.
+
+    The result is at least the configured number. All ranks must call this function together.
+    """
     accumulation = config.training.gradient_accumulation_steps
     while True:
         short = [rank for rank, (fitted,) in enumerate(gang.gather_numbers([fits(accumulation)])) if not fitted]
@@ -194,7 +197,7 @@ def fitting_accumulation(
 
 
 def try_micro_batch(workload: Workload, module: nn.Module, batch: Batch, parts: int, *, has_state: bool) -> bool:
-    """Return whether forward and backward of the largest of `parts` micro-batches fit into memory.
+    """Return whether memory suffices for forward and backward on the largest of `parts` micro-batches.
 
     This calls the module without its DDP wrapper, so that no other rank waits, and afterwards clears the gradients and
     restores the buffers. If `has_state` is False, it first allocates as much memory as the state of AdamW needs.

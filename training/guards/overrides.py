@@ -1,4 +1,4 @@
-"""Overrides, which are changes that a guard orders for later starts of the job. This module does not import torch.
+"""Overrides: changes of settings that a guard orders for later starts of the job. This module does not import torch.
 
 Each override is a small record in the job's store, which is durable before the gang ends and never changes. Every later
 start reads all records, even on another launcher or after a start that made no commit.
@@ -28,7 +28,7 @@ _EVERY_RECORD = {"action", "generation"}
 
 @dataclass(frozen=True, kw_only=True)
 class Overrides:
-    """Settings that replace configured ones, because guards of earlier starts ordered the change."""
+    """Settings that replace configured settings, because guards of earlier starts ordered the change."""
 
     gradient_accumulation_steps: int | None = None  # micro-batches per step; None for the configured number
     first_sample: int = 0  # the first sample that may still be read; a start from an earlier position skips to it
@@ -51,8 +51,8 @@ def record_split(job_store: Store, *, generation: int, rank: int, accumulation: 
 def record_rewind(job_store: Store, *, generation: int, rank: int, limit: int, first_sample: int, sound: bool) -> None:
     """Record that the next start must restore a commit up to step `limit` and skip samples before `first_sample`.
 
-    `sound` says whether the weights in later commits are right. If they are, a later commit may be restored when there
-    is none up to `limit`. If not, later commits are never used again.
+    `sound` says whether the weights in commits after `limit` are correct. If so, such a commit may be restored when
+    there is no commit up to `limit`. If not, these commits are never used again.
     """
     order = {"limit": limit, "first_sample": first_sample, "sound": int(sound)}
     _put(job_store, GuardAction.REWIND, generation, rank, **order)
@@ -75,9 +75,9 @@ def rewind_parent(job_store: Store) -> str | None:
 
     Call this before the next generation is opened: a rewind applies only to the first generation after it.
 
-    The result is the newest readable commit up to the rewind's limit. If there is none, it is the oldest readable
-    commit after the limit, provided that the rewind's record says that later commits are sound. If they are not, it is
-    `NO_PARENT`, and training starts from scratch.
+    The result is the newest readable commit up to the rewind's limit. If there is no such commit, the result depends on
+    whether the rewind's record says that later commits are sound. If they are, it is the oldest readable commit after
+    the limit. If not, it is `NO_PARENT`, and training starts from scratch.
     """
     rewinds = [record for record in _records(job_store) if record["action"] == GuardAction.REWIND]
     newest = max(rewinds, key=lambda record: record["generation"], default=None)

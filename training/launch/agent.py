@@ -42,7 +42,7 @@ from ebbflow.training.launch.transport import control_ports
 
 
 def run_follower(own: NodeRuntime) -> GenerationEnd:
-    """Run the agent of a node other than node 0, and return the result of the gang for this node."""
+    """Run the agent of a node other than node 0, and return the gang's result for this node."""
     notice = own.find_pending_notice()
 
     def opened(generation: int) -> None:
@@ -85,7 +85,7 @@ def run_follower(own: NodeRuntime) -> GenerationEnd:
 
 
 def _wait_out_notice(own: NodeRuntime, peers: FollowerPeers, notice: RankOrder) -> GenerationEnd | None:
-    """Wait until a pending notice has expired. Return this node's result if the gang ends before that, else None."""
+    """Wait until a pending notice has expired. Return this node's result if the gang ends earlier, else None."""
     ends: list[GenerationEnd] = []
 
     def report(seconds: float) -> str:
@@ -102,9 +102,9 @@ def _wait_out_notice(own: NodeRuntime, peers: FollowerPeers, notice: RankOrder) 
 class LocalGang:
     """Gang on this machine, with one agent process per node and without Metaflow.
 
-    All agents write to the file `output`. `spec` is the specification for node 0. `alter` receives each node's spec and
-    returns a changed one, or None to start no agent for that node. `command` returns a prefix for the command line of a
-    node's agent, such as `nsenter …`.
+    All agents write their output to the file `output`. `spec` is the specification for node 0. `alter` receives each
+    node's spec and returns a changed one, or None to start no agent for that node. `command` returns a prefix for the
+    command line of a node's agent, such as `nsenter …`.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class LocalGang:
 
 
 def run_gang(spec: GangSpec) -> GangOutcome:
-    """Run this node's ranks as part of a gang until it ends, and return the outcome that all ranks agreed on.
+    """Run this node's ranks as part of a gang until the gang ends, and return the outcome that all ranks agreed on.
 
     Call it on every node, in the main thread. When it returns or raises, all processes that it started have ended.
 
@@ -209,7 +209,7 @@ def _handle_signals(asked_to_leave: Callable[[], object]) -> Iterator[None]:
 
 
 def main(argv: list[str]) -> int:
-    """Run one agent. Return 0 after an outcome, 1 after an error.
+    """Run one agent. Return 0 if the gang ended with an outcome, 1 after an error.
 
     `argv` has two paths: the file with the agent's spec, and the file to which the agent writes its result.
     """

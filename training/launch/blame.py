@@ -1,14 +1,14 @@
 """Search for the rank that caused a failure, with rules that use evidence from all nodes.
 
-The culprit is the first of these that the evidence shows:
+The culprit is the first of the following that the evidence shows:
 
 1. a rank that failed on a node whose GPU has a hardware fault
 2. a process that died, the earliest first
 3. a process that is stopped (SIGSTOP)
 4. ranks whose flight recorders show different collectives
 5. a rank whose GPU has not started a collective in which the GPUs of other ranks wait (NCCL)
-6. a living rank that waits neither in a collective nor for its GPU, while others do
-7. a rank that finished while the others continued
+6. a living rank that waits neither in a collective nor for its GPU, while other ranks wait
+7. a rank that finished while the other ranks continued
 8. a rank whose collective failed at another code location than on the other ranks
 9. the rank that is furthest behind
 10. the network
@@ -45,7 +45,7 @@ _KILL_SECONDS = 1.0  # an exception counts as the cause of a kill only if it is 
 
 @dataclass(frozen=True, kw_only=True)
 class Culprit:
-    """Rank that caused the failure, or the first rank that reported it if the network was the cause.
+    """Rank that caused the failure. If the network was the cause, this is the first rank that reported a failure.
 
     Attributes without a comment have the same meaning as in `WorkerFailure`.
     """
@@ -75,7 +75,7 @@ class Culprit:
 
 
 def blame(evidence: Sequence[WorkerFailure]) -> Culprit:
-    """Return the culprit, given the reported failures and witnesses (positions of ranks that have not failed)."""
+    """Return the culprit. `evidence` has the failures, and the positions of ranks that have not failed."""
     failures = [one for one in evidence if not one.witness]
     for rule in (_gpu_fault, _died, _stopped):
         if (found := rule(failures)) is not None:
@@ -99,7 +99,7 @@ def detect_mismatch(evidence: Sequence[WorkerFailure]) -> Mismatch | None:
 def settle_seconds(failures: Sequence[WorkerFailure], *, all_heard: bool = False) -> float:
     """Return how many seconds to wait after the first failure for a report about its cause.
 
-    `all_heard` is True if every rank has reported, so that no more evidence about a hang will arrive.
+    `all_heard` is True if every rank has reported. In that case no more evidence about a hang will arrive.
     """
     if any(one.killed_by or one.stopped for one in failures):
         return 1.0 if all(one.cascade for one in failures if not one.hung) else 0.3
@@ -116,7 +116,7 @@ def _gpu_fault(failures: Sequence[WorkerFailure]) -> tuple[WorkerFailure, str] |
 
 
 def _died(failures: Sequence[WorkerFailure]) -> tuple[WorkerFailure, str] | None:
-    """Return the rank that died first and the reason to blame it; None if all deaths were cascades.
+    """Return the rank that died first, and the reason why it is the culprit; None if all deaths were cascades.
 
     Lost nodes take precedence over dead ranks. Ranks killed by SIGABRT come last, because torch aborts a rank after
     another one failed.
@@ -171,7 +171,7 @@ def _odd_call(evidence: Sequence[WorkerFailure]) -> tuple[WorkerFailure, str] | 
 
     Only ranks that lost a peer are compared. The criteria, most important first:
 
-    1. The rank's last two calls never followed each other before. Ranks with too few calls to tell come second.
+    1. The rank's last two calls never followed each other before. Ranks with too few recorded calls come second.
     2. Few ranks failed at this code location.
     3. The code location is outside the engine's own collectives, which all ranks call.
     """
@@ -206,10 +206,11 @@ def _behind(evidence: Sequence[WorkerFailure]) -> tuple[WorkerFailure, str] | No
 def _called_alone(ahead: Sequence[WorkerFailure], late: Sequence[WorkerFailure]) -> bool:
     """Return whether the ranks in `ahead` called a collective that the ranks in `late` will not call.
 
-    In this case the late ranks wait in an exchange of the engine in the same step. They only appear to be behind,
-    because flight recorders do not show the exchanges of a CPU gang (`ebbflow.training.peer_sockets`). The smaller
-    group is at fault. If both groups have the same size, the ranks ahead are at fault, unless one of them had already
-    made its last two calls in this order before.
+    In this case the late ranks only appear to be behind. They wait in an exchange of the engine in the same step, which
+    flight recorders do not show for a CPU gang (`ebbflow.training.peer_sockets`).
+
+    The smaller group is at fault. If both groups have the same size, the ranks ahead are at fault. The exception is a
+    rank ahead that had already made its last two calls in this order before: then the ranks ahead are not at fault.
     """
     if not ahead or not all(one.waiting and is_engine_location(one.where) for one in late):
         return False
@@ -223,7 +224,7 @@ def _called_alone(ahead: Sequence[WorkerFailure], late: Sequence[WorkerFailure])
 
 
 def _network(evidence: Sequence[WorkerFailure]) -> Culprit:
-    """Blame the network if the first failed rank waits for others or lost a peer; otherwise blame that rank."""
+    """Blame the network if the first failed rank waits for other ranks or lost a peer; otherwise blame this rank."""
     failures = [one for one in evidence if not one.witness] or list(evidence)
     first = min(failures, key=_first)
     because = "all ranks wait alike" if all(map(_waits, failures)) else "no rank stands out"
@@ -292,9 +293,9 @@ def _next_action(one: WorkerFailure, kind: str) -> str:
 
 
 def _latest(evidence: Sequence[WorkerFailure]) -> list[WorkerFailure]:
-    """Return one record per rank: its last failure or, if it has not failed, its last witness.
+    """Return one record per rank: the rank's last failure, or its last position if it has not failed.
 
-    A code location or collective calls that this record lacks are taken from the rank's earlier records.
+    If this record has no code location or no collective calls, the missing fields come from the rank's earlier records.
     """
     ranks: dict[int, WorkerFailure] = {}
     for one in sorted(evidence, key=lambda one: not one.witness):

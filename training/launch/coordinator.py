@@ -1,6 +1,7 @@
 """Coordinator, which is the agent of node 0.
 
-It gathers the nodes, opens one generation after another, and decides after each one whether the gang continues.
+It waits for all nodes, opens one generation after another, and decides after each generation whether the gang
+continues.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class Coordinator:
         self._planner = GenerationPlanner(own.spec, own.job_store, born=own.log.since)
 
     def run(self) -> GenerationEnd:
-        """Run generations until the gang ends, and return its result. Raises if the first one cannot be opened."""
+        """Run generations until the gang ends, and return the gang's result. Raises if the first cannot be opened."""
         spec, nodes, last = self._own.spec, list(range(self._own.spec.nodes)), self._own.end_if_stopped()
         try:
             generation = self._open_first()
@@ -139,7 +140,7 @@ class Coordinator:
     def _retry_store(self, work: Callable[[], T], meanwhile: Callable[[], object]) -> T:
         """Run `work` in a thread and return its result. Retry failed store requests until the start deadline.
 
-        Ending the attempt instead would not help: a new attempt would use the same store.
+        Ending the attempt would not help, because a new attempt would use the same store.
         """
 
         def wait() -> None:
@@ -193,7 +194,7 @@ class Coordinator:
         return end
 
     def _update_secret(self, update: Callable[[], object]) -> None:
-        """Delete or replace this start's secret by running `update` in a thread. Later calls do nothing."""
+        """Run `update`, which deletes or replaces this start's secret, in a thread. Later calls do nothing."""
         if self._secret_thread is None and self._own.spec.nodes > 1:
             self._secret_thread = threading.Thread(target=update, name="secret", daemon=True)
             self._secret_thread.start()
@@ -261,7 +262,7 @@ class GenerationPlanner:
         self._opening = GenerationOpening()
 
     def open(self) -> Generation:
-        """Open the next generation from the newest commit, or from an older one if a guard has ordered a rewind."""
+        """Open the next generation from the newest commit, or from an older commit if a guard has ordered a rewind."""
         if not self._number:
             events = read_events(self._job_store)
             self._failed = read_failed_generations(events)
@@ -349,7 +350,7 @@ ANY_LIMIT = 10  # failures of any kind since the newest commit
 
 @dataclass(frozen=True)
 class FailedGeneration:
-    """Failed generation, with its paid rank-seconds: each node's paid seconds times the node's number of ranks."""
+    """Failed generation and its paid rank-seconds: the sum of each node's paid seconds × the node's ranks."""
 
     generation: int
     fingerprint: str
@@ -373,7 +374,7 @@ def read_failed_generations(events: Iterable[Event]) -> list[FailedGeneration]:
 
 
 def find_crash_loop(failures: Sequence[FailedGeneration], newest_commit_generation: int) -> list[FailedGeneration]:
-    """Return the failures since the newest commit if they form a crash loop, oldest first; else []."""
+    """Return the failures since the newest commit, oldest first, if they form a crash loop; else []."""
     since = [failure for failure in failures if failure.generation >= newest_commit_generation]
     same = [failure for failure in since if failure.fingerprint == since[-1].fingerprint]
     if len(same) >= SAME_LIMIT:

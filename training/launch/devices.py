@@ -1,9 +1,9 @@
 """Assignment of devices to ranks: one GPU to each rank, or the CPU to all ranks.
 
-Each rank tells the others which GPUs it sees, and all compute the same assignment. They identify a GPU by its UUID, not
-by its index, because an index has different meanings: two "nodes" on one machine both see all GPUs from cuda:0 on, and
-each task of `srun --gpus-per-task=1` sees its own GPU as cuda:0. This module does not import torch, since agents use it
-too.
+Each rank tells all other ranks which GPUs it sees, and all ranks compute the same assignment. They identify a GPU by
+its UUID, not by its index, because an index has different meanings: two "nodes" on one machine both see all GPUs from
+cuda:0 on, and each task of `srun --gpus-per-task=1` sees its own GPU as cuda:0. This module does not import torch,
+since agents use it too.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ def detect_gpus(choice: DeviceChoice, *, promised: int = 0) -> VisibleGpus:
 def assign_gpus(seen: Sequence[VisibleGpus], choice: DeviceChoice) -> Assignment:
     """Assign one GPU to each rank, or the CPU to all ranks, since all ranks must use the same kind of device.
 
-    `seen` lists the GPUs that each rank sees. Each rank gets the first of its GPUs that no lower rank has.
+    `seen` lists the GPUs that each rank sees. Each rank gets the first GPU in its list that no lower rank has.
 
     Raises:
-        DeviceUnavailable: CUDA does not work on a machine with GPUs, or there are fewer GPUs than ranks although
-            `cluster.device` is cuda or the chosen machines have GPUs.
+        DeviceUnavailable: CUDA does not work on a machine with GPUs. Or there are fewer GPUs than ranks although the
+            ranks need GPUs: `cluster.device` is cuda, or the chosen machines have GPUs.
     """
     if choice == "cpu":
         return Assignment()
@@ -113,7 +113,7 @@ class NodeGpuCheck:
 
     @property
     def refusal(self) -> DeviceUnavailable | None:
-        """Error if the GPUs do not work, so that no rank can start. None if they work or are still being checked."""
+        """Error because the GPUs do not work and no rank can start; None if they work or are still being checked."""
         finding = self._finding
         if finding is None or finding.status != "failed":
             return None

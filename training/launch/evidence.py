@@ -1,7 +1,7 @@
 """Evidence about failed ranks: stacks, flight recorders and failure records.
 
-Stacks come from py-spy if tracing is permitted, else from Python's faulthandler, which a signal triggers. py-spy with
---nonblocking reads the process's memory, so it works even if the process is stopped or its GIL is held.
+Stacks come from py-spy if tracing is permitted, else from Python's faulthandler, which writes them on a signal. py-spy
+with --nonblocking reads the process's memory, so it works even if the process is stopped or its GIL is held.
 
 torch's flight recorder records the collectives of each rank. In a correct program, the n-th collective of a process
 group is the same on all ranks. This module represents a collective as [group, sequence, operation]: the group's name,
@@ -102,14 +102,15 @@ class StackTrace:
         """Code location of the process, as "file.py:123 in function"; "" if there are no frames.
 
         This is the innermost frame in code of Ebbflow or of the user. Functions that only exchange numbers between
-        ranks are skipped, since their caller is more informative. If no frame is left, this is the innermost of all.
+        ranks are skipped, since their caller is more informative. If this leaves no frame, the result is the innermost
+        frame of any code.
         """
         own = [frame for frame in self.frames if frame.own_code and not frame.exchange]
         return next((str(frame) for frame in [*own, *self.frames]), "")
 
     @property
     def reason(self) -> str:
-        """Message of the uncaught C++ exception in `text`; "" if there is none."""
+        """Message of the uncaught C++ exception in `text`; "" if there is no such exception."""
         found = re.search(r"^  what\(\):\s*(.*)", self.text, re.MULTILINE)
         return found[1][:300] if found else ""
 
@@ -117,8 +118,8 @@ class StackTrace:
     def waiting(self) -> bool:
         """Whether the main thread waits for other ranks.
 
-        On a CPU, backward runs its collectives in C++ called from the frame `_engine_run_backward`, so an idle thread
-        in that frame counts as waiting.
+        On a CPU, the backward pass calls its collectives in C++ from the frame `_engine_run_backward`, so an idle
+        thread in that frame counts as waiting.
         """
         for frame in self.frames:
             if frame.collective or (self.idle and frame.name.endswith("_engine_run_backward")):
@@ -138,8 +139,8 @@ def parse_faulthandler(text: str) -> StackTrace:
     """Parse faulthandler's output.
 
     The result has the frames of the thread that faulthandler marks as "current". This thread received the signal and is
-    usually the main thread. If it has no Python frames, the result has those of the last thread listed, which is the
-    oldest.
+    usually the main thread. If it has no Python frames, the result has the frames of the last thread in the output,
+    which is the oldest thread.
     """
     blocks = re.split(r"^(?=Thread |Current thread )", text, flags=re.MULTILINE)
     stacks = [
@@ -184,7 +185,7 @@ def _run_py_spy(pid: int) -> StackTrace | None:
 
 
 def _signal_faulthandler(pid: int, output: Path) -> StackTrace | None:
-    """Signal a process to write its stacks, and return them; None if it does not write any.
+    """Signal a process to write its stacks, and return the stacks; None if the process does not write any.
 
     A process without a handler gets no signal, since that would kill it.
     """
@@ -253,7 +254,7 @@ class Mismatch:
 def parse_records(raw: bytes) -> list[list]:
     """Return the last 64 collectives in a flight recorder's JSON, oldest first; [] if the JSON is malformed.
 
-    At most 32 of them are collectives that the device has not started, because a host can be far ahead of its device.
+    At most 32 of the 64 are collectives that the device has not started, because a host can be far ahead of its device.
     """
     try:
         entries = json.loads(raw).get("entries", [])
@@ -265,9 +266,9 @@ def parse_records(raw: bytes) -> list[list]:
 
 
 def fetch_records(socket_path: Path) -> bytes:
-    """Return a rank's flight recorder as JSON: NCCL's, or gloo's if NCCL's is empty; b"" after a timeout.
+    """Return NCCL's flight recorder of a rank as JSON, or gloo's if NCCL's is empty; b"" after a timeout.
 
-    A C++ thread of the rank answers, even if Python code is blocked. The timeout is 0.5 s.
+    A C++ thread of the rank answers, even while Python code is blocked. The timeout is 0.5 s.
     """
     raw = b""
     for handler in _HANDLERS:
@@ -281,10 +282,10 @@ def fetch_records(socket_path: Path) -> bytes:
 
 
 def find_mismatch(calls: Mapping[int, Calls]) -> Mismatch | None:
-    """Return the first collective of a group in which ranks called different operations; None if all agree.
+    """Return the first collective of a group for which ranks called different operations; None if all ranks agree.
 
-    The ranks in the minority are at fault. In a tie, the ranks with the less usual operation are at fault: the one that
-    has followed the preceding operation less often before.
+    The ranks in the minority are at fault. In a tie, the ranks with the less usual operation are at fault. This is the
+    operation that followed the preceding operation less often before.
     """
     for group, sequence, by_rank in _common_places(calls):
         operations = Counter(by_rank.values())
@@ -300,7 +301,7 @@ def find_mismatch(calls: Mapping[int, Calls]) -> Mismatch | None:
 
 
 def is_unusual_call(calls: Calls) -> bool | None:
-    """Return whether a rank's last call has never followed its previous call before; None with fewer than 8 calls."""
+    """Return whether a rank's last call has never before followed the call before it; None if fewer than 8 calls."""
     group = calls[-1][0] if calls else ""
     own = [operation for name, _, operation, *_ in calls if name == group]
     if len(own) < _LEAST_CALLS:
@@ -310,7 +311,7 @@ def is_unusual_call(calls: Calls) -> bool | None:
 
 
 def find_furthest_behind(calls: Mapping[int, Calls]) -> list[int]:
-    """Return the ranks that the others wait for; [] if no rank is behind.
+    """Return the ranks for which the other ranks wait; [] if no rank is behind.
 
     These ranks are behind in one of their process groups and ahead in none. With several groups (HSDP), a rank that
     waits in one group is behind in another, but it is also ahead of the rank that it waits for.
@@ -371,7 +372,8 @@ def _call(entry: dict) -> list:
 def _common_places(calls: Mapping[int, Calls]) -> list[tuple[str, int, dict[int, str]]]:
     """Return (group, sequence, {rank: operation}) for each collective that several ranks recorded, sorted by sequence.
 
-    Coalesced calls are omitted: they share a sequence number, and a dump may show a rank between two of them.
+    Coalesced calls are omitted, because they share a sequence number, and a dump may show a rank between two such
+    calls.
     """
     places: dict[tuple[str, int], dict[int, str]] = {}
     coalesced: set[tuple[str, int]] = set()
@@ -386,10 +388,10 @@ def _common_places(calls: Mapping[int, Calls]) -> list[tuple[str, int, dict[int,
 
 
 def _habit(calls: Mapping[int, Calls], group: str, sequence: int, by_rank: Mapping[int, str], operation: str) -> int:
-    """Count how often `operation` earlier followed the call that it follows at `sequence`.
+    """Count how often `operation` followed the call that precedes it at `sequence`, earlier in the run.
 
-    For example, if it follows an all_gather at `sequence`, count the earlier calls of `operation` right after an
-    all_gather. Only ranks that call `operation` at `sequence` count.
+    For example, if the call before `sequence` is an all_gather, count the earlier calls of `operation` right after an
+    all_gather. Only the calls of ranks that call `operation` at `sequence` count.
     """
     count = 0
     for rank in (rank for rank, called in by_rank.items() if called == operation):
@@ -405,7 +407,7 @@ def _habit(calls: Mapping[int, Calls], group: str, sequence: int, by_rank: Mappi
 class _UnixConnection(http.client.HTTPConnection):
     """HTTP connection over a Unix socket.
 
-    It opens the socket's folder first and uses a short path below it, because socket paths are limited to 108 bytes.
+    Socket paths are limited to 108 bytes, so it opens the socket's folder and uses a short path relative to that.
     """
 
     def __init__(self, path: Path) -> None:
@@ -428,7 +430,10 @@ SLOW = "slow"
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerFailure:
-    """Failure of one rank or, if `witness` is True, the position of a rank that has not failed."""
+    """Failure of one rank, or a report of the position of a rank that has not failed.
+
+    In a position report, `witness` is True, and fields about the failure have no meaning.
+    """
 
     rank: int
     message: str  # description of the failure
@@ -477,7 +482,7 @@ class WorkerFailure:
 
     @property
     def priority(self) -> tuple[int, float]:
-        """Sort key: killed or stopped ranks, then exceptions, hangs and cascades; within each class by time."""
+        """Sort key: first killed or stopped ranks, then exceptions, then hangs, then cascades; each of them by time."""
         proven = self.killed_by or self.stopped
         return (0 if proven else 3 if self.cascade else 2 if self.hung else 1, self.timestamp)
 

@@ -1,4 +1,4 @@
-"""One node's part in a generation: its ranks, from their start to their end, and its event log."""
+"""One node's part in a generation: the node's ranks, from their start to their end, and the node's event log."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _WAITING_SECONDS = 1.0  # between two reports that a rank of this node waits for
 
 
 class NodeGeneration:
-    """Ranks of one node in one generation. All of them have ended when `run` returns.
+    """Ranks of one node in one generation. All of these ranks have ended when `run` returns.
 
     `spec` covers only the nodes that take part in this generation, and renumbers them (`NodeRuntime.spec_among`).
     """
@@ -68,7 +68,7 @@ class NodeGeneration:
     def run(self, standby: Standby | None, kept: Path, keeper: Keeper | None = None) -> GenerationEnd:
         """Start the ranks, watch them until the generation ends, and return its result.
 
-        `kept` is a folder for measurements of the ranks that later generations reuse.
+        `kept` is the folder in which ranks store measurements that later generations reuse.
         """
         if (end := self._await_readiness(standby)) is not None:
             return end
@@ -106,7 +106,7 @@ class NodeGeneration:
         return self._after_ranks(end, stuck)
 
     def _after_ranks(self, end: GenerationEnd, stuck: Mapping[int, str]) -> GenerationEnd:
-        """Wait until the GPUs' memory is free. Return `end`, or NODE_LOST if this node's GPUs cannot be used again."""
+        """Wait until the GPUs' memory is free. Return `end`, or a NODE_LOST result if this node's GPUs are unusable."""
         if not end.again:
             return end
         # The rank of the next generation would need that GPU.
@@ -130,7 +130,7 @@ class NodeGeneration:
         self._log.beat()
 
     def _report_own(self, error: TrainingError, where: str = "") -> GenerationEnd:
-        """Report an error of this node as a failure of its first rank. Wait for the generation's result."""
+        """Report an error of this node as a failure of its first rank, and return the generation's result."""
         name, node = type(error).__name__, self._spec.node
         message = f"{name}: {error}"
         print_line(f"node {node}: {message}")
@@ -148,7 +148,7 @@ class NodeGeneration:
     def _await_readiness(self, standby: Standby | None) -> GenerationEnd | None:
         """Wait until the standby and the GPU check are ready, or until the start deadline.
 
-        Return the generation's result if it ends meanwhile, else None.
+        If the generation ends while this method waits, return its result, else None.
         """
         limit = time.monotonic() + self._cluster.start_deadline_seconds
         while time.monotonic() < limit:
@@ -179,7 +179,7 @@ class NodeGeneration:
     def _terms_now(self) -> dict | None:
         """Return the job's budget, price and spending until now.
 
-        To this spending, each rank adds only the cost of the time after its own start.
+        To the returned spending, each rank adds only the cost of the time after its own start.
         """
         if self._start.terms is None:
             return None
@@ -234,9 +234,9 @@ class NodeGeneration:
         return replace(failure, gpu_fault=str(fault), message=f"{fault}; {failure.message}")
 
     def _check_store_wait(self, group: WorkerGroup) -> bool:
-        """Return whether a rank of any node waits for the store. If a rank of this node does, tell the other nodes.
+        """Return whether a rank of any node waits for the store. If a rank of this node waits, tell the other nodes.
 
-        Meanwhile, all other ranks wait for that rank in a collective. This must not count as a hang.
+        While a rank waits for the store, all other ranks wait for it in a collective. This must not count as a hang.
         """
         here = any(worker.beat.phase == STORE_PHASE for worker in group.workers)
         if here and not self._store_wait_reported.holds:
@@ -248,8 +248,8 @@ class NodeGeneration:
 class NodeLog:
     """Event log of one node, which records the node's paid time per generation.
 
-    In this log a generation ends only when the node's next generation begins. Every second from the agent's start to
-    its exit therefore belongs to exactly one generation.
+    In this log, a generation ends when the node's next generation begins. Every second from the start to the exit of
+    the agent therefore belongs to exactly one generation.
     """
 
     def __init__(self, job_store: Store, host: str) -> None:
@@ -263,7 +263,7 @@ class NodeLog:
 
     @property
     def seconds(self) -> float:
-        """Seconds since the node's current generation began, or since the agent started if there is none yet."""
+        """Seconds since the node's current generation began; before the first one, seconds since the agent started."""
         return time.monotonic() - self._since[1]
 
     @property
@@ -271,7 +271,7 @@ class NodeLog:
         return self._since[1]
 
     def open(self, spec: GangSpec, generation: int, *, left_for: str = "") -> None:
-        """Record the end of the previous generation, if any, with the reason `left_for`, and the start of the next."""
+        """Record the end of the previous generation (if any), with the reason `left_for`, and the start of the next."""
         if self._log is not None and self._log.origin.generation == generation:
             return
         if self._log is not None:
@@ -310,7 +310,7 @@ class NodeLog:
             self.emit(NODE_HEARTBEAT, seconds=self.seconds, **sample())
 
     def close(self, reason: str) -> None:
-        """Record that this node's part of the job has ended, and upload all events within 6 s."""
+        """Record that this node's part of the job has ended, and try for at most 6 s to upload all events."""
         self.emit(NODE_ENDED, seconds=self.seconds, reason=reason)
         if self._log:
             self._log.close()

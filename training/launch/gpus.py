@@ -1,7 +1,7 @@
 """Monitor a node's GPUs through NVIDIA's library (NVML) and the kernel log: use, hardware faults, thermal throttling.
 
-This module was never run on a GPU; the tests replace the library. A fault that only a reset or another machine fixes
-makes the node unusable (`GpuFault.fatal`). Xid numbers are those of NVIDIA's Xid catalog (GPU Deployment and Management
+This module was never run on a GPU; the tests replace the library. A fault that needs a reset or another machine makes
+the node unusable (`GpuFault.fatal`). Xid numbers are those of NVIDIA's Xid catalog (GPU Deployment and Management
 Documentation). Xids that a program can cause, such as 13 and 31, do not count as hardware faults.
 """
 
@@ -52,7 +52,7 @@ class GpuFault:
 
 
 def fault_from_xid(device: str, number: int) -> GpuFault | None:
-    """Return the hardware fault that an Xid reports; None if a program can cause the Xid, or if it is unknown."""
+    """Return the hardware fault that an Xid reports; None for an unknown Xid, or an Xid that a program can cause."""
     what = _FATAL_XIDS.get(number) or _PASSING_XIDS.get(number)
     return None if what is None else GpuFault(device, f"Xid {number}, {what}", number in _FATAL_XIDS)
 
@@ -65,7 +65,7 @@ def fault_from_error(message: str) -> GpuFault | None:
 
 
 def kernel_records(log: int) -> Iterator[tuple[float, str]]:
-    """Yield (seconds since boot, text) of each record in the kernel log that can be read now.
+    """Yield (seconds since boot, text) for each record in the kernel log that can be read without waiting.
 
     A record has the form "priority,number,microseconds,flags;text".
     """
@@ -80,7 +80,7 @@ def kernel_records(log: int) -> Iterator[tuple[float, str]]:
 
 
 class GpuMonitor:
-    """Monitor of a node's GPUs. It reads them in a thread, because a broken driver may block.
+    """Monitor of a node's GPUs. It reads the GPUs' state in a thread, because a broken driver may block.
 
     On a machine without GPUs, it does nothing.
 
@@ -101,7 +101,7 @@ class GpuMonitor:
         self.idle_bytes: list[int] = []
 
     def sample(self, *, wait_seconds: float = 0.0) -> dict[str, int]:
-        """Return the newest measurement and request the next one. Wait at most `wait_seconds` for a recent one.
+        """Return the newest measurement and request the next. Wait at most `wait_seconds` for a recent measurement.
 
         Return {} if the measurement is older than 5 s. Fields: gpus (number), gpu_memory_used_bytes (sum),
         gpu_memory_free_bytes (smallest), gpu_busy_percent (smallest), gpu_celsius (highest), gpus_slowed (number of
@@ -142,7 +142,7 @@ class GpuMonitor:
         return next((fault for fault in self.faults if fault.fatal), None)
 
     def await_release(self, seconds: float, meanwhile: Callable[[], object]) -> str:
-        """Wait until each GPU uses about as little memory as before the first rank started.
+        """Wait until the memory in use on each GPU is about as small as before the first rank started.
 
         The driver frees the memory of a killed process some time after the process has ended. Return "" or, after
         `seconds`, a message about the memory still in use.
@@ -204,7 +204,10 @@ def _uuid(library: Any, device: Any) -> str:
 
 
 class _FaultFinder:
-    """Detector of hardware faults: new Xids in events or in the kernel log, and error counters that increased."""
+    """Detector of hardware faults.
+
+    It looks for new Xids in NVML events or in the kernel log, and for error counters that have increased.
+    """
 
     def __init__(self, library: Any, devices: list[Any], kernel_log: str) -> None:
         self._library, self._devices = library, devices
@@ -240,7 +243,7 @@ class _FaultFinder:
         return [fault for fault in found if fault is not None]
 
     def _state(self, device: Any) -> dict[str, int]:
-        """Return an error counter for each kind of fault. Counters that the GPU lacks are left out."""
+        """Return one error counter per kind of fault. Counters that the GPU does not have are left out."""
         library, state = self._library, dict[str, int]()
         with contextlib.suppress(Exception):
             kind, since_boot = library.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, library.NVML_VOLATILE_ECC

@@ -94,7 +94,7 @@ STACKS, RECORDER, RECORDS = ".stacks", ".recorder", ".records.json"
 
 
 class WatchHooks:
-    """Hooks in a rank that give evidence to its agent: stacks on a signal, and the flight recorder on a socket."""
+    """Hooks in a rank that give evidence to its agent: stacks after a signal, and the flight recorder over a socket."""
 
     def __init__(self, heartbeat: Path, agent_pid: int | None) -> None:
         self._heartbeat = heartbeat
@@ -118,7 +118,7 @@ class WatchHooks:
                     return
 
     def _serve_recorder(self) -> object | None:
-        """Start torch's private debug server, which runs in C++ threads. Return None if this torch does not have it."""
+        """Start torch's private debug server, which runs in C++ threads. Return None if torch has no such server."""
         try:
             from torch._C._distributed_c10d import _WorkerServer
 
@@ -159,7 +159,7 @@ class DurationHistogram:
         self._total += 1
 
     def quantile(self, share: float) -> float:
-        """Return the duration in seconds below which a `share` of all durations lies, rounded up to a bucket's bound.
+        """Return the `share` quantile of all durations in seconds, rounded up to the upper bound of a bucket.
 
         If there are at least 20 durations, the longest one does not count, so that one stall early in a run does not
         raise the hang threshold.
@@ -185,7 +185,8 @@ class HangLimits:
     def from_config(cls, config: RunConfig) -> HangLimits:
         """Compute the hang limits from the configuration.
 
-        The limits include a margin, so that the other ranks can report a missing rank before their agent ends them.
+        The limits include a margin, so that ranks that wait for a missing rank can report it before their agent ends
+        them.
         """
         cluster = config.cluster
         return cls(
@@ -199,8 +200,8 @@ class HangLimits:
 class PhaseThresholds:
     """Hang thresholds of one rank, learned from the heartbeats that the agent reads at intervals.
 
-    A phase that begins and ends between two reads is not measured. Since this omits only short phases, the learned p99
-    may be too high, but is hardly ever too low.
+    A phase that begins and ends between two reads is not measured. Only short phases are omitted in this way, so the
+    learned p99 may be too high, but is hardly ever too low.
     """
 
     def __init__(self, limits: HangLimits) -> None:
@@ -227,8 +228,8 @@ class PhaseThresholds:
     def suspicion_threshold(self, beat: HeartbeatReading) -> float:
         """Return the seconds without progress after which the agent collects evidence: 10 × p99, at least 3 s.
 
-        The p99 is that of the phase's earlier durations. Start-up, store requests and the first step, save or
-        evaluation have fixed limits instead.
+        The p99 is that of the phase's earlier durations. Start-up, store requests and the first step, first save and
+        first evaluation have fixed thresholds instead.
         """
         if (own := self._fixed_limit(beat)) is not None:
             return own
@@ -248,7 +249,7 @@ class PhaseThresholds:
         return self._limits.store_seconds if beat.phase == STORE_PHASE else None
 
     def _is_first(self, beat: HeartbeatReading) -> bool:
-        """Return whether this is the rank's first step, save or evaluation, which takes longer than later ones."""
+        """Return whether this is the rank's first step, save or evaluation. The first takes longer than later ones."""
         if beat.phase in _STEP_PHASES:
             return self._first_step is None or beat.step <= self._first_step
         return beat.entered <= 1 or beat.phase in ("compile", "done")

@@ -1,6 +1,6 @@
 """Output of a node's ranks: on the terminal, as JSON lines on disk, and in the job's store.
 
-A rank writes its output directly to a file, its raw log, so it can write even when the agent does not run. The agent
+A rank writes its output directly to a file (its raw log), so it can write even when the agent is not running. The agent
 reads that file and writes one JSON record per line to `rank-N.jsonl` in the same folder. If the agent is killed,
 `ebbflow.infra.rank_logs` reads the remaining lines from the raw log. A thread uploads the records in segments, unless
 the log folder is in the store.
@@ -97,7 +97,7 @@ class NativeWarnings:
         self._inside = False
 
     def remove_from(self, lines: Sequence[str]) -> Iterator[str]:
-        """Yield the lines that remain. Pass the parts of a log in order, since a stack may span several parts."""
+        """Yield the lines to keep. Pass the parts of a log in order, since a stack may span several parts."""
         for line in lines:
             note = _NATIVE_NOTE.match(line) is not None
             self._inside = note or (self._inside and _NATIVE_STACK.match(line) is not None)
@@ -106,7 +106,7 @@ class NativeWarnings:
 
 
 def show_failed_logs(group: WorkerGroup, failures: Sequence[WorkerFailure], *, job: str, generation: int) -> None:
-    """Print the last lines of the rank that failed first on this node, and where to find more.
+    """Print the last log lines of the rank that failed first on this node, and how to see more of the log.
 
     Ranks that failed only because of a peer are skipped.
     """
@@ -139,9 +139,9 @@ def _last_lines(path: Path) -> list[str]:
 class NonBlockingOutput:
     """Writer to this process's stdout, in a thread, so that a paused terminal or full pipe cannot block the agent.
 
-    `write` waits until the text is written, but at most 1 s. After such a timeout, further calls do not wait until the
-    output accepts text again. Meanwhile, up to 1 MiB (2^20 characters) of text is queued; further lines are dropped and
-    counted.
+    `write` waits until the text is written, but at most 1 s. After such a timeout, further calls do not wait; this
+    changes as soon as the output accepts text again. Meanwhile, up to 1 MiB (2^20 characters) of text is queued;
+    further lines are dropped and counted.
     """
 
     def __init__(self) -> None:
@@ -194,7 +194,7 @@ class NonBlockingOutput:
 
 
 def _write_to(output: Any, text: str) -> None:
-    """Write text, replacing characters that the output's encoding lacks with similar ASCII characters or escapes."""
+    """Write text. Replace characters that are not in the output's encoding by similar ASCII characters or escapes."""
     encoding = getattr(output, "encoding", None) or "utf-8"
     data = text.encode(encoding, REPLACE_UNPRINTABLE)
     try:
@@ -237,10 +237,10 @@ _PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 
 
 class RankLog:
-    """Raw log of one rank, and the file of records made from it, which is at most about four times as large.
+    """Raw log of one rank, and the file with its records. That file is at most about four times as large as the log.
 
-    If the raw log exceeds `limit_bytes`, only its first part and its last part, the tail, are kept. The tail has at
-    most an eighth of the limit and at most 1 MiB. `place` has the fields job, generation, node and rank of all records.
+    If the raw log exceeds `limit_bytes`, only its first part and its last part (the tail) remain. The tail has at most
+    an eighth of the limit and at most 1 MiB. `place` has the fields job, generation, node and rank of all records.
     """
 
     def __init__(self, raw: Path, *, limit_bytes: int, tail_bytes: int | None = None, **place: Any) -> None:
@@ -331,7 +331,7 @@ class RankLog:
         return line.to_json().encode()
 
     def _append(self, records: list[bytes]) -> None:
-        """Append records, in one write if possible, so that a crash of this process truncates at most one record."""
+        """Append records in one write if possible, so that a crash of this process truncates at most one record."""
         if not records:
             return
         data = memoryview((b"\n" if self._torn else b"") + b"\n".join(records) + b"\n")
@@ -398,7 +398,7 @@ class LogUploader:
                 self._pending_bytes += len(record)
 
     def close(self, *, deadline_seconds: float = _CLOSE_DEADLINE_SECONDS) -> None:
-        """Try to upload the remaining records before the deadline, and print how many are missing. Never raises."""
+        """Try to upload the remaining records before the deadline. Print how many were not uploaded. Never raises."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -446,7 +446,7 @@ class LogUploader:
 
 
 class RankOutput:
-    """Output of a node's ranks in one generation. If writing records fails, the next call tries again."""
+    """Output of a node's ranks in one generation. If writing records fails, the next call writes them again."""
 
     def __init__(self, group: WorkerGroup, spec: GangSpec, generation: int, job_store: Store) -> None:
         self._echo = TerminalEcho(group)
@@ -464,7 +464,7 @@ class RankOutput:
         self._record(RankLog.follow)
 
     def close(self) -> None:
-        """Process the remaining output after the ranks have ended. The upload may take up to 5 s."""
+        """Process the remaining output after the ranks have ended. Takes up to 5 s for the upload."""
         self._echo.echo_new_lines()
         self._record(RankLog.finish)
         if self._uploader:

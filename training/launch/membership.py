@@ -69,7 +69,7 @@ class _Peers:
         return orders
 
     def take_witness_request(self) -> bool:
-        """Return whether, since the last call, the coordinator has requested the positions of the ranks."""
+        """Return whether the coordinator has requested the positions of the ranks since the last call."""
         wanted, self._witnesses_wanted = self._witnesses_wanted, False
         return wanted
 
@@ -113,7 +113,7 @@ class CoordinatorPeers(_Peers):
 
     @property
     def nodes(self) -> list[int]:
-        """Numbers (`GangSpec.node`) of the nodes that are connected and take part in the next generation."""
+        """Numbers (`GangSpec.node`) of the connected nodes, which take part in the next generation."""
         connected = {node for node, connection in self._members.items() if not connection.closed}
         return [0, *sorted(connected - self._left_out)]
 
@@ -127,7 +127,7 @@ class CoordinatorPeers(_Peers):
         return self._started
 
     def keep_in_touch(self) -> None:
-        """Exchange pings with the followers while node 0 is busy. Other received messages stay queued."""
+        """Exchange pings with the followers while node 0 is busy. All other received messages stay queued."""
         for connection in self._members.values():
             connection.keep_alive()
         self._send_wait(0.0)
@@ -136,7 +136,7 @@ class CoordinatorPeers(_Peers):
         return [self._host if node == 0 else self._hellos[node]["host"] for node in nodes]
 
     def announce_generation(self, number: int) -> None:
-        """Send the number of the generation that is about to start to all followers, even to those that join later."""
+        """Send the number of the generation that is about to start to all followers, also to those that join later."""
         self._number = number
         self._broadcast({"kind": "generation", "generation": number})
 
@@ -155,8 +155,8 @@ class CoordinatorPeers(_Peers):
     def roll_call(self, deadline_seconds: float, stopped: Callable[[], bool]) -> None:
         """Wait until all followers have joined, then until no node waits for a pending notice to expire.
 
-        If all followers have joined before, return at once. Raises GangError if a follower has not joined or still
-        waits at the deadline, if a waiting follower is lost, or if a node was asked to stop.
+        If all followers have already joined, return at once. Raises GangError if a node was asked to stop, if a waiting
+        follower is lost, or if a follower has not joined or still waits at the deadline.
         """
 
         def should_stop() -> bool:
@@ -188,7 +188,7 @@ class CoordinatorPeers(_Peers):
             self._broadcast({"kind": "notice_wait", "seconds": max(seconds, 0.0)})
 
     def _record_wait(self, node: int, order: RankOrder) -> None:
-        """Record that a node waits `order.seconds` for its notice to expire, or that its wait is over if they are 0."""
+        """Record that a node waits `order.seconds` for its notice to expire. 0 seconds mean that its wait is over."""
         self._waits[node] = (time.monotonic() + order.seconds, order)
         if order.seconds <= 0:
             del self._waits[node]
@@ -231,7 +231,7 @@ class CoordinatorPeers(_Peers):
             self._returns = self._open_server()
 
     def _look_for_returned(self) -> None:
-        """If a lost node is back, order the ranks to save and leave: the next generation has that node."""
+        """If a lost node has returned, order the ranks to save and exit. The next generation includes that node."""
         if self._returns is None:
             return
         self._returns.admit(self._spec.nodes)
@@ -263,8 +263,8 @@ class CoordinatorPeers(_Peers):
     ) -> list[int] | GenerationEnd:
         """Wait until every node's ranks have ended, and return the nodes for the next generation.
 
-        A node that is late counts as lost. If lost nodes are replaced, wait for their replacements too. Return the
-        gang's result instead if too few nodes are left, or if a node was asked to stop.
+        A node whose ranks end too late counts as lost. If the scheduler replaces lost nodes, wait for the replacements
+        too. If too few nodes are left, or if a node was asked to stop, return the gang's result instead.
         """
         limit = time.monotonic() + deadline_seconds
         while True:
@@ -482,8 +482,8 @@ class FollowerPeers(_Peers):
         """Join the gang. Raises GangError if node 0 cannot be reached before the deadline.
 
         `secret` is the same as in `join_gang`. `pending_notice` is a Spot notice for this machine; the ranks start only
-        if the machine still exists when the notice expires. `opened` is called with the number of the next generation
-        as soon as node 0 announces it.
+        if the machine still exists when the notice expires. As soon as node 0 announces the next generation, `opened`
+        is called with the generation's number.
         """
         super().__init__()
         hello: Message = {"node": spec.node, "host": host}
@@ -517,7 +517,10 @@ class FollowerPeers(_Peers):
         return GenerationEnd(culprit=f"node 0 was lost before the start: {cause}", reason=EndReason.NODE_LOST)
 
     def report_wait(self, order: RankOrder) -> GenerationEnd | None:
-        """Tell node 0, at most once per second, how long this node must still wait. Return the result of `poll()`."""
+        """Tell node 0, at most once per second, how long this node's notice still delays the start.
+
+        Return the result of the gang if it has ended, else None.
+        """
         if not self._wait_reported.holds:
             self._wait_reported.mark()
             self._connection.send({"kind": "notice_wait", **order.to_json()})
@@ -558,7 +561,7 @@ class FollowerPeers(_Peers):
         self._connection.close()
 
     def _next(self, *kinds: str) -> Message | None:
-        """Process received messages in order. Return the first message whose kind is in `kinds`, or None."""
+        """Process received messages in order. Return the first one whose kind is in `kinds`, or None."""
         self._connection.keep_alive()
         self._inbox.extend(self._connection.receive())
         while self._inbox:

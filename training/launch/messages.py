@@ -65,7 +65,7 @@ class GangSpec(_StartSpec):
 
     @property
     def token(self) -> str:
-        """Identifier of the gang, equal on all nodes. It serves to detect connections to another gang's port."""
+        """Identifier of the gang, equal on all nodes. It reveals a connection to the port of another gang."""
         return f"{self.job}/{self.run}/{self.attempt}/{self.nodes}x{self.processes_per_node}"
 
     @property
@@ -80,7 +80,7 @@ class GangSpec(_StartSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSpec(_StartSpec):
-    """Specification for one rank, without rank number and world size, which are in torchrun's environment variables."""
+    """Specification for one rank. Rank number and world size are not in it but in torchrun's environment variables."""
 
     generation: int
     generation_id: str
@@ -111,7 +111,7 @@ class WorkerSpec(_StartSpec):
 
 @dataclass(frozen=True)
 class GangOutcome:
-    """Outcome of a gang that ended without a failure. `goes_on` is True if other nodes continue without this one."""
+    """Outcome of a gang that ended without a failure. `goes_on` is True if other nodes continue without this node."""
 
     outcome: str
     step: int
@@ -186,7 +186,7 @@ class OrderRecord:
         record[_LEAVE_AT] = leave_at
 
     def announce_end(self) -> None:
-        """Tell ranks that they are about to be killed."""
+        """Mark in the record that the agent is about to kill the ranks."""
         self._record[_ENDING] = 1
 
     @property
@@ -203,7 +203,7 @@ class OrderRecord:
 
     @property
     def cause(self) -> str:
-        """Cause of the order to exit, as text for messages; "" without such an order."""
+        """Cause of the order to exit, as text for messages; "" if there is no such order."""
         record = self._record
         if not record[_LEAVE_AT]:
             return ""
@@ -233,7 +233,7 @@ class GenerationStart:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationEnd:
-    """Result of a generation or of the whole gang: an `outcome` that all ranks agreed on, or a failure."""
+    """Result of a generation or of the whole gang: either an `outcome` that all ranks agreed on, or a failure."""
 
     outcome: GangOutcome | None = None
     culprit: str = ""  # message that names the rank or node that caused the failure
@@ -263,7 +263,7 @@ def end_from_stop_request(cause: str) -> GenerationEnd:
 
 
 def end_for_left_out_node(end: GenerationEnd, cause: str) -> GenerationEnd:
-    """Return the result for a node that the others continue without. `end` is the result of its last generation."""
+    """Return the result for a node without which the gang continues. `end` is the node's last result."""
     step = end.outcome.step if end.outcome else int(end.details.get("step", 0))
     why = f"asked to leave ({cause})" if cause else f"left out: {' '.join(end.culprit.split())[:300]}"
     message = f"{why}; the others go on"
@@ -311,7 +311,7 @@ def end_from_failures(evidence: Sequence[WorkerFailure]) -> GenerationEnd:
 
 
 def end_from_results(finished: Mapping[int, dict[int, dict]], generation: int) -> GenerationEnd:
-    """Return the result of a generation whose ranks have all finished. Different outcomes of ranks are a failure."""
+    """Return the result of a generation whose ranks have all finished. If their outcomes differ, it is a failure."""
     results = {rank: result for node in finished.values() for rank, result in node.items()}
     endings = {
         rank: (result["outcome"], int(result["step"]), result.get("weights_sha256"))
@@ -331,8 +331,8 @@ def end_from_results(finished: Mapping[int, dict[int, dict]], generation: int) -
 def end_if_unaffordable(start: GenerationStart, step: int, *, max_steps: int, restart: bool) -> GangOutcome | None:
     """Return an outcome if the job must stop before its ranks start, or None if they may start.
 
-    The outcome is BUDGET if the rest of the budget is only enough for a last save. It is INTERRUPTED if the job must
-    leave Spot now to finish on demand in time and within budget.
+    The outcome is BUDGET if the rest of the budget suffices only for a last checkpoint. The outcome is INTERRUPTED if
+    the job must leave Spot now in order to finish on demand within deadline and budget.
 
     Args:
         step: Step of the newest commit.

@@ -39,10 +39,10 @@ _REQUESTS_PER_START = 4  # requests that may time out one after the other within
 
 
 class LoopWatchdog:
-    """Watchdog thread that calls `end`, which kills the agent's process, if the agent's main loop is stuck.
+    """Watchdog thread, which calls `end` to kill the agent's process if the agent's main loop is stuck.
 
-    The loop is stuck if `turns`, its count of iterations, has not changed for `limit_seconds`; time during which the
-    process was suspended does not count. The scheduler then retries the process.
+    The loop counts as stuck if its number of iterations, `turns`, has not changed for `limit_seconds`. Time during
+    which the process was suspended does not count. After the kill, the scheduler starts the process again.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class NodeRuntime:
     def find_pending_notice(self) -> RankOrder | None:
         """Return the order for a notice that must expire before the ranks start; None if there is none.
 
-        If there is none, also start the keeper and the standby, so that they are ready when the ranks start.
+        If there is no such notice, also start the keeper and the standby, so that they are ready when the ranks start.
         """
         notice = self.drain.find_pending(self.start_seconds - _JOIN_SECONDS)
         if notice is None:
@@ -115,7 +115,7 @@ class NodeRuntime:
     def wait_out_notices(self, meanwhile: Callable[[float], str]) -> str:
         """Wait until all pending notices to this node have expired, then start the keeper and the standby.
 
-        Return "" if the ranks may start, else the reason why not. See `Drain.wait_out_notices` for `meanwhile`.
+        Return "" if the ranks may start, else the reason why not. `Drain.wait_out_notices` explains `meanwhile`.
         """
 
         def look(seconds: float) -> str:
@@ -155,7 +155,7 @@ class NodeRuntime:
         return self.drain.leaving
 
     def end_if_stopped(self) -> GenerationEnd:
-        """Return the result to record if the agent is stopped before it receives a result from the coordinator."""
+        """Return the result that the agent records if it is stopped before the coordinator sends a result."""
         culprit = f"node {self.spec.node} ({self.host}): the agent was stopped"
         return GenerationEnd(culprit=culprit, reason=EndReason.AGENT_STOPPED)
 
@@ -185,7 +185,7 @@ class NodeRuntime:
 
 
 def end_from_agent_error(error: Exception, node: int) -> GenerationEnd:
-    """Return the result of a gang whose agent raised an unexpected exception; a new attempt may succeed."""
+    """Return the result of a gang in which an agent raised an unexpected exception. A new attempt may succeed."""
     text = describe_traceback(error)
     print_line(text)
     name, place = AgentFailure.__name__, parse_traceback(text)

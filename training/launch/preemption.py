@@ -4,8 +4,8 @@ A node's agent reports a notice to the coordinator, which orders the ranks of al
 order to its ranks' `OrderRecord`, and the ranks agree at the next step sync after which step they save and exit.
 
 A notice that already exists when an agent starts was probably received by an earlier attempt on the same machine. The
-agent then starts no ranks until the notice has expired. If it exited at once instead, one attempt after another could
-end because of the same notice.
+agent then starts no ranks until the notice has expired. If the agent exited at once instead, one attempt after another
+could end because of the same notice.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from ebbflow.training.launch.workers import WorkerGroup
 
 
 def may_be_repeated(notice: Notice) -> bool:
-    """Return whether an earlier attempt on this machine may have received this notice already."""
+    """Return whether an earlier attempt on this machine may already have received this notice."""
     return notice.reclaims and notice.source is not NoticeSource.REHEARSAL
 
 
@@ -59,7 +59,7 @@ _COORDINATOR_SECONDS = 1.0  # deadline for the coordinator's order after a repor
 
 
 class Drain:
-    """Receiver of a node's notices and signals, which turns them into orders to its ranks. Not thread-safe.
+    """Receiver of a node's notices and signals, which turns them into orders to the node's ranks. Not thread-safe.
 
     Use it only in the agent's main thread.
     """
@@ -99,9 +99,10 @@ class Drain:
         return self._leave_at < float("inf")
 
     def find_pending(self, longest_seconds: float) -> RankOrder | None:
-        """Return the order for a notice that must expire before this node starts its ranks; None if they may start.
+        """Return the order for a notice that must expire before this node's ranks start; None if they may start now.
 
-        If the notice expires only after `longest_seconds`, the ranks may start, because they have time to train.
+        If the notice expires more than `longest_seconds` from now, the ranks may start, because they have time to
+        train.
         """
         self._watcher.wait_for_first_poll(_FIRST_LOOK_SECONDS)
         self._waits = True
@@ -113,7 +114,7 @@ class Drain:
         return None
 
     def _take_pending(self) -> Notice | None:
-        """Add new notices to the pending ones, and drop expired ones. Return the earliest; None if none is left."""
+        """Add new notices to the pending ones, and drop expired ones. Return the earliest pending one; None if none."""
         taken = [notice for notice in self._unsent if may_be_repeated(notice)]
         self._unsent = [notice for notice in self._unsent if notice not in taken]
         self._unrecorded += taken
@@ -151,8 +152,11 @@ class Drain:
             self._act_on_notice(notice)
 
     def forget_nodes(self, nodes: Collection[int]) -> None:
-        """Drop requests to leave that the next generation has met: of these nodes, which do not take part in it, and
-        those because a lost node is back, which does."""
+        """Drop orders to exit that need no action in the next generation.
+
+        These are the orders of `nodes`, which do not take part in it, and the orders to make room for a returned node,
+        which takes part in it.
+        """
         self._gone |= set(nodes)
         self._ordered = [
             (came_at, order)

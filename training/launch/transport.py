@@ -4,11 +4,11 @@ Agents hold these connections, not ranks, so that a frozen rank cannot block the
 the loss of a node when the connection closes or, more slowly, when no message arrives.
 
 At the start of a connection, both sides prove in a handshake that they belong to the same start of the gang. Node 0
-draws a random secret for each start and writes it to the job's store, so every reader of that store can take part. The
-secret is never sent. Each side answers the other's nonce with an HMAC (RFC 2104, SHA-256) over both nonces, the start,
-the sender's role and the node's hello (its first message), so that an answer cannot be replayed, reflected or altered.
-Messages after the handshake have no HMAC (docs/security.md). The memory and connections that one peer can use are
-limited before and after the handshake.
+draws a random secret for each start and writes it to the job's store, so every process that can read the store can take
+part. The secret is never sent. Each side answers the other's nonce with an HMAC (RFC 2104, SHA-256) over both nonces,
+the start, the sender's role and the node's hello (its first message), so that an answer cannot be replayed, reflected
+or altered. Messages after the handshake have no HMAC (docs/security.md). The memory and connections that one peer can
+use are limited before and after the handshake.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ def new_nonce() -> str:
 
 
 def proof_of(role: str, secret: bytes, token: str, hello: Mapping[str, Any], nonces: tuple[str, str]) -> str:
-    """Return the HMAC with which a side of the handshake proves that it knows the secret.
+    """Return the HMAC with which one side of the handshake proves that it knows the secret.
 
-    `role` is COORDINATOR or FOLLOWER. `nonces` has the follower's nonce, then node 0's.
+    `role` is COORDINATOR or FOLLOWER. `nonces` has the follower's nonce followed by node 0's nonce.
     """
     covered = json.dumps([role, token, *nonces, dict(hello)], sort_keys=True, separators=(",", ":"))
     return hmac.new(secret, covered.encode(), hashlib.sha256).hexdigest()
@@ -176,7 +176,8 @@ class Connection:
     def send(self, message: Message) -> None:
         """Queue a message, and send as much of the queue as the kernel accepts without blocking.
 
-        Later calls send the rest. If more than 16 MiB are unsent, the peer counts as lost, and the queue is dropped.
+        Later calls send the rest of the queue. If more than 16 MiB are unsent, the peer counts as lost, and the queue
+        is dropped.
         """
         if not self.closed:
             self.unsent += json.dumps(message).encode() + b"\n"
@@ -248,7 +249,7 @@ class Connection:
             del self.unsent[:sent]
 
     def _read(self, most_bytes: int = _BYTES_PER_LOOK) -> None:
-        """Read at most about `most_bytes` without blocking. The kernel and the peer keep any further data."""
+        """Read at most about `most_bytes` without blocking. Further data stay in the kernel's and peer's buffers."""
         taken = 0
         while not self.closed and taken < most_bytes:
             if len(self._buffer) > self.largest_bytes:
@@ -307,7 +308,7 @@ class RollCallServer:
         self._callers: list[_Caller] = []
 
     def admit(self, nodes: int) -> None:
-        """Accept new connections, continue all handshakes, and keep joined connections alive. Never block."""
+        """Accept new connections, continue all handshakes, and keep joined connections alive. Never blocks."""
         for connection, _ in self.joined.values():
             connection.keep_alive()
         self._accept()
@@ -322,7 +323,10 @@ class RollCallServer:
     def roll_call(
         self, nodes: int, deadline_seconds: float, stopped: Callable[[], bool] = lambda: False
     ) -> dict[int, tuple[Connection, Message]]:
-        """Wait until all followers have joined, and return `joined`. Raises GangError if one is missing too long."""
+        """Wait until all followers have joined, and return `joined`.
+
+        Raises GangError if a follower is missing at the deadline, or if `stopped` returns True.
+        """
         limit = time.monotonic() + deadline_seconds
         while len(self.joined) < nodes - 1:
             if stopped():
@@ -411,7 +415,7 @@ def join_gang(
 
     `token` is `GangSpec.token`. `hello` is the first message, with the node's number and host name. `secret` reads the
     secret of this start from the store; it returns None if there is none yet, and may raise InfraError. After a failed
-    handshake it is called again, since the secret may have been that of an earlier start.
+    handshake, `secret` is called again, since it may have returned the secret of an earlier start.
 
     Raises GangError if node 0 cannot be reached before the deadline, or if `stopped` returned True.
     """

@@ -42,12 +42,12 @@ class MemoryKills:
         self.follow()
 
     def follow(self) -> None:
-        """Record the initial counters of cgroups that the process has entered. Call this regularly."""
+        """Record the initial counters of cgroups that the process has newly entered. Call this regularly."""
         for file in _counter_files(self._pid):
             self._before.setdefault(file, _kills(file))
 
     def kernel_message(self) -> str:
-        """Return the kernel log's line about the kill; "" if there is none or if a container cannot read the log."""
+        """Return the kernel log's line about the kill; "" if there is no such line or the log cannot be read."""
         for seconds, text in _kernel_log():
             if seconds >= self._since - _CLOCK_SECONDS and f"Killed process {self._pid} (" in text:
                 return text
@@ -89,7 +89,10 @@ def _kernel_log() -> Iterable[tuple[float, str]]:
 
 
 def _counter_files(pid: int) -> Iterable[Path]:
-    """Return the files that count out-of-memory kills: of the process's cgroups or, without any, of the machine."""
+    """Return the files that count out-of-memory kills.
+
+    These are files of the process's cgroups or, if there are none, the file of the whole machine.
+    """
     root = Path("/sys/fs/cgroup")
     try:
         lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
@@ -123,10 +126,10 @@ _SUSPICION_SECONDS = 30.0  # between two dumps of ranks that are only suspicious
 
 
 class RankWatch:
-    """Supervisor of a node's ranks, which reports each rank that died, is stopped, or hangs. It reports a rank once.
+    """Supervisor of a node's ranks, which reports each rank once if the rank died, is stopped (SIGSTOP) or hangs.
 
     Before it reports a stopped or hung rank, it dumps stacks and flight recorders of all ranks to files in `folder`. It
-    also reports the positions of the other ranks. Such a report about a rank that has not failed is called a witness.
+    then also reports the position of each rank that has not failed: a `WorkerFailure` with `witness` set.
     """
 
     def __init__(
@@ -150,10 +153,10 @@ class RankWatch:
         self._absent_seconds = self._store_wait_seconds = 0.0
 
     def check(self, *, store_wait: bool = False) -> list[WorkerFailure]:
-        """Return new failures and witnesses (see the class). A call that finds none takes microseconds per rank.
+        """Return new failures and position reports (see the class). Without news, a call takes microseconds per rank.
 
-        `store_wait` is True if a rank of the gang waits for the store. The others then wait for that rank, which is not
-        a hang.
+        `store_wait` is True if a rank of the gang waits for the store. All other ranks then wait for that rank, and
+        this does not count as a hang.
         """
         now = self._now()
         if now - self._checked_at > _LONGEST_TURN_SECONDS:
@@ -188,8 +191,8 @@ class RankWatch:
     def _report_dump(self, living: list[_Rank], due: list[_Rank], suspicious: bool, now: float) -> list[WorkerFailure]:
         """Start a dump of stacks and flight recorders of all living ranks, unless one is running or at most 5 s old.
 
-        Once the dump is done, return the failures of the ranks in `due`. Return the witnesses of the other ranks once
-        per dump, and again if the coordinator has requested them.
+        Once the dump is done, return the failures of the ranks in `due`. Also return the positions of all other ranks,
+        but only once per dump, or if the coordinator has requested them.
         """
         if self._dump is None or (self._dump.done and now - self._dump.at > _DUMP_FRESH_SECONDS):
             self._dumps += 1
@@ -240,7 +243,7 @@ class _Rank:
     def check(self, now: float, absent: float, store_wait: float) -> None:
         """Update whether the rank is stopped, hung or suspicious.
 
-        The time during which this node's agent was suspended does not count, and a wait for the store is no hang.
+        Time during which this node's agent was suspended does not count. A wait for the store is not a hang.
         """
         beat = self._worker.beat
         if absent != self._absent_at_check:  # the rank may have been stopped together with the agent
@@ -299,7 +302,7 @@ class _Rank:
         )
 
     def exit_witness(self) -> WorkerFailure | None:
-        """Return a witness (a report that is no failure) for a rank that has finished with a result, else None."""
+        """Return a report of the rank's last position if the rank has finished with a result, else None."""
         result = None if self.living else self._worker.result()
         if result is None:
             return None

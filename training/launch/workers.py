@@ -1,12 +1,12 @@
 """Start the rank processes of one node, read their results, and end them.
 
-Ranks get torchrun's environment variables, but torchrun does not start them. The agent of torchrun imports torch before
-it starts a process, replaces a killed rank several times more slowly (docs/benchmarks.md, Injected faults), and waits
-up to 1,801 s for a frozen rank.
+Ranks get torchrun's environment variables, but torchrun does not start them. torchrun's own agent imports torch before
+it starts a process. It replaces a killed rank several times more slowly (docs/benchmarks.md, Injected faults), and
+waits up to 1,801 s for a frozen rank.
 
 Each node has a standby process, which has imported torch and the engine and forks a rank on request. Without a standby,
 each rank is a new interpreter. The keeper (`ebbflow.infra.keeper`) is an ancestor of all processes that the ranks
-start, so these can be found and killed. Without a keeper, only processes in a rank's session are found.
+start, so that all of them can be found and killed. If there is no keeper, only processes in a rank's session are found.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Standby:
 
     @property
     def is_settled(self) -> bool:
-        """Whether the standby is ready or lost, so that there is nothing more to wait for."""
+        """Whether the standby is ready or lost, so that waiting for it is over."""
         self._receive()
         return self.ready or self.lost
 
@@ -133,7 +133,7 @@ class Standby:
         self._living.discard(pid)
 
     def _ask(self, request: bytes, limit: float) -> bool:
-        """Write a request to the pipe before `limit`; return False if that fails, as when the standby is frozen."""
+        """Write a request to the pipe before `limit`. Return False on failure, for example if the standby is frozen."""
         pipe, unsent = self._requests, memoryview(request)
         while unsent and (left := limit - time.monotonic()) > 0:
             select.select([], [pipe], [], left)
@@ -321,14 +321,14 @@ class WorkerGroup:
         grace_seconds: float = _EXIT_SECONDS,
         meanwhile: Callable[[], object] = lambda: None,
     ) -> dict[int, str]:
-        """Kill the `culprits`, then end all other ranks and all processes that the ranks have started.
+        """Kill the ranks in `culprits`, then end all other ranks and all processes that ranks have started.
 
         Ranks that wait for a culprit in a collective get an error. They then write their last events and exit within
-        the grace period. They cannot save, because a save is a collective operation too.
+        the grace period. These ranks cannot save a checkpoint, because saving is a collective operation too.
 
         Returns:
-            The ranks that are still alive 10 s after SIGKILL, in uninterruptible sleep (state D). Each is mapped to the
-            path of a GPU device file that it has open, or to "" if it has none open.
+            The ranks that are still alive 10 s after SIGKILL, in uninterruptible sleep (state D). The result maps each
+            of these ranks to the path of a GPU device file that the rank has open, or to "" if it has none open.
         """
         guilty = [worker for worker in self.workers if worker.rank in culprits]
         for worker in guilty:
@@ -352,9 +352,9 @@ class WorkerGroup:
             time.sleep(0.01)
 
     def _kill_leftovers(self, ended: Sequence[Worker]) -> None:
-        """Kill all descendants of the keeper, or without a keeper, the processes in the sessions of the `ended` ranks.
+        """Kill all descendants of the keeper. If there is no keeper, kill the processes in the `ended` ranks' sessions.
 
-        Spare other ranks and their descendants.
+        Ranks that are not in `ended`, and their descendants, are not killed.
         """
         keeper, spare = self._keeper, () if self._standby is None else (self._standby.pid,)
         others = [worker.process for worker in self.workers if worker not in ended]
@@ -380,7 +380,7 @@ def find_open_device(pid: int) -> str:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a rank's file, or {} if it holds anything else (user code may have written it)."""
+    """Return the JSON object in a rank's file; {} if the file has other content, which user code may have written."""
     try:
         with open(path, "rb") as file:
             found = json.loads(file.read(_LONGEST_RECORD))

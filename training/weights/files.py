@@ -33,11 +33,11 @@ class StoredTensor:
 
 
 def find_weights(path: str, translate: Translate | None = None) -> dict[str, StoredTensor]:
-    """Return the tensors of a safetensors file or folder, by the names that they have in the model.
+    """Return the tensors of a safetensors file or folder, by their names in the model.
 
-    A folder must contain one file, or several with an index. Only headers are read. `translate` maps the name of a
-    stored tensor to the model's name, or to None to ignore the tensor. Raises WorkloadError if files are missing or
-    damaged, or if two tensors get the same name.
+    A folder must contain one safetensors file, or several such files and an index. Only headers are read. `translate`
+    maps the name of a stored tensor to its name in the model, or to None if the tensor is to be ignored. Raises
+    WorkloadError if files are missing or damaged, or if two tensors get the same name.
     """
     found: dict[str, StoredTensor] = {}
     for file in list_weight_files(path):
@@ -57,7 +57,8 @@ def find_weights(path: str, translate: Translate | None = None) -> dict[str, Sto
 def list_weight_files(path: str) -> list[Path]:
     """Return the safetensors files at `path`. Raises WorkloadError.
 
-    These are `path` itself if it is a file, else the files in the folder's index, else the only file in the folder.
+    If `path` is a file, this is `path` itself. For a folder, these are the files in its index or, if it has no index,
+    its only safetensors file.
     """
     root = Path(path)
     if root.is_file():
@@ -110,7 +111,7 @@ def open_weights(file: Path, *, framework: str) -> Any:
 
 
 def abbreviate(names: Iterable[str]) -> str:
-    """Join up to three names with commas, and add how many more there are."""
+    """Join the first three names with commas, and add the number of further names."""
     names = list(names)
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return ", ".join(names[:_NAMED]) + more

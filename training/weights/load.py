@@ -1,7 +1,7 @@
 """Initialise weights from the seed, load them from safetensors files, and compute the digest that compares runs.
 
-In every parallel mode each rank reads only the rows that it holds, without a collective. Names and shapes must match
-the model: a weight that silently stayed random would be worse than an error.
+In every parallel mode, each rank reads only the rows of a tensor that it holds, without a collective. Names and shapes
+must match those of the model. Otherwise a weight could stay random unnoticed, which is worse than an error.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ def initialise(
     overwritten: bool = False,
     progress: Callable[[], object] = lambda: None,
 ) -> None:
-    """Fill `module`, sharded or not, with initial weights. `blank` is a copy of the whole model on the meta device.
+    """Fill `module`, sharded or not, with initial weights. `blank` is an unsharded copy of it on the meta device.
 
     Each module that holds parameters or buffers is materialised alone on the CPU, initialised by its own
-    `reset_parameters` with a generator seeded by (seed, module name), and copied into `module`. So a weight depends
-    only on the seed and its name, not on parallel mode, world size, device or the order of modules. A tied parameter is
-    initialised under its first name. Raises WorkloadError for a module without `reset_parameters`.
+    `reset_parameters` with a generator seeded by (seed, module name), and copied into `module`. A weight therefore
+    depends only on the seed and its module's name, not on parallel mode, world size, device or the order of modules. A
+    tied parameter is initialised once, under the name that `named_parameters` lists first. Raises WorkloadError for a
+    module without `reset_parameters`.
 
     If `overwritten` is True, a commit or file will overwrite everything except non-persistent buffers, so only modules
     with such buffers are initialised. `progress` is called before each module, since a large model takes minutes.
@@ -68,7 +69,7 @@ def initialise(
 
 
 def tied_names(module: nn.Module) -> dict[str, str]:
-    """Map each additional name of a tied parameter to the parameter's first name."""
+    """Map each further name of a tied parameter to the name under which `named_parameters` lists it first."""
     first: dict[int, str] = {}
     named = module.named_parameters(remove_duplicate=False)
     return {name: first[id(value)] for name, value in named if first.setdefault(id(value), name) != name}
@@ -98,7 +99,7 @@ def check_weights_fit(found: Mapping[str, StoredTensor], model: nn.Module, path:
     """Raise WorkloadError if the stored tensors do not fit the model.
 
     They do not fit if a tensor is missing, unexpected or of another shape, or if it has integers where the model has
-    floats or vice versa. A tied weight is required once, under any of its names.
+    floats or vice versa. A tied weight must be stored once, under any of its names.
     """
     targets, names = _targets(model)
     missing = [alike[0] for alike in names if not set(alike) & set(found)]
@@ -150,7 +151,7 @@ def load_weights(
 
 
 def _targets(model: nn.Module) -> tuple[dict[str, Tensor], list[list[str]]]:
-    """Return the model's parameters and persistent buffers by name, and for each tensor the list of all its names."""
+    """Return the model's parameters and persistent buffers by name, and the list of all names of each tensor."""
     targets = dict(model.state_dict(keep_vars=True))
     alike: dict[int, list[str]] = {}
     for name, tensor in targets.items():
@@ -174,7 +175,7 @@ def _fill(target: Tensor, file: Any, name: str) -> None:
 
 
 def weights_sha256(module: nn.Module) -> str:
-    """Return the SHA-256 of all weights, equal for equal weights in any mode and at any world size. Collective.
+    """Return the SHA-256 of all weights, which does not depend on parallel mode or world size. A collective.
 
     For each parameter, in ascending order of its name's UTF-8 bytes, the digest takes
 

@@ -37,7 +37,7 @@ _LAST_LINES = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Examination:
-    """Result of examining a workload: the checks that it passed, its measured shape, and its prepared data."""
+    """Result of examining a workload: passed checks, the model's measured shape, and a description of the data."""
 
     text: str  # the checks that were made, and their figures
     shape: ModelShape | None  # the measured shape of the model; None if it was not measured
@@ -50,8 +50,9 @@ def examine(
 ) -> Examination:
     """Import, build and try out the configured workload in a child process, within `seconds`.
 
-    With `prepare`, prepare the workload's data first, within 6 hours. Otherwise, a workload that has a `prepare` is
-    only imported, because it cannot be tried without its data. Raises WorkloadError if the workload cannot be trained.
+    If `prepare` is True, prepare the workload's data first, within 6 hours. If it is False, a workload that defines
+    `prepare` is only imported, because it cannot be tried without its data. Raises WorkloadError if the workload cannot
+    be trained.
     """
     if config.script is not None:
         return examine_script(config, script_sha256)
@@ -77,8 +78,8 @@ def examine(
 def examine_script(config: RunConfig, sha256: str | None = None) -> Examination:
     """Run the script on the CPU as a single rank until its attached job has taken two steps, within 90 s.
 
-    If that fails, the shape has the kind "unknown", and the plan cannot estimate steps or hours. If this machine does
-    not have the script, `sha256` is the hash of the archive of the script's folder.
+    If that fails, the returned shape has the kind "unknown", and the plan cannot estimate steps or hours. If the script
+    is not on this machine, `sha256` is the hash of the archive of the script's folder.
     """
     assert config.script is not None
     words = {"script": config.script, "words": config.script_args, "script_sha256": sha256}
@@ -112,7 +113,7 @@ def examine_script(config: RunConfig, sha256: str | None = None) -> Examination:
 
 
 def _shape(measured: dict[str, Any], config: RunConfig) -> ModelShape:
-    """Return a script's shape from the measurements that `ebbflow.training.attached_guards.probe` wrote."""
+    """Return a script's `ModelShape`, computed from the measurements of `ebbflow.training.attached_guards.probe`."""
     gang = local_gang(config)
     ranks, samples = 1 if gang is None else gang.ranks, measured.get("samples", 1.0)
     steps = measured.get("steps") or config.training.max_steps
@@ -132,7 +133,7 @@ def _shape(measured: dict[str, Any], config: RunConfig) -> ModelShape:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command `ebbflow examine`. The child process of the function `examine` runs it too."""
+    """Run the command `ebbflow examine`. The function `examine` runs this command in its child process."""
     parser = argparse.ArgumentParser(
         prog="ebbflow examine", description="Try the configured workload and print its model's shape."
     )

@@ -149,7 +149,7 @@ class TextBatch:
 
 
 class TextWorkload:
-    """Next-token prediction on the token shards that `prepare` made. Raises DataError if there is too little text."""
+    """Next-token prediction on the token shards that `prepare` built. Raises DataError if there is too little text."""
 
     weight_unit = "tokens"
 
@@ -168,7 +168,7 @@ class TextWorkload:
 
     @classmethod
     def prepare(cls, context: WorkloadContext) -> dict:
-        """Convert the text to token shards in the store, unless they are already there. Return their description."""
+        """Convert the text to token shards, unless the store already has them. Return the description of the shards."""
         return prepare_tokens(context.config.data, context.store, project_root=context.project_root).to_json()
 
     def model(self) -> nn.Module:
@@ -192,7 +192,7 @@ class TextWorkload:
         return TextBatch.of(rows.result().to(self._context.device, non_blocking=True))
 
     def _read(self, cursor: Cursor) -> Tensor:
-        """Read the samples of a step into page-locked memory. This runs in a thread, one step ahead."""
+        """Read the samples of a step into page-locked memory. A thread calls this one step ahead of training."""
         return self._text(self._tokens.train, self._order.window(cursor.first, cursor.count)).pin_memory()
 
     def loss(self, model: nn.Module, batch: TextBatch) -> Loss:
@@ -234,7 +234,7 @@ class TextWorkload:
     def _windows(self, tokens: np.ndarray, side: str) -> int:
         """Return the number of non-overlapping samples in `tokens`.
 
-        After the last sample, one more token is needed as its last target.
+        One more token is needed after the last sample, as the target of its last token.
         """
         windows = (tokens.size - 1) // self._length
         if windows < 1:

@@ -1,4 +1,4 @@
-"""Import a workload from `package.module:Name`, and attribute its errors to the user's code.
+"""Import a workload from `package.module:Name`, and attribute errors in it to lines of the user's code.
 
 Python's search path (PYTHONPATH, installed packages) is searched first, then the project's folder. The folder of the
 configuration file is not searched, because other nodes do not have it.
@@ -109,10 +109,10 @@ def find_workload(config: RunConfig) -> WorkloadFactory:
 
 
 def prepare_data(config: RunConfig, context: WorkloadContext) -> dict[str, Any]:
-    """Run the workload's `prepare`, if it has one, and return its dict.
+    """Run the workload's `prepare`, if the workload has one, and return the dict that it returned.
 
-    "fingerprint" and "weight_unit" are added if missing. Raises WorkloadError if `prepare` raises an exception or
-    returns something other than a JSON object.
+    The keys "fingerprint" and "weight_unit" are added to the dict if missing. Raises WorkloadError if `prepare` raises
+    an exception or returns something other than a JSON object.
     """
     door = find_workload(config)
     described: dict[str, Any] = {}
@@ -166,9 +166,9 @@ def user_code(what: str) -> Iterator[None]:
 
 
 def _raised(error: BaseException, what: str) -> WorkloadError:
-    """Return a WorkloadError that names the line of the user's code where the error was raised.
+    """Return a WorkloadError with the line of the user's code that raised the error.
 
-    If the traceback has no line of the user's code, the WorkloadError names the innermost line.
+    If the traceback has no line of the user's code, the WorkloadError has the innermost line.
     """
     frames = list(traceback.extract_tb(error.__traceback__))
     frame = ([frame for frame in frames if not _is_foreign(frame.filename)] or frames)[-1]

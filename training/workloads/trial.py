@@ -34,7 +34,7 @@ _FLOAT32_BYTES = 4
 
 @dataclass
 class SavedBytes:
-    """Counter of the bytes that autograd saves for the backward pass. Each storage counts once."""
+    """Counter of the bytes that autograd saves for the backward pass. Each tensor storage counts once."""
 
     model: frozenset[int]  # the storages of the model's own tensors, which are not counted
     seen: dict[int, int] = field(default_factory=dict)  # bytes by storage
@@ -58,7 +58,8 @@ def measure_shape(workload: Workload, model: nn.Module, batch: Batch) -> tuple[M
     """Run the forward pass on a batch of one sample, and return the model's measured shape and the loss.
 
     Activations, including logits, are counted as autograd saves them: in the precision of the model's own code, in
-    eager mode and without recomputation. FLOPs come from the workload's own `flops`. The model may have fake tensors.
+    eager mode and without recomputation. FLOPs come from the workload's own `flops`. The model may consist of fake
+    tensors.
     """
     saved = SavedBytes(frozenset(tensor.untyped_storage()._cdata for tensor in _tensors(model)))
     with saved_tensors_hooks(saved.note, lambda tensor: tensor):
@@ -98,7 +99,7 @@ def _numel(part: nn.Module) -> int:
 
 
 def _outside(model: nn.Module, units: list[nn.Module]) -> int:
-    """Return the number of parameters outside all FSDP units. FSDP2 treats them as one unit of the root module."""
+    """Return the number of parameters outside all FSDP units. FSDP2 shards these together, as the root module."""
     inside = {id(parameter) for unit in units for parameter in unit.parameters()}
     return sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in inside)
 
@@ -109,7 +110,7 @@ LONGEST_SECONDS = 20.0
 
 
 class _Enough(BaseException):
-    """Raised at the time limit of a trial; not an `Exception`, because the user's code might catch that."""
+    """Raised at the time limit of a trial. It is not a subclass of `Exception`, which the user's code might catch."""
 
 
 def try_evaluate(
@@ -144,7 +145,7 @@ def try_evaluate(
 
 @contextmanager
 def _at_most(seconds: float) -> Iterator[None]:
-    """Raise _Enough inside the context after `seconds`. No effect outside the main thread, which handles signals."""
+    """Raise _Enough inside the context after `seconds`. This works only in the main thread, which handles signals."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise _Enough
@@ -233,7 +234,7 @@ def check_model(name: str, model: Any) -> None:
 
 
 def check_units(name: str, model: nn.Module, units: Iterable[Any]) -> None:
-    """Check the FSDP units: at least one, all of them submodules of the model, and none inside another."""
+    """Check the FSDP units. There must be at least one; all are submodules of the model, and none is inside another."""
     units = list(units)
     names = {id(part): path for path, part in model.named_modules()}
     if not units:
@@ -340,7 +341,7 @@ def _check_same_again(name: str, workload: Workload, model: nn.Module, count: in
 
 
 def _check_sum(trial: Trial, workload: Workload, model: nn.Module, batch: Batch, whole: Loss) -> None:
-    """Check that the losses of two micro-batches add up to the whole batch's, so that the split changes nothing."""
+    """Check that the losses of two micro-batches sum to the loss of the whole batch, so a split changes nothing."""
     with user_code(f"{trial.name}: batch.split"):
         parts = batch.split(2)
     if len(parts) != 2:
