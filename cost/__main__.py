@@ -32,7 +32,7 @@ from ebbflow.cost.skypilot import add_command as add_export
 from ebbflow.cost.trace import add_command as add_trace
 from ebbflow.cost.track import add_command as add_track
 from ebbflow.cost.watch import add_command as add_watch
-from ebbflow.infra.errors import InfraError, Outcome
+from ebbflow.infra.errors import InfraError, Outcome, describe_error
 from ebbflow.infra.process import run_benchmarks, silence_stdout
 from ebbflow.infra.program import DEFAULT_CONFIG, PROJECT_ROOT
 from ebbflow.infra.untrusted_text import guard_terminal
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except (CostError, InfraError) as error:
-        print(error, file=sys.stderr)
+        print(describe_error(error), file=sys.stderr)
         return error.outcome.exit_code
     except BrokenPipeError:
         return silence_stdout()
@@ -110,7 +110,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     try:
         loaded = load_config(arguments.config, arguments.set, project_root=PROJECT_ROOT)
     except ConfigError as error:
-        print(error, file=sys.stderr)
+        print(describe_error(error), file=sys.stderr)
         return Outcome.CONFIG.exit_code
     now, config, queues = time.time(), loaded.config, None
     if config.cluster.plan_for == "batch" and (config.batch.queues or config.cost.prices == "live"):
@@ -233,7 +233,7 @@ def _measured_shape(config: RunConfig) -> ModelShape | None:
     try:
         return examine(config, prepare=True).shape
     except TrainingError as error:
-        print(error, file=sys.stderr)
+        print(describe_error(error), file=sys.stderr)
         sys.exit(error.outcome.exit_code)
 
 

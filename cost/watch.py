@@ -24,9 +24,10 @@ from ebbflow.cost.report.render_html import escape, fill_page, render
 from ebbflow.cost.report.report import RunReport, build_report
 from ebbflow.cost.report.verdict import summarize_status
 from ebbflow.infra.errors import InfraError, Outcome
-from ebbflow.infra.events import COMMIT, STEP, Event, LogFollower
+from ebbflow.infra.events import COMMIT, GENERATION_ENDED, STEP, Event, LogFollower
 from ebbflow.infra.layout import job_prefix, runs_folder
 from ebbflow.infra.program import PROJECT_ROOT
+from ebbflow.infra.rank_logs import LogLine, read_logs
 from ebbflow.infra.store import Store
 from ebbflow.infra.untrusted_text import one_line
 
@@ -97,8 +98,10 @@ class LivePage:
         self.job, self.ended = job, False
         self._store, self._launcher = store, launcher
         self._follower: LogFollower | None = None
+        self._job_store: Store | None = None
         self._lock, self._built, self._due = threading.Lock(), b"", 0.0
         self._earlier: list[RunReport] = []
+        self._logs: tuple[int, list[LogLine]] = -1, []  # ended generations when they were read, and the lines
         self._merge_at = _MOST_UNMERGED
         self._problem = "waiting for the job's first event"
 
@@ -128,7 +131,8 @@ class LivePage:
         if self._follower is None:
             uri = f"{self._store.rstrip('/')}/{job_prefix(self.job)}" if self._launcher and self._store else None
             place = uri or find_job_uri(self.job, self._store)
-            self._follower = LogFollower(Store.open(place, request_timeout_seconds=_REQUEST_SECONDS))
+            self._job_store = Store.open(place, request_timeout_seconds=_REQUEST_SECONDS)
+            self._follower = LogFollower(self._job_store)
         self._follower.read_new()
         if len(self._follower.events) > self._merge_at:
             self._follower.events = merge_committed_steps(self._follower.events)
@@ -137,11 +141,18 @@ class LivePage:
         if not events:
             return
         running = None if last else self._launcher or find_running_launcher(self.job, events, self._store)
-        report = build_report(events, running=running)
+        report = build_report(events, running=running, logs=self._read_logs)
         if not self._earlier:
             self._earlier = read_earlier_reports(report.job)
         self.ended = running is None
         self._built = render(report, earlier=self._earlier).encode(errors="backslashreplace")
+
+    def _read_logs(self) -> list[LogLine]:
+        """Read what the ranks printed, again only if another generation has ended."""
+        ended = sum(event.name == GENERATION_ENDED for event in self._follower.events) if self._follower else 0
+        if self._job_store is not None and self._logs[0] != ended:
+            self._logs = ended, read_logs([], [self._job_store]).lines
+        return self._logs[1]
 
 
 def render_waiting(job: str, words: str) -> bytes:

@@ -29,7 +29,7 @@ from ebbflow.flows.console import RunView, is_terminal, show_run
 from ebbflow.flows.job import RUNS, Job, local_folder, mark_latest
 from ebbflow.flows.live_page import LivePageWriter, finish_page, task_with_card
 from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.errors import InfraError, JobIsRunning, Outcome
+from ebbflow.infra.errors import InfraError, JobIsRunning, Outcome, describe_error
 from ebbflow.infra.launchers import (
     RUN_CLAIM_VARIABLE,
     Claim,
@@ -121,7 +121,7 @@ class _Launch:
                 )
                 os.environ[RUN_CLAIM_VARIABLE] = self.claim.launcher.id
         except JobIsRunning as error:
-            print(error, file=sys.stderr)
+            print(describe_error(error), file=sys.stderr)
             sys.exit(error.outcome.exit_code)
         except InfraError as error:
             print(f"job {job} is not protected from a second launcher: {error}", file=sys.stderr)
@@ -556,7 +556,7 @@ def finish_job(job: Job, code: int, started: float, *, asked: bool, width: int |
             check_run_claim(job.store, job.name)
             write_report(job)
     except JobIsRunning as error:  # the other launcher writes the report
-        print(error, file=sys.stderr)
+        print(describe_error(error), file=sys.stderr)
         return Outcome.INTERRUPTED.exit_code
     except (InfraError, CostError) as error:
         if asked and isinstance(error, ReportError):

@@ -18,6 +18,7 @@ from ebbflow.infra.errors import InfraError
 from ebbflow.infra.events import NODE_STARTED, PLAN, PRICES, Event, read_events, read_log
 from ebbflow.infra.metrics import render_job_metrics
 from ebbflow.infra.program import PROJECT_ROOT
+from ebbflow.infra.rank_logs import read_logs
 
 
 def record_prices(job: Job) -> None:
@@ -63,7 +64,7 @@ def write_report(job: Job) -> tuple[RunReport, list[Event]]:
     record_prices(job)
     content = read_log(job.store)
     events = content.events
-    report = build_report(events, damage=content.damage)
+    report = build_report(events, damage=content.damage, logs=lambda: read_logs([job.folder], [job.store]).lines)
     files = {
         "report.json": json.dumps(report.to_json(), indent=1, allow_nan=False).encode(),
         "report.html": render_html(report, earlier=read_earlier_reports(job.name)).encode(errors="backslashreplace"),

@@ -25,7 +25,7 @@ from ebbflow.infra.config import ConfigError, load_config
 from ebbflow.infra.config.json_schema import schema_text
 from ebbflow.infra.config.load import render_sources, values_with_sources
 from ebbflow.infra.diagnose.command import add_diagnose_commands
-from ebbflow.infra.errors import Outcome
+from ebbflow.infra.errors import Outcome, describe_error
 from ebbflow.infra.kubernetes.checks import add_kubernetes_command
 from ebbflow.infra.observe.command import add_observe_command
 from ebbflow.infra.preflight import CheckResult, failed_results, render_checks, render_results
@@ -65,7 +65,7 @@ def preflight(options: argparse.Namespace) -> int:
         if options.json:
             print(_document(Outcome.CONFIG, problems=[problem.to_json() for problem in error.problems]))
         else:
-            print(error, file=sys.stderr)
+            print(describe_error(error), file=sys.stderr)
         return Outcome.CONFIG.exit_code
     results = run_all_checks(loaded.config, str(loaded.path), quick_only=options.quick, target=None)
     outcome = Outcome.PREFLIGHT if failed_results(results) else None
@@ -78,7 +78,7 @@ def config(options: argparse.Namespace) -> int:
     try:
         loaded = load_config(options.config, options.set, project_root=PROJECT_ROOT)
     except ConfigError as error:
-        print(error, file=sys.stderr)
+        print(describe_error(error), file=sys.stderr)
         return Outcome.CONFIG.exit_code
     rows = values_with_sources(loaded.config.model_dump(mode="json"), loaded.sources)
     print(json.dumps(rows, indent=1) if options.json else render_sources(rows, defaults=not options.changed))

@@ -26,7 +26,7 @@ from pathlib import Path
 from ebbflow import __version__
 from ebbflow.infra.diagnose.command import render
 from ebbflow.infra.diagnose.job import diagnose_job
-from ebbflow.infra.errors import InfraError, Outcome, StoreError
+from ebbflow.infra.errors import InfraError, Outcome, StoreError, describe_error
 from ebbflow.infra.events import Event, read_events
 from ebbflow.infra.rank_logs import JobPlace, LogLine, find_job, read_logs, unknown_job
 from ebbflow.infra.store import Store
@@ -177,7 +177,7 @@ def bundle(options: argparse.Namespace, project_root: Path) -> int:
         if len(files) <= len(_machine_files()[0]):
             raise unknown_job(options.job, place, project_root)
     except InfraError as error:
-        print(f"bundle: {error}", file=sys.stderr)
+        print(f"bundle: {describe_error(error)}", file=sys.stderr)
         return error.outcome.exit_code
     archive, files = pack(files, LARGEST_BYTES)
     for note in notes:

@@ -110,3 +110,21 @@ class CloudRefused(CloudError):
     def __init__(self, message: str, code: str = "") -> None:
         super().__init__(message)
         self.code = code
+
+
+# The symptom that `ebbflow explain` prints for an error, by the error's class or its outcome.
+_SYMPTOMS = {
+    "StoreForbidden": "A19", "StoreFull": "H10", "StoreUnavailable": "H07", "StoreMisconfigured": "H07",
+    "ObjectNotFound": "H02", "CloudForbidden": "A19", "CloudError": "N07", "TeamError": "I05", "PriceError": "I09",
+    Outcome.FAILED: "O01", Outcome.CONFIG: "A05", Outcome.PREFLIGHT: "A05", Outcome.BUDGET: "I05",
+    Outcome.NO_CAPACITY: "I04", Outcome.CRASH_LOOP: "I10", Outcome.NON_FINITE: "F01", Outcome.DEADLINE: "N08",
+    Outcome.NO_RESTORE: "H02", Outcome.ROLLED_BACK: "H02", Outcome.INTERRUPTED: "I01",
+}  # fmt: skip
+
+
+def describe_error(error: Exception) -> str:
+    """Return an error's text, followed by the symptom that `ebbflow explain` prints."""
+    names = [each.__name__ for each in type(error).__mro__] + [getattr(error, "outcome", Outcome.FAILED)]
+    symptom = next((_SYMPTOMS[name] for name in names if name in _SYMPTOMS), "O01")
+    text = str(error).rstrip()
+    return f"{text}{chr(10) if chr(10) in text else '; '}see: {symptom}"

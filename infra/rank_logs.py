@@ -26,7 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ebbflow.infra.errors import InfraError, Outcome, StoreError
+from ebbflow.infra.errors import InfraError, Outcome, StoreError, describe_error
 from ebbflow.infra.layout import check_job_name, job_prefix, known_job, runs_folder
 from ebbflow.infra.process import silence_stdout
 from ebbflow.infra.store import Store
@@ -357,7 +357,7 @@ def show_logs(options: argparse.Namespace, project_root: Path) -> int:
     try:
         logs = find_logs(options.job, options.store, project_root)
     except InfraError as error:
-        print(f"logs: {error}", file=sys.stderr)
+        print(f"logs: {describe_error(error)}", file=sys.stderr)
         return error.outcome.exit_code
     for notice in logs.notices:
         print(f"logs: {notice}", file=sys.stderr)

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.errors import InfraError, Outcome
+from ebbflow.infra.errors import InfraError, Outcome, describe_error
 from ebbflow.infra.event_log import EventLog
 from ebbflow.infra.events import EVALUATION, NOTICE, OUTCOME, STEP, Origin
 from ebbflow.infra.layout import job_prefix
@@ -69,7 +69,7 @@ current: AttachedJob | None = None  # the job of this process
 def refuse(error: TrainingError | InfraError) -> NoReturn:
     """Print the error in one line, and exit with the error's exit code."""
     release_job()
-    print(f"ebbflow: {error}", file=sys.stderr, flush=True)
+    print(f"ebbflow: {describe_error(error)}", file=sys.stderr, flush=True)
     raise SystemExit(error.outcome.exit_code) from error
 
 

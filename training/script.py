@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 
 from ebbflow.infra.config.load import load_config, values_with_sources
-from ebbflow.infra.errors import InfraError, Outcome
+from ebbflow.infra.errors import InfraError, Outcome, describe_error
 from ebbflow.infra.event_log import EventLog
 from ebbflow.infra.events import CONFIGURED, PREPARED, Origin, read_events
 from ebbflow.infra.launchers import claim_job
@@ -80,7 +80,7 @@ def main(words: list[str]) -> int:
     try:
         return _run(given, arguments)
     except (InfraError, TrainingError) as error:
-        print(f"ebbflow: {error}", file=sys.stderr)
+        print(f"ebbflow: {describe_error(error)}", file=sys.stderr)
         return error.outcome.exit_code
 
 

@@ -375,6 +375,15 @@ def _price_in_full(report: RunReport) -> str:
     return f"{text}, ${one_line(quoted)}/h per node{known}"
 
 
+def describe_finding(report: RunReport) -> str:
+    """Describe the root that `ebbflow diagnose` finds in the job, with its first fix; "" if it finds none."""
+    found = report.events.get("finding")
+    if not found:
+        return ""
+    fix = f"; {one_line(found['fix'].partition('; ')[0])}" if found.get("fix") else ""
+    return f"{one_line(found['title'])} ({found['confidence']:.0%}){fix}; see: {one_line(found['symptom'])}"
+
+
 def format_failures(report: RunReport) -> list[str]:
     """Format the failures as lines, oldest first."""
     return [

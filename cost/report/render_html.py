@@ -24,6 +24,7 @@ from ebbflow.cost.report.figure_text import (
     GENERATION_HEADER,
     LEDGER_HEADER,
     PLACE_HEADER,
+    describe_finding,
     explain_figures,
     format_attempt_rows,
     format_cause_rows,
@@ -276,6 +277,8 @@ def _failure(report: RunReport, python: str) -> str:
         if ended and len(lines) > 1:
             parts.append(f'<p class="message">{escape(describe_cause(report))}</p>')
         parts.append(f"{evidence}<ol>{listed}</ol>" if len(lines) > 1 else f"<ol>{listed}</ol>{evidence}")
+        if finding := describe_finding(report):
+            parts.append(f'<p id="finding"><b>Diagnosis:</b> {escape(finding)}</p>')
         logs = f"ebbflow logs {one_line(report.job)}   ebbflow diagnose {one_line(report.job)}"
         parts.append(f"<p>What the ranks printed:</p><pre>{escape(logs)}</pre>")
     following = suggest_next_step(report, python=python)

@@ -14,6 +14,7 @@ from ebbflow.cost.report.figure_text import (
     ATTEMPT_HEADER,
     CAUSE_HEADER,
     GENERATION_HEADER,
+    describe_finding,
     explain_figures,
     format_attempt_rows,
     format_cause_rows,
@@ -149,6 +150,7 @@ def render(report: RunReport, *, python: str = PYTHON) -> str:
     if found := format_failures(report):
         more = len(found) - _LISTED_FAILURES
         listed = found[:_LISTED_FAILURES] + ([f"… and {more} more"] if more > 0 else [])
+        listed += [f"diagnosis: {finding}"] if (finding := describe_finding(report)) else []
         sections.append(["what went wrong, first failure first:", *_wrapped(listed)])
     if message := report.events.get("message"):
         sections.append(_wrapped([f"message: {one_line(message)}"]))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ from ebbflow.cost.report.figures import (
     compute_money_figures,
     list_step_figures,
 )
+from ebbflow.infra.diagnose.job import diagnose_job
 from ebbflow.infra.errors import Outcome
 from ebbflow.infra.events import (
     BATCH_ATTEMPT,
@@ -46,6 +47,7 @@ from ebbflow.infra.events import (
     Event,
     LedgerClass,
 )
+from ebbflow.infra.rank_logs import LogLine
 from ebbflow.infra.segments import Damage
 
 if TYPE_CHECKING:
@@ -196,13 +198,18 @@ class RunReport:
 
 
 def build_report(
-    events: Sequence[Event], *, running: dict[str, Any] | None = None, damage: Sequence[Damage] = ()
+    events: Sequence[Event],
+    *,
+    running: dict[str, Any] | None = None,
+    damage: Sequence[Damage] = (),
+    logs: Callable[[], Iterable[LogLine]] = tuple,
 ) -> RunReport:
     """Build the report of a job from its events, in any order.
 
     Args:
         running: The launcher that is running the job (`RunReport.running`); None if the job has ended.
         damage: Damage to the event log, from `infra.events.read_log`. The report lists it.
+        logs: Returns what the ranks printed. It is called only if something failed.
 
     Raises:
         ReportError: There are no events.
@@ -223,6 +230,7 @@ def build_report(
     counts = Counter(event.name for event in ordered)
     useful_usd = ledger.useful_on_demand_usd
     charts = build_charts(ordered, generations, ledger)
+    failures = list_failures(ordered, generations)
     return RunReport(
         job=ordered[0].job,
         outcome=None if running else _infer_outcome(ordered, generations),
@@ -239,7 +247,8 @@ def build_report(
         actual=compute_actual_figures(ordered, generations, ledger),
         events={
             "counts": dict(sorted(counts.items())),
-            "failures": list_failures(ordered, generations),
+            "failures": failures,
+            "finding": _find_root(ordered, logs) if failures else None,
             "notable": list_notable_events(ordered),
             "generations": _list_generations(ordered, generations, ledger),
             "run": ordered[-1].run,
@@ -256,6 +265,13 @@ def build_report(
         charts=charts,
         running=running,
     )
+
+
+def _find_root(events: Sequence[Event], logs: Callable[[], Iterable[LogLine]]) -> dict[str, Any] | None:
+    """Return the root that `ebbflow diagnose` finds in the job: {symptom, title, family, confidence, fix}, or None."""
+    findings = diagnose_job(events, logs()).findings
+    root = next((each.to_json() for each in findings if each.role == "root"), None)
+    return root and {name: root[name] for name in ("symptom", "title", "family", "confidence", "fix")}
 
 
 def _find_last(events: Sequence[Event], name: str) -> Event | None:

@@ -31,7 +31,7 @@ from ebbflow.flows.supervising.record import (
     waited_seconds,
 )
 from ebbflow.infra.config import ConfigError
-from ebbflow.infra.errors import InfraError, Outcome, StoreError, StoreUnavailable
+from ebbflow.infra.errors import InfraError, Outcome, StoreError, StoreUnavailable, describe_error
 from ebbflow.infra.events import OUTCOME, SUPERVISED
 from ebbflow.infra.launchers import CLAIM_VARIABLE, Claim, claim_job
 from ebbflow.infra.process import ignore_lost_readers
@@ -274,7 +274,7 @@ def main(arguments: list[str]) -> int:
         print(error, file=sys.stderr)
         return Outcome.CONFIG.exit_code
     except InfraError as error:
-        print(f"supervise: {error}", file=sys.stderr)
+        print(f"supervise: {describe_error(error)}", file=sys.stderr)
         return error.outcome.exit_code
 
 

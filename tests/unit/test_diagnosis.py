@@ -18,6 +18,7 @@ from ebbflow.infra.diagnose.judging import diagnose_files, diagnose_lines
 from ebbflow.infra.diagnose.matching import load_matcher
 from ebbflow.infra.diagnose.reading import LogText, rank_of, time_of
 from ebbflow.infra.diagnose.rules import SymptomRule, load_rules
+from ebbflow.infra.errors import _SYMPTOMS
 
 RULES = load_rules().rules
 MATCHER = load_matcher()
@@ -165,3 +166,15 @@ def test_the_collected_excerpts_are_still_recognised() -> None:
 )
 def test_series_and_frames_name_what_no_single_line_does(lines: list[str], symptom: str | None) -> None:
     assert roots("\n".join(lines))[1] == symptom
+
+
+def test_an_error_of_ours_ends_with_a_symptom_that_is_explained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "job.yaml").write_text("store: [")
+    for words in (["config", str(tmp_path / "job.yaml")], ["diagnose", str(tmp_path / "no.log")]):
+        assert main(words) == 2
+        symptom = capsys.readouterr().err.rstrip().rpartition("see: ")[2]
+        assert main(["explain", symptom]) == 0 and symptom in capsys.readouterr().out
+    for name in _SYMPTOMS.values():
+        assert load_rules().find(name), name

@@ -322,3 +322,10 @@ def test_the_command_rebuilds_the_report_from_the_store(tmp_path: Path):
     assert "no_capacity (exit code 5)" in shown.stdout
     missing = subprocess.run([*command[:-1], "nobody"], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert missing.returncode == 2 and "looked for" in missing.stderr and not missing.stdout
+
+
+def test_the_report_shows_the_finding_of_diagnose() -> None:
+    report = build_report([one for one in interrupted_job() if one.name != OUTCOME])
+    assert report.events["finding"]["symptom"] == "I02"
+    for text in (render_html(report), render_text(report)):
+        assert "a node vanished without a notice" in text and "see: I02" in text

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ebbflow.infra.errors import InfraError, ObjectNotFound
+from ebbflow.infra.errors import InfraError, ObjectNotFound, describe_error
 from ebbflow.infra.layout import data_prefix, known_job, pin_key, signature_key, tombstone_key, verified_key
 from ebbflow.infra.signing_key import NAME_PATTERN, NAME_VARIABLE, signing_key_problem
 from ebbflow.infra.store import Store
@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
         choose_signing_key(store, options.signing_key_env, must_check=options.command in _CHECKING)
         return options.run(store, options)
     except (TrainingError, InfraError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {describe_error(error)}", file=sys.stderr)
         return 1
 
 
