@@ -123,6 +123,16 @@ def test_a_lost_worker_is_replaced_within_the_attempt(start: Start, quiet: dict[
     assert len(past) == 3 and past.count(control["metadata"]["name"]) == 1
 
 
+def test_a_gang_that_went_on_with_one_node_grows_back(start: Start) -> None:
+    runner = start(pace=0.5, kubernetes__node_replacements=1, cluster__min_nodes=1, training__max_steps=160)
+    runner.cluster.ask("lose", {"node": two_pods(runner)[1]["spec"]["nodeName"]})
+    run = finished(runner)
+    assert run.exit_code == 0, run.output
+    events = runner.events()
+    assert [event["data"]["nodes"] for event in events if event["name"] == "generation_started"] == [2, 1, 2]
+    assert [event["name"] for event in events].count("placed") == 1, "one attempt"
+
+
 def test_a_cluster_without_capacity_ends_with_5(start: Start) -> None:
     runner = start(changes={"pools": []}, batch__runnable_minutes=0.05)
     run = finished(runner)
