@@ -20,6 +20,7 @@ from benchmarks.money.world import cut_world, read_prices, read_traces, select_z
 from ebbflow.cost.errors import SimulationError
 from ebbflow.cost.report.optimum import Distances, World
 
+_PRICES = Path("prices") / "v100_spot_prices.json.gz"
 OPTIMUM = "optimum"
 GANG_NODES = 4
 
@@ -95,6 +96,15 @@ def hours_of(data: Path, traces: str, zones: tuple[str, ...]) -> float:
     return world_at(data, traces, zones).hours
 
 
+def has_gangs(data: Path) -> bool:
+    return any((data / "gang").glob("*.json"))
+
+
+def recorded_or_constant(data: Path) -> str:
+    """Return the traces at recorded prices, or at a constant price if the folder has no prices."""
+    return RECORDED if (data / _PRICES).is_file() else "availability"
+
+
 def zones_of(data: Path, traces: str) -> tuple[str, ...]:
     return _everything(data, traces).zones
 
@@ -107,18 +117,18 @@ def world_at(data: Path, traces: str, zones: tuple[str, ...]) -> World:
 
 @lru_cache(maxsize=8)
 def _everything(data: Path, traces: str, zones: tuple[str, ...] | None = None) -> World:
-    """Read the folder's traces. In `data` the values count available machines (see its SOURCE.md)."""
+    """Read the folder's traces. Values of files that do not name their polarity count available machines."""
     distances = Distances(50.0)
     if traces == "gang":
-        read = read_traces(data / "gang", values="available_count")
+        read = read_traces(data / "gang")
         chosen = [trace for trace in read if zones is None or trace.zone in zones]
         return world_of(chosen, nodes=GANG_NODES, distances=distances)
     folder = data / "availability"
     if not folder.is_dir():
         raise SimulationError(f"{folder}: no such folder; --data takes one with availability/, gang/ and prices/")
     recorded = traces.endswith("recorded prices")
-    prices = read_prices(data / "prices" / "v100_spot_prices.json.gz") if recorded else None
-    return world_of(read_traces(folder, values="available_count"), prices=prices, distances=distances)
+    prices = read_prices(data / _PRICES) if recorded else None
+    return world_of(read_traces(folder), prices=prices, distances=distances)
 
 
 CELL_ZONES = ("us-east-1c", "us-east-2b", "us-west-2a")
@@ -179,12 +189,14 @@ def gangs(data: Path, starts: int) -> list[Case]:
 
 
 def enactable(data: Path, starts: int) -> list[Case]:
-    """Return cases under the rules of AWS Batch: one region at a time, recorded prices; gang traces, one zone each."""
+    """Return cases under the rules of AWS Batch: one region at a time; gang traces, if there are any, one zone each."""
     regions: dict[str, tuple[str, ...]] = {}
-    for zone in zones_of(data, RECORDED):
-        regions[zone[:-1]] = (*regions.get(zone[:-1], ()), zone)
-    worlds = [(RECORDED, group) for group in regions.values()]
-    worlds += [("gang", (zone,)) for zone in zones_of(data, "gang")]
+    recorded = recorded_or_constant(data)
+    world = _everything(data, recorded)
+    for zone, region in zip(world.zones, world.regions, strict=True):
+        regions[region] = (*regions.get(region, ()), zone)
+    worlds = [(recorded, group) for group in regions.values()]
+    worlds += [("gang", (zone,)) for zone in zones_of(data, "gang")] if has_gangs(data) else []
     cases = []
     for name in ("adaptive", "uniform_progress", "uniform_progress_staying", "greedy", "on_demand"):
         for traces, group in worlds:
@@ -196,5 +208,7 @@ def enactable(data: Path, starts: int) -> list[Case]:
 
 
 def spread(room_hours: float, count: int) -> Sequence[float]:
-    """Return `count` evenly spaced starts from hour 0 to `room_hours`."""
+    """Return `count` evenly spaced starts from hour 0 to `room_hours`. Raises SimulationError if that is negative."""
+    if room_hours < 0:
+        raise SimulationError(f"the traces are {-room_hours:.1f} h shorter than the longest deadline of these jobs")
     return [room_hours * number / max(1, count - 1) for number in range(count)]

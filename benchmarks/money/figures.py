@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import statistics
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ebbflow.cost.errors import SimulationError
+from ebbflow.cost.errors import SimulationError, TraceError
 
 _SEED = 20261123
 _RESAMPLES = 2000
@@ -58,20 +60,23 @@ def run(arguments: argparse.Namespace) -> int:
         parts["enactable"] = lambda: enactable(data, starts)
         parts["research"] = lambda: research(data, max(2, starts // 5))
     began = sum(os.times()[:4])
-    for part in (parts[name] for name in wanted if name in parts):
-        for figure in part():
-            figures.append(figure)
-            if not arguments.json:
-                if len(figures) == 1:
-                    print("| figure | simulated | target | jobs | traces, seed, interval |\n|---|---|---|---|---|")
-                print(f"| {' | '.join(map(str, asdict(figure).values()))} |", flush=True)
+    for name in (name for name in wanted if name in parts):
+        try:
+            for figure in parts[name]():
+                figures.append(figure)
+                if not arguments.json:
+                    if len(figures) == 1:
+                        print("| figure | simulated | target | jobs | traces, seed, interval |\n|---|---|---|---|---|")
+                    print(f"| {' | '.join(map(str, asdict(figure).values()))} |", flush=True)
+        except (SimulationError, TraceError) as error:  # other traces may have no gangs, or other zones
+            print(f"{name}: left out, because {error}", file=sys.stderr, flush=True)
     if arguments.json:
         print(json.dumps({"kind": "simulated", "figures": [asdict(one) for one in figures]}, indent=1))
     elif arguments.data is None:
         print("\nwithout --data DIR: only the figures that need no traces")
     else:
         print(f"\n{sum(os.times()[:4]) - began:.0f} s of processor time")
-    return 0
+    return 0 if figures else 2
 
 
 def _interval(values: Sequence[float], groups: Sequence[Any]) -> str:
@@ -132,8 +137,9 @@ def live_dollars(data: Path, starts: int) -> Iterator[MoneyFigure]:
     inside = [float(0.1 <= one.rank <= 0.9) for one in found]
     ends = {trace.zone: trace.hours / 2 for trace in traces}
     halves = [covered([one for one in found if (one.start_hours >= ends[one.zone]) is late]) for late in (False, True)]
-    note = f"{where}; {_interval(inside, zones)} over zones; first half (chose its width) {halves[0]:.0%}, second "
-    note += f"{halves[1]:.0%}"
+    note = f"{where}; {_interval(inside, zones)} over zones"
+    if not any(map(math.isnan, halves)):
+        note += f"; first half (chose its width) {halves[0]:.0%}, second {halves[1]:.0%}"
     yield MoneyFigure(
         "jobs within the planned p10–p90 (ties split at random)", f"{covered(found):.0%}", "80 ± 7 %", len(found), note
     )
@@ -168,10 +174,14 @@ def enactable(data: Path, starts: int) -> Iterator[MoneyFigure]:
 
     made = [case for case in cases.enactable(data, starts) if case.policy in ("greedy", "uniform_progress", "adaptive")]
     figures = cases.run_cases(data, made)
+    if refused := next((case for case, figure in zip(made, figures, strict=True) if figure.refused), None):
+        raise SimulationError(f"ticks of {' '.join(refused.zones)} are too long for 40 h of work by 60 h")
+    late = sum(figure.missed for figure in figures)
     suites: dict[str, dict[str, list[float]]] = {}
     for case, figure in zip(made, figures, strict=True):
         suite = f"{case.traces}: {' '.join(case.zones)}"
         suites.setdefault(suite, {}).setdefault(case.policy, []).append(figure.usd)
+    yield MoneyFigure("enactable rules: late", str(late), "0", len(made), f"{len(suites)} worlds, all three policies")
     blocks = [index * 8 // starts for index in range(starts)]
     for suite, usd in suites.items():
         mean, uniform = statistics.fmean(usd["greedy"]), usd["uniform_progress"]

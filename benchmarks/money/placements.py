@@ -203,14 +203,14 @@ def _deadlines(text: str) -> list[float]:
 
 
 def read_zones(data: Path, hours: float) -> list[Trace]:
-    """Read all zones. In `data` the values count available machines (see its SOURCE.md)."""
+    """Read all zones. Values of files that do not name their polarity count available machines."""
 
     from benchmarks.money.world import read_traces
 
     folder = data / "availability"
     if not folder.is_dir():
         raise SimulationError(f"{folder}: no such folder; --data takes one with availability/")
-    traces = read_traces(folder, values="available_count")
+    traces = read_traces(folder)
     for trace in traces:
         if trace.hours < hours:
             raise SimulationError(f"{trace.name}: {trace.hours:.1f} h long, and a job may take {hours:g} h")
@@ -253,7 +253,7 @@ def covered(rows: Sequence[Placed]) -> float:
 
     Half of all jobs cost the least or the most possible, to a cent. So ranks are compared, not the amounts.
     """
-    return statistics.fmean(0.1 <= one.rank <= 0.9 for one in rows)
+    return statistics.fmean(0.1 <= one.rank <= 0.9 for one in rows) if rows else math.nan
 
 
 def _mean(rows: Sequence[Placed], name: str) -> float:

@@ -9,6 +9,7 @@ import argparse
 import json
 import math
 import statistics
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from ebbflow.cost.errors import SimulationError
+from ebbflow.cost.errors import SimulationError, TraceError
 
 PARTS = ("published", "zones", "gangs", "enactable")
 _AGAINST = ("uniform_progress", "uniform_progress_staying", "greedy")
@@ -48,8 +49,12 @@ def _run(arguments: argparse.Namespace) -> int:
         if part not in makers:
             raise SimulationError(f"no part {part!r}; there are {', '.join(PARTS)}")
         began = time.perf_counter()
-        found = makers[part](arguments.data, arguments.starts or _STARTS[part])
-        figures = cases.run_cases(arguments.data, found)
+        try:
+            found = makers[part](arguments.data, arguments.starts or _STARTS[part])
+            figures = cases.run_cases(arguments.data, found)
+        except (SimulationError, TraceError) as error:
+            print(f"{part}: left out, because {error}", file=sys.stderr)
+            continue
         table = _TABLES[part](list(zip(found, figures, strict=True)))
         table["jobs"] = sum(case.policy != "optimum" for case in found)
         table["missed"] = sum(figure.missed for figure in figures)
@@ -59,8 +64,10 @@ def _run(arguments: argparse.Namespace) -> int:
         if not arguments.json:
             print(_text(part, table), end="\n\n", flush=True)
     if arguments.json:
-        print(json.dumps({"kind": "simulated", "on": "V100, 2023", "parts": documents}, indent=1, allow_nan=False))
-    return 0
+        print(
+            json.dumps({"kind": "simulated", "on": str(arguments.data), "parts": documents}, indent=1, allow_nan=False)
+        )
+    return 0 if documents else 2
 
 
 def _by_policy(rows: Sequence[Any], *, world: Callable[[Any], Any] = lambda case: None) -> dict[Any, dict[str, list]]:
@@ -111,7 +118,8 @@ def _zones(rows: Sequence[Any]) -> dict[str, Any]:
         lines.append(["all", name, math.nan, statistics.fmean(regret), max(regret)])
     theirs = statistics.fmean(everything["uniform_progress"])
     notes = [
-        f"mean regret ÷ Uniform Progress's: {name} {statistics.fmean(r) / theirs:.3f}" for name, r in everything.items()
+        f"mean regret ÷ Uniform Progress's: {name} {_divided(statistics.fmean(regret), theirs)}"
+        for name, regret in everything.items()
     ]
     notes += [f"adaptive by zone: {', '.join(_beside_uniform(zone, usd) for zone, usd in worlds.items())}"]
     return {
@@ -129,7 +137,11 @@ def _beside_uniform(zone: str, usd: dict[str, list]) -> str:
         for name in ("adaptive", "uniform_progress")
     )
     above = " (worst regret above)" if max(ours) > max(theirs) else ""
-    return f"{zone} {sum(ours) / sum(theirs):.3f}{above}"
+    return f"{zone} {_divided(sum(ours), sum(theirs))}{above}"
+
+
+def _divided(ours: float, theirs: float) -> str:
+    return f"{ours / theirs:.3f}" if theirs > 0 else "- (Uniform Progress has none)"
 
 
 def _gangs(rows: Sequence[Any]) -> dict[str, Any]:
@@ -225,7 +237,7 @@ _TABLES = {"published": _published, "zones": _zones, "gangs": _gangs, "enactable
 
 
 def _text(part: str, table: dict[str, Any]) -> str:
-    lines = [f"**{table['title']}** (V100, 2023; simulated)", ""]
+    lines = [f"**{table['title']}** (prices of a V100, 2023, unless recorded; simulated)", ""]
     lines.append("| " + " | ".join(table["columns"]) + " |")
     lines.append("|" + "---|" * len(table["columns"]))
     for row in table["rows"]:

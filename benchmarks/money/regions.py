@@ -11,6 +11,7 @@ from typing import Any
 from benchmarks.money.cases import CELL_ZONES, spread
 from benchmarks.money.placements import DEADLINES_HOURS, job_config, read_zones
 from benchmarks.money.virtual_batch import VirtualBatch, queue, queues
+from ebbflow.cost.errors import SimulationError
 from ebbflow.cost.prices.quote import Quote, StaticPrices
 from ebbflow.infra.batch import limit_to_queue_region
 from ebbflow.infra.batch.queues import Market
@@ -40,6 +41,8 @@ def compare_regions(data: Path, starts: int) -> list[dict[str, float]]:
     each half hour, and `late` counts the late ones of all four runs. Dollars contain transfer.
     """
     traces = {trace.zone: trace for trace in read_zones(data, max(DEADLINES_HOURS))}
+    if missing := set(CELL_ZONES) - set(traces):
+        raise SimulationError(f"no trace of {', '.join(sorted(missing))}, one of the three zones that are compared")
     chance, found = random.Random(_SEED), []
     room = min(trace.hours for trace in traces.values()) - max(DEADLINES_HOURS)
     for deadline in DEADLINES_HOURS:

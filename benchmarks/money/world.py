@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from ebbflow.cost.errors import SimulationError, TraceError
 from ebbflow.cost.report.optimum import Distances, World
 
+_MOST_MACHINES = 10**9
 POLARITIES = ("available_count", "preempted")
 _ZONE = re.compile(r"^(?P<region>[a-z]+(?:-[a-z]+)+-?\d+)-?(?P<letter>[a-z])(?:_|$)")
 
@@ -141,7 +142,10 @@ def _counts(path: Path, data: object) -> NDArray[np.int64]:
     if not isinstance(data, list) or not data:
         raise TraceError(f"{path}: key data: expected a list of counts, found {type(data).__name__}")
     for tick, value in enumerate(data):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        if value is None:
+            raise TraceError(f"{path}: data[{tick}] is null, a gap in the recording; cut the file there, or fill it")
+        # 1.0 and true are what tables and scripts write for 1.
+        if not isinstance(value, int | float) or not 0 <= value <= _MOST_MACHINES or value != int(value):
             raise TraceError(f"{path}: data[{tick}] is {value!r}; expected a whole number of machines, 0 or more")
     return np.asarray(data, dtype=np.int64)
 

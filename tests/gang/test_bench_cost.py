@@ -72,6 +72,48 @@ def test_no_job_is_late_or_over_its_budget(data: Path, capsys: pytest.CaptureFix
         )
 
 
+SHAPES = {
+    "all up": (300, [1] * 8000),
+    "all down": (300, [0] * 8000),
+    "hourly ticks": (3600, [1, 1, 0, 1, 0, 0] * 100),
+    "ticks of three hours": (10800, [1, 1, 0, 1, 0, 0] * 30),
+    "an outage of weeks": (1800, [1] * 40 + [0] * 900 + [1] * 300),
+    "whole floats": (600, [1.0, 0.0, 1.0] * 800),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_foreign_traces_are_simulated_in_time(shape: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One zone of another continent, without gangs and prices."""
+    (tmp_path / "availability").mkdir()
+    gap, data = SHAPES[shape]
+    path = tmp_path / "availability" / "eu-central-1b_a100_8.json"
+    path.write_text(json.dumps({"metadata": {"gap_seconds": gap}, "data": data}))
+    assert main(["--data", str(tmp_path), "--parts", "enactable,regions", "--starts", "2"]) == 0
+    told = capsys.readouterr()
+    assert "| enactable rules: late | 0 | 0 | 6 |" in told.out and "availability: eu-central-1b; 2 starts" in told.out
+    assert "regions: left out, because no trace of us-east-1c" in told.err
+
+
+@pytest.mark.parametrize(
+    ("data", "values", "told"),
+    [
+        ([1, None, 0], None, "data[1] is null, a gap in the recording; cut the file there, or fill it"),
+        ([1, 0.5], None, "data[1] is 0.5; expected a whole number of machines"),
+        ([1, 10**30], None, "expected a whole number of machines"),
+        ([1, 0] * 20, "preempted", "the traces are 56.6 h shorter than the longest deadline of these jobs"),
+    ],
+)
+def test_a_trace_that_cannot_be_used_is_named(
+    data: list, values: str | None, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "availability").mkdir()
+    document = {"metadata": {"gap_seconds": 300, **({"values": values} if values else {})}, "data": data}
+    (tmp_path / "availability" / "us-east-1a_v100_1.json").write_text(json.dumps(document))
+    assert main(["--data", str(tmp_path), "--parts", "enactable", "--starts", "2"]) == 2
+    assert told in capsys.readouterr().err
+
+
 def test_a_zone_is_forecast_and_scored_by_the_others_only() -> None:
     def zone(down: int) -> World:
         up = np.tile(np.arange(down + 10) >= down, 20)[np.newaxis]
