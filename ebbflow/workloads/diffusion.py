@@ -34,11 +34,14 @@ class NoiseSchedule:
             betas = torch.linspace(low, high, timesteps, dtype=torch.float64).clamp(max=_LARGEST_BETA)
         kept = torch.cumprod(1 - betas, dim=0)
         self.timesteps, self.alpha, self.sigma = timesteps, kept.sqrt(), (1 - kept).sqrt()
+        self._tables: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
     def factors(self, t: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return alpha and sigma of the timesteps `[batch]`, shaped for `like`, `[batch, points, 3]`."""
-        rows = t.cpu()
-        alpha, sigma = (table[rows].to(like)[:, None, None] for table in (self.alpha, self.sigma))
+        kind = like.device, like.dtype
+        if kind not in self._tables:  # kept there, since a copy in each step would wait for the device
+            self._tables[kind] = torch.stack([self.alpha, self.sigma]).to(like)
+        alpha, sigma = self._tables[kind][:, t.to(like.device)][..., None, None]
         return alpha, sigma
 
     def add_noise(self, clean: Tensor, noise: Tensor, t: Tensor) -> Tensor:

@@ -128,10 +128,15 @@ class PointCloudDiffusion:
         self._schedule = NoiseSchedule(options.schedule, options.timesteps)
         self._categories = list(context.prepared["categories"])
         self._train = self._held_out = None
+        self._partial: dict[PackedClouds | None, PackedClouds] = {}
         if options.path:
             fingerprint = context.prepared["packed"]
-            self._train = PackedClouds(context.store, fingerprint, "train")
-            self._held_out = PackedClouds(context.store, fingerprint, "held_out")
+            self._train, self._held_out = (
+                PackedClouds(context.store, fingerprint, split) for split in ("train", "held_out")
+            )
+            if options.known_points and context.prepared["partial"]:
+                for clouds, split in ((self._train, "train-partial"), (self._held_out, "held_out-partial")):
+                    self._partial[clouds] = PackedClouds(context.store, fingerprint, split)
         self._count = len(self._train) if self._train else options.synthetic_clouds
         self._order = SampleOrder(self._count, self._seed)
         self._shown: dict[str, Tensor] = {}
@@ -155,8 +160,13 @@ class PointCloudDiffusion:
                 most_points=options.max_stored_points,
             )
             about["packed"] = about.pop("fingerprint")
+            partial = bool(options.known_points and about["partial"])
+            free = options.num_points - options.known_points * partial
             for split in ("train", "held_out"):
-                _check_sizes(PackedClouds(context.store, about["packed"], split), options)
+                _check_sizes(PackedClouds(context.store, about["packed"], split), free, "num_points", options)
+                if partial:
+                    given = PackedClouds(context.store, about["packed"], f"{split}-partial")
+                    _check_sizes(given, options.known_points, "known_points", options)
         shapes = ("num_points", "known_points", "short_clouds", "timesteps")  # a sample is another one with these
         content = {**about, **{name: getattr(options, name) for name in shapes}, "skipped": None}
         about["fingerprint"] = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
@@ -252,9 +262,13 @@ class PointCloudDiffusion:
         if packed is None:
             cloud, category = synthetic_cloud(number, points, generator)
         else:
-            cloud, category = packed.cloud(number)
-            cloud = choose_points(cloud, points, generator)
-        cloud = normalise(cloud)
+            whole, category = packed.cloud(number)
+            if packed in self._partial:
+                given = choose_points(self._partial[packed].cloud(number)[0], known, generator)
+                chosen = torch.cat([given, choose_points(whole, points - known, generator)])
+                return normalise(chosen, whole), category
+            cloud = choose_points(whole, points, generator)
+        cloud = normalise(cloud, cloud)
         return (known_first(cloud, known, generator) if known else cloud), category
 
     def _make(
@@ -322,14 +336,14 @@ class PointCloudDiffusion:
         return {"emd": float(table[:, 0].mean()), "emd_error": float(table[:, 1].max())}
 
 
-def _check_sizes(clouds: PackedClouds, options: PointOptions) -> None:
-    """Raise DataError if a cloud has fewer points than `num_points`, unless its points may be repeated."""
-    short = [number for number, size in enumerate(clouds.sizes) if size < options.num_points]
+def _check_sizes(clouds: PackedClouds, needed: int, option: str, options: PointOptions) -> None:
+    """Raise DataError if a cloud has fewer points than are drawn of it, unless its points may be repeated."""
+    short = [number for number, size in enumerate(clouds.sizes) if size < needed]
     if not short or options.short_clouds == "repeat":
         return
     least = min(short, key=lambda number: clouds.sizes[number])
     raise DataError(
-        f"{len(short)} of {len(clouds)} clouds have fewer than num_points = {options.num_points} points; the smallest, "
-        f"{clouds.paths[least]}, has {clouds.sizes[least]}; fix: workload_options.num_points: {clouds.sizes[least]}, "
+        f"{len(short)} of {len(clouds)} clouds have fewer points than {option} asks for, {needed}; the smallest, "
+        f"{clouds.paths[least]}, has {clouds.sizes[least]}; fix: workload_options.{option}: {clouds.sizes[least]}, "
         "or short_clouds: repeat, which repeats their points"
     )

@@ -1,6 +1,7 @@
 """Point clouds to train on: synthetic shapes, or a folder of files with an index, packed into the store.
 
-A folder has a CSV index with the columns `split`, `category` and `path`. Files are `.npy`, `.npz` or `.ply`.
+A folder has a CSV index with the columns `split`, `category` and `path`, and for completion perhaps `partial`, the file
+with the known part of the cloud. Files are `.npy`, `.npz` or `.ply`.
 
 <store>/clouds/<fingerprint>/train-0000.bin …   float32 coordinates `[points, 3]`, one cloud after the other
                              clouds.json        written last: if it exists, the data are complete
@@ -32,7 +33,8 @@ from ebbflow.training.errors import DataError
 DESCRIPTION = "clouds.json"
 COLUMNS = ("split", "category", "path")
 SHAPES = ("sphere", "box", "torus", "cone")
-_VERSION = 1
+PARTIAL = "partial"
+_VERSION = 2
 _SHARD_BYTES = 256 * 2**20
 _NAMED = 3  # bad files that a message names
 
@@ -77,10 +79,10 @@ def synthetic_cloud(number: int, points: int, generator: torch.Generator) -> tup
     return cloud @ torch.tensor([[cos, sin, 0.0], [-sin, cos, 0.0], [0.0, 0.0, 1.0]]), kind
 
 
-def normalise(cloud: Tensor) -> Tensor:
-    """Move the cloud's mean to the origin, and scale it to a mean square coordinate of 1."""
-    cloud = cloud - cloud.mean(dim=0)
-    return cloud / cloud.square().mean().sqrt().clamp(min=1e-12)
+def normalise(cloud: Tensor, like: Tensor) -> Tensor:
+    """Move and scale `cloud` as it moves the mean of `like` to the origin, and its mean square coordinate to 1."""
+    middle = like.mean(dim=0)
+    return (cloud - middle) / (like - middle).square().mean().sqrt().clamp(min=1e-12)
 
 
 def read_cloud(path: Path) -> np.ndarray:
@@ -149,7 +151,12 @@ class IndexRow:
     split: str
     category: str
     path: Path
+    partial: Path | None
     line: int
+
+    @property
+    def files(self) -> list[Path]:
+        return [self.path] if self.partial is None else [self.path, self.partial]
 
 
 def read_index(folder: Path, index: str, *, train: str, held_out: str) -> list[IndexRow]:
@@ -165,11 +172,14 @@ def read_index(folder: Path, index: str, *, train: str, held_out: str) -> list[I
                     f"{path}:1: column {', '.join(missing)} is missing; it has {found}; fix: {','.join(COLUMNS)}"
                 )
             rows = []
+            columns = (*COLUMNS, *([PARTIAL] if PARTIAL in (table.fieldnames or []) else []))
             for row in table:
-                if not all(row[name] for name in COLUMNS):
-                    raise DataError(f"{path}:{table.line_num}: a value is empty; fix: {', '.join(COLUMNS)} in each row")
+                if not all(row[name] for name in columns):
+                    raise DataError(f"{path}:{table.line_num}: a value is empty; fix: {', '.join(columns)} in each row")
                 place = folder / row["path"].strip()
-                rows.append(IndexRow(split=row["split"], category=row["category"], path=place, line=table.line_num))
+                partial = folder / row[PARTIAL].strip() if PARTIAL in columns else None
+                place_of = {"path": place, "partial": partial, "line": table.line_num}
+                rows.append(IndexRow(split=row["split"], category=row["category"], **place_of))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"{path}: {error}; fix: a CSV file with the columns {', '.join(COLUMNS)}") from error
     for option, split in (("train_split", train), ("held_out_split", held_out)):
@@ -197,19 +207,21 @@ def pack_folder(
     rows = read_index(folder, index, train=train, held_out=held_out)
     categories = sorted({row.category for row in rows})
     digest = hashlib.sha256(json.dumps([_VERSION, train, held_out, most_points]).encode())
-    clouds: list[tuple[IndexRow, str]] = []
+    clouds: list[IndexRow] = []
     bad: list[str] = []
     for row in rows:  # read twice, here and below, because the fingerprint names the place of the packed clouds
-        try:
-            content = row.path.read_bytes()
-            read_cloud(row.path)
-        except OSError as error:
-            bad.append(f"{folder / index}:{row.line}: {row.path}: {error.strerror}")
-        except BadCloud as error:
-            bad.append(f"{folder / index}:{row.line}: {row.path}: {error}")
+        sums: list[str] = []
+        for path in row.files:
+            try:
+                sums.append(hashlib.sha256(path.read_bytes()).hexdigest())
+                read_cloud(path)
+            except (OSError, BadCloud) as error:
+                why = error.strerror if isinstance(error, OSError) else error
+                bad.append(f"{folder / index}:{row.line}: {path}: {why}")
+                break
         else:
-            clouds.append((row, hashlib.sha256(content).hexdigest()))
-            digest.update(f"{row.split}\n{row.category}\n{clouds[-1][1]}\n".encode())
+            clouds.append(row)
+            digest.update("\n".join([row.split, row.category, *sums, ""]).encode())
     if len(bad) > most_bad:
         more = f" and {len(bad) - _NAMED} more" if len(bad) > _NAMED else ""
         raise DataError(
@@ -219,27 +231,30 @@ def pack_folder(
     if bad:
         print(f"{len(bad)} of {len(rows)} clouds are skipped: {'; '.join(bad[:_NAMED])}", flush=True)
     for category in categories:
-        if not any(row.category == category and row.split == train for row, _ in clouds):
+        if not any(row.category == category and row.split == train for row in clouds):
             raise DataError(
                 f"category {category} has no usable cloud of split {train}: its samples would be noise; "
                 f"fix: add one, or remove the category's rows from {folder / index}"
             )
-    if not any(row.split == held_out for row, _ in clouds):
+    if not any(row.split == held_out for row in clouds):
         raise DataError(f"no usable cloud of split {held_out} is left; fix: repair the files that were skipped")
     fingerprint = digest.hexdigest()
     packed = store.sub(f"clouds/{fingerprint}")
     about = {"fingerprint": fingerprint, "categories": categories, "skipped": bad[:20], "skipped_count": len(bad)}
+    about["partial"] = clouds[0].partial is not None
     for name, split in (("train", train), ("held_out", held_out)):
-        about[name] = sum(row.split == split for row, _ in clouds)
+        about[name] = sum(row.split == split for row in clouds)
     if packed.head(DESCRIPTION) is not None:
         return about
     splits: dict[str, Any] = {}
     for name, split in (("train", train), ("held_out", held_out)):
-        own = [row for row, _ in clouds if row.split == split]
-        kept = (_thin(read_cloud(row.path), most_points) for row in own)
-        sizes, shards = _write_shards(packed, name, kept)
+        own = [row for row in clouds if row.split == split]
         kinds = [categories.index(row.category) for row in own]
-        splits[name] = {"sizes": sizes, "categories": kinds, "shards": shards, "paths": [str(row.path) for row in own]}
+        for part, files in ((name, [row.path for row in own]), (f"{name}-{PARTIAL}", [row.partial for row in own])):
+            paths = [path for path in files if path is not None]
+            sizes, shards = _write_shards(packed, part, (_thin(read_cloud(path), most_points) for path in paths))
+            if paths:
+                splits[part] = {"sizes": sizes, "categories": kinds, "shards": shards, "paths": list(map(str, paths))}
     packed.put(DESCRIPTION, json.dumps({"version": _VERSION, "splits": splits}).encode())
     return about
 

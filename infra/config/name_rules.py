@@ -95,6 +95,14 @@ def _mail_is_complete(config: RunConfig) -> Breach:
     return None
 
 
+@RULES.about("checkpoint.keep_best.metric")
+def _best_metric_of_text_is_known(config: RunConfig) -> Breach:
+    metric, known = config.checkpoint.keep_best.metric, ("held_out_loss", "held_out_bits_per_byte")
+    if metric is None or metric in known or config.user_code is not None:
+        return None
+    return f"the built-in language model has no metric {metric!r}", f"one of {', '.join(known)}"
+
+
 @RULES.about("store")
 def _store_is_known(config: RunConfig) -> Breach:
     store = config.store

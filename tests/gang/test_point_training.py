@@ -129,7 +129,7 @@ def test_a_metric_that_the_evaluation_lacks_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "count", "mode"), [(2, 2, "min"), ({"metric": "x", "mode": "max"}, 1, "max"), ({}, 0, "min")]
+    ("given", "count", "mode"), [(2, 2, "min"), ({"metric": "held_out_loss", "mode": "max"}, 1, "max"), ({}, 0, "min")]
 )
 def test_a_number_or_a_section_says_what_is_best(given: Any, count: int, mode: str, tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
@@ -140,6 +140,8 @@ def test_a_number_or_a_section_says_what_is_best(given: Any, count: int, mode: s
         path, ["checkpoint.keep_best=3"], project_root=tmp_path, environment={}
     ).config.checkpoint.keep_best
     assert (again.count, again.mode) == (3, mode)
+    with pytest.raises(ConfigError, match="keep_best"):
+        load_config(path, ["workload=null", "checkpoint.keep_best.metric=mmd"], project_root=tmp_path, environment={})
     with pytest.raises(ConfigError, match="keep_best"):
         load_config(path, ["checkpoint.keep_best=many"], project_root=tmp_path, environment={})
 

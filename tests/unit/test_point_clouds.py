@@ -238,7 +238,7 @@ def rename_column(folder: Path, rows: list[str]) -> None:
         (forget, {}, r"index\.csv:3: .*2\.npz: No such file"),
         (empty_a_class, {}, r"category chairs has no usable cloud of split train.*fix: "),
         (rename_column, {}, r"index\.csv:1: column category is missing; it has split, class, path; fix: "),
-        (None, {"num_points": 24}, r"1 of 5 clouds have fewer than num_points = 24 points; .*has 21; fix: "),
+        (None, {"num_points": 24}, r"1 of 5 clouds have fewer points than num_points asks for, 24; .*has 21; fix: "),
         (None, {"held_out_split": "val"}, r"no row has split val; it has test, train; fix: workload_options\.held_out"),
         (None, {"path": "no/such"}, r"no/such is not a folder; fix: "),
         (None, {"num_point": 24}, r"workload_options\.num_point is unknown; fix: did you mean num_points\?"),
@@ -269,6 +269,24 @@ def test_bad_files_within_the_budget_are_skipped_and_named(tmp_path: Path, capsy
     prepared = prepare_data(config, workload_context(config, Gang(), store=Store.open(config.store)))
     assert prepared["skipped_count"] == 1 and "1.npy" in prepared["skipped"][0]
     assert "1 of 7 clouds are skipped" in capsys.readouterr().out
+
+
+def test_partial_clouds_of_ones_own_are_the_known_points(tmp_path: Path) -> None:
+    folder = tmp_path / "clouds"
+    rows = write_folder(folder, SIZES)
+    for number, row in enumerate(rows[1:], start=1):
+        name = row.rpartition(",")[2]
+        np.save(folder / f"part-{number}.npy", DATA.read_cloud(folder / name)[:9] + 100)
+        rows[number] = f"{row},part-{number}.npy"
+    (folder / "index.csv").write_text("\n".join([f"{rows[0]},partial", *rows[1:]]))
+    workload = workload_of(config_of(tmp_path, path=str(folder), known_points=6))
+    clean = workload.next_batch(torch.nn.Module(), Cursor(0, 5)).clean
+    assert clean[:, :6].min() > 50 and clean[:, 6:].abs().max() < 10  # in the full cloud's scale
+    with pytest.raises(DataError, match=r"fewer points than known_points asks for, 10; .*has 9; fix: "):
+        workload_of(config_of(tmp_path, path=str(folder), known_points=10))
+    (folder / "index.csv").write_text("\n".join([f"{rows[0]},partial", *rows[1:-1], rows[-1].rpartition(",")[0] + ","]))
+    with pytest.raises(DataError, match=r"index\.csv:8: a value is empty; fix: split, category, path, partial"):
+        workload_of(config_of(tmp_path, path=str(folder), known_points=6))
 
 
 def test_points_of_small_clouds_may_be_repeated(tmp_path: Path) -> None:
