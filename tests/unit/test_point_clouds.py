@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.footprint import causal_lm_shape, commit_bytes, rank_bytes
 from ebbflow.infra.store import Store
 from ebbflow.training.errors import DataError, TrainingError
 from ebbflow.training.gang import Gang
@@ -296,3 +297,12 @@ def test_points_of_small_clouds_may_be_repeated(tmp_path: Path) -> None:
     assert workload.next_batch(torch.nn.Module(), Cursor(0, 4)).clean.shape == (4, 45, 3)
     with pytest.raises(DataError, match="complete clouds"):
         DATA.PackedClouds(Store.open(str(tmp_path / "other")), "0" * 64, "train")
+
+
+def test_an_average_of_the_weights_counts_as_memory_and_in_commits() -> None:
+    """Four bytes of each parameter, beside 4 of the weight and 8 of AdamW's moments."""
+    plain, averaged = (RunConfig.model_validate({"training": {"ema": decay}}) for decay in (None, 0.999))
+    parameters = causal_lm_shape(plain.model).parameters
+    assert commit_bytes(averaged) - commit_bytes(plain) == 4 * parameters
+    held = [rank_bytes(config, causal_lm_shape(config.model), ranks=1, samples=1) for config in (averaged, plain)]
+    assert held[0].optimizer - held[1].optimizer == 4 * parameters
