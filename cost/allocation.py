@@ -1,8 +1,8 @@
-"""Import of OpenCost and Kubecost allocations: what a cluster's cost monitor charges to the pods of a job's attempts.
+"""Import of OpenCost and Kubecost allocations: the dollars that a cluster's cost monitor charges to a job's pods.
 
-Reads the answer of the allocation API by pod (JSON, https://opencost.io/docs/integrations/api) and OpenCost's CSV
-export. Both price nodes at list prices unless they are told the bill, and charge a pod for what it requests or uses, so
-that their dollars may differ from the ledger's; their times must agree.
+The module reads answers of the allocation API, aggregated by pod (JSON, https://opencost.io/docs/integrations/api), and
+OpenCost's CSV export. Unless they know the bill, both monitors price nodes at list prices. They charge a pod for the
+resources that it requests or uses. Their dollars may therefore differ from the ledger's, but the times must agree.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _AGREED_SHARE = 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class Allocation:
-    """Dollars and seconds of a pod in one window. The CSV export has no seconds (None)."""
+    """Dollars and seconds of one pod in one time window. `seconds` is None in the CSV export."""
 
     pod: str
     seconds: float | None
@@ -36,7 +36,10 @@ class Allocation:
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptAllocation:
-    """An attempt's node seconds by the cluster, and what is allocated to its pods."""
+    """Comparison of one attempt: the node seconds that the cluster reported, and the allocations of its pods.
+
+    `cluster_seconds` come from the cluster. `pods`, `seconds` and `usd` come from the cost monitor.
+    """
 
     attempt: str
     cluster_seconds: float
@@ -61,7 +64,7 @@ def is_allocation(path: Path) -> bool:
 
 
 def read_allocations(path: Path) -> list[Allocation]:
-    """Raises BillError."""
+    """Read the allocations in a JSON or CSV file. Raises BillError for an invalid file."""
     rows = _csv_rows(path) if path.suffix == ".csv" else _json_rows(path)
     found = []
     for where, pod, minutes, usd in rows:
@@ -103,7 +106,10 @@ def _csv_rows(path: Path) -> Iterator[tuple[str, str, None, str]]:
 
 
 def compare_allocations(events: Sequence[Event], allocations: Sequence[Allocation]) -> list[AttemptAllocation]:
-    """Match pods to the job's attempts on Kubernetes by their names, in the order of the attempts."""
+    """Sum the allocations of each attempt on Kubernetes, in the order of the attempts.
+
+    A pod belongs to the attempt with whose name the pod's name begins.
+    """
     newest = {event.data["job_id"]: event.data for event in events if event.name == BATCH_ATTEMPT}
     found = []
     for data in newest.values():
@@ -121,7 +127,7 @@ def compare_allocations(events: Sequence[Event], allocations: Sequence[Allocatio
 
 
 def render_allocations(events: Sequence[Event], found: Sequence[AttemptAllocation]) -> str:
-    """Render a comparison with the ledger, one line per attempt."""
+    """Render one line per attempt, and a last line that compares the total with the ledger."""
     if not found:
         return "the job has no attempt on Kubernetes whose times are known"
     lines = ["allocations of OpenCost or Kubecost, by attempt"]

@@ -174,7 +174,7 @@ def on_demand_recorded(on_demand: Path = ON_DEMAND) -> Mapping[str, str]:
 
 
 class _Row:
-    """One line of a table. Errors in parsing it name the file, the line and the column."""
+    """One line of a table. The message of a parsing error has the file, the line and the column."""
 
     def __init__(self, path: Path, number: int, line: str, header: list[str]) -> None:
         self.path, self.number = path, number
@@ -415,7 +415,7 @@ class Bill:
 
 
 def other_costs(config: RunConfig, usage: Usage, region: str, rates: Rates) -> Bill:
-    """Return the cost of storage, requests and transfer in `region`. If the store is not in S3, only volumes count."""
+    """Return the cost of storage, requests and transfer in `region`. For a store outside of S3, only volumes count."""
     lacking: list[str] = []
     months = usage.hours / HOURS_PER_MONTH
     here = rates.regions.get(region)

@@ -309,8 +309,9 @@ def refresh_catalogue(
     """Update all tables from AWS. Write them only after all answers have arrived.
 
     Args:
-        client: Creates the client for (service, region). None means a botocore client with its usual credentials.
-        read_advisor: Returns the spot advisor's JSON. None means a download from AWS.
+        client: Function that creates the client for (service, region). None means a botocore client with its usual
+            credentials.
+        read_advisor: Function that returns the spot advisor's JSON. None means a download from AWS.
 
     Raises:
         PriceError: An answer is missing; nothing is written.

@@ -97,7 +97,7 @@ def read_job_log(job: str, store: str | None = None) -> LogContent:
 
 
 def _lost_since_report(job_store: Store, events: Sequence[Event]) -> list[Damage]:
-    """Return the events lost since the stored report was written, from the number of events of each kind.
+    """Find events lost since the stored report was written, by comparing the number of events of each kind.
 
     The comparison also finds losses that leave no trace in the event log, such as a missing log of one process.
     """

@@ -230,7 +230,7 @@ class _Replay:
         return seconds
 
     def _simulate_generation(self, begin: float, one: GenerationTimes, step: float) -> float:
-        """Replay one generation until its recorded end or the last step of the job. Return its Unix end time."""
+        """Replay one generation until its recorded end or the job's last step. Return the Unix time of its end."""
         run = self.run
         working = one.seconds - one.tail - one.start - (0.0 if one.interrupted else one.shutdown)
         if self.chance is not None:

@@ -129,9 +129,9 @@ def _micros(seconds: float) -> int:
 
 
 def build_spans(events: Sequence[Event]) -> list[dict[str, Any]]:
-    """Build the spans of a job in OTLP's JSON encoding: the job, its generations, and in each the saves and steps.
+    """Build the spans of a job in OTLP's JSON encoding: the job, its generations, and the saves and steps of each.
 
-    Their ids depend only on the job's name, so a job that is sent twice has no span twice.
+    Trace and span ids depend only on the job's name and the span, so sending a job twice creates no second span.
     """
     ordered = sorted(events, key=lambda event: (event.t_wall, event.t_mono))
     job = ordered[0].job
@@ -201,7 +201,7 @@ def _attribute(value: Any) -> dict[str, Any]:
 
 
 def send_spans(url: str, job: str, spans: Sequence[dict[str, Any]]) -> None:
-    """Post the spans in batches. Raises ReportError if the collector cannot be reached or refuses some."""
+    """Post the spans in batches. Raises ReportError if the collector cannot be reached or rejects spans."""
     parts = urllib.parse.urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.netloc:
         raise ReportError(f"{url} is no address of a collector; for example http://localhost:4318")

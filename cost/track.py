@@ -1,7 +1,7 @@
-"""`ebbflow track`: send a job's metrics to trackers, and its news to people.
+"""`ebbflow track`: send a job's metrics to trackers, and messages about the job to people.
 
-A launcher starts this command as a process of its own (`ebbflow.infra.observe.tracking_process`). The process follows
-the event log, so it covers workloads, scripts and all attempts alike.
+A launcher runs this command as a separate process (`ebbflow.infra.observe.tracking_process`). The process reads the
+event log, so it works alike for workloads, for scripts and for every attempt.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _STEP_METRICS = ("loss", "learning_rate", "gradient_norm")
 
 
 class StepSeries:
-    """The metrics of a job's steps, from the events of its rank 0. Other threads may read it."""
+    """Metrics of a job's steps, from the events of rank 0. Several threads may read a series."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -99,11 +99,12 @@ class StepSeries:
         self._points[event.step] = event.generation, Point(event.step, event.t_wall, values)
 
     def after(self, step: int, *, live: bool, last: bool) -> list[Point]:
-        """Return the points after `step`, by step, the newest with the totals.
+        """Return the points of the steps after `step`, oldest first. The newest point also has the job's totals.
 
         Args:
-            live: Whether steps without a commit count.
-            last: Whether no more events will come. Before, the newest step may lack its evaluation.
+            live: Whether to return steps that no commit contains yet.
+            last: Whether the job emits no more events. If not, the newest step is left out, since its evaluation may
+                follow.
         """
         with self._lock:
             end = self._newest if live else self._committed[1]
@@ -115,7 +116,7 @@ class StepSeries:
             return points
 
     def forget(self, step: int) -> None:
-        """Forget the points up to `step`, because every tracker has them."""
+        """Delete the points up to `step`, because every tracker has received them."""
         with self._lock:
             for one in [one for one in self._points if one <= step]:
                 del self._points[one]
@@ -126,7 +127,7 @@ def _numbers(found: Mapping[str, Any]) -> dict[str, float]:
 
 
 class News(NamedTuple):
-    """One message about a job."""
+    """Message about a job for notification channels."""
 
     key: str  # a message with the same key is not sent twice
     t_wall: float
@@ -134,7 +135,7 @@ class News(NamedTuple):
 
 
 def list_news(events: Sequence[Event], report: RunReport) -> Iterator[News]:
-    """Yield the messages that a job's events and report give so far."""
+    """Yield all messages that follow from the events and the report of a job so far."""
     for event in events:
         if event.name == PREPARED:
             step = max((one.step or 0 for one in events if one.name == COMMIT and one.t_wall < event.t_wall), default=0)
@@ -169,7 +170,7 @@ def _describe_capacity(report: RunReport) -> str:
 
 
 class _Sender(threading.Thread):
-    """A thread that calls `work` again and again. Its first failure is told, and later calls try again."""
+    """Thread that calls `work` whenever it is woken. It prints the first of consecutive errors, and retries."""
 
     def __init__(self, name: str, work: Callable[[bool], None], tell: Callable[[str], None]) -> None:
         super().__init__(name=name, daemon=True)
@@ -205,7 +206,7 @@ class _Sender(threading.Thread):
 
 
 class Tracking:
-    """The trackers and channels of one job, and what they have got so far (`trackers.json` in the store)."""
+    """Trackers and notification channels of one job, and a record of what was sent to them (`trackers.json`)."""
 
     def __init__(self, store: Store, job: str, config: RunConfig, tell: Callable[[str], None]) -> None:
         self._store, self._job, self.tell = store, job, tell
@@ -230,7 +231,7 @@ class Tracking:
 
     @property
     def run(self) -> TrackedRun | None:
-        """The run as trackers show it; None before the job has recorded its configuration."""
+        """Job as trackers show it; None before the job has recorded its configuration."""
         configured = [event for event in self._follower.events if event.name == CONFIGURED]
         if not configured:
             return None
@@ -247,7 +248,10 @@ class Tracking:
         )
 
     def look(self, *, running: dict[str, Any] | None, last: bool = False) -> None:
-        """Read new events, and wake the senders. `last`: no more events will come in this run."""
+        """Read new events, and wake the senders.
+
+        `last` is True if the launcher has ended, so that no more events will come.
+        """
         new = self._follower.read_new()
         self._series.add(new)
         if any(event.name != NODE_HEARTBEAT for event in new):
@@ -284,7 +288,10 @@ class Tracking:
         self._news = sorted(news, key=lambda one: one.t_wall)
 
     def finish(self, seconds: float) -> bool:
-        """Wait until everything is sent, at most for `seconds`. Tell what is not, and return whether all is sent."""
+        """Wait at most `seconds` until everything is sent, and return whether it is.
+
+        If it is not, print the names of the trackers and channels that are late.
+        """
         limit = time.monotonic() + seconds
         for sender in self._senders:
             sender.join(max(0.0, limit - time.monotonic()))
@@ -311,7 +318,7 @@ class Tracking:
         return self._series.after(step, live=live, last=last)
 
     def facts(self) -> dict[str, float | str]:
-        """Return the totals for a tracker's summary."""
+        """Return the job's totals and outcome, for the summary that a tracker shows."""
         ended = None if self._report is None else self._report.outcome
         return {**self._series.totals, **({} if ended is None else {"ebbflow/outcome": str(ended)})}
 
@@ -338,7 +345,7 @@ def _totals(report: RunReport) -> dict[str, float]:
 
 
 class _TrackerFeed:
-    """One tracker of a job, and the last step that it has."""
+    """Connection to one tracker of a job, with the last step that the tracker has received."""
 
     def __init__(self, tracking: Tracking, config: TrackerConfig, name: str) -> None:
         if config.folder is not None:
@@ -397,7 +404,7 @@ def _track(arguments: argparse.Namespace) -> int:
 
 
 def _follow(tracking: Tracking, ending: threading.Event, parent: int) -> None:
-    """Look at the event log until the launcher has ended, and once more."""
+    """Read the event log repeatedly until the launcher has ended, then once more."""
     running = describe_parent(parent) if parent else None
     problem, limit = "", math.inf
     while True:
@@ -419,7 +426,10 @@ def _follow(tracking: Tracking, ending: threading.Event, parent: int) -> None:
 
 
 def _own_config(arguments: argparse.Namespace, store: Store) -> RunConfig:
-    """Return the configuration for a job that has ended, without notifications. Raises ReportError."""
+    """Return the configuration of a job that has ended, without its notifications.
+
+    Raises ReportError if the job is running or has no trackers.
+    """
     if find_running_launcher(arguments.job, (), arguments.store) is not None:
         raise ReportError(f"job {arguments.job} is running; fix: wait until it has ended")
     if arguments.config is not None:
@@ -433,7 +443,10 @@ def _own_config(arguments: argparse.Namespace, store: Store) -> RunConfig:
 
 @contextlib.contextmanager
 def _alone(store: Store, wait_seconds: float) -> Iterator[None]:
-    """Wait until no other process on this machine sends this job's metrics. Raises ReportError."""
+    """Hold the lock of this job's metrics, so that only one process on this machine sends them.
+
+    Raises ReportError if another process still holds the lock after `wait_seconds`.
+    """
     number = hashlib.sha256(store.uri.encode()).hexdigest()[:16]
     limit = time.monotonic() + wait_seconds
     with open(Path(tempfile.gettempdir(), f"ebbflow-track-{os.getuid()}-{number}"), "w") as file:

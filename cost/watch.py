@@ -274,7 +274,7 @@ def _watch(arguments: argparse.Namespace) -> int:
 
 
 def describe_parent(pid: int) -> dict[str, Any]:
-    """Describe the launcher with this process id, which runs the job, as JSON values."""
+    """Describe the launcher that runs the job, given its process id, as JSON values."""
     return {
         "since_utc": time.time(),
         "host": socket.gethostname(),

@@ -519,7 +519,7 @@ def _read_run_id(file: Path) -> str:
 def _job_of(flow_name: str, run_id: str, *, without: str = "no report") -> Job | None:
     """Return a run's job, read from the artifacts of its start step. If this fails, print why and return None.
 
-    The message begins with `without`: the consequence of the failure, such as "no report".
+    The printed message begins with `without`, a text about the consequence of the failure, such as "no report".
     """
     from metaflow import Run, namespace
 

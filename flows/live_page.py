@@ -1,4 +1,7 @@
-"""Processes beside the launcher: one keeps runs/<job>/live.html current, one feeds trackers and notifications."""
+"""Processes that run beside the launcher.
+
+One keeps runs/<job>/live.html current. Another sends metrics to trackers and messages to notification channels.
+"""
 
 from __future__ import annotations
 

@@ -90,7 +90,8 @@ def check_metadata(context: PreflightContext) -> CheckFinding:
 def _asked_service(follows: str) -> CheckFinding:
     """Ask the metadata service for its version, and return the answer as the finding of a preflight check.
 
-    Metaflow itself would retry for 15 s and print a traceback. If the service answers, the finding ends with `follows`.
+    Metaflow itself would retry for 15 s and print a traceback. If the service answers, the finding ends with the text
+    `follows`.
     """
     url = metaflow_setting("METAFLOW_SERVICE_URL")
     if not url:

@@ -175,7 +175,10 @@ def set_grace_period() -> None:
 
 
 def _security_context(container: Any) -> Any:
-    """Return the least privileges of a training container. EFA pins memory. The image names the user."""
+    """Return the least privileges with which a training container works.
+
+    With EFA, these include pinning memory. The user is that of the image.
+    """
     from kubernetes.client import V1Capabilities, V1SeccompProfile, V1SecurityContext
 
     pins = EFA in ((container.resources and container.resources.limits) or {})

@@ -34,8 +34,8 @@ class Placement:
         market: "spot" or "on_demand".
         region, zone: Region and zone of the price; AWS Batch chooses the actual zone.
         cpu, gpu, memory_mib: Resources requested per node: all that one instance has.
-        wall_seconds: Time limit after which AWS Batch ends the attempt: the most paid seconds within budget and
-            deadline, at least 60.
+        wall_seconds: Time limit after which AWS Batch ends the attempt: the paid seconds that budget and deadline
+            allow, but at least 60.
         runnable_seconds: Longest wait for capacity. After it, the next attempt gets a new placement.
         usd_per_hour: The plan's price of one node per hour.
         quoted_usd_per_hour: The same price as exact decimal text, from which bills are computed.
@@ -348,9 +348,9 @@ def _with_end(attempt: PastAttempt, job_id: str, data: Mapping[str, Any], better
 
 
 def _causes_from_agents(events: Sequence[Event]) -> dict[str, str]:
-    """Return the causes of ends that only the agents' events show, as {AWS Batch job id: cause}.
+    """Return why AWS Batch jobs ended, as {job id: cause}, if only the agents' events show the cause.
 
-    Such causes are a reclaim notice, and an error of the user's code that ended the job's last generation.
+    Such a cause is a reclaim notice, or an error of the user's code that ended the job's last generation.
     """
     jobs: dict[int, set[str]] = {}
     for event in events:

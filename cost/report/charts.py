@@ -56,7 +56,7 @@ def build_charts(events: Sequence[Event], generations: dict[int, RecordedGenerat
           (the smoothed loss), speed, mfu, learning_rate, gradient_norm, and the seconds of the step by use: useful,
           data and stall.
         - held_out: Columns with one row per evaluation: step, seconds, usd, and value (the held-out loss).
-        - evaluations: Metrics of the newest evaluations, oldest first, each with its step, and the newest pictures.
+        - evaluations: Steps and metrics of the newest evaluations, oldest first, and the newest pictures.
         - machine: Columns over time: step, seconds, usd, and means of all nodes' heartbeats, such as the GPU load.
         - marks: Interruptions, generations, commits and non-finite losses with kind, step, seconds, usd and text.
         - lanes: One lane per node and generation: machine, price, dollars, and segments (start, end, class).

@@ -39,7 +39,7 @@ _LONGEST_CAUSE = 48  # characters; a cause may hold text from outside
 def format_ledger_rows(report: RunReport) -> list[tuple[str, ...]]:
     """Format the ledger as rows with the columns of `LEDGER_HEADER`. The last row is the total.
 
-    The displayed amounts sum to the displayed totals. Shares refer to the paid time.
+    The displayed amounts sum to the displayed totals. Shares are shares of the total paid time.
     """
     amounts = _format_amounts(report, [(line.rank_seconds, line.usd) for line in report.ledger])
     paid = report.paid_rank_seconds
@@ -55,7 +55,7 @@ def format_ledger_rows(report: RunReport) -> list[tuple[str, ...]]:
 def format_cause_rows(report: RunReport) -> list[tuple[str, ...]]:
     """Format the dollars by cause as rows with the columns of `CAUSE_HEADER`. The last row is the total.
 
-    The displayed amounts sum to the displayed totals. Shares refer to the dollars.
+    The displayed amounts sum to the displayed totals. Shares are shares of the total dollars.
     """
     causes = report.money.get("causes") or []
     if not causes:

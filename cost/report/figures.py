@@ -53,8 +53,8 @@ def compute_actual_figures(
         - weight_unit: Unit in which batch sizes and speeds are counted; "tokens" for text.
         - tokens_per_second: Median speed of the steps that contributed to the final weights. It includes waits for data
           and excludes saves and evaluations.
-        - held_out_loss, unigram_entropy_nats: Nats per token. held_out_ratio is the first divided by the second;
-          below 1, the model beats the best guess without context.
+        - held_out_loss, unigram_entropy_nats: Nats per token. held_out_ratio is held_out_loss divided by
+          unigram_entropy_nats; below 1, the model beats the best guess without context.
         - mfu: Model FLOPs per second, divided by the measured matrix product peak of the gang's machines; at most 1.
         - metrics: Metrics of the last evaluation, by name.
         - goodput: Share of the paid rank-seconds that was spent in useful steps.

@@ -154,7 +154,7 @@ def render(
     Args:
         python: Path of the Python interpreter in the commands on the page.
         earlier: Reports of other jobs for comparison, newest last.
-        written: Unix time of the report's figures; None for now.
+        written: Unix time of the report's figures. None means the current time.
     """
     main, data = render_parts(report, python=python, earlier=earlier)
     title = f"{describe_title(report)[0]}: {report.state.replace('_', ' ')}"
@@ -311,7 +311,7 @@ def _plots(drawn: Sequence[str], ids: Sequence[str]) -> str:
 
 
 def _evaluations(report: RunReport) -> str:
-    """Render a workload's own metrics by evaluation, and its pictures, as images: scripts in them do not run."""
+    """Render a workload's metrics per evaluation, and its pictures as images, in which scripts do not run."""
     found = report.charts.get("evaluations") or {}
     rows, pictures = found.get("rows") or [], found.get("pictures") or {}
     if get_weight_unit(report) == "tokens" and not pictures:

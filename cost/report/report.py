@@ -67,7 +67,8 @@ class RunReport:
         interruptions: Number of generations with an unplanned end, whatever the cause.
         failures: Number of these interruptions that were caused by Ebbflow's code or the user's code.
         redone_steps: Number of executed steps whose result was discarded.
-        loss_curve: (step, loss) by step. A redone step has the loss of its last execution; a non-finite loss is None.
+        loss_curve: Pairs (step, loss), ordered by step. A redone step has the loss of its last execution; a non-finite
+            loss is None.
         ledger: Paid time and dollars by class.
         total_usd: Total cost, with six decimals like all dollar amounts of a report.
         savings_usd: The cost of the useful steps at the on-demand price, less `total_usd`; None if that price is
@@ -108,7 +109,7 @@ class RunReport:
     running: dict[str, Any] | None = None
 
     def __getitem__(self, name: str) -> Any:
-        """Return a field as a JSON value. In older releases the artifact `run_report` was a dictionary."""
+        """Return a field as a JSON value, because the artifact `run_report` was a dictionary in older releases."""
         return self.to_json()[name]
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -54,9 +54,9 @@ def describe_model(report: RunReport) -> str:
 
 
 def describe_title(report: RunReport) -> tuple[str, str]:
-    """Return the title of a job and an addition to it.
+    """Return the title and the subtitle of a job's page.
 
-    These are the job's name and the model. If the job has no name, they are the model and the job's id.
+    These are the job's name and the model. For a job without a name, they are the model and the job's id.
     """
     name, model = shorten(one_line(report.job), _LONGEST_NAME), describe_model(report)
     return (model, f"job {name}") if name.isdecimal() and model else (name, model)

@@ -482,7 +482,7 @@ class WorkerFailure:
 
     @property
     def priority(self) -> tuple[int, float]:
-        """Sort key: first killed or stopped ranks, then exceptions, then hangs, then cascades; each of them by time."""
+        """Sort key: first killed or stopped ranks, then exceptions, then hangs, then cascades; each kind by time."""
         proven = self.killed_by or self.stopped
         return (0 if proven else 3 if self.cascade else 2 if self.hung else 1, self.timestamp)
 

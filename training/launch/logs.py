@@ -139,9 +139,9 @@ def _last_lines(path: Path) -> list[str]:
 class NonBlockingOutput:
     """Writer to this process's stdout, in a thread, so that a paused terminal or full pipe cannot block the agent.
 
-    `write` waits until the text is written, but at most 1 s. After such a timeout, further calls do not wait; this
-    changes as soon as the output accepts text again. Meanwhile, up to 1 MiB (2^20 characters) of text is queued;
-    further lines are dropped and counted.
+    `write` waits until the text is written, but at most 1 s. After such a timeout, further calls return at once for as
+    long as the output accepts no text. In that time, up to 1 MiB (2^20 characters) of text is queued; further lines are
+    dropped and counted.
     """
 
     def __init__(self) -> None:

@@ -159,8 +159,8 @@ class RankOrder:
 class OrderRecord:
     """The agent's orders to the ranks of its node, in shared memory.
 
-    The agent writes the file; each rank reads it once per step, which takes less than 1 µs. Reads need no lock, because
-    there is one writer and each field is one aligned 8-byte integer.
+    The agent writes the record. Each rank reads it once per step, which takes less than 1 µs. Reads need no lock,
+    because there is one writer and each field is one aligned 8-byte integer.
     """
 
     def __init__(self, path: Path) -> None:

@@ -124,7 +124,8 @@ def try_evaluate(
     """Call the workload's `evaluate` once, as if in a gang of one rank, and return a description of the result.
 
     After `seconds`, `evaluate` is stopped, and the description says so. Raises WorkloadError if `evaluate` raises an
-    exception, if a metric is not a finite number, or if `checkpoint.keep_best` of `config` names none of them.
+    exception, if a metric is not a finite number, or if `checkpoint.keep_best` names a metric that `evaluate` does not
+    return.
     """
     if distributed.is_initialized():  # a collective in `evaluate` would wait for the other ranks
         return "evaluate not tried, because the ranks of the gang are not all here"
