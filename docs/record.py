@@ -174,7 +174,8 @@ def main() -> None:
 
 
 def _block(lines: list[str], folder: str) -> str:
-    shown = "\n".join(line.replace(folder, "/tmp/demo") for line in lines).strip("\n")
+    own = re.compile(rf"(?:\.\./)*/?{re.escape(folder.lstrip('/'))}")  # Metaflow's working directory does not matter
+    shown = "\n".join(own.sub("/tmp/demo", line) for line in lines).strip("\n")
     return f"```text\n{shown}\n```\n"
 
 
