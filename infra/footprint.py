@@ -11,8 +11,7 @@ from typing import Any
 
 from ebbflow.infra.config.schema import ModelConfig, RunConfig
 
-BLOCK_FLOATS = 16  # activations of a block per token and unit of width: see `causal_lm_shape`
-STREAM_FLOATS = 2  # the part of these in the residual stream: the inputs of both norms
+STREAM_FLOATS = 2  # activations of a block in the residual stream, per token and unit of width: inputs of both norms
 NORM_FLOATS = 2  # in addition, if norms are not fused (CPUs): their normalized inputs
 
 
@@ -29,6 +28,10 @@ class ModelShape:
     units: int  # number of modules that are sharded as one: blocks, embeddings and head of the built-in model
     backward_bytes_per_sample: int = 0  # gradients of activations inside one unit; 0: included, or unknown
     weight_unit: str = "tokens"  # unit in which the weight of a sample is counted
+    # Activations of a block, per token and unit of width: all that backward needs, and the part that
+    # parallel.recompute: selective keeps. The defaults are those of architecture gpt.
+    block_floats: float = 16.0
+    product_floats: float = 11.0
     kind: str = "computed"  # "computed" from the formulas below, "measured", or "unknown" (of a script)
     steps: int = 0  # steps of a script; 0: training.max_steps
     samples_per_step: int = 0  # of a script on all ranks; 0: training.batch_size
@@ -51,35 +54,47 @@ class ModelShape:
 def causal_lm_shape(model: ModelConfig) -> ModelShape:
     """Compute the size of the built-in model, `ebbflow.training.workloads.language_model.CausalLM`.
 
-    The formulas use L for layers, T for tokens per sequence and d for width.
+    The formulas use L for layers, T for tokens per sequence, d for width, q for the width of all query heads, k for
+    that of all key heads, and m for the width of the MLP. Architecture gpt has q = k = d and m = 4·d.
 
-    Floating point operations: 6 per matmul parameter and token, plus 12·L·T·d per token for attention scores and values
-    (Chowdhery et al. 2022, PaLM, appendix B).
+    Floating point operations: 6 per matmul parameter and token, plus 12·L·T·q per token for attention scores and values
+    (Chowdhery et al. 2022, PaLM, appendix B). Tied embeddings are multiplied in the head all the same.
 
     Activations that autograd keeps without recomputation, in floats per block and token: input and output of each of
-    two norms (4·d), qkv (3·d), attention output (d), and the MLP's hidden layer before and after its activation
-    function (4·d each), in total 16·d. `scaled_dot_product_attention` adds one float per head (its log-sum-exp) and
-    stores no T × T matrix. Norms are assumed to be fused, as on CUDA; see `NORM_FLOATS`.
+    two norms (4·d), queries, keys and values (q + 2·k), attention output (q), and the MLP's hidden layer before and
+    after its activation function (2·m), in total 16·d for gpt. SwiGLU keeps 4·m, and norms of queries and keys keep
+    their inputs (q + k). `scaled_dot_product_attention` adds one float per head (its log-sum-exp) and stores no T × T
+    matrix. Norms are assumed to be fused, as on CUDA; see `NORM_FLOATS`.
 
-    Backward pass: the gradients of the residual stream and of the MLP's hidden layer take 5·d, or 6·d with temporaries.
+    Kept with recompute selective: the block's input and the outputs of its matrix products and of attention.
+
+    Backward pass: the gradients of the residual stream and of the MLP's hidden layer take 5·d, or 6·d with temporaries;
+    with SwiGLU 2·d + 3·m.
     """
-    d, layers, heads = model.hidden_size, model.num_layers, model.num_heads
-    length, vocab = model.sequence_length, model.vocab_size
-    block = 12 * d * d + 2 * d  # qkv 3d², projection d², MLP 8d², two RMSNorm weights
-    embeddings = vocab * d + length * d
+    d, layers, heads, m = model.hidden_size, model.num_layers, model.num_heads, model.mlp_width
+    length, vocab, gated = model.sequence_length, model.vocab_size, model.architecture == "llama"
+    q, k = (heads * model.head_width, model.kv_heads * model.head_width) if gated else (d, d)
+    matrices = 2 * d * (q + k) + (3 if gated else 2) * d * m
+    biases = (q + 2 * k if model.qkv_bias else 0) + (2 * model.head_width if model.qk_norm else 0)
+    block = matrices + 2 * d + biases  # with the weights of two RMSNorms
+    embeddings = vocab * d + (0 if gated else length * d)
     head = vocab * d
-    parameters = layers * block + embeddings + d + head
-    matmul_parameters = layers * 12 * d * d + head
-    per_token = layers * (BLOCK_FLOATS * d + heads + 2) + 3 * d
+    # With tied weights, FSDP2 shards embeddings, norm and head as one unit.
+    outer = [embeddings + d] if model.tied_embeddings else [embeddings, head + d]
+    block_floats = 4 * d + 2 * q + 2 * k + (4 if gated else 2) * m + (q + k if model.qk_norm else 0)
+    product_floats = 3 * d + 2 * q + 2 * k + (2 if gated else 1) * m
+    rows = heads + 2 + (heads + model.kv_heads if model.qk_norm else 0)
     return ModelShape(
-        parameters=parameters,
-        largest_unit_parameters=max(block, embeddings, head + d),  # the last norm is in the head's unit
-        activation_bytes_per_sample=4 * length * per_token,
+        parameters=layers * block + sum(outer),
+        largest_unit_parameters=max(block, *outer),
+        activation_bytes_per_sample=4 * length * (layers * (block_floats + rows) + 3 * d),
         logits_bytes_per_sample=3 * 4 * length * vocab,
-        flops_per_sample=float(length) * (6.0 * matmul_parameters + 12.0 * layers * length * d),
+        flops_per_sample=float(length) * (6.0 * (layers * matrices + head) + 12.0 * layers * length * q),
         tokens_per_sample=length,
         units=layers + 2,
-        backward_bytes_per_sample=4 * length * 6 * d,
+        backward_bytes_per_sample=4 * length * (2 * d + 3 * m if gated else 6 * d),
+        block_floats=block_floats / d,
+        product_floats=product_floats / d,
     )
 
 
@@ -92,9 +107,6 @@ GRADIENT_BYTES_PER_PARAMETER = 4
 STAGING_SLABS = 2
 # A rank without its model: Python, torch, gloo and their buffers. Importing torch 2.13 alone measured 0.21 GiB.
 PROCESS_BYTES = 1 << 29
-# Activations of a block that are kept until backward, in widths, by parallel.recompute. full: the block's input;
-# selective: also the outputs of its matrix products and attention, 3 + 1 + 1 + 4 + 1.
-_KEPT_FLOATS = {"none": BLOCK_FLOATS, "selective": 11, "full": 1}
 # Main memory of processes, in bytes. A rank with CUDA maps its libraries and keeps pinned buffers (estimated; not
 # measured on a GPU). An uploader imports no torch; an agent and its standby are one process without and one with torch.
 CUDA_PROCESS_BYTES = 2 << 30
@@ -220,10 +232,12 @@ def rank_bytes(
     whole = _activation_bytes(config, shape, fused_norms=fused_norms)
     backward = shape.backward_bytes_per_sample * (1.0 if mode == "ddp" else _compute_share(config))
     blocks = max(1, shape.units - 2) if shape.kind == "computed" else shape.units
-    kept, one = whole * _KEPT_FLOATS[config.parallel.recompute] / BLOCK_FLOATS, whole / blocks
+    # recompute full keeps the block's input only
+    kept_floats = {"none": shape.block_floats, "selective": shape.product_floats, "full": 1.0}
+    kept, one = whole * kept_floats[config.parallel.recompute] / shape.block_floats, whole / blocks
     again = one - kept / blocks  # activations of the recomputed block
     if config.parallel.recompute != "none":
-        kept += one * STREAM_FLOATS / BLOCK_FLOATS  # the inputs of the head and of the recomputed block
+        kept += one * STREAM_FLOATS / shape.block_floats  # the inputs of the head and of the recomputed block
     logits = shape.logits_bytes_per_sample
     if config.parallel.recompute == "selective" and logits:
         logits += int(logits / 3 * _compute_share(config))  # the output of the head's matrix product is kept too
@@ -258,12 +272,12 @@ def _activation_bytes(config: RunConfig, shape: ModelShape, *, fused_norms: bool
     mixed = config.fsdp.use_mixed_precision
     narrow = BFLOAT16_BYTES if mixed else FLOAT32_BYTES
     stream = FLOAT32_BYTES if config.parallel.mode == "ddp" else narrow
-    block = narrow * (BLOCK_FLOATS - STREAM_FLOATS) + stream * STREAM_FLOATS
+    block = narrow * (shape.block_floats - STREAM_FLOATS) + stream * STREAM_FLOATS
     if not fused_norms:
         block += stream * NORM_FLOATS + (FLOAT32_BYTES - stream) * STREAM_FLOATS
     if shape.kind == "measured":
         return shape.activation_bytes_per_sample * narrow / FLOAT32_BYTES
-    return shape.activation_bytes_per_sample * block / (FLOAT32_BYTES * BLOCK_FLOATS)
+    return shape.activation_bytes_per_sample * block / (FLOAT32_BYTES * shape.block_floats)
 
 
 def commit_bytes_per_parameter(config: RunConfig) -> int:

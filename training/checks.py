@@ -27,6 +27,7 @@ from ebbflow.training.data.tokenizer import BYTES, check_vocabulary, open_tokeni
 from ebbflow.training.errors import DataError, WorkloadError
 from ebbflow.training.parallel_limits import RankLayout, find_unsupported_options
 from ebbflow.training.weights.files import find_weights
+from ebbflow.training.weights.hugging_face import check_settings, our_name
 from ebbflow.training.workloads.examine import EXAMINE_SECONDS, examine
 
 _OTHERS_NAMED = 5
@@ -252,13 +253,15 @@ def check_tokenizer(context: PreflightContext) -> CheckFinding:
 
 
 def check_initial_weights(context: PreflightContext) -> CheckFinding:
-    """Check that `training.initial_weights` can be read and, for the built-in model, has the right parameter count."""
+    """Check that `training.initial_weights` can be read and, for the built-in model, has its settings and size."""
     config = context.config
     path = config.training.initial_weights
     if path is None:
         return CheckFinding.skipped("training.initial_weights is null: the job starts from its seed")
     try:
-        found = find_weights(path)
+        if config.user_code is None:
+            check_settings(config.model, path)
+        found = find_weights(path, our_name if config.user_code is None else None)
     except WorkloadError as error:
         return _failed(error, "name a safetensors file, or a folder of them")
     numbers, files = sum(math.prod(stored.shape) for stored in found.values()), len({s.file for s in found.values()})

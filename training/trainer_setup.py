@@ -39,6 +39,7 @@ from ebbflow.training.retry import retry_until_deadline
 from ebbflow.training.save_controller import SaveSchedule, prior_hazard
 from ebbflow.training.trainer import Rehearsal, Trainer
 from ebbflow.training.weights.files import describe_files
+from ebbflow.training.weights.hugging_face import check_settings
 from ebbflow.training.weights.load import load_weights
 from ebbflow.training.workload import Workload
 from ebbflow.training.workloads.loader import make_workload, user_code, workload_context, wrap_user_workload
@@ -187,6 +188,8 @@ def begin(trainer: Trainer) -> Position:
     if path is not None:
         trainer.enter("restore", 0)
         begun = time.monotonic()
+        if trainer.config.workload is None:
+            check_settings(trainer.config.model, path)
         translate = getattr(trainer.workload, "translate_weights", None)
         alive = partial(trainer.enter, "restore", 0)
         tensors = load_weights(path, trainer.spread.module, translate, progress=alive)

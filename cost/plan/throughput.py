@@ -37,7 +37,7 @@ from dataclasses import asdict, dataclass, replace
 
 from ebbflow.cost.catalogue import Catalogue, InstanceType
 from ebbflow.cost.job_history import JobHistory, MeasuredSpeed
-from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.config.schema import ModelConfig, RunConfig
 from ebbflow.infra.footprint import (
     BFLOAT16_BYTES,
     FLOAT32_BYTES,
@@ -238,6 +238,10 @@ def speed_fingerprint(config: RunConfig) -> str:
     names = {"model", "parallel", "ddp", "fsdp", "workload", "workload_options"}
     names |= {"script", "script_args"} if config.script else set()
     sections = config.model_dump(mode="json", include=names)
+    # Speeds were recorded before the keys behind vocab_size existed: those count only if they are set.
+    for name in [*ModelConfig.model_fields][5:]:
+        if getattr(config.model, name) == ModelConfig.model_fields[name].default:
+            del sections["model"][name]
     batch = config.training.batch_size, config.training.gradient_accumulation_steps
     text = json.dumps([sections, batch], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

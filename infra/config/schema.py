@@ -76,13 +76,50 @@ class KubernetesConfig(Section):
 
 
 class ModelConfig(Section):
-    """Shape of the causal language model."""
+    """Shape of the causal language model. docs/your-model.md has the settings of Llama and Qwen models."""
 
     hidden_size: int = key(128, "width of the residual stream", ge=1)
     num_layers: int = key(4, "transformer blocks", ge=1)
-    num_heads: int = key(4, "attention heads; must divide hidden_size", ge=1)
+    num_heads: int = key(4, "attention heads; must divide hidden_size, unless head_size is set", ge=1)
     sequence_length: int = key(128, "tokens per sample", ge=2)
     vocab_size: int = key(256, "size of the vocabulary; 256 for bytes", ge=2)
+    architecture: Literal["gpt", "llama"] = key(
+        "gpt",
+        "gpt: learned positions, GELU; llama: rotary positions (RoPE), gated MLP (SwiGLU), as in Llama and Qwen. Both "
+        "have RMSNorm",
+    )
+    tied_embeddings: bool = key(False, "the head has the same weights as the token embedding")
+    norm_epsilon: float | None = key(
+        None, "added to the mean square in norms; null: 1e-5 (llama), the precision of the dtype (gpt)", gt=0
+    )
+    num_kv_heads: Count | None = key(
+        None, "llama: heads of keys and values (GQA); must divide num_heads; null: num_heads"
+    )
+    head_size: Count | None = key(None, "llama: width of an attention head, even; null: hidden_size / num_heads")
+    intermediate_size: Count | None = key(
+        None, "llama: width of the MLP; null: 8/3 of hidden_size, rounded up to a multiple of 64"
+    )
+    qkv_bias: bool = key(False, "llama: queries, keys and values have a bias (Qwen2)")
+    qk_norm: bool = key(False, "llama: queries and keys are normalised per head (Qwen3)")
+    rope_theta: float = key(10000.0, "llama: base of the rotary frequencies", gt=0)
+    rope_factor: float = key(
+        1.0, "llama: factor by which Llama 3.1 stretches low rotary frequencies; 1: not stretched", ge=1
+    )
+    rope_original_length: int = key(8192, "llama: sequence length before rope_factor stretched it", ge=1)
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def head_width(self) -> int:
+        return self.head_size or self.hidden_size // self.num_heads
+
+    @property
+    def mlp_width(self) -> int:
+        if self.architecture == "gpt":
+            return 4 * self.hidden_size
+        return self.intermediate_size or -(-8 * self.hidden_size // (3 * 64)) * 64
 
 
 class SchedulerConfig(Section):

@@ -17,20 +17,40 @@ from ebbflow.infra.config.rule_base import (
     suggest_values,
     value_of,
 )
-from ebbflow.infra.config.schema import DdpConfig, FsdpConfig, RunConfig
+from ebbflow.infra.config.schema import DdpConfig, FsdpConfig, ModelConfig, RunConfig
 
 RULES = Rules()
 
 
-@RULES.about("model.hidden_size", "model.num_heads")
+@RULES.about("model.hidden_size", "model.num_heads", "model.head_size")
 def _heads_divide_width(config: RunConfig) -> Breach:
     width, heads = config.model.hidden_size, config.model.num_heads
-    if width % heads == 0 or width < heads:  # less than 1: reported as a derived quantity
+    if width % heads == 0 or width < heads or config.model.head_size:  # less than 1: reported as a derived quantity
         return None
     message = f"model.hidden_size must be divisible by model.num_heads: {division(width, heads)}"
     return message, suggest_values(
         ("model.num_heads", nearest_divisors(width, heads)), ("model.hidden_size", nearest_multiples(heads, width))
     )
+
+
+@RULES.about("model.num_kv_heads", "model.num_heads")
+def _kv_heads_divide_heads(config: RunConfig) -> Breach:
+    heads, kv_heads = config.model.num_heads, config.model.kv_heads
+    if heads % kv_heads == 0:
+        return None
+    message = f"model.num_heads must be a multiple of model.num_kv_heads: {division(heads, kv_heads)}"
+    return message, suggest_values(("model.num_kv_heads", nearest_divisors(heads, kv_heads)))
+
+
+@RULES.about("model.head_size", "model.hidden_size", "model.num_heads", "model.architecture")
+def _rotated_heads_are_even(config: RunConfig) -> Breach:
+    model = config.model
+    if model.architecture != "llama" or model.head_width % 2 == 0:
+        return None
+    own = model.head_size is not None
+    computed = "" if own else f" = model.hidden_size / model.num_heads = {model.hidden_size} / {model.num_heads}"
+    message = f"the width of an attention head must be even for rotary positions: {model.head_width}{computed}"
+    return message, suggest_values(("model.head_size", [model.head_width + 1]))
 
 
 @RULES.about(
@@ -170,7 +190,7 @@ DERIVED = (
         top=("model.hidden_size",),
         bottom=("model.num_heads",),
         why="a head sees nothing",
-        applies=lambda config: config.user_code is None,
+        applies=lambda config: config.user_code is None and config.model.head_size is None,
     ),
 )
 
@@ -250,24 +270,26 @@ def _compressed_once(config: RunConfig) -> Breach:
     return message, suggest_values(("ddp.static_graph", ["false"]), ("training.gradient_accumulation_steps", [1]))
 
 
-def _only_with_modes(key: str, default: object, modes: tuple[str, ...]) -> None:
-    """Add a rule: an option must keep its default unless parallel.mode is in `modes`; other modes ignore the option."""
+def _only_with(key: str, default: object, selector: str, values: tuple[str, ...]) -> None:
+    """Add a rule: an option must keep its default unless the key `selector` has one of `values`."""
 
-    @RULES.about(key, "parallel.mode")
+    @RULES.about(key, selector)
     def check(config: RunConfig) -> Breach:
-        mode, value = config.parallel.mode, value_of(config, key)
-        if mode in modes or value == default:
+        selected, value = value_of(config, selector), value_of(config, key)
+        if selected in values or value == default:
             return None
-        allowed = " and ".join(modes)
-        shown = str(default).lower() if isinstance(default, bool) else default
-        message = f"{key} has no effect with parallel.mode {mode}: it is an option of {allowed}"
-        return message, suggest_values(("parallel.mode", modes), (key, [f"{shown}, the default"]))
+        message = f"{key} has no effect with {selector} {selected}: it is an option of {' and '.join(values)}"
+        shown = "null" if default is None else str(default).lower() if isinstance(default, bool) else default
+        return message, suggest_values((selector, values), (key, [f"{shown}, the default"]))
 
 
 for _name, _field in DdpConfig.model_fields.items():
-    _only_with_modes(f"ddp.{_name}", _field.default, ("ddp",))
+    _only_with(f"ddp.{_name}", _field.default, "parallel.mode", ("ddp",))
 for _name in ("reduce_dtype", "cpu_offload"):
-    _only_with_modes(f"fsdp.{_name}", FsdpConfig.model_fields[_name].default, _SHARDED)
+    _only_with(f"fsdp.{_name}", FsdpConfig.model_fields[_name].default, "parallel.mode", _SHARDED)
+for _name, _field in ModelConfig.model_fields.items():
+    if (_field.description or "").startswith("llama: "):
+        _only_with(f"model.{_name}", _field.default, "model.architecture", ("llama",))
 
 
 @RULES.about("cluster.min_nodes", "cluster.nodes")

@@ -48,6 +48,25 @@ CASES: dict[str, tuple[tuple[int, int, int, int, int], int, dict[str, Any]]] = {
         2,
         {"fsdp": {"use_mixed_precision": True}, "parallel": {"recompute": "full"}},
     ),
+    "llama": ((512, 3, 8, 1024, 4096), 4, {"model": {"architecture": "llama", "num_kv_heads": 2}}),
+    "llama, full": (
+        (512, 4, 8, 2048, 1024),
+        4,
+        {"model": {"architecture": "llama", "tied_embeddings": True}, "parallel": {"recompute": "full"}},
+    ),
+    "llama, selective, qk_norm": (
+        (512, 4, 8, 2048, 1024),
+        4,
+        {"model": {"architecture": "llama", "qk_norm": True}, "parallel": {"recompute": "selective"}},
+    ),
+    "llama, sharded, tied": (
+        (1024, 6, 8, 2048, 8192),
+        2,
+        {
+            "fsdp": {"use_mixed_precision": True},
+            "model": {"architecture": "llama", "num_kv_heads": 2, "tied_embeddings": True},
+        },
+    ),
 }
 
 
@@ -83,7 +102,7 @@ def configured(name: str) -> tuple[RunConfig, int]:
     world_size = _RANKS if "sharded" in name else 1
     parts = sections.get("training", {}).get("gradient_accumulation_steps", 1)
     sizes = {"hidden_size": hidden, "num_layers": layers, "num_heads": heads}
-    model = {**sizes, "sequence_length": length, "vocab_size": vocabulary}
+    model = {**sizes, **sections.get("model", {}), "sequence_length": length, "vocab_size": vocabulary}
     training = {**sections.get("training", {}), "batch_size": samples * world_size * parts}
     return RunConfig.model_validate({**sections, "model": model, "training": training}), samples
 
@@ -95,7 +114,7 @@ def tracked(config: RunConfig, samples: int, *, world_size: int = 1) -> dict[str
     with warnings.catch_warnings(), FakeTensorMode(), pytest.MonkeyPatch.context() as patch:
         warnings.simplefilter("ignore")
         model = CausalLM(config.model)
-        units = [model.embeddings, *model.blocks, model.head]
+        units = model.units()
         spread.recompute_units(units, config.parallel.recompute)
         if world_size > 1:
             patch.setattr(spread, "make_mesh", lambda gang, shard: mesh)

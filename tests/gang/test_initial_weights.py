@@ -20,9 +20,15 @@ from ebbflow.training.weights.load import load_weights, weights_sha256
 from ebbflow.training.workloads.language_model import CausalLM
 from tests.support.alone import run_alone
 from tests.support.gangs import run_ranks
+from tests.support.weights_rank import text_loss
 
 # A width that four ranks do not share evenly: some hold a row less than others.
 MODEL = ModelConfig(hidden_size=18, num_layers=2, num_heads=2, sequence_length=10, vocab_size=30)
+
+LLAMA = ModelConfig(
+    architecture="llama", hidden_size=18, num_layers=2, num_heads=6, num_kv_heads=3, head_size=4, sequence_length=10,
+    vocab_size=30, tied_embeddings=True, qkv_bias=True, qk_norm=True,
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -34,7 +40,7 @@ def source() -> CausalLM:
 def save_folder(model: nn.Module, folder: Path, *, parts: int) -> Path:
     """In the layout of Hugging Face: `parts` files and an index."""
     folder.mkdir()
-    state = dict(model.state_dict())
+    state = {name: value.detach() for name, value in model.named_parameters()}
     names = [f"model-{number + 1:05d}-of-{parts:05d}.safetensors" for number in range(parts)]
     where = {name: names[number % parts] for number, name in enumerate(state)}
     for file in names:
@@ -43,13 +49,26 @@ def save_folder(model: nn.Module, folder: Path, *, parts: int) -> Path:
     return folder
 
 
-def test_every_mode_reads_its_own_part_of_several_files(source: CausalLM, tmp_path: Path) -> None:
-    path = save_folder(source, tmp_path / "weights", parts=3)
-    config = RunConfig(model=MODEL, training=TrainingConfig(initial_weights=str(path)))
-    (output,) = run_ranks(1, ["-m", "tests.support.weights_rank", "4", config.model_dump_json()])
+def test_every_mode_reads_its_own_part_of_several_files_and_trains_alike(source: CausalLM, tmp_path: Path) -> None:
+    models = [source, CausalLM(LLAMA)]
+    configs = []
+    for number, model in enumerate(models):
+        path = save_folder(model, tmp_path / str(number), parts=3)
+        configs.append(RunConfig(model=model.config, training=TrainingConfig(initial_weights=str(path))))
+    texts = [config.model_dump_json() for config in configs]
+    (output,) = run_ranks(1, ["-m", "tests.support.weights_rank", "4", *texts])
     found = sorted(line.split()[1:] for line in output.splitlines() if line.startswith("sha256"))
-    modes = ("ddp", "fsdp2", "hsdp")
-    assert found == [[str(rank), mode, weights_sha256(source)] for rank in range(4) for mode in modes], output
+    modes, numbers = ("ddp", "fsdp2", "hsdp"), ("0", "1")
+    expected = [[rank, number, mode] for rank in "0123" for number in numbers for mode in modes]
+    assert [words[:3] for words in found] == expected, output
+    for number, (model, config) in enumerate(zip(models, configs, strict=True)):
+        loss = sum(text_loss(model, config, rank) for rank in range(4))
+        loss.backward()
+        norm = float(nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()]))
+        for words in found:
+            if words[1] == str(number):
+                assert words[3] == weights_sha256(model)
+                assert [float(word) for word in words[4:]] == pytest.approx([loss.item(), norm], rel=1e-5), words
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -15,13 +15,28 @@ from ebbflow.infra.footprint import causal_lm_shape
 from ebbflow.training.errors import WorkloadError
 from ebbflow.training.optimizer import learning_rate, make_optimizer, scale_and_clip
 from ebbflow.training.weights.load import initialise, weights_sha256
-from ebbflow.training.workloads.language_model import CausalLM
+from ebbflow.training.workloads.language_model import CausalLM, KeyValues, generate
 from tests.support.gangs import run_ranks
 from tests.support.spread_rank import ARRANGEMENTS
 
 MODELS = [
     ModelConfig(hidden_size=32, num_layers=2, num_heads=4, sequence_length=16),
     ModelConfig(hidden_size=16, num_layers=3, num_heads=2, sequence_length=64, vocab_size=1000),
+    ModelConfig(
+        architecture="llama", hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, sequence_length=16, head_size=6
+    ),
+    ModelConfig(
+        architecture="llama",
+        hidden_size=16,
+        num_layers=3,
+        num_heads=2,
+        sequence_length=64,
+        vocab_size=1000,
+        intermediate_size=40,
+        tied_embeddings=True,
+        qkv_bias=True,
+        qk_norm=True,
+    ),
 ]
 
 
@@ -33,7 +48,8 @@ def meta_model(config: ModelConfig) -> CausalLM:
 @pytest.mark.parametrize("config", MODELS)
 def test_the_planner_knows_the_models_size(config: ModelConfig) -> None:
     model, shape = meta_model(config), causal_lm_shape(config)
-    units = [model.embeddings, *model.blocks, model.head]
+    outer = [[model.embeddings, model.head]] if config.tied_embeddings else [[model.embeddings], [model.head]]
+    units = [nn.ModuleList(unit) for unit in (*outer, *([block] for block in model.blocks))]
     sizes = [sum(parameter.numel() for parameter in unit.parameters()) for unit in units]
     assert shape.parameters == sum(parameter.numel() for parameter in model.parameters()) == sum(sizes)
     assert shape.largest_unit_parameters == max(sizes)
@@ -49,8 +65,8 @@ def test_the_planner_knows_the_models_flops(config: ModelConfig) -> None:
     assert counter.get_total_flops() == samples * causal_lm_shape(config).flops_per_sample
 
 
-def test_no_token_sees_a_later_one() -> None:
-    config = MODELS[0]
+@pytest.mark.parametrize("config", [MODELS[0], MODELS[2]])
+def test_no_token_sees_a_later_one(config: ModelConfig) -> None:
     torch.manual_seed(0)
     model = CausalLM(config)
     tokens = torch.randint(0, config.vocab_size, (1, config.sequence_length))
@@ -59,6 +75,27 @@ def test_no_token_sees_a_later_one() -> None:
     before, after = model(tokens), model(changed)
     assert torch.equal(before[:, :9], after[:, :9])
     assert not torch.equal(before[:, 9:], after[:, 9:])
+
+
+@pytest.mark.parametrize("config", [MODELS[1], MODELS[2], MODELS[3]])
+def test_a_cache_changes_no_generated_token(config: ModelConfig) -> None:
+    torch.manual_seed(0)
+    model, tokens = CausalLM(config), torch.randint(0, config.vocab_size, (3, 5))
+    torch.testing.assert_close(cached_logits(model, tokens), model(tokens), rtol=1e-4, atol=1e-5)
+    found = []
+    for cached in (True, False):
+        torch.manual_seed(1)
+        greedy = generate(model, tokens, 11, cached=cached)
+        found.append(torch.cat((greedy, generate(model, tokens, 11, temperature=0.7, cached=cached))))
+    assert torch.equal(*found) and torch.equal(found[0][:3, :5], tokens)
+    assert not torch.equal(found[0][:3], found[0][3:])
+    with pytest.raises(WorkloadError, match=r"5 \+ 60 = 65 tokens.*fix:"):
+        generate(model, tokens, 60)
+
+
+def cached_logits(model: CausalLM, tokens: torch.Tensor) -> torch.Tensor:
+    past = [KeyValues(tokens.shape[1]) for _ in model.blocks]
+    return torch.cat([model(part, past) for part in (tokens[:, :2], *tokens[:, 2:].split(1, dim=1))], dim=1)
 
 
 def test_initial_weights_depend_on_seed_and_name_alone() -> None:

@@ -38,7 +38,7 @@ class ModelOnly:
             return CausalLM(self._config.model)
 
     def units(self, model: CausalLM) -> list[nn.Module]:
-        return [model.embeddings, *model.blocks, model.head]
+        return model.units()
 
 
 def main() -> None:

@@ -44,6 +44,31 @@ model.hidden_size / model.num_heads = 4 / 12 = 0.3333
        |                      ^
   hint: set model.hidden_size to 12, or model.num_heads to 4""",
     ),
+    "heads of keys that do not divide heads": (
+        "model: {architecture: llama, num_heads: 4, num_kv_heads: 3}",
+        """\
+bad.yaml:1:58: model.num_heads must be a multiple of model.num_kv_heads: 4 = 3 × 1 + 1
+     1 | model: {architecture: llama, num_heads: 4, num_kv_heads: 3}
+       |                                                          ^
+  hint: set model.num_kv_heads to 2 or 4""",
+    ),
+    "heads that cannot be rotated": (
+        "model: {architecture: llama, hidden_size: 20, num_heads: 4}",
+        """\
+bad.yaml:1:43: the width of an attention head must be even for rotary positions: 5 = model.hidden_size / \
+model.num_heads = 20 / 4
+     1 | model: {architecture: llama, hidden_size: 20, num_heads: 4}
+       |                                           ^^
+  hint: set model.head_size to 6""",
+    ),
+    "an option of llama without it": (
+        "model:\n  qk_norm: true\n",
+        """\
+bad.yaml:2:12: model.qk_norm has no effect with model.architecture gpt: it is an option of llama
+     2 |   qk_norm: true
+       |            ^^^^
+  hint: set model.architecture to llama, or model.qk_norm to false, the default""",
+    ),
     "batch not divisible by ranks": (
         "cluster:\n  nodes: 3\ntraining:\n  batch_size: 32\n  gradient_accumulation_steps: 2\n",
         """\
@@ -169,7 +194,9 @@ bad.yaml:2:3: training.max_steps has no value; it must be a whole number
 bad.yaml:1:8: model must be a section of 'key: value' lines, not the number 3
      1 | model: 3
        |        ^
-  hint: known keys: hidden_size, num_layers, num_heads, sequence_length, vocab_size""",
+  hint: known keys: hidden_size, num_layers, num_heads, sequence_length, vocab_size, \
+architecture, tied_embeddings, norm_epsilon, num_kv_heads, head_size, intermediate_size, qkv_bias, qk_norm, \
+rope_theta, rope_factor, rope_original_length""",
     ),
     "text for a list": (
         "data:\n  suffixes: .txt\n",

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.errors import InfraError, ObjectNotFound, describe_error
 from ebbflow.infra.layout import data_prefix, known_job, pin_key, signature_key, tombstone_key, verified_key
 from ebbflow.infra.signing_key import NAME_PATTERN, NAME_VARIABLE, signing_key_problem
@@ -94,7 +95,8 @@ def _parser() -> argparse.ArgumentParser:
     export = add("export", _export, text, commit="the newest that counts")
     export.add_argument("target", type=Path, metavar="TARGET", help="file, or folder for dcp; must not exist")
     export.add_argument("--averaged", action="store_true", help="the average of training.ema, without the optimizer")
-    export.add_argument("--kind", choices=_KINDS, help="default: by the name: .safetensors; .pt, .pth, .bin; else dcp")
+    kinds = "default: by the name: .safetensors; .pt, .pth, .bin; else dcp. hugging-face: a folder for transformers"
+    export.add_argument("--kind", choices=(*_KINDS, "hugging-face"), help=kinds)
     text = "a DCP folder, safetensors or torch state dict as the first commit of a new job"
     warning = "A DCP folder's metadata is a pickle, which can run code: import only what you trust."
     for command in (export, add("import", _import, text, description=warning)):
@@ -394,14 +396,28 @@ def _export(store: Store, options: argparse.Namespace) -> int:
 
     ref = find(store, options.commit).ref
     content = read_commit(store, ref.key)
+    config = _config_of_job(store) if options.kind == "hugging-face" else None
     content = content.averaged() if options.averaged else content
-    content = content.without_optimizer() if options.weights_only else content
+    content = content.without_optimizer() if options.weights_only or config else content
     by_name = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch"}
     kind = options.kind or by_name.get(options.target.suffix, "dcp")
-    write_file(content, options.target, kind)
+    write_file(content, options.target, kind, config)
     size = sum(tensor.numel() * tensor.element_size() for tensor in content.named().values())
     print(f"exported: step {ref.step}, {size / 1e6:.1f} MB, verified, as {kind} to {options.target}")
     return 0
+
+
+def _config_of_job(store: Store) -> RunConfig:
+    try:
+        config = RunConfig.model_validate_json(json.dumps(json.loads(store.get("config.json"))["config"]))
+    except (ObjectNotFound, ValueError, KeyError, TypeError) as error:
+        cause = " ".join(str(error).split())[:300]
+        raise CheckpointError(f"{store.uri}/config.json: cannot be read: {cause}; hint: --kind safetensors") from error
+    if config.user_code is not None:
+        raise CheckpointError(
+            f"hugging-face is for the built-in model, not {config.user_code}; hint: --kind safetensors"
+        )
+    return config
 
 
 def _import(store: Store, options: argparse.Namespace) -> int:

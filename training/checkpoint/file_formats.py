@@ -19,7 +19,7 @@ import shutil
 import struct
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -33,6 +33,8 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.program import PROJECT_ROOT
 from ebbflow.training.checkpoint.portable_state import (
     PortableState,
     add_optimizer,
@@ -41,6 +43,7 @@ from ebbflow.training.checkpoint.portable_state import (
     unwrap_weights,
 )
 from ebbflow.training.errors import CheckpointError, NoRoom
+from ebbflow.training.weights.hugging_face import their_name, write_settings
 
 KINDS = ("dcp", "safetensors", "torch")
 # PKWARE APPNOTE.TXT 4.3.7, 4.3.9, 4.3.12: local header, data descriptor, directory entry
@@ -53,6 +56,7 @@ _OURS = "ebbflow"
 _OPTIMIZER = ".optimizer.safetensors"
 _WEIGHTS, _STATES = "model.", "optimizer."
 _ALIGNMENT = 8
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
 _DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -93,15 +97,20 @@ def _refuse_special_files(path: Path) -> None:
             raise CheckpointError(f"{one}: is not a regular file")
 
 
-def write_file(content: PortableState, path: Path, kind: str) -> None:
-    """Write `content` in the format `kind`, one of KINDS. After an error, remove the incomplete output.
+def write_file(content: PortableState, path: Path, kind: str, config: RunConfig | None = None) -> None:
+    """Write `content` in the format `kind`: one of KINDS, or "hugging-face" for the job's `config`.
+
+    After an error, remove the incomplete output.
 
     Raises CheckpointError (the path exists), NoRoom (the disk is full).
     """
     if os.path.lexists(path) and not path.is_char_device():
         raise CheckpointError(f"{path}: exists already; hint: choose another name")
     try:
-        {"dcp": write_dcp, "safetensors": write_safetensors, "torch": write_torch}[kind](content, path)
+        if config is not None and kind == "hugging-face":
+            write_hugging_face(content, path, config)
+        else:
+            {"dcp": write_dcp, "safetensors": write_safetensors, "torch": write_torch}[kind](content, path)
     except Exception as error:
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
@@ -356,8 +365,33 @@ def write_safetensors(content: PortableState, path: Path) -> None:
         _write(content, _STATES, _optimizer_path(path), {"format": "pt"})
 
 
-def _write(content: PortableState, prefix: str, path: Path, metadata: dict[str, str]) -> None:
-    """Write the tensors whose names begin with `prefix` to one safetensors file, and remove the prefix from the names.
+def write_hugging_face(content: PortableState, path: Path, config: RunConfig) -> None:
+    """Write a folder for transformers: config.json, model.safetensors, and the tokenizer's files if there are any.
+
+    Raises WorkloadError if transformers has no such model.
+    """
+    settings = write_settings(config.model)
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    _write(content, _WEIGHTS, path / "model.safetensors", {"format": "pt"}, their_name)
+    tokenizer = PROJECT_ROOT / Path(config.data.tokenizer).expanduser()
+    folder = tokenizer if tokenizer.is_dir() else tokenizer.parent
+    sources = {name: folder / name for name in _TOKENIZER_FILES}
+    if tokenizer.is_file():
+        sources["tokenizer.json"] = tokenizer
+    for name, source in sources.items() if config.data.tokenizer != "bytes" else ():
+        if source.is_file():
+            shutil.copyfile(source, path / name)
+
+
+def _write(
+    content: PortableState,
+    prefix: str,
+    path: Path,
+    metadata: dict[str, str],
+    rename: Callable[[str], str] = lambda name: name,
+) -> None:
+    """Write the tensors whose names begin with `prefix` to one safetensors file. `rename` gets names without it.
 
     Format (https://github.com/huggingface/safetensors, "Format"): the length of the header in eight bytes, the header
     as JSON, and the tensors' bytes without gaps. Tensors with larger elements come first, so that each is aligned.
@@ -369,7 +403,7 @@ def _write(content: PortableState, prefix: str, path: Path, metadata: dict[str, 
     for name in order:
         start, end = end, end + named[name].numel() * named[name].element_size()
         about = {"dtype": _dtype(named[name], name), "shape": list(named[name].shape), "data_offsets": [start, end]}
-        header[name.removeprefix(prefix)] = about
+        header[rename(name.removeprefix(prefix))] = about
     raw = json.dumps(header, separators=(",", ":")).encode()
     raw += b" " * (-len(raw) % _ALIGNMENT)
     with path.open("wb") as file:

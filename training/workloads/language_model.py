@@ -19,21 +19,24 @@ from torch import Tensor, nn
 from ebbflow.infra.config.schema import ModelConfig
 from ebbflow.infra.footprint import causal_lm_shape
 from ebbflow.training.data import SampleOrder, check_vocabulary, open_tokens, prepare_tokens
-from ebbflow.training.errors import DataError
+from ebbflow.training.errors import DataError, WorkloadError
+from ebbflow.training.weights.hugging_face import our_name
 from ebbflow.training.workload import Cursor, Loss, WorkloadContext
 
 _INITIAL_STD = 0.02
 
 
 class Linear(nn.Linear):
-    """A linear layer without bias, whose initial weights are normally distributed with standard deviation `std`."""
+    """A linear layer, whose initial weights are normally distributed with standard deviation `std`; no bias or 0."""
 
-    def __init__(self, inputs: int, outputs: int, *, std: float = _INITIAL_STD) -> None:
+    def __init__(self, inputs: int, outputs: int, *, std: float = _INITIAL_STD, bias: bool = False) -> None:
         self._std = std
-        super().__init__(inputs, outputs, bias=False)
+        super().__init__(inputs, outputs, bias=bias)
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=self._std)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
 
 class Embedding(nn.Embedding):
@@ -41,6 +44,43 @@ class Embedding(nn.Embedding):
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=_INITIAL_STD)
+
+
+class KeyValues:
+    """The keys and values of one block for the tokens so far: a cache, for the generation of up to `capacity` tokens.
+
+    It is no tensor, because FSDP2 would pass a block a copy in another dtype.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.length, self._capacity = 0, capacity
+        self._both: Tensor | None = None  # [2, batch, heads, capacity, head width]
+
+    def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Add the keys and values of further tokens, `[batch, heads, length, head width]`, and return all so far."""
+        if self._both is None:
+            batch, heads, _, width = key.shape
+            self._both = key.new_empty(2, batch, heads, self._capacity, width)
+        start, self.length = self.length, self.length + key.shape[2]
+        self._both[:, :, :, start : self.length] = torch.stack((key, value))
+        return self._both[0, :, :, : self.length], self._both[1, :, :, : self.length]
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, past: KeyValues | None) -> Tensor:
+    """Return causal attention, `[batch, length, query heads × head width]`. Key heads may be fewer than query heads.
+
+    After the first call with `past`, the length must be 1.
+    """
+    first = past is None or past.length == 0
+    if past is not None:
+        key, value = past.append(key, value)
+    grouped = key.shape[1] < query.shape[1]
+    if grouped and query.device.type == "cuda" and query.dtype != torch.bfloat16:
+        # Of CUDA's kernels, only flash attention, which is for 16-bit floats on newer GPUs, groups heads by itself.
+        key, value = (kv.repeat_interleave(query.shape[1] // kv.shape[1], dim=1) for kv in (key, value))
+        grouped = False
+    attended = F.scaled_dot_product_attention(query, key, value, is_causal=first, enable_gqa=grouped)
+    return attended.transpose(1, 2).flatten(2)
 
 
 class Attention(nn.Module):
@@ -52,41 +92,109 @@ class Attention(nn.Module):
         self.qkv = Linear(model.hidden_size, 3 * model.hidden_size)
         self.projection = Linear(model.hidden_size, model.hidden_size, std=_residual_std(model))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, past: KeyValues | None = None) -> Tensor:
         batch, length, hidden = x.shape
         qkv = self.qkv(x).view(batch, length, 3, self.heads, hidden // self.heads)
         query, key, value = qkv.permute(2, 0, 3, 1, 4)  # each [batch, heads, length, hidden / heads]
-        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return self.projection(attended.transpose(1, 2).reshape(batch, length, hidden))
+        return self.projection(_attend(query, key, value, past))
 
 
-class Block(nn.Module):
-    """A transformer block: attention, then an MLP of fourfold width, each added to the residual stream."""
+_LOW_TURNS, _HIGH_TURNS = 1.0, 4.0  # low_freq_factor and high_freq_factor of all published Llama 3 models
+
+
+class Rotation(nn.Module):
+    """Rotary positions (RoPE; Su et al. 2021, section 3.4.2), for halves of a head as in transformers' Llama.
+
+    With a `rope_factor`, frequencies of less than one turn in `rope_original_length` tokens are divided by it, those of
+    more than four turns stay, and those between are blended (Llama 3.1).
+    """
+
+    cos: Tensor  # [sequence length, head width], float32
+    sin: Tensor
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
-        hidden = model.hidden_size
-        self.attention_norm = nn.RMSNorm(hidden)
-        self.attention = Attention(model)
-        self.mlp_norm = nn.RMSNorm(hidden)
-        self.mlp_in = Linear(hidden, 4 * hidden)
-        self.mlp_out = Linear(4 * hidden, hidden, std=_residual_std(model))
+        self._model = model
+        for name in ("cos", "sin"):
+            empty = torch.empty(model.sequence_length, model.head_width)
+            self.register_buffer(name, empty, persistent=False)
+        self.reset_parameters()
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x))
-        return x + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x))))
+    def reset_parameters(self) -> None:
+        model, device = self._model, self.cos.device
+        even = torch.arange(0, model.head_width, 2, dtype=torch.float32, device=device)
+        frequencies = 1.0 / model.rope_theta ** (even / model.head_width)
+        turns = model.rope_original_length * frequencies / (2 * math.pi)
+        kept = ((turns - _LOW_TURNS) / (_HIGH_TURNS - _LOW_TURNS)).clamp(0, 1)
+        frequencies = frequencies * (kept + (1 - kept) / model.rope_factor)
+        angles = torch.outer(torch.arange(model.sequence_length, dtype=torch.float32, device=device), frequencies)
+        self.cos.copy_(angles.cos().repeat(1, 2))
+        self.sin.copy_(angles.sin().repeat(1, 2))
+
+    def forward(self, x: Tensor, start: int) -> Tensor:
+        """Rotate queries or keys, `[batch, heads, length, head width]`, whose first token has the position `start`."""
+        cos, sin = (table[start : start + x.shape[2]] for table in (self.cos, self.sin))
+        low, high = x.float().chunk(2, dim=-1)
+        return (x.float() * cos + torch.cat((-high, low), dim=-1) * sin).type_as(x)
+
+
+class RotaryAttention(nn.Module):
+    """Causal self-attention with rotary positions and, possibly, several query heads for each head of keys and values.
+
+    Input and output have the shape `[batch, length, hidden]`.
+    """
+
+    def __init__(self, model: ModelConfig, rotation: Rotation) -> None:
+        super().__init__()
+        hidden, self.width = model.hidden_size, model.head_width
+        self.query = Linear(hidden, model.num_heads * self.width, bias=model.qkv_bias)
+        self.key = Linear(hidden, model.kv_heads * self.width, bias=model.qkv_bias)
+        self.value = Linear(hidden, model.kv_heads * self.width, bias=model.qkv_bias)
+        self.query_norm = _norm(model, self.width) if model.qk_norm else nn.Identity()
+        self.key_norm = _norm(model, self.width) if model.qk_norm else nn.Identity()
+        self.projection = Linear(model.num_heads * self.width, hidden, std=_residual_std(model))
+        self.rotation = rotation  # the same module in all blocks
+
+    def forward(self, x: Tensor, past: KeyValues | None = None) -> Tensor:
+        start = 0 if past is None else past.length
+        query, key, value = (part(x).unflatten(2, (-1, self.width)) for part in (self.query, self.key, self.value))
+        query = self.rotation(self.query_norm(query).transpose(1, 2), start)
+        key = self.rotation(self.key_norm(key).transpose(1, 2), start)
+        return self.projection(_attend(query, key, value.transpose(1, 2), past))
+
+
+class Block(nn.Module):
+    """A transformer block: attention, then an MLP, each added to the residual stream."""
+
+    def __init__(self, model: ModelConfig, rotation: Rotation | None) -> None:
+        super().__init__()
+        hidden, self.gated = model.hidden_size, rotation is not None
+        self.attention_norm = _norm(model, hidden)
+        self.attention = Attention(model) if rotation is None else RotaryAttention(model, rotation)
+        self.mlp_norm = _norm(model, hidden)
+        if self.gated:
+            self.mlp_gate = Linear(hidden, model.mlp_width)
+        self.mlp_in = Linear(hidden, model.mlp_width)
+        self.mlp_out = Linear(model.mlp_width, hidden, std=_residual_std(model))
+
+    def forward(self, x: Tensor, past: KeyValues | None = None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), past)
+        y = self.mlp_norm(x)
+        return x + self.mlp_out(F.silu(self.mlp_gate(y)) * self.mlp_in(y) if self.gated else F.gelu(self.mlp_in(y)))
 
 
 class Embeddings(nn.Module):
-    """Token and position embeddings: token ids `[batch, length]` to vectors `[batch, length, hidden]`."""
+    """Embeddings of tokens, and of positions unless these are rotary: ids `[batch, length]` to vectors."""
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
         self.token = Embedding(model.vocab_size, model.hidden_size)
-        self.position = Embedding(model.sequence_length, model.hidden_size)
+        rotary = model.architecture == "llama"
+        self.position = None if rotary else Embedding(model.sequence_length, model.hidden_size)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.token(tokens) + self.position.weight[: tokens.shape[1]]
+    def forward(self, tokens: Tensor, start: int = 0) -> Tensor:
+        vectors = self.token(tokens)
+        return vectors if self.position is None else vectors + self.position.weight[start : start + tokens.shape[1]]
 
 
 class Head(nn.Module):
@@ -94,7 +202,7 @@ class Head(nn.Module):
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
-        self.norm = nn.RMSNorm(model.hidden_size)
+        self.norm = _norm(model, model.hidden_size)
         self.logits = Linear(model.hidden_size, model.vocab_size)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -106,15 +214,56 @@ class CausalLM(nn.Module):
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
+        self.config = model
+        rotation = Rotation(model) if model.architecture == "llama" else None
         self.embeddings = Embeddings(model)
-        self.blocks = nn.ModuleList(Block(model) for _ in range(model.num_layers))
+        self.blocks = nn.ModuleList(Block(model, rotation) for _ in range(model.num_layers))
         self.head = Head(model)
+        if model.tied_embeddings:
+            self.head.logits.weight = self.embeddings.token.weight
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embeddings(tokens)
-        for block in self.blocks:
-            x = block(x)
+    def forward(self, tokens: Tensor, past: list[KeyValues] | None = None) -> Tensor:
+        """Compute the logits of `tokens`, which follow those in `past`, one `KeyValues` for each block."""
+        x = self.embeddings(tokens, past[0].length if past else 0)
+        for number, block in enumerate(self.blocks):
+            x = block(x, past[number]) if past else block(x)
         return self.head(x)
+
+    def units(self) -> list[nn.Module]:
+        """Return the parts that are sharded as one. Tied weights stay outside, because a parameter has one unit."""
+        return [*self.blocks] if self.config.tied_embeddings else [self.embeddings, *self.blocks, self.head]
+
+
+@torch.no_grad()
+def generate(model: CausalLM, tokens: Tensor, count: int, *, temperature: float = 0.0, cached: bool = True) -> Tensor:
+    """Continue each row of `tokens`, `[batch, length]`, by `count` tokens. Collective if the model is sharded.
+
+    Args:
+        temperature: divides the logits before a token is drawn with torch's generator; 0: the likeliest token.
+        cached: keep keys and values of earlier tokens, instead of computing them again for each token.
+
+    Raises:
+        WorkloadError: if the rows would become longer than model.sequence_length.
+    """
+    longest = tokens.shape[1] + count
+    if longest > model.config.sequence_length:
+        raise WorkloadError(
+            f"{tokens.shape[1]} + {count} = {longest} tokens are more than model.sequence_length "
+            f"{model.config.sequence_length}; fix: generate fewer tokens"
+        )
+    past = [KeyValues(longest) for _ in model.blocks] if cached else None
+    fresh = tokens
+    for _ in range(count):
+        logits = model(fresh, past)[:, -1].float()
+        greedy = logits.argmax(-1, keepdim=True)
+        newest = torch.multinomial((logits / temperature).softmax(-1), 1) if temperature else greedy
+        tokens = torch.cat((tokens, newest), dim=1)
+        fresh = newest if cached else tokens
+    return tokens
+
+
+def _norm(model: ModelConfig, width: int) -> nn.RMSNorm:
+    return nn.RMSNorm(width, eps=model.norm_epsilon or (1e-5 if model.architecture == "llama" else None))
 
 
 def _residual_std(model: ModelConfig) -> float:
@@ -175,9 +324,13 @@ class TextWorkload:
         with torch.device("meta"):
             return CausalLM(self._config.model)
 
+    def translate_weights(self, name: str) -> str | None:
+        """Return the model's name for a tensor of Llama or Qwen, as transformers names it."""
+        return our_name(name) if self._config.model.architecture == "llama" else name
+
     def units(self, model: nn.Module) -> Iterable[nn.Module]:
         assert isinstance(model, CausalLM)
-        return [model.embeddings, *model.blocks, model.head]
+        return model.units()
 
     def next_batch(self, model: nn.Module, cursor: Cursor) -> TextBatch:
         if self._context.device.type != "cuda":
