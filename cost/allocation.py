@@ -108,7 +108,7 @@ def _csv_rows(path: Path) -> Iterator[tuple[str, str, None, str]]:
 def compare_allocations(events: Sequence[Event], allocations: Sequence[Allocation]) -> list[AttemptAllocation]:
     """Sum the allocations of each attempt on Kubernetes, in the order of the attempts.
 
-    A pod belongs to the attempt with whose name the pod's name begins.
+    A pod belongs to an attempt if the pod's name begins with the attempt's name.
     """
     newest = {event.data["job_id"]: event.data for event in events if event.name == BATCH_ATTEMPT}
     found = []

@@ -253,7 +253,7 @@ class RepeatFilter:
         self._alike: dict[tuple[Any, ...], dict[int, int]] = {}
 
     def is_repeat(self, line: BillLine) -> bool:
-        """Return whether the line repeats an earlier one, as defined in the module's docstring.
+        """Return whether the line repeats an earlier line, as defined in the module's docstring.
 
         The filter remembers the line for later calls.
 

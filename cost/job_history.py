@@ -318,7 +318,7 @@ class JobHistory:
         return max(found, key=lambda seen: seen.seen_utc, default=None)
 
     def nearest_speed(self, instance_type: str, nodes: int, fingerprint: str) -> MeasuredSpeed | None:
-        """Return the speed measured with these settings on the most similar machines; None if there is none.
+        """Return the speed measured with these settings on the most similar machines; None if none was measured.
 
         Measurements on the same instance type are preferred, then a similar number of nodes, then the newest one.
         """

@@ -148,7 +148,7 @@ class LivePage:
         self._built = render(report, earlier=self._earlier).encode(errors="backslashreplace")
 
     def _read_logs(self) -> list[LogLine]:
-        """Read what the ranks printed, again only if another generation has ended."""
+        """Return the output of the ranks. It is read again only after another generation has ended."""
         ended = sum(event.name == GENERATION_ENDED for event in self._follower.events) if self._follower else 0
         if self._job_store is not None and self._logs[0] != ended:
             self._logs = ended, read_logs([], [self._job_store]).lines

@@ -220,7 +220,7 @@ def check_resume(words: list[str]) -> tuple[str, RunConfig, list[str]] | None:
     Returns (job name, configuration, requested permissions). If this machine does not know the job, or its store does
     not answer, prints a message and returns None. Removes --from-scratch and --accept-rollback from `words`.
 
-    Exits with 2 if options of `run` are given, since `resume` keeps the settings of the resumed run, and with 3 if a
+    Exits with 2 if options of `run` are given, since `resume` keeps the settings of the resumed run. Exits with 3 if a
     check forbids the run.
     """
     from ebbflow.flows.launcher import RUN_OPTIONS

@@ -35,10 +35,10 @@ def record_prices(job: Job) -> None:
 
 
 def _paid_types(events: Sequence[Event]) -> dict[str, dict[str, Any]]:
-    """Return the plan from whose time on the prices of each instance type are needed, as {type: data of the plan}.
+    """Return {instance type: data of a plan} for each type that the job may have paid for.
 
-    The types are those that the job may have paid for. A type's plan is the first plan that chose the type. If no plan
-    chose it, this is the first plan that is not simulated.
+    Price changes of a type are needed from the time of its plan on. This is the first plan that chose the type. If no
+    plan chose the type, it is the first plan that is not simulated.
     """
     plans = [event.data for event in events if event.name == PLAN and event.data.get("chosen")]
     first = {plan["chosen"]["instance_type"]: plan for plan in reversed(plans)}

@@ -215,7 +215,10 @@ def _last(events: list[Event], name: str) -> Event | None:
 
 
 def proves_generation(event: Event) -> bool:
-    """Return whether the event alone proves that its generation started. A node's heartbeats and its end do not."""
+    """Return whether the event alone proves that its generation started.
+
+    A node's heartbeats and its `node_ended` event are no proof.
+    """
     return event.rank >= 0 or event.name in (GENERATION_STARTED, GENERATION_ENDED, NODE_STARTED)
 
 

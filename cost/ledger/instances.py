@@ -41,7 +41,7 @@ class ExtraTime:
     """Paid time of an instance that no agent of its nodes recorded.
 
     Attributes:
-        node: The node whose ranks pay for the time, at the price of this node.
+        node: The node to whose ranks the time is charged, at the price of this node.
         start: Unix seconds.
     """
 

@@ -376,7 +376,7 @@ def _price_in_full(report: RunReport) -> str:
 
 
 def describe_finding(report: RunReport) -> str:
-    """Describe the root that `ebbflow diagnose` finds in the job, with its first fix; "" if it finds none."""
+    """Describe the root cause that `ebbflow diagnose` finds in the job, with the first fix; "" if it finds no cause."""
     found = report.events.get("finding")
     if not found:
         return ""

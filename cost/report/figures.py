@@ -361,9 +361,9 @@ def compute_hindsight(
 ) -> dict[str, Any] | None:
     """Compute the lowest possible cost of the same work if all prices had been known in advance, and the regret.
 
-    The regret is the job's total less that cost. The compared pools have the job's instance type and number of nodes:
-    every zone with a recorded Spot price, and on-demand. Capacity is assumed to be always available, because missing
-    capacity is not recorded. The optimum is therefore a lower bound and the regret an upper bound, and both are
+    The regret is the job's total cost less this lowest cost. The compared pools have the job's instance type and number
+    of nodes: every zone with a recorded Spot price, and on-demand. Capacity is assumed to be always available, because
+    missing capacity is not recorded. The optimum is therefore a lower bound and the regret an upper bound, and both are
     estimates. The work is the time of the steps that are part of the final weights, including data, evaluations and
     checkpoints. Each start costs as much as the job's first start. If prices never changed, the cheapest pool is the
     optimum; otherwise dynamic programming (`cost.report.optimum`) finds it.

@@ -31,7 +31,7 @@ def render_jobs_page(
     reports: Mapping[str, RunReport],
     charges: Sequence[Mapping[str, str]],
 ) -> str:
-    """Render the page.
+    """Render the page of a team's jobs.
 
     Args:
         rows: One row per job: name, project, owner, state, spent dollars and forecast dollars.

@@ -210,7 +210,7 @@ def build_report(
     Args:
         running: The launcher that is running the job (`RunReport.running`); None if the job has ended.
         damage: Damage to the event log, from `infra.events.read_log`. The report lists it.
-        logs: Returns what the ranks printed. It is called only if something failed.
+        logs: Function that returns the output of the ranks. It is called only if something failed.
 
     Raises:
         ReportError: There are no events.
@@ -269,7 +269,7 @@ def build_report(
 
 
 def _find_root(events: Sequence[Event], logs: Callable[[], Iterable[LogLine]]) -> dict[str, Any] | None:
-    """Return the root that `ebbflow diagnose` finds in the job: {symptom, title, family, confidence, fix}, or None."""
+    """Return the root cause that `ebbflow diagnose` finds: {symptom, title, family, confidence, fix}, or None."""
     findings = diagnose_job(events, logs()).findings
     root = next((each.to_json() for each in findings if each.role == "root"), None)
     return root and {name: root[name] for name in ("symptom", "title", "family", "confidence", "fix")}

@@ -179,7 +179,7 @@ def judge_run(exit_code: int, before: JobRecord, after: JobRecord) -> RunVerdict
 
 
 def count_failures(before: JobRecord, after: JobRecord) -> int:
-    """Return how many failures a failed run counts as.
+    """Return the number of failures for which a failed run counts.
 
     A run that made a commit counts as one failure. Any other run counts as one failure per failed Batch job, but at
     least as one failure.

@@ -133,7 +133,7 @@ def split_files(files: list[SourceFile], fraction: float) -> tuple[list[SourceFi
 
 @contextmanager
 def open_source(file: SourceFile) -> Iterator[BinaryIO]:
-    """Open a file at the first byte of its part. Do not block if it is a FIFO. Raises DataError."""
+    """Open a file at the first byte of the described part. Do not block if the file is a FIFO. Raises DataError."""
     try:
         descriptor = os.open(file.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(descriptor, "rb") as stream:

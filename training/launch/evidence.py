@@ -103,7 +103,7 @@ class StackTrace:
 
         This is the innermost frame in code of Ebbflow or of the user. Functions that only exchange numbers between
         ranks are skipped, since their caller is more informative. If this leaves no frame, the result is the innermost
-        frame of any code.
+        of all frames.
         """
         own = [frame for frame in self.frames if frame.own_code and not frame.exchange]
         return next((str(frame) for frame in [*own, *self.frames]), "")

@@ -365,7 +365,7 @@ class RollCallServer:
             self._callers.remove(oldest)
 
     def _admit(self, caller: _Caller, nodes: int) -> bool:
-        """Process messages of a connecting follower. Return whether its handshake has succeeded or failed."""
+        """Process messages of a connecting follower. Return whether its handshake is over, successful or not."""
         peer = caller.connection
         for message in peer.receive():
             if peer.closed:  # the follower will connect again

@@ -69,7 +69,10 @@ def initialise(
 
 
 def tied_names(module: nn.Module) -> dict[str, str]:
-    """Map each further name of a tied parameter to the name under which `named_parameters` lists it first."""
+    """Map the further names of each tied parameter to its main name.
+
+    The main name is the one that `named_parameters` lists first.
+    """
     first: dict[int, str] = {}
     named = module.named_parameters(remove_duplicate=False)
     return {name: first[id(value)] for name, value in named if first.setdefault(id(value), name) != name}
