@@ -321,7 +321,7 @@ def _evaluations(report: RunReport) -> str:
     table = render_html_table(("step", *(one_line(name).replace("_", " ") for name in names)), cells) if rows else ""
     drawn = [
         f"<figure><figcaption>{escape(name)}, step {escape(found.get('pictures_step'))}</figcaption>"
-        '<img alt="" style="max-width:100%" '
+        f'<img alt="{escape(name)}" style="max-width:100%" '
         f'src="data:image/svg+xml;base64,{base64.b64encode(picture.encode()).decode()}"></figure>'
         for name, picture in pictures.items()
     ]
