@@ -1,8 +1,8 @@
 """The report page in a browser: its pictures against stored ones, its speed, its requests and its accessibility.
 
-The stored pictures (tests/unit/pictures) are the first 3,200 pixels of the page at an eighth of the size. They do not
-depend on the machine's fonts: all text is drawn in DejaVu Sans, which the package matplotlib brings. To renew a
-picture, delete it and run the test.
+The stored pictures (tests/unit/pictures) show what is drawn rather than written, up to 3,200 pixels of the page at an
+eighth of the size. They do not depend on the machine's fonts: all text is drawn in DejaVu Sans, which the package
+matplotlib brings. To renew a picture, delete it and run the test.
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ Object.defineProperty(CanvasRenderingContext2D.prototype, 'font', {...font,
   set(value) { font.set.call(this, value.replace(/(px\\S*) .*/, '$1 Picture')); }});
 addEventListener('DOMContentLoaded', () => {
   const style = document.createElement('style');
-  style.textContent = '*,svg text{font-family:Picture!important}';
+  style.textContent = '*,svg text{font-family:Picture!important}main>:not(SECTIONS){display:none}';
   document.head.append(style);
 });
 """
+_SECTIONS = "header,#tiles,#plots,#timeline,#money"
 # Draws a PNG at a quarter of its size, and compares two: the share of points that differ clearly, 1 for other sizes.
 _COMPARE = """
 const draw = async (png, shrink) => {
@@ -92,7 +93,7 @@ def test_the_page_looks_as_in_its_stored_pictures(browser: Browser, page: Path, 
     folder = Path(package.submodule_search_locations[0]) / "mpl-data" / "fonts" / "ttf"
     files = {"400": "DejaVuSans.ttf", "700": "DejaVuSans-Bold.ttf"}
     fonts = {weight: base64.b64encode((folder / name).read_bytes()).decode() for weight, name in files.items()}
-    source = _ONE_FONT.replace("FONTS", json.dumps(fonts))
+    source = _ONE_FONT.replace("FONTS", json.dumps(fonts)).replace("SECTIONS", _SECTIONS)
     script = browser.call("Page.addScriptToEvaluateOnNewDocument", source=source)
     browser.call("Page.setBypassCSP", enabled=True)
     seen, wrong = {}, []
