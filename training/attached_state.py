@@ -113,7 +113,7 @@ def derive_seed(*parts: object) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
 
 
-def _seed_all(seed: int) -> None:
+def seed_all(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     if (numpy := sys.modules.get("numpy")) is not None:
@@ -121,11 +121,11 @@ def _seed_all(seed: int) -> None:
 
 
 @contextlib.contextmanager
-def _random_numbers_of(seed: int) -> Iterator[None]:
+def random_numbers_of(seed: int) -> Iterator[None]:
     """Seed the random generators with `seed` within the context, and restore their previous states afterwards."""
     numpy = sys.modules.get("numpy")
     kept = torch.get_rng_state(), random.getstate(), numpy and numpy.random.get_state()
-    _seed_all(seed)
+    seed_all(seed)
     try:
         yield
     finally:
@@ -152,7 +152,7 @@ class _SeededDataset:
 
     def __getitems__(self, batch: list[Any]) -> list[Any]:
         if isinstance(batch, _SeededBatch):
-            _seed_all(batch.seed)
+            seed_all(batch.seed)
         whole = getattr(self._dataset, "__getitems__", None)
         return whole(list(batch)) if whole else [self._dataset[index] for index in batch]
 
@@ -175,7 +175,7 @@ class _EpochOrder:
         return len(self._sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        with _random_numbers_of(self._seed):
+        with random_numbers_of(self._seed):
             order = iter(self._sampler)
             first = list(itertools.islice(order, self._skip, self._skip + 1))  # a sampler shuffles when it is asked
         batches = itertools.chain(first, order)
@@ -267,10 +267,10 @@ class BatchSource:
 
     def _from_stream(self, seed: int, skip: int) -> Iterator[Any]:
         """Yield the batches of a loader without a sampler. The random numbers of each depend only on its number."""
-        with _random_numbers_of(seed):  # the seed of the workers
+        with random_numbers_of(seed):  # the seed of the workers
             batches = iter(self._iterate(self.loader))
         for number in itertools.count():
-            with _random_numbers_of(derive_seed(seed, number)):
+            with random_numbers_of(derive_seed(seed, number)):
                 try:
                     batch = next(batches)
                 except StopIteration:
@@ -288,7 +288,7 @@ class BatchSource:
             loader.synchronized_generator.manual_seed(seed)
         loader.skip_batches = skip
         try:
-            with _random_numbers_of(seed):
+            with random_numbers_of(seed):
                 batches = self._iterate(loader)
                 first = list(itertools.islice(batches, 1))
         finally:
@@ -308,7 +308,7 @@ class BatchSource:
         if (workers := getattr(loader, "_iterator", None)) is not None:  # persistent ones keep the sampler
             workers._index_sampler = order
         try:
-            with _random_numbers_of(seed):  # the seed of the workers
+            with random_numbers_of(seed):  # the seed of the workers
                 return self._iterate(loader)
         finally:
             object.__setattr__(loader, name, sampler)

@@ -32,7 +32,7 @@ from ebbflow.training.workloads.language_model import TextWorkload
 
 # Exceptions that mean a mistake in the code, which every attempt would repeat. RuntimeError, OSError and ValueError are
 # not among them: they may come from memory that ran out, a lost peer or an incomplete file.
-_MISTAKES = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, TypeError)
+MISTAKES = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, TypeError)
 
 
 def wrap_user_workload(workload: Workload, name: str) -> Workload:
@@ -58,7 +58,7 @@ def _named(method: Callable[..., Any], what: str) -> Callable[..., Any]:
     def call(*arguments: Any, **options: Any) -> Any:
         try:
             return method(*arguments, **options)
-        except _MISTAKES as error:
+        except MISTAKES as error:
             if _is_foreign(traceback.extract_tb(error.__traceback__)[-1].filename):
                 raise
             raise _raised(error, what) from error
@@ -178,6 +178,11 @@ def _raised(error: BaseException, what: str) -> WorkloadError:
     return WorkloadError(
         f"{where}: {what} raised {type(error).__name__}: {' '.join(str(text).split()) or 'no message'}"
     )
+
+
+def describe_mistake(error: BaseException, what: str) -> str:
+    """Describe an exception with the line of the user's code where it was raised. what: the code that raised it."""
+    return str(_raised(error, what))
 
 
 def _import(name: str) -> Any:

@@ -1,0 +1,304 @@
+"""A workload for map-style datasets: write the dataset, the model and the loss; the rest is here.
+
+The order is a function of the seed: each epoch reads every index once, in a new order, at any number of ranks. Random
+numbers are seeded for each sample, so augmentation is the same after a resume and at another world size. Worker
+processes read ahead, so the training loop does not wait for data.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+import mmap
+import signal
+import struct
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, default_collate, get_worker_info
+
+from ebbflow.infra.process import signal_name
+from ebbflow.training.attached_state import derive_seed, random_numbers_of, seed_all
+from ebbflow.training.data.tokens import SampleOrder
+from ebbflow.training.errors import DataError
+from ebbflow.training.workload import Cursor, Loss, WorkloadContext
+from ebbflow.training.workloads.loader import MISTAKES, describe_mistake
+
+_NOTHING = -1  # a worker reads no sample
+_AHEAD = 2  # batches that each worker reads in advance
+
+
+class Indexed(Protocol):
+    """A map-style dataset: it has a length, and a sample for each index. A torch `Dataset` and a list are such."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Samples:
+    """The samples of a rank for one step. `content` is what the collate function returns, a nest of tensors."""
+
+    content: Any
+    count: int
+
+    @property
+    def weight(self) -> float:
+        return float(self.count)
+
+    def split(self, parts: int) -> list[Samples]:
+        bounds = [number * self.count // parts for number in range(parts + 1)]
+        cuts = itertools.pairwise(bounds)
+        return [Samples(_slice(self.content, first, end, self.count), end - first) for first, end in cuts]
+
+
+def _slice(content: Any, first: int, end: int, count: int) -> Any:
+    if isinstance(content, Tensor):
+        return content[first:end]
+    if isinstance(content, dict):
+        return {key: _slice(value, first, end, count) for key, value in content.items()}
+    if isinstance(content, (list, tuple)):
+        if any(isinstance(one, (Tensor, dict, list, tuple)) for one in content):
+            parts = [_slice(one, first, end, count) for one in content]
+            return type(content)(*parts) if hasattr(content, "_fields") else type(content)(parts)
+        return content[first:end] if len(content) == count else content  # texts, one for each sample
+    return content
+
+
+def _move(content: Any, device: torch.device) -> Any:
+    if isinstance(content, Tensor):
+        return content.to(device, non_blocking=True)
+    if isinstance(content, dict):
+        return {key: _move(value, device) for key, value in content.items()}
+    if isinstance(content, (list, tuple)):
+        parts = [_move(one, device) for one in content]
+        return type(content)(*parts) if hasattr(content, "_fields") else type(content)(parts)
+    return content
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """An exception in a worker process."""
+
+    error: Exception
+
+
+class _Reader:
+    """Reads and collates the samples of a cursor. A worker process has a copy of it."""
+
+    def __init__(self, dataset: Indexed, collate: Callable[[list[Any]], Any], seed: int, *, shuffled: bool) -> None:
+        if not len(dataset):
+            raise DataError(f"the dataset {type(dataset).__name__} is empty; fix: look at what it reads")
+        self._dataset, self._collate, self._seed, self._shuffled = dataset, collate, seed, shuffled
+        self._order = SampleOrder(len(dataset), seed)
+        self.read_now: mmap.mmap | None = None  # number of the sample that each worker reads
+
+    def indices(self, cursor: Cursor) -> list[int]:
+        if self._shuffled:
+            return self._order.window(cursor.first, cursor.count).tolist()
+        return list(range(cursor.first, cursor.first + cursor.count))
+
+    def __getitem__(self, cursor: Cursor) -> Any:
+        worker = get_worker_info()
+        if worker is None:
+            with random_numbers_of(self._seed):
+                return self._collate([self._read(*one, None) for one in enumerate(self.indices(cursor), cursor.first)])
+        try:
+            return self._collate([self._read(*one, worker.id) for one in enumerate(self.indices(cursor), cursor.first)])
+        except Exception as error:  # torch would put its traceback into the message
+            return _Failure(error if isinstance(error, DataError) else RuntimeError(str(error)))
+
+    def _read(self, number: int, index: int, worker: int | None) -> Any:
+        if self.read_now is not None and worker is not None:
+            struct.pack_into("q", self.read_now, 8 * worker, number)
+        seed_all(derive_seed(self._seed, "sample" if self._shuffled else "held out", number))
+        try:
+            found = self._dataset[index]
+        except MISTAKES as error:
+            raise DataError(f"sample {number}, index {index}: {describe_mistake(error, 'the dataset')}") from None
+        except Exception as error:
+            raise RuntimeError(f"sample {number}, index {index}: {type(error).__name__}: {error}") from error
+        if self.read_now is not None and worker is not None:
+            struct.pack_into("q", self.read_now, 8 * worker, _NOTHING)
+        return found
+
+
+class _Ahead:
+    """The cursors of a rank from `first` on, without end."""
+
+    def __init__(self, first: Cursor, batch_size: int) -> None:
+        self._first, self._batch_size = first, batch_size
+
+    def __iter__(self) -> Iterator[Cursor]:
+        cursor = self._first
+        while True:
+            yield cursor
+            cursor = Cursor(cursor.first + self._batch_size, cursor.count)
+
+
+def _same(content: Any) -> Any:
+    return content
+
+
+class SampleLoader:
+    """Reads the samples of cursors. As soon as a cursor follows the one before, worker processes read ahead.
+
+    Args:
+        batch_size: samples per step of all ranks, by which cursors advance.
+        workers: number of worker processes; 0: read in this process.
+        pin_memory: whether the samples come in pinned memory, for a copy to the GPU in the background.
+    """
+
+    def __init__(
+        self,
+        dataset: Indexed,
+        collate: Callable[[list[Any]], Any],
+        *,
+        seed: int,
+        batch_size: int,
+        workers: int = 0,
+        pin_memory: bool = False,
+    ) -> None:
+        self._reader = _Reader(dataset, collate, seed, shuffled=True)
+        self._batch_size, self._workers, self._pin_memory = batch_size, workers, pin_memory
+        self._expected: Cursor | None = None
+        self._iterator: Any = None
+
+    def load(self, cursor: Cursor) -> Any:
+        """Return the collated samples of a cursor, on the CPU.
+
+        Raises:
+            DataError: the dataset has a mistake, such as a KeyError. The message names the sample and the line.
+            RuntimeError: the dataset raised another error, or a worker died. The message names the sample.
+        """
+        follows, self._expected = cursor == self._expected, Cursor(cursor.first + self._batch_size, cursor.count)
+        if not self._workers or not follows:
+            self._iterator = None  # workers read what is not needed any more
+            return self._reader[cursor]
+        if self._iterator is None:
+            self._iterator = self._start(cursor)
+        try:
+            content = next(self._iterator)
+        except RuntimeError as error:
+            raise RuntimeError(self._describe_death() or str(error)) from error
+        if isinstance(content, _Failure):
+            raise content.error
+        return content
+
+    def _start(self, cursor: Cursor) -> Any:
+        self._reader.read_now = mmap.mmap(-1, 8 * self._workers)
+        for worker in range(self._workers):
+            struct.pack_into("q", self._reader.read_now, 8 * worker, _NOTHING)
+        loader: DataLoader[Any] = DataLoader(
+            self._reader, batch_size=None, sampler=_Ahead(cursor, self._batch_size), collate_fn=_same,  # type: ignore[arg-type]
+            num_workers=self._workers, prefetch_factor=_AHEAD, pin_memory=self._pin_memory,
+            multiprocessing_context="fork", generator=torch.Generator(),
+        )  # fmt: skip
+        before = signal.getsignal(signal.SIGCHLD)
+        iterator = iter(loader)
+        # torch raises from its handler wherever the loop is. Without it, the loader finds a dead worker in `next`.
+        if before is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGCHLD, before)
+        return iterator
+
+    def _describe_death(self) -> str:
+        """Name the worker that died and the sample that it read; "" if all are alive."""
+        for number, process in enumerate(getattr(self._iterator, "_workers", [])):
+            if (code := process.exitcode) not in (None, 0) and self._reader.read_now is not None:
+                (sample,) = struct.unpack_from("q", self._reader.read_now, 8 * number)
+                what = "between two samples"
+                if sample != _NOTHING:
+                    what = f"while it read sample {sample}, index {self._reader.indices(Cursor(sample, 1))[0]}"
+                how = f"was killed by {signal_name(-code)}" if code < 0 else f"exited with {code}"
+                return (
+                    f"worker {number} that loads data {how} {what}; fix: read this sample with "
+                    "workload_options.workers 0 to see why, or give the machine more memory if its kernel killed it"
+                )
+        return ""
+
+
+class DatasetWorkload:
+    """Base of a workload with a map-style dataset. A subclass has `dataset`, `model` and `loss_sum`.
+
+    Options (`workload_options`): `workers`, the processes of each rank that read ahead (2; 0: none).
+    """
+
+    weight_unit = "samples"
+
+    def __init__(self, context: WorkloadContext) -> None:
+        self.context = context
+        self._parameters = 0.0
+        training, workers = context.config.training, context.options.get("workers", 2)
+        if not isinstance(workers, int) or isinstance(workers, bool) or workers < 0:
+            raise DataError(f"workload_options.workers is {workers!r}; fix: a number of processes, such as 2")
+        with random_numbers_of(training.seed):  # a dataset that draws itself is the same on every rank
+            train, held_out = self.dataset(True), self.dataset(False)
+        self._loader = SampleLoader(
+            train, self.collate, seed=training.seed, batch_size=training.batch_size, workers=workers,
+            pin_memory=context.device.type == "cuda",
+        )  # fmt: skip
+        self._train = train
+        self._held_out_count = 0 if held_out is None else min(len(held_out), context.config.data.held_out_samples)
+        if held_out is not None:
+            self._held_out = _Reader(held_out, self.collate, training.seed, shuffled=False)
+
+    @classmethod
+    def prepare(cls, context: WorkloadContext) -> dict[str, Any]:
+        """Return the fingerprint of the data: name, options, length and, if the dataset has it, its `fingerprint`."""
+        dataset = cls(context)._train
+        own = getattr(dataset, "fingerprint", None) or getattr(dataset, "_fingerprint", "")
+        known = [context.config.workload, {**context.options, "workers": 0}, len(dataset), str(own)]
+        return {"fingerprint": hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()}
+
+    def dataset(self, train: bool) -> Any:
+        """Return the dataset to train on or, with `train` False, the one to evaluate on; None: no evaluation."""
+        raise NotImplementedError
+
+    def model(self) -> nn.Module:
+        """Return the model on the meta device."""
+        raise NotImplementedError
+
+    def loss_sum(self, model: nn.Module, samples: Any) -> Tensor:
+        """Return the loss of collated samples, summed and not averaged. There may be no samples."""
+        raise NotImplementedError
+
+    def collate(self, samples: list[Any]) -> Any:
+        return default_collate(samples)
+
+    def units(self, model: nn.Module) -> Iterable[nn.Module]:
+        """Return the model's own parts that have parameters."""
+        return [part for part in model.children() if any(True for _ in part.parameters())]
+
+    def next_batch(self, model: nn.Module, cursor: Cursor) -> Samples:
+        content = _move(self._loader.load(cursor if cursor.count else Cursor(cursor.first, 1)), self.context.device)
+        return Samples(content if cursor.count else _slice(content, 0, 0, 1), cursor.count)
+
+    def loss(self, model: nn.Module, batch: Samples) -> Loss:
+        return Loss(self.loss_sum(model, batch.content), batch.weight)
+
+    def flops(self, batch: Samples) -> float:
+        """6 per parameter and sample, which suits matrices; a model that shares weights over positions has more."""
+        if not self._parameters:
+            self._parameters = float(sum(parameter.numel() for parameter in self.model().parameters()))
+        return 6.0 * self._parameters * batch.weight
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """Return the mean loss of the first `data.held_out_samples` samples of the held-out dataset."""
+        if not self._held_out_count:
+            return {}
+        total, size = 0.0, self.context.config.training.batch_size
+        for number in range(math.ceil(self._held_out_count / size)):  # equally many passes on every rank
+            whole = Cursor(number * size, min(size, self._held_out_count - number * size))
+            share = whole.share(self.context.rank, self.context.world_size)
+            content = _move(self._held_out[share if share.count else Cursor(whole.first, 1)], self.context.device)
+            loss = float(self.loss_sum(model, content))
+            total += loss if share.count else 0.0
+        row = torch.tensor([total], dtype=torch.float64, device=self.context.device)
+        return {"held_out_loss": float(self.context.gather(row).sum()) / self._held_out_count}

@@ -1,0 +1,218 @@
+"""The workload for map-style datasets: order, random numbers, workers that read ahead, and their deaths."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import mmap
+import os
+import random
+import re
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import default_collate, get_worker_info
+
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.store import Store
+from ebbflow.training.errors import DataError
+from ebbflow.training.workload import Cursor, WorkloadContext
+from ebbflow.training.workloads.trial import try_workload
+
+_datasets = importlib.import_module("ebbflow.workloads.datasets")
+DatasetWorkload, SampleLoader, Samples = _datasets.DatasetWorkload, _datasets.SampleLoader, _datasets.Samples
+BATCH = 8
+
+
+class Noisy:
+    """20 samples: the index, and draws of all three random generators."""
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> tuple[int, float, float, Tensor]:
+        return index, random.random(), float(np.random.rand()), torch.rand(3)
+
+
+READ = mmap.mmap(-1, 64)  # counted by workers
+
+
+class Counted(Noisy):
+    def __getitem__(self, index: int) -> tuple[int, float, float, Tensor]:
+        if os.getpid() != PARENT:
+            READ[get_worker_info().id] += 1  # type: ignore[union-attr]
+        return super().__getitem__(index)
+
+
+class Deadly(Noisy):
+    """Sample 17 of the order kills its process."""
+
+    def __getitem__(self, index: int) -> tuple[int, float, float, Tensor]:
+        if index == DEADLY_INDEX and os.getpid() != PARENT:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+class Mistaken(Noisy):
+    def __getitem__(self, index: int) -> tuple[int, float, float, Tensor]:
+        return {}["no such key"] if index == DEADLY_INDEX else super().__getitem__(index)
+
+
+class Unreadable(Noisy):
+    def __getitem__(self, index: int) -> tuple[int, float, float, Tensor]:
+        raise OSError("stale file handle")
+
+
+PARENT = os.getpid()
+
+
+def loader(dataset: object, workers: int) -> Any:
+    return SampleLoader(dataset, default_collate, seed=3, batch_size=BATCH, workers=workers)
+
+
+DEADLY_INDEX = int(loader(Noisy(), 0).load(Cursor(17, 1))[0])
+
+
+def flat(content: list[Tensor]) -> list[list[float]]:
+    return [[float(number) for number in part.flatten()] for part in content]
+
+
+def test_workers_give_the_samples_that_one_process_gives_at_any_world_size() -> None:
+    state = random.getstate(), torch.get_rng_state()
+    whole = [flat(loader(Noisy(), 0).load(Cursor(number * BATCH, BATCH))) for number in range(6)]
+    ahead = loader(Noisy(), 2)
+    assert [flat(ahead.load(Cursor(number * BATCH, BATCH))) for number in range(6)] == whole
+    shares = [loader(Noisy(), 1) for _ in range(2)]
+    for number in range(6):
+        parts = [flat(one.load(Cursor(number * BATCH, BATCH).share(rank, 2))) for rank, one in enumerate(shares)]
+        assert [first + second for first, second in zip(*parts, strict=True)] == whole[number]
+    assert flat(ahead.load(Cursor(8, BATCH))) == whole[1], "after a rewind"
+    indices = [int(index) for step in whole for index in step[0]]
+    assert sorted(indices[:20]) == sorted(indices[20:40]) == list(range(20)) and indices[:20] != indices[20:40]
+    drawn = [number for step in whole for number in step[1]]
+    assert len(set(drawn)) == len(drawn), "another epoch draws other numbers"
+    assert state[0] == random.getstate() and torch.equal(state[1], torch.get_rng_state())
+
+
+def test_workers_read_ahead_of_the_loop() -> None:
+    ahead = loader(Counted(), 2)
+    for number in range(2):
+        ahead.load(Cursor(number * BATCH, BATCH))
+    limit = time.monotonic() + 60
+    while READ[0] + READ[1] < 4 * BATCH:  # two for each worker, without being asked
+        assert time.monotonic() < limit
+        time.sleep(0.02)
+
+
+def test_a_worker_that_dies_is_named_with_its_sample() -> None:
+    ahead = loader(Deadly(), 2)
+    with pytest.raises(RuntimeError) as caught:
+        for number in range(4):
+            ahead.load(Cursor(number * BATCH, BATCH))
+    expected = f"that loads data was killed by SIGKILL while it read sample 17, index {DEADLY_INDEX}; fix: "
+    assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_of_the_dataset_names_sample_and_line(workers: int) -> None:
+    read = loader(Mistaken(), workers)
+    with pytest.raises(DataError) as caught:
+        for number in range(4):
+            read.load(Cursor(number * BATCH, BATCH))
+    assert str(caught.value).startswith(f"sample 17, index {DEADLY_INDEX}: {__file__}:")
+    assert str(caught.value).endswith("the dataset raised KeyError: 'no such key'")
+    with pytest.raises(RuntimeError, match=r"^sample 0, index \d+: OSError: stale file handle$"):
+        loader(Unreadable(), workers).load(Cursor(0, BATCH))
+
+
+class Lines(DatasetWorkload):
+    def dataset(self, train: bool) -> object:
+        points = torch.linspace(0, 1, 64 if train else 10)
+        return [{"x": point[None], "y": 2 * point[None], "name": f"{point:.2f}"} for point in points]
+
+    def model(self) -> nn.Module:
+        with torch.device("meta"):
+            return nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def loss_sum(self, model: nn.Module, samples: dict[str, Tensor]) -> Tensor:
+        return (model(samples["x"]) - samples["y"]).square().sum()
+
+
+def context(tmp_path: Path, **options: object) -> WorkloadContext:
+    values = {"workload": f"{__name__}:Lines", "workload_options": options, "training": {"batch_size": 8}}
+    config = RunConfig.model_validate(values)
+    return WorkloadContext(config=config, store=Store.open(str(tmp_path)), project_root=tmp_path)
+
+
+def test_ten_lines_pass_the_examination_of_a_workload(tmp_path: Path) -> None:
+    own = context(tmp_path)
+    trial = try_workload(own.config, own)
+    assert "evaluate gives held_out_loss" in trial.text and trial.shape is not None
+    assert trial.shape.parameters == 25 and trial.shape.flops_per_sample == 150 and trial.shape.units == 2
+    workload = Lines(own)
+    batch = workload.next_batch(workload.model(), Cursor(0, 5))
+    parts = batch.split(3)
+    assert [part.weight for part in parts] == [1, 2, 2]
+    assert torch.equal(torch.cat([part.content["x"] for part in parts]), batch.content["x"])
+    assert [name for part in parts for name in part.content["name"]] == batch.content["name"]
+    empty = workload.next_batch(workload.model(), Cursor(3, 0))
+    assert empty.weight == 0 and empty.content["x"].shape == (0, 1)
+    assert isinstance(empty, Samples)
+
+
+def test_the_fingerprint_is_that_of_the_data_and_not_of_the_workers(tmp_path: Path) -> None:
+    first = Lines.prepare(context(tmp_path))
+    assert first == Lines.prepare(context(tmp_path, workers=7)) != Lines.prepare(context(tmp_path, split="b"))
+    with pytest.raises(DataError, match=r"workload_options\.workers is -1; fix"):
+        Lines(context(tmp_path, workers=-1))
+
+
+def test_the_evaluation_is_the_same_at_any_number_of_ranks(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(1, 1)
+    rows: list[Tensor] = []
+    for rank in range(3):
+        workload = Lines(context(tmp_path))
+        object.__setattr__(workload.context, "rank", rank)
+        object.__setattr__(workload.context, "world_size", 3)
+        object.__setattr__(workload.context, "gather", lambda row: rows.append(row) or row[None])
+        with torch.no_grad():
+            workload.evaluate(model)
+    with torch.no_grad():
+        alone = Lines(context(tmp_path)).evaluate(model)["held_out_loss"]
+    assert float(sum(rows)) / 10 == pytest.approx(alone, rel=1e-6)
+
+
+def test_the_example_of_the_guide_passes_the_examination(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    image = pytest.importorskip("PIL.Image", reason="pillow is not installed")
+    page = (Path(__file__).parents[2] / "docs" / "your-data.md").read_text()
+    code = re.search(
+        r"```python\n(import torch\nfrom torch import Tensor, nn\nfrom torchvision.*?)```", page, re.DOTALL
+    )
+    assert code is not None
+    text = code[1].replace("/data", str(tmp_path / "data"))
+    if importlib.util.find_spec("torchvision") is None:  # a large package: the example's crop without it
+        text = text.replace("from torchvision.transforms import v2\n", "from PIL import Image\n")
+        text = re.sub(
+            r"SHRINK = .*\n",
+            "def SHRINK(one):\n    at = torch.randint(9, ()).item()\n"
+            "    return torch.frombuffer(bytearray(one.crop((at, 0, at + 64, 64)).tobytes()), dtype=torch.uint8)"
+            ".view(64, 64, 3).permute(2, 0, 1) / 255\n",
+            text,
+        )
+    (tmp_path / "pictures.py").write_text(text)
+    for part in ("train", "held_out"):
+        for colour, name in ((20, "dark"), (220, "light")):
+            (tmp_path / "data" / part / name).mkdir(parents=True)
+            for number in range(4):
+                image.new("RGB", (72, 64), (colour, number, 0)).save(tmp_path / "data" / part / name / f"{number}.png")
+    monkeypatch.syspath_prepend(tmp_path)
+    config = RunConfig.model_validate({"workload": "pictures:Pictures", "training": {"batch_size": 4}})
+    own = WorkloadContext(config=config, store=Store.open(str(tmp_path)), project_root=tmp_path)
+    assert "evaluate gives held_out_loss" in try_workload(config, own).text
