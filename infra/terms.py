@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass
 
 # Fractions of the budget that are reported when reached. At the last one a job stops, with the reserve unspent.
 BUDGET_THRESHOLDS = (0.5, 0.8, 1.0)
+# Time beyond the reserve that a move to a reservation needs: a save, and a placement (5 min) that finds it full or not.
+_MOVE_SECONDS = 900.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +21,7 @@ class Fallback:
         step_seconds: duration of a step on demand, including its share of the checkpoints.
         usd: cost of that time, in which waiting for machines costs nothing.
         step_usd: cost of a step on demand.
+        move_utc, move_to: Unix time at which a reservation begins in which the rest costs less, and its id; None: none.
     """
 
     seconds: float
@@ -27,6 +30,8 @@ class Fallback:
     step_seconds: float
     usd: float
     step_usd: float
+    move_utc: float | None = None
+    move_to: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +99,9 @@ class Terms:
         usd += reserve.restart_usd if restart else 0.0
         if self.budget_usd is not None and spent_usd + usd > self.budget_usd:
             return f"${spent_usd:.4f} of ${self.budget_usd:.4f} is spent, and finishing on demand may take ${usd:.4f}"
+        in_time = self.deadline_utc is None or now_utc + seconds + _MOVE_SECONDS <= self.deadline_utc
+        if reserve.move_utc is not None and now_utc >= reserve.move_utc and in_time:
+            return f"reservation {reserve.move_to} has begun, where the rest costs less"
         return ""
 
     def to_json(self) -> dict:

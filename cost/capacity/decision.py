@@ -23,7 +23,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from ebbflow.cost.capacity.placement import (
@@ -49,8 +49,10 @@ from ebbflow.cost.plan.guarantee import (
     spare_hours,
     spare_usd,
     start_hours,
+    usd_saved_by_moving,
 )
 from ebbflow.cost.plan.plan import Plan
+from ebbflow.cost.prices.reservations import Reservation
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.errors import Outcome
 from ebbflow.infra.terms import Fallback
@@ -133,7 +135,26 @@ def _apply_rule(
         if one.candidate.expected_usd <= choice.offer.candidate.expected_usd and wait >= least + DECIDE_HOURS:
             reason = f"{_last_end(history)}reservation {one.candidate.reservation}, where the rest costs no more"
             return _Choice(offer=one, reason=reason, rule=RULE, wait_hours=wait)
-    return choice
+    return _with_move(config, choice, now_utc)
+
+
+def _with_move(config: RunConfig, choice: _Choice, now_utc: float) -> _Choice:
+    """Let an attempt on Spot leave when a reservation of the same machines begins, if the rest costs less there."""
+    spot, queued = choice.offer.candidate, {one.reservation for one in config.batch.queues}
+    best, most = None, 0.0
+    for held in map(Reservation.of, config.cost.reservations) if choice.fallback else ():
+        begins, same = held.wait_hours(now_utc), (held.instance_type, held.region) == (spot.instance_type, spot.region)
+        needed = now_utc + (begins + start_hours(spot) + spot.case.work_hours) * HOUR
+        if not same or begins <= 0 or held.id not in queued or held.why_unusable(spot.nodes, now_utc):
+            continue
+        if held.usd_per_hour is None or (held.end_utc is not None and held.end_utc < needed):
+            continue
+        saved = usd_saved_by_moving(config, spot, float(held.usd_per_hour), begins)
+        best, most = (held, saved) if saved > most else (best, most)
+    if best is None or choice.fallback is None:
+        return choice
+    reason = f"{choice.reason}; moves to reservation {best.id} at its begin, which saves about ${most:.2f}"
+    return replace(choice, reason=reason, fallback=replace(choice.fallback, move_utc=best.start_utc, move_to=best.id))
 
 
 def _spot_or_on_demand(

@@ -107,6 +107,20 @@ def make_fallback(config: RunConfig, spot: Candidate, last_resort: Candidate, *,
     )
 
 
+def usd_saved_by_moving(config: RunConfig, spot: Candidate, usd_per_hour: float, begin_hours: float) -> float:
+    """Return the dollars that an attempt on Spot saves if it moves to a reservation of the same machines at its begin.
+
+    The attempt is assumed to start now and to lose no machine until then, so that the least work is left.
+
+    Args:
+        usd_per_hour: Price of one instance of the reservation.
+        begin_hours: Hours until the reservation begins.
+    """
+    left = max(0.0, spot.case.work_hours - max(0.0, begin_hours - start_hours(spot)))
+    stay = left * spot.gang_usd_per_hour
+    return stay - _save_hours(config) * spot.gang_usd_per_hour - (left + start_hours(spot)) * usd_per_hour * spot.nodes
+
+
 def guaranteed_hours(config: RunConfig, pools: Sequence[Candidate], chosen: Candidate) -> float:
     """Return the shortest deadline, in hours from now, that on-demand can guarantee within the budget.
 

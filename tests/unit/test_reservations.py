@@ -11,7 +11,7 @@ import pytest
 from botocore.session import Session
 from botocore.stub import Stubber
 
-from benchmarks.money.virtual_batch import BEGAN_UTC, HOUR
+from benchmarks.money.virtual_batch import BEGAN_UTC, HOUR, VirtualBatch
 from ebbflow.cost.capacity import choose_placement, read_attempts, with_placement
 from ebbflow.cost.plan.plan import Plan, make_plan
 from ebbflow.cost.plan.plan_text import render_plan
@@ -97,6 +97,23 @@ def test_a_block_that_begins_later_is_waited_for_if_the_deadline_allows() -> Non
     assert plan.chosen.expected_hours > 6 and plan.chosen.outlook.p50_hours > 6 + plan.chosen.paid_hours * 0.6
     soon = held_config("cost.deadline_hours=9", reservation=later)
     assert place(soon, make_plan(soon, now_utc=BEGAN_UTC, queues=WHERE)).market == "spot"
+
+
+def test_an_attempt_on_spot_moves_when_a_paid_block_begins_that_was_too_far_to_wait_for() -> None:
+    block = HELD.replace("}", f", start: {utc(1.5)!r}, end: {utc(30)!r}}}")
+    config = held_config("cost.deadline_hours=5.2", reservation=block)
+    course = VirtualBatch([True], queues=WHERE).run(config)
+    assert [one.reservation for _, one, _ in course.decisions] == [None, "cr-1"]
+    first = course.decisions[0][1]
+    assert first.market == "spot" and first.fallback["move_to"] == "cr-1" and "saves about $" in first.reason
+    assert course.finished is not None and course.finished <= 5.2 * HOUR
+    stayed = VirtualBatch([True], queues=BOTH).run(batch_config("cost.deadline_hours=5.2", "batch.runnable_minutes=20"))
+    assert course.usd < 0.7 * stayed.usd, "half of the work is done in the block, which is paid"
+    for other in ("usd_per_hour: 9", "start"):
+        changed = block.replace("usd_per_hour: 0", other) if other != "start" else block.replace(utc(1.5), utc(4.5))
+        config = held_config("cost.deadline_hours=5.2", reservation=changed)
+        found = place(config, make_plan(config, now_utc=BEGAN_UTC, queues=WHERE))
+        assert found.market == "spot" and found.fallback["move_utc"] is None, "dearer, or after the end of the job"
 
 
 def test_the_guarantee_counts_on_plain_on_demand_not_on_a_reservation_that_may_be_full() -> None:
