@@ -103,6 +103,13 @@ def _best_metric_of_text_is_known(config: RunConfig) -> Breach:
     return f"the built-in language model has no metric {metric!r}", f"one of {', '.join(known)}"
 
 
+@RULES.about("training.ema")
+def _a_script_averages_itself(config: RunConfig) -> Breach:
+    if config.script is None or config.training.ema is None:
+        return None
+    return "training.ema does not apply to a script, which takes its own steps", "null, and average in the script"
+
+
 @RULES.about("store")
 def _store_is_known(config: RunConfig) -> Breach:
     store = config.store

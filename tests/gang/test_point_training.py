@@ -142,6 +142,8 @@ def test_a_number_or_a_section_says_what_is_best(given: Any, count: int, mode: s
     assert (again.count, again.mode) == (3, mode)
     with pytest.raises(ConfigError, match="keep_best"):
         load_config(path, ["workload=null", "checkpoint.keep_best.metric=mmd"], project_root=tmp_path, environment={})
+    with pytest.raises(ConfigError, match="does not apply to a script"):
+        load_config(path, ["script=train.py", "training.ema=0.9"], project_root=tmp_path, environment={})
     with pytest.raises(ConfigError, match="keep_best"):
         load_config(path, ["checkpoint.keep_best=many"], project_root=tmp_path, environment={})
 
