@@ -179,7 +179,7 @@ def rank_never_starts(here: Injected) -> None:
     here.connect(2)
 
 
-@injects("A22")
+@injects("A22", answers=("A05",))
 def wrong_launch_arguments(_: Injected) -> None:
     from torch.distributed.run import parse_args
 
@@ -347,7 +347,7 @@ def corrupt_labels(here: Injected) -> None:
     json.loads(path.read_text())
 
 
-@injects("E10")
+@injects("E11")
 def samples_of_unequal_size(_: Injected) -> None:
     load([torch.ones(3), torch.ones(4), torch.ones(3), torch.ones(4)])  # type: ignore[arg-type]
 
@@ -429,13 +429,6 @@ def full_disk(here: Injected) -> None:
     torch.save(torch.ones(1000), "/dev/full") if here.seed % 2 else Path("/dev/full").write_bytes(b"x" * 10_000)
 
 
-@injects("H15", answers=("A27", "H02"))
-def stale_mount(here: Injected) -> None:
-    gone = here.folder / "mount"
-    gone.mkdir(exist_ok=True)
-    raise OSError(116, os.strerror(116), str(gone))
-
-
 # Sharding, compiler, program
 
 
@@ -483,6 +476,104 @@ def session_closed(_: Injected) -> None:
     script = "import os, signal; os.kill(os.getpid(), signal.SIGHUP)"
     code = subprocess.run([sys.executable, "-c", script], check=False).returncode
     raise SystemExit(f"Process got signal: {-code}")
+
+
+# More, each with the tool that prints it
+
+
+@injects("A02")
+def package_that_does_not_build(here: Injected) -> None:
+    broken = here.folder / "broken"
+    broken.mkdir(exist_ok=True)
+    (broken / "setup.py").write_text("raise SystemExit('no compiler')")
+    words = ["install", "--no-index", "--no-build-isolation", "--no-deps", str(broken)]
+    raise SystemExit(subprocess.run([sys.executable, "-m", "pip", *words], check=False).returncode)
+
+
+@injects("A04")
+def build_without_cuda(_: Injected) -> None:
+    torch.zeros(1).cuda()
+
+
+@injects("A18", answers=("H02",))
+def shared_path_missing(_: Injected) -> None:
+    open("/fsx/dataset-of-nobody/train.bin", "rb")  # noqa: SIM115
+
+
+@injects("A19")
+def no_credentials(_: Injected) -> None:
+    import boto3
+
+    os.environ.update(AWS_EC2_METADATA_DISABLED="true", AWS_CONFIG_FILE="/nowhere", AWS_SHARED_CREDENTIALS_FILE="/no")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+        os.environ.pop(name, None)
+    boto3.client("s3", region_name="us-east-1").put_object(Bucket="b", Key="k", Body=b"")
+
+
+@injects("B01")
+def no_gpu_tool(_: Injected) -> None:
+    raise SystemExit(subprocess.run("nvidia-smi", shell=True, check=False).returncode)
+
+
+@injects("B10")
+def killed_without_a_word(_: Injected) -> None:
+    subprocess.run(["bash", "-c", "bash -c 'kill -9 $$'; echo ended"], check=False)
+
+
+@injects("E06")
+def slow_loader(_: Injected) -> None:
+    began = time.monotonic()
+    for step in range(6):
+        time.sleep(0.05)
+        data = time.monotonic() - began
+        print(f"Epoch: [0][{step}/6] Time {data + 0.004:.3f} ({data:.3f}) Data {data:.3f} ({data:.3f})", flush=True)
+        began = time.monotonic()
+
+
+@injects("F06")
+def half_gradients(_: Injected) -> None:
+    weight = nn.Parameter(torch.ones(2, dtype=torch.float16))
+    optimizer, scaler = torch.optim.SGD([weight]), torch.amp.GradScaler("cpu")  # type: ignore[attr-defined]
+    scaler.scale(weight.sum()).backward()
+    scaler.unscale_(optimizer)
+
+
+@injects("G02")
+def steps_that_slow_down(_: Injected) -> None:
+    for step in range(6):
+        began = time.monotonic()
+        time.sleep(0.02 * (1 + step))
+        print(f"step {step} step_time: {time.monotonic() - began:.3f}", flush=True)
+
+
+@injects("H07")
+def store_that_does_not_answer(_: Injected) -> None:
+    import boto3
+    from botocore.config import Config
+
+    once = Config(retries={"total_max_attempts": 1}, connect_timeout=2)
+    keys = {"aws_access_key_id": "a", "aws_secret_access_key": "b", "region_name": "us-east-1"}
+    place = f"http://127.0.0.1:{free_port()}"
+    boto3.client("s3", endpoint_url=place, config=once, **keys).put_object(Bucket="b", Key="k", Body=b"")
+
+
+@injects("J02", answers=("J02", "J12"))
+def gateway_that_does_not_answer(_: Injected) -> None:
+    from prometheus_client import CollectorRegistry, push_to_gateway
+
+    address = f"127.0.0.1:{free_port()}"
+    try:
+        push_to_gateway(address, "train", CollectorRegistry(), timeout=1)
+    except OSError as error:
+        raise SystemExit(f"pushing metrics to pushgateway {address} failed: {error}") from error
+
+
+@injects("J09")
+def metric_made_twice(_: Injected) -> None:
+    from prometheus_client import Counter
+
+    Counter("train_steps", "steps")
+    Counter("train_steps", "steps")
 
 
 if __name__ == "__main__":

@@ -19,8 +19,10 @@ from ebbflow.infra.diagnose.matching import load_matcher
 from ebbflow.infra.diagnose.reading import LogText, rank_of, time_of
 from ebbflow.infra.diagnose.rules import SymptomRule, load_rules
 from ebbflow.infra.errors import _SYMPTOMS
+from tests.support.injected import INJECTIONS, inject
 
 RULES = load_rules().rules
+_OF_THE_GUIDES = {"A": 22, "B": 10, "C": 10, "D": 19, "E": 9, "F": 10, "G": 9, "H": 15, "I": 10, "J": 9}
 MATCHER = load_matcher()
 
 
@@ -79,8 +81,7 @@ def test_a_quotation_of_the_development_set_has_its_family(entry: dict) -> None:
 
 
 def test_all_symptoms_of_the_guides_have_a_rule() -> None:
-    counts = {"A": 22, "B": 10, "C": 10, "D": 19, "E": 9, "F": 10, "G": 9, "H": 15, "I": 10, "J": 9}
-    wanted = {f"{letter}{number:02}" for letter, count in counts.items() for number in range(1, count + 1)}
+    wanted = {f"{letter}{number:02}" for letter, count in _OF_THE_GUIDES.items() for number in range(1, count + 1)}
     assert len(wanted) == 123 and not wanted - {rule.id for rule in RULES}
 
 
@@ -178,3 +179,57 @@ def test_an_error_of_ours_ends_with_a_symptom_that_is_explained(
         assert main(["explain", symptom]) == 0 and symptom in capsys.readouterr().out
     for name in _SYMPTOMS.values():
         assert load_rules().find(name), name
+
+
+# Each takes a second in a process of its own. soak_headlines.py makes all of them, ten times.
+@pytest.mark.parametrize("name", ["no_rollouts", "prefix_of_ddp", "wrong_interface", "loader_worker_killed"])
+def test_a_symptom_made_in_plain_torch_is_named(name: str, tmp_path: Path) -> None:
+    logs, _, _ = inject(name, tmp_path)
+    found = next(each for each in diagnose_files(logs).findings if each.role == "root")
+    assert found.rule.id in (INJECTIONS[name].symptom, *INJECTIONS[name].answers)
+
+
+COVERAGE_PAGE = Path(__file__).parents[2] / "docs" / "symptom-coverage.md"
+
+
+def test_the_documentation_says_how_each_symptom_of_the_guides_is_tested() -> None:
+    """It is written with `python -m tests.unit.test_diagnosis`."""
+    assert COVERAGE_PAGE.read_text(encoding="utf-8") == coverage_page()
+
+
+def coverage_page() -> str:
+    tests = yaml.safe_load((SUPPORT.parent / "symptoms.yaml").read_text())
+    for place in tests.values():
+        path, _, name = place.partition("::")
+        assert re.search(rf"def {name}\b", (COVERAGE_PAGE.parents[1] / path).read_text()), place
+    plain = {made.symptom: name for name, made in INJECTIONS.items()}
+    replayed: dict[str, str] = {}
+    for path in sorted(SUPPORT.rglob("*.yaml")):
+        for entry in yaml.safe_load(path.read_text()):
+            family, symptom = roots(entry["text"])
+            if symptom and family == entry["family"]:
+                replayed.setdefault(symptom, entry.get("url", path.name))
+    rows: list[str] = []
+    counts: dict[str, int] = dict.fromkeys(("plain torch", "test", "excerpt", "line"), 0)
+    places: dict[str, dict[str, str]] = {"plain torch": plain, "test": tests, "excerpt": replayed}
+    for rule in RULES:
+        if int(rule.id[1:]) <= _OF_THE_GUIDES.get(rule.id[0], 0):
+            kind = next((name for name, known in places.items() if rule.id in known), "line")
+            counts[kind] += 1
+            rows.append(f"| {rule.id} | {rule.title} | {kind} | `{places.get(kind, {}).get(rule.id, 'its rule')}` |")
+    torch, test, excerpt, line = counts.values()
+    head = f"""# How the symptoms are tested
+
+Written by `python -m tests.unit.test_diagnosis`; do not edit. Of the {len(rows)} symptoms of the guides, {torch + test}
+are made for real: {torch} by plain torch code or another tool, whose logs are then diagnosed
+(`tests/support/injected.py`), and {test} by a test of a job, of a check or with a stand-in. {excerpt} are replayed from a
+public excerpt, and {line} from the example line of their rule only.
+
+| id | symptom | made by | where |
+|---|---|---|---|
+"""
+    return head + "\n".join(rows) + "\n"
+
+
+if __name__ == "__main__":
+    COVERAGE_PAGE.write_text(coverage_page(), encoding="utf-8")
