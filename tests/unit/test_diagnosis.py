@@ -222,8 +222,8 @@ def coverage_page() -> str:
 
 Written by `python -m tests.unit.test_diagnosis`; do not edit. Of the {len(rows)} symptoms of the guides, {torch + test}
 are made for real: {torch} by plain torch code or another tool, whose logs are then diagnosed
-(`tests/support/injected.py`), and {test} by a test of a job, of a check or with a stand-in. {excerpt} are replayed from a
-public excerpt, and {line} from the example line of their rule only.
+(`tests/support/injected.py`), and {test} by a test of a job, of a check or with a stand-in. {excerpt} are replayed
+from a public excerpt, and {line} from the example line of their rule only.
 
 | id | symptom | made by | where |
 |---|---|---|---|
