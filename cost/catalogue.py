@@ -33,7 +33,7 @@ _HERE = Path(__file__).parent
 INSTANCES, GPUS = _HERE / "instances.csv", _HERE / "gpus.csv"
 ADVISOR, ON_DEMAND = _HERE / "spot_advisor.csv", _HERE / "on_demand.csv"
 INSTANCE_COLUMNS = ("name", "gpu", "gpu_count", "gpu_memory_mib", "vcpu", "ram_gib", "network_gbps", "efa")
-_GPU_FIGURES = ("compute_capability", "nvlink", "bf16_tflops", "fp32_tflops", "bf16_mfu")
+_GPU_FIGURES = ("compute_capability", "nvlink", "bf16_tflops", "fp16_tflops", "fp32_tflops", "bf16_mfu")
 GPU_COLUMNS = ("gpu", *_GPU_FIGURES, "source", "mfu_source", "note")
 ADVISOR_COLUMNS = ("region", "name", "savings_percent", "interruption_band")
 ON_DEMAND_COLUMNS = ("region", "name", "usd_per_hour", "recorded")
@@ -46,7 +46,7 @@ class Gpu:
 
     Attributes:
         nvlink: Whether the GPUs of a node are connected by NVLink.
-        bf16_tflops, fp32_tflops: Dense peak in TFLOP/s; None if the vendor publishes none (see `note`).
+        bf16_tflops, fp16_tflops, fp32_tflops: Dense peak in TFLOP/s; None if the vendor publishes none (see `note`).
         bf16_mfu: Published share of the bfloat16 peak that training reaches on one node; None if unpublished.
         source, mfu_source: Publications of the peaks and of `bf16_mfu`.
     """
@@ -55,15 +55,18 @@ class Gpu:
     compute_capability: float
     nvlink: bool
     bf16_tflops: float | None
+    fp16_tflops: float | None  # only of GPUs without bfloat16
     fp32_tflops: float | None
     bf16_mfu: float | None
     source: str
     mfu_source: str
     note: str
 
-    def peak_flops(self, mixed_precision: bool) -> float | None:
-        """Return the dense peak in FLOP/s for bfloat16 (mixed precision) or float32; None if unknown."""
-        tflops = self.bf16_tflops if mixed_precision else self.fp32_tflops
+    def peak_flops(self, dtype: str) -> float | None:
+        """Return the dense peak in FLOP/s for bfloat16, float16 or float32; None if unknown."""
+        tflops = self.fp32_tflops if dtype == "float32" else self.bf16_tflops
+        if dtype == "float16" and tflops is None:
+            tflops = self.fp16_tflops
         return None if tflops is None else tflops * 1e12
 
 
@@ -218,6 +221,7 @@ def _read_gpus(path: Path) -> Iterator[Gpu]:
             compute_capability=row.parse("compute_capability", _number(1, 100), "a compute capability"),
             nvlink=row.parse("nvlink", _YES_NO.__getitem__, "yes or no"),
             bf16_tflops=row.parse("bf16_tflops", _number(1, 1e5), "TFLOP/s in 1 … 100000", optional=True),
+            fp16_tflops=row.parse("fp16_tflops", _number(1, 1e5), "TFLOP/s in 1 … 100000", optional=True),
             fp32_tflops=row.parse("fp32_tflops", _number(1, 1e4), "TFLOP/s in 1 … 10000", optional=True),
             bf16_mfu=row.parse("bf16_mfu", _number(0.01, 1), "a share in 0.01 … 1", optional=True),
             source=row.parse("source", _text, "a source"),

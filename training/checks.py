@@ -187,6 +187,8 @@ def _remarks(config: RunConfig) -> list[str]:
     found = []
     if config.parallel.recompute != "none":
         found.append(f"recompute {config.parallel.recompute}")
+    if config.fsdp.compute_dtype == "float16":
+        found.append("float16 with loss scaling: steps that overflow are skipped; on a CPU it is very slow")
     if config.parallel.compile:
         seconds = config.cluster.step_deadline_seconds
         found.append(f"units are compiled in the first step, within cluster.step_deadline_seconds {seconds:g}")

@@ -33,6 +33,8 @@ def train(trainer: Trainer) -> LoopResult:
         loss = forward_backward(trainer, batch, step)
 
         gradients = spread.gradient_tensors()
+        if trainer.guards.loss_scale is not None:
+            torch._foreach_mul_(gradients, 1 / trainer.guards.loss_scale.value)  # pyright: ignore[reportPrivateImportUsage]
         sync, scale, norm = trainer.sync_step(at, batch, loss, gradients)
         judgement = trainer.judge(sync)
         if judgement.action is Action.STOP:
@@ -89,7 +91,8 @@ def forward_backward(trainer: Trainer, batch: Batch, step: int) -> Loss:
                 trainer.enter("forward", step)
                 loss = trainer.workload.loss(trainer.spread.model, part)
                 trainer.enter("backward", step)
-                loss.sum.backward()
+                scale = trainer.guards.loss_scale
+                (loss.sum if scale is None else loss.sum * scale.value).backward()
             sums += loss.sum.detach()
             weight += loss.weight
     return Loss(sums, weight)

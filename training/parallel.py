@@ -152,7 +152,7 @@ class Compression:
         return PowerSGDState(process_group=self._group, **options)
 
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def shard_model(

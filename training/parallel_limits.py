@@ -39,7 +39,7 @@ class UnsupportedOption:
 
 def find_unsupported_options(config: RunConfig, place: RankLayout) -> list[UnsupportedOption]:
     """Return every reason why `config` cannot run on these ranks; empty if it can."""
-    found = [*_shards(config, place), *_precision(config), *_replicas(config, place)]
+    found = [*_shards(config, place), *_replicas(config, place)]
     if config.parallel.compile:
         found += _compiler(place)
     return found
@@ -60,15 +60,6 @@ def _shards(config: RunConfig, place: RankLayout) -> Iterator[UnsupportedOption]
         yield UnsupportedOption(
             "fsdp.cpu_offload: mode ddp has no shards that could stay in host memory",
             "set parallel.mode to fsdp2 or hsdp, or fsdp.cpu_offload to false",
-        )
-
-
-def _precision(config: RunConfig) -> Iterator[UnsupportedOption]:
-    if config.fsdp.use_mixed_precision and config.fsdp.param_dtype == "float16":
-        yield UnsupportedOption(
-            "fsdp.param_dtype float16: on a CPU it is hundreds of times slower than bfloat16, and on a GPU its small "
-            "range needs loss scaling, which the engine does not do",
-            "set fsdp.param_dtype to bfloat16, which has the range of float32",
         )
 
 

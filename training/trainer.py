@@ -194,10 +194,12 @@ class Trainer:
     def device_exchange(self) -> DeviceExchange | None:
         """The step sync on GPUs, which is read one step later; None if each step is read at once.
 
-        Each step is read at once on a CPU, with CPU offload, and if a guard may skip a step because of its loss.
+        Each step is read at once on a CPU, with CPU offload, and if a step may be skipped, by a guard or by
+        float16's loss scaling.
         """
         guards = self.config.guards
         at_once = self.config.fsdp.cpu_offload or "skip" in (guards.non_finite, guards.spike)
+        at_once = at_once or self.guards.loss_scale is not None
         return None if self.gang.device.type != "cuda" or at_once else DeviceExchange(self.gang)
 
     def seed_random_numbers(self, step: int) -> None:

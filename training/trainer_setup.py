@@ -31,7 +31,7 @@ from ebbflow.training.launch.heartbeat import Heartbeat
 from ebbflow.training.launch.messages import OrderRecord, WorkerSpec
 from ebbflow.training.limits import Limits, Position
 from ebbflow.training.optimizer import keep_average, make_optimizer
-from ebbflow.training.parallel import report_compilation, spread_model
+from ebbflow.training.parallel import DTYPES, report_compilation, spread_model
 from ebbflow.training.progress import Progress, peak_flops_per_second
 from ebbflow.training.rehearse import Fault
 from ebbflow.training.reporter import Clock, Reporter
@@ -231,7 +231,9 @@ def _progress(
     # Later ranks with the same local rank reuse the file. The number of ranks on the machine changes the measurement.
     name = f"peak-{os.environ.get('LOCAL_RANK', '0')}-of-{spec.colocated_ranks}.json"
     kept = Path(spec.kept_path) / name if spec.kept_path else None
-    dtype = torch.bfloat16 if config.fsdp.use_mixed_precision else torch.float32
+    dtype = DTYPES[config.fsdp.compute_dtype]
+    if gang.device.type == "cpu" and dtype is torch.float16:
+        dtype = torch.bfloat16  # float16 is hundreds of times slower on a CPU, so that measuring it takes minutes
     own = peak_flops_per_second(gang.device, dtype, kept)
     reporter.emit(PEAK, flops_per_second=own, dtype=str(dtype).removeprefix("torch."))
     peak = sum(one for (one,) in gang.gather_numbers([own]))

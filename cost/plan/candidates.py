@@ -306,7 +306,7 @@ def _quotes(
 def _cannot_run(config: RunConfig, pool: Pool, kind: InstanceType) -> tuple[Any, ...] | None:
     """Check market, backend and GPU of a pool. Return (kind, reason) of a rejection, or None if the pool passes."""
     cluster, gpu = config.cluster, kind.gpu
-    mixed = config.fsdp.use_mixed_precision
+    dtype = config.fsdp.compute_dtype
     if cluster.market not in ("auto", pool.market):
         return "market excluded", f"cluster.market is {cluster.market}"
     if cluster.plan_for == "batch" and pool.market == "spot" and pool.nodes > 1:
@@ -316,9 +316,11 @@ def _cannot_run(config: RunConfig, pool: Pool, kind: InstanceType) -> tuple[Any,
     if gpu.compute_capability < OLDEST_COMPUTE_CAPABILITY:
         reason = f"{gpu.name} has capability {gpu.compute_capability}; torch's default wheels begin at 7.5"
         return "GPU too old", reason
-    if gpu.peak_flops(mixed) is None:
-        precision = "bfloat16" if mixed else "float32"
-        return "peak unknown", f"no {precision} peak of {gpu.name}: {gpu.note or 'not published'}"
+    if gpu.peak_flops(dtype) is None:
+        why = gpu.note or "not published"
+        if dtype == "bfloat16" and gpu.fp16_tflops:
+            why += "; fsdp.param_dtype float16 has one"
+        return "peak unknown", f"no {dtype} peak of {gpu.name}: {why}"
     return None
 
 

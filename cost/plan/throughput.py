@@ -206,7 +206,7 @@ def estimate_throughput(
     Returns:
         None if the GPU's peak at the configured precision is unknown.
     """
-    peak = kind.gpu.peak_flops(config.fsdp.use_mixed_precision)
+    peak = kind.gpu.peak_flops(config.fsdp.compute_dtype)
     if peak is None:
         return None
     ranks = nodes * processes_per_node

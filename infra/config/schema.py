@@ -203,11 +203,17 @@ class FsdpConfig(Section):
     """Options of the sharded modes; mixed precision applies to ddp as well, through autocast."""
 
     use_mixed_precision: bool = key(False, "compute in param_dtype; master weights stay float32")
-    param_dtype: Literal["bfloat16", "float16"] = key("bfloat16", "dtype of the compute with mixed precision")
+    param_dtype: Literal["bfloat16", "float16"] = key(
+        "bfloat16", "dtype of the compute with mixed precision; float16, for GPUs without bfloat16, with loss scaling"
+    )
     reduce_dtype: Literal["float32", "bfloat16"] = key(
         "float32", "dtype of the gradient reduction with mixed precision"
     )
     cpu_offload: bool = key(False, "keep shards, gradients and optimizer state in host memory")
+
+    @property
+    def compute_dtype(self) -> str:
+        return self.param_dtype if self.use_mixed_precision else "float32"
 
 
 class ClusterConfig(Section):

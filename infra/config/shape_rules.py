@@ -224,17 +224,6 @@ def _shard_size_is_of_hsdp(config: RunConfig) -> Breach:
     return message, suggest_values(("parallel.mode", ["hsdp"]), ("parallel.shard_size", ["null"]))
 
 
-@RULES.about("fsdp.param_dtype")
-def _no_float16(config: RunConfig) -> Breach:
-    if config.fsdp.param_dtype != "float16":
-        return None
-    message = (
-        "fsdp.param_dtype float16 is refused: on a CPU it is hundreds of times slower than bfloat16, and on a GPU its "
-        "range, 6e-8 to 65504, needs loss scaling, which the engine does not do; bfloat16 has the range of float32"
-    )
-    return message, suggest_values(("fsdp.param_dtype", ["bfloat16"]))
-
-
 @RULES.about("fsdp.reduce_dtype", "fsdp.use_mixed_precision", "parallel.mode")
 def _dtypes_need_mixed_precision(config: RunConfig) -> Breach:
     sharded = config.parallel.mode in _SHARDED

@@ -75,7 +75,6 @@ KINDS = {
     "shards of another mode": Kind("parallel: {shard_size: 2}", 2, ("no effect with parallel.mode fsdp2", "hsdp")),
     "other mode's option": Kind("ddp: {static_graph: true}", 2, ("bad.yaml:1:21", "no effect with parallel", "to ddp")),
     "option without its condition": Kind("fsdp: {reduce_dtype: bfloat16}", 2, ("without fsdp.use_mixed_precision",)),
-    "float16": Kind("fsdp: {param_dtype: float16}", 2, ("hundreds of times slower", "loss scaling", "to bfloat16")),
     "redundant promise": Kind(
         "parallel: {mode: ddp}\nddp: {static_graph: true, find_unused_parameters: true}",
         2,

@@ -179,7 +179,6 @@ def test_recomputing_saves_memory_and_changes_no_gradient() -> None:
         ({"parallel": {"mode": "hsdp", "shard_size": 4}}, {"ranks": 6}, r"6 = 4 × 1 \+ 2; fix: .*one of 1, 2, 3, 6"),
         ({"parallel": {"mode": "hsdp"}}, {"ranks": 6, "ranks_per_node": 4}, r"\(ranks per node\) 4"),
         ({"fsdp": {"cpu_offload": True}}, {}, "fsdp.cpu_offload: mode ddp has no shards.*fix: set parallel.mode"),
-        ({"fsdp": {"use_mixed_precision": True, "param_dtype": "float16"}}, {}, "float16.*loss scaling.*bfloat16"),
         ({"ddp": {"gradient_compression": "bfloat16"}}, {}, "bfloat16: torch has it for NCCL.*gloo"),
         (
             {"ddp": {"gradient_compression": "powersgd", "bucket_cap_mb": 1.0}},

@@ -301,6 +301,8 @@ def test_throughput_is_the_tightest_of_its_bounds():
     tiny = estimate_throughput(small, causal_lm_shape(small.model), types["p5.4xlarge"], 1, 1)
     assert tiny.bound == "launch" and tiny.mfu < 0.05
     assert estimate_throughput(small, SHAPE, types["g4dn.xlarge"], 1, 1) is None  # no bfloat16 peak
+    half = small.model_copy(update={"fsdp": small.fsdp.model_copy(update={"param_dtype": "float16"})})
+    assert estimate_throughput(half, SHAPE, types["g4dn.xlarge"], 1, 1) is not None
 
 
 def test_a_gpu_generation_has_its_own_published_mfu_and_more_nodes_lose_some_of_it() -> None:

@@ -6,6 +6,7 @@ contains the state of `LossGuard`, so a resumed job judges each step exactly as 
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 from bisect import bisect_left, insort
@@ -156,6 +157,35 @@ class LossGuard:
         return Judgement(action, reason, finite)
 
 
+class LossScale:
+    """Dynamic loss scale for float16, whose range is 6e-8 to 65504 (Micikevicius et al. 2018, section 3.2).
+
+    The scale starts at 16, since losses are sums: with 4,096 tokens, that is torch's 65536 for a mean. An overflow
+    halves it, and 2,000 steps in a row without one double it. All ranks have the same scale.
+    """
+
+    FIRST, SMALLEST, LARGEST, GOOD_STEPS = 2.0**4, 2.0**-14, 2.0**24, 2000
+
+    def __init__(self) -> None:
+        self.restore({})
+
+    def restore(self, data: Mapping[str, Any]) -> None:
+        self.value, self._good_steps = data.get("value", self.FIRST), data.get("good_steps", 0)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"value": self.value, "good_steps": self._good_steps}
+
+    def update(self, *, overflow: bool) -> str:
+        """Adapt the scale after a step. Return why the step must be skipped; "" to judge it as any other."""
+        self._good_steps = 0 if overflow else self._good_steps + 1
+        if self._good_steps == self.GOOD_STEPS:
+            self.value, self._good_steps = min(2 * self.value, self.LARGEST), 0
+        if not overflow or self.value <= self.SMALLEST:
+            return ""
+        self.value /= 2
+        return f"float16 overflow in gradients; loss scale {2 * self.value:g} → {self.value:g}"
+
+
 # A prime below 2**53, because the step sync sends float64, which represents integers exactly up to 2**53.
 _MODULUS = 2**47 - 115
 _MULTIPLIER = 1_000_003
@@ -223,12 +253,14 @@ class Guards:
 
     def __post_init__(self) -> None:
         self.numbers = LossGuard(self.config.guards)
+        self.loss_scale = LossScale() if self.config.fsdp.compute_dtype == "float16" else None
         self._first_step: int | None = None  # of this generation
 
     def commit_fields(self, step: int) -> dict[str, Any]:
         """Return the guards' fields for the commit of `step`, and schedule a comparison of the weights."""
         self.saved_step = step
-        return {"guards": self.numbers.to_json() | {"first_sample": self.overrides.first_sample}}
+        scale = {"loss_scale": self.loss_scale.to_json()} if self.loss_scale else {}
+        return {"guards": self.numbers.to_json() | {"first_sample": self.overrides.first_sample} | scale}
 
     def resume(self, at: Position, extra: Mapping[str, Any]) -> Position:
         """Restore the guards' state from a commit's fields, and return the position at which to continue.
@@ -237,6 +269,8 @@ class Guards:
         the override's `first_sample`.
         """
         self.numbers.restore(extra.get("guards", {}))
+        if self.loss_scale is not None:
+            self.loss_scale.restore(extra.get("guards", {}).get("loss_scale", {}))
         first = self.overrides.first_sample
         if at.cursor >= first:
             return at
@@ -269,7 +303,11 @@ class Guards:
         finite = not (reason := sync.non_finite)
         loss, norm = (sync.loss, sync.gradient_norm) if finite else (0.0, 0.0)
         before = self.numbers.skipped_in_a_row
-        judgement = self.numbers.judge(loss=loss, gradient_norm=norm, non_finite=reason)
+        overflow = bool(reason) and math.isfinite(sync.loss)  # a non-finite loss is no matter of scale
+        if self.loss_scale is not None and (skipped := self.loss_scale.update(overflow=overflow)):
+            judgement = Judgement(Action.SKIP, skipped, finite=False)
+        else:
+            judgement = self.numbers.judge(loss=loss, gradient_norm=norm, non_finite=reason)
         if judgement.action is Action.REWIND:
             return self._rewind(at, judgement, first_bad=at.step + 1 - before, settle=settle)
         if judgement.action is Action.SKIP and self.gang.rank == 0:
