@@ -41,6 +41,7 @@ from ebbflow.infra.events import (
     read_events,
 )
 from ebbflow.infra.observe.notify import open_channels
+from ebbflow.infra.process import process_stat
 from ebbflow.infra.store import Store
 
 # Attempts that are killed: (restored step, last step). Each makes a commit every 10 steps.
@@ -411,3 +412,23 @@ def test_a_job_that_has_ended_is_sent_by_hand_to_the_trackers_of_another_file(tm
     assert (done.returncode, done.stdout) == (0, f"jsonl: {tmp_path}/sent/metrics.jsonl\n"), done
     lines = (tmp_path / "sent" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == list(range(1, 11))
+
+
+def test_what_a_killed_launcher_left_is_sent_and_the_process_ends(tmp_path: Path, runs: Path) -> None:
+    store = Store.open(str(tmp_path / "store" / "jobs" / "demo"))
+    write_attempt(store, 1)
+    config = {"store": str(tmp_path / "store"), "trackers": [{"type": "jsonl"}]}
+    code = (
+        "import os, signal, time; from ebbflow.infra.observe.trackers import start_tracking\n"
+        f"own = start_tracking('demo', {config['store']!r}, {config!r})\n"
+        "while own._process is None or not own._process.stdin.closed: time.sleep(0.01)\n"
+        "print(own._process.pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    words = [sys.executable, "-c", code]
+    launcher = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60)
+    assert launcher.returncode == -9, launcher
+    pid = int(launcher.stdout.split()[0])
+    wait_for(lambda: (stat := process_stat(pid)) is None or not stat.living)
+    assert [step for step, _ in read_jsonl(runs, "loss")] == list(range(1, 11))
+    assert json.loads((runs / "demo" / "run.json").read_text())["ebbflow/outcome"] == "interrupted"
