@@ -1,7 +1,8 @@
-"""Take the pictures of the pages from real runs: `make pictures` writes docs/images/*.png (needs chromium).
+"""Take the pictures of the pages: `make pictures` writes docs/images/*.png (needs chromium).
 
 Each answers a question. report.png: what did an interruption cost? live.png: is a stop safe? forecast.png: when does
-the job end, and for how much? slow-rank.png: which rank is slow? failure.png: why did it fail?
+the job end, and for how much? They are of a real run. slow-rank.png (which rank is slow?) and failure.png (why did it
+fail?) are of event logs that the tests make.
 """
 
 from __future__ import annotations
@@ -13,28 +14,35 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-
-from ebbflow.training.workloads.language_model import TextBatch, TextWorkload  # noqa: E402
 
 _IMAGES = ROOT / "docs" / "images"
 _WIDTH = 1000
 _HALF = re.compile(r"Running: [0-9,]+ of [0-9,]+ steps \((4[5-9]|5[0-9]) %\)")
 
 
-class SlowRank(TextWorkload):
-    """The built-in language model, slower on rank 1."""
+def render_made_jobs(folder: Path) -> None:
+    """Write the pages of a job with a slow rank and of a failed job where those of real jobs are."""
+    from ebbflow.cost.report.render_html import render
+    from ebbflow.cost.report.report import build_report
+    from ebbflow.infra.events import STEP
+    from tests.support.timelines import GangLog, plan_event
+    from tests.unit.test_report import interrupted_job
 
-    def __init__(self, context: Any) -> None:
-        super().__init__(context)
-        self._pause = 0.06 if context.rank == 1 else 0.0
-
-    def loss(self, model: Any, batch: TextBatch) -> Any:
-        time.sleep(self._pause)
-        return super().loss(model, batch)
+    gang = GangLog(1, 1.0, [[0, 1], [2, 3]])
+    gang.phase("startup", 5.0)
+    gang.steps(1, 40, useful_step=1.0)
+    for one in gang.events:
+        if one.name == STEP:
+            one.data.update(slowest_rank=2 if (one.step or 0) % 8 else 1, slowest_ratio=1.62)
+    gang.outcome("completed")
+    gang.ended("completed", 46.0)
+    jobs = {"slow-rank": [plan_event(), *gang.events], "failing": interrupted_job(completed=False)}
+    for job, events in jobs.items():
+        (folder / "runs" / job).mkdir(parents=True)
+        (folder / "runs" / job / "report.html").write_text(render(build_report(events)))
 
 
 def main() -> None:
@@ -60,6 +68,9 @@ def main() -> None:
             (_IMAGES / f"{picture}.png").write_bytes(browser.picture(top=int(top), height=height))
 
         with Browser(folder) as browser:
+            render_made_jobs(folder)
+            take("slow-rank", "slow-rank", part="#ranks", height=330)
+            take("failing", "failure", height=660)
             run = start("first-run", "--rehearse", "node-loss@60%")
             live = folder / "runs" / "first-run" / "live.html"
             while run.poll() is None and not (live.exists() and _HALF.search(live.read_text())):
@@ -68,11 +79,6 @@ def main() -> None:
             take("first-run", "forecast", page="live.html", part="#figure-usd", height=300)
             assert run.wait() == 0, (folder / "first-run.txt").read_text()
             take("first-run", "report")
-            short = ("--set", "training.max_steps=60")
-            assert start("slow-rank", "--set", "workload=docs.pictures:SlowRank", *short).wait() == 0
-            take("slow-rank", "slow-rank", part="#ranks", height=260)
-            assert start("failing", "--rehearse", "exception@60%", *short).wait() != 0
-            take("failing", "failure", height=640)
         print((folder / "first-run.txt").read_text())
 
 
