@@ -182,7 +182,7 @@ def test_an_error_of_ours_ends_with_a_symptom_that_is_explained(
 
 
 # Each takes a second in a process of its own. soak_headlines.py makes all of them, ten times.
-@pytest.mark.parametrize("name", ["no_rollouts", "prefix_of_ddp", "wrong_interface", "loader_worker_killed"])
+@pytest.mark.parametrize("name", ["no_rollouts", "prefix_of_ddp", "wrong_interface", "corrupt_labels"])
 def test_a_symptom_made_in_plain_torch_is_named(name: str, tmp_path: Path) -> None:
     logs, _, _ = inject(name, tmp_path)
     found = next(each for each in diagnose_files(logs).findings if each.role == "root")
