@@ -252,7 +252,7 @@ def _rank_of_importance(name: str) -> tuple[int, str]:
 
 
 def _log_tails(lines: list[LogLine], own: tuple[str, ...]) -> Iterator[BundleFile]:
-    """Yield one file with the last log lines of each rank in each generation.
+    """Yield one file per rank and generation, with the rank's last log lines in that generation.
 
     Secrets are removed before the lines are cut, because a secret may span several lines.
     """
@@ -319,7 +319,7 @@ def pack(files: list[BundleFile], largest_bytes: int) -> tuple[bytes, list[Bundl
     A file that does not fit is cut at its beginning, or left out if not even its end fits.
 
     Returns:
-        The archive, and the files that it contains, as they were cut.
+        The archive, and the files in the archive with their final (possibly cut) contents.
     """
     buffer, packed, left = io.BytesIO(), [], largest_bytes
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:

@@ -218,7 +218,7 @@ class Keeper:
             self._ended[message["ended"]] = message["status"]
 
     def _lose(self) -> None:
-        """Kill the keeper and mark it as lost. The kernel then kills its children and the ranks of a standby."""
+        """Kill the keeper and mark it as lost. The kernel then kills its children and a standby's ranks."""
         import subprocess
 
         self.lost = True

@@ -295,7 +295,7 @@ def claim_of_parent() -> str | None:
 def _living(
     job_store: Store, job: str, launcher: Launcher, modified: float, *, watch: bool, say: Callable[[str], None]
 ) -> Launcher | None:
-    """Return the launcher that holds the job. Return None if its claim was released or is stale, or if it has died.
+    """Return the launcher that holds the job. Return None if it is dead, or if its claim was released or is stale.
 
     Args:
         modified: Unix time of the claim's last write, by the store's clock.

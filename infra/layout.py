@@ -19,8 +19,8 @@
                    launchers/<number>.json    claims on the job, one per launcher; the highest number holds it
                    clock/<random>             written and deleted to read the store's clock
                    plan.json                  the newest plan with all pools
-                   trackers.json              what trackers and people have got so far
-                   report.json  report.html  metrics.prom
+                   trackers.json              what was sent to trackers and to people so far report.json  report.html
+                   metrics.prom
 <store>/tokens/<sha256>/...                            prepared data of the built-in language model
 <store>/workloads/<module and name>/...                prepared data of a user's workload
 <store>/scripts/<sha256>.tar                           folder of a user's script
@@ -137,7 +137,7 @@ def permit_prefix(what: str) -> str:
 
 
 def permit_key(what: str, generation: int) -> str:
-    """Return the key of a user's permission `what`, such as ``from-scratch``. It is valid up to this generation."""
+    """Return the key of a user's permission `what` (such as ``from-scratch``), which is valid up to `generation`."""
     return f"{permit_prefix(what)}/{generation:06d}.json"
 
 

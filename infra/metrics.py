@@ -175,8 +175,8 @@ class _Histogram:
 class MetricBoard(Collector):
     """Current values of a set of metrics, which another thread may read safely.
 
-    Values are rendered as a page only on request. The client library's own counters are not used, because each adds an
-    undocumented `_created` series, and they share a global registry with the user's own metrics.
+    Values are rendered as a page only on request. The counters of the client library are not used, because each of them
+    adds an undocumented `_created` series and is in the same global registry as the user's own metrics.
 
     Args:
         constant: names and values of the labels that all metrics have.

@@ -4,7 +4,7 @@ Sources:
 
 - EC2's metadata service announces a Spot interruption two minutes before the machine is stopped or terminated (AWS:
   "Spot Instance interruption notices"), or recommends leaving the machine (AWS: "EC2 instance rebalance
-  recommendations"). While there is no notice, it answers 404.
+  recommendations"). While there is no notice, the service answers 404.
 - Metaflow's spot monitor writes a file.
 - A rehearsal (`--rehearse`) writes a file that simulates a notice.
 """
@@ -102,8 +102,8 @@ class NoticeWatcher:
     def new_notices(self) -> list[Notice]:
         """Return the notices that arrived since the last call.
 
-        A repeated notice is returned again only if it takes effect more than 1 s earlier than before, or if its earlier
-        time passed more than 10 s ago and its new time did not.
+        A repeated notice is returned again only in two cases: it takes effect more than 1 s earlier than announced
+        before, or the time announced before passed more than 10 s ago and the new time is later than that.
         """
         return _all(self._notices)
 

@@ -193,7 +193,7 @@ class AwakeClock:
     """Clock that stops while this process is paused, for measuring how long other processes have been silent.
 
     Each iteration of this process's main loop adds at most `longest_turn_seconds`. So a pause of the whole process
-    (SIGSTOP, `docker pause`, a frozen virtual machine) adds at most this time.
+    (SIGSTOP, `docker pause`, a frozen virtual machine) adds at most `longest_turn_seconds`.
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic, *, longest_turn_seconds: float = 0.25) -> None:
@@ -202,7 +202,7 @@ class AwakeClock:
         self.seconds = 0.0
 
     def tick(self) -> float:
-        """Add the time since the last iteration of the loop, and return all seconds counted so far."""
+        """Add the time since the last call. Return the total in seconds. The main loop calls this in each iteration."""
         now = self._now()
         self.seconds += min(max(now - self._last, 0.0), self._longest)
         self._last = now
@@ -220,7 +220,7 @@ class StoppedProcesses:
         self._since: dict[int, float] = {}  # awake seconds at which each was first seen stopped
 
     def look(self, pids: Iterable[int]) -> dict[int, float]:
-        """Map the id of each process over the limit to the seconds that it has been stopped. Call this each second."""
+        """Map each process stopped for over `limit_seconds` to its seconds in that state. Call this once per second."""
         awake = self._awake.tick()
         stopped = [pid for pid in pids if process_state(pid) == "T"]
         self._since = {pid: self._since.get(pid, awake) for pid in stopped}

@@ -220,7 +220,7 @@ def _around(lines: list[LogLine], step: int, context: int) -> list[LogLine]:
     """Return the lines whose step is nearest to `step`, with `context` lines before and after them.
 
     Often no line has exactly this step, since ranks do not print at every step. If lines of several generations are
-    equally near, return those of each.
+    equally near, return lines of each of these generations.
     """
     distances = [abs(line.step - step) for line in lines if line.step is not None]
     nearest = min(distances, default=None)
@@ -284,7 +284,7 @@ def _unrecorded(raw: Path, lines: list[LogLine], notices: list[str]) -> list[Log
 
 
 def _ranges(descriptor: int, start: int, end: int) -> Iterator[tuple[int, int, bool]]:
-    """Yield (start, end, is_hole) for each part of a range of a file. Agents punch holes to limit a raw log's size."""
+    """Yield (start, end, is_hole) for each hole or data block in a part of a file. Agents punch holes to save space."""
     while start < end:
         try:
             data = min(end, os.lseek(descriptor, start, os.SEEK_DATA))
@@ -382,7 +382,7 @@ class JobPlace:
         name: name of the job.
         uri: URI of the store, or the path of its folder.
         folders: existing folders of the job on this machine.
-        looked: where the job was searched, for error messages: a folder in runs/, and the job's part of the store.
+        looked: the places that were searched, for error messages: a folder in runs/, and the job's part of the store.
     """
 
     name: str

@@ -92,12 +92,13 @@ _GUESSES = ((0.5, 1.0, 8.0), (0.125, 0.1, 2.0), (0.125, 1 / 3, 2.0), (0.125, 3.0
 
 @dataclass(frozen=True)
 class PlannedHazard:
-    """Estimate of the interruptions per hour from a plan that may be wrong by a factor: a mixture of Gammas.
+    """Estimate of the interruptions per hour from a plan whose rate may be several times too high or too low.
 
-    While observations agree with the plan, the plan counts as much as eight observed interruptions. Once they
-    contradict the plan, it loses its weight; a single Gamma prior could not. Each component is weighted by the marginal
-    likelihood of n interruptions in T hours, Γ(a + n) / Γ(a) · b^a / (b + T)^(a + n), where a and b are the
-    component's shape and hours. `ebbflow bench money interval` measures the benefit.
+    The estimate is a mixture of Gamma distributions. While observations agree with the plan, the plan counts as much as
+    eight observed interruptions. Once they contradict the plan, it loses its weight; a single Gamma prior could not.
+    Each component is weighted by the marginal likelihood of n interruptions in T hours, Γ(a + n) / Γ(a) · b^a / (b +
+    T)^(a + n), where a and b are the component's shape and hours. `ebbflow bench money interval` measures how much
+    money this saves.
     """
 
     planned_per_hour: float  # interruptions per hour in the plan

@@ -251,7 +251,7 @@ def _read_seal(line: bytes) -> tuple[str, list[str], bool] | None:
 def _verify(
     pending: list[tuple[int, bytes]], checksums: list[str]
 ) -> tuple[list[tuple[int, bytes]], list[tuple[int, bytes]]]:
-    """Split numbered lines into those whose checksum is in `checksums`, in any order, and all other lines."""
+    """Split numbered lines into lines whose checksum is in `checksums`, in any order, and all other lines."""
     left = Counter(checksums)
     good, bad = [], []
     for number, line in pending:
@@ -345,8 +345,8 @@ def _entries(folder: Path, key: str, damage: list[Damage]) -> list[tuple[str, Pa
 def _read_next(job_store: Store, pool: ThreadPoolExecutor, found: Segments) -> None:
     """Read segments that the store's listing omits.
 
-    These are gaps between the listed numbers of a writer and, in a remote store, higher numbers.
-    At most `_MOST_MISSING` missing segments per writer are requested. `unseal` reports all missing segments.
+    The omitted segments have numbers between two listed ones or, in a remote store, after the last listed one. At most
+    `_MOST_MISSING` missing segments per writer are requested. `unseal` reports all missing segments.
     """
     numbers: dict[tuple[str, str], set[int]] = defaultdict(set)
     for key in [*found.contents, *found.unreadable]:

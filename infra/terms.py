@@ -19,7 +19,7 @@ class Fallback:
             save once more.
         restart_seconds, restart_usd: time and cost of a restart of the ranks on the same machines after a failure.
         step_seconds: duration of a step on demand, including its share of the checkpoints.
-        usd: cost of that time, in which waiting for machines costs nothing.
+        usd: cost of `seconds`, in which waiting for machines costs nothing.
         step_usd: cost of a step on demand.
         move_utc, move_to: Unix time at which a reservation begins in which the rest costs less, and its id; None: none.
     """
@@ -58,7 +58,7 @@ class Terms:
         return None if self.budget_usd is None else self.budget_usd - self.reserve_usd
 
     def reached(self, spent_usd: float) -> list[float]:
-        """Return which `BUDGET_THRESHOLDS` (shares of the budget) `spent_usd` reaches.
+        """Return the `BUDGET_THRESHOLDS` (shares of the budget) that `spent_usd` has reached.
 
         The last threshold counts as reached once only the reserve of the budget is left.
         """

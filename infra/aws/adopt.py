@@ -86,7 +86,7 @@ class _Account:
             return otherwise
 
     def only(self, what: str, options: Sequence[str], how: str) -> str | None:
-        """Return the option if there is exactly one, else None.
+        """Return the only element of `options`, or None if there are none or several.
 
         If there are several, add a note for the user: `what` describes the options, and `how` says how to choose one.
         """
@@ -107,8 +107,8 @@ def _stacks(client: Any, deadline: RequestDeadline) -> dict[str, dict[str, str]]
 def _buckets(client: Any, deadline: RequestDeadline) -> list[str]:
     """Return the buckets in the client's region that have "ebbflow" or "metaflow" in their name.
 
-    If no bucket of the account has such a name, return those of its first 20 buckets that are in the region. Buckets
-    whose region cannot be read are left out.
+    If no bucket of the account has such a name, return those of the account's first 20 buckets that are in the region.
+    Buckets whose region cannot be read are left out.
     """
     listed = call_aws(client, "list_buckets", deadline, iam_action="s3:ListAllMyBuckets")["Buckets"]
     names, here = [bucket["Name"] for bucket in listed], []

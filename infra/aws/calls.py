@@ -138,9 +138,9 @@ def paginate(
     token: str = "nextToken",
     **request: Any,
 ) -> Iterator[Any]:
-    """Yield the entries under `key` of each page of a listing, at most 2,000 pages. Raises CloudError like `call_aws`.
+    """Yield the items of a listing, page by page, for at most 2,000 pages. Raises CloudError like `call_aws`.
 
-    A page is requested only after the caller has consumed the previous page.
+    The items are in the field `key` of a page. The next page is requested once the caller has consumed this one.
 
     token: name of the field that requests the next page. It is "nextToken", "NextToken" or "Marker", depending on the
     service.

@@ -66,7 +66,7 @@ def read_template(text: str) -> dict[str, Any]:
 def _given_parameters(pairs: Sequence[str], template: Mapping[str, Any]) -> dict[str, str]:
     """Return the values given by --parameter, by name.
 
-    Raises CloudRefused for unknown parameters and invalid values, with one line for each.
+    Raises CloudRefused for unknown parameters and invalid values. The message has one line per problem.
     """
     known, given, problems = template["Parameters"], {}, []
     for pair in pairs:
@@ -136,8 +136,8 @@ def _with_found(
 ) -> dict[str, str]:
     """Return the given parameters, plus parameters whose values follow from resources that the account already has.
 
-    Parameters of an existing stack keep their values. If the account cannot be read, `say` prints a message, and the
-    template's default applies.
+    Parameters of an existing stack keep their values. If the account cannot be read, `say` prints a message, and these
+    parameters get the template's defaults.
     """
     decided = {*given, *(state.parameters if state is not None else ())}
 
@@ -187,7 +187,7 @@ class StackState:
 
 
 class Stack:
-    """A CloudFormation stack in the client's region. Methods end within their deadline. `tell` prints progress."""
+    """A CloudFormation stack in the client's region. Requests have deadlines. `tell` prints progress."""
 
     def __init__(self, client: Any, name: str, tell: Callable[[str], None]) -> None:
         self._client = client

@@ -85,7 +85,7 @@ _KILLED = (137, 143)  # 128 + SIGKILL, SIGTERM; the sender is unknown
 
 @dataclass(frozen=True, kw_only=True)
 class BatchAttempt:
-    """A job as AWS Batch describes it. Times are Unix seconds by Batch's clock, or None if not reached or unknown."""
+    """A job as AWS Batch describes it. Times (Unix seconds) are by Batch's clock; None if unknown or in the future."""
 
     job_id: str
     job_name: str

@@ -88,7 +88,7 @@ class QueueState:
 
     @property
     def region(self) -> str | None:
-        """The region in the queue's ARN, else the configured one; None if unknown."""
+        """The region in the queue's ARN, else the queue's configured region; None if both are missing."""
         return region_of_arn(self.arn) or self.configured_region
 
     @property
@@ -375,7 +375,7 @@ def most_vcpus(queue: QueueState, instance_type: str) -> int | None:
 
 
 def _common(declared: Sequence[str], offered: Sequence[str]) -> tuple[str, ...]:
-    """Return the instance types that are both declared and offered. If one list is empty, return the other.
+    """Return the types that are both declared (in the configuration) and offered (by Batch). An empty list allows all.
 
     A declared family, such as g5, is replaced by the types of this family that Batch lists, such as g5.xlarge.
     """

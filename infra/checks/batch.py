@@ -177,7 +177,7 @@ def skip_reason(context: PreflightContext) -> str:
 
 @for_batch
 def check_batch_queues(context: PreflightContext) -> CheckFinding:
-    """Check that the queues exist, accept jobs, and have the configured market; one must allow cluster.nodes nodes."""
+    """Check that all queues exist, accept jobs and have the right market, and that one allows cluster.nodes nodes."""
     batch = context.config.batch
     try:
         client = batch_client(batch.region)
@@ -282,6 +282,6 @@ def _unanswered(said: str) -> CheckFinding:
 
 @for_batch
 def check_batch_clock(context: PreflightContext) -> CheckFinding:
-    """Check that this machine's clock agrees with AWS's. AWS Batch rejects requests if it is off by over 5 minutes."""
+    """Check that this machine's clock agrees with AWS's. Batch rejects requests if they differ by over 5 minutes."""
     url = aws_client("batch", context.config.batch.region).meta.endpoint_url
     return compare_clock(url, warned=_AWS_REFUSES_SECONDS, refused=_AWS_REFUSES_SECONDS)

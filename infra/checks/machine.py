@@ -157,7 +157,7 @@ def check_locked_memory(context: PreflightContext) -> CheckFinding:
 
 
 def _with_gang(check: Callable[[RunConfig, HostGang], CheckFinding]) -> Callable[[PreflightContext], CheckFinding]:
-    """Decorate a check that needs the number of ranks. The check is skipped if this number is left to the plan."""
+    """Decorate a check that needs the number of ranks. The check is skipped if the plan chooses this number."""
 
     @functools.wraps(check)
     def run(context: PreflightContext) -> CheckFinding:
@@ -252,7 +252,7 @@ _NEAR = 4  # largest batch to suggest, as a multiple of the given one
 
 
 def check_derived(context: PreflightContext) -> CheckFinding:
-    """Check that no derived quantity, such as samples per micro-batch, is 0. Such a job would do nothing."""
+    """Check that no derived quantity, such as samples per micro-batch, is 0. With a 0, the job would do nothing."""
     config = context.config
     known = [one for one in DERIVED if one.applies(config)]
     wrong = [found for one in known if (found := one.check(config)) is not None]
@@ -279,7 +279,7 @@ def check_batch(context: PreflightContext) -> CheckFinding:
 
 @_with_gang
 def check_elastic(config: RunConfig, gang: HostGang) -> CheckFinding:
-    """Check that batch and shards divide evenly on any smaller number of nodes, so that the job can lose nodes."""
+    """Check that batch and shards divide evenly among fewer nodes too, so that a job can go on after losing nodes."""
     if gang.nodes == 1:
         return skipped("a single node cannot lose another")
     batch, accumulation = config.training.batch_size, config.training.gradient_accumulation_steps

@@ -1,4 +1,4 @@
-"""Preflight checks of the store and of the clocks that it depends on."""
+"""Preflight checks of the store, and of whether this machine's clock agrees with the store's."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MISSING_RIGHT = ("AccessDenied", "403")
 
 
 def store_folder(context: PreflightContext) -> Path | None:
-    """Return the folder of a local store, or None for a remote one."""
+    """Return the folder of a local store, or None for a remote store."""
     store = context.config.store
     if "://" in store and not store.startswith("file://"):
         return None
@@ -165,7 +165,7 @@ _FIX = "set the clock: chronyc makestep, or timedatectl set-ntp true"
 
 
 def check_store_clock(context: PreflightContext) -> CheckFinding:
-    """Check that this machine's clock agrees with the store's. S3 rejects requests if it is off by over 15 minutes."""
+    """Check that this machine's clock agrees with the store's. S3 rejects requests if they differ by over 15 min."""
     if not context.config.store.startswith("s3://"):
         return skipped("the store is a folder: nothing is signed")
     try:

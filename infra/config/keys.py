@@ -33,7 +33,7 @@ class Entry:
     given_key: str  # key as the user wrote it; differs from `key` if the key was renamed
 
     def place_of(self, part: Node | None) -> SourceSpan:
-        """Return the location of `part`, a node inside the value such as a list item; None means the whole value."""
+        """Return the location of `part`, a YAML node inside the value, such as a list item; None is the whole value."""
         return self.place if part is None else self.source.span_of(part)
 
 

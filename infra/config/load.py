@@ -121,7 +121,7 @@ def _range_message(entry: Entry, details: ErrorDetails) -> tuple[str, str | None
 
 
 def _entry(key: str, entries: Mapping[str, Entry]) -> Entry | None:
-    """Return the entry of a key. For a mapping whose names the user chooses, return the entry of its first name."""
+    """Return a key's `Entry`, or None. For a free mapping (workload_options), return the `Entry` of its first name."""
     names = (name for name in entries if mapping_of(name) == key)
     return entries.get(key) or entries.get(next(names, ""))
 

@@ -58,7 +58,7 @@ def _signing_key_env_is_a_name(config: RunConfig) -> Breach:
 
 @RULES.about("trackers")
 def _trackers_are_possible(config: RunConfig) -> Breach:
-    """Check names of variables and that no URL has a password. Messages omit values, which may be secrets."""
+    """Check that key_env is a variable's name and that a url suits the tracker and has no password. Hide the values."""
     for tracker in config.trackers:
         if tracker.key_env is not None and not NAME_PATTERN.fullmatch(tracker.key_env):
             hint = "such as WANDB_API_KEY, and set that variable to the key"

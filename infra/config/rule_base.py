@@ -34,7 +34,7 @@ class Rules(list[Rule]):
     """List of rules, in the order in which they are checked."""
 
     def about(self, *keys: str) -> Callable[[Check], Check]:
-        """Return a decorator that adds a check of these keys. List the key that is most likely wrong first."""
+        """Return a decorator that adds a check of these keys. Pass the key that is most likely wrong first."""
 
         def add(check: Check) -> Check:
             self.append(Rule(keys, check))

@@ -253,7 +253,7 @@ class ClusterConfig(Section):
 
 
 class BestConfig(Section):
-    """Commits to keep for a metric of the evaluation. A number stands for `count` alone."""
+    """Commits to keep for a metric of the evaluation. A plain number in YAML sets `count`."""
 
     SHORT_FORM: ClassVar = "count"
     model_config = ConfigDict(json_schema_extra={"type": ["object", "integer"], "minimum": 0})

@@ -59,7 +59,7 @@ class SourceText:
     before: str = ""  # these characters, such as "model.num_heads=" of an override
 
     def span(self, start: StringMark, end: StringMark | None = None) -> SourceSpan:
-        """Return the span from `start` to `end`, or to the end of the line if `end` is None or on another line."""
+        """Return the range from `start` to `end`, or to the end of the line if `end` is None or on another line."""
         lines = _LINE_BREAK.split(self.text)
         line = lines[start.line] if start.line < len(lines) else ""
         column = min(start.column, len(line))
@@ -77,7 +77,7 @@ class SourceText:
         return self.span(node.start_mark, node.end_mark)
 
     def span_at(self, index: int) -> SourceSpan:
-        """Return the span of the character at `index` in the text."""
+        """Return the line and column of the character at `index` in the text, as a span of length 1."""
         lines = _LINE_BREAK.split(self.text[:index])
         return self.span(*(_mark(len(lines) - 1, len(lines[-1]) + shift) for shift in (0, 1)))
 
@@ -333,7 +333,7 @@ def _quoted(text: str) -> str:
 
 
 def _alternatives(annotation: Any) -> list[Any]:
-    """Return the members of a union type, or any other type itself, without the metadata of `Annotated`."""
+    """Return the members of a union type, or a list of only the type if it is no union. Strip `Annotated` metadata."""
     origin = get_origin(annotation)
     if origin is Annotated:
         return _alternatives(get_args(annotation)[0])

@@ -1,6 +1,6 @@
 """Comparison of a job with a reference job of the same configuration (`ebbflow diagnose JOB --against SOUND`).
 
-The reference job, called sound in this module, is one that ran as expected.
+The reference job ran as expected. This module calls it sound.
 """
 
 from __future__ import annotations

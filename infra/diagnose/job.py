@@ -1,4 +1,4 @@
-"""Diagnosis of a job of ours: what its ranks printed, and what its agents and guards recorded as events."""
+"""Diagnosis of an Ebbflow job from the output of its ranks and the events of its agents and guards."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _MEANINGS = tuple(
 
 
 def diagnose_job(events: Sequence[Event], lines: Iterable[LogLine]) -> Diagnosis:
-    """Diagnose a job by its events and by what its ranks printed. The verdicts of its agents count as evidence."""
+    """Diagnose a job from its events and its ranks' output. The causes that its agents recorded count as evidence."""
     seen: dict[str, Seen] = {}
     series = Series()
     read = load_matcher().collect(series.watch(_log_texts(lines)), seen)

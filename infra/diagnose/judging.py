@@ -190,7 +190,7 @@ def _root(suspects: list[Seen], series: Series) -> Seen | None:
 
 
 def _by_words(root: Seen | None, suspects: list[Seen], series: Series) -> Seen | None:
-    """Return another root if the frames of a vague exception, or the words of the severe lines, name another family."""
+    """Return the root failure, or another symptom if stack frames or the error lines' words point to its family."""
     book = load_rules()
     vague = root is not None and root.rule.family == "program" and root.rule.rank <= _VAGUE_RANK
     if vague and root and root.first and (family := series.raised_in(root.first)):
@@ -218,7 +218,7 @@ def _by_words(root: Seen | None, suspects: list[Seen], series: Series) -> Seen |
 
 
 def _lasted(found: Seen, series: Series) -> bool:
-    """Return whether a failure may have ended or harmed the run: training did not continue normally after it."""
+    """Return whether a failure may have ended or harmed the run, because training did not go on normally afterwards."""
     if found.verdict:
         return True
     if found.rule.id == "F01":

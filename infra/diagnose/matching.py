@@ -99,7 +99,7 @@ class Matcher:
         self._cache: dict[str, tuple[tuple[int, str, str], ...] | None] = {}
 
     def match(self, text: str) -> tuple[tuple[int, str, str], ...]:
-        """Return (index of the rule, role, expression) of each match.
+        """Return (index of the rule, role, expression) for each expression that matches a line.
 
         If several rules match with the role "look", only the matches of the rules with the highest `rank` are returned.
         """

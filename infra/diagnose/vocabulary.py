@@ -1,8 +1,9 @@
-"""The family of a failure by the words of its error lines, for messages that no rule knows.
+"""Guess the family of a failure from the words of its error lines, if no rule matches them.
 
 `words.txt` has the words that are typical of each family, with weights: logarithms of how much more often a word is in
-messages of the family than on average. They were counted in the messages of public sources (torch, NCCL, DeepSpeed,
-Megatron, Slurm, wandb, …), each family by the folders that raise them, and in labelled excerpts.
+messages of the family than on average. They were counted in labelled log excerpts and in the error messages of public
+source code (torch, NCCL, DeepSpeed, Megatron, Slurm, wandb, …), where the folder of a file determines the family of its
+messages.
 """
 
 from __future__ import annotations
@@ -54,10 +55,10 @@ def is_severe(text: str) -> bool:
 
 
 def guess_family(lines: Iterable[str]) -> tuple[str, float] | None:
-    """Return the family whose words the severe lines have, and its margin before the next family.
+    """Return the family that best fits the words of the severe lines, and its lead over the second-best family.
 
     Returns:
-        None if no line is severe, or the margin is below `MARGIN`.
+        None if no line is severe, or the lead is below `MARGIN`.
     """
     words: set[str] = set()
     for line in list(dict.fromkeys(line for line in lines if is_severe(line)))[:_MOST_LINES]:
@@ -74,7 +75,7 @@ def guess_family(lines: Iterable[str]) -> tuple[str, float] | None:
 
 
 def confidence_of(margin: float) -> float:
-    """Confidence in a guess: 0.5 at the smallest margin, at most 0.7."""
+    """Return the confidence in a guess. It grows with the guess's lead from 0.5 (at `MARGIN`) to at most 0.7."""
     return 0.5 + 0.2 * (1 - math.exp(-(margin - MARGIN) / 3))
 
 

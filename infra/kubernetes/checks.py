@@ -42,7 +42,7 @@ def _for_cluster(check: Callable[[PreflightContext, Cluster], CheckFinding]) -> 
 
 @_for_cluster
 def check_create(context: PreflightContext, cluster: Cluster) -> CheckFinding:
-    """Check, with a dry run, that the API server accepts a JobSet like the job's.
+    """Check, with a dry run, that the API server accepts a JobSet similar to the job's JobSet.
 
     This covers permissions, the namespace, its quota, and the installed JobSet definition.
     """
@@ -75,7 +75,7 @@ def check_access(context: PreflightContext, cluster: Cluster) -> CheckFinding:
 
 @_for_cluster
 def check_queue(context: PreflightContext, cluster: Cluster) -> CheckFinding:
-    """Check that the Kueue queue of `kubernetes.queue` exists."""
+    """Check that the Kueue queue named in `kubernetes.queue` exists."""
     queue = context.config.kubernetes.queue
     if queue is None:
         return skipped("kubernetes.queue is not set")

@@ -43,7 +43,7 @@ def is_cluster_id(job_id: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class PodState:
-    """One pod of an attempt. Times are Unix seconds by the cluster's clock, or None if not reached or unknown."""
+    """One pod of an attempt. Times (Unix seconds) are by the cluster's clock; None if unknown or in the future."""
 
     name: str
     node: int  # number of the node in the gang
@@ -126,7 +126,7 @@ class Cluster:
         return [replace(one, labels=self._node_labels(one.machine)) for one in map(_pod_state, found["items"])]
 
     def delete(self, job_id: str) -> None:
-        """Delete the Job or JobSet; its pods get SIGTERM and their grace period. Raises CloudError."""
+        """Delete the Job or JobSet. Its pods get SIGTERM and run at most for their grace period. Raises CloudError."""
         space, kind, name = job_id.split("/")
         try:
             if kind == "jobs":
@@ -140,13 +140,13 @@ class Cluster:
                 raise
 
     def evict(self, job_id: str, pod: str) -> None:
-        """Evict a pod, which gets SIGTERM and its grace period. Raises CloudError."""
+        """Evict a pod. It gets SIGTERM, and may run until its grace period ends. Raises CloudError."""
         space = job_id.split("/")[0]
         body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": pod, "namespace": space}}
         self.ask(f"evict pod {pod}", self._core.create_namespaced_pod_eviction, pod, space, body)
 
     def may(self, verb: str, group: str, resource: str) -> bool:
-        """Return whether this account has a permission in the namespace. Raises CloudError."""
+        """Return whether the current account has a permission in the namespace. Raises CloudError."""
         name, _, sub = resource.partition("/")
         about = {"namespace": namespace(), "verb": verb, "group": group, "resource": name, "subresource": sub}
         body = {"apiVersion": "authorization.k8s.io/v1", "kind": "SelfSubjectAccessReview"}
@@ -193,7 +193,7 @@ class Cluster:
         return self.ask("list nodes", self._core.list_node)["items"]
 
     def _node(self, name: str) -> dict[str, Any] | None:
-        """Return the cluster's node, {} if it may not be read, None if it is gone."""
+        """Return the cluster's node `name`, {} if the request fails, or None if the node no longer exists."""
         try:
             return self.ask(f"get node {name}", self._core.read_node, name)
         except CloudError as error:
@@ -206,7 +206,7 @@ class Cluster:
         return node is None or any(one["type"] == "Ready" and one["status"] == "Unknown" for one in conditions)
 
     def announced_end(self, name: str) -> str:
-        """Return the taint by which the node's end is announced, or ""."""
+        """Return the taint that announces that a node will be taken away, or "" if the node has no such taint."""
         taints = ((self._node(name) or {}).get("spec") or {}).get("taints") or []
         return next((one["key"] for one in taints if one["key"].startswith(_ENDING)), "")
 
@@ -343,9 +343,9 @@ class AttemptWatch:
 
     @property
     def lacking(self) -> bool:
-        """Whether the attempt cannot go on or end because a pod has not started.
+        """Whether a node of the attempt has no pod that started, so that the attempt can neither go on nor end.
 
-        While node 0 runs, a replacement may take its time.
+        A lost pod counts as started until node 0 has succeeded, because its replacement may start at any time.
         """
         begun = [one for one in self.pods.values() if one.started is not None]
         finished = any(one.node == 0 and one.exit_code == 0 for one in begun)
@@ -377,7 +377,7 @@ class AttemptWatch:
         return "unknown" if self.started else "never_started"
 
     def attempt(self, *, now: float, ended_by: Cause | None = None, reason: str = "") -> BatchAttempt:
-        """Return the attempt's record. A node's time counts while one of its pods runs, not between pods."""
+        """Return the description of the attempt. A node's time includes only the time in which one of its pods ran."""
         main = [one for one in self.pods.values() if one.node == 0]
         texts = [reason or self.reason, *(f"{one.name}: {_why(one)}" for one in self.pods.values() if _why(one))]
         times = tuple(self._times(node, now) for node in range(self.nodes))
@@ -409,7 +409,7 @@ class AttemptWatch:
         return start, start + sum(end - (one.started or end) for one, end in zip(mine, ends, strict=True))
 
     def given(self) -> dict[str, str]:
-        """Return instance type, market and zone of the machines, from node labels. Omit values that differ."""
+        """Return the machines' instance type, market and zone, from node labels. Omit values in which they differ."""
         found: dict[str, set[str]] = {}
         for one in self.pods.values():
             market = _MARKETS.get(

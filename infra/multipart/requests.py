@@ -226,7 +226,7 @@ class S3Client:
         return answer
 
     def _place(self, account: S3Account, key: str) -> tuple[str, str, str]:
-        """Return (scheme, host, path) of a key's URL. Only Amazon S3 takes the bucket's name in the host name."""
+        """Return a key's (scheme, host, path). The bucket's name is in the path, or on Amazon S3 in the host."""
         if account.endpoint is None:
             if "." in self._bucket:  # would not match Amazon's certificate
                 return "https", f"s3.{account.region}.amazonaws.com", encoded_path(f"{self._bucket}/{key}")

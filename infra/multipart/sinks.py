@@ -90,7 +90,7 @@ class MultipartUpload:
 
 
 class BucketSink:
-    """Upload target in a bucket. An object of one part is sent as a plain put, any other as a multipart upload."""
+    """Upload target in a bucket. An object of one part is sent as a plain put, a larger one as a multipart upload."""
 
     def __init__(self, bucket: str, account: Callable[[], S3Account], throttle: Throttle, prefix: str = "") -> None:
         self._client = S3Client(bucket, account)
@@ -185,7 +185,7 @@ def _encoded(crc64nvme: int) -> str:
 
 
 def _decoded(text: str) -> int | None:
-    """Decode a base64 checksum. Return None for a composite one (a checksum of the parts' checksums: "…-3")."""
+    """Decode a base64 checksum. Return None for a composite checksum ("…-3": a checksum of the parts' checksums)."""
     return None if "-" in text else int.from_bytes(base64.b64decode(text), "big")
 
 

@@ -44,7 +44,7 @@ def merge_pages(pages: Sequence[str]) -> bytes:
 
 
 def read_job_pages(runs: Path) -> bytes:
-    """Return the metrics of all ended jobs in runs/, from their metrics.prom."""
+    """Return the metrics of all ended jobs in runs/, read from the jobs' metrics.prom files."""
     pages = []
     for path in sorted(runs.glob("*/metrics.prom")):
         if path.parent.name != "latest":

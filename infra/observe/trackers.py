@@ -56,7 +56,7 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """A destination of metrics. Each method may block, and raises any exception if the destination fails."""
+    """A destination of metrics. Each method may block, and may raise any exception if the destination fails."""
 
     place: str  # where the user finds the run
 
@@ -81,7 +81,7 @@ class _JsonLines:
         self.place = str(self._path)
 
     def open(self, sent: int) -> int:
-        """Keep the lines up to the first damaged one, which is the last if a process was killed while it wrote."""
+        """Cut the file at its first damaged line, which is the last line if a process was killed while writing."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         last, end = 0, 0
         with open(self._path, "ab+") as file:
@@ -262,7 +262,7 @@ def make_tracker(config: TrackerConfig, run: TrackedRun) -> Tracker:
 
 
 def _secret(config: TrackerConfig) -> str | None:
-    """Return the value of the variable `key_env`, or None without one. Raises TrackerError if it is not set."""
+    """Return the value of the variable that `key_env` names, or None if it names none. Raises TrackerError if unset."""
     if config.key_env is None:
         return None
     if not os.environ.get(config.key_env):
@@ -274,7 +274,7 @@ class TrackingProcess:
     """The process that feeds the trackers and the notifications of one job.
 
     Another thread than the main one starts it, because the launcher waits for the children of its main thread. If the
-    launcher is killed, the process sends what is left and ends.
+    launcher is killed, the process sends the remaining metrics and ends.
     """
 
     def __init__(self, job: str, store: str, config: Mapping[str, Any], tell: Callable[[str], None]) -> None:
@@ -300,7 +300,7 @@ class TrackingProcess:
             self._tell(f"no trackers and no notifications: {error}")
 
     def end(self) -> None:
-        """Let the process send what is left, and wait for its end. It is killed if this takes too long."""
+        """Let the process send the remaining metrics, and wait until it has ended. Kill it if this takes too long."""
         for act in (subprocess.Popen.terminate, subprocess.Popen.kill):
             if self._process is not None and self._thread.is_alive():
                 act(self._process)
@@ -310,7 +310,7 @@ class TrackingProcess:
 def start_tracking(
     job: str, store: str, config: Mapping[str, Any], tell: Callable[[str], None] = print
 ) -> TrackingProcess | None:
-    """Start the process for a job's trackers and notifications; None if its configuration has none.
+    """Start the process for a job's trackers and notifications. Return None if the job has neither.
 
     Args:
         store: address of the store that holds all jobs.

@@ -1,7 +1,7 @@
 """One-line errors of the store, made from exceptions of obstore and of the operating system.
 
-Each names the operation, the object, what happened and what to do. obstore gives the HTTP status, the S3 error code and
-errno only within its exceptions' texts, so this module searches the texts.
+Each error names the operation, the object, what happened and what to do. obstore gives the HTTP status, the S3 error
+code and errno only within its exceptions' texts, so this module searches the texts.
 """
 
 from __future__ import annotations

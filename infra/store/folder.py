@@ -28,7 +28,7 @@ _LONGEST_PATH = 4096
 
 
 class HangGuard:
-    """Runner of calls that may hang. It runs each call in its own thread, and counts those that hang."""
+    """Runner of calls that may hang. It runs each call in its own thread, and counts the calls that hang."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -139,7 +139,7 @@ class FolderBackend:
             return file.read(length)
 
     def head(self, key: str) -> tuple[int, float]:
-        """Return (size in bytes, Unix time of modification). Raises FileNotFoundError if it is no regular file."""
+        """Return (size in bytes, Unix time of modification). Raises FileNotFoundError unless it is a regular file."""
         found = self._path(key).stat()
         if not stat.S_ISREG(found.st_mode):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(key))

@@ -104,7 +104,7 @@ class Checkpointer:
 
     @property
     def last_durable(self) -> tuple[int, float] | None:
-        """Step of the last durable save, and its duration in seconds from the call of `save`; None without one."""
+        """Step of the last durable save, and its duration in seconds from the call of `save`; None before the first."""
         self._saves.drain()
         return self._saves.durable
 
@@ -123,7 +123,7 @@ class Checkpointer:
         return self._saves.cost
 
     def prepare(self, model: nn.Module, optimizer: Optimizer | None) -> None:
-        """Allocate staging buffers in the background, so that the first save is as fast as the others."""
+        """Allocate staging buffers in the background, so that the first save is as fast as later ones."""
         device = next((tensor.device for tensor in model.parameters() if tensor.is_cuda), None)
         self._stage.prepare(self._planner.expected_bytes(model, optimizer), device)
 
@@ -148,8 +148,8 @@ class Checkpointer:
         waits for it.
 
         Args:
-            extra: further data to store with the checkpoint, as JSON without NaN. Only rank 0's is stored.
-            deadline_seconds: deadline of this save; default: that of the checkpointer.
+            extra: further data to store with the checkpoint, as JSON without NaN. Only rank 0's data is stored.
+            deadline_seconds: deadline of this save; default: the checkpointer's `deadline_seconds`.
 
         Raises:
             GenerationSuperseded: a newer generation of the job is running.
@@ -213,7 +213,7 @@ class Checkpointer:
     def restore(
         self, candidates: list[str], model: nn.Module, optimizer: Optimizer | None, *, place: Place | None = None
     ) -> RestoreResult | None:
-        """Fill model and optimizer from the first candidate that all ranks can verify; return None without candidates.
+        """Fill model and optimizer from the first candidate that all ranks can verify. Without candidates, return None.
 
         Damaged candidates are quarantined and reported.
 
@@ -265,7 +265,7 @@ class Checkpointer:
         self.close()
 
     def _go_back_to(self, key: str, step: int) -> None:
-        """Record the restored commit as this generation's parent, because the newer parent could not be restored."""
+        """Record the restored commit as this generation's parent, because the recorded one could not be restored."""
         generation = replace(self._generation, parent=key, parent_step=step)
         if self._rank == 0:
             what = f"amend the record of {generation.name}"  # otherwise late commits between the two would count

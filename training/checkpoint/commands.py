@@ -105,11 +105,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def choose_signing_key(store: Store, name: str | None, *, must_check: bool) -> None:
-    """Choose the environment variable that holds the signing key, and use its key.
+    """Find the environment variable that holds the signing key, and use this key from now on.
 
-    The variable is `name`, else the one that EBBFLOW_SIGNING_KEY_ENV names, else the one in the job's configuration.
-    Raises NoSigningKey if the variable holds no usable key. But if the variable comes from the job's configuration and
-    `must_check` is False, signatures are not checked instead.
+    The variable's name is `name`, else the value of EBBFLOW_SIGNING_KEY_ENV, else a value in the job's configuration.
+    Without a usable key in the variable, this function raises NoSigningKey. There is one exception: if the name comes
+    from the configuration and `must_check` is False, signatures are not checked and no error is raised.
     """
     name = name or os.environ.get(NAME_VARIABLE)
     if name is None and (named := _configured_name(store)):
@@ -131,7 +131,7 @@ def find(store: Store, wanted: str | None) -> TracedCommit:
 
     `wanted` is a step, a key, or the first digits (6 or more) of a hash. None means the newest reachable commit. A
     commit is reachable if the job may still be resumed from it. If several commits match, a reachable one is preferred.
-    Raises CheckpointError without exactly one match; its message lists the candidates.
+    Raises CheckpointError unless exactly one commit matches; the message lists the candidates.
     """
     traced = trace_lineage(store)
     if wanted is None:

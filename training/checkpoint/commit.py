@@ -142,7 +142,7 @@ def await_commit(
 
     Args:
         foreign_first: look for a commit by another rank before the first attempt to commit.
-        given_up: returns True when waiting has become pointless.
+        given_up: called repeatedly; if it returns True, the wait ends as at the deadline.
     """
     watch = CommitWatch(store, save)
     attempt, cause = CommitAttempt(None, 0, []), ""

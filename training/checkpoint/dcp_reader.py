@@ -28,7 +28,7 @@ from ebbflow.training.errors import CorruptCommit
 class CommitReader(StorageReader):
     """DCP storage reader for the commit `key` of a job's store. It verifies everything that it reads.
 
-    It can also be passed to `dcp.load`. `parallel` is the number of chunks to read at once.
+    A user's code can pass such a reader to `dcp.load`. `parallel` is the number of chunks to read at once.
     """
 
     def __init__(self, job_store: Store, key: str, *, parallel: int | None = None) -> None:

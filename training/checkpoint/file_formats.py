@@ -6,7 +6,8 @@ The file is a zip archive of uncompressed entries. Their CRC-32 is filled in too
 read the file.
 
 Safetensors files hold weights. The optimizer's tensors are in a second file, NAME.optimizer.safetensors, with names
-`<parameter>.<state>`. Step, optimizer settings and `extra` are JSON in the metadata of the first file.
+`<parameter>.<state>`. The first file's metadata contains, as JSON, the step, the optimizer settings and `extra` (the
+trainer's further data).
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ def _refuse_special_files(path: Path) -> None:
 
 
 def write_file(content: PortableState, path: Path, kind: str, config: RunConfig | None = None) -> None:
-    """Write `content` in the format `kind`: one of KINDS, or "hugging-face" for the job's `config`.
+    """Write `content` in the format `kind`: one of KINDS or "hugging-face". Only the latter uses `config`.
 
     After an error, remove the incomplete output.
 
@@ -123,7 +124,7 @@ def write_file(content: PortableState, path: Path, kind: str, config: RunConfig 
 
 
 def is_full(error: BaseException | None) -> bool:
-    """Return whether a full disk or an exhausted quota caused this error or one in its chain of causes."""
+    """Return whether this error, or one of the errors that caused it, reports a full disk or an exhausted quota."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             return True
@@ -332,7 +333,7 @@ def parse_document(document: Any, what: str, weights_only: bool) -> PortableStat
 
 
 def read_safetensors(path: Path, weights_only: bool) -> PortableState:
-    """Read a file, or a folder whose files together hold the weights; and the optimizer's file, if there is one."""
+    """Read a safetensors file, or a folder of them that together hold the weights, and any file of the optimizer."""
     files = [path]
     if path.is_dir():
         files = sorted(file for file in path.glob("*.safetensors") if not file.name.endswith(_OPTIMIZER))
@@ -391,7 +392,7 @@ def _write(
     metadata: dict[str, str],
     rename: Callable[[str], str] = lambda name: name,
 ) -> None:
-    """Write the tensors whose names begin with `prefix` to one safetensors file. `rename` gets names without it.
+    """Write the tensors whose names begin with `prefix` to one safetensors file. `rename` gets names without `prefix`.
 
     Format (https://github.com/huggingface/safetensors, "Format"): the length of the header in eight bytes, the header
     as JSON, and the tensors' bytes without gaps. Tensors with larger elements come first, so that each is aligned.

@@ -87,7 +87,7 @@ class UploaderClient:
         self.tell(command)
 
     def answer(self, timeout_seconds: float) -> dict[str, Any] | None:
-        """Wait for the uploader's next answer and return it; None if none arrives in time."""
+        """Wait for the uploader's next answer and return it. Return None if no answer arrives in time."""
         try:
             return self._answers.get(timeout=timeout_seconds) if timeout_seconds > 0 else self._answers.get_nowait()
         except queue.Empty:
@@ -228,7 +228,7 @@ class SaveTracker:
     def raise_if_hopeless(self) -> None:
         """Raise an error if no further save is worthwhile.
 
-        This is so if a newer generation is running, the store is full, or the last two saves failed.
+        No save is worthwhile if a newer generation is running, the store is full, or the last two saves failed.
         """
         self._raise_if_permanent()
         if self._failures >= _FAILURES_IN_A_ROW:

@@ -86,7 +86,7 @@ def read_generation(job_store: Store, number: int, generation_id: str) -> Genera
 
 
 def amend_parent(job_store: Store, opened: Generation, actual: Generation) -> None:
-    """Rewrite the record of the generation `opened` so that it names the parent of `actual`, an older commit.
+    """Replace the parent in the record of the generation `opened` by `actual.parent`, an older commit.
 
     Call this if the recorded parent could not be restored. Otherwise the abandoned commits between the two parents
     would stay reachable. One process calls it, before the generation's first save. Raises StoreError or CorruptCommit.
@@ -141,7 +141,7 @@ class GenerationRecords:
         self.newest = max(self._ids, default=0)
 
     def ids(self, number: int) -> list[str]:
-        """Return the ids recorded under `number`: usually one, or none, or two if two launchers opened it."""
+        """Return the ids recorded under a generation number: usually one, none, or two if two launchers opened it."""
         if number not in self._ids:
             self._list(max(0, number - _BEFORE), number)
         return self._ids.get(number, [])
@@ -183,16 +183,17 @@ class LineageChain:
     def is_in_history(self, number: int, step: int) -> bool:
         """Return whether the commit of generation `number` at `step` is part of the newest generation's history.
 
-        It is if that generation is the newest one or one of its ancestors, and `step` is at most its limit: the step
-        from which the next generation in the chain started. An older generation never has a higher limit than a newer
-        one, so the search stops at the first limit below `step`.
+        There are two conditions. The commit's generation must be the newest one or one of its ancestors. And `step`
+        must not exceed the limit of the commit's generation: the step from which the next generation in the chain
+        started. An older generation never has a higher limit than a newer one, so the search stops at the first limit
+        below `step`.
         """
         while self._ahead is not None and number <= self._ahead[0] and step <= self._ahead[1]:
             self._follow(*self._ahead)
         return number in self.limits and step <= self.limits[number]
 
     def back_to(self, oldest: int) -> dict[int, float]:
-        """Return the last reachable step of each generation, by number, from the newest back to at least `oldest`."""
+        """Return {generation: highest step at which its commits are reachable}, from the newest back to `oldest`."""
         while self._ahead is not None and self._ahead[0] >= oldest:
             self._follow(*self._ahead)
         return self.limits

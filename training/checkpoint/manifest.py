@@ -2,7 +2,7 @@
 
 data object   a rank's pieces of tensors as little-endian bytes, each piece aligned to 64 bytes
 index         the position of each piece, a checksum per chunk (16 MiB by default) and a checksum of the index itself;
-              the index of rank 0 also has `extra`
+              the index of rank 0 also has `extra`: JSON data that the trainer stores, such as its position in the job
 manifest      all indexes merged: the pieces of each tensor and their positions. It contains no host name and no time,
               so every rank writes the same bytes, under a key that contains their SHA-256
 """

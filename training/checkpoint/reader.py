@@ -314,7 +314,7 @@ class VerifiedReader:
         return value
 
     def _damage(self, data: DataObject) -> CorruptCommit | None:
-        """Return a CorruptCommit error if the object is missing or has another size, else None.
+        """Return a CorruptCommit error if the object is missing or its size is wrong, else None.
 
         Also return None if the store cannot be read.
         """

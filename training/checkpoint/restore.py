@@ -132,7 +132,7 @@ def restore_newest(
         node: number of this rank's node.
         place: returns the destination for a tensor of `FurtherState.shared`, or None to skip that tensor. By default,
             all are skipped.
-        read_again: reads a possibly damaged part again in another process; default: a new one on this machine.
+        read_again: reads a possibly damaged part again in another process; default: a new process on this machine.
 
     Raises:
         UnreliableReader: some ranks found damage that a second read did not confirm. Those ranks raise it 20 s before
@@ -294,8 +294,9 @@ def _load(store: Store, key: str, model: nn.Module, optimizer: Optimizer | None,
 def _agree_on_verdict(own: _Verdict, key: str, reader: _Reader) -> _Verdict:
     """Exchange verdicts in small all-gathers. Return the worst verdict, the same on all ranks.
 
-    Its reason names the rank that gave it. If a rank finds the commit damaged, a second reader reads the damaged part
-    again. If that reader confirms the damage, the commit is rejected; otherwise the first rank becomes a suspect.
+    The reason in it names the rank whose verdict it is. If a rank finds the commit damaged, a second reader reads the
+    damaged part again. If that reader confirms the damage, the commit is rejected; otherwise the rank that reported it
+    becomes a suspect.
     """
     row = {"kind": own.kind, "reason": _shorten(own.reason), "node": own.node}
     row |= {"host": socket.gethostname()[:_HOST_CHARACTERS], "object_key": own.object_key, "chunk": own.chunk}
@@ -462,7 +463,8 @@ def _finish(loaded: _Loaded, key: str, model: nn.Module, optimizer: Optimizer | 
 def _divide_seconds(loaded: _Loaded, *, before: float, agree: float, total: float) -> RestoreSeconds:
     """Split the duration of a restore into activities. Time that belongs to no other activity counts as `load`.
 
-    `before` is the time until this commit was tried, and `agree` the time spent waiting for the other ranks' verdicts.
+    `before` is the time from the start of the restore until the last try of this commit, and `agree` the time spent
+    waiting for the other ranks' verdicts.
     """
     figures = loaded.reader.figures
     threads = figures.download_seconds + figures.verify_seconds + figures.place_seconds

@@ -51,7 +51,7 @@ _RECORD_MISSING_SECONDS = 60.0  # a listing may lag by seconds, hardly by a minu
 
 @dataclass(frozen=True, kw_only=True)
 class RetentionPolicy:
-    """Rules that select the commits to keep. Any rule can keep a commit. Commits with missing data are ignored."""
+    """Rules that select the commits to keep. One rule suffices to keep a commit. Incomplete commits are ignored."""
 
     keep_last: int = 3  # number of newest commits to keep
     keep_every_steps: int | None = None  # also keep the first commit at or after each multiple of this step count
@@ -80,7 +80,7 @@ class WholeCommit:
 
 
 def choose_commits(commits: Sequence[WholeCommit], policy: RetentionPolicy) -> dict[str, str]:
-    """Choose the commits to keep. Return the reason for keeping each one, keyed by the SHA-256 of its manifest.
+    """Return {SHA-256 of the manifest: reason} for each commit that the policy keeps.
 
     `commits` are all whole commits, newest first.
     """

@@ -68,7 +68,7 @@ def record_permits(job_store: Store, *whats: str) -> None:
 
 
 def find_missing_commits(job_store: Store, events: Sequence[Event]) -> MissingCommits | None:
-    """Return the missing commits if the store has only older commits than the event log, else None.
+    """Return the missing commits if every commit in the store is older than the newest one in the event log, else None.
 
     This happens, for example, after the store was restored from a snapshot. Commits that retention deleted are not
     missing, because the store has newer ones. Unreadable commits are not missing either. Raises the errors of
@@ -103,7 +103,7 @@ def newest_generation_in_events(events: Sequence[Event]) -> int:
 
 
 def _newest_known(events: Sequence[Event]) -> CommitRef | None:
-    """Return the last commit of the newest generation in the events or, if it has none, the commit it started from."""
+    """Return the last commit of the newest generation in `events`. If it made no commit, return the one it restored."""
     started = [event for event in events if event.name == GENERATION_STARTED]
     if not started:
         return None

@@ -7,7 +7,7 @@ distributed checkpointing (DCP) gives the position of a DTensor's piece in the w
 gathers the plans of all ranks, is not used: without a collective, a save cannot deadlock with training.
 
 The plan is reused as long as model and optimizer hold the same tensors in the same memory: planning takes milliseconds,
-this comparison microseconds.
+comparing the tensors microseconds.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ is treated as missing.
 
 The key is in an environment variable that the user chooses. Another variable, whose name is the constant
 `infra.signing_key.NAME_VARIABLE`, holds the name of the first. If it is set, a process signs commits and checks
-signatures. Ranks, uploaders and the processes that read a suspect commit again inherit both.
+signatures. Ranks, uploaders and the processes that read a suspect commit again inherit both variables.
 """
 
 from __future__ import annotations
@@ -113,9 +113,9 @@ class Signer:
 
 
 def use_signing_key(name: str | None) -> None:
-    """Make this process and its children sign and check with the key in the environment variable `name`.
+    """Make this process and its children sign commits and check signatures with the key in the variable `name`.
 
-    With None they neither sign nor check.
+    If `name` is None, they neither sign nor check.
     """
     if name is None:
         os.environ.pop(NAME_VARIABLE, None)

@@ -42,7 +42,7 @@ class FurtherState:
     """The tensors of a commit that belong neither to model and optimizer nor to the random states.
 
     Attributes:
-        own: tensors of one rank, by name. A restore with another world size does not get them.
+        own: tensors of one rank, by name. A restore with another world size skips them.
         shared: tensors that all ranks hold, plain or as DTensors, by name; names begin with `SHARED_PREFIX`.
     """
 
