@@ -32,7 +32,7 @@ _PREFIX = f"{SHARED_PREFIX}file."
 def attach_folder(
     into: Path | str, *, store: str | None = None, name: str | None = None, config: str | Path | None = None
 ) -> FolderJob:
-    """Attach this process to a job whose commits are folders, and restore the newest one into the folder `into`.
+    """Attach this process to a job whose commits are folders, and restore the newest commit into the folder `into`.
 
     Call it on every rank. The other arguments are those of `ebbflow.attach`.
     """
@@ -65,7 +65,7 @@ class FolderJob(AttachedJob):
         self._described, self._max_steps = model, int(max_steps) if 0 < max_steps < sys.maxsize else 0
 
     def doubt_data(self) -> None:
-        """Record that a resumed run may read other samples than an uninterrupted one."""
+        """Record that a resumed run may read other samples than an uninterrupted run would."""
         self._same_data = ""
 
     @property
@@ -90,7 +90,7 @@ class FolderJob(AttachedJob):
         self._reporter.enter("evaluation", self.step)
 
     def end_step(self, samples: int = 1, *, learning_rate: float | None = None, updated: bool = True) -> bool:
-        """Count a step. Return whether the framework must write a folder now, the same on all ranks. Collective.
+        """Count a step. Return whether the framework must write a folder now (equal on all ranks). Collective.
 
         Args:
             updated: whether the optimizer has applied all gradients; only then can the state be saved.

@@ -1,7 +1,8 @@
 """Guards, rehearsed faults and the promise of an attached job. The promise says how exactly the job resumes.
 
 A script's optimizer has taken a step before the job sees its loss. So a bad step cannot be skipped: the job goes back
-to a commit instead. Losses are judged at syncs, before a save, so no commit has weights that a bad loss has spoiled.
+to a commit instead. Losses are judged at syncs (steps at which all ranks agree whether to save), before a save. So no
+commit has weights that a bad loss has spoiled.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from ebbflow.training.workloads.examine import PROBE_VARIABLE
 
 
 class ScriptGuards:
-    """Guards of an attached job against non-finite losses and loss spikes. Also its rehearsed fault and its promise."""
+    """Guards of an attached job against non-finite losses and loss spikes, its rehearsed fault, and its promise."""
 
     def __init__(self, spec: WorkerSpec, config: RunConfig, gang: Gang, reporter: Reporter) -> None:
         rules = config.guards
@@ -68,14 +69,14 @@ class ScriptGuards:
             self._rehearsal.inject(step, max_steps=max_steps, **own)
 
     def spoil(self, loss: Any) -> Any:
-        """Return `loss`. After a rehearsed non-finite loss has fired, return NaN once instead."""
+        """Return `loss`. If a rehearsed non-finite loss has fired since the last call, return NaN instead of `loss`."""
         if self._rehearsal is None or not self._rehearsal.spoils_loss:
             return loss
         self._rehearsal.spoils_loss = False
         return math.nan
 
     def promise(self, step: int, model: nn.Module, **facts: Any) -> None:
-        """On rank 0, record how exactly this job resumes (`describe_promise`), unless the same is on record already."""
+        """On rank 0, record how exactly this job resumes (`describe_promise`), unless an equal promise is on record."""
         if self._gang.rank == 0 and (found := describe_promise(model, **facts)) != self._promised:
             self._promised = found
             self._reporter.emit(PROMISE, step=step, **found)
@@ -87,13 +88,13 @@ def worst_loss(losses: list[float]) -> float:
 
 
 class Probe:
-    """Measurement of a script's second step for `ebbflow examine`, which sets EBBFLOW_PROBE. It ends the process."""
+    """Measurement of a script's second step. `ebbflow examine` requests it by setting EBBFLOW_PROBE to a path."""
 
     def __init__(self, path: str) -> None:
         self._path, self._counter = Path(path), FlopCounterMode(display=False)
 
     def end_step(self, step: int, model: nn.Module, *, samples: int, steps: int, loader: Any) -> None:
-        """Begin to count operations after step 1. After step 2, write the results to the file and end the process."""
+        """Begin to count operations after step 1. After step 2, write the results to the probe's file and exit."""
         if step == 1:
             self._counter.__enter__()
             return
@@ -113,7 +114,7 @@ def describe_promise(
     """Return how exactly the job resumes, as data of the event `promise`: level, same_data and reasons.
 
     Args:
-        same_data: without a `source`, how a resumed run reads the same data; "" if it may read other data.
+        same_data: how a resumed run reads the same data; "" if it may read other data. Ignored if there is a `source`.
         resized: how the number of ranks has changed in this job; "" if it has not.
     """
     lost, close = [], []

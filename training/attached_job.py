@@ -273,7 +273,7 @@ class AttachedJob:
         return self._source
 
     def _find_batch(self, loader: Any) -> None:
-        """Choose the batch at which to continue an epoch that another number of ranks began. Samples may repeat."""
+        """Choose the batch at which to continue an epoch that a different number of ranks began. Samples may repeat."""
         size = (getattr(loader, "batch_size", None) or 1) * self._gang.world_size
         self._batch, rest = divmod(self._epoch_samples, size)
         self._in_other_batches = False
@@ -317,9 +317,9 @@ class AttachedJob:
     def _end_step(self, samples: int, *, last: bool = False) -> None:
         """Count the step, and sync if a sync is due.
 
-        After the last step of an epoch, the sync waits until the user's code at the end of the epoch has run. A script
-        that resumed from an earlier commit would run that code without the variables of the epoch, such as its last
-        loss.
+        After the last step of an epoch, the sync waits until the user's code at the end of the epoch has run. Otherwise
+        a commit could precede that code, and a script that resumed from this commit would run the code without the
+        variables of the epoch, such as the epoch's last loss.
         """
         self.step += 1
         self._samples += samples
@@ -357,7 +357,7 @@ class AttachedJob:
             self._saves.extra["metrics"] = {**metrics, "step": self.step}
 
     def _flush_steps(self, keep: int = 0) -> float:
-        """Emit the pending step events except the last `keep`. Return their worst loss, or 0 if they have no loss."""
+        """Emit the pending step events, except the last `keep`. Return the worst loss in these events, or 0 if none."""
         losses, count = [], len(self._steps) - keep
         for step, at, data, loss in self._steps[:count]:
             if loss is not None:

@@ -72,7 +72,7 @@ def _key(key: Any, path: str) -> Any:
 
 
 def join_state(form: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Rebuild a state from the form and the tensors that `split_state` made of it."""
+    """Rebuild a state from the form and the tensors into which `split_state` has split it."""
     if not isinstance(form, dict):
         return form
     (kind, value), *_ = form.items()
@@ -142,7 +142,7 @@ class _SeededBatch(list):
 
 
 class _SeededDataset:
-    """Wrapper of a map-style dataset that seeds each batch: its random numbers do not depend on earlier batches."""
+    """Wrapper of a map-style dataset that seeds each batch, so that its random numbers depend on no other batch."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
@@ -242,7 +242,7 @@ class BatchSource:
         self._pending_state = state
 
     def epoch(self, epoch: int, skip: int) -> Iterator[Any]:
-        """Return an iterator over the batches of `epoch`, without the first `skip`."""
+        """Return an iterator over the batches of `epoch`, without the first `skip` batches."""
         own = (getattr(self.loader, name, None) for name in ("sampler", "batch_sampler", "dataset"))
         for one in (self.loader, *own):
             if callable(set_epoch := getattr(one, "set_epoch", None)):
@@ -266,7 +266,7 @@ class BatchSource:
         return self._from_sampler(seed, skip)
 
     def _from_stream(self, seed: int, skip: int) -> Iterator[Any]:
-        """Yield the batches of a loader without a sampler. The random numbers of each depend only on its number."""
+        """Yield the batches of a loader without a sampler. A batch's random numbers depend only on its number."""
         with random_numbers_of(seed):  # the seed of the workers
             batches = iter(self._iterate(self.loader))
         for number in itertools.count():
@@ -315,12 +315,12 @@ class BatchSource:
 
 
 def split_states(states: Mapping[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """Return `split_state` of each object's `state_dict()`, by name; its tensors are those that all ranks hold."""
+    """Apply `split_state` to the `state_dict()` of each object. Return the forms by name; add tensors to `tensors`."""
     return {name: split_state(one.state_dict(), f"{SHARED_PREFIX}{name}", tensors) for name, one in states.items()}
 
 
 def restore_buffers(model: nn.Module, own: Mapping[str, Tensor]) -> None:
-    """Copy the buffers of this rank from a commit. Buffers of another shape keep their values."""
+    """Copy the buffers of this rank from a commit. A buffer whose shape differs from the commit's keeps its values."""
     for name, buffer in own_buffers(model).items():
         if (stored := own.get(name)) is not None and stored.shape == buffer.shape:
             buffer.copy_(stored)
@@ -363,7 +363,7 @@ def restore_frozen(model: nn.Module, frozen: list[str] | None, say: Callable[[st
 
 
 def count_samples(batch: Any) -> int:
-    """Return the size of the first dimension of the first tensor in a batch; 1 if there is none."""
+    """Return the size of the first dimension of the first tensor in a batch, or 1 for a batch without tensors."""
     if isinstance(batch, Tensor):
         return batch.shape[0] if batch.ndim else 1
     if isinstance(batch, dict):

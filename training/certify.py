@@ -57,7 +57,7 @@ _CHILD_SECONDS = 3600.0
 def small_config(config: RunConfig, *, store: Path, steps: int) -> RunConfig:
     """Return the configuration of a small copy of a job: fewer steps, six commits, one or two nodes, fewer ranks.
 
-    There is at most one rank per core. The copy never continues with fewer nodes: fewer ranks would add up numbers in
+    There is at most one rank per core. The copy never continues with fewer nodes: fewer ranks would add up gradients in
     another order, and the sums would differ in their last bits.
     """
     nodes, processes = gang_size(config)
@@ -290,7 +290,7 @@ def format_certificate(found: dict[str, Any]) -> str:
 def _compare(uninterrupted: CertifiedRun, run: CertifiedRun) -> dict[str, Any]:
     """Compare a run with the uninterrupted one, and return its entry in the certificate.
 
-    A step that ran several times must have had the same figures each time.
+    A step that ran several times must have had the same `_NUMBERS` (such as the loss) and batches each time.
     """
     figures, batches = dict(uninterrupted.steps), {one[:2]: one[2] for one in uninterrupted.samples}
     seen, read = {step for step, _ in run.steps}, {one[:2] for one in run.samples}

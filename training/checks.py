@@ -65,7 +65,7 @@ def check_dataset(context: PreflightContext) -> CheckFinding:
 
 
 def check_disk(context: PreflightContext) -> CheckFinding:
-    """Check that a local store has room for the commits that retention keeps, two more, and the token shards."""
+    """Check that a local store has room for the commits that retention keeps, two more commits and the token shards."""
     folder = store_folder(context)
     if folder is None:
         return CheckFinding.skipped("the store is remote")
@@ -255,7 +255,7 @@ def check_tokenizer(context: PreflightContext) -> CheckFinding:
 
 
 def check_initial_weights(context: PreflightContext) -> CheckFinding:
-    """Check that `training.initial_weights` can be read and, for the built-in model, has its settings and size."""
+    """Check that `training.initial_weights` can be read and, for the built-in model, fits its settings and size."""
     config = context.config
     path = config.training.initial_weights
     if path is None:

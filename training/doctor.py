@@ -3,7 +3,8 @@
 The script runs on the CPU in copies of its folder: once undisturbed, and once for each kill, with a second start that
 resumes by the script's own means. A tracer records what each step begins with: batch, random states, weights, buffers,
 optimizer, counters and all variables that have a state. The resumed run is compared with the undisturbed one, from the
-step whose weights it has restored. Differences that change no weight and belong to no such variable are harmless.
+step whose weights it has restored. A difference is harmless if it changes no weight and belongs to no variable that has
+a state.
 """
 
 from __future__ import annotations
@@ -118,10 +119,10 @@ def _why_not_repeatable(whole: list[Record], killed: list[Record]) -> str:
 
 
 def compare(whole: list[Record], resumed: list[Record], kill: int) -> tuple[int, list[tuple[str, str]]]:
-    """Return the step from which a resumed run continued, and its losses of state as pairs (kind, variable).
+    """Return the step from which a resumed run continued, and the state that it had lost, as pairs (kind, variable).
 
     `whole` has the records of the undisturbed run, `resumed` those of the resumed run. A run has one record of the
-    beginning of each step, and one of its end.
+    beginning of each step, and one of the run's end.
     """
     if not resumed:
         return 0, [("start", "")]
@@ -166,7 +167,7 @@ _LOST = {
 
 
 def _explain(name: str, source: str, kind: str, variable: str) -> list[str]:
-    """Return the lines of text that name the lost state, its line in the script, and the smallest patch."""
+    """Return lines of text: the lost state, the script's line that assigns it, and the smallest patch."""
     nodes = list(ast.walk(ast.parse(source)))
     called = [node.func for node in nodes if isinstance(node, ast.Call)]
     calls = [(one.attr, one.lineno) for one in called if isinstance(one, ast.Attribute)]

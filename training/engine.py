@@ -81,7 +81,8 @@ def end_non_finite(trainer: Trainer, sync: StepSync, judgement: Judgement) -> Lo
 def forward_backward(trainer: Trainer, batch: Batch, step: int) -> Loss:
     """Run forward and backward on all micro-batches of `batch`. Return the sums of their losses and of their weights.
 
-    The gradients are sums too. The step sync computes the total weight of all ranks, by which they are divided later.
+    The gradients are sums too. The step sync computes the total weight of all ranks, by which the gradients are divided
+    later.
     """
     parts = batch.split(trainer.config.training.gradient_accumulation_steps)
     sums, weight = torch.zeros((), device=trainer.gang.device), 0.0

@@ -66,7 +66,7 @@ class UnreliableReader(CheckpointError):
 
 
 class NothingToRestore(CheckpointError):
-    """No commit of the job can be restored. A start from scratch would lose them all, so the user must ask for it."""
+    """No commit of the job can be restored. A start from scratch would lose all commits, so a user must ask for it."""
 
     outcome = Outcome.NO_RESTORE
     curable = False
@@ -116,7 +116,7 @@ class TwoLaunchers(DamagedLineage):
 
 
 class GenerationSuperseded(CheckpointError):
-    """The job has started a newer generation while this gang still runs. Its later commits would never be used."""
+    """The job has started a newer generation while this gang still runs. This gang's later commits would be useless."""
 
     curable = False
 

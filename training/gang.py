@@ -78,7 +78,7 @@ def connect(
     promised_gpus: int = 0,
     kept: Path | None = None,
 ) -> Gang:
-    """Join the gang that torchrun's environment variables describe. Without them, return a gang of one rank.
+    """Join the gang that torchrun's environment variables describe. If they are not set, return a gang of one rank.
 
     Args:
         start_seconds: deadline for all ranks to join.
@@ -222,7 +222,7 @@ def _loopback_listener(host: str, port: int) -> int | None:
 
 
 def _stay_on_loopback(host: str, environment: MutableMapping[str, str]) -> None:
-    """Make gloo and NCCL use the loopback interface if all ranks are on this machine and the user chose no other."""
+    """Make gloo and NCCL use the loopback interface if all ranks are on this machine and the user set no interface."""
     name = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     if is_loopback(host) and name is not None:
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):

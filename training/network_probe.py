@@ -39,7 +39,7 @@ _PROBLEMS = (dist.DistError, RuntimeError, OSError)
 
 @dataclass(frozen=True)
 class Link:
-    """Measurements of one direction between two nodes. In seconds, bytes, and bytes per second; None if unknown."""
+    """Measurements of one direction between two nodes, in seconds, bytes, or bytes per second. None means unknown."""
 
     source: int
     target: int
@@ -99,7 +99,7 @@ def time_all_reduce(device: torch.device, world_size: int) -> float:
 
 
 def summarize_links(links: Sequence[Link], *, nodes: int, seconds: float) -> dict[str, Any]:
-    """Return the worst figure of each kind and the link that has it, as data of a `network` event."""
+    """Return the worst value of each measurement, each with its link, as data of a `network` event."""
     where: dict[str, str] = {}
 
     def worst(key: str, pick: Callable[..., Link]) -> Any:
@@ -180,7 +180,7 @@ def _measure(node: int, at: Sequence[tuple[str, int]], token: bytes) -> list[Lin
 
 
 def _exchange(link: Link, address: tuple[str, int], token: bytes) -> Link:
-    """Measure round trip, clock offset (assuming that both ways take equally long) and MTU, or record the error."""
+    """Measure round trip, clock offset (assuming that both directions take equally long) and MTU, or the error."""
     for _ in range(_TRIES):
         try:
             with _call(address, token) as peer:

@@ -61,7 +61,7 @@ def keep_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
 
 @contextmanager
 def averaged_weights(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Return a context in which parameters that have an average hold it. Afterwards they are as before, bit for bit."""
+    """Return a context in which parameters with an average hold the average. On exit, restore the weights exactly."""
 
     def swap() -> None:
         for parameter, state in optimizer.state.items():

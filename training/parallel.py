@@ -84,7 +84,7 @@ _POWERSGD_PLAIN_STEPS = 2
 def replicate_model(module: nn.Module, ddp: DdpConfig, gang: Gang) -> tuple[DistributedDataParallel, Compression]:
     """Wrap the model in DDP with the configured gradient compression. Collective.
 
-    Initial weights are not broadcast, because all ranks already have the same.
+    Initial weights are not broadcast, because all ranks already have the same weights.
     """
     group = make_mesh(gang, shard=1)["replicate"].get_group()
     model = DistributedDataParallel(
@@ -124,8 +124,8 @@ class Compression:
     """Compression of gradients before they are sent to other ranks.
 
     PowerSGD adds the compression error of the previous step to each gradient. This error differs between ranks and is
-    not part of a commit. So it is reset at every commit, and a rank that restores the commit computes the same as an
-    uninterrupted one. Each commit thus discards the error of one step, and the two steps after it run without
+    not part of a commit. So the error is reset at every commit, and a rank that restores the commit computes the same
+    as an uninterrupted rank. Each commit thus discards the error of one step, and the two steps after it run without
     compression.
     """
 
@@ -249,7 +249,7 @@ class Spread:
 
     @contextmanager
     def gradients(self, *, last: bool) -> Iterator[None]:
-        """Return a context for forward and backward of a micro-batch; gradients are reduced after the `last` one."""
+        """Return a context for forward and backward of a micro-batch. If it is the step's `last`, reduce gradients."""
         model = self.model
         # A static graph must reduce in its first backward pass, or an assertion in torch fails. So it reduces after
         # every micro-batch, in every step: otherwise a resumed run would add gradients in another order than an

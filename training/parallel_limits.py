@@ -38,7 +38,7 @@ class UnsupportedOption:
 
 
 def find_unsupported_options(config: RunConfig, place: RankLayout) -> list[UnsupportedOption]:
-    """Return every reason why `config` cannot run on these ranks; empty if it can."""
+    """Return every reason why `config` cannot run on these ranks, or an empty list if it can."""
     found = [*_shards(config, place), *_replicas(config, place)]
     if config.parallel.compile:
         found += _compiler(place)

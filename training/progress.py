@@ -137,7 +137,7 @@ class Progress:
         return " · ".join(parts + [status.drag] * bool(status.drag))
 
     def _mfu(self, seconds: float) -> str:
-        """Return the MFU as text. Above 100 % it is unknown: the machine was busy when its peak was measured."""
+        """Return the MFU as text. An MFU above 100 % is unknown, because the peak was measured on a busy machine."""
         share = self._flops / seconds / self._peak if self._peak else None
         if share is None or share > 1.0:
             return "MFU unknown" if share is None else "MFU unknown (faster than the peak measured on a busy machine)"

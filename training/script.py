@@ -135,7 +135,7 @@ def _run(given: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def run_script(spec: WorkerSpec) -> LoopResult:
-    """Run the script in this rank. Return the result of its attached job or, without one, COMPLETED at step 0."""
+    """Run the script in this rank. Return its attached job's result, or COMPLETED at step 0 if it never attached."""
     script = find_script(spec.prepared["script"], spec.prepared.get("script_sha256"), Store.open(spec.store_uri))
     result = Path(spec.result_path or os.devnull)
     if spec.prepared.get("script_sha256"):  # on another machine, relative paths begin at the unpacked folder

@@ -38,7 +38,7 @@ _claim: Claim | None = None  # rank 0's claim on the job
 
 
 def release_job() -> None:
-    """Release the claim on the job, so that another launcher need not wait. Does nothing without a claim."""
+    """Release this process's claim on the job, if any, so that another launcher need not wait until it is stale."""
     if _claim is not None:
         _claim.release()
 
@@ -84,7 +84,7 @@ def open_job(
         settings: the configuration, with the keys "path", "config" and "sources".
         prepared: the result of the workload's `prepare`.
         permits: the losses of progress that the user accepts (values of `PERMITS` in `checkpoint.rollback`).
-        parent: the commit to go back to; None for the newest.
+        parent: the commit to go back to; None for the newest commit.
     """
     job_store = Store.open(store_uri).sub(job_prefix(job))
     attempt = restarts()

@@ -3,9 +3,9 @@
 From it, all ranks learn the same facts at the same step: the exact mean loss, the total weight, the gradient norm,
 non-finite losses, stragglers, requests to stop or save, and whether all ranks are at the same step.
 
-On a CPU the host reads the result at once. On a GPU (`DeviceExchange`) the gradients are scaled and clipped there, and
-the host reads the result one step later, so that it never waits for an idle device. Then every decision is made one
-step later, on all ranks alike.
+On a CPU the host reads the result at once. On a GPU (`DeviceExchange`) the gradients are scaled and clipped on the
+device, and the host reads the result one step later, so that it never waits for an idle device. Then every decision is
+made one step later, on all ranks alike.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class StepSync:
         return Position(int(self.rows[0].step) - 1, int(self.rows[0].cursor))
 
     def merge(self, older: StepSync) -> StepSync:
-        """Return this sync plus the unmet requests of `older`, the sync of the step before."""
+        """Return this sync with the unmet requests of `older` added, which is the sync of the previous step."""
         if not older.rows:
             return self
         names = ("stop", "save_due", "renew")

@@ -57,7 +57,7 @@ _LEAVE = "leave"
 
 
 class _Left(BaseException):
-    """Raised to end an evaluation. It is not an `Exception`, because the user's code might catch that."""
+    """Raised to end an evaluation. It is not a subclass of `Exception`, which the user's code might catch."""
 
 
 class Evaluation:
@@ -192,10 +192,10 @@ class Trainer:
 
     @cached_property
     def device_exchange(self) -> DeviceExchange | None:
-        """The step sync on GPUs, which is read one step later; None if each step is read at once.
+        """The step sync on GPUs, which is read one step later; None if the sync of each step is read at once.
 
-        Each step is read at once on a CPU, with CPU offload, and if a step may be skipped, by a guard or by
-        float16's loss scaling.
+        The sync is read at once on a CPU, with CPU offload, and if a step may be skipped, by a guard or by float16's
+        loss scaling.
         """
         guards = self.config.guards
         at_once = self.config.fsdp.cpu_offload or "skip" in (guards.non_finite, guards.spike)
@@ -222,9 +222,10 @@ class Trainer:
     def sync_step(
         self, at: Position, batch: Batch, loss: Loss, gradients: Sequence[Tensor]
     ) -> tuple[StepSync, float | Tensor, float | Tensor]:
-        """Exchange this step's figures. Return a sync, and this step's gradient scale and norm.
+        """Exchange this step's figures with all ranks. Return a sync, and this step's gradient scale and gradient norm.
 
-        The sync is that of this step or, if it is read later (on a GPU), that of the step before.
+        The returned sync belongs to this step. On a GPU, where a sync is read one step late, it belongs to the step
+        before.
         """
         late = self.device_exchange
         clock = self.reporter.clock
@@ -265,7 +266,7 @@ class Trainer:
         return sync, scale, norm
 
     def read_step(self, sync: StepSync) -> StepSync:
-        """Read this step's sync, and add the requests of `sync`, the step before.
+        """Read this step's sync, and add the requests of `sync`, which is the previous step's sync.
 
         Return no rows if this step's sync was already read, as on a CPU.
         """

@@ -149,8 +149,9 @@ def retention_policy(checkpoint: CheckpointConfig) -> RetentionPolicy:
 def restore(trainer: Trainer, saver: Checkpointer, candidates: list[str]) -> Position:
     """Load the newest undamaged commit of `candidates`, and return the position at which training continues.
 
-    `candidates` are keys of commits, newest first; without any, the job starts from its beginning. Raises DataError if
-    the commit comes from other data or another seed, CheckpointError if no candidate can be restored. Collective.
+    `candidates` are keys of commits, newest first. If there are none, the job starts from its beginning. Raises
+    DataError if the commit comes from other data or another seed, CheckpointError if no candidate can be restored.
+    Collective.
     """
     if candidates:
         trainer.enter("restore", 0)

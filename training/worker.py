@@ -156,8 +156,8 @@ def _make_spec(request: Request) -> WorkerSpec:
 def main(arguments: list[str]) -> NoReturn:
     """Train, then exit with code 0, with 75 after a drain request, or with the code of an error.
 
-    Code 0 includes a stop at a limit, such as the budget. The task comes from the agent's environment variables if
-    there are any, else from the arguments.
+    Code 0 includes a stop at a limit, such as the budget. The task comes from the agent's environment variables if they
+    are set, else from the command's arguments.
     """
     spec = WorkerSpec.from_environment()
     try:

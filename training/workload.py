@@ -37,8 +37,8 @@ class WorkloadContext:
         rank: the number of this rank.
         world_size: the number of ranks.
         device: the device of this rank's model.
-        gather: returns the rows `[k]` of all ranks as `[world_size, k]`, equal on all ranks. Collective; for
-            `evaluate`.
+        gather: returns the rows `[k]` of all ranks as `[world_size, k]`, equal on all ranks. Collective; `evaluate` may
+        use it.
     """
 
     config: RunConfig
@@ -136,7 +136,7 @@ class Workload(Protocol[B]):
     def units(self, model: nn.Module) -> Iterable[nn.Module]:
         """Return the parts of the model that are each sharded, compiled and recomputed as one.
 
-        They must not overlap, and are in the order of the forward pass.
+        Units must not overlap. They are returned in the order of the forward pass.
         """
         ...
 
@@ -150,7 +150,8 @@ class Workload(Protocol[B]):
     def loss(self, model: nn.Module, batch: B) -> Loss:
         """Run the forward pass of one micro-batch, and return its loss.
 
-        For a batch of weight 0, the sum must be 0 and still have gradients.
+        If the micro-batch has weight 0, `Loss.sum` must be 0 but still depend on the parameters, so that they get
+        gradients.
         """
         ...
 
@@ -182,7 +183,7 @@ _LARGEST_PICTURES_BYTES = 2**18  # of one evaluation: events are read whole
 
 
 def draw_pictures(workload: Any) -> dict[str, str]:
-    """Return the workload's SVG images of the last evaluation. If they cannot be shown, print why and return none."""
+    """Return the workload's SVG images of the last evaluation. If they cannot be shown, print why and return {}."""
     draw = getattr(workload, "pictures", None)
     if draw is None:
         return {}
