@@ -30,7 +30,6 @@ from ebbflow.cost.report.render_text import JOB_COLUMNS, build_job_row, render_t
 from ebbflow.cost.report.report import RunReport, build_report
 from ebbflow.cost.skypilot import add_command as add_export
 from ebbflow.cost.trace import add_command as add_trace
-from ebbflow.cost.track import add_command as add_track
 from ebbflow.cost.watch import add_command as add_watch
 from ebbflow.infra.errors import InfraError, Outcome, describe_error
 from ebbflow.infra.process import run_benchmarks, silence_stdout
@@ -81,7 +80,6 @@ def _parser() -> argparse.ArgumentParser:
     add_report(commands)
     add_jobs(commands)
     add_watch(commands)
-    add_track(commands)
     add_export(commands)
     add_reconcile(commands)
     add_replay(commands)

@@ -16,7 +16,7 @@ from pathlib import Path
 from ebbflow.flows.job import RUNS, KnownJob, local_folder, mark_latest, write_atomically
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.layout import NOTE
-from ebbflow.infra.observe.trackers import start_tracking
+from ebbflow.infra.observe.tracking_process import start_tracking
 from ebbflow.infra.program import python_path
 
 LIVE_PAGE = "live.html"

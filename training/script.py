@@ -25,7 +25,7 @@ from ebbflow.infra.event_log import EventLog
 from ebbflow.infra.events import CONFIGURED, PREPARED, Origin, read_events
 from ebbflow.infra.launchers import claim_job
 from ebbflow.infra.layout import job_of_script, job_prefix
-from ebbflow.infra.observe.trackers import start_tracking
+from ebbflow.infra.observe.tracking_process import start_tracking
 from ebbflow.infra.script_folder import find_script
 from ebbflow.infra.store import Store
 from ebbflow.training.checkpoint.rollback import newest_generation_in_events

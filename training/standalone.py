@@ -23,7 +23,7 @@ from ebbflow.infra.event_log import EventLog
 from ebbflow.infra.events import CONFIGURED, PREPARED, ROLLBACK, Origin, read_events
 from ebbflow.infra.launchers import Claim, claim_job
 from ebbflow.infra.layout import job_prefix, plain_name
-from ebbflow.infra.observe.trackers import start_tracking
+from ebbflow.infra.observe.tracking_process import start_tracking
 from ebbflow.infra.store import Store
 from ebbflow.training.checkpoint.lineage import CANDIDATES, GenerationOpening, open_generation, reachable_commits
 from ebbflow.training.checkpoint.rollback import check_rollback, newest_generation_in_events, record_permits

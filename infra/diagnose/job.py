@@ -11,7 +11,8 @@ from ebbflow.infra.diagnose.matching import Seen, load_matcher
 from ebbflow.infra.diagnose.reading import LogText, time_of
 from ebbflow.infra.diagnose.rules import load_rules
 from ebbflow.infra.diagnose.series import Series
-from ebbflow.infra.events import FAULT_DETECTED, GENERATION_ENDED, GUARD, NOTICE, Event
+from ebbflow.infra.errors import Outcome
+from ebbflow.infra.events import FAULT_DETECTED, GENERATION_ENDED, GUARD, NOTICE, OUTCOME, Event
 from ebbflow.infra.rank_logs import LogLine
 
 # What a verdict's kind and text, an end's reason or a guard's action mean; the first match counts.
@@ -40,7 +41,13 @@ _MEANINGS = tuple(
 
 
 def diagnose_job(events: Sequence[Event], lines: Iterable[LogLine]) -> Diagnosis:
-    """Diagnose a job from its events and its ranks' output. The causes that its agents recorded count as evidence."""
+    """Diagnose a job from its events and its ranks' output. The causes that its agents recorded count as evidence.
+
+    If the job has failed, only its last generation counts: the job survived what ended the earlier ones.
+    """
+    if (last := _last_generation(events)) is not None:
+        events = [event for event in events if event.generation == last]
+        lines = (line for line in lines if line.generation == last)
     seen: dict[str, Seen] = {}
     series = Series()
     read = load_matcher().collect(series.watch(_log_texts(lines)), seen)
@@ -51,6 +58,14 @@ def diagnose_job(events: Sequence[Event], lines: Iterable[LogLine]) -> Diagnosis
             found.strong = found.needed = found.verdict = True
             found.add(line, order)
     return judge(seen, series, [])
+
+
+def _last_generation(events: Sequence[Event]) -> int | None:
+    """Return the generation with which a failed job ended; None if the job has not failed or never started ranks."""
+    outcome = next((event.data.get("outcome") for event in reversed(events) if event.name == OUTCOME), None)
+    if outcome in (None, *(str(one) for one in (Outcome.COMPLETED, Outcome.INTERRUPTED))):
+        return None
+    return max((event.generation for event in events if event.name == GENERATION_ENDED), default=None)
 
 
 def _verdicts(events: Sequence[Event]) -> Iterator[tuple[str, LogText]]:

@@ -19,9 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from ebbflow.cost import track
 from ebbflow.cost.report.report import build_report
-from ebbflow.cost.track import Tracking, list_news
 from ebbflow.infra.config.load import load_config
 from ebbflow.infra.config.problems import ConfigError
 from ebbflow.infra.config.schema import RunConfig
@@ -40,9 +38,11 @@ from ebbflow.infra.events import (
     Origin,
     read_events,
 )
-from ebbflow.infra.observe.notify import open_channels
 from ebbflow.infra.process import process_stat
 from ebbflow.infra.store import Store
+from ebbflow.tracking import __main__ as track
+from ebbflow.tracking.__main__ import Tracking, list_news
+from ebbflow.tracking.notify import open_channels
 
 # Attempts that are killed: (restored step, last step). Each makes a commit every 10 steps.
 ATTEMPTS = [(0, 17), (10, 25), (20, 38), (30, 44), (40, 50)]
@@ -421,7 +421,7 @@ def test_what_a_killed_launcher_left_is_sent_and_the_process_ends(tmp_path: Path
     write_attempt(store, 1)
     config = {"store": str(tmp_path / "store"), "trackers": [{"type": "jsonl"}]}
     code = (
-        "import os, signal, time; from ebbflow.infra.observe.trackers import start_tracking\n"
+        "import os, signal, time; from ebbflow.infra.observe.tracking_process import start_tracking\n"
         f"own = start_tracking('demo', {config['store']!r}, {config!r})\n"
         "while own._process is None or not own._process.stdin.closed: time.sleep(0.01)\n"
         "print(own._process.pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)\n"

@@ -32,7 +32,7 @@ from ebbflow.cost.watch import describe_parent, merge_committed_steps
 from ebbflow.infra.bundle import redact, secret_values
 from ebbflow.infra.config.load import load_config
 from ebbflow.infra.config.schema import NotificationsConfig, RunConfig, TrackerConfig
-from ebbflow.infra.errors import InfraError, ObjectNotFound, Outcome
+from ebbflow.infra.errors import InfraError, ObjectNotFound, Outcome, describe_error
 from ebbflow.infra.events import (
     COMMIT,
     CONFIGURED,
@@ -46,13 +46,14 @@ from ebbflow.infra.events import (
     LogFollower,
 )
 from ebbflow.infra.layout import TRACKED_KEY, job_prefix, runs_folder
-from ebbflow.infra.observe.notify import open_channels
-from ebbflow.infra.observe.trackers import Point, TrackedRun, Tracker, make_tracker
+from ebbflow.infra.process import silence_stdout
 from ebbflow.infra.program import PROJECT_ROOT
 from ebbflow.infra.retry import backoff_pauses
 from ebbflow.infra.store import Store
 from ebbflow.infra.terms import BUDGET_THRESHOLDS
-from ebbflow.infra.untrusted_text import one_line
+from ebbflow.infra.untrusted_text import guard_terminal, one_line
+from ebbflow.tracking.notify import open_channels
+from ebbflow.tracking.trackers import Point, TrackedRun, Tracker, make_tracker
 
 _REQUEST_SECONDS = 10.0
 _PAUSE_SECONDS = 2.0  # between two looks at the event log
@@ -374,13 +375,22 @@ class _TrackerFeed:
         self._tracker = tracker
 
 
-def add_command(commands: Any) -> None:
-    parser = commands.add_parser("track", help="send a job's metrics to trackers, as far as they lack them")
+def main(arguments: Sequence[str] | None = None) -> int:
+    guard_terminal()
+    parser = argparse.ArgumentParser(
+        prog="ebbflow track", description="Send a job's metrics to trackers, as far as they lack them."
+    )
     parser.add_argument("job", nargs="?", default="latest", metavar="RUN", help="name, folder or s3:// URI")
     parser.add_argument("--store", default=None, metavar="URI", help="the job's store, if not known to this machine")
     parser.add_argument("--config", default=None, metavar="FILE", help="take trackers from this file, not the job's")
     parser.add_argument("--parent", type=int, default=0, help=argparse.SUPPRESS)  # the launcher, which runs the job
-    parser.set_defaults(run=_track)
+    try:
+        return _track(parser.parse_args(list(sys.argv[1:] if arguments is None else arguments)[1:]))
+    except (CostError, InfraError) as error:
+        print(describe_error(error), file=sys.stderr)
+        return error.outcome.exit_code
+    except BrokenPipeError:
+        return silence_stdout()
 
 
 def _track(arguments: argparse.Namespace) -> int:
@@ -464,3 +474,7 @@ def _alone(store: Store, wait_seconds: float) -> Iterator[None]:
 def _print_line(text: str) -> None:
     with contextlib.suppress(OSError):  # the launcher has ended
         print(text, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
