@@ -1,4 +1,4 @@
 """Infrastructure: configuration, object store, event log, preflight checks and process control.
 
-It imports none of the packages `training`, `cost` and `flows`.
+This package imports none of the packages `training`, `cost` and `flows`.
 """

@@ -123,7 +123,7 @@ SUPERVISED = "supervised"
 
 
 class EndReason(StrEnum):
-    """Reason why a generation, or a node's part of it, ended unplanned. A planned end has an `Outcome` instead."""
+    """Reason why a generation, or a node's part of it, ended unplanned. A planned end has an `Outcome`."""
 
     RANK_FAILED = "rank_failed"
     RANK_KILLED = "rank_killed"
@@ -331,7 +331,7 @@ _warned: set[str] = set()
 def read_events(job_store: Store) -> list[Event]:
     """Return all events of a job, sorted by wall time. Raises StoreError.
 
-    If the log is damaged, print a warning to stderr, once per job. `read_log` returns the damage instead.
+    If the log is damaged, print a warning to stderr, once per job. `read_log` returns the damage and prints nothing.
     """
     content = read_log(job_store)
     if content.damage and job_store.uri not in _warned:

@@ -281,7 +281,7 @@ def _activation_bytes(config: RunConfig, shape: ModelShape, *, fused_norms: bool
 
 
 def commit_bytes_per_parameter(config: RunConfig) -> int:
-    """Return the bytes of a float32 weight, AdamW's two moments of it and, with `training.ema`, its average."""
+    """Return the bytes of a float32 weight, of AdamW's two moments for it and, with `training.ema`, of its average."""
     return FLOAT32_BYTES * (3 if config.training.ema is None else 4)
 
 

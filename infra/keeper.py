@@ -187,7 +187,7 @@ class Keeper:
         self._lose()
 
     def _ask(self, request: bytes, descriptors: list[int], limit: float) -> None:
-        """Send a request with its file descriptors. Kill the keeper if it has not read the request by `limit`."""
+        """Send a request with its file descriptors. Kill the keeper if it has not read the request at time `limit`."""
         unsent = memoryview(request)
         while unsent and not self.lost:
             left = limit - time.monotonic()
@@ -232,7 +232,7 @@ class Keeper:
 def kill_descendants(
     keeper: int, seconds: float, *, spare: Collection[int] = (), spare_trees: Collection[int] = ()
 ) -> list[int]:
-    """Kill the processes below the keeper, and return the ids of those that are still alive after `seconds`.
+    """Kill the processes below the keeper, and return the ids of the processes that are still alive after `seconds`.
 
     Args:
         spare: ids of processes that are not killed. Their descendants are killed.

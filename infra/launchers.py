@@ -288,7 +288,7 @@ def check_run_claim(job_store: Store, job: str) -> None:
 
 
 def claim_of_parent() -> str | None:
-    """Return the id of the supervisor's claim, under which this process runs; None if it needs its own claim."""
+    """Return the id of the supervisor's claim under which this process runs, or None if it needs its own claim."""
     return os.environ.get(CLAIM_VARIABLE) or None
 
 

@@ -224,7 +224,7 @@ class MetricBoard(Collector):
         return registry
 
     def collect(self) -> Iterator[Family]:
-        """Yield the metric families with their values; the client library calls this method."""
+        """Yield the metric families with their values; prometheus_client calls this method."""
         self._before_page()
         with self._lock:
             numbers = {name: dict(series) for name, series in self._numbers.items()}

@@ -72,7 +72,7 @@ class Source(Protocol):
         ...
 
     def look(self) -> list[Notice]:
-        """Poll the source once and return its current notices. Raises OSError if it does not answer in time."""
+        """Poll the source once and return its current notices. Raises OSError if the source does not answer in time."""
         ...
 
 
@@ -85,8 +85,8 @@ _CLOSE_SECONDS = 3.0
 class NoticeWatcher:
     """A thread that polls sources of notices until it is closed.
 
-    It skips the sources that are unavailable at the start. A slow source delays the others by at most its own deadline
-    (about 2 s).
+    It skips the sources that are unavailable at the start. A slow source delays the other sources by at most its own
+    deadline (about 2 s).
     """
 
     def __init__(self, sources: Sequence[Source]) -> None:
@@ -226,7 +226,7 @@ class MetadataSource:
         return found
 
     def _without_token(self, seconds: float) -> str:
-        """Try version 1 of the service, which needs no token. Return "" if it works, else the reason why it does not.
+        """Try version 1 of the service, which needs no token. Return "" if version 1 works, else the reason why not.
 
         In a container, a small hop limit can block the response that carries the token, but not the other responses.
         """
@@ -251,7 +251,7 @@ class MetadataSource:
         return ""
 
     def _get(self, path: str) -> str | None:
-        """Return the text at a path, or None for status 404. If the token is refused, try once with a new one."""
+        """Return the text at a path, or None for status 404. If the token is refused, try once with a new token."""
         if not self._version_1 and time.monotonic() >= self._token_until and (problem := self._renew(_ANSWER_SECONDS)):
             raise OSError(problem)
         status, text = self._service.get(path, self._token, seconds=_ANSWER_SECONDS)

@@ -1,7 +1,7 @@
 """Preflight: run checks in parallel before anything is paid for, and render their results.
 
 The packages infra, cost, training and flows each list their own checks in CHECKS. A check that reaches its deadline or
-raises is reported as failed, and does not delay the others.
+raises is reported as failed, and does not delay other checks.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Start-up code of every program: project folders, one-line messages for missing packages, output on any terminal.
 
-This module imports only the standard library, and can be parsed by Python versions that are too old for the rest.
+This module imports only the standard library, and can be parsed by Python versions that are too old for the other
+modules.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ _PLAIN = {
 def begin_program() -> None:
     """Prepare the streams and error messages of a program; call it before importing any third-party package.
 
-    If Python is too old, print one line and exit with code 3. Install an exception hook that does the same for a
-    missing package, instead of printing a traceback.
+    If Python is too old, print one line and exit with code 3. Install an exception hook that also prints one line and
+    exits, without a traceback, if a package is missing.
     """
     _open_missing_streams()
     print_on_any_terminal()

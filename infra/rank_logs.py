@@ -4,8 +4,9 @@ A record is one line of JSON with these fields:
 
     {"t": "2026-11-21T04:22:17.123Z", "job", "generation", "node", "rank", "step", "phase", "text", "start", "end"}
 
-t is when the agent read the line, usually within 50 ms after it was written. start and end are the line's byte offsets
-in the rank's raw log, line feed included. They show which records are duplicates, and which lines have no record.
+t is the time at which the agent read the line, usually within 50 ms after the rank wrote the line. start and end are
+the line's byte offsets in the rank's raw log, line feed included. They show which records are duplicates, and which
+lines have no record.
 
 On this machine, a rank writes its raw log to `logs/<generation>-<id>/rank-N.log`, and its agent writes the records to
 `rank-N.jsonl` beside it. Agents also put records into the store, several per object (a segment). A line found in both
@@ -247,7 +248,7 @@ def _read_rank(raw: Path, notices: list[str]) -> list[LogLine]:
 
 
 def _unrecorded(raw: Path, lines: list[LogLine], notices: list[str]) -> list[LogLine]:
-    """Return records for the last lines of a raw log if the agent was killed before it recorded them.
+    """Return records for the last lines of a raw log if the agent was killed before it recorded these lines.
 
     The time of these records is the raw log's time of modification.
     """

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 def young_interval_seconds(save_seconds: float, hazard_per_hour: float) -> float:
     """Return Young's optimal interval between saves in seconds: √(2 · save cost · mean time between interruptions).
 
-    It is valid while a save is short compared to the mean time between interruptions. Both arguments refer to the whole
-    gang. For a hazard of 0 the result is infinity. Raises ValueError for a negative argument.
+    It is valid while a save is short compared to the mean time between interruptions. The save cost and the hazard are
+    those of the whole gang. For a hazard of 0 the result is infinity. Raises ValueError for a negative argument.
 
     Source: J. W. Young, "A first order approximation to the optimum checkpoint interval", CACM 17(9), 1974.
     """

@@ -1,4 +1,4 @@
-"""The packages that a job needs, with the supported versions of each (the same ranges as in setup.cfg)."""
+"""The packages that a job needs, with the supported versions of each package (the same ranges as in setup.cfg)."""
 
 from __future__ import annotations
 

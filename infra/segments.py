@@ -5,11 +5,11 @@ A segment is an object with one event per line. Its last line is a seal with the
     {"seal":2,"segment":KEY,"checksums":[CRC-32 of each event line],"last":BOOL,"checksum":CRC-32 of the seal}
 
 The seal names its own segment, which reveals copied, joined, emptied and truncated segments. Each writer numbers its
-segments, which reveals lost ones; `last` marks the writer's final segment. Segments of version 1 have no seal and are
-read without verification.
+segments, which reveals lost segments; `last` marks the writer's final segment. Segments of version 1 have no seal and
+are read without verification.
 
 S3 lists new objects at once. Other stores (OpenStack Swift) may omit an object from a listing for a while, although it
-can be read by its name. Two things help to find such an object: each writer's segments are numbered, so the next one
+can be read by its name. Two things help to find such an object: each writer's segments are numbered, so the next number
 can be requested; and the events of a generation show which processes must have written segments.
 """
 
@@ -376,7 +376,7 @@ def _read_next(job_store: Store, pool: ThreadPoolExecutor, found: Segments) -> N
 
 
 def _silent_writers(found: dict[str, bytes]) -> dict[str, bool]:
-    """Find the agents and ranks of ended generations that should have written segments but have none.
+    """Find agents and ranks of ended generations whose segments should exist but do not.
 
     The result maps the key prefix of each such process to whether its generation ended as planned.
     """

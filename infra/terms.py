@@ -69,7 +69,7 @@ class Terms:
         return [share for share, usd in limits.items() if spent_usd >= usd]
 
     def out_of_money(self) -> str:
-        """Return why a gang must not start: only the reserve of the budget is left. Return "" if it may start."""
+        """Return why a gang must not start: only the reserve of the budget is left. Return "" if the gang may start."""
         if self.spendable_usd is None or self.spent_usd < self.spendable_usd:
             return ""
         return (
@@ -84,7 +84,7 @@ class Terms:
 
         Args:
             spent_usd: dollars spent so far, including this attempt.
-            slowness: measured duration of a step divided by the planned one, at least 1.
+            slowness: measured duration of a step divided by the planned duration, at least 1.
             restart: whether the ranks would first have to start again.
         """
         if self.fallback is None:

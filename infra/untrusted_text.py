@@ -54,7 +54,7 @@ def wrap_line(text: str, width: int, *, indent: str = "  ") -> list[str]:
 
 
 def strip_colours(text: str) -> str:
-    """Remove the escape sequences that set colours and styles. Text that they made invisible is kept."""
+    """Remove the escape sequences that set colours and styles. Text that such a sequence made invisible is kept."""
     return _COLOURS.sub("", text)
 
 

@@ -159,7 +159,7 @@ class FolderJob(AttachedJob):
         return {"folder": {"name": folder.name, "empty": empty}}
 
     def _restore(self) -> None:
-        """Write the files of the newest commit into the folder, on one rank of each node. Collective."""
+        """Write the files of the newest commit into the target folder, on one rank of each node. Collective."""
         writes = self._gang.rank % self._spec.colocated_ranks == 0
         partial = self._into / ".ebbflow-restored"
         if writes:

@@ -1,7 +1,7 @@
 """Guards, rehearsed faults and the promise of an attached job. The promise says how exactly the job resumes.
 
-A script's optimizer has taken a step before the job sees its loss. So a bad step cannot be skipped: the job goes back
-to a commit instead. Losses are judged at syncs (steps at which all ranks agree whether to save), before a save. So no
+A script's optimizer has taken a step before the job sees its loss. So a bad step cannot be skipped. The job must go
+back to a commit. Losses are judged at syncs (steps at which all ranks agree whether to save), before a save. So no
 commit has weights that a bad loss has spoiled.
 """
 
@@ -83,7 +83,7 @@ class ScriptGuards:
 
 
 def worst_loss(losses: list[float]) -> float:
-    """Return the largest loss, NaN if one is not finite, or 0 if there is none."""
+    """Return the largest loss, NaN if a loss is not finite, or 0 if there are no losses."""
     return max(losses, default=0.0) if all(map(math.isfinite, losses)) else math.nan
 
 

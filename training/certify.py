@@ -77,7 +77,7 @@ def small_config(config: RunConfig, *, store: Path, steps: int) -> RunConfig:
 
 
 def record_batches(config: RunConfig, folder: Path) -> RunConfig:
-    """Return a configuration whose workload wraps the given one and records its batches in `folder`."""
+    """Return a configuration whose workload wraps that of `config` and records its batches in `folder`."""
     options = {**config.workload_options, WORKLOAD_OPTION: config.workload or "", FOLDER_OPTION: str(folder)}
     return config.model_copy(update={"workload": RECORDED, "workload_options": options})
 

@@ -94,7 +94,7 @@ def check_disk(context: PreflightContext) -> CheckFinding:
 def commits_room(config: RunConfig) -> tuple[int, str]:
     """Return the maximum bytes that a job's commits occupy, and the calculation as text.
 
-    Two commits are added to those that retention keeps: one that is about to be deleted and one that is being written.
+    The maximum includes the commits that retention keeps, one that is about to be deleted, and one being written.
     """
     checkpoint, steps, one = config.checkpoint, config.training.max_steps, commit_bytes(config)
     every = steps // checkpoint.keep_every_steps if checkpoint.keep_every_steps else 0

@@ -34,7 +34,7 @@ Record = dict[str, Any]
 
 
 def main(words: list[str]) -> int:
-    """Examine a script. Return 0 if it resumes exactly, 1 if not, 2 if it cannot be examined."""
+    """Examine a script. Return 0 if the script resumes exactly, 1 if it does not, 2 if it cannot be examined."""
     own, arguments = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
     parser = argparse.ArgumentParser(prog="ebbflow doctor", description="Find what a script's resume loses.")
     parser.add_argument("script", type=Path, help="the script; its arguments follow after --")

@@ -110,7 +110,7 @@ class DamagedLineage(CheckpointError):
 
 
 class TwoLaunchers(DamagedLineage):
-    """Two launchers opened the same generation of a job. The message names both records."""
+    """Two launchers opened the same generation of a job. The message names the records of both launchers."""
 
     curable = False
 

@@ -1,7 +1,7 @@
 """Checks for parallel options that a model, gang or machine does not support.
 
-Preflight runs them, and so does each rank at its start. This module does not import torch. It repeats some rules of
-`ebbflow.infra.config.shape_rules`, because those may not have checked a rank's configuration.
+Preflight and each starting rank run these checks. This module does not import torch. It repeats some rules of
+`ebbflow.infra.config.shape_rules`, because those rules may not have checked a rank's configuration.
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ def find_addresses(host: str, port: int, seconds: float) -> tuple[str, str]:
     """Return the address to publish to other ranks, and the address to listen on ("" for all interfaces).
 
     On the main node, the node's own name may resolve to a loopback address (Debian's 127.0.1.1), while other nodes
-    resolve it to a reachable one. In that case this rank publishes the name and listens on all interfaces.
+    resolve it to a reachable address. In that case this rank publishes the name and listens on all interfaces.
     """
     with socket.create_connection((host, port), seconds) as way:
         own = way.getsockname()[0]

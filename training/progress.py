@@ -36,7 +36,7 @@ _SIZE = {"cpu": 1024, "cuda": 4096}
 def peak_flops_per_second(device: torch.device, dtype: torch.dtype, kept: Path | None = None) -> float:
     """Return the highest speed measured on this device so far. Other load on the machine makes a measurement too low.
 
-    The file `kept` holds the highest measurement of earlier ranks; if it exists, a restarted rank measures only
+    The file `kept` holds the highest measurement of earlier ranks; if this file exists, a restarted rank measures only
     briefly.
     """
     known, best = {"dtype": str(dtype), "device": str(device)}, 0.0

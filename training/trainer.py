@@ -1,9 +1,9 @@
 """The trainer of one rank: the parts that the training loop uses, and the tasks around each step.
 
-After a drain request, all ranks leave a running evaluation together. A rank must not leave alone, because others may
-wait for it in a collective. The ranks cannot use a collective to agree either, because it would mix with the
+After a drain request, all ranks leave a running evaluation together. A rank must not leave alone, because other ranks
+may wait for it in a collective. The ranks cannot use a collective to agree either, because it would mix with the
 collectives of the user's code. So a rank with a drain request votes through the gang's key-value store before its next
-forward pass, and waits for the votes of the others. If not all ranks vote in time, the evaluation continues.
+forward pass, and waits for the votes of the other ranks. If not all ranks vote in time, the evaluation continues.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class _Left(BaseException):
 class Evaluation:
     """Runner of this rank's part of each evaluation. The ranks can vote to end an evaluation early, all together.
 
-    A rank waits for the votes of the others for `vote_seconds`, or for as long as the longest forward pass took if that
+    A rank waits for the other ranks' votes for `vote_seconds`, or for as long as the longest forward pass took if that
     is longer.
     """
 
@@ -369,7 +369,8 @@ class Trainer:
     def end(self, at: Position, outcome: Outcome, message: str = "") -> LoopResult:
         """End the loop: wait until the last save is a commit, then emit the outcome. Collective.
 
-        If the outcome is INTERRUPTED, a failed save is not raised as an error; the message mentions it instead.
+        If the outcome is INTERRUPTED, a failed save is not raised as an error; the outcome's message mentions the
+        failure.
         """
         self.enter("checkpoint", at.step)
         try:

@@ -25,7 +25,7 @@ class NotificationError(InfraError):
 
 
 def open_channels(config: NotificationsConfig) -> dict[str, Callable[[str], None]]:
-    """Return the configured channels by name. Each takes one line, and raises an exception if it cannot deliver it."""
+    """Return the configured channels by name. Each is a function that delivers one line, or raises an exception."""
     channels: dict[str, Callable[[str], None]] = {}
     if config.webhook_env is not None:
         channels["webhook"] = lambda line: _post(config, line)

@@ -184,7 +184,7 @@ class _Setup:
         return stacks.get(wanted or "", {})
 
     def _choose_queues(self) -> tuple[list[QueueState], str | None]:
-        """Return the queues for training, and the name (or None) of the queue for the steps before and after it."""
+        """Return the queues for training, and the name (or None) of the queue for the flow's other steps."""
         training, light = [], []
         for state in self.account.queues.values():
             if not state.usable:
@@ -244,7 +244,7 @@ class _Setup:
         }
 
     def _gang_queues(self) -> list[QueueState]:
-        """Return the queues for multi-node jobs. If some of them place all nodes in one zone, return only those."""
+        """Return the queues for multi-node jobs: only queues that place all nodes in one zone, if there are any."""
         able = [state for state in self.queues if state.multi_node]
         near = [state for state in able if state.places_nodes_together]
         if able and not near:

@@ -140,7 +140,8 @@ def paginate(
 ) -> Iterator[Any]:
     """Yield the items of a listing, page by page, for at most 2,000 pages. Raises CloudError like `call_aws`.
 
-    The items are in the field `key` of a page. The next page is requested once the caller has consumed this one.
+    The items are in the field `key` of a page. The next page is requested once the caller has consumed the items of the
+    current page.
 
     token: name of the field that requests the next page. It is "nextToken", "NextToken" or "Marker", depending on the
     service.

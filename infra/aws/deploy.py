@@ -134,7 +134,7 @@ _ANSWER_SECONDS = 20.0
 def _with_found(
     given: Mapping[str, str], state: StackState | None, region: str, say: Callable[[str], None] = print
 ) -> dict[str, str]:
-    """Return the given parameters, plus parameters whose values follow from resources that the account already has.
+    """Return `given`, plus parameters whose values follow from resources that the account already has.
 
     Parameters of an existing stack keep their values. If the account cannot be read, `say` prints a message, and these
     parameters get the template's defaults.
@@ -322,7 +322,7 @@ def _nothing_to_do(reason: str) -> bool:
 
 
 def _why_unchangeable(name: str, state: StackState) -> str:
-    """Return why the stack cannot be changed now, with a fix. Return "" if it can be changed."""
+    """Return why the stack cannot be changed now, with a fix. Return "" if the stack can be changed."""
     if state.status.endswith("_COMPLETE") and state.status not in ("ROLLBACK_COMPLETE", "DELETE_COMPLETE"):
         return ""
     if state.status.endswith("_IN_PROGRESS") and state.status != "REVIEW_IN_PROGRESS":

@@ -278,7 +278,7 @@ def queues_to_plan(batch: BatchConfig, *, ask: bool, notify: Callable[[str], Any
     """Return the queues whose pools a plan may use, all marked usable, or None if none is known.
 
     Args:
-        ask: Query Batch, and use the configured queues only if it does not answer.
+        ask: Query Batch, and use the configured queues only if Batch does not answer.
         notify: Receives the message that Batch did not answer.
     """
     found = declared_queues(batch)

@@ -82,7 +82,7 @@ def check_packages(context: PreflightContext) -> CheckFinding:
 
 
 def check_versions(context: PreflightContext) -> CheckFinding:
-    """Check that Python and the packages have tested versions: those with which the whole test suite runs."""
+    """Check that Python and the packages have versions with which the whole test suite is run."""
     untested = []
     if sys.version_info[:2] != TESTED_PYTHON:
         supported = OLDEST_PYTHON <= sys.version_info[:2] <= NEWEST_PYTHON

@@ -1,6 +1,7 @@
 """Preflight checks of GPUs: the driver, CUDA and the GPUs that torch finds.
 
-They run in preflight on the launching machine, and in the agent of each node (`training.launch.devices.NodeGpuCheck`).
+These checks run in preflight on the launching machine, and in the agent of each node
+(`training.launch.devices.NodeGpuCheck`).
 """
 
 from __future__ import annotations

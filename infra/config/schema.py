@@ -273,7 +273,7 @@ class BestConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """Save schedule, and which commits are kept."""
+    """When to save, and which commits to keep."""
 
     interval: Literal["steps", "seconds", "auto"] = key(
         "steps", "save every interval_steps, every interval_seconds, or by measured cost and hazard"

@@ -1,6 +1,6 @@
 """Comparison of a job with a reference job of the same configuration (`ebbflow diagnose JOB --against SOUND`).
 
-The reference job ran as expected. This module calls it sound.
+This module calls the reference job sound, because it ran as expected.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class Comparison:
     """Differences between a job and a reference job.
 
     Attributes:
-        straggler: a rank that slows down the others. None if there is no such rank, or if the same rank was about as
-            slow in the reference job.
+        straggler: a rank that slows down the other ranks. None if there is no such rank, or if the same rank was about
+            as slow in the reference job.
         settings: (key, value, value in the reference job) of each setting that differs, except for the store.
         new_lines: the first log lines that the reference job did not print. Digits are ignored.
         missing: names of events that only the reference job has, such as commits.

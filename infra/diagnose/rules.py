@@ -4,9 +4,9 @@ A file contains one family of symptoms: `family` (its name), `letter`, `title`, 
 `rules`. Fields of a rule:
 
     id, title       the family's letter and two digits. A to J are symptoms from the guides that `guides` names.
-    kind            cause: can explain the other failures. effect: a failure that often follows a cause elsewhere.
-                    echo: a failure that nearly always follows another one. summary: repeats other failures.
-                    advice: never ends a run by itself.
+    kind            cause: can explain other failures. effect: a failure that often follows a cause elsewhere. echo: a
+                    failure that nearly always follows another one. summary: repeats other failures. advice: never ends
+                    a run by itself.
     look            regular expressions, ignoring case; one matching line is enough evidence.
     hint            weaker expressions; one matching line is not enough evidence, but two are.
     need            expressions; at least one must match somewhere in the same logs.

@@ -1,7 +1,7 @@
 """Signed S3 requests with a deadline, over kept-alive connections and under a shared bandwidth limit.
 
 Signatures follow AWS's "Signature Calculations for the Authorization Header: Transferring Payload in a Single Chunk".
-They do not cover the payload. CRC64NVME checksums protect it instead, because they take a quarter of the time.
+They do not cover the payload. CRC64NVME checksums protect the payload, because they take a quarter of the time.
 """
 
 from __future__ import annotations

@@ -51,8 +51,8 @@ class UploadSink(Protocol):
 
     `begin` starts an upload; pass its result to `put_part`, `finish` and `abort`. `put_part` may run in several threads
     at once. `finish` takes the checksums of the parts (`crcs`) and of the whole object (`whole`), and returns the
-    checksum that the store computed, or None if it computes none. `size` returns the object's size in bytes and the
-    store's checksum or None. `sweep` aborts the unfinished uploads below a prefix that are older than a limit, and
+    checksum that the store computed, or None if the store computes none. `size` returns the object's size in bytes and
+    the store's checksum or None. `sweep` aborts the unfinished uploads below a prefix that are older than a limit, and
     returns their keys.
     """
 

@@ -105,7 +105,7 @@ class Store:
 
         If two processes create the same key at the same time, only one succeeds; in a bucket, the service makes sure of
         this (If-None-Match). Some services do not support this condition, or check it before the write (OpenStack
-        Swift). Then both may succeed, and the later content remains.
+        Swift). Then both processes may succeed, and the later content remains.
         """
         view, full = memoryview(data).cast("B"), self._full(key)
         try:

@@ -107,8 +107,8 @@ def await_listed_ids(job_store: Store, generation: Generation) -> list[str]:
 
     More than one id means that several launchers opened this number at once. A store may list a new object only after a
     delay. A launcher that waits until its own record is listed also sees every record that was listed earlier, and the
-    next launcher sees this number and takes a higher one. Raises StoreUnavailable if the record is not listed within 10
-    s.
+    next launcher sees this number and takes a higher number. Raises StoreUnavailable if the record is not listed within
+    10 s.
     """
     limit = time.monotonic() + LISTING_SECONDS
     for pause in backoff_pauses(longest_seconds=0.5):
@@ -251,7 +251,7 @@ class GenerationOpening:
     """A launcher's attempts to open one generation. Each attempt takes a new number.
 
     A put that timed out may still reach the store later. If a later attempt reused the number and id, that late record
-    could overwrite the newer one. With separate numbers, the late record is a generation without descendants. It
+    could overwrite the newer record. With separate numbers, the late record is a generation without descendants. It
     conflicts only with another launcher's record of the same number.
     """
 
@@ -274,7 +274,7 @@ def open_generation(
     every attempt of one start, so that no attempt reuses a number.
 
     Raises:
-        NothingToRestore: the job has commits, none can be restored, and no permit (a person's consent, see
+        NothingToRestore: the job has commits, none of them can be restored, and no permit (a person's consent, see
             `checkpoint.rollback`) allows a start from scratch.
         UnreliableReader: this process finds a manifest damaged that another process reads correctly.
         TwoLaunchers: another launcher opened the same number; this record has been withdrawn.
@@ -344,7 +344,8 @@ def permitted_generation(job_store: Store, what: str) -> int:
 def newest_commits(job_store: Store) -> Iterator[CommitRef]:
     """Yield the commits that may be restored, newest first, listing only as many pages as needed.
 
-    If this process checks signatures, commits without a valid one are left out. Raises DamagedLineage or TwoLaunchers.
+    If this process checks signatures, commits without a valid signature are left out. Raises DamagedLineage or
+    TwoLaunchers.
     """
     return (ref for ref, refused in _newest_with_refusals(job_store) if not refused)
 
@@ -388,7 +389,7 @@ def reachable_commits(job_store: Store, *, limit: int | None = None) -> list[Com
 
 
 def trace_lineage(job_store: Store) -> list[TracedCommit]:
-    """List all commits: the reachable ones, newest first, then the others with the reason why they are unreachable."""
+    """List all commits: reachable commits, newest first, then unreachable commits, each with the reason."""
     found = [commit for page in _commit_pages(job_store) for commit in page]
     if not found:
         return []
@@ -437,8 +438,8 @@ def _names_below(job_store: Store, prefix: str) -> set[str]:
 def is_readable_commit(job_store: Store, ref: CommitRef) -> bool:
     """Return whether a commit's manifest is readable, so that a generation can start from it. If not, print a warning.
 
-    If the manifest looks damaged, a new process reads it again. Raises UnreliableReader if that process finds it sound,
-    because then this process misreads data.
+    If the manifest looks damaged, a new process reads it again. Raises UnreliableReader if that process finds the
+    manifest intact, because then this process misreads data.
     """
     try:
         fetch_verified(job_store, ref.key, Manifest.from_bytes)

@@ -154,7 +154,7 @@ class PartUploader:
 
 
 def _results(futures: list[Future[_Sent]], stop: threading.Event) -> list[_Sent]:
-    """Wait for all parts and return them. On the first permanent failure, stop the other parts and raise it."""
+    """Wait for all parts and return them. On the first permanent failure, stop the other parts and raise the error."""
     done, rest = wait(futures, return_when=FIRST_EXCEPTION)
     failed = next((future for future in done if future.exception() is not None), None)
     if failed is not None:

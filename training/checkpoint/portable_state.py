@@ -50,7 +50,7 @@ class PortableState:
     source: Source | None = None
 
     def stream(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, tensor) in the order of `names`. A tensor is valid only until the next one is yielded."""
+        """Yield (name, tensor) in the order of `names`. A tensor is valid only until the next tensor is yielded."""
         named = self.named()
         yield from ((name, named[name]) for name in names) if self.source is None else self.source(list(names))
 

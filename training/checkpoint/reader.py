@@ -140,7 +140,7 @@ def read_manifest(store: Store, key: str) -> Manifest:
     """Read the manifest with the commit key `key`.
 
     Raises CorruptCommit if it is missing or damaged, and RefusedCommit if this process checks signatures and the commit
-    has no valid one.
+    has no valid signature.
     """
     signs = signer()
     try:
@@ -171,7 +171,7 @@ class ReadFigures:
 class VerifiedReader:
     """Reader of byte ranges of a commit's data objects. It verifies every byte.
 
-    It reads `parallel` chunks at once. The default is 2 for a local store and 8 for a remote one.
+    It reads `parallel` chunks at once. The default is 2 for a local store and 8 for a remote store.
     """
 
     def __init__(self, store: Store, data: Sequence[DataObject], *, parallel: int | None = None) -> None:
@@ -339,7 +339,7 @@ def _checksum_text(crc: int, sha256: hashlib._Hash | None) -> str:
 
 
 def _drop_from_page_cache(path: Path | None, start: int, length: int) -> None:
-    """Drop a range of a local file from the page cache, because the cached copy may be the damaged one."""
+    """Drop a range of a local file from the page cache, because perhaps only the cached copy is damaged."""
     with contextlib.suppress(OSError, AttributeError):
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK) if path is not None else -1
         if descriptor >= 0:

@@ -1,4 +1,4 @@
-"""Restore the newest commit that every rank can verify; quarantine and report damaged ones.
+"""Restore the newest commit that every rank can verify; quarantine and report damaged commits.
 
 One reader's report of damage is not enough to reject a commit. A rank of another node reads the damaged part again, or,
 if there is only one node, a new process does. If the second read is sound, the commit is treated as sound, and the
@@ -251,7 +251,8 @@ def _attempt(
 ) -> tuple[_Loaded | None, _Verdict]:
     """Load this rank's part of a commit, and return it with a verdict.
 
-    Every exception becomes a verdict, because a rank that raised one instead of voting would block the other ranks.
+    Every exception becomes a verdict, because the other ranks would wait in vain for the verdict of a rank that raised
+    an exception.
     """
     try:
         return _load(store, key, model, optimizer, own), _Verdict(kind=_SOUND, node=own.node)

@@ -1,4 +1,4 @@
-"""Choose which commits a job keeps, and delete the others.
+"""Choose which commits a job keeps, and delete all other commits.
 
 A deletion may be interrupted at any point. So it first writes a tombstone, a record of the deletion; a later run
 finishes the deletion and removes the tombstone. Two operations can conflict with a deletion: starting a generation from

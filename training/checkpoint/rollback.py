@@ -71,7 +71,7 @@ def find_missing_commits(job_store: Store, events: Sequence[Event]) -> MissingCo
     """Return the missing commits if every commit in the store is older than the newest one in the event log, else None.
 
     This happens, for example, after the store was restored from a snapshot. Commits that retention deleted are not
-    missing, because the store has newer ones. Unreadable commits are not missing either. Raises the errors of
+    missing, because the store has newer commits. Unreadable commits are not missing either. Raises the errors of
     `newest_commits`.
     """
     known = _newest_known(events)

@@ -1,10 +1,11 @@
 """Decide which rank writes which bytes, and lay them out in a staging buffer.
 
 Every rank computes the same assignment without communication. A piece of a DTensor is written by the rank that holds
-it; if several ranks hold replicas of it (HSDP), by one of them. A plain tensor, which all ranks hold, is written by one
-rank. The largest tensors are assigned first, each to the rank with the fewest bytes so far. The planner of torch's
-distributed checkpointing (DCP) gives the position of a DTensor's piece in the whole tensor. Its global plan, which
-gathers the plans of all ranks, is not used: without a collective, a save cannot deadlock with training.
+it; if several ranks hold replicas of the piece (HSDP), one of these ranks writes it. A plain tensor, which all ranks
+hold, is written by one rank. The largest tensors are assigned first, each to the rank with the fewest bytes so far. The
+planner of torch's distributed checkpointing (DCP) gives the position of a DTensor's piece in the whole tensor. Its
+global plan, which gathers the plans of all ranks, is not used: without a collective, a save cannot deadlock with
+training.
 
 The plan is reused as long as model and optimizer hold the same tensors in the same memory: planning takes milliseconds,
 comparing the tensors microseconds.

@@ -2,7 +2,7 @@
 
 A signature covers the job, the commit's key (step, generation and the SHA-256 of the manifest) and the SHA-256 of every
 chunk of data. It is written before the manifest, so every visible commit has its signature. The manifest is merged from
-the ranks' indexes, which are also read from the store. So each index carries an HMAC, and an index without a valid one
+the ranks' indexes, which are also read from the store. So each index carries an HMAC, and an index without a valid HMAC
 is treated as missing.
 
 The key is in an environment variable that the user chooses. Another variable, whose name is the constant

@@ -1,8 +1,8 @@
 """Copy a rank's tensors into shared-memory staging buffers, from which its uploader process reads.
 
 The buffers are anonymous files (memfd): the uploader inherits their file descriptors, no files remain after the
-processes end, and the size limit of /dev/shm does not apply. Two buffers alternate: one is filled while the other is
-uploaded.
+processes end, and the size limit of /dev/shm does not apply. Two buffers alternate: one buffer is filled while the
+other is uploaded.
 
 `stage` copies CPU tensors before it returns. It copies CUDA tensors into page-locked memory on a separate stream, while
 the next forward and backward pass run; `Checkpointer.before_step` waits for this copy before the optimizer changes the

@@ -72,7 +72,7 @@ def main(argv: list[str]) -> int:
 
 
 class Uploader:
-    """Executor of the trainer's commands, one at a time. It writes the result or failure of each to stdout."""
+    """Executor of the trainer's commands, one at a time. It writes the result or failure of each command to stdout."""
 
     def __init__(self, store_uri: str, rank: int, buffers: list[int], commands: CommandQueue) -> None:
         self._store_uri = store_uri
