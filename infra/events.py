@@ -461,7 +461,7 @@ def _is_wrong(path: str, value: Any) -> str:
 
 
 def _missing_writers(unsealed: Unsealed, events: Sequence[Event], newest: Mapping[str, float]) -> Iterator[Damage]:
-    """Yield one damage record per process whose events, or the end of whose events, should be in the log but are not.
+    """Yield one damage record per process whose events, or whose final segment, should be in the log but are missing.
 
     newest: Unix time of the newest event in each segment.
     """

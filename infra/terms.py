@@ -21,7 +21,8 @@ class Fallback:
         step_seconds: duration of a step on demand, including its share of the checkpoints.
         usd: cost of `seconds`, in which waiting for machines costs nothing.
         step_usd: cost of a step on demand.
-        move_utc, move_to: Unix time at which a reservation begins in which the rest costs less, and its id; None: none.
+        move_utc, move_to: begin (Unix time) and id of a reservation in which the remaining steps cost less; None and ""
+        if there is no such reservation.
     """
 
     seconds: float

@@ -18,7 +18,7 @@ _END_SECONDS = 20.0  # the process ends its last requests within a shorter time
 class TrackingProcess:
     """The process that feeds the trackers and the notifications of one job.
 
-    Another thread than the main one starts it, because the launcher waits for the children of its main thread. If the
+    A thread of its own starts the process, because the launcher waits for the children of its main thread. If the
     launcher is killed, the process sends the remaining metrics and ends.
     """
 
