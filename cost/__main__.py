@@ -28,7 +28,6 @@ from ebbflow.cost.reconcile import add_command as add_reconcile
 from ebbflow.cost.replay import add_command as add_replay
 from ebbflow.cost.report.render_text import JOB_COLUMNS, build_job_row, render_table
 from ebbflow.cost.report.report import RunReport, build_report
-from ebbflow.cost.skypilot import add_command as add_export
 from ebbflow.cost.trace import add_command as add_trace
 from ebbflow.cost.watch import add_command as add_watch
 from ebbflow.infra.errors import InfraError, Outcome, describe_error
@@ -80,7 +79,6 @@ def _parser() -> argparse.ArgumentParser:
     add_report(commands)
     add_jobs(commands)
     add_watch(commands)
-    add_export(commands)
     add_reconcile(commands)
     add_replay(commands)
     add_trace(commands)

@@ -37,7 +37,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "observe": ("ebbflow.infra.__main__", "watch this machine's jobs with Prometheus, alert rules included"),
     "doctor": ("ebbflow.training.__main__", "kill a script, let it resume, and name what its own resume loses"),
     "prices": ("ebbflow.cost.__main__", "record live spot prices, or show those that a plan would use"),
-    "export": ("ebbflow.cost.__main__", "write a job as a task of SkyPilot: export skypilot CONFIG"),
+    "export": ("ebbflow.integrations.skypilot", "write a job as a task of SkyPilot: export skypilot CONFIG"),
     "replay": ("ebbflow.cost.__main__", "price a job again under other capacity or another checkpoint interval"),
     "reconcile": ("ebbflow.cost.__main__", "compare a job's ledger with the cloud's bill"),
     "simulate": ("ebbflow.cost.__main__", "compare placement policies on recorded capacity (source checkout only)"),

@@ -11,6 +11,7 @@ import argparse
 import shlex
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -18,13 +19,16 @@ from urllib.parse import urlsplit
 import yaml
 
 from ebbflow import __version__
+from ebbflow.cost.errors import CostError
 from ebbflow.cost.plan.plan import Plan, make_plan
 from ebbflow.cost.prices.source import open_prices
 from ebbflow.infra.config import ConfigError, load_config
 from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.errors import Outcome
+from ebbflow.infra.errors import InfraError, Outcome, describe_error
 from ebbflow.infra.layout import check_job_name, plain_name
+from ebbflow.infra.process import silence_stdout
 from ebbflow.infra.program import INSTALLED, PROJECT_ROOT
+from ebbflow.infra.untrusted_text import guard_terminal
 
 MOUNT = "/ebbflow"
 _INSTALL = f"ebbflow=={__version__}" if INSTALLED else "-r requirements.txt -e ."
@@ -44,13 +48,20 @@ _Dumper.add_representer(
 )
 
 
-def add_command(commands: Any) -> None:
-    parser = commands.add_parser("export", help="write a job for another launcher: export skypilot CONFIG")
+def main(arguments: Sequence[str] | None = None) -> int:
+    guard_terminal()
+    parser = argparse.ArgumentParser(prog="ebbflow export", description="Write a job for another launcher.")
     parser.add_argument("launcher", choices=["skypilot"], help="a managed job of SkyPilot, printed as YAML")
     parser.add_argument("config", metavar="CONFIG", help="a YAML file below the project's folder")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override one key; repeatable")
     parser.add_argument("--job", default="", metavar="NAME", help="name of the job (default: the file's name)")
-    parser.set_defaults(run=_export)
+    try:
+        return _export(parser.parse_args(list(sys.argv[1:] if arguments is None else arguments)[1:]))
+    except (CostError, InfraError) as error:
+        print(describe_error(error), file=sys.stderr)
+        return error.outcome.exit_code
+    except BrokenPipeError:
+        return silence_stdout()
 
 
 def _export(arguments: argparse.Namespace) -> int:
