@@ -4,8 +4,8 @@ A tracker is fed from the event log by one process (`ebbflow.tracking`), never b
 and all attempts of a job are one run.
 """
 
-# The libraries are optional.
-# pyright: reportMissingImports=false
+# The libraries are optional, and TensorBoard's classes are made by protobuf when they are imported.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ class _WandB:
         import wandb
 
         self._run, self._config = run, config
-        given = {"api_key": _secret(config), "base_url": config.url}
+        given: dict[str, Any] = {"api_key": _secret(config), "base_url": config.url}
         self._settings = wandb.Settings(
             console="off", disable_git=True, save_code=False, silent=True, init_timeout=30, x_disable_stats=True,
             x_disable_machine_info=True, x_save_requirements=False, program="ebbflow", host="ebbflow",
