@@ -27,7 +27,7 @@ _AGREED_SHARE = 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class Allocation:
-    """Dollars and seconds of one pod in one time window. `seconds` is None in the CSV export."""
+    """Dollars and seconds of one pod in one time window. OpenCost's CSV export has no times: `seconds` is None."""
 
     pod: str
     seconds: float | None
@@ -106,7 +106,7 @@ def _csv_rows(path: Path) -> Iterator[tuple[str, str, None, str]]:
 
 
 def compare_allocations(events: Sequence[Event], allocations: Sequence[Allocation]) -> list[AttemptAllocation]:
-    """Sum the allocations of each attempt on Kubernetes, in the order of the attempts.
+    """Add up the pods' allocations per attempt on Kubernetes, and return one comparison for each attempt, in order.
 
     A pod belongs to an attempt if the pod's name begins with the attempt's name.
     """

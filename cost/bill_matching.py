@@ -89,7 +89,10 @@ class MeteredInstance:
 
     @property
     def was_warm(self) -> bool:
-        """Whether another job used the instance before: it had been up for longer than a boot takes."""
+        """Whether another job has probably used the instance before.
+
+        The instance had been up for more than 10 minutes when this job's first node started on it.
+        """
         return (self.uptime_seconds or 0.0) > LONGEST_IDLE_SECONDS
 
     def usd_between(self, start: float, end: float) -> Decimal:

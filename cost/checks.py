@@ -61,7 +61,7 @@ def check_capacity(context: PreflightContext) -> CheckFinding:
 
 
 def check_quota(context: PreflightContext) -> CheckFinding:
-    """Check that the account's vCPU quotas (Spot, on-demand; per region) allow a pool that a queue can run."""
+    """Check that at least one pool that a queue can run fits the account's vCPU quota for its market and region."""
     asked = _ask(context)
     if isinstance(asked, CheckFinding):
         return asked

@@ -51,10 +51,10 @@ class FrontierPoint:
 
 
 def find_frontier(config: RunConfig, sources: PlanInputs) -> list[FrontierPoint]:
-    """Return the Pareto front of the remaining work, the fastest choice first. Budget and deadline are ignored.
+    """Return the Pareto front of expected hours and dollars for the remaining work, the fastest choice first.
 
     Instance types, regions, zones and ranks per node are as configured. All markets, numbers of nodes and checkpoint
-    intervals are tried.
+    intervals are tried. Budget and deadline are ignored.
     """
     free = change_config(config, "cost", deadline_hours=None, budget_usd=None)
     free = change_config(free, "cluster", nodes="auto", market="auto")

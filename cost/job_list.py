@@ -76,7 +76,7 @@ class TeamJob:
 
 
 def record_job(events: Sequence[Event], *, running: bool) -> TeamJob:
-    """Summarize a job from its events, which must be ordered by time. Raises LedgerError if they contradict."""
+    """Summarize a job from its events, ordered by time. Raises LedgerError if the events contradict each other."""
     settings, rows = read_settings(events), focus_rows(events)
     outcome = find_final_outcome(events)
     done = outcome is not None and outcome.data.get("outcome") == "completed"

@@ -277,11 +277,11 @@ _WORDS = {
 
 
 def _split_gap(found: Reconciliation, metered: MeteredInstance, hours: list[HourMatch]) -> Iterator[GapPart]:
-    """Yield the parts of one instance's gap.
+    """Split one instance's gap (billed less metered dollars) by cause, and yield the parts.
 
     In each hour, the common seconds are the smaller of the metered and the billed seconds. The gap of the hour is
     (billed price − metered price) × common seconds, plus the cost of the seconds that are only billed, less the
-    cost of the seconds that are only metered.
+    cost of the seconds that are only metered. Prices are per second.
     """
 
     def part(cause: str, usd: Decimal, words: str) -> GapPart:

@@ -35,10 +35,10 @@ def record_prices(job: Job) -> None:
 
 
 def _paid_types(events: Sequence[Event]) -> dict[str, dict[str, Any]]:
-    """Return {instance type: data of a plan} for each type that the job may have paid for.
+    """Return {instance type: plan data} for each instance type that the job may have paid for.
 
-    Price changes of a type are needed from the time of its plan on. This is the first plan that chose the type. If no
-    plan chose the type, it is the first plan that is not simulated.
+    A type's plan is the first plan that chose the type. If nodes used a type that no plan chose, the type's plan is the
+    first plan that is not simulated. The caller needs the price changes of a type since the type's plan was made.
     """
     plans = [event.data for event in events if event.name == PLAN and event.data.get("chosen")]
     first = {plan["chosen"]["instance_type"]: plan for plan in reversed(plans)}

@@ -1,4 +1,4 @@
-"""Prometheus metrics: the catalogue of names, the boards that hold the values, and how they are served or pushed.
+"""Prometheus metrics: the catalogue of names, `MetricBoard` for current values, and how these are served or pushed.
 
 Names follow Prometheus' conventions. No label has unbounded values such as steps, paths or messages. A test compares
 the catalogue with docs/metrics.md, which `docs/generate.py` writes.

@@ -68,7 +68,7 @@ class Source(Protocol):
     poll_seconds: float
 
     def begin(self) -> str:
-        """Return "" if this source is available, else the reason why it is not. Takes about a second at most."""
+        """Prepare for polling, in about a second at most. Return "" if this source is available, else why it is not."""
         ...
 
     def look(self) -> list[Notice]:

@@ -185,7 +185,7 @@ class AttachedJob:
             self._fail(error)
 
     def log(self, **values: Any) -> None:
-        """Record values of this step: `loss` and `tokens` for the report and live metrics, others as metrics.
+        """Record the `loss` and `tokens` of this step, and metrics of your own under any other names.
 
         A loss given as a tensor is read later, so that the loop does not wait for the device.
         """

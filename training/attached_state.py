@@ -222,7 +222,7 @@ class BatchSource:
 
     @property
     def same_data(self) -> str:
-        """How a resumed run reads the same data: "sampler" or "state_dict of …"; "" if it may read other data."""
+        """How a resumed run gets an uninterrupted run's batches: "sampler" or "state_dict of …"; "" if it may not."""
         if self._stateful is not None:
             return f"state_dict of {type(self._stateful).__name__}"
         return "sampler" if self._in_sampler else ""
@@ -315,7 +315,7 @@ class BatchSource:
 
 
 def split_states(states: Mapping[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """Apply `split_state` to the `state_dict()` of each object. Return the forms by name; add tensors to `tensors`."""
+    """Apply `split_state` to each object's `state_dict()`. Return {name: JSON form}; add the tensors to `tensors`."""
     return {name: split_state(one.state_dict(), f"{SHARED_PREFIX}{name}", tensors) for name, one in states.items()}
 
 

@@ -187,7 +187,7 @@ def _answered(
 ) -> bool:
     """Read more of the first message of an incoming connection into the buffer `received`.
 
-    Return True if the message is complete: the caller is now one of `peers`, or its connection was closed.
+    Return False if more of the message must follow. Otherwise, add the connection to `peers`, or close it if invalid.
     """
     try:
         data = caller.recv(_HELLO.size - len(received))

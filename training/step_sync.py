@@ -141,7 +141,10 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class StepSync:
-    """The rows of all ranks for one step, the same on every rank. On a GPU it has no rows until a step is read."""
+    """The `Row` of each rank for one step, equal on all ranks.
+
+    `rows` is empty if there is no new step to read. On a GPU, the rows of a step are often read one step later.
+    """
 
     rows: list[Row]
 

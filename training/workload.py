@@ -33,7 +33,7 @@ class WorkloadContext:
         store: storage for data: `prepare` writes to it and ranks read from it. Each workload name has its own folder.
         project_root: the project's folder, to which relative paths refer.
         prepared: the dict that `prepare` returned, after conversion to JSON and back. If there is no `prepare`, it has
-            only "fingerprint" and "weight_unit".
+            only "fingerprint" and "weight_unit" (the unit of a batch's weight, such as "tokens").
         rank: the number of this rank.
         world_size: the number of ranks.
         device: the device of this rank's model.

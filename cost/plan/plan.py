@@ -89,7 +89,7 @@ class Plan:
     Attributes:
         started_utc: Unix time from which the deadline counts: the time of the plan with which the job first started.
         simulated: Whether the job runs on this machine and is only priced as if it ran in the chosen pool.
-        steps, tokens: Remaining work; `tokens` counts units of `weight_unit`.
+        steps, tokens: Remaining work. `weight_unit` says what `tokens` counts, such as tokens or images.
         done_steps, spent_usd: Steps done and dollars spent before this plan.
         interval: The checkpoint interval, in words.
         fingerprint: Hash of the settings that decide the speed (`throughput.speed_fingerprint`).

@@ -320,7 +320,10 @@ def _gatherings(config: RunConfig, shape: ModelShape) -> int:
 
 
 def _reductions(config: RunConfig, shape: ModelShape) -> int:
-    """Count the gradient reductions per step within a model copy: one for a small model, else one per micro-batch."""
+    """Count the gradient reductions per step among the ranks that share one copy of the model.
+
+    A small model needs one per step. A large model needs one per micro-batch, so that no rank holds all gradients.
+    """
     return 1 if stays_gathered(shape.parameters) else _micro_steps(config)
 
 

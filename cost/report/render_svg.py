@@ -40,7 +40,7 @@ class Figure(NamedTuple):
 
 
 def list_figures(report: RunReport, earlier: Sequence[RunReport] = ()) -> tuple[list[Figure], dict[str, Any]]:
-    """Return the charts that have data, and the tables of their values (columns of equal length by name)."""
+    """Return the charts that have data, and their values as {table: {column: values}}."""
     charts = report.charts
     if not charts.get("steps", {}).get("step"):
         charts = {**charts, "steps": _old_columns(report)}

@@ -77,7 +77,7 @@ def suggest_next_step(report: RunReport, *, python: str = PYTHON) -> NextStep | 
 
 
 def _advise(report: RunReport) -> tuple[str, list[str] | None]:
-    """Return an explanation of the next step, and the changed settings of a new run (None for `resume`)."""
+    """Return advice for continuing the job, and the settings that a new run must change (None: use `resume`)."""
     plan, outcome = report.plan or {}, report.outcome
     refusal = plan.get("refusal") or {}
     if outcome is Outcome.INTERRUPTED:

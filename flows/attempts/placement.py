@@ -151,7 +151,7 @@ def _place(
     *,
     after_generation: int = 0,
 ) -> AttemptOrder:
-    """Choose a pool, record plan and placement in the events, and write the order.
+    """Choose a pool, record the plan and the placement as events, and put the attempt's order into the store.
 
     Args:
         after_generation: Number of the newest known generation. `give_up_reason` needs it to find later commits.

@@ -70,7 +70,7 @@ def _money(usd: Decimal) -> str:
 def read_record(job_store: Store, config: RunConfig) -> JobRecord:
     """Read the job's record from its store. Raises StoreError.
 
-    If no report can be built, the record is complete except for the report.
+    If no cost report can be built from the job's events, `report` is None and `why` has the reason.
     """
     use_signing_key(config.checkpoint.signing_key_env)
     events = read_events(job_store)

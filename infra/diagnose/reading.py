@@ -82,9 +82,9 @@ def log_files(paths: Sequence[str]) -> list[Path]:
 
 
 def candidates(path: Path | None, triggers: Sequence[bytes], scan: FileScan) -> Iterator[LogText]:
-    """Yield the lines of a file that contain a trigger, in order. A `path` of None reads standard input.
+    """Yield the lines of a log file that contain at least one of the words `triggers`, in order.
 
-    The number of lines, or the reason why the file cannot be read, is recorded in `scan`.
+    A `path` of None reads standard input. The number of lines, or why a file cannot be read, is recorded in `scan`.
     """
     try:
         stream: BinaryIO = sys.stdin.buffer if path is None else open(path, "rb")  # noqa: SIM115

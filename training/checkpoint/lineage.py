@@ -193,7 +193,7 @@ class LineageChain:
         return number in self.limits and step <= self.limits[number]
 
     def back_to(self, oldest: int) -> dict[int, float]:
-        """Return {generation: highest step at which its commits are reachable}, from the newest back to `oldest`."""
+        """Return {generation: last step in the newest generation's history}, from the newest back to `oldest`."""
         while self._ahead is not None and self._ahead[0] >= oldest:
             self._follow(*self._ahead)
         return self.limits

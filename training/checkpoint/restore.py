@@ -90,7 +90,7 @@ class RestoreSeconds:
     download: float
     verify: float  # comparing checksums
     load: float  # copying into model and optimizer
-    agree: float  # waiting for the other ranks' verdicts
+    agree: float  # waiting until the ranks agree that the commit is intact
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -464,8 +464,8 @@ def _finish(loaded: _Loaded, key: str, model: nn.Module, optimizer: Optimizer | 
 def _divide_seconds(loaded: _Loaded, *, before: float, agree: float, total: float) -> RestoreSeconds:
     """Split the duration of a restore into activities. Time that belongs to no other activity counts as `load`.
 
-    `before` is the time from the start of the restore until the last try of this commit, and `agree` the time spent
-    waiting for the other ranks' verdicts.
+    `before` is the time from the start of the restore to the start of the attempt that succeeded. `agree` is the time
+    in which the ranks then agreed that the commit is intact.
     """
     figures = loaded.reader.figures
     threads = figures.download_seconds + figures.verify_seconds + figures.place_seconds

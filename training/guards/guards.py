@@ -176,7 +176,7 @@ class LossScale:
         return {"value": self.value, "good_steps": self._good_steps}
 
     def update(self, *, overflow: bool) -> str:
-        """Adapt the scale after a step. Return why the step must be skipped; "" to judge it as any other."""
+        """Adapt the loss scale after a step. Return why an overflow requires skipping the step; "" if it does not."""
         self._good_steps = 0 if overflow else self._good_steps + 1
         if self._good_steps == self.GOOD_STEPS:
             self.value, self._good_steps = min(2 * self.value, self.LARGEST), 0

@@ -313,8 +313,9 @@ def is_unusual_call(calls: Calls) -> bool | None:
 def find_furthest_behind(calls: Mapping[int, Calls]) -> list[int]:
     """Return the ranks for which the other ranks wait; [] if no rank is behind.
 
-    These ranks are behind in one of their process groups and ahead in none. With several groups (HSDP), a rank that
-    waits in one group is behind in another, but it is also ahead of the rank that it waits for.
+    They are behind in at least one of their process groups and ahead in none. If no rank meets both conditions, return
+    all ranks that are behind in a group. With several groups (HSDP), a rank that waits in one group falls behind in
+    another one. It does not meet the second condition, because it is ahead of the rank for which it waits.
     """
     last: dict[str, dict[int, int]] = {}
     for rank, records in calls.items():

@@ -97,7 +97,7 @@ class NativeWarnings:
         self._inside = False
 
     def remove_from(self, lines: Sequence[str]) -> Iterator[str]:
-        """Yield the lines to keep. Pass the parts of a log in order, since a stack may span several parts."""
+        """Yield the lines outside C++ messages and stacks. Pass a log in order, since a stack may span calls."""
         for line in lines:
             note = _NATIVE_NOTE.match(line) is not None
             self._inside = note or (self._inside and _NATIVE_STACK.match(line) is not None)
@@ -446,7 +446,7 @@ class LogUploader:
 
 
 class RankOutput:
-    """Output of a node's ranks in one generation. If writing records fails, the next call writes them again."""
+    """Output of a node's ranks in one generation. If recording fails, the next `follow` or `close` tries again."""
 
     def __init__(self, group: WorkerGroup, spec: GangSpec, generation: int, job_store: Store) -> None:
         self._echo = TerminalEcho(group)

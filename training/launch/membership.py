@@ -320,7 +320,7 @@ class CoordinatorPeers(_Peers):
         return 0 < len(lost) <= self._replacements and 0 not in lost
 
     def give_up(self, end: GenerationEnd) -> GenerationEnd:
-        """Send the result of the generation or of the gang to all followers, and return it."""
+        """Tell all followers that the generation or the gang ends with the result `end`, and return `end`."""
         self._broadcast({"kind": "verdict", **asdict(end)})
         return end
 
@@ -517,9 +517,9 @@ class FollowerPeers(_Peers):
         return GenerationEnd(culprit=f"node 0 was lost before the start: {cause}", reason=EndReason.NODE_LOST)
 
     def report_wait(self, order: RankOrder) -> GenerationEnd | None:
-        """Tell node 0, at most once per second, how long this node's notice still delays the start.
+        """Tell node 0, at most once per second, that this node cannot start for another `order.seconds`.
 
-        Return the result of the gang if it has ended, else None.
+        Until then, a notice for this machine is pending. Return the result of the gang if it has ended, else None.
         """
         if not self._wait_reported.holds:
             self._wait_reported.mark()

@@ -70,7 +70,7 @@ class GangSpec(_StartSpec):
 
     @property
     def silence_seconds(self) -> float:
-        """Seconds of silence after which a node counts as lost: the configured hang floor, clamped to 4 to 20 s."""
+        """Seconds without a message after which a node counts as lost: `hang_floor_seconds`, clamped to 4–20 s."""
         return min(_LONGEST_SILENCE_SECONDS, max(_SHORTEST_SILENCE_SECONDS, self.survival.hang_floor_seconds))
 
     @property
@@ -173,7 +173,7 @@ class OrderRecord:
         return cls(path)
 
     def write(self, order: RankOrder) -> None:
-        """Add an order. Among orders to exit, the earliest deadline applies. An order to save increments a counter."""
+        """Write an order to the record. If there are several orders to exit, the earliest deadline applies."""
         record = self._record
         if not order.leave:
             record[_SAVES] += 1

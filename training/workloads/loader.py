@@ -181,7 +181,7 @@ def _raised(error: BaseException, what: str) -> WorkloadError:
 
 
 def describe_mistake(error: BaseException, what: str) -> str:
-    """Describe an exception with the line of the user's code where it was raised. what: the code that raised it."""
+    """Describe an exception raised by `what` (such as "the dataset"), with the line in the user's code."""
     return str(_raised(error, what))
 
 
