@@ -22,12 +22,12 @@ from ebbflow.infra.footprint import (
     size_text,
 )
 from ebbflow.infra.preflight import Check, CheckFinding, PreflightContext, Tier
+from ebbflow.training.checkpoint.hugging_face import check_settings, our_name
 from ebbflow.training.data.build import SourceFile, check_head, find_files, split_files
 from ebbflow.training.data.tokenizer import BYTES, check_vocabulary, open_tokenizer
 from ebbflow.training.errors import DataError, WorkloadError
 from ebbflow.training.parallel_limits import RankLayout, find_unsupported_options
 from ebbflow.training.weights.files import find_weights
-from ebbflow.training.weights.hugging_face import check_settings, our_name
 from ebbflow.training.workloads.examine import EXAMINE_SECONDS, examine
 
 _OTHERS_NAMED = 5

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ebbflow.infra.config.schema import TrainingConfig
+from ebbflow.training.checkpoint.state import AVERAGE
 
 _CLIP_EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
@@ -30,7 +31,6 @@ def make_optimizer(module: nn.Module, training: TrainingConfig) -> torch.optim.O
     return torch.optim.AdamW(groups, lr=training.learning_rate, betas=(0.9, 0.95), fused=True)
 
 
-AVERAGE = "ema"  # the optimizer's state with a parameter's average, so that commits hold it
 _AVERAGED_STEPS = "ema_steps"
 
 

@@ -23,6 +23,7 @@ from ebbflow.infra.layout import job_prefix
 from ebbflow.infra.store import Store
 from ebbflow.infra.terms import Terms
 from ebbflow.training.checkpoint import Checkpointer, RejectedCommit, RestoreResult, RetentionPolicy, read_generation
+from ebbflow.training.checkpoint.hugging_face import check_settings
 from ebbflow.training.errors import DataError
 from ebbflow.training.gang import Gang
 from ebbflow.training.guards.guards import apply_overrides, fit_micro_batch, make_guards
@@ -39,7 +40,6 @@ from ebbflow.training.retry import retry_until_deadline
 from ebbflow.training.save_controller import SaveSchedule, prior_hazard
 from ebbflow.training.trainer import Rehearsal, Trainer
 from ebbflow.training.weights.files import describe_files
-from ebbflow.training.weights.hugging_face import check_settings
 from ebbflow.training.weights.load import load_weights
 from ebbflow.training.workload import Workload
 from ebbflow.training.workloads.loader import make_workload, user_code, workload_context, wrap_user_workload

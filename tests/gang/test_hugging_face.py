@@ -15,10 +15,10 @@ from ebbflow.infra.preflight import PreflightContext
 from ebbflow.infra.program import PROJECT_ROOT
 from ebbflow.training.checkpoint.commands import main as checkpoints
 from ebbflow.training.checkpoint.file_formats import write_file
+from ebbflow.training.checkpoint.hugging_face import our_name, read_settings
 from ebbflow.training.checkpoint.portable_state import PortableState, unwrap_weights
 from ebbflow.training.checks import check_initial_weights
 from ebbflow.training.errors import WorkloadError
-from ebbflow.training.weights.hugging_face import our_name, read_settings
 from ebbflow.training.weights.load import load_weights
 from ebbflow.training.workloads.language_model import CausalLM, generate
 from tests.support.alone import run_alone

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import urllib.request
 from dataclasses import replace
+from http.client import HTTPException
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -41,7 +42,7 @@ def steps_at(ports: range) -> dict[str, float]:
     for port in ports:
         try:
             page = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5).read()
-        except OSError:
+        except (OSError, HTTPException):  # nobody listens; a free port may even be connected to itself
             continue
         for node in ("0", "1"):
             if steps := values(page, "ebbflow_step", node=node):

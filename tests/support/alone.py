@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
+from torch import distributed
+
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.training.gang import Gang
 from ebbflow.training.limits import LoopResult
@@ -24,5 +26,7 @@ def run_alone(config: RunConfig, job: str) -> LoopResult:
         return run_rank(share_spec(parse_arguments([str(path), "--job", job]), Gang()), Gang())
     finally:
         release_job()
+        if distributed.is_initialized():  # FSDP2 makes a group for its mesh
+            distributed.destroy_process_group()
         for number, handler in kept.items():
             signal.signal(number, handler)

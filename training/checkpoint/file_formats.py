@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.program import PROJECT_ROOT
+from ebbflow.training.checkpoint.hugging_face import their_name, write_settings
 from ebbflow.training.checkpoint.portable_state import (
     PortableState,
     add_optimizer,
@@ -44,7 +45,6 @@ from ebbflow.training.checkpoint.portable_state import (
     unwrap_weights,
 )
 from ebbflow.training.errors import CheckpointError, NoRoom
-from ebbflow.training.weights.hugging_face import their_name, write_settings
 
 KINDS = ("dcp", "safetensors", "torch")
 # PKWARE APPNOTE.TXT 4.3.7, 4.3.9, 4.3.12: local header, data descriptor, directory entry

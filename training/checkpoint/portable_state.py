@@ -22,9 +22,9 @@ from ebbflow.training.checkpoint.manifest import ALIGNMENT, CheckpointId, IndexE
 from ebbflow.training.checkpoint.part_uploader import PartSettings, PartUploader
 from ebbflow.training.checkpoint.save_plan import TensorShard, lay_out
 from ebbflow.training.checkpoint.signing import signed_index_bytes, signer
+from ebbflow.training.checkpoint.state import AVERAGE
 from ebbflow.training.checkpoint.verified_io import Deadline, put_verified, retry_until
 from ebbflow.training.errors import CheckpointError
-from ebbflow.training.optimizer import AVERAGE
 
 _PREFIXES = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.")
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")

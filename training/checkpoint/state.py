@@ -34,6 +34,7 @@ from ebbflow.training.errors import CheckpointError, CommitMismatch
 SHARED_PREFIX = "state."
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 _PREFIX = "rng"
+AVERAGE = "ema"  # the optimizer's state with a parameter's average, so that commits hold it
 _ALL_GROUPS = "give the optimizer all its groups before the job is restored, with requires_grad=False until they train"
 
 

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from ebbflow.infra.config.schema import ModelConfig
 from ebbflow.infra.footprint import causal_lm_shape
+from ebbflow.training.checkpoint.hugging_face import our_name
 from ebbflow.training.data import SampleOrder, check_vocabulary, open_tokens, prepare_tokens
 from ebbflow.training.errors import DataError, WorkloadError
-from ebbflow.training.weights.hugging_face import our_name
 from ebbflow.training.workload import Cursor, Loss, WorkloadContext
 
 _INITIAL_STD = 0.02
