@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ebbflow.cost.catalogue_refresh import add_commands as add_catalogue_commands
-from ebbflow.cost.errors import CostError, ReportError
+from ebbflow.cost.errors import CostError, ReportError, run_command
 from ebbflow.cost.job_list import add_command as add_jobs
 from ebbflow.cost.jobs import find_running_launcher, list_known_jobs, read_job_log
 from ebbflow.cost.prices.source import add_commands
@@ -31,7 +31,7 @@ from ebbflow.cost.report.report import RunReport, build_report
 from ebbflow.cost.trace import add_command as add_trace
 from ebbflow.cost.watch import add_command as add_watch
 from ebbflow.infra.errors import InfraError, Outcome, describe_error
-from ebbflow.infra.process import run_benchmarks, silence_stdout
+from ebbflow.infra.process import run_benchmarks
 from ebbflow.infra.program import DEFAULT_CONFIG, PROJECT_ROOT
 from ebbflow.infra.untrusted_text import guard_terminal
 
@@ -51,15 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[:1] == ["simulate"]:
         run_benchmarks(["money", *words])
     arguments = _parser().parse_args(words)
-    try:
-        code = arguments.run(arguments)
-        sys.stdout.flush()
-        return code
-    except (CostError, InfraError) as error:
-        print(describe_error(error), file=sys.stderr)
-        return error.outcome.exit_code
-    except BrokenPipeError:
-        return silence_stdout()
+    return run_command(lambda: arguments.run(arguments))
 
 
 def _parser() -> argparse.ArgumentParser:

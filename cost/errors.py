@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from ebbflow.infra.errors import Outcome
+import sys
+from collections.abc import Callable
+
+from ebbflow.infra.errors import InfraError, Outcome, describe_error
+from ebbflow.infra.process import silence_stdout
 
 
 class CostError(Exception):
@@ -73,3 +77,16 @@ class ReplayError(CostError):
     """A run cannot be replayed: the pool has no recorded price, or the run completed no step."""
 
     outcome = Outcome.CONFIG
+
+
+def run_command(command: Callable[[], int]) -> int:
+    """Run a command of the command line and return its exit code. An expected error becomes one line on stderr."""
+    try:
+        code = command()
+        sys.stdout.flush()
+        return code
+    except (CostError, InfraError) as error:
+        print(describe_error(error), file=sys.stderr)
+        return error.outcome.exit_code
+    except BrokenPipeError:
+        return silence_stdout()

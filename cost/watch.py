@@ -87,6 +87,22 @@ def _merge(first: Event, second: Event) -> Event:
     return replace(second, data=data)
 
 
+class MergingFollower(LogFollower):
+    """Reader of a growing event log that keeps a long log short (`merge_committed_steps`)."""
+
+    def __init__(self, job_store: Store) -> None:
+        super().__init__(job_store)
+        self._merge_at = _MOST_UNMERGED
+
+    def read_new(self) -> list[Event]:
+        """Return the new events, unmerged. Raises StoreError."""
+        new = super().read_new()
+        if len(self.events) > self._merge_at:
+            self.events = merge_committed_steps(self.events)
+            self._merge_at = len(self.events) + _MOST_UNMERGED
+        return new
+
+
 class LivePage:
     """The page of a job that may be running. The page is rendered again when the job's event log has grown.
 
@@ -97,12 +113,11 @@ class LivePage:
     def __init__(self, job: str, store: str | None, *, launcher: dict[str, Any] | None = None) -> None:
         self.job, self.ended = job, False
         self._store, self._launcher = store, launcher
-        self._follower: LogFollower | None = None
+        self._follower: MergingFollower | None = None
         self._job_store: Store | None = None
         self._lock, self._built, self._due = threading.Lock(), b"", 0.0
         self._earlier: list[RunReport] = []
         self._logs: tuple[int, list[LogLine]] = -1, []  # ended generations when they were read, and the lines
-        self._merge_at = _MOST_UNMERGED
         self._problem = "waiting for the job's first event"
 
     def render(self, *, last: bool = False) -> bytes:
@@ -132,11 +147,8 @@ class LivePage:
             uri = f"{self._store.rstrip('/')}/{job_prefix(self.job)}" if self._launcher and self._store else None
             place = uri or find_job_uri(self.job, self._store)
             self._job_store = Store.open(place, request_timeout_seconds=_REQUEST_SECONDS)
-            self._follower = LogFollower(self._job_store)
+            self._follower = MergingFollower(self._job_store)
         self._follower.read_new()
-        if len(self._follower.events) > self._merge_at:
-            self._follower.events = merge_committed_steps(self._follower.events)
-            self._merge_at = len(self._follower.events) + _MOST_UNMERGED
         events = self._follower.events
         if not events:
             return

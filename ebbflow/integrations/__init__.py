@@ -1,4 +1,4 @@
-"""Adapters to training libraries. Each module has the name of its library, and needs it installed.
+"""Adapters to other programs. Each module has the name of its library; all but `skypilot` need it installed.
 
 `ebbflow run SCRIPT.py` calls `switch_on`, so that a script with one of these Trainers commits without a changed line.
 """

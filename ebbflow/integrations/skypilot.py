@@ -19,14 +19,13 @@ from urllib.parse import urlsplit
 import yaml
 
 from ebbflow import __version__
-from ebbflow.cost.errors import CostError
+from ebbflow.cost.errors import run_command
 from ebbflow.cost.plan.plan import Plan, make_plan
 from ebbflow.cost.prices.source import open_prices
 from ebbflow.infra.config import ConfigError, load_config
 from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.errors import InfraError, Outcome, describe_error
+from ebbflow.infra.errors import Outcome
 from ebbflow.infra.layout import check_job_name, plain_name
-from ebbflow.infra.process import silence_stdout
 from ebbflow.infra.program import INSTALLED, PROJECT_ROOT
 from ebbflow.infra.untrusted_text import guard_terminal
 
@@ -55,13 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("config", metavar="CONFIG", help="a YAML file below the project's folder")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override one key; repeatable")
     parser.add_argument("--job", default="", metavar="NAME", help="name of the job (default: the file's name)")
-    try:
-        return _export(parser.parse_args(list(sys.argv[1:] if arguments is None else arguments)[1:]))
-    except (CostError, InfraError) as error:
-        print(describe_error(error), file=sys.stderr)
-        return error.outcome.exit_code
-    except BrokenPipeError:
-        return silence_stdout()
+    options = parser.parse_args(list(sys.argv[1:] if arguments is None else arguments)[1:])
+    return run_command(lambda: _export(options))
 
 
 def _export(arguments: argparse.Namespace) -> int:

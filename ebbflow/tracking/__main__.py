@@ -23,16 +23,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ebbflow.cost.amounts import format_usd
-from ebbflow.cost.errors import CostError, ReportError
+from ebbflow.cost.errors import CostError, ReportError, run_command
 from ebbflow.cost.jobs import find_job_uri, find_running_launcher
 from ebbflow.cost.report.render_html import render
 from ebbflow.cost.report.report import RunReport, build_report
 from ebbflow.cost.report.verdict import render_verdict
-from ebbflow.cost.watch import describe_parent, merge_committed_steps
+from ebbflow.cost.watch import MergingFollower, describe_parent
 from ebbflow.infra.bundle import redact, secret_values
 from ebbflow.infra.config.load import load_config
 from ebbflow.infra.config.schema import NotificationsConfig, RunConfig, TrackerConfig
-from ebbflow.infra.errors import InfraError, ObjectNotFound, Outcome, describe_error
+from ebbflow.infra.errors import InfraError, ObjectNotFound, Outcome
 from ebbflow.infra.events import (
     COMMIT,
     CONFIGURED,
@@ -43,10 +43,8 @@ from ebbflow.infra.events import (
     RESTORE,
     STEP,
     Event,
-    LogFollower,
 )
 from ebbflow.infra.layout import TRACKED_KEY, job_prefix, runs_folder
-from ebbflow.infra.process import silence_stdout
 from ebbflow.infra.program import PROJECT_ROOT
 from ebbflow.infra.retry import backoff_pauses
 from ebbflow.infra.store import Store
@@ -62,7 +60,6 @@ _END_SECONDS = 12.0  # after the launcher has ended
 _OLD_SECONDS = 3600.0  # older news are not sent
 _LOCK_SECONDS = 60.0  # an earlier attempt's process ends within this time
 _RETRY_SECONDS = 0.2
-_MOST_UNMERGED = 20_000  # events
 _STEP_METRICS = ("loss", "learning_rate", "gradient_norm")
 
 
@@ -211,8 +208,8 @@ class Tracking:
 
     def __init__(self, store: Store, job: str, config: RunConfig, tell: Callable[[str], None]) -> None:
         self._store, self._job, self.tell = store, job, tell
-        self._config, self._follower, self._series = config, LogFollower(store), StepSeries()
-        self._lock, self._merge_at, self._due = threading.Lock(), _MOST_UNMERGED, 0.0
+        self._config, self._follower, self._series = config, MergingFollower(store), StepSeries()
+        self._lock, self._due = threading.Lock(), 0.0
         try:
             self._state = json.loads(store.get(TRACKED_KEY))
         except (ObjectNotFound, ValueError):
@@ -257,9 +254,6 @@ class Tracking:
         self._series.add(new)
         if any(event.name != NODE_HEARTBEAT for event in new):
             self._heard = time.monotonic()
-        if len(self._follower.events) > self._merge_at:
-            self._follower.events = merge_committed_steps(self._follower.events)
-            self._merge_at = len(self._follower.events) + _MOST_UNMERGED
         events = self._follower.events
         if not events:
             return
@@ -384,13 +378,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--store", default=None, metavar="URI", help="the job's store, if not known to this machine")
     parser.add_argument("--config", default=None, metavar="FILE", help="take trackers from this file, not the job's")
     parser.add_argument("--parent", type=int, default=0, help=argparse.SUPPRESS)  # the launcher, which runs the job
-    try:
-        return _track(parser.parse_args(list(sys.argv[1:] if arguments is None else arguments)[1:]))
-    except (CostError, InfraError) as error:
-        print(describe_error(error), file=sys.stderr)
-        return error.outcome.exit_code
-    except BrokenPipeError:
-        return silence_stdout()
+    options = parser.parse_args(list(sys.argv[1:] if arguments is None else arguments)[1:])
+    return run_command(lambda: _track(options))
 
 
 def _track(arguments: argparse.Namespace) -> int:

@@ -24,9 +24,8 @@ from ebbflow.infra.store import Store
 from ebbflow.training.errors import DataError
 from ebbflow.training.workload import Cursor, WorkloadContext
 from ebbflow.training.workloads.trial import try_workload
+from ebbflow.workloads.datasets import DatasetWorkload, SampleLoader, Samples
 
-_datasets = importlib.import_module("ebbflow.workloads.datasets")
-DatasetWorkload, SampleLoader, Samples = _datasets.DatasetWorkload, _datasets.SampleLoader, _datasets.Samples
 BATCH = 8
 
 

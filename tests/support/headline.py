@@ -13,19 +13,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ebbflow.training.workload import Cursor
-from tests.support.guard_jobs import Branching
+from tests.support.guard_jobs import OneSided
 from tests.support.workload_cases import Points, Sound
 
 
-class Headline(Sound):
+class Headline(OneSided):
     """Options: trouble (a method), guilty (rank), step, mark (a file: the trouble's time; it strikes once)."""
-
-    def model(self) -> nn.Module:
-        with torch.device("meta"):
-            return Branching()
-
-    def units(self, model: Any) -> list[nn.Module]:
-        return [model.trunk, model.branch]
 
     def next_batch(self, model: nn.Module, cursor: Cursor) -> Points:
         options: dict[str, Any] = dict(self.context.options)
@@ -37,10 +30,10 @@ class Headline(Sound):
             if not mark.exists():
                 mark.write_text(str(time.time()))
             getattr(self, options["trouble"])()
-        return super().next_batch(model, cursor)
+        return Sound.next_batch(self, model, cursor)
 
     def errors(self, model: nn.Module, batch: Points) -> Tensor:
-        return self.factor * (model(batch.x, branch=self.branch)[:, 0] - batch.x.sum(dim=1)).square()
+        return self.factor * super().errors(model, batch)
 
     def leave_out_a_branch(self) -> None:
         self.branch = False

@@ -15,10 +15,8 @@ from torch.utils.data import default_collate
 
 from ebbflow.training.errors import DataError
 from ebbflow.training.workload import Cursor
-
-SampleLoader = importlib.import_module("ebbflow.workloads.datasets").SampleLoader
-_readers = importlib.import_module("ebbflow.workloads.readers")
-ImageFolder, ParquetRows, TarShards = _readers.ImageFolder, _readers.ParquetRows, _readers.TarShards
+from ebbflow.workloads.datasets import SampleLoader
+from ebbflow.workloads.readers import ImageFolder, ParquetRows, TarShards
 
 
 def write_tar(path: Path, files: dict[str, bytes], mode: str = "w") -> None:

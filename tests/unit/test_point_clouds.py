@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import json
 from collections.abc import Callable
@@ -22,10 +21,8 @@ from ebbflow.training.gang import Gang
 from ebbflow.training.workload import Cursor
 from ebbflow.training.workloads.loader import make_workload, prepare_data, workload_context
 from ebbflow.training.workloads.trial import try_workload
+from ebbflow.workloads import diffusion, point_data, point_metrics
 
-DIFFUSION, DATA, METRICS = (
-    importlib.import_module(f"ebbflow.workloads.{name}") for name in ("diffusion", "point_data", "point_metrics")
-)
 SCIPY = json.loads((Path(__file__).resolve().parents[1] / "golden" / "point_metrics.json").read_text())
 SMALL = {"num_points": 16, "hidden": 16, "layers": 1, "heads": 2, "held_out_clouds": 4, "sampling_steps": 3}
 
@@ -39,10 +36,10 @@ def clouds_of(case: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
 def test_chamfer_and_emd_are_those_of_scipy(case: dict[str, Any]) -> None:
     """tests/golden/point_metrics.json: scipy.spatial.cKDTree and scipy.optimize.linear_sum_assignment."""
     a, b = clouds_of(case)
-    assert float(METRICS.chamfer(a, b)) == pytest.approx(case["chamfer"], abs=1e-6)
+    assert float(point_metrics.chamfer(a, b)) == pytest.approx(case["chamfer"], abs=1e-6)
     if case["emd"] is not None:
-        assert METRICS.exact_emd(a, b) == pytest.approx(case["emd"], abs=1e-6)
-        upper, error = METRICS.sinkhorn_emd(a, b)
+        assert point_metrics.exact_emd(a, b) == pytest.approx(case["emd"], abs=1e-6)
+        upper, error = point_metrics.sinkhorn_emd(a, b)
         assert case["emd"] - 1e-9 <= upper and upper - error - 1e-9 <= case["emd"] and error < 0.1 * upper
 
 
@@ -50,14 +47,14 @@ def test_emd_is_the_best_of_all_assignments() -> None:
     a, b = clouds_of({"seed": 5, "points": [6, 6]})
     costs = torch.cdist(a, b).numpy()
     best = min(costs[np.arange(6), list(order)].mean() for order in itertools.permutations(range(6)))
-    assert METRICS.exact_emd(a, b) == pytest.approx(best, abs=1e-12)
+    assert point_metrics.exact_emd(a, b) == pytest.approx(best, abs=1e-12)
 
 
 def test_metrics_of_sets_are_those_computed_by_hand() -> None:
     points = torch.tensor([0.0, 1.0, 10.0, 0.4, 9.0, 30.0])[:, None, None] * torch.tensor([1.0, 0.0, 0.0])
-    pairs = METRICS.chamfer_rows(points, points)
+    pairs = point_metrics.chamfer_rows(points, points)
     # made 0, 1, 10; real 0.4, 9, 30. Squared, both ways: 2·0.4², 2·1², 2·20²
-    found = METRICS.set_metrics(pairs, 3)
+    found = point_metrics.set_metrics(pairs, 3)
     assert found["mmd"] == pytest.approx((2 * 0.16 + 2 * 1 + 2 * 400) / 3, rel=1e-5)
     assert found["coverage"] == pytest.approx(2 / 3)  # 30 is the nearest of no made cloud
     # nearest of 0: 0.4 (real), of 1: 0.4 (real), of 10: 9 (real), of 0.4: 0 (made), of 9: 10 (made), of 30: 10 (made)
@@ -67,7 +64,7 @@ def test_metrics_of_sets_are_those_computed_by_hand() -> None:
 @pytest.mark.parametrize("kind", ["cosine", "linear"])
 @pytest.mark.parametrize("prediction", ["v", "epsilon"])
 def test_a_perfect_denoiser_makes_the_clean_cloud(kind: str, prediction: str) -> None:
-    schedule = DIFFUSION.NoiseSchedule(kind, 100)
+    schedule = diffusion.NoiseSchedule(kind, 100)
     assert torch.allclose(schedule.alpha**2 + schedule.sigma**2, torch.ones(100, dtype=torch.float64))
     assert schedule.alpha[0] > 0.98 and schedule.alpha[-1] < 0.1 and (schedule.alpha.diff() < 0).all()
     random = torch.Generator().manual_seed(0)
@@ -84,12 +81,12 @@ def test_a_perfect_denoiser_makes_the_clean_cloud(kind: str, prediction: str) ->
     for sampler in ("ddim", "ddpm"):
         generators = [torch.Generator().manual_seed(number) for number in range(2)]
         settings: dict[str, Any] = {"prediction": prediction, "sampler": sampler, "steps": 10, "limit": 9.0}
-        assert torch.allclose(DIFFUSION.sample(perfect, schedule, noise, generators, **settings), clean, atol=1e-6)
+        assert torch.allclose(diffusion.sample(perfect, schedule, noise, generators, **settings), clean, atol=1e-6)
 
 
 def test_ddpm_over_all_timesteps_has_the_variance_of_ho_et_al() -> None:
     """The posterior variance of equation 7, beta · (1 - kept before) / (1 - kept), seen with a clean cloud of zeros."""
-    schedule = DIFFUSION.NoiseSchedule("linear", 50)
+    schedule = diffusion.NoiseSchedule("linear", 50)
     generators = [torch.Generator().manual_seed(number) for number in range(2)]
     seen: list[torch.Tensor] = []
 
@@ -98,7 +95,7 @@ def test_ddpm_over_all_timesteps_has_the_variance_of_ho_et_al() -> None:
         return schedule.target("v", torch.zeros_like(x), x / schedule.factors(t, x)[1], t)  # the clean cloud is 0
 
     settings: dict[str, Any] = {"prediction": "v", "sampler": "ddpm", "steps": 50, "limit": 9.0}
-    DIFFUSION.sample(keep, schedule, torch.zeros(2, 40_000, 3), generators, **settings)
+    diffusion.sample(keep, schedule, torch.zeros(2, 40_000, 3), generators, **settings)
     kept = schedule.alpha**2
     beta = 1 - kept[-1] / kept[-2]
     assert float(seen[1].var()) == pytest.approx(float(beta * (1 - kept[-2]) / (1 - kept[-1])), rel=0.02)
@@ -187,7 +184,7 @@ def write_folder(folder: Path, sizes: dict[str, int]) -> list[str]:
             np.savez(folder / name, points=points)
         else:
             write_ply(folder / name, points, name.partition(".")[0])
-        assert np.allclose(DATA.read_cloud(folder / name), points, atol=1e-5)
+        assert np.allclose(point_data.read_cloud(folder / name), points, atol=1e-5)
         rows.append(f"{'test' if number % 3 == 2 else 'train'},{'ab'[number % 2]},{name}")
     (folder / "index.csv").write_text("\n".join(rows) + "\n")
     return rows
@@ -277,7 +274,7 @@ def test_partial_clouds_of_ones_own_are_the_known_points(tmp_path: Path) -> None
     rows = write_folder(folder, SIZES)
     for number, row in enumerate(rows[1:], start=1):
         name = row.rpartition(",")[2]
-        np.save(folder / f"part-{number}.npy", DATA.read_cloud(folder / name)[:9] + 100)
+        np.save(folder / f"part-{number}.npy", point_data.read_cloud(folder / name)[:9] + 100)
         rows[number] = f"{row},part-{number}.npy"
     (folder / "index.csv").write_text("\n".join([f"{rows[0]},partial", *rows[1:]]))
     workload = workload_of(config_of(tmp_path, path=str(folder), known_points=6))
@@ -296,7 +293,7 @@ def test_points_of_small_clouds_may_be_repeated(tmp_path: Path) -> None:
     workload = workload_of(config_of(tmp_path, path=str(folder), num_points=45, short_clouds="repeat"))
     assert workload.next_batch(torch.nn.Module(), Cursor(0, 4)).clean.shape == (4, 45, 3)
     with pytest.raises(DataError, match="complete clouds"):
-        DATA.PackedClouds(Store.open(str(tmp_path / "other")), "0" * 64, "train")
+        point_data.PackedClouds(Store.open(str(tmp_path / "other")), "0" * 64, "train")
 
 
 def test_an_average_of_the_weights_counts_as_memory_and_in_commits() -> None:
