@@ -263,6 +263,7 @@ class PodSubmission:
             for pod, taint in self._watch.announced(cluster):
                 self._show(f"node {pod.machine} is about to be taken away ({taint}): {pod.name} saves and leaves")
                 cluster.evict(self._watch.job_id, pod.name)
+                self._watch.evicted.add(pod.name)
         except CloudForbidden as error:
             self._show(f"a node's end is announced, but {error}; fix: kubectl apply -f infra/kubernetes/rbac.yaml")
         except CloudError:

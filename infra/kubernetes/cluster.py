@@ -292,6 +292,7 @@ class AttemptWatch:
     def __init__(self, job_id: str, nodes: int) -> None:
         self.job_id, self.nodes = job_id, nodes
         self.pods: dict[str, PodState] = {}
+        self.evicted: set[str] = set()  # by the caller; such a pod can be gone before a reading shows why
         self.succeeded = self.failed = self.suspended = self.gone = False
         self.reason = ""
 
@@ -364,7 +365,7 @@ class AttemptWatch:
             return "ended"
         if ended_by is not None:
             return ended_by
-        if any(one.lost for one in pods):
+        if self.evicted or any(one.lost for one in pods):
             return "reclaimed"
         if any(one.late for one in pods):
             return "terminated"
