@@ -262,11 +262,11 @@ def match_instance(
 
 
 def _set_aside(metered: MeteredInstance, billed: BilledInstance, others: list[tuple[float, float]], job: str) -> None:
-    """Move the hours in which another job used the instance from `billed.hours` to `billed.elsewhere_usd`.
+    """Remove hours in which another job used the instance from `billed.hours`, and add them to `billed.elsewhere_usd`.
 
-    An hour is moved if this job did not run in it and there is evidence of another job: the tag of another job, an
+    An hour is removed if this job did not run in it and there is evidence of another job: the tag of another job, an
     interval in `others`, or a boot of the instance well before this job started on it. If a tag shows that another job
-    used the instance after this one, the time between the two is added to `others`.
+    used the instance after this one, the time between the two jobs is added to `others`.
     """
     for (start, end), hour in list(billed.hours.items()):
         if metered.seconds_between(start - CLOCKS_APART_SECONDS, end + CLOCKS_APART_SECONDS):

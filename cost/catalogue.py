@@ -419,7 +419,7 @@ class Bill:
 
 
 def other_costs(config: RunConfig, usage: Usage, region: str, rates: Rates) -> Bill:
-    """Return the cost of storage, requests and transfer in `region`. For a store outside of S3, only volumes count."""
+    """Return the cost of storage, requests and transfer in `region`. Without S3, only EBS volumes count."""
     lacking: list[str] = []
     months = usage.hours / HOURS_PER_MONTH
     here = rates.regions.get(region)

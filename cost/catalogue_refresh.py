@@ -257,7 +257,7 @@ def _differences(one: Hardware, known: InstanceType) -> list[str]:
     """Return a note for each figure that differs between EC2 and the table.
 
     The figure in the table stays as it is, because it may be more accurate. For example, the table has the sustained
-    bandwidth, while EC2 states the bandwidth in its specification.
+    bandwidth, while EC2 states the nominal bandwidth.
     """
     pairs = {"gpu_count": (one.gpu_count, known.gpu_count), "vcpu": (one.vcpu, known.vcpu), "efa": (one.efa, known.efa)}
     pairs |= {"network_gbps": (one.network_gbps, known.network_gbps), "ram_gib": (one.ram_gib, known.ram_gib)}

@@ -82,7 +82,7 @@ class JobMoney:
 
     @property
     def may_spend_usd(self) -> Decimal:
-        """Dollars that the job may still spend; 0 without a limit."""
+        """Unspent dollars of the job's budget; 0 for a job without a budget."""
         return max(Decimal(0), (self.limit_usd or Decimal(0)) - self.spent_usd)
 
     def months(self, now_utc: float) -> list[str]:

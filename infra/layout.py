@@ -167,7 +167,7 @@ def index_key(generation: str, step: int, rank: int) -> str:
 
 
 def commit_prefix(step: int, generation: int) -> str:
-    """Return the key prefix of a step's commits. Its numbers are inverted so that newer commits are listed first."""
+    """Return the key prefix of a step's commits. It counts down, so that newer commits are listed first."""
     return f"commits/{_STEP_LIMIT - step:012d}/{_GENERATION_LIMIT - generation:06d}/"
 
 
@@ -211,7 +211,7 @@ def runs_folder(project_root: Path) -> Path:
 
 
 def records_root(project_root: Path, name: str) -> Path:
-    """Return the folder that contains the folder `name`, which is runs or .metaflow.
+    """Return the folder that contains the folder `name` (`runs` or `.metaflow`).
 
     It is the project's folder or, if that is read-only, the user's state folder. It does not depend on the working
     directory, so all commands find the same records.

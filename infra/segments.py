@@ -67,7 +67,7 @@ class Line:
 
 @dataclass(kw_only=True)
 class Segments:
-    """Segments read from a store, before verification."""
+    """Segments (files) of a job's event log, read from a store and not yet verified."""
 
     contents: dict[str, bytes] = field(default_factory=dict)  # content of each segment, by key
     damage: list[Damage] = field(default_factory=list)  # damage found so far
@@ -251,7 +251,7 @@ def _read_seal(line: bytes) -> tuple[str, list[str], bool] | None:
 def _verify(
     pending: list[tuple[int, bytes]], checksums: list[str]
 ) -> tuple[list[tuple[int, bytes]], list[tuple[int, bytes]]]:
-    """Split numbered lines into lines whose checksum is in `checksums`, in any order, and all other lines."""
+    """Split numbered lines into those whose checksum is in `checksums` (in whatever order) and the others."""
     left = Counter(checksums)
     good, bad = [], []
     for number, line in pending:

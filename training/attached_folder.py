@@ -44,7 +44,7 @@ def attach_folder(
 
 
 class FolderJob(AttachedJob):
-    """A job driven by a framework, which calls `end_step` after each step and writes the folders to commit.
+    """A job driven by a framework, which calls `end_step` after each step and writes the folders that are committed.
 
     Attributes:
         restored: path of the restored folder or file; None if there was no commit.

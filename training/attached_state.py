@@ -222,7 +222,7 @@ class BatchSource:
 
     @property
     def same_data(self) -> str:
-        """How a resumed run gets an uninterrupted run's batches: "sampler" or "state_dict of …"; "" if it may not."""
+        """How a resumed run gets the same batches as an uninterrupted one: "sampler", "state_dict of …"; "": unsure."""
         if self._stateful is not None:
             return f"state_dict of {type(self._stateful).__name__}"
         return "sampler" if self._in_sampler else ""

@@ -215,7 +215,7 @@ def local_spec(config: RunConfig, prepared: dict, *, job: str, logs: Path) -> Ga
 
 
 def run_to_end(spec: GangSpec, folder: Path) -> tuple[GangOutcome, int]:
-    """Start a gang until its job ends, at most four times. Return its outcome and the number of starts.
+    """Start a gang repeatedly, at most four times, until its job ends. Return its outcome and the number of starts.
 
     Raises TrainingError.
     """

@@ -2,9 +2,9 @@
 
 The script runs on the CPU in copies of its folder: once undisturbed, and once for each kill, with a second start that
 resumes by the script's own means. A tracer records what each step begins with: batch, random states, weights, buffers,
-optimizer, counters and all variables that have a state. The resumed run is compared with the undisturbed one, from the
-step whose weights it has restored. A difference is harmless if it changes no weight and belongs to no variable that has
-a state.
+optimizer, counters and all variables that hold an object with state, such as a scheduler or an iterator. The resumed
+run is compared with the undisturbed one, from the step whose weights it has restored. A difference is harmless if it
+changes no weight and is in none of these variables.
 """
 
 from __future__ import annotations

@@ -228,7 +228,7 @@ def _optimizer(workload: Workload, module: nn.Module, config: RunConfig) -> torc
 def _progress(
     spec: WorkerSpec, gang: Gang, config: RunConfig, terms: Terms | None, reporter: Reporter
 ) -> Progress | None:
-    """Measure the peak speed on all ranks at once. On rank 0, return the printer of progress lines. Collective."""
+    """Measure all devices' peak FLOP/s, for the MFU. On rank 0, return the printer of progress lines. Collective."""
     # Later ranks with the same local rank reuse the file. The number of ranks on the machine changes the measurement.
     name = f"peak-{os.environ.get('LOCAL_RANK', '0')}-of-{spec.colocated_ranks}.json"
     kept = Path(spec.kept_path) / name if spec.kept_path else None

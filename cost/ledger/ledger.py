@@ -150,8 +150,8 @@ def fold(events: Sequence[Event], *, running: bool = False) -> Ledger:
 def compute_spent_usd(events: Sequence[Event]) -> float:
     """Compute the dollars that the job has cost so far, so that its next attempt spends only the rest of the budget.
 
-    The result depends only on the paid time of nodes. Unlike `fold`, this function therefore accepts contradictory
-    intervals of a rank.
+    The result depends only on the paid time of nodes. Therefore overlapping intervals of a rank, which `fold` rejects,
+    do not matter here.
     """
     ordered = sorted(events, key=lambda event: (event.t_wall, event.t_mono))
     bills = compute_bills(ordered, read_generations(ordered))

@@ -108,9 +108,9 @@ def make_fallback(config: RunConfig, spot: Candidate, last_resort: Candidate, *,
 
 
 def usd_saved_by_moving(config: RunConfig, spot: Candidate, usd_per_hour: float, begin_hours: float) -> float:
-    """Return the dollars that an attempt on Spot saves if it moves to a reservation of the same machines at its begin.
+    """Return the dollars that an attempt on Spot saves by moving to a reservation of the same machines when it begins.
 
-    The attempt is assumed to start now and to lose no machine until then, so that the least work is left.
+    The attempt is assumed to start now and to lose no machine until then, which leaves the least possible work.
 
     Args:
         usd_per_hour: Price of one instance of the reservation.

@@ -106,8 +106,8 @@ def fastest_without_deadline(config: RunConfig, sources: PlanInputs) -> tuple[Ca
     """Find the fastest pool, ignoring the deadline.
 
     Returns:
-        A pool, and the expected hours of the fastest pool at any price. The pool is the fastest one within the budget.
-        If no pool is within the budget, it is the one that needs the smallest budget.
+        (pool, hours). pool: the fastest pool within the budget or, if there is none, the one that needs the smallest
+        budget. hours: expected hours of the fastest of all pools, whatever it costs.
 
     Raises:
         ValueError: No pool can run the job.

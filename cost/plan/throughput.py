@@ -330,7 +330,7 @@ def _reductions(config: RunConfig, shape: ModelShape) -> int:
 def _pcie_bytes(config: RunConfig, shape: ModelShape, kind: InstanceType, ranks: int, ranks_per_node: int) -> float:
     """Return the bytes that one rank receives over PCIe per step; 0 with NVLink or with one rank per node.
 
-    In a ring every member receives the same number of bytes, so the calculation treats each rank as a node.
+    In a ring every member receives the same number of bytes, so the formula for a ring of nodes holds for its ranks.
     """
     if kind.gpu.nvlink or ranks_per_node == 1:
         return 0.0

@@ -205,7 +205,7 @@ def pause_seconds(record: JobRecord, verdict: RunVerdict, first_seconds: float) 
     """Return the pause in seconds before the next run.
 
     The pause is 0 after an interrupted run that made a commit. Otherwise the pause is `first_seconds` after the first
-    run with this verdict since the newest commit, and doubles with each further such run, up to 600 s.
+    run since the newest commit that ended with `verdict`, and doubles with each further such run, up to 600 s.
     """
     times = count_in_a_row(record, verdict)
     if verdict is RunVerdict.INTERRUPTION:

@@ -217,7 +217,7 @@ def _date_of(url: str) -> float:
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Handler that refuses redirects, because a redirect would lead to the clock of another server."""
+    """HTTP handler that refuses redirects: the check reads the clock of the store, not that of another server."""
 
     def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> None:
         return None

@@ -50,7 +50,7 @@ def free_mappings() -> frozenset[str]:
 
 
 def mapping_of(key: str) -> str | None:
-    """Return the free mapping that contains a dotted key (see `free_mappings`), or None if no free mapping does.
+    """Return the mapping with user-chosen keys (see `free_mappings`) that contains a dotted key, or None.
 
     For example, workload_options contains workload_options.width.
     """

@@ -197,7 +197,7 @@ def _best(sequence: Any) -> set[str]:
 
 
 def _shortest(literals: set[str]) -> int:
-    """Return the length of the shortest literal, measured by its longest part without digits and dots."""
+    """Return the smallest length of a literal. Its length is that of its longest run without digits and dots."""
     return min(max(map(len, _DIGIT.split(literal))) for literal in literals)
 
 

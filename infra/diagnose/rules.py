@@ -94,7 +94,7 @@ class Family:
 
 @dataclass(frozen=True)
 class RuleBook:
-    """All families and their rules."""
+    """All rules of the diagnosis, grouped into families of causes."""
 
     families: tuple[Family, ...]
     rules: tuple[SymptomRule, ...]

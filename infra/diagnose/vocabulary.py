@@ -75,7 +75,7 @@ def guess_family(lines: Iterable[str]) -> tuple[str, float] | None:
 
 
 def confidence_of(margin: float) -> float:
-    """Return the confidence in a guess. It grows with the guess's lead from 0.5 (at `MARGIN`) to at most 0.7."""
+    """Return the confidence in a guessed cause: 0.5 if it leads the second-best by `MARGIN`, at most 0.7 beyond."""
     return 0.5 + 0.2 * (1 - math.exp(-(margin - MARGIN) / 3))
 
 

@@ -73,8 +73,8 @@ _RUNNING = threading.local()  # is_abandoned: whether the call that this thread 
 def refuse_if_abandoned(what: str) -> None:
     """Raise StoreTimeout if the current call was abandoned at its deadline.
 
-    An operation calls this just before it changes something, because its caller has continued and may have written
-    newer data.
+    An operation calls this just before it changes something: the caller of an abandoned call has continued and may
+    have written newer data.
     """
     if hasattr(_RUNNING, "is_abandoned") and _RUNNING.is_abandoned():
         raise StoreTimeout(f"{what}: the file system answered after the deadline; nothing was changed")

@@ -130,8 +130,8 @@ def find(store: Store, wanted: str | None) -> TracedCommit:
     """Find one commit of a job.
 
     `wanted` is a step, a key, or the first digits (6 or more) of a hash. None means the newest reachable commit. A
-    commit is reachable if the job may still be resumed from it. If several commits match, a reachable one is preferred.
-    Raises CheckpointError unless exactly one commit matches; the message lists the candidates.
+    commit is reachable if the job may still be resumed from it. If several commits match, only reachable ones count.
+    Raises CheckpointError if no commit or more than one is left; the message lists the candidates.
     """
     traced = trace_lineage(store)
     if wanted is None:

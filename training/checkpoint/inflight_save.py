@@ -71,7 +71,7 @@ class UploaderClient:
         threading.Thread(target=_read_answers, args=(self._process, self._answers), daemon=True).start()
 
     def running(self) -> int | None:
-        """Return the process id, after restarting the process if it has died."""
+        """Return the uploader's process id, after restarting the uploader if it has died."""
         if self._process is None or self._process.poll() is not None:
             self.start()
         return self.pid

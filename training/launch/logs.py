@@ -254,7 +254,7 @@ class RankLog:
         self._torn = False  # the last write failed, perhaps within a line
 
     def follow(self, beat: HeartbeatReading) -> list[bytes]:
-        """Write records for the new complete lines in the first part of the log, and return them."""
+        """Write records for the log's new complete lines, as far as its size limit allows, and return them."""
         room = min(_BYTES_PER_LOOK, self._head - self._read, self._left())
         return self._take(room, beat, at_end=False) if room > 0 and not self._full else []
 

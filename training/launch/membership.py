@@ -153,7 +153,7 @@ class CoordinatorPeers(_Peers):
         return self.leave_cause
 
     def roll_call(self, deadline_seconds: float, stopped: Callable[[], bool]) -> None:
-        """Wait until all followers have joined, then until no node waits for a pending notice to expire.
+        """Wait until all followers have joined, and until every node's pending notice of an interruption has expired.
 
         If all followers have already joined, return at once. Raises GangError if a node was asked to stop, if a waiting
         follower is lost, or if a follower has not joined or still waits at the deadline.

@@ -65,7 +65,7 @@ class GangSpec(_StartSpec):
 
     @property
     def token(self) -> str:
-        """Identifier of the gang, equal on all nodes. It reveals a connection to the port of another gang."""
+        """Identifier of the gang, equal on all nodes. It shows if a node reached another gang's port."""
         return f"{self.job}/{self.run}/{self.attempt}/{self.nodes}x{self.processes_per_node}"
 
     @property
@@ -173,7 +173,7 @@ class OrderRecord:
         return cls(path)
 
     def write(self, order: RankOrder) -> None:
-        """Write an order to the record. If there are several orders to exit, the earliest deadline applies."""
+        """Write an order to the shared record. Of several orders to exit, the earliest deadline applies."""
         record = self._record
         if not order.leave:
             record[_SAVES] += 1
