@@ -94,12 +94,10 @@ def _check_arguments(model: nn.Module, optimizer: Optimizer | None, states: dict
 
 
 def open_attached(make: Callable[[WorkerSpec, Gang], Job], **wanted: str | Path | None) -> Job:
-    """Create the job of this process. Without an agent, rank 0 first opens a generation. Collective.
+    """Create the job of this process with `make`. Without an agent, rank 0 first opens a generation. Collective.
 
-    `make` creates the job from the specification of this rank. `wanted` has the store, name and config of `attach`.
-
-    Raises:
-        AttachError: this process already has a job, or there are several ranks without a process group.
+    `wanted` has the store, name and config of `attach`. Raises AttachError if this process already has a job, or if
+    there are several ranks without a process group.
     """
     if (current := attached_job.current) is not None:
         raise AttachError(
@@ -129,10 +127,7 @@ def _join_gang() -> Gang:
 
 
 def _share(gang: Gang, make: Callable[[], WorkerSpec]) -> WorkerSpec:
-    """Call `make` on rank 0, and return the resulting spec on every rank. Collective.
-
-    If `make` fails, rank 0 raises the error and the other ranks exit silently.
-    """
+    """Call `make` on rank 0, and return its spec on every rank. If `make` fails, only rank 0 raises. Collective."""
     made, error = None, None
     if gang.rank == 0:
         try:

@@ -79,10 +79,7 @@ class RobustWindow:
         insort(self._sorted, value)
 
     def z_score(self, value: float) -> float:
-        """Return (value - median) / (1.4826 × MAD), where MAD is the median absolute deviation of the window.
-
-        The score of a value below the median is 0, because only larger values are spikes.
-        """
+        """Return (value - median) / (1.4826 × median absolute deviation), or 0 below the median, which is no spike."""
         if 2 * len(self.values) < (self.values.maxlen or 0) or value <= (median := self.median):
             return 0.0
         mad = statistics.median([abs(other - median) for other in self._sorted])
@@ -111,10 +108,7 @@ class LossGuard:
         self.restore({})
 
     def judge(self, *, loss: float, gradient_norm: float, non_finite: str) -> Judgement:
-        """Judge a step by its mean loss and its gradient norm before clipping.
-
-        `non_finite` is a message that names the ranks with a non-finite loss or gradient; "" if all are finite.
-        """
+        """Judge a step by mean loss and gradient norm before clipping. `non_finite` names ranks with such values."""
         config = self._config
         if non_finite:
             return self._bad(config.non_finite, non_finite, finite=False)
@@ -196,8 +190,8 @@ _CHUNK = 2**22
 def weights_checksum(module: nn.Module) -> int:
     """Return a checksum of this rank's shards of all parameters, from 1 to 2**47.
 
-    It sums the bits of each tensor as integers, and combines the sums in the order of the parameters. The checksum
-    changes with any flipped bit or changed value, but not if values within one tensor swap places.
+    It sums each tensor's bits as integers, so it changes with any flipped bit, but not if values in one tensor swap
+    places.
     """
     sums = []
     for parameter in module.parameters():
@@ -213,9 +207,8 @@ def weights_checksum(module: nn.Module) -> int:
 def find_divergent_ranks(sums: Sequence[float], copies: int) -> tuple[list[int], bool]:
     """Return the ranks whose weights differ from those of their replicas, and whether a majority proves them wrong.
 
-    `sums` has one checksum per rank. The ranks form `copies` equal groups of consecutive ranks, each with one copy of
-    the model; ranks at the same position in their groups are replicas. If no majority in a set of replicas agrees, the
-    whole set is returned.
+    The ranks of `sums` form `copies` equal groups of consecutive ranks, each with one copy of the model. Without a
+    majority among replicas, all of them are returned.
     """
     shards = len(sums) // copies
     odd: list[int] = []
@@ -265,8 +258,7 @@ class Guards:
     def resume(self, at: Position, extra: Mapping[str, Any]) -> Position:
         """Restore the guards' state from a commit's fields, and return the position at which to continue.
 
-        This position is that of the commit, `at`. After a rewind it is later, because training skips all samples before
-        the override's `first_sample`.
+        That is `at`, the commit's, or after a rewind the one after the samples that the override skips.
         """
         self.numbers.restore(extra.get("guards", {}))
         if self.loss_scale is not None:
@@ -294,10 +286,9 @@ class Guards:
             self._compare(at, [one for (one,) in sums], seen_at=at.step)
 
     def judge(self, at: Position, sync: StepSync, settle: Callable[[], object]) -> Judgement:
-        """Decide whether to take the next step after position `at`. All ranks decide alike.
+        """Decide, on all ranks alike, whether to take the next step after `at`. `settle` waits for a save.
 
-        `settle` waits for the in-flight save. Raises Rewind or TooManyRewinds if the job must go back to an older
-        commit, and DivergenceError if the weights of replicas differ.
+        Raises Rewind or TooManyRewinds to go back to an older commit, and DivergenceError if replicas differ.
         """
         self._compare(at, [row.weights_checksum for row in sync.rows], seen_at=at.step + 1)
         finite = not (reason := sync.non_finite)
@@ -334,10 +325,7 @@ class Guards:
 
     @contextmanager
     def catch_out_of_memory(self, step: int) -> Iterator[None]:
-        """Return a context that converts an out-of-memory error into MicroBatchTooLarge.
-
-        If micro-batches cannot be made smaller, the context raises BatchCannotBeSplit.
-        """
+        """Convert an out-of-memory error into MicroBatchTooLarge, or BatchCannotBeSplit if it cannot be smaller."""
         self._first_step = step if self._first_step is None else self._first_step
         try:
             yield
@@ -442,12 +430,10 @@ def make_guards(spec: WorkerSpec, config: RunConfig, gang: Gang, *, copies: int,
 
 
 def fit_micro_batch(guards: Guards, workload: Workload, spread: Spread, optimizer: torch.optim.Optimizer) -> RunConfig:
-    """Return the configuration with the smallest number of micro-batches per step for which memory suffices.
+    """Return the configuration with the smallest number of micro-batches for which memory suffices. Collective.
 
-    All ranks must call this function together. They find the number once per job, with the first batch, and store it as
-    an override, so that all later starts use the same micro-batches. For a sharded model the result has the configured
-    number, since no rank can test such a model alone. Raises BatchCannotBeSplit if memory does not suffice for a single
-    sample.
+    The number is found once per job, with the first batch, and stored as an override. A sharded model keeps the
+    configured number, since no rank can test it alone. Raises BatchCannotBeSplit if a single sample does not fit.
     """
     config, gang = guards.config, guards.gang
     known = guards.overrides.gradient_accumulation_steps is not None

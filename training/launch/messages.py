@@ -157,10 +157,9 @@ class RankOrder:
 
 
 class OrderRecord:
-    """The agent's orders to the ranks of its node, in shared memory.
+    """The agent's orders to the ranks of its node, in shared memory, which each rank reads once per step in under 1 µs.
 
-    The agent writes the record. Each rank reads it once per step, which takes less than 1 µs. Reads need no lock,
-    because there is one writer and each field is one aligned 8-byte integer.
+    Reads need no lock, because there is one writer and each field is one aligned 8-byte integer.
     """
 
     def __init__(self, path: Path) -> None:
@@ -274,8 +273,7 @@ def end_for_left_out_node(end: GenerationEnd, cause: str) -> GenerationEnd:
 def end_from_failures(evidence: Sequence[WorkerFailure]) -> GenerationEnd:
     """Return the result of a failed generation, with the culprit that the evidence shows.
 
-    `again` is True if new ranks on the same nodes may succeed. After the loss of a node it is False here, and
-    the caller sets it if enough nodes are left.
+    `again`: new ranks on the same nodes may succeed. After a node's loss, the caller sets it if enough are left.
     """
     culprit = blame(evidence)
     worst = culprit.failure
@@ -329,14 +327,10 @@ def end_from_results(finished: Mapping[int, dict[int, dict]], generation: int) -
 
 
 def end_if_unaffordable(start: GenerationStart, step: int, *, max_steps: int, restart: bool) -> GangOutcome | None:
-    """Return an outcome if the job must stop before its ranks start, or None if they may start.
+    """Return an outcome if the job must stop before its ranks start from `step`, or None if they may start.
 
-    The outcome is BUDGET if the rest of the budget suffices only for a last checkpoint. The outcome is INTERRUPTED if
-    the job must leave Spot now in order to finish on demand within deadline and budget.
-
-    Args:
-        step: Step of the newest commit.
-        restart: Whether the ranks ran on these machines before.
+    The outcome is BUDGET if the rest of the budget suffices only for a last checkpoint. It is INTERRUPTED if ranks that
+    ran here before (`restart`) must leave Spot now, to finish on demand within deadline and budget.
     """
     if start.terms is None:
         return None
