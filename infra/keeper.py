@@ -62,7 +62,7 @@ class Parent(Protocol):
 class RemoteChild:
     """Handle of a process that is not a child of this process; its `Parent` reports its exit status.
 
-    If the parent is stopped and does not report within 1 s, the status is read from the kernel.
+    If the parent does not report within 1 s, the status is read from the kernel.
     """
 
     def __init__(self, pid: int, parent: Parent) -> None:
@@ -101,10 +101,9 @@ class RemoteChild:
         self.send_signal(signal.SIGKILL)
 
     def wait(self, timeout: float) -> int:
-        """Wait for the process to end, and return its exit status.
+        """Wait for the process to end, and return its exit status. Raises subprocess.TimeoutExpired.
 
-        Raises subprocess.TimeoutExpired if the process is still alive after `timeout` seconds. A process in
-        uninterruptible sleep (state D) can stay alive even after SIGKILL.
+        A process in uninterruptible sleep (state D) can stay alive even after SIGKILL.
         """
         import subprocess
 
@@ -388,10 +387,9 @@ class _Desk:
 
 
 def _become(argv: list[str], environment: dict[str, str], fds: list[int], mask: Collection[int]) -> NoReturn:
-    """Turn a forked child of the keeper into a program in its own session.
+    """Turn a forked child of the keeper into a program in its own session, with the blocked signals `mask`.
 
-    The program inherits no file descriptors of the keeper except `fds`, which become stdin, stdout and stderr. mask:
-    signals that are blocked when the program starts.
+    Of the keeper's file descriptors it inherits only `fds`, as stdin, stdout and stderr.
     """
     try:
         keeper = os.getppid()

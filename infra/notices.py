@@ -83,11 +83,7 @@ _CLOSE_SECONDS = 3.0
 
 
 class NoticeWatcher:
-    """A thread that polls sources of notices until it is closed.
-
-    It skips the sources that are unavailable at the start. A slow source delays the other sources by at most its own
-    deadline (about 2 s).
-    """
+    """A thread that polls the available sources of notices until it is closed; a slow one delays others by 2 s."""
 
     def __init__(self, sources: Sequence[Source]) -> None:
         self._sources = list(sources)
@@ -102,8 +98,8 @@ class NoticeWatcher:
     def new_notices(self) -> list[Notice]:
         """Return the notices that arrived since the last call.
 
-        A repeated notice is returned again only in two cases: it takes effect more than 1 s earlier than announced
-        before, or the time announced before passed more than 10 s ago and the new time is later than that.
+        A repeated one counts only if it takes effect over 1 s earlier than announced, or if it names a later time
+        than one that passed over 10 s ago.
         """
         return _all(self._notices)
 
@@ -116,10 +112,7 @@ class NoticeWatcher:
         return _all(self._problems)
 
     def source_problems(self) -> dict[str, str] | None:
-        """Map the name of each source to the reason why it is unavailable, or to "" if it is available.
-
-        Return None until this is known, which takes about a second after the start.
-        """
+        """Map each source to why it is unavailable, or ""; None until known, about a second after the start."""
         return dict(self._absent) if self._decided.is_set() else None
 
     def close(self) -> None:
@@ -226,9 +219,9 @@ class MetadataSource:
         return found
 
     def _without_token(self, seconds: float) -> str:
-        """Try version 1 of the service, which needs no token. Return "" if version 1 works, else the reason why not.
+        """Try the service's version 1. Return "" if it works, else the reason why not.
 
-        In a container, a small hop limit can block the response that carries the token, but not the other responses.
+        In a container, a small hop limit can block the response that carries the token, but not others.
         """
         problem = f"{self._service.endpoint} gave no token in time"
         try:
@@ -290,8 +283,7 @@ class MetadataSource:
 class EffectiveTime:
     """Converter of the ISO 8601 time in a notice to the clock of time.monotonic().
 
-    As long as the source repeats the same text, `of` returns the same result, even if the time is unreadable or the
-    system clock changes.
+    For the same text, `of` returns the same result, even if it is unreadable or the system clock changes.
     """
 
     def __init__(self) -> None:
@@ -316,8 +308,7 @@ METAFLOW_FILE = "/tmp/spot_termination_notice"  # as in Metaflow 2.19's current.
 class MetaflowSource:
     """Source that reads the file that Metaflow's spot monitor writes. The monitor's signal does not reach the task.
 
-    The file contains the time of termination in ISO 8601, or nothing while it is being written. A time in the past is
-    ignored: the file may be left over from before the machine was stopped and restarted.
+    It has the time of termination in ISO 8601, or nothing yet. A time in the past is left over from an earlier boot.
     """
 
     name = NoticeSource.METAFLOW

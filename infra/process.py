@@ -27,11 +27,8 @@ def die_with_parent(parent_pid: int | None = None, *, by: signal.Signals = signa
     """Have the kernel send this process SIGKILL, or the signal `by`, as soon as its parent ends for any reason.
 
     The kernel watches the parent *thread*: a thread that starts such a process must live as long as the parent does. If
-    the parent `parent_pid` has already died, this process exits.
-
-    Returns:
-        False on systems other than Linux. The caller must then detect the parent's end in another way, such as by the
-            end of a pipe.
+    the parent `parent_pid` has already died, this process exits. Returns False on systems other than Linux, where the
+    caller must detect the parent's end in another way, such as by the end of a pipe.
     """
     expected = os.getppid() if parent_pid is None else parent_pid
     if not sys.platform.startswith("linux"):
@@ -47,8 +44,7 @@ def die_with_parent(parent_pid: int | None = None, *, by: signal.Signals = signa
 def tie_forked_children() -> None:
     """Have the kernel kill the processes that the main thread forks (data-loader workers) when this process ends.
 
-    Grandchildren are not affected. Children of other threads are not affected either, because those threads may end
-    before this process.
+    Grandchildren, and children of other threads, which may end earlier, are not affected.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -107,12 +103,8 @@ def all_processes() -> Iterator[ProcessStat]:
 def descendants(root: int, spare: Collection[int] = (), spare_trees: Collection[int] = ()) -> list[ProcessStat]:
     """Return the living processes below `root`, which must be a subreaper.
 
-    The function follows the kernel's lists of children. If these yield nothing, it examines the parents of all
-    processes.
-
-    Args:
-        spare: ids of processes to leave out; their descendants are still returned.
-        spare_trees: ids of processes to leave out together with all their descendants.
+    They come from the kernel's lists of children, else from all processes' parents. Those in `spare` are left out,
+    those in `spare_trees` with all their descendants.
     """
     found: list[ProcessStat] = []
     ahead = [root]
@@ -192,8 +184,7 @@ def signal_name(number: int) -> str:
 class AwakeClock:
     """Clock that stops while this process is paused, for measuring how long other processes have been silent.
 
-    Each iteration of this process's main loop adds at most `longest_turn_seconds`. So a pause of the whole process
-    (SIGSTOP, `docker pause`, a frozen virtual machine) adds at most `longest_turn_seconds`.
+    An iteration of the main loop adds at most `longest_turn_seconds`, and so does a pause (SIGSTOP, `docker pause`).
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic, *, longest_turn_seconds: float = 0.25) -> None:
@@ -210,7 +201,7 @@ class AwakeClock:
 
 
 class StoppedProcesses:
-    """Detector of processes that have been stopped (state T, not a debugger's t) for longer than `limit_seconds`.
+    """Detector of processes in state T (stopped, not traced) for longer than `limit_seconds`.
 
     Time during which this process itself was stopped, for example by Ctrl-Z in a terminal, does not count.
     """
@@ -228,7 +219,7 @@ class StoppedProcesses:
 
 
 def exit_when_interrupted() -> None:
-    """Make Ctrl-C, SIGTERM and a closed terminal kill all descendants, print one line and exit with code 75.
+    """On Ctrl-C, SIGTERM or a closed terminal, kill all descendants, print one line and exit with code 75.
 
     A SIGINT or SIGHUP that this process already ignores (background job, nohup) stays ignored.
     """
@@ -261,10 +252,7 @@ def _end_descendants() -> None:
 
 
 def ignore_lost_readers() -> None:
-    """Keep running when the reader of stdout or stderr is gone (`| head`, a closed terminal); drop the output.
-
-    Otherwise the next line of output raises BrokenPipeError in the middle of the work.
-    """
+    """Drop output, instead of raising BrokenPipeError, when its reader is gone (`| head`, a closed terminal)."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         try:
@@ -313,10 +301,9 @@ def run_benchmarks(arguments: list[str]) -> NoReturn:
 
 
 class MessageReader:
-    """Reader of JSON messages, one per line, that a child process writes to a non-blocking pipe or socket.
+    """Reader of JSON messages, one per line, of a child process.
 
-    Args:
-        receive: returns the available bytes, or b"" at the end; raises BlockingIOError if none are available.
+    receive: returns available bytes, or b"" at the end; raises BlockingIOError if none are available.
     """
 
     def __init__(self, receive: Callable[[], bytes]) -> None:
@@ -326,8 +313,7 @@ class MessageReader:
     def read(self, note: Callable[[dict[str, Any]], None]) -> bool:
         """Pass each available message to `note`. Return False if no more messages can follow, else True.
 
-        No more messages can follow at the end of the pipe, after a read error, or after bytes that are not a message.
-        Such bytes come from another process.
+        None can follow the end of the pipe, a read error, or bytes that are not a message.
         """
         while True:
             try:

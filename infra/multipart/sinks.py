@@ -216,10 +216,9 @@ class _File:
     hung: bool = False  # an abandoned call may still use the descriptors, so they are never closed
 
     def run(self, call: Callable[[], None], seconds: float) -> None:
-        """Run `call`, which operates on the file, within `seconds`.
+        """Run `call`, which operates on the file. Raises StoreTimeout after `seconds`.
 
-        Raises StoreTimeout at the deadline. After that, every call raises StoreError, because the abandoned call may
-        still be running.
+        After that, every call raises StoreError, because the abandoned call may still be running.
         """
         if self.hung:
             raise StoreError(f"put {self.path}: an operation on this file hangs")
