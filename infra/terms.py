@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 
 # Fractions of the budget that are reported when reached. At the last one a job stops, with the reserve unspent.
@@ -21,8 +22,10 @@ class Fallback:
         step_seconds: duration of a step on demand, including its share of the checkpoints.
         usd: cost of `seconds`, in which waiting for machines costs nothing.
         step_usd: cost of a step on demand.
-        move_utc, move_to: begin (Unix time) and id of a reservation in which the remaining steps cost less; None and ""
-        if there is no such reservation.
+        begin_utc, end_utc: begin and end (Unix time) of the reservation that takes the place of on-demand machines.
+        guards: whether deadline and budget are guarded; if not, only the move to a reservation remains.
+        move_utc, move_to, move_end_utc: begin (Unix time), id and end of a reservation in which the remaining steps
+            cost less.
     """
 
     seconds: float
@@ -31,8 +34,12 @@ class Fallback:
     step_seconds: float
     usd: float
     step_usd: float
+    begin_utc: float = 0.0
+    end_utc: float | None = None
+    guards: bool = True
     move_utc: float | None = None
     move_to: str = ""
+    move_end_utc: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,12 +50,14 @@ class Terms:
     budget_usd: float | None = None  # spending limit of the job; None: no limit
     spent_usd: float = 0.0  # cost of earlier attempts of the job
     reserve_usd: float = 0.0  # part of the budget reserved for the last save and the drain
+    reserve_seconds: float = 0.0  # time kept for the same before the deadline and the end of a reservation
     deadline_utc: float | None = None  # Unix time by which the job must be done; None: no deadline
     hazard_per_hour: float = 0.0  # expected interruptions of the planned pool (a gang in one pool is one hazard)
     price_kind: str = "recorded"  # "live", "recorded" (on a date), "estimated" or "simulated"
     last_notified_threshold: float = 0.0  # highest of `BUDGET_THRESHOLDS` that earlier attempts reported; 0: none
     step_seconds: float = 0.0  # expected duration of a step until one is measured; 0: unknown
     fallback: Fallback | None = None  # reserve for finishing on demand; None if the attempt is not on Spot
+    end_utc: float | None = None  # Unix time at which the attempt's reservation ends; None: it has none, or no end
 
     @property
     def spendable_usd(self) -> float | None:
@@ -72,29 +81,35 @@ class Terms:
             "the last save, so that nothing is left to train with; fix: run the job again with a larger cost.budget_usd"
         )
 
-    def why_leave_spot(
+    def why_leave(
         self, steps_left: int, *, spent_usd: float, now_utc: float, slowness: float = 1.0, restart: bool = False
     ) -> str:
-        """Return why the attempt must leave Spot now so that the job can finish on demand; "" if it may stay.
+        """Return why the attempt must leave its machines now, to finish on others; "" if it may stay.
 
         `spent_usd` includes this attempt. `slowness` is a step's measured over its planned time, at least 1. With
         `restart`, the ranks would first have to start again.
         """
+        if self.end_utc is not None and now_utc + self.reserve_seconds >= self.end_utc:
+            return f"leaves its reservation, which ends in {max(0.0, self.end_utc - now_utc):.0f} s"
         if self.fallback is None:
             return ""
         reserve, work = self.fallback, steps_left * slowness
         again = reserve.restart_seconds if restart else 0.0
         seconds = reserve.seconds + work * reserve.step_seconds + again
-        if self.deadline_utc is not None and now_utc + seconds > self.deadline_utc:
-            left = max(0.0, self.deadline_utc - now_utc)
-            return f"{left / 3600:.2f} h are left, and finishing on demand may take {seconds / 3600:.2f} h"
-        usd = reserve.usd + work * reserve.step_usd
-        usd += reserve.restart_usd if restart else 0.0
-        if self.budget_usd is not None and spent_usd + usd > self.budget_usd:
-            return f"${spent_usd:.4f} of ${self.budget_usd:.4f} is spent, and finishing on demand may take ${usd:.4f}"
-        in_time = self.deadline_utc is None or now_utc + seconds + _MOVE_SECONDS <= self.deadline_utc
-        if reserve.move_utc is not None and now_utc >= reserve.move_utc and in_time:
-            return f"reservation {reserve.move_to} has begun, where the rest costs less"
+        usd = reserve.usd + work * reserve.step_usd + (reserve.restart_usd if restart else 0.0)
+        deadline = math.inf if self.deadline_utc is None else self.deadline_utc
+        limit = deadline if reserve.end_utc is None else min(deadline, reserve.end_utc)
+        needed = max(0.0, reserve.begin_utc - now_utc) + seconds
+        if reserve.guards and now_utc + needed > limit:
+            left = max(0.0, limit - now_utc) / 3600
+            text = f"{left:.2f} h are left, and finishing on demand may take {needed / 3600:.2f} h"
+            return f"leaves Spot for on-demand: {text}"
+        if reserve.guards and self.budget_usd is not None and spent_usd + usd > self.budget_usd:
+            text = f"${spent_usd:.4f} of ${self.budget_usd:.4f} is spent, and finishing on demand may take ${usd:.4f}"
+            return f"leaves Spot for on-demand: {text}"
+        end = deadline if reserve.move_end_utc is None else min(deadline, reserve.move_end_utc)
+        if reserve.move_utc is not None and reserve.move_utc <= now_utc <= end - seconds - _MOVE_SECONDS:
+            return f"leaves Spot for reservation {reserve.move_to}, which has begun and where the rest costs less"
         return ""
 
     def to_json(self) -> dict:

@@ -67,7 +67,7 @@ class Limits:
         self._stop_seconds, self._elapsed_seconds = stop_seconds, elapsed_seconds
         self._killed_at = math.inf  # on the clock of time.monotonic(); infinite until a drain is requested
         self.usd_per_second = terms.usd_per_rank_second * world_size if terms else 0.0
-        self._asked, self._left_spot, self._saves_answered = False, "", 0
+        self._asked, self._why_left, self._saves_answered = False, "", 0
         self._steps: deque[float] = deque(maxlen=_STEPS_REMEMBERED)  # seconds between calls of `stop`
         self._looked_at: float | None = None
         self._told = {share for share in BUDGET_THRESHOLDS if terms and share <= terms.last_notified_threshold}
@@ -121,21 +121,19 @@ class Limits:
         terms = self.terms
         if terms is None:
             return Stop.NONE
-        if steps_left > 0 and (why := self._why_leave_spot(terms, steps_left)):
-            self._left_spot = why
+        if steps_left > 0 and (why := self._why_leave(terms, steps_left)):
+            self._why_left = why
             return Stop.INTERRUPTED
         if terms.spendable_usd is not None and self.spent_usd + self.next_step_usd >= terms.spendable_usd:
             return Stop.BUDGET
-        # The reserve pays for the last save; the same seconds are kept back from the deadline.
-        reserve_seconds = terms.reserve_usd / self.usd_per_second if self.usd_per_second > 0 else 0.0
-        if terms.deadline_utc is not None and time.time() >= terms.deadline_utc - reserve_seconds:
+        if terms.deadline_utc is not None and time.time() >= terms.deadline_utc - terms.reserve_seconds:
             return Stop.DEADLINE
         return Stop.NONE
 
-    def _why_leave_spot(self, terms: Terms, steps_left: int) -> str:
+    def _why_leave(self, terms: Terms, steps_left: int) -> str:
         enough = len(self._steps) == self._steps.maxlen and terms.step_seconds > 0
         slowness = max(1.0, median(self._steps) / terms.step_seconds) if enough else 1.0
-        return terms.why_leave_spot(steps_left, spent_usd=self.spent_usd, now_utc=time.time(), slowness=slowness)
+        return terms.why_leave(steps_left, spent_usd=self.spent_usd, now_utc=time.time(), slowness=slowness)
 
     @property
     def next_step_usd(self) -> float:
@@ -170,7 +168,7 @@ class Limits:
             return f"deadline: now is {over:+.0f} s from it; fix: run the job again with a later cost.deadline_hours"
         if stop is not Stop.INTERRUPTED:
             return ""
-        if self._left_spot and not self._asked:
-            return f"leaves Spot for on-demand: {self._left_spot}"
+        if self._why_left and not self._asked:
+            return self._why_left
         cause = self._control.cause if self._control is not None else ""
         return f"asked to leave ({cause or 'SIGTERM'})"

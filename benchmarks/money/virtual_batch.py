@@ -142,7 +142,7 @@ class VirtualBatch:
     """A Spot queue and an on-demand queue.
 
     On-demand starts wait for a random time within the stated limit, or for all of it. An attempt on Spot asks at each
-    step whether it must leave, as training does (`ebbflow.infra.terms.Terms.why_leave_spot`).
+    step whether it must leave, as training does (`ebbflow.infra.terms.Terms.why_leave`).
 
     Attributes:
         up: Whether the Spot queue has capacity, per `gap_seconds`; the last value holds for ever.
@@ -214,7 +214,8 @@ class VirtualBatch:
         price: float,
     ) -> tuple[float, float]:
         waits, spot = placement.runnable_seconds, placement.market == "spot"
-        delay = waits if self.slowest else draw.uniform(0, waits)
+        begins = case.wait_hours * HOUR  # of a reservation
+        delay = waits if self.slowest else begins + draw.uniform(0, waits - begins)
         start = self.next_change(now, True, placement.queue) if spot else now + delay
         job = f"job-{now}"
         if start > now + waits:
@@ -246,7 +247,7 @@ class VirtualBatch:
                 return ended("ended", at, left)
             remaining = round((left - trained) / left * steps)
             paid, utc = spent + (at - start) / HOUR * price, BEGAN_UTC + at
-            if terms.why_leave_spot(remaining, spent_usd=paid, now_utc=utc):
+            if terms.why_leave(remaining, spent_usd=paid, now_utc=utc):
                 return ended("unknown", at, trained)
             seen = Run(placement, start, at, commit, trained - commit, restarts)
             answer = self.adversary(seen) if self.adversary else ""
@@ -254,7 +255,7 @@ class VirtualBatch:
                 return ended("reclaimed", at, commit)
             if answer == "fail":
                 remaining = round((left - commit) / left * steps)
-                if terms.why_leave_spot(remaining, spent_usd=paid, now_utc=utc, restart=True):
+                if terms.why_leave(remaining, spent_usd=paid, now_utc=utc, restart=True):
                     return ended("unknown", at, commit)
                 trained, restarts = commit, restarts + 1
                 at += startup * HOUR

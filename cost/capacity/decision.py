@@ -12,7 +12,8 @@ it uses the pool whose refusal is the oldest.
 The job changes to on-demand at the last safe moment, not earlier, because waiting for Spot costs nothing until then.
 
 A capacity reservation or Capacity Block is preferred to both markets if the rest of the job costs no more in it and
-waiting for its start is safe. AWS does not take its machines away before it ends, so it needs no fallback.
+waiting for its start is safe. AWS does not take its machines away before it ends, so it needs no fallback. Without
+on-demand queues, a reservation is the last resort.
 
 The current time is the caller's clock, or the latest time that AWS Batch reported for an earlier attempt if that is
 later. Otherwise a clock that was set back would make the deadline look farther away.
@@ -86,6 +87,7 @@ def choose_placement(
     queues: Mapping[str, QueueState],
     now_utc: float,
     catalogue: Catalogue | None = None,
+    held: Sequence[Reservation] | None = None,
 ) -> Placement:
     """Choose the queue, instance type and number of nodes of the next attempt.
 
@@ -94,6 +96,7 @@ def choose_placement(
         queues: AWS Batch queues by name, from `ebbflow.infra.batch.queues.describe_queues`.
         now_utc: Unix time.
         catalogue: None means the shipped tables.
+        held: The account's reservations in their current state. None means as configured.
 
     Raises:
         PlacementError: The plan is refused (budget, deadline, no capacity), or no queue can run any of its pools.
@@ -111,7 +114,10 @@ def choose_placement(
             f"none of {len(queues)} queues can run any of the plan's {len(plan.ranked)} pools: {why}; fix: "
             "batch.queues, or cluster.instance_types, cluster.nodes and cluster.market",
         )
-    choice = _after_a_bug(found, history) or _apply_rule(config, plan, found, history, now)
+    choice = _after_a_bug(found, history)
+    if choice is None:
+        known = tuple(map(Reservation.of, config.cost.reservations)) if held is None else held
+        choice = _with_move(config, plan, _apply_rule(config, plan, found, history, now), known, now)
     kind = kinds[choice.offer.candidate.instance_type]
     wall = wall_seconds(config, plan, choice.offer, now)
     return _placement(config, choice, kind, wall, now)
@@ -121,40 +127,40 @@ def _apply_rule(
     config: RunConfig, plan: Plan, found: Sequence[QueueOffer], history: AttemptHistory, now_utc: float
 ) -> _Choice:
     """Choose a reservation if it costs no more than the choice of `_spot_or_on_demand`; else make that choice."""
-    plain = [one for one in found if one.candidate.reservation is None]
-    choice = _spot_or_on_demand(config, plan, plain or found, history, now_utc)
-    refused = _refused_lately(history)
-    for one in found if plain else ():
+    choice = _spot_or_on_demand(config, plan, found, history, now_utc)
+    last = next((one for one in found if not one.is_spot and one.candidate.reservation is None), None)
+    refused = _refused_lately(history) if last else _refused_last(history)
+    for one in found:
         if one.candidate.reservation is None or one.id in refused:
             continue
-        least, wait = one.candidate.case.wait_hours, one.candidate.case.wait_hours + delay_hours(config)
+        begins = one.candidate.case.wait_hours
+        wait = begins + delay_hours(config)
         if plan.deadline_hours is not None:
-            last = next((other for other in plain if not other.is_spot), one)
             left = plan.deadline_hours - (now_utc - plan.started_utc) / HOUR
-            wait = min(wait, left - finish_hours(config, last.candidate))
-        if one.candidate.expected_usd <= choice.offer.candidate.expected_usd and wait >= least + DECIDE_HOURS:
+            # After a wait in vain, another attempt must be placed, on demand if possible.
+            needed = finish_hours(config, last.candidate) if last else finish_hours(config, one.candidate) - wait
+            wait = min(wait, left - needed - DECIDE_HOURS)
+        if one.candidate.expected_usd <= choice.offer.candidate.expected_usd and wait >= begins + DECIDE_HOURS:
             reason = f"{_last_end(history)}reservation {one.candidate.reservation}, where the rest costs no more"
             return _Choice(offer=one, reason=reason, rule=RULE, wait_hours=wait)
-    return _with_move(config, choice, now_utc)
+    return choice
 
 
-def _with_move(config: RunConfig, choice: _Choice, now_utc: float) -> _Choice:
+def _with_move(config: RunConfig, plan: Plan, choice: _Choice, held: Sequence[Reservation], now_utc: float) -> _Choice:
     """Let an attempt on Spot leave when a reservation of the same machines begins, if the rest costs less there."""
     spot, queued = choice.offer.candidate, {one.reservation for one in config.batch.queues}
     best, most = None, 0.0
-    for held in map(Reservation.of, config.cost.reservations) if choice.fallback else ():
-        begins, same = held.wait_hours(now_utc), (held.instance_type, held.region) == (spot.instance_type, spot.region)
-        needed = now_utc + (begins + start_hours(spot) + spot.case.work_hours) * HOUR
-        if not same or begins <= 0 or held.id not in queued or held.why_unusable(spot.nodes, now_utc):
-            continue
-        if held.usd_per_hour is None or (held.end_utc is not None and held.end_utc < needed):
-            continue
-        saved = usd_saved_by_moving(config, spot, float(held.usd_per_hour), begins)
-        best, most = (held, saved) if saved > most else (best, most)
-    if best is None or choice.fallback is None:
+    for one in held if choice.offer.is_spot and config.cluster.market == "auto" else ():
+        same = (one.instance_type, one.region) == (spot.instance_type, spot.region)
+        if same and one.id in queued and not one.why_unusable(spot.nodes, now_utc):
+            saved = usd_saved_by_moving(config, spot, one, now_utc)
+            best, most = (one, saved) if saved > most else (best, most)
+    if best is None:
         return choice
+    kept = choice.fallback or replace(make_fallback(config, spot, spot, steps=plan.steps), guards=False)
+    kept = replace(kept, move_utc=best.start_utc, move_to=best.id, move_end_utc=best.end_utc)
     reason = f"{choice.reason}; moves to reservation {best.id} at its begin, which saves about ${most:.2f}"
-    return replace(choice, reason=reason, fallback=replace(choice.fallback, move_utc=best.start_utc, move_to=best.id))
+    return replace(choice, reason=reason, fallback=kept)
 
 
 def _spot_or_on_demand(
@@ -177,7 +183,9 @@ def _spot_or_on_demand(
 
     def spare(spot: QueueOffer, last: QueueOffer) -> tuple[float, float]:
         pair = spot.candidate, last.candidate
-        return spare_hours(config, *pair, hours_left), spare_usd(config, *pair, usd_left)
+        end = last.candidate.ends_utc
+        left = hours_left if end is None else min(hours_left, (end - now_utc) / HOUR)
+        return spare_hours(config, *pair, left), spare_usd(config, *pair, usd_left)
 
     def is_safe(spot: QueueOffer, last: QueueOffer) -> bool:
         hours, usd = spare(spot, last)
@@ -190,14 +198,15 @@ def _spot_or_on_demand(
     if not safe:
         return _Choice(offer=last, reason=last_end + _why_no_spot([spare(spot, last) for spot in spots]), rule=RULE)
     offer = _in_order(safe, history)[0]
-    hours, _ = spare(offer, last)
+    hours, waits = spare(offer, last)[0], last.candidate.case.wait_hours
+    begin_utc = now_utc + waits * HOUR if waits else 0.0
     return _Choice(
         offer=offer,
         reason=f"{last_end}Spot while a start is safe ({hours:.2f} h more than the reserve)",
         rule=RULE,
         wait_hours=min(delay_hours(config), hours),
         start_within_hours=hours + start_hours(offer.candidate),
-        fallback=make_fallback(config, offer.candidate, last.candidate, steps=plan.steps),
+        fallback=make_fallback(config, offer.candidate, last.candidate, steps=plan.steps, begin_utc=begin_utc),
     )
 
 
@@ -220,17 +229,24 @@ def _in_order(spots: Sequence[QueueOffer], history: AttemptHistory) -> list[Queu
 def _fallback_offers(found: Sequence[QueueOffer], history: AttemptHistory) -> list[QueueOffer]:
     """Return the on-demand offers in the plan's order, without pools that lacked capacity in the latest attempts.
 
-    If every on-demand pool lacked capacity, return all on-demand offers.
+    If every on-demand pool lacked capacity, return all on-demand offers. Reservations are returned only if there are no
+    other on-demand offers, and not the one that was full at the last attempt if there is Spot to try instead.
     """
-    refused = _refused_lately(history)
-    all_of_them = [offer for offer in found if not offer.is_spot]
-    return [offer for offer in all_of_them if offer.id not in refused] or all_of_them
+    refused, all_of_them = _refused_lately(history), [offer for offer in found if not offer.is_spot]
+    if plain := [offer for offer in all_of_them if offer.candidate.reservation is None]:
+        return [offer for offer in plain if offer.id not in refused] or plain
+    full = _refused_last(history)
+    return [one for one in all_of_them if one.id not in full] or ([] if len(all_of_them) < len(found) else all_of_them)
 
 
 def _refused_lately(history: AttemptHistory) -> set[str]:
     """Return the pools of the attempts that got no capacity since the last attempt that started."""
     latest = itertools.takewhile(lambda attempt: attempt.refused, reversed(history.attempts))
     return {attempt.placement.pool for attempt in latest}
+
+
+def _refused_last(history: AttemptHistory) -> set[str]:
+    return {history.last.placement.pool} if history.last is not None and history.last.refused else set()
 
 
 def _why_no_spot(spares: Sequence[tuple[float, float]]) -> str:
@@ -244,7 +260,7 @@ def _why_no_spot(spares: Sequence[tuple[float, float]]) -> str:
 
 def _placement(config: RunConfig, choice: _Choice, kind: InstanceType, wall: int, now_utc: float) -> Placement:
     one = choice.offer.candidate
-    wait = delay_hours(config) if choice.wait_hours is None else choice.wait_hours
+    wait = one.case.wait_hours + delay_hours(config) if choice.wait_hours is None else choice.wait_hours
     start_by = now_utc + choice.start_within_hours * HOUR
     return Placement(
         queue=choice.offer.queue,

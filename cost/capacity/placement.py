@@ -45,8 +45,8 @@ class Placement:
         start_by_utc: Unix time by which the attempt must start. A later start would leave too little time to finish on
             demand if the attempt fails. None means no limit.
         reservation: Id of the capacity reservation or Capacity Block that runs the attempt; None for other pools.
-        fallback: Time and dollars that a Spot attempt reserves for finishing on demand (`ebbflow.infra.terms.Fallback`
-            as JSON). None for an on-demand attempt, or if there is no on-demand pool.
+        fallback: Time and dollars that a Spot attempt reserves for finishing on demand, and the reservation to which it
+            moves (`ebbflow.infra.terms.Fallback` as JSON). None if there is neither.
     """
 
     queue: str
@@ -113,16 +113,7 @@ def with_placement(plan: Plan, placement: Placement) -> Plan:
     if ours is None:
         raise KeyError(f"{placement} is not among the {len(plan.ranked)} pools of the plan")
     others = tuple(one for one in plan.ranked if one is not ours)
-    return replace(plan, ranked=(ours, *others), reserve_usd=reserve_usd(plan, ours))
-
-
-def reserve_usd(plan: Plan, pool: Candidate) -> float:
-    """Return the dollars reserved for the last checkpoint in `pool`.
-
-    The plan's reserve applies to its chosen pool. It is scaled by the ratio of the two pools' prices per hour.
-    """
-    chosen = plan.ranked[0].gang_usd_per_hour
-    return plan.reserve_usd * pool.gang_usd_per_hour / chosen if chosen else plan.reserve_usd
+    return replace(plan, ranked=(ours, *others), reserve_usd=ours.gang_usd_per_hour * plan.reserve_seconds / 3600)
 
 
 def _is_of(one: Candidate, placement: Placement) -> bool:

@@ -75,17 +75,20 @@ def read_progress(events: Sequence[Event], *, run: str = "") -> JobProgress:
     ordered = sorted(events, key=lambda event: (event.t_wall, event.t_mono))
     generations = read_generations(ordered)
     planned = [event for event in ordered if event.name == PLAN and event.data.get("chosen")]
-    made = {event.run: float(event.data.get("made_utc") or event.t_wall) for event in reversed(planned)}
+    made: dict[str, float] = {}
+    for event in planned:
+        made[event.run] = min(made.get(event.run, math.inf), float(event.data.get("made_utc") or event.t_wall))
     if not generations:
         return JobProgress(started_utc=made.get(run))
     kept = generations[max(generations)].kept[1]
     taken = max((event.step for event in ordered if event.name == STEP and event.step is not None), default=0)
-    first = min(generations.values(), key=lambda generation: generation.started_wall)
-    runs = [event.run for event in planned if event.t_wall <= first.started_wall]
+    # Runs are compared, not times: the launcher's clock may be ahead of those of the machines.
+    first = generations[min(generations)]
+    began = next(event.run for event in ordered if event.generation == first.number)
     return JobProgress(
         done_steps=int(min(kept, taken)),
         spent_usd=compute_spent_usd(ordered),
-        started_utc=made[runs[-1]] if runs else first.started_wall,
+        started_utc=made.get(began, first.started_wall),
     )
 
 

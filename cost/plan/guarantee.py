@@ -24,6 +24,7 @@ from typing import Any
 
 from ebbflow.cost.plan.candidates import MISSES_DEADLINE, OVER_BUDGET
 from ebbflow.cost.plan.pools import Candidate, Rejection
+from ebbflow.cost.prices.reservations import Reservation
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.errors import Outcome
 from ebbflow.infra.terms import Fallback
@@ -88,16 +89,21 @@ def spare_usd(config: RunConfig, spot: Candidate, last_resort: Candidate, usd_le
     return usd_left - finish_usd(config, last_resort) - undone * last_resort.gang_usd_per_hour - lost
 
 
-def make_fallback(config: RunConfig, spot: Candidate, last_resort: Candidate, *, steps: int) -> Fallback:
+def make_fallback(
+    config: RunConfig, spot: Candidate, last_resort: Candidate, *, steps: int, begin_utc: float = 0.0
+) -> Fallback:
     """Return the hours and dollars that an attempt on Spot must keep in reserve to finish on demand from any step.
 
     Args:
         steps: Number of remaining steps. All of them are assumed to take equally long.
+        begin_utc: Unix time at which the last resort begins, if it is a reservation.
     """
     save, price = _save_hours(config), last_resort.gang_usd_per_hour
     fixed = start_hours(last_resort) + undone_hours(config, spot) + save
     step_hours = (busy_hours(last_resort) - start_hours(last_resort)) / max(1, steps)
     return Fallback(
+        begin_utc=begin_utc,
+        end_utc=last_resort.ends_utc,
         seconds=3600 * (delay_hours(config) + fixed),
         restart_seconds=3600 * start_hours(spot),
         restart_usd=start_hours(spot) * spot.gang_usd_per_hour,
@@ -107,18 +113,18 @@ def make_fallback(config: RunConfig, spot: Candidate, last_resort: Candidate, *,
     )
 
 
-def usd_saved_by_moving(config: RunConfig, spot: Candidate, usd_per_hour: float, begin_hours: float) -> float:
+def usd_saved_by_moving(config: RunConfig, spot: Candidate, held: Reservation, now_utc: float) -> float:
     """Return the dollars that an attempt on Spot saves by moving to a reservation of the same machines when it begins.
 
-    The attempt is assumed to start now and to lose no machine until then, which leaves the least possible work.
-
-    Args:
-        usd_per_hour: Price of one instance of the reservation.
-        begin_hours: Hours until the reservation begins.
+    The attempt is assumed to start now and to lose no machine until then, so that the least work is left. The result is
+    0 if the reservation has begun, costs the on-demand price, or ends before the work.
     """
-    left = max(0.0, spot.case.work_hours - max(0.0, begin_hours - start_hours(spot)))
-    stay = left * spot.gang_usd_per_hour
-    return stay - _save_hours(config) * spot.gang_usd_per_hour - (left + start_hours(spot)) * usd_per_hour * spot.nodes
+    begins, price = held.wait_hours(now_utc), spot.gang_usd_per_hour
+    left = max(0.0, spot.case.work_hours - max(0.0, begins - start_hours(spot)))
+    end_utc = now_utc + (begins + start_hours(spot) + left) * 3600
+    if begins <= 0 or held.usd_per_hour is None or (held.end_utc is not None and held.end_utc < end_utc):
+        return 0.0
+    return (left - _save_hours(config)) * price - (left + start_hours(spot)) * float(held.usd_per_hour) * spot.nodes
 
 
 def guaranteed_hours(config: RunConfig, pools: Sequence[Candidate], chosen: Candidate) -> float:

@@ -214,7 +214,8 @@ def simulate_live(
         if last_resort is None or hours_left is None or spot is None:
             return numpy.full(DRAWS, math.inf)
         slower = now.work / pool.case.work_hours - 1
-        hours = spare_hours(config, spot, last_resort, left) - now.hours - slower * _work_hours(last_resort)
+        begins = numpy.minimum(now.hours, last_resort.case.wait_hours)  # a wait for a reservation becomes shorter
+        hours = spare_hours(config, spot, last_resort, left) + begins - now.hours - slower * _work_hours(last_resort)
         usd = spare_usd(config, spot, last_resort, usd_left) - now.usd
         usd = usd - slower * _work_hours(last_resort) * last_resort.gang_usd_per_hour
         return numpy.where(usd >= 0, hours, -1.0)
@@ -224,7 +225,8 @@ def simulate_live(
     on_demand = ~runs.done
     if last_resort is not None:
         paid = start_hours(last_resort) + runs.work / pool.case.work_hours * _work_hours(last_resort)
-        delay = last_resort.case.wait_hours + runs.chance.uniform(0, delay_hours(config), DRAWS)
+        delay = runs.chance.uniform(0, delay_hours(config), DRAWS)
+        delay += numpy.maximum(last_resort.case.wait_hours - runs.hours, 0)
         runs.hours += on_demand * (delay + paid)
         runs.usd += on_demand * paid * last_resort.gang_usd_per_hour
     runs.usd += pool.storage_usd + pool.transfer_usd

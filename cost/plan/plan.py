@@ -93,7 +93,7 @@ class Plan:
         done_steps, spent_usd: Steps done and dollars spent before this plan.
         interval: The checkpoint interval, in words.
         fingerprint: Hash of the settings that decide the speed (`throughput.speed_fingerprint`).
-        reserve_usd: Part of the budget that is kept for the last checkpoint.
+        reserve_usd, reserve_seconds: Part of the budget and of the time that is kept for the last checkpoint.
         prices: Sentences about the origin and age of the prices.
         notes: Sentences about assumptions and omitted costs.
         ranked: Pools that can run the job, in the order of their expected dollars. Pools that would probably miss the
@@ -129,6 +129,7 @@ class Plan:
     on_demand: dict[str, str] = field(default_factory=dict)
     live: LiveForecast | None = None
     blocks: tuple[Candidate, ...] = ()
+    reserve_seconds: float = 0.0
 
     @property
     def chosen(self) -> Candidate | None:
@@ -156,6 +157,8 @@ class Plan:
             budget_usd=self.budget_usd,
             spent_usd=spent_usd,
             reserve_usd=self.reserve_usd,
+            reserve_seconds=self.reserve_seconds,
+            end_utc=self.chosen.ends_utc,
             deadline_utc=None if self.deadline_hours is None else self.started_utc + self.deadline_hours * 3600,
             hazard_per_hour=self.chosen.hazard_per_hour,
             price_kind="simulated" if self.simulated else self.chosen.price_kind.split()[0].rstrip(":"),
@@ -190,8 +193,9 @@ class Plan:
             made = f"the plan is of schema {data.get('schema')!r}, this version reads {SCHEMA}"
             raise PlanError(f"{made}: start a new run of the job, which plans anew and goes on from the last commit")
         refusal = data["refusal"]
-        fields = {name: data[name] for name in cls.__dataclass_fields__ if name not in ("on_demand", "live", "blocks")}
-        fields["on_demand"] = data.get("on_demand", {})  # missing in plans of earlier versions, like `live`
+        late = ("on_demand", "live", "blocks", "reserve_seconds")  # missing in plans of earlier versions
+        fields = {name: data[name] for name in cls.__dataclass_fields__ if name not in late}
+        fields["on_demand"], fields["reserve_seconds"] = data.get("on_demand", {}), data.get("reserve_seconds", 0.0)
         fields["live"] = LiveForecast(**data["live"]) if data.get("live") else None
         fields["blocks"] = tuple(map(Candidate.from_json, data.get("blocks", ())))
         fields["ranked"] = tuple(map(Candidate.from_json, data["ranked"]))
@@ -282,6 +286,7 @@ def make_plan(
         budget_usd=cost.budget_usd,
         deadline_hours=cost.deadline_hours,
         reserve_usd=reserve_usd(config, ranked[0]) if ranked else 0.0,
+        reserve_seconds=config.checkpoint.deadline_seconds,
         prices=sources.prices.describe(now_utc=now_utc, regions=cost.regions, max_age_hours=cost.max_price_age_hours),
         notes=plan_notes(config, sources),
         ranked=tuple(ranked),
@@ -299,10 +304,12 @@ def _live(config: RunConfig, sources: PlanInputs, ranked: list[Candidate]) -> Li
         return None
     able = [one for one in ranked if one.market == "spot"] + last_resorts(ranked)
     best = {one.market: one for one in reversed([ranked[0]] if ranked[0].reservation else able)}
-    budget = config.cost.budget_usd
+    budget, left = config.cost.budget_usd, sources.hours_left(config)
     usd_left = math.inf if budget is None else budget - sources.progress.spent_usd
-    pools = best.get("spot"), best.get("on_demand")
-    return forecast_live(config, *pools, hours_left=sources.hours_left(config), usd_left=usd_left)
+    spot, last = best.get("spot"), best.get("on_demand")
+    if left is not None and last is not None and last.ends_utc is not None:
+        left = min(left, (last.ends_utc - sources.now_utc) / 3600)
+    return forecast_live(config, spot, last, hours_left=left, usd_left=usd_left)
 
 
 def _divided(config: RunConfig, sources: PlanInputs) -> tuple[list[Candidate], tuple[Rejection, ...]]:

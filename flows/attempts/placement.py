@@ -27,6 +27,7 @@ from ebbflow.infra.program import PROJECT_ROOT
 if TYPE_CHECKING:
     from ebbflow.cost.capacity import AttemptHistory, PastAttempt, Placement
     from ebbflow.cost.plan.plan import Plan
+    from ebbflow.cost.prices.reservations import CapacityEvidence, Reservation
     from ebbflow.infra.batch import QueueState
     from ebbflow.infra.event_log import EventLog
 
@@ -87,6 +88,7 @@ def place_attempt(request: PlacementRequest, *, deadline_seconds: float = DEADLI
 def _place_afresh(request: PlacementRequest) -> AttemptOrder:
     from ebbflow.cost.capacity import read_attempts
     from ebbflow.cost.errors import CostError
+    from ebbflow.cost.prices.reservations import open_evidence
     from ebbflow.infra.batch import batch_client, training_queues
     from ebbflow.infra.kubernetes.cluster import open_cluster
 
@@ -101,11 +103,14 @@ def _place_afresh(request: PlacementRequest) -> AttemptOrder:
         if ending := give_up_reason(history, events, run=job.run, on_demand_comes=comes):
             return _put_order(job, request, AttemptOrder(does="stop", outcome=ending[0].value, message=ending[1]))
         clock = ClockReading.of(job.store)
-        plan = make_fresh_plan(job, events, request.flow.examined, history.latest_utc(clock.utc))
+        now = history.latest_utc(clock.utc)
+        evidence = open_evidence(config, now)
+        plan = make_fresh_plan(job, events, request.flow.examined, now, evidence)
         queues = training_queues(config.batch, client) if on_batch else pods.pod_markets()
         try:
             newest = max((event.generation for event in events), default=0)
-            return _place(request, job, log, plan, history, queues, clock, after_generation=newest)
+            known = {"held": evidence.held, "after_generation": newest}
+            return _place(request, job, log, plan, history, queues, clock, **known)
         except CostError as error:
             return _put_order(job, request, AttemptOrder(does="stop", outcome=error.outcome.value, message=str(error)))
 
@@ -149,6 +154,7 @@ def _place(
     queues: Mapping[str, QueueState],
     clock: ClockReading,
     *,
+    held: Sequence[Reservation] | None = None,
     after_generation: int = 0,
 ) -> AttemptOrder:
     """Choose a pool, record the plan and the placement as events, and put the attempt's order into the store.
@@ -161,7 +167,7 @@ def _place(
     """
     from ebbflow.cost.capacity import choose_placement
 
-    placed = choose_placement(job.config, plan=plan, history=history, queues=queues, now_utc=clock.utc)
+    placed = choose_placement(job.config, plan=plan, history=history, queues=queues, now_utc=clock.utc, held=held)
     ahead = max(history.latest_utc(clock.utc) - clock.own_utc, clock.ahead_seconds, key=abs)
     if abs(ahead) > CLOCK_TOLERANCE_SECONDS:
         note = f"the launcher's clock is {abs(ahead) / 60:.1f} min {'behind' if ahead > 0 else 'ahead of'} the store's"
@@ -213,10 +219,11 @@ def make_order(request: PlacementRequest, plan: Plan, placed: Placement) -> Atte
     return replace(order, placement=placed.to_json(), plan=with_placement(plan, placed).brief().to_json())
 
 
-def make_fresh_plan(job: Job, events: Sequence[Event], examined: dict[str, Any] | None, now: float) -> Plan:
+def make_fresh_plan(
+    job: Job, events: Sequence[Event], examined: dict[str, Any] | None, now: float, evidence: CapacityEvidence
+) -> Plan:
     from ebbflow.cost.plan.candidates import read_progress
     from ebbflow.cost.plan.plan import make_plan
-    from ebbflow.cost.prices.reservations import open_evidence
     from ebbflow.cost.prices.source import open_prices
 
     return make_plan(
@@ -226,7 +233,7 @@ def make_fresh_plan(job: Job, events: Sequence[Event], examined: dict[str, Any] 
         prices=open_prices(job.config, now, project_root=PROJECT_ROOT),
         history=read_job_history(job),
         progress=read_progress(events, run=job.run),
-        evidence=open_evidence(job.config, now),
+        evidence=evidence,
     )
 
 
@@ -239,8 +246,8 @@ def give_up_reason(
     other than `run`, because a new run may have fixed the cause.
 
     Args:
-        on_demand_comes: Whether a deadline will move the job to on-demand. If so, refused Spot attempts do not end the
-            job.
+        on_demand_comes: Whether a deadline will move the job to on-demand. If so, refused attempts on Spot and in
+            reservations do not count.
     """
     committed = max((event.generation for event in events if event.name == COMMIT), default=0)
 
@@ -248,9 +255,11 @@ def give_up_reason(
         gained = one.run != run or one.after_generation < committed
         return not gained and (one.refused or one.cause in ("user_code", "unknown", "not_made"))
 
-    last = list(itertools.takewhile(is_vain, reversed(history.attempts)))
-    if on_demand_comes and last and all(one.refused and one.placement.market == "spot" for one in last):
-        return None
+    def counts(one: PastAttempt) -> bool:
+        elsewhere = one.placement.market == "spot" or one.placement.reservation is not None
+        return not (on_demand_comes and one.refused and elsewhere)
+
+    last = list(filter(counts, itertools.takewhile(is_vain, reversed(history.attempts))))
     never = all(one.started_utc is None for one in last)
     unmakeable = never and all(one.cause in ("user_code", "not_made") for one in last)
     if len(last) < (_MOST_NEVER_MADE if unmakeable else _MOST_IN_VAIN):

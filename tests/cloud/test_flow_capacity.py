@@ -193,6 +193,16 @@ def test_spot_is_waited_for_until_the_deadline_brings_on_demand() -> None:
     assert PLACED.market == "spot"
     assert vain(history(*["never_started"] * 50), on_demand_comes=True) is None
     assert vain(history(*["user_code"] * 5), on_demand_comes=True) is not None
+    assert vain(history("unknown", *["never_started"] * 5), on_demand_comes=True) is None, "on demand is untried"
+    mixed = ["unknown", "never_started", "never_started"] * 5
+    assert vain(history(*mixed), on_demand_comes=True) is not None
+    refused = history(*["never_started"] * 5)
+    reserved = [
+        replace(one, placement=replace(PLACED, market="on_demand", reservation="cr-1")) for one in refused.attempts
+    ]
+    assert vain(AttemptHistory(attempts=tuple(reserved)), on_demand_comes=True) is None
+    plain = [replace(one, placement=replace(PLACED, market="on_demand")) for one in refused.attempts]
+    assert vain(AttemptHistory(attempts=tuple(plain)), on_demand_comes=True) is not None
 
 
 def test_a_reclaim_and_a_commit_are_no_failures() -> None:

@@ -223,10 +223,15 @@ def test_limits_stop_before_the_money_or_the_time_is_gone() -> None:
     assert limits.spent_usd == pytest.approx(9.0)
     assert limits.stop() is Stop.BUDGET
     assert "$9.0000 spent of $10.0000" in limits.describe(Stop.BUDGET)
-    # One dollar in reserve buys two ranks fifty seconds, which are kept from the deadline too.
-    for seconds_left, expected in ((60, Stop.NONE), (40, Stop.DEADLINE)):
-        terms = Terms(usd_per_rank_second=0.01, reserve_usd=1.0, deadline_utc=time.time() + seconds_left)
-        assert Limits(terms, world_size=2, elapsed_seconds=lambda: 0.0).stop() is expected
+    for usd in (0.01, 0.0):  # a reservation that is paid anyway costs nothing
+        for seconds_left, expected in ((60, Stop.NONE), (40, Stop.DEADLINE)):
+            terms = Terms(usd_per_rank_second=usd, reserve_seconds=50.0, deadline_utc=time.time() + seconds_left)
+            assert Limits(terms, world_size=2, elapsed_seconds=lambda: 0.0).stop() is expected
+    for seconds_left, expected in ((60, Stop.NONE), (40, Stop.INTERRUPTED)):
+        terms = Terms(usd_per_rank_second=0.0, reserve_seconds=50.0, end_utc=time.time() + seconds_left)
+        ending = Limits(terms, world_size=2, elapsed_seconds=lambda: 0.0)
+        assert ending.stop(1) is expected
+    assert "leaves its reservation, which ends in" in ending.describe(Stop.INTERRUPTED)
 
 
 def test_the_clock_leaves_no_gap() -> None:

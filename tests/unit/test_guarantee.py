@@ -69,7 +69,7 @@ def test_no_adversary_makes_an_admitted_job_late_or_exceed_its_budget() -> None:
 
 
 def test_without_the_guard_an_adversary_breaks_both_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Terms, "why_leave_spot", lambda *args, **known: "")
+    monkeypatch.setattr(Terms, "why_leave", lambda *args, **known: "")
     found = adversarial_job(batch_config(*SLOW_COMMITS), 7)
     assert found is not None and found.late_hours > 0 and found.over_usd > 0
 
@@ -99,6 +99,8 @@ def test_waits_before_the_first_start_count_towards_the_deadline() -> None:
     assert read_progress(plans, run="another").started_utc is None
     start = replace(event(GENERATION_STARTED, WALL + 7300, nodes=1, processes_per_node=1), generation=1)
     assert read_progress([*plans, start]).started_utc == WALL
+    ahead = [event(PLAN, WALL + at + 9000, made_utc=WALL + at, chosen=chosen) for at in (0.0, 3600.0)]
+    assert read_progress([*ahead, start]).started_utc == WALL, "a launcher's clock that is ahead gives no more time"
 
 
 def test_refused_zones_leave_untried_pools_unknown() -> None:
@@ -118,11 +120,11 @@ def test_an_attempt_leaves_spot_while_on_demand_still_keeps_both_limits() -> Non
     reserve = Fallback(seconds=1800, restart_seconds=300, restart_usd=0.1, step_seconds=10, usd=1.0, step_usd=0.01)
     terms = Terms(usd_per_rank_second=1e-4, budget_usd=10.0, deadline_utc=WALL + 10 * 3600, fallback=reserve)
     last = WALL + 10 * 3600 - 1800 - 100 * 10
-    assert terms.why_leave_spot(100, spent_usd=5.0, now_utc=last) == ""
-    assert "finishing on demand may take 0.78 h" in terms.why_leave_spot(100, spent_usd=5.0, now_utc=last + 1)
-    assert terms.why_leave_spot(100, spent_usd=5.0, now_utc=last - 299, restart=True)
-    assert terms.why_leave_spot(100, spent_usd=5.0, now_utc=last - 400, slowness=1.5)
-    assert "$8.0100 of $10.0000" in terms.why_leave_spot(100, spent_usd=8.01, now_utc=WALL)
+    assert terms.why_leave(100, spent_usd=5.0, now_utc=last) == ""
+    assert "finishing on demand may take 0.78 h" in terms.why_leave(100, spent_usd=5.0, now_utc=last + 1)
+    assert terms.why_leave(100, spent_usd=5.0, now_utc=last - 299, restart=True)
+    assert terms.why_leave(100, spent_usd=5.0, now_utc=last - 400, slowness=1.5)
+    assert "$8.0100 of $10.0000" in terms.why_leave(100, spent_usd=8.01, now_utc=WALL)
     assert Terms.from_json(terms.to_json()) == terms
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from typing import Any
@@ -13,6 +13,8 @@ from botocore.stub import Stubber
 
 from benchmarks.money.virtual_batch import BEGAN_UTC, HOUR, VirtualBatch
 from ebbflow.cost.capacity import choose_placement, read_attempts, with_placement
+from ebbflow.cost.plan.candidates import JobProgress
+from ebbflow.cost.plan.guarantee import DECIDE_HOURS, finish_hours
 from ebbflow.cost.plan.plan import Plan, make_plan
 from ebbflow.cost.plan.plan_text import render_plan
 from ebbflow.cost.prices.quote import Quote, StaticPrices
@@ -22,6 +24,7 @@ from ebbflow.infra.batch import limit_to_queue_region
 from ebbflow.infra.config.problems import ConfigError
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.store.s3 import aws_settings
+from ebbflow.infra.terms import Fallback, Terms
 from tests.support.capacity import BOTH, JobLog, batch_config, queue, queues
 
 NOW = datetime.fromtimestamp(BEGAN_UTC, UTC)
@@ -114,6 +117,96 @@ def test_an_attempt_on_spot_moves_when_a_paid_block_begins_that_was_too_far_to_w
         config = held_config("cost.deadline_hours=5.2", reservation=changed)
         found = place(config, make_plan(config, now_utc=BEGAN_UTC, queues=WHERE))
         assert found.market == "spot" and found.fallback["move_utc"] is None, "dearer, or after the end of the job"
+
+
+SPOT_AND_HELD = queues(BOTH["spot-g5"], WHERE["held"])
+
+
+def held_only(*more: str, reservation: str = HELD) -> tuple[RunConfig, Plan]:
+    """A job that has Spot and a reservation, and no on-demand queue."""
+    names = "batch.queues=[{name: spot-g5, market: spot}, {name: held, market: on_demand, reservation: cr-1}]"
+    config = held_config(names, *more, reservation=reservation)
+    return config, make_plan(
+        config, now_utc=BEGAN_UTC, queues=SPOT_AND_HELD, progress=JobProgress(started_utc=BEGAN_UTC)
+    )
+
+
+def test_without_on_demand_queues_the_reservation_guards_the_deadline() -> None:
+    dear = HELD.replace("usd_per_hour: 0", "usd_per_hour: 0.9")
+    config, plan = held_only("cost.deadline_hours=8", reservation=dear)
+    log, known = JobLog(), {"plan": plan, "queues": SPOT_AND_HELD}
+    first = choose_placement(config, history=read_attempts([]), now_utc=BEGAN_UTC, **known)
+    assert first.market == "spot" and first.fallback["guards"] and first.fallback["seconds"] > 1200
+    course = VirtualBatch([True] + [False] * 4, queues=SPOT_AND_HELD, slowest=True).run(config)
+    assert course.decisions[-1][1].reservation == "cr-1" and course.finished <= 8 * HOUR
+    assert plan.live.deadline_probability > 0.95, "kept, as the plan said"
+    late = {"now_utc": BEGAN_UTC + 4 * HOUR, **known}
+    full = choose_placement(config, history=read_attempts([]), **late)
+    assert full.reservation == "cr-1"
+    log.placed(full, 4.0 * HOUR)
+    log.told("never_started", full, 4.1 * HOUR, started=None)
+    other = choose_placement(config, history=read_attempts(log.events), **late)
+    assert other.market == "spot" and other.fallback is None, "it was full, and there is nothing else"
+    log.placed(other, 4.1 * HOUR)
+    log.told("never_started", other, 4.2 * HOUR, started=None)
+    assert choose_placement(config, history=read_attempts(log.events), **late).reservation == "cr-1", "in turn"
+
+
+def test_spot_and_a_block_without_on_demand_queues_wait_or_move() -> None:
+    block = HELD.replace("}", f", start: {utc(3)!r}, end: {utc(30)!r}}}")
+    config, plan = held_only("cost.deadline_hours=8", reservation=block)
+    found = choose_placement(config, plan=plan, history=read_attempts([]), queues=SPOT_AND_HELD, now_utc=BEGAN_UTC)
+    assert found.reservation == "cr-1" and found.runnable_seconds == pytest.approx(3 * HOUR + 1200, abs=2)
+    soon = HELD.replace("}", f", start: {utc(1.5)!r}, end: {utc(30)!r}}}")
+    for limit, block in ((5, soon), (None, HELD.replace("}", f", start: {utc(1)!r}, end: {utc(4.4)!r}}}"))):
+        config, plan = held_only(f"cost.deadline_hours={limit or 'null'}", reservation=block)
+        found = choose_placement(config, plan=plan, history=read_attempts([]), queues=SPOT_AND_HELD, now_utc=BEGAN_UTC)
+        assert found.market == "spot" and "moves to reservation cr-1" in found.reason, "too late, or too short, for all"
+        assert not found.fallback["guards"] and found.fallback["move_end_utc"]
+        course = VirtualBatch([True], queues=SPOT_AND_HELD).run(config)
+        assert [one.reservation for _, one, _ in course.decisions] == [None, "cr-1"]
+
+
+def test_a_move_needs_the_block_as_ec2_knows_it_and_time_until_its_end() -> None:
+    block = HELD.replace("}", f", start: {utc(1.5)!r}, end: {utc(30)!r}}}")
+    config = held_config("cost.deadline_hours=5.2", reservation=block)
+    plan, known = make_plan(config, now_utc=BEGAN_UTC, queues=WHERE), Reservation.of(config.cost.reservations[0])
+    for held, moves in (
+        (known, True),
+        (replace(known, problem="is expired"), False),
+        (replace(known, start_utc=BEGAN_UTC + 5 * HOUR), False),
+        (replace(known, end_utc=BEGAN_UTC + 3 * HOUR), False),
+    ):
+        asked = {"history": read_attempts([]), "queues": WHERE, "now_utc": BEGAN_UTC}
+        found = choose_placement(config, plan=plan, held=[held], **asked)
+        assert (found.fallback["move_utc"] is not None) is moves, held
+    reserve = Fallback(seconds=1800, restart_seconds=0, restart_usd=0, step_seconds=1, usd=0, step_usd=0, guards=False)
+    terms = Terms(usd_per_rank_second=0, deadline_utc=BEGAN_UTC, fallback=replace(reserve, move_utc=0, move_to="cr-1"))
+    assert terms.why_leave(0, spent_usd=0, now_utc=BEGAN_UTC) == "", "without a guarantee it goes on"
+    assert "reservation cr-1" in terms.why_leave(100, spent_usd=0, now_utc=BEGAN_UTC - 1800 - 100 - 900)
+    assert terms.why_leave(100, spent_usd=0, now_utc=BEGAN_UTC - 1800 - 100 - 899) == ""
+    ends = replace(terms, fallback=replace(terms.fallback, move_end_utc=BEGAN_UTC - HOUR))
+    assert ends.why_leave(100, spent_usd=0, now_utc=BEGAN_UTC - HOUR - 2000) == "", "the block ends too soon"
+    later = Fallback(**{**asdict(reserve), "guards": True, "begin_utc": BEGAN_UTC - HOUR, "end_utc": BEGAN_UTC - 1500})
+    guarded = replace(terms, fallback=later)
+    assert "0.69 h" in guarded.why_leave(400, spent_usd=0, now_utc=BEGAN_UTC - HOUR - 300), "2200 of 2100 s"
+    assert guarded.why_leave(0, spent_usd=0, now_utc=BEGAN_UTC - HOUR - 5000) == ""
+
+
+def test_a_free_reservation_in_the_plan_leaves_an_attempt_on_spot_its_reserve() -> None:
+    block = HELD.replace("}", f", start: {utc(3)!r}}}")
+    config = held_config("cost.deadline_hours=9", reservation=block)
+    plan = make_plan(config, now_utc=BEGAN_UTC, queues=WHERE)
+    assert plan.chosen.reservation and plan.reserve_usd == 0
+    spot = choose_placement(config, plan=plan, history=read_attempts([]), queues=BOTH, now_utc=BEGAN_UTC)
+    terms, seconds = with_placement(plan, spot).terms(), config.checkpoint.deadline_seconds
+    assert spot.market == "spot" and terms.reserve_usd == pytest.approx(spot.gang_usd_per_hour * seconds / HOUR)
+    assert plan.terms().reserve_seconds == terms.reserve_seconds == seconds
+    assert Plan.from_json(plan.to_json()).reserve_seconds == seconds
+    found = choose_placement(config, plan=plan, history=read_attempts([]), queues=WHERE, now_utc=BEGAN_UTC)
+    last = next(one for one in plan.ranked if one.market == "on_demand" and not one.reservation)
+    left = 9 - finish_hours(config, last) - found.runnable_seconds / HOUR
+    assert found.reservation and left >= DECIDE_HOURS - 1 / HOUR, "time to place again after a wait in vain"
 
 
 def test_the_guarantee_counts_on_plain_on_demand_not_on_a_reservation_that_may_be_full() -> None:

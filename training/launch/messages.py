@@ -330,15 +330,15 @@ def end_if_unaffordable(start: GenerationStart, step: int, *, max_steps: int, re
     """Return an outcome if the job must stop before its ranks start from `step`, or None if they may start.
 
     The outcome is BUDGET if the rest of the budget suffices only for a last checkpoint. It is INTERRUPTED if ranks that
-    ran here before (`restart`) must leave Spot now, to finish on demand within deadline and budget.
+    ran here before (`restart`) must leave these machines now (`Terms.why_leave`).
     """
     if start.terms is None:
         return None
     terms, outcome = Terms.from_json(start.terms), Outcome.BUDGET
     message = terms.out_of_money()
     if not message and restart:
-        why = terms.why_leave_spot(max_steps - step, spent_usd=terms.spent_usd, now_utc=time.time(), restart=True)
-        outcome, message = Outcome.INTERRUPTED, why and f"leaves Spot for on-demand: {why}"
+        outcome, left = Outcome.INTERRUPTED, max_steps - step
+        message = terms.why_leave(left, spent_usd=terms.spent_usd, now_utc=time.time(), restart=True)
     if not message:
         return None
     return GangOutcome(outcome=outcome.value, step=step, generation=start.generation, message=message)
