@@ -53,37 +53,25 @@ SYNTHETIC = "synthetic"
 
 @dataclass(frozen=True, kw_only=True)
 class BillLine:
-    """One line of a bill.
-
-    Attributes:
-        start, end: Unix seconds of the start and end of the billed hour or day.
-        kind: "instance", "storage", "transfer" or "other".
-        amount: Usage amount in the unit of the usage type; hours for an instance.
-        usd: Exact unblended cost in dollars.
-        market: "spot" or "on_demand" for instances, else empty.
-        tags: Values by normalised key (`normalise_tag`).
-        synthetic: Whether the report's invoice id marks it as synthetic.
-        line_id: The report's id for the line, unique within one delivery; empty if the report has no ids.
-        delivery: Index of the file that contains the line, if several report files are read together.
-        where: File name and line number, for error messages.
-    """
+    """One line of a bill."""
 
     resource_id: str
+    # start, end: Unix seconds of the start and end of the billed hour or day
     start: float
     end: float
-    kind: str
+    kind: str  # "instance", "storage", "transfer" or "other"
     usage_type: str
     line_type: str
-    amount: Decimal
-    usd: Decimal
+    amount: Decimal  # usage amount in the unit of the usage type; hours for an instance
+    usd: Decimal  # exact unblended cost in dollars
     zone: str
     instance_type: str
-    market: str
-    tags: Mapping[str, str]
-    synthetic: bool = False
-    line_id: str = ""
-    delivery: int = 0
-    where: str = ""
+    market: str  # "spot" or "on_demand" for instances, else empty
+    tags: Mapping[str, str]  # values by normalised key (`normalise_tag`)
+    synthetic: bool = False  # whether the report's invoice id marks it as synthetic
+    line_id: str = ""  # the report's id for the line, unique within one delivery; empty if the report has no ids
+    delivery: int = 0  # index of the file that contains the line, if several report files are read together
+    where: str = ""  # file name and line number, for error messages
 
     @property
     def seconds(self) -> float:

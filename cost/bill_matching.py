@@ -53,21 +53,14 @@ class PaidPiece:
 
 @dataclass(kw_only=True)
 class MeteredInstance:
-    """Use of one instance by a job, according to the job's events.
-
-    Attributes:
-        machine: Properties of the machine that the agent recorded, such as its zone and type.
-        lost_ends: Number of nodes on the instance whose end no event records.
-        pieces: Charged intervals: the time of the nodes, idle pauses and the minimum charge.
-        offset: Seconds by which the agent's clock is behind the bill's clock.
-    """
+    """Use of one instance by a job, according to the job's events."""
 
     instance_id: str
-    machine: dict[str, Any]
+    machine: dict[str, Any]  # properties of the machine that the agent recorded, such as its zone and type
     market: str
-    lost_ends: int
-    pieces: list[PaidPiece]
-    offset: float = 0.0
+    lost_ends: int  # number of nodes on the instance whose end no event records
+    pieces: list[PaidPiece]  # charged intervals: the time of the nodes, idle pauses and the minimum charge
+    offset: float = 0.0  # seconds by which the agent's clock is behind the bill's clock
 
     @property
     def start(self) -> float:
@@ -114,33 +107,27 @@ class MeteredInstance:
 
 @dataclass(kw_only=True)
 class BilledHour:
-    """The bill's lines of one instance for one hour, or one day in a daily report.
-
-    Attributes:
-        seen: Pairs (property, value) that occur in the lines; the property is "zone", "type" or "market".
-        deliveries: For each pair (usage type, line type), the indices of the report files that have such lines.
-    """
+    """The bill's lines of one instance for one hour, or one day in a daily report."""
 
     start: float
     end: float
     seconds: float = 0.0
     usd: Decimal = Decimal(0)
     tags: set[str] = field(default_factory=set)
+    # pairs (property, value) that occur in the lines; the property is "zone", "type" or "market"
     seen: set[tuple[str, str]] = field(default_factory=set)
+    # for each pair (usage type, line type), the indices of the report files that have such lines
     deliveries: dict[tuple[str, str], set[int]] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)
 class BilledInstance:
-    """Bill of one instance for the hours in which it ran the job.
-
-    Attributes:
-        hours: Billed hours by (start, end) in Unix seconds.
-        elsewhere_usd: Dollars billed for the instance in hours of other jobs, which are not in `hours`.
-    """
+    """Bill of one instance for the hours in which it ran the job."""
 
     instance_id: str
+    # billed hours by (start, end) in Unix seconds
     hours: dict[tuple[float, float], BilledHour] = field(default_factory=dict)
+    # dollars billed for the instance in hours of other jobs, which are not in `hours`
     elsewhere_usd: Decimal = Decimal(0)
 
     @property
@@ -204,22 +191,17 @@ def meter_instances(bills: Sequence[NodeBill]) -> dict[str, MeteredInstance]:
 
 @dataclass(frozen=True, kw_only=True)
 class HourMatch:
-    """Comparison of the billed and the metered time of one instance in one hour.
+    """Comparison of the billed and the metered time of one instance in one hour."""
 
-    Attributes:
-        start, end: Unix seconds by the bill's clock.
-        own_seconds, own_usd: Metered time and dollars of this job in this hour.
-        explained: Billed but unmetered seconds with a known cause, by cause.
-        rest_seconds: Billed but unmetered seconds without a known cause.
-    """
-
+    # start, end: Unix seconds by the bill's clock
     start: float
     end: float
     billed: BilledHour
+    # own_seconds, own_usd: metered time and dollars of this job in this hour
     own_seconds: float
     own_usd: Decimal
-    explained: dict[str, float]
-    rest_seconds: float
+    explained: dict[str, float]  # billed but unmetered seconds with a known cause, by cause
+    rest_seconds: float  # billed but unmetered seconds without a known cause
 
     @property
     def missing_seconds(self) -> float:

@@ -42,22 +42,18 @@ _RECORDED = re.compile(r"\brecorded (\d{4}-\d{2}(?:-\d{2})?)")
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """A GPU model.
-
-    Attributes:
-        nvlink: Whether the GPUs of a node are connected by NVLink.
-        bf16_tflops, fp16_tflops, fp32_tflops: Dense peak in TFLOP/s; None if the vendor publishes none (see `note`).
-        bf16_mfu: Published share of the bfloat16 peak that training reaches on one node; None if unpublished.
-        source, mfu_source: Publications of the peaks and of `bf16_mfu`.
-    """
+    """A GPU model."""
 
     name: str
     compute_capability: float
-    nvlink: bool
+    nvlink: bool  # whether the GPUs of a node are connected by NVLink
+    # bf16_tflops, fp16_tflops, fp32_tflops: dense peak in TFLOP/s; None if the vendor publishes none (see `note`)
     bf16_tflops: float | None
     fp16_tflops: float | None  # only of GPUs without bfloat16
     fp32_tflops: float | None
+    # published share of the bfloat16 peak that training reaches on one node; None if unpublished
     bf16_mfu: float | None
+    # source, mfu_source: publications of the peaks and of `bf16_mfu`
     source: str
     mfu_source: str
     note: str
@@ -72,49 +68,35 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True)
 class SpotAdvice:
-    """Entry of the AWS Spot Instance Advisor for an instance type in a region.
+    """Entry of the AWS Spot Instance Advisor for an instance type in a region."""
 
-    Attributes:
-        savings_percent: Savings against the on-demand price.
-        interruption_band: Band number for the share of Spot capacity that AWS reclaims in a month, from 0 (less than 5
-            %) to 4 (more than 20 %).
-    """
-
-    savings_percent: float
+    savings_percent: float  # savings against the on-demand price
+    # band number for the share of Spot capacity that AWS reclaims in a month, from 0 (less than 5 %) to 4 (more than 20
+    # %)
     interruption_band: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class OnDemandPrice:
-    """On-demand price of an instance type in a region, exactly as listed.
-
-    Attributes:
-        recorded: Day on which AWS listed this price, such as 2026-07-20.
-    """
+    """On-demand price of an instance type in a region, exactly as listed."""
 
     usd_per_hour: Decimal
-    recorded: str
+    recorded: str  # day on which AWS listed this price, such as 2026-07-20
 
 
 @dataclass(frozen=True, kw_only=True)
 class InstanceType:
-    """An AWS instance type.
-
-    Attributes:
-        gpu_memory_mib: Memory of one GPU.
-        network_gbps: Sustained bandwidth of the node, in Gbit/s.
-        efa: Whether the type has the Elastic Fabric Adapter.
-        on_demand, advice: On-demand price and line of the Spot Instance Advisor, each by region.
-    """
+    """An AWS instance type."""
 
     name: str
     gpu: Gpu
     gpu_count: int
-    gpu_memory_mib: int
+    gpu_memory_mib: int  # memory of one GPU
     vcpu: int
     ram_gib: float
-    network_gbps: float
-    efa: bool
+    network_gbps: float  # sustained bandwidth of the node, in Gbit/s
+    efa: bool  # whether the type has the Elastic Fabric Adapter
+    # on_demand, advice: on-demand price and line of the Spot Instance Advisor, each by region
     on_demand: Mapping[str, OnDemandPrice] = field(default_factory=dict)
     advice: Mapping[str, SpotAdvice] = field(default_factory=dict)
 
@@ -323,14 +305,11 @@ _LIST_PRICE = _number(0, 10), "dollars in 0 … 10"
 
 @dataclass(frozen=True, kw_only=True)
 class RegionRates:
-    """List prices of one region in USD.
+    """List prices of one region in USD."""
 
-    Attributes:
-        storage_usd, volume_usd: S3 storage and disk volumes, per GB (2^30 bytes) and month.
-        put_usd, get_usd: Per 1,000 requests.
-    """
-
+    # storage_usd, volume_usd: S3 storage and disk volumes, per GB (2^30 bytes) and month
     storage_usd: float
+    # put_usd, get_usd: per 1,000 requests
     put_usd: float
     get_usd: float
     volume_usd: float
@@ -338,15 +317,10 @@ class RegionRates:
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """List prices. A missing key means that a price is not on record.
+    """List prices. A missing key means that a price is not on record."""
 
-    Attributes:
-        regions: Prices of storage and requests by region.
-        egress: Price of transfer by (from region, to region), in USD per GB.
-    """
-
-    regions: Mapping[str, RegionRates]
-    egress: Mapping[tuple[str, str], float]
+    regions: Mapping[str, RegionRates]  # prices of storage and requests by region
+    egress: Mapping[tuple[str, str], float]  # price of transfer by (from region, to region), in USD per GB
 
     def egress_usd_per_gb(self, source: str, target: str) -> float | None:
         """Return the price of transfer between two regions in USD per GB; 0 within a region, None if not on record."""
@@ -384,37 +358,25 @@ SMALL_PUTS_PER_RANK_HOUR = 3600 / 10 + 3600 / 15
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """Quantities from which the cost of storage and transfer for the remaining work is computed.
-
-    Attributes:
-        hours: Paid hours per node.
-        commit_bytes: Size of one commit of all ranks.
-        commits: Number of commits written.
-        starts: Number of starts of the job, including the first one.
-        restores: Number of starts that load a commit.
-        token_bytes: Upper bound on the bytes of tokens that one node reads per start.
-    """
+    """Quantities from which the cost of storage and transfer for the remaining work is computed."""
 
     nodes: int
     ranks: int
-    hours: float
-    commit_bytes: float
-    commits: float
-    starts: float
-    restores: float
-    token_bytes: float
+    hours: float  # paid hours per node
+    commit_bytes: float  # size of one commit of all ranks
+    commits: float  # number of commits written
+    starts: float  # number of starts of the job, including the first one
+    restores: float  # number of starts that load a commit
+    token_bytes: float  # upper bound on the bytes of tokens that one node reads per start
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bill:
-    """Cost of storage, requests and transfer in dollars.
-
-    Attributes:
-        lacking: Messages about prices that are not on record. Costs that depend on such a price count as 0.
-    """
+    """Cost of storage, requests and transfer in dollars."""
 
     storage_usd: float
     transfer_usd: float
+    # messages about prices that are not on record. Costs that depend on such a price count as 0.
     lacking: tuple[str, ...] = ()
 
 

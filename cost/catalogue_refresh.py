@@ -49,20 +49,15 @@ _LISTED = {
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """Hardware of an instance type as EC2 describes it.
-
-    Attributes:
-        gpu_memory_mib: Memory of one GPU.
-        network_gbps: Baseline bandwidth of all network cards together; None if EC2 states none.
-    """
+    """Hardware of an instance type as EC2 describes it."""
 
     name: str
     gpu: str
     gpu_count: int
-    gpu_memory_mib: int
+    gpu_memory_mib: int  # memory of one GPU
     vcpu: int
     ram_gib: float
-    network_gbps: float | None
+    network_gbps: float | None  # baseline bandwidth of all network cards together; None if EC2 states none
     efa: bool
 
 
@@ -158,15 +153,10 @@ _PRICES_HEAD = (
 
 @dataclass(frozen=True, kw_only=True)
 class TableChange:
-    """Summary of the update of one table.
+    """Summary of the update of one table."""
 
-    Attributes:
-        lines: Number of lines in the written table.
-        notes: Messages about new, changed and omitted lines.
-    """
-
-    lines: int
-    notes: tuple[str, ...]
+    lines: int  # number of lines in the written table
+    notes: tuple[str, ...]  # messages about new, changed and omitted lines
 
 
 def write_on_demand(

@@ -20,18 +20,14 @@ _SECONDS = (60.0, 300.0, 900.0, 3600.0)
 
 @dataclass(frozen=True, kw_only=True)
 class FrontierPoint:
-    """A pool and a checkpoint interval that no other choice beats in both expected hours and expected dollars.
-
-    Attributes:
-        interval: The checkpoint interval as text.
-        needed_usd: Budget that the whole job needs with this choice: dollars spent so far, expected dollars, and the
-            reserve for the last checkpoint.
-        within: Whether the choice meets the budget, and the deadline with at least the probability `cost.confidence`.
-    """
+    """A pool and a checkpoint interval that no other choice beats in both expected hours and expected dollars."""
 
     pool: Candidate
-    interval: str
+    interval: str  # the checkpoint interval as text
+    # budget that the whole job needs with this choice: dollars spent so far, expected dollars, and the reserve for the
+    # last checkpoint
     needed_usd: float
+    # whether the choice meets the budget, and the deadline with at least the probability `cost.confidence`
     within: bool
 
     def to_json(self) -> dict[str, Any]:

@@ -48,50 +48,35 @@ LEAST_LOG_DEVIATION = 0.03
 
 @dataclass(frozen=True, kw_only=True)
 class PoolStay:
-    """Duration and end of one generation of a job (one start of all its ranks) in one pool.
-
-    Attributes:
-        ended_utc: Unix time of the generation's end.
-        hours: Duration of the generation.
-        reclaimed: Whether the generation ended because the provider took machines away.
-        gone_hours: Hours from the reclaim that ended this generation to the start of the run's next generation; None if
-            unknown.
-        moved: Whether the next generation ran in another pool. In that case this pool may have lacked capacity for
-            longer than `gone_hours`.
-    """
+    """Duration and end of one generation of a job (one start of all its ranks) in one pool."""
 
     instance_type: str
     nodes: int
     market: str
     region: str | None
     zone: str | None
-    ended_utc: float
-    hours: float
-    reclaimed: bool
+    ended_utc: float  # Unix time of the generation's end
+    hours: float  # duration of the generation
+    reclaimed: bool  # whether the generation ended because the provider took machines away
+    # hours from the reclaim that ended this generation to the start of the run's next generation; None if unknown
     gone_hours: float | None = None
+    # whether the next generation ran in another pool. In that case this pool may have lacked capacity for longer than
+    # `gone_hours`.
     moved: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredSpeed:
-    """Median speed of one generation of a job (one start of all its ranks).
-
-    Attributes:
-        fingerprint: Hash of the settings that decide the speed (`cost.plan.throughput`).
-        tokens_per_second: Speed of all ranks together.
-        log_deviation: Standard deviation of the log of the speed between parts of the generation.
-        steps: Number of measured steps.
-        seen_utc: Unix time of the generation's end.
-    """
+    """Median speed of one generation of a job (one start of all its ranks)."""
 
     instance_type: str
     nodes: int
     processes_per_node: int
-    fingerprint: str
-    tokens_per_second: float
-    log_deviation: float
-    steps: int
-    seen_utc: float
+    fingerprint: str  # hash of the settings that decide the speed (`cost.plan.throughput`)
+    tokens_per_second: float  # speed of all ranks together
+    log_deviation: float  # standard deviation of the log of the speed between parts of the generation
+    steps: int  # number of measured steps
+    seen_utc: float  # Unix time of the generation's end
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,15 +216,11 @@ Place = tuple[str, str | None, str | None]
 
 @dataclass(frozen=True)
 class JobHistory:
-    """Measurements of past jobs.
+    """Measurements of past jobs."""
 
-    Attributes:
-        stays: Generations on Spot by (instance type, region, zone). Zone None lists all generations of the region.
-        speeds: Measured speeds by instance type.
-    """
-
+    # generations on Spot by (instance type, region, zone). Zone None lists all generations of the region.
     stays: Mapping[Place, Sequence[PoolStay]] = field(default_factory=dict)
-    speeds: Mapping[str, Sequence[MeasuredSpeed]] = field(default_factory=dict)
+    speeds: Mapping[str, Sequence[MeasuredSpeed]] = field(default_factory=dict)  # measured speeds by instance type
 
     @classmethod
     def of(cls, jobs: Iterable[JobMeasurements]) -> JobHistory:

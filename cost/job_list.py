@@ -38,21 +38,14 @@ _HEADER = ("job", "project", "owner", "state", "spent", "forecast", "limit")
 
 @dataclass(frozen=True, kw_only=True)
 class TeamJob:
-    """A job of a team.
-
-    Attributes:
-        state: "running", "waiting", "done", "interrupted", or the outcome with which the job stopped.
-        forecast_usd: Estimated dollars of the whole job; None if unknown.
-        rows: The job's charges as FOCUS rows (`cost.focus`).
-        words: For a waiting job, a text that says whether it may start, and why; empty for other jobs.
-    """
+    """A job of a team."""
 
     money: JobMoney
-    state: str
+    state: str  # "running", "waiting", "done", "interrupted", or the outcome with which the job stopped
     owner: str = ""
-    forecast_usd: float | None = None
-    rows: tuple[dict[str, str], ...] = field(default=(), repr=False)
-    words: str = ""
+    forecast_usd: float | None = None  # estimated dollars of the whole job; None if unknown
+    rows: tuple[dict[str, str], ...] = field(default=(), repr=False)  # the job's charges as FOCUS rows (`cost.focus`)
+    words: str = ""  # for a waiting job, a text that says whether it may start, and why; empty for other jobs
 
     @property
     def expected_usd(self) -> Decimal:

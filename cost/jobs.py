@@ -256,17 +256,13 @@ def _changes(history: Iterable[SpotRecord]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, kw_only=True)
 class CostTracker:
-    """Cost queries about one job, for scripts that repeat them.
-
-    Attributes:
-        job: Folder or s3:// URI of the job; None if it has not started.
-        prices: Source of the prices for `get_cheapest_suitable_instance`; None for the static table.
-        history: Spot price changes for `get_accumulated_cost`, in addition to those in the events.
-    """
+    """Cost queries about one job, for scripts that repeat them."""
 
     config: RunConfig
-    job: str | None = None
+    job: str | None = None  # folder or s3:// URI of the job; None if it has not started
+    # source of the prices for `get_cheapest_suitable_instance`; None for the static table
     prices: PriceSource | None = None
+    # spot price changes for `get_accumulated_cost`, in addition to those in the events
     history: Sequence[SpotRecord] = ()
 
     def get_cheapest_suitable_instance(self) -> dict[str, Any]:

@@ -70,40 +70,28 @@ class BillingFinding:
 
 @dataclass(kw_only=True)
 class Reconciliation:
-    """Comparison of a job's forecast, ledger and bill. `parts` sum exactly to the gap (billed less metered dollars).
-
-    Attributes:
-        metered: Instances that the job's events mention, by instance id.
-        billed: Bills of the instances in `metered`, by instance id. Instances that the bill does not mention are left
-            out.
-        simulated: Whether the job's prices were only assumed, so that no provider sends a bill.
-        synthetic: Whether the bill is marked as synthetic, that is, not from a provider.
-        orphans: Billed instances that probably belong to the job, although its events do not mention them. Either they
-            have the job's tag, or they have no tag but the type of one of the job's machines, and ran at the same time.
-        notes: Sentences about observations that are not faults.
-        unknown: Bills of the nodes whose instance id was not recorded.
-        shared: Ids of the instances that several nodes of the job used at once.
-        other_usd: Dollars of other bill lines with the job's tag, by kind: storage, transfer, other.
-        covers_until: Unix time at which the newest line of the bill ends.
-        repeated_lines: Number of repeats of lines in other deliveries of the same report. Repeats are not added to the
-            bill.
-    """
+    """Comparison of a job's forecast, ledger and bill. `parts` sum exactly to the gap (billed less metered dollars)."""
 
     job: str
     job_tag: str
     forecast_usd: float | None
     metered_usd: Decimal
-    simulated: bool
-    metered: dict[str, MeteredInstance]
-    unknown: list[NodeBill]
-    shared: list[str]
-    synthetic: bool = False
+    simulated: bool  # whether the job's prices were only assumed, so that no provider sends a bill
+    metered: dict[str, MeteredInstance]  # instances that the job's events mention, by instance id
+    unknown: list[NodeBill]  # bills of the nodes whose instance id was not recorded
+    shared: list[str]  # ids of the instances that several nodes of the job used at once
+    synthetic: bool = False  # whether the bill is marked as synthetic, that is, not from a provider
+    # bills of the instances in `metered`, by instance id. Instances that the bill does not mention are left out.
     billed: dict[str, BilledInstance] = field(default_factory=dict)
+    # billed instances that probably belong to the job, although its events do not mention them. Either they have the
+    # job's tag, or they have no tag but the type of one of the job's machines, and ran at the same time.
     orphans: dict[str, BilledInstance] = field(default_factory=dict)
+    # dollars of other bill lines with the job's tag, by kind: storage, transfer, other
     other_usd: dict[str, Decimal] = field(default_factory=dict)
-    covers_until: float = -math.inf
+    covers_until: float = -math.inf  # Unix time at which the newest line of the bill ends
+    # number of repeats of lines in other deliveries of the same report. Repeats are not added to the bill.
     repeated_lines: int = 0
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # sentences about observations that are not faults
     parts: tuple[GapPart, ...] = ()
     findings: tuple[BillingFinding, ...] = ()
 

@@ -48,53 +48,32 @@ _STEPPING = (
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationTimes:
-    """Paid time of one generation by use, in seconds (means over the generation's ranks).
+    """Paid time of one generation by use, in seconds (means over the generation's ranks)."""
 
-    Attributes:
-        begin: Unix time of the start.
-        seconds: The whole paid time.
-        start: Time before the first step.
-        stepping: Time in steps, including waiting for data and evaluations.
-        stall: Time in which checkpoints stalled training.
-        tail: Time of a hang, and time after the last event of an interrupted generation.
-        shutdown: Time after the last step, and unattributed time.
-        interrupted: Whether the generation's end was unplanned.
-    """
-
-    begin: float
-    seconds: float
-    start: float
-    stepping: float
-    stall: float
-    tail: float
-    shutdown: float
-    interrupted: bool
+    begin: float  # Unix time of the start
+    seconds: float  # the whole paid time
+    start: float  # time before the first step
+    stepping: float  # time in steps, including waiting for data and evaluations
+    stall: float  # time in which checkpoints stalled training
+    tail: float  # time of a hang, and time after the last event of an interrupted generation
+    shutdown: float  # time after the last step, and unattributed time
+    interrupted: bool  # whether the generation's end was unplanned
     steps: int
     saves: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedRun:
-    """Measured figures of a finished job, which are the input of a replay.
+    """Measured figures of a finished job, which are the input of a replay."""
 
-    Attributes:
-        nodes: Number of machines that are paid for.
-        steps: Number of steps in the final weights.
-        interval_steps: Median number of steps between two checkpoints.
-        step_seconds: Mean seconds of a step, with data and evaluations.
-        stall_seconds: Mean seconds for which a checkpoint stalls the gang.
-        durable_seconds: Median seconds until a checkpoint is durable.
-        shutdown: Mean seconds after the last step of a generation with a planned end.
-        step_deviation, start_deviation: Standard deviations of the duration of a step and of a start, in seconds.
-    """
-
-    nodes: int
-    steps: int
-    interval_steps: int
-    step_seconds: float
-    stall_seconds: float
-    durable_seconds: float
-    shutdown: float
+    nodes: int  # number of machines that are paid for
+    steps: int  # number of steps in the final weights
+    interval_steps: int  # median number of steps between two checkpoints
+    step_seconds: float  # mean seconds of a step, with data and evaluations
+    stall_seconds: float  # mean seconds for which a checkpoint stalls the gang
+    durable_seconds: float  # median seconds until a checkpoint is durable
+    shutdown: float  # mean seconds after the last step of a generation with a planned end
+    # step_deviation, start_deviation: standard deviations of the duration of a step and of a start, in seconds
     step_deviation: float
     start_deviation: float
     generations: tuple[GenerationTimes, ...]

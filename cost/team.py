@@ -61,18 +61,13 @@ class Team:
 
 @dataclass(frozen=True, kw_only=True)
 class JobMoney:
-    """Dollars that a job has spent and may still spend.
-
-    Attributes:
-        spent: Dollars spent in each month.
-        limit_usd: `cost.budget_usd`; None if not set.
-        runs_until: Latest possible end of the job (Unix time) if it is running or starts now; None if unknown.
-    """
+    """Dollars that a job has spent and may still spend."""
 
     job: str
     project: str = ""
-    spent: Mapping[str, Decimal] = field(default_factory=dict)
-    limit_usd: Decimal | None = None
+    spent: Mapping[str, Decimal] = field(default_factory=dict)  # dollars spent in each month
+    limit_usd: Decimal | None = None  # `cost.budget_usd`; None if not set
+    # latest possible end of the job (Unix time) if it is running or starts now; None if unknown
     runs_until: float | None = None
     value_usd: Decimal | None = None
 

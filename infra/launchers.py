@@ -47,11 +47,7 @@ _LONGEST_READ = 200  # claims to try; if another launcher takes all of them, the
 
 @dataclass(frozen=True, kw_only=True)
 class Launcher:
-    """Content of a claim, which describes the launcher that wrote it.
-
-    Attributes:
-        boot_id, pid_namespace, started_ticks: these and `pid` identify the process, even if its pid was reused.
-    """
+    """Content of a claim, which describes the launcher that wrote it."""
 
     number: int  # number of the claim
     id: str  # random id of the claim
@@ -62,6 +58,7 @@ class Launcher:
     since_utc: float  # Unix time of the claim by the launcher's clock
     renewals: int = 0  # number of renewals so far
     released: bool = False  # whether the launcher has ended
+    # boot_id, pid_namespace, started_ticks: these and `pid` identify the process, even if its pid was reused
     boot_id: str = ""
     pid_namespace: str = ""
     started_ticks: int = 0

@@ -39,11 +39,7 @@ LONGEST_LINE_BYTES = 16 * 1024
 
 @dataclass(frozen=True, kw_only=True)
 class LogLine:
-    """Record of one line of a rank's output.
-
-    Attributes:
-        start, end: byte offsets of the line in the raw log.
-    """
+    """Record of one line of a rank's output."""
 
     t: str  # UTC time at which the agent read the line, in ISO 8601
     job: str
@@ -53,6 +49,7 @@ class LogLine:
     step: int | None  # step in the rank's last heartbeat before the line; None: unknown
     phase: str | None  # phase in this heartbeat; None: unknown
     text: str  # the line without its line feed
+    # start, end: byte offsets of the line in the raw log
     start: int
     end: int
     more: bool = False  # whether the line was too long and continues in the next record
@@ -157,12 +154,9 @@ class JobLogs:
 
 @dataclass(frozen=True, kw_only=True)
 class LogFilter:
-    """Conditions that select log lines. None means any value.
+    """Conditions that select log lines. None means any value."""
 
-    Attributes:
-        rank, node, generation: select only lines with this number.
-    """
-
+    # rank, node, generation: select only lines with this number
     rank: int | None = None
     node: int | None = None
     generation: int | None = None
@@ -367,18 +361,12 @@ def show_logs(options: argparse.Namespace, project_root: Path) -> int:
 
 @dataclass(frozen=True)
 class JobPlace:
-    """The locations of a job's files.
+    """The locations of a job's files."""
 
-    Attributes:
-        name: name of the job.
-        uri: URI of the store, or the path of its folder.
-        folders: existing folders of the job on this machine.
-        looked: the places that were searched, for error messages: a folder in runs/, and the job's part of the store.
-    """
-
-    name: str
-    uri: str
-    folders: list[Path]
+    name: str  # name of the job
+    uri: str  # URI of the store, or the path of its folder
+    folders: list[Path]  # existing folders of the job on this machine
+    # the places that were searched, for error messages: a folder in runs/, and the job's part of the store
     looked: tuple[str, str]
 
     def open_store(self) -> Store | None:

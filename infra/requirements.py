@@ -10,17 +10,12 @@ OLDEST_PYTHON, NEWEST_PYTHON, TESTED_PYTHON = (3, 11), (3, 13), (3, 11)
 
 @dataclass(frozen=True)
 class Requirement:
-    """A required distribution, the module it provides, and the supported range of versions.
-
-    Attributes:
-        least: first supported version.
-        below: first version after the range.
-    """
+    """A required distribution, the module it provides, and the supported range of versions."""
 
     name: str
     module: str
-    least: tuple[int, ...]
-    below: tuple[int, ...]
+    least: tuple[int, ...]  # first supported version
+    below: tuple[int, ...]  # first version after the range
     tested: tuple[int, ...] = ()  # first numbers of the tested version; empty: any in the range
     strict: bool = False  # whether other versions are refused
 

@@ -13,30 +13,23 @@ _MOVE_SECONDS = 900.0
 
 @dataclass(frozen=True, kw_only=True)
 class Fallback:
-    """Time and dollars that an attempt on Spot keeps in reserve, so that the job can still finish on demand.
+    """Time and dollars that an attempt on Spot keeps in reserve, so that the job can still finish on demand."""
 
-    Attributes:
-        seconds: time to wait for on-demand machines, start them, redo the work that an interruption now would lose, and
-            save once more.
-        restart_seconds, restart_usd: time and cost of a restart of the ranks on the same machines after a failure.
-        step_seconds: duration of a step on demand, including its share of the checkpoints.
-        usd: cost of `seconds`, in which waiting for machines costs nothing.
-        step_usd: cost of a step on demand.
-        begin_utc, end_utc: begin and end (Unix time) of the reservation that takes the place of on-demand machines.
-        guards: whether deadline and budget are guarded; if not, only the move to a reservation remains.
-        move_utc, move_to, move_end_utc: begin (Unix time), id and end of a reservation in which the remaining steps
-            cost less.
-    """
-
+    # time to wait for on-demand machines, start them, redo the work that an interruption now would lose, and save once
+    # more
     seconds: float
+    # restart_seconds, restart_usd: time and cost of a restart of the ranks on the same machines after a failure
     restart_seconds: float
     restart_usd: float
-    step_seconds: float
-    usd: float
-    step_usd: float
+    step_seconds: float  # duration of a step on demand, including its share of the checkpoints
+    usd: float  # cost of `seconds`, in which waiting for machines costs nothing
+    step_usd: float  # cost of a step on demand
+    # begin_utc, end_utc: begin and end (Unix time) of the reservation that takes the place of on-demand machines
     begin_utc: float = 0.0
     end_utc: float | None = None
-    guards: bool = True
+    guards: bool = True  # whether deadline and budget are guarded; if not, only the move to a reservation remains
+    # move_utc, move_to, move_end_utc: begin (Unix time), id and end of a reservation in which the remaining steps cost
+    # less
     move_utc: float | None = None
     move_to: str = ""
     move_end_utc: float | None = None

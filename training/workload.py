@@ -26,28 +26,19 @@ def _only_own(row: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkloadContext:
-    """The argument with which a workload is created. All attributes but `rank` and `device` are equal on all ranks.
+    """The argument with which a workload is created. All attributes but `rank` and `device` are equal on all ranks."""
 
-    Attributes:
-        config: the configuration.
-        store: storage for data: `prepare` writes to it and ranks read from it. Each workload name has its own folder.
-        project_root: the project's folder, to which relative paths refer.
-        prepared: the dict that `prepare` returned, after conversion to JSON and back. If there is no `prepare`, it has
-            only "fingerprint" and "weight_unit" (the unit of a batch's weight, such as "tokens").
-        rank: the number of this rank.
-        world_size: the number of ranks.
-        device: the device of this rank's model.
-        gather: returns the rows `[k]` of all ranks as `[world_size, k]`, equal on all ranks. Collective; `evaluate` may
-        use it.
-    """
-
-    config: RunConfig
+    config: RunConfig  # the configuration
+    # storage for data: `prepare` writes to it and ranks read from it. Each workload name has its own folder.
     store: Store
-    project_root: Path
+    project_root: Path  # the project's folder, to which relative paths refer
+    # the dict that `prepare` returned, after conversion to JSON and back. If there is no `prepare`, it has only
+    # "fingerprint" and "weight_unit" (the unit of a batch's weight, such as "tokens").
     prepared: Mapping[str, Any] = field(default_factory=dict)
-    rank: int = 0
-    world_size: int = 1
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    rank: int = 0  # the number of this rank
+    world_size: int = 1  # the number of ranks
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))  # the device of this rank's model
+    # returns the rows `[k]` of all ranks as `[world_size, k]`, equal on all ranks. Collective; `evaluate` may use it.
     gather: Callable[[Tensor], Tensor] = _only_own
 
     @property
@@ -71,14 +62,10 @@ class Cursor:
 
 @dataclass(frozen=True)
 class Loss:
-    """The loss of one micro-batch, as a sum.
+    """The loss of one micro-batch, as a sum."""
 
-    Attributes:
-        sum: scalar tensor: the losses of all elements added up, not averaged.
-        weight: the number of elements, such as tokens or samples. The sum is divided by the total weight of all ranks.
-    """
-
-    sum: Tensor
+    sum: Tensor  # scalar tensor: the losses of all elements added up, not averaged
+    # the number of elements, such as tokens or samples. The sum is divided by the total weight of all ranks.
     weight: float
 
 

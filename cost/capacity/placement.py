@@ -27,49 +27,39 @@ _KERNEL_SHARE, _RESERVED_SHARE, _AGENT_MIB = 0.025, 0.05, 32
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Queue, machines and limits of one attempt on AWS Batch, and the reason for this choice.
+    """Queue, machines and limits of one attempt on AWS Batch, and the reason for this choice."""
 
-    Attributes:
-        queue: Name or ARN of the queue.
-        market: "spot" or "on_demand".
-        region, zone: Region and zone of the price; AWS Batch chooses the actual zone.
-        cpu, gpu, memory_mib: Resources requested per node: all that one instance has.
-        wall_seconds: Time limit after which AWS Batch ends the attempt: the paid seconds that budget and deadline
-            allow, but at least 60.
-        runnable_seconds: Longest wait for capacity. After it, the next attempt gets a new placement.
-        usd_per_hour: The plan's price of one node per hour.
-        quoted_usd_per_hour: The same price as exact decimal text, from which bills are computed.
-        expected_hours, expected_usd: The plan's forecast for the rest of the job if it stays in this pool.
-        reason: Reason for this choice, as one line of text.
-        policy: Name of the rule that chose the pool; "" after a failure of the user's code.
-        start_by_utc: Unix time by which the attempt must start. A later start would leave too little time to finish on
-            demand if the attempt fails. None means no limit.
-        reservation: Id of the capacity reservation or Capacity Block that runs the attempt; None for other pools.
-        fallback: Time and dollars that a Spot attempt reserves for finishing on demand, and the reservation to which it
-            moves (`ebbflow.infra.terms.Fallback` as JSON). None if there is neither.
-    """
-
-    queue: str
-    market: str
+    queue: str  # name or ARN of the queue
+    market: str  # "spot" or "on_demand"
     instance_type: str
+    # region, zone: region and zone of the price; AWS Batch chooses the actual zone
     region: str | None
     zone: str | None
     nodes: int
     processes_per_node: int
+    # cpu, gpu, memory_mib: resources requested per node: all that one instance has
     cpu: int
     gpu: int
     memory_mib: int
+    # time limit after which AWS Batch ends the attempt: the paid seconds that budget and deadline allow, but at least
+    # 60
     wall_seconds: int
-    runnable_seconds: int
-    usd_per_hour: float
-    quoted_usd_per_hour: str
+    runnable_seconds: int  # longest wait for capacity. After it, the next attempt gets a new placement.
+    usd_per_hour: float  # the plan's price of one node per hour
+    quoted_usd_per_hour: str  # the same price as exact decimal text, from which bills are computed
     price_kind: str
+    # expected_hours, expected_usd: the plan's forecast for the rest of the job if it stays in this pool
     expected_hours: float
     expected_usd: float
-    reason: str
-    policy: str = ""
+    reason: str  # reason for this choice, as one line of text
+    policy: str = ""  # name of the rule that chose the pool; "" after a failure of the user's code
+    # Unix time by which the attempt must start. A later start would leave too little time to finish on demand if the
+    # attempt fails. None means no limit.
     start_by_utc: float | None = None
+    # id of the capacity reservation or Capacity Block that runs the attempt; None for other pools
     reservation: str | None = None
+    # time and dollars that a Spot attempt reserves for finishing on demand, and the reservation to which it moves
+    # (`ebbflow.infra.terms.Fallback` as JSON). None if there is neither.
     fallback: dict[str, Any] | None = field(default=None, repr=False)
 
     @property
@@ -217,27 +207,22 @@ class PastAttempt:
     """An earlier attempt: its placement, and how it ended.
 
     `created_utc`, `started_utc` and `stopped_utc` are Unix times from AWS Batch; None if not reached or unknown.
-
-    Attributes:
-        cause: Why the attempt ended according to AWS Batch, corrected by the agents' events. An attempt that ended
-            after a reclaim notice counts as reclaimed. A failure is attributed to the user's code only if no agent
-            reports another cause.
-        reason: AWS Batch's text about the end, or "".
-        run: Metaflow run that placed the attempt.
-        after_generation: Newest generation (start of the ranks) that was recorded when the attempt was placed. Newer
-            generations belong to this or to later attempts. Times cannot show this order, because clocks may differ by
-            minutes.
     """
 
     placement: Placement
     placed_utc: float
     job_id: str = ""
+    # why the attempt ended according to AWS Batch, corrected by the agents' events. An attempt that ended after a
+    # reclaim notice counts as reclaimed. A failure is attributed to the user's code only if no agent reports another
+    # cause.
     cause: str = UNKNOWN
-    reason: str = ""
+    reason: str = ""  # AWS Batch's text about the end, or ""
     created_utc: float | None = None
     started_utc: float | None = None
     stopped_utc: float | None = None
-    run: str = ""
+    run: str = ""  # Metaflow run that placed the attempt
+    # newest generation (start of the ranks) that was recorded when the attempt was placed. Newer generations belong to
+    # this or to later attempts. Times cannot show this order, because clocks may differ by minutes.
     after_generation: int = 0
 
     @property

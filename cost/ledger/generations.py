@@ -34,30 +34,19 @@ _REFUSED = frozenset({Outcome.PREFLIGHT, Outcome.CONFIG})
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedGeneration:
-    """One start of the gang, as its events record it.
-
-    Attributes:
-        parent_step: Step of the commit that the generation started from.
-        started_wall: Unix time of its first event.
-        ended_wall: Unix time of its last event.
-        reason: Why the generation ended; None if no event records it.
-        culprit: Rank or node that caused the end; empty if none was recorded.
-        user_code: Whether an error in the user's program ended it.
-        planned: Whether it ended as intended (completed, budget, deadline, …).
-        running: Whether it is still running.
-        kept: Pair (after, last) of step numbers. The steps after the first number, up to and including the second, are
-            part of the final weights. All other steps of the generation were discarded.
-    """
+    """One start of the gang, as its events record it."""
 
     number: int
-    parent_step: int
-    started_wall: float
-    ended_wall: float
-    reason: str | None
-    culprit: str
-    user_code: bool
-    planned: bool
-    running: bool
+    parent_step: int  # step of the commit that the generation started from
+    started_wall: float  # Unix time of its first event
+    ended_wall: float  # Unix time of its last event
+    reason: str | None  # why the generation ended; None if no event records it
+    culprit: str  # rank or node that caused the end; empty if none was recorded
+    user_code: bool  # whether an error in the user's program ended it
+    planned: bool  # whether it ended as intended (completed, budget, deadline, …)
+    running: bool  # whether it is still running
+    # pair (after, last) of step numbers. The steps after the first number, up to and including the second, are part of
+    # the final weights. All other steps of the generation were discarded.
     kept: tuple[float, float] = (0.0, 0.0)
 
     @property

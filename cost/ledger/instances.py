@@ -38,16 +38,11 @@ _CANDIDATE_KEYS = ("instance_type", "market", "region", "zone", "usd_per_hour", 
 
 @dataclass(frozen=True, kw_only=True)
 class ExtraTime:
-    """Paid time of an instance that no agent of its nodes recorded.
+    """Paid time of an instance that no agent of its nodes recorded."""
 
-    Attributes:
-        node: The node to whose ranks the time is charged, at the price of this node.
-        start: Unix seconds.
-    """
-
-    node: NodeTime
+    node: NodeTime  # the node to whose ranks the time is charged, at the price of this node
     ledger_class: LedgerClass
-    start: float
+    start: float  # Unix seconds
     seconds: float
 
     @property
@@ -57,16 +52,12 @@ class ExtraTime:
 
 @dataclass(frozen=True, kw_only=True)
 class PaidStay:
-    """Paid time of one node of a Batch job.
+    """Paid time of one node of a Batch job."""
 
-    Attributes:
-        started, stopped: Unix seconds by Batch's clock.
-        cause: Why the job ended.
-    """
-
+    # started, stopped: Unix seconds by Batch's clock
     started: float
     stopped: float
-    cause: str
+    cause: str  # why the job ended
 
     @property
     def micros(self) -> int:
@@ -75,26 +66,19 @@ class PaidStay:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchJob:
-    """One AWS Batch job that was paid for.
-
-    Attributes:
-        nodes: Number of nodes.
-        ranks: Ranks per node.
-        started, stopped: Unix seconds at which the main node started and stopped, by Batch's clock.
-        cause: Why the job ended, such as "reclaimed"; "ended" if nothing outside the job ended it.
-        placed_wall: Unix time of the job's submission; if that is not recorded, of its creation or start.
-        candidate: The pool in which the job was placed, in the JSON form of a plan's candidate; empty if unknown.
-        node_times: (started, stopped) by node, for the nodes whose times Batch reported.
-    """
+    """One AWS Batch job that was paid for."""
 
     job_id: str
-    nodes: int
-    ranks: int
+    nodes: int  # number of nodes
+    ranks: int  # ranks per node
+    # started, stopped: Unix seconds at which the main node started and stopped, by Batch's clock
     started: float
     stopped: float
-    cause: str
-    placed_wall: float
+    cause: str  # why the job ended, such as "reclaimed"; "ended" if nothing outside the job ended it
+    placed_wall: float  # Unix time of the job's submission; if that is not recorded, of its creation or start
+    # the pool in which the job was placed, in the JSON form of a plan's candidate; empty if unknown
     candidate: Mapping[str, Any]
+    # (started, stopped) by node, for the nodes whose times Batch reported
     node_times: Mapping[int, tuple[float, float]] = field(default_factory=dict)
 
     def stay(self, node: int) -> PaidStay:

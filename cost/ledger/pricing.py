@@ -20,15 +20,10 @@ UNPRICED = "unpriced"
 
 @dataclass(frozen=True)
 class PriceCurve:
-    """Dollars per hour of one node over time.
+    """Dollars per hour of one node over time."""
 
-    Attributes:
-        first: The price before the first change.
-        changes: (Unix microseconds, dollars per hour from then on), ordered by time.
-    """
-
-    first: Decimal
-    changes: tuple[tuple[int, Decimal], ...] = ()
+    first: Decimal  # the price before the first change
+    changes: tuple[tuple[int, Decimal], ...] = ()  # (Unix microseconds, dollars per hour from then on), ordered by time
 
     @classmethod
     def of(cls, first: Decimal, changes: Iterable[tuple[float, Decimal]] = ()) -> PriceCurve:
@@ -82,31 +77,20 @@ class PoolName:
 
 @dataclass(frozen=True, kw_only=True)
 class NodePrice:
-    """Price of one node.
-
-    Attributes:
-        on_demand_usd_per_hour: On-demand price of the instance type; None if unknown.
-        kind: Source of the price: "recorded …", "live …", "estimated …", "simulated" or "unpriced".
-        pool: The pool whose price applies; None without a plan.
-    """
+    """Price of one node."""
 
     curve: PriceCurve
-    on_demand_usd_per_hour: Decimal | None
-    kind: str
-    pool: PoolName | None
+    on_demand_usd_per_hour: Decimal | None  # on-demand price of the instance type; None if unknown
+    kind: str  # source of the price: "recorded …", "live …", "estimated …", "simulated" or "unpriced"
+    pool: PoolName | None  # the pool whose price applies; None without a plan
 
 
 @dataclass(frozen=True)
 class Pricing:
-    """All prices in a job's events.
+    """All prices in a job's events."""
 
-    Attributes:
-        plans: The `plan` events that chose a pool, ordered by time.
-        history: Price changes (Unix seconds, dollars per hour) by pool.
-    """
-
-    plans: tuple[Event, ...]
-    history: dict[PoolName, tuple[tuple[float, Decimal], ...]]
+    plans: tuple[Event, ...]  # the `plan` events that chose a pool, ordered by time
+    history: dict[PoolName, tuple[tuple[float, Decimal], ...]]  # price changes (Unix seconds, dollars per hour) by pool
 
     @classmethod
     def of(cls, events: Sequence[Event]) -> Pricing:

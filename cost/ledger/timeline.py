@@ -40,43 +40,30 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class RankTime:
-    """Paid time of one rank in one generation.
-
-    Attributes:
-        paid: All paid microseconds of the rank.
-        classes: Microseconds by class; they sum to `paid`.
-        estimated: The classes whose time was inferred, not measured.
-        spans: The same time as a list of intervals, so that it can be priced if the price changes over time.
-    """
+    """Paid time of one rank in one generation."""
 
     rank: int
-    paid: int
-    classes: dict[LedgerClass, int]
-    estimated: frozenset[LedgerClass] = frozenset()
+    paid: int  # all paid microseconds of the rank
+    classes: dict[LedgerClass, int]  # microseconds by class; they sum to `paid`
+    estimated: frozenset[LedgerClass] = frozenset()  # the classes whose time was inferred, not measured
+    # the same time as a list of intervals, so that it can be priced if the price changes over time
     spans: tuple[Span, ...] = ()
 
 
 @dataclass(kw_only=True)
 class NodeTime:
-    """Paid time of one node in one generation.
-
-    Attributes:
-        started_wall: Unix time of the start.
-        start, end: Seconds by the node's monotonic clock.
-        measured: Whether an event recorded the node's end.
-        ranks: Numbers of the ranks on the node.
-        events: The events of each rank.
-        machine: Facts about the machine such as instance_id and zone (`infra.instance`), as far as known.
-    """
+    """Paid time of one node in one generation."""
 
     generation: int
     node: int
-    started_wall: float
+    started_wall: float  # Unix time of the start
+    # start, end: seconds by the node's monotonic clock
     start: float
     end: float
-    measured: bool
-    ranks: list[int]
-    events: dict[int, list[Event]] = field(default_factory=dict)
+    measured: bool  # whether an event recorded the node's end
+    ranks: list[int]  # numbers of the ranks on the node
+    events: dict[int, list[Event]] = field(default_factory=dict)  # the events of each rank
+    # facts about the machine such as instance_id and zone (`infra.instance`), as far as known
     machine: dict[str, Any] = field(default_factory=dict)
     rank_times: dict[RecordedGeneration, list[RankTime]] = field(default_factory=dict, repr=False, compare=False)
 

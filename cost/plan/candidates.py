@@ -50,16 +50,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class JobProgress:
-    """A job's progress at the time of a plan.
+    """A job's progress at the time of a plan."""
 
-    Attributes:
-        done_steps: Step of the newest commit, from which the job resumes.
-        spent_usd: Cost of the job so far.
-        started_utc: Unix time from which the deadline counts (`read_progress`); None if the job has not started.
-    """
-
-    done_steps: int = 0
-    spent_usd: float = 0.0
+    done_steps: int = 0  # step of the newest commit, from which the job resumes
+    spent_usd: float = 0.0  # cost of the job so far
+    # Unix time from which the deadline counts (`read_progress`); None if the job has not started
     started_utc: float | None = None
 
 
@@ -119,24 +114,20 @@ RunAt = Callable[[PoolHazard], ExpectedRun | None]
 
 @dataclass(frozen=True, kw_only=True)
 class PlanInputs:
-    """Everything that a plan depends on, except the configuration.
-
-    Attributes:
-        now_utc: Unix time of the plan and of its prices.
-        queues: AWS Batch queues by name. A pool that none of them can run is rejected. None means that the job uses no
-            queues or that they are unknown; then no pool is rejected for lack of a queue.
-        evidence: Reservations of the account, Capacity Blocks for sale, and Spot placement scores.
-    """
+    """Everything that a plan depends on, except the configuration."""
 
     catalogue: Catalogue
     shape: ModelShape
     prices: PriceSource
-    now_utc: float
+    now_utc: float  # Unix time of the plan and of its prices
     history: JobHistory = field(default_factory=JobHistory)
     progress: JobProgress = NO_PROGRESS
     rates: Rates = field(default_factory=load_rates)
+    # AWS Batch queues by name. A pool that none of them can run is rejected. None means that the job uses no queues or
+    # that they are unknown; then no pool is rejected for lack of a queue.
     queues: Mapping[str, QueueState] | None = None
     simulated: bool = False  # the job runs on this machine
+    # reservations of the account, Capacity Blocks for sale, and Spot placement scores
     evidence: CapacityEvidence = field(default_factory=CapacityEvidence)
 
     def held(self, pool: Pool) -> list[Reservation]:

@@ -78,30 +78,20 @@ _WAITS_DRAWN = 64
 
 @dataclass(frozen=True, kw_only=True)
 class ForecastInputs:
-    """Inputs of the forecast of a job in one pool, except prices.
+    """Inputs of the forecast of a job in one pool, except prices."""
 
-    Attributes:
-        start_hours: Paid hours of the first start.
-        work_hours: Hours of training and checkpoints without any interruption.
-        fixed_lost_hours: Paid hours that each interruption costs in addition to the training that must be repeated.
-        interval_hours: Training time between checkpoints. Each interruption repeats a uniformly distributed part of it.
-        reclaims: Distribution of the reclaims per hour; None for on-demand, where only machines fail.
-        failures_per_hour: Expected machine failures per hour of all nodes.
-        speed_log_deviation: Standard deviation of the log of the speed.
-        wait_hours: Hours until a reservation begins.
-        start_chance: Probability that the first start on Spot is granted at once; None if unknown, which counts as 1.
-        waits: Possible waits for capacity after a reclaim in hours, all equally likely; None means `WAIT_HOURS`.
-    """
-
-    start_hours: float
-    work_hours: float
-    fixed_lost_hours: float
+    start_hours: float  # paid hours of the first start
+    work_hours: float  # hours of training and checkpoints without any interruption
+    fixed_lost_hours: float  # paid hours that each interruption costs in addition to the training that must be repeated
+    # training time between checkpoints. Each interruption repeats a uniformly distributed part of it.
     interval_hours: float
-    reclaims: GammaHazard | None
-    failures_per_hour: float
-    speed_log_deviation: float
-    wait_hours: float = 0.0
+    reclaims: GammaHazard | None  # distribution of the reclaims per hour; None for on-demand, where only machines fail
+    failures_per_hour: float  # expected machine failures per hour of all nodes
+    speed_log_deviation: float  # standard deviation of the log of the speed
+    wait_hours: float = 0.0  # hours until a reservation begins
+    # probability that the first start on Spot is granted at once; None if unknown, which counts as 1
     start_chance: float | None = None
+    # possible waits for capacity after a reclaim in hours, all equally likely; None means `WAIT_HOURS`
     waits: tuple[float, ...] | None = None
 
     @property
@@ -116,17 +106,13 @@ class ForecastInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class ForecastQuantiles:
-    """Median and 90 % quantile of the simulated hours (including waits for capacity) and dollars.
-
-    Attributes:
-        deadline_probability: Share of the simulated runs that meet the deadline; None without a deadline.
-    """
+    """Median and 90 % quantile of the simulated hours (including waits for capacity) and dollars."""
 
     p50_hours: float
     p90_hours: float
     p50_usd: float
     p90_usd: float
-    deadline_probability: float | None
+    deadline_probability: float | None  # share of the simulated runs that meet the deadline; None without a deadline
 
 
 def forecast_quantiles(
@@ -163,15 +149,10 @@ def _quantile(draws: numpy.ndarray, share: float) -> float:
 
 @dataclass(frozen=True)
 class SimulatedRuns:
-    """Simulated runs of one job.
+    """Simulated runs of one job."""
 
-    Attributes:
-        paid_hours: Paid hours per node, [draws].
-        hours: Paid hours plus unpaid waits for capacity, [draws].
-    """
-
-    paid_hours: numpy.ndarray
-    hours: numpy.ndarray
+    paid_hours: numpy.ndarray  # paid hours per node, [draws]
+    hours: numpy.ndarray  # paid hours plus unpaid waits for capacity, [draws]
 
 
 @cache
@@ -261,28 +242,17 @@ SAVE_OVERHEAD_SECONDS = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class RemainingWork:
-    """A job's remaining work on one instance type and number of nodes, in any region and zone.
+    """A job's remaining work on one instance type and number of nodes, in any region and zone."""
 
-    Attributes:
-        steps: Remaining optimizer steps.
-        samples: Samples per rank and micro-batch.
-        fit: Memory that the job needs per GPU, by kind of content.
-        save_seconds: Time for which one checkpoint stops training.
-        carry_seconds: Time to upload one rank's share of a checkpoint to the store, or to download it.
-        commit_bytes: Size of one checkpoint of all ranks.
-        token_bytes: Upper bound on the bytes of tokens that one node reads; 0 if unknown.
-        restores_first: Whether the job begins by restoring a commit.
-    """
-
-    steps: int
-    samples: int
-    fit: MemoryFit
+    steps: int  # remaining optimizer steps
+    samples: int  # samples per rank and micro-batch
+    fit: MemoryFit  # memory that the job needs per GPU, by kind of content
     speed: Throughput
-    save_seconds: float
-    carry_seconds: float
-    commit_bytes: float
-    token_bytes: float
-    restores_first: bool
+    save_seconds: float  # time for which one checkpoint stops training
+    carry_seconds: float  # time to upload one rank's share of a checkpoint to the store, or to download it
+    commit_bytes: float  # size of one checkpoint of all ranks
+    token_bytes: float  # upper bound on the bytes of tokens that one node reads; 0 if unknown
+    restores_first: bool  # whether the job begins by restoring a commit
 
     @property
     def seconds(self) -> float:
@@ -291,19 +261,12 @@ class RemainingWork:
 
 @dataclass(frozen=True, kw_only=True)
 class PoolHazard:
-    """Expected interruptions per hour of a job in one pool.
+    """Expected interruptions per hour of a job in one pool."""
 
-    Attributes:
-        reclaims: Distribution of the reclaims per hour; None for on-demand.
-        failures_per_hour: Expected machine failures per hour of all nodes.
-        kind: Source of the estimate, as text.
-        waits: Possible waits for capacity after a reclaim, as in `ForecastInputs`.
-    """
-
-    reclaims: GammaHazard | None
-    failures_per_hour: float
-    kind: str
-    waits: tuple[float, ...] | None = None
+    reclaims: GammaHazard | None  # distribution of the reclaims per hour; None for on-demand
+    failures_per_hour: float  # expected machine failures per hour of all nodes
+    kind: str  # source of the estimate, as text
+    waits: tuple[float, ...] | None = None  # possible waits for capacity after a reclaim, as in `ForecastInputs`
 
     @property
     def per_hour(self) -> float:
@@ -312,21 +275,13 @@ class PoolHazard:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpectedRun:
-    """Expected hours and interruptions of a job's remaining work in a pool with a given hazard.
+    """Expected hours and interruptions of a job's remaining work in a pool with a given hazard."""
 
-    Attributes:
-        case: Inputs of the Monte Carlo forecast.
-        interval_seconds: Training time between two checkpoints.
-        interruptions: Expected number of interruptions.
-        paid_hours: Expected paid hours per node.
-        expected_hours: `paid_hours` plus expected waits for capacity.
-    """
-
-    case: ForecastInputs
-    interval_seconds: float
-    interruptions: float
-    paid_hours: float
-    expected_hours: float
+    case: ForecastInputs  # inputs of the Monte Carlo forecast
+    interval_seconds: float  # training time between two checkpoints
+    interruptions: float  # expected number of interruptions
+    paid_hours: float  # expected paid hours per node
+    expected_hours: float  # `paid_hours` plus expected waits for capacity
 
 
 def save_seconds(config: RunConfig, shape: ModelShape, ranks: int) -> float:

@@ -35,15 +35,11 @@ if TYPE_CHECKING:
 
 
 class ZoneSpells(NamedTuple):
-    """Recorded periods with and without Spot capacity in one zone.
+    """Recorded periods with and without Spot capacity in one zone."""
 
-    Attributes:
-        share_up: Share of the time with capacity.
-        up_hours, down_hours: Hours of the periods with and without capacity. The sorted periods are split into six
-            groups of equal size, and each value is the mean of one group.
-    """
-
-    share_up: float
+    share_up: float  # share of the time with capacity
+    # up_hours, down_hours: hours of the periods with and without capacity. The sorted periods are split into six groups
+    # of equal size, and each value is the mean of one group.
     up_hours: tuple[float, ...]
     down_hours: tuple[float, ...]
 
@@ -76,10 +72,6 @@ class LiveForecast:
     """Forecast of a job that may move from Spot to on-demand.
 
     Dollars include storage and transfer. Hours include waits for capacity.
-
-    Attributes:
-        on_demand_share: Share of the simulated runs that ended on demand.
-        deadline_probability: Share of the simulated runs that met deadline and budget; None without a deadline.
     """
 
     mean_usd: float
@@ -88,7 +80,8 @@ class LiveForecast:
     p90_usd: float
     mean_hours: float
     p90_hours: float
-    on_demand_share: float
+    on_demand_share: float  # share of the simulated runs that ended on demand
+    # share of the simulated runs that met deadline and budget; None without a deadline
     deadline_probability: float | None
 
 

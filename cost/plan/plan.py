@@ -84,50 +84,42 @@ RANKED = "ranked"
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Plan of a job: every pool that was considered, and whether the job may start.
-
-    Attributes:
-        started_utc: Unix time from which the deadline counts: the time of the plan with which the job first started.
-        simulated: Whether the job runs on this machine and is only priced as if it ran in the chosen pool.
-        steps, tokens: Remaining work. `weight_unit` says what `tokens` counts, such as tokens or images.
-        done_steps, spent_usd: Steps done and dollars spent before this plan.
-        interval: The checkpoint interval, in words.
-        fingerprint: Hash of the settings that decide the speed (`throughput.speed_fingerprint`).
-        reserve_usd, reserve_seconds: Part of the budget and of the time that is kept for the last checkpoint.
-        prices: Sentences about the origin and age of the prices.
-        notes: Sentences about assumptions and omitted costs.
-        ranked: Pools that can run the job, in the order of their expected dollars. Pools that would probably miss the
-            deadline (`cost.confidence`) come later.
-        counts: Number of rejected pools by kind of rejection, and number of ranked pools under the key `RANKED`. The
-            counts are complete even if `ranked` and `rejected` are shortened.
-        on_demand: On-demand dollars per hour of each instance type in the chosen pool's region. They are needed if AWS
-            starts another type than planned.
-        blocks: Capacity Blocks for sale that can run the job, cheapest first; none of them is chosen.
-        live: Forecast that includes moves from Spot to on-demand; None without a pool, or for a run on this machine.
-    """
+    """Plan of a job: every pool that was considered, and whether the job may start."""
 
     made_utc: float
+    # Unix time from which the deadline counts: the time of the plan with which the job first started
     started_utc: float
     backend: str
-    simulated: bool
+    simulated: bool  # whether the job runs on this machine and is only priced as if it ran in the chosen pool
+    # steps, tokens: remaining work. `weight_unit` says what `tokens` counts, such as tokens or images.
     steps: int
+    # done_steps, spent_usd: steps done and dollars spent before this plan
     done_steps: int
     spent_usd: float
     tokens: float
     weight_unit: str
-    interval: str
-    fingerprint: str
+    interval: str  # the checkpoint interval, in words
+    fingerprint: str  # hash of the settings that decide the speed (`throughput.speed_fingerprint`)
     budget_usd: float | None
     deadline_hours: float | None
+    # reserve_usd, reserve_seconds: part of the budget and of the time that is kept for the last checkpoint
     reserve_usd: float
-    prices: tuple[str, ...]
-    notes: tuple[str, ...]
+    prices: tuple[str, ...]  # sentences about the origin and age of the prices
+    notes: tuple[str, ...]  # sentences about assumptions and omitted costs
+    # pools that can run the job, in the order of their expected dollars. Pools that would probably miss the deadline
+    # (`cost.confidence`) come later.
     ranked: tuple[Candidate, ...]
     rejected: tuple[Rejection, ...]
+    # number of rejected pools by kind of rejection, and number of ranked pools under the key `RANKED`. The counts are
+    # complete even if `ranked` and `rejected` are shortened.
     counts: dict[str, int]
     refusal: PlanRefusal | None
+    # on-demand dollars per hour of each instance type in the chosen pool's region. They are needed if AWS starts
+    # another type than planned.
     on_demand: dict[str, str] = field(default_factory=dict)
+    # forecast that includes moves from Spot to on-demand; None without a pool, or for a run on this machine
     live: LiveForecast | None = None
+    # Capacity Blocks for sale that can run the job, cheapest first; none of them is chosen
     blocks: tuple[Candidate, ...] = ()
     reserve_seconds: float = 0.0
 

@@ -20,20 +20,17 @@ class Pool:
     """Machines on which a job could run: instance type, number of nodes, ranks per node, market and zone.
 
     All nodes of a job (its gang) are in the same zone.
-
-    Attributes:
-        region: None if the pool was rejected before regions were considered.
-        zone: Zone id (use1-az1), or the zone name if the id is unknown. None means any single zone of the region,
-            because the price is the same in all zones (on-demand) or known only for the whole region (static table).
-        reservation: Id of the capacity reservation or Capacity Block that provides the machines; None for other pools.
     """
 
     instance_type: str
     nodes: int
     processes_per_node: int
     market: str
-    region: str | None = None
+    region: str | None = None  # None if the pool was rejected before regions were considered
+    # zone id (use1-az1), or the zone name if the id is unknown. None means any single zone of the region, because the
+    # price is the same in all zones (on-demand) or known only for the whole region (static table).
     zone: str | None = None
+    # id of the capacity reservation or Capacity Block that provides the machines; None for other pools
     reservation: str | None = None
 
     @property
@@ -53,60 +50,41 @@ class Pool:
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate(Pool):
-    """A pool that can run the job, with its expected cost. All figures except the price are estimates.
-
-    Attributes:
-        usd_per_hour: Price of one node.
-        quoted_usd_per_hour: The same price as exact decimal text, from which bills are computed.
-        on_demand_usd_per_hour: On-demand price of one node of this type in this region; None if not on record.
-        price_kind: Source of the price, as text that begins with "live", "recorded" or "estimated".
-        price_age_hours: Hours since the price was last known to be valid.
-        price_stale: Whether a quoted spot price is older than `cost.max_price_age_hours`.
-        bound: The resource that limits the speed: compute, network, host, pcie or launch.
-        speed_kind: Source of the speed: "measured", "scaled from …", or "prior" (estimated).
-        save_seconds: Time for which one checkpoint stops training.
-        hazard_per_hour: Expected interruptions of the job per hour.
-        hazard_kind: Source of the hazard estimate, as text.
-        daly_interval_steps: Optimal number of steps between checkpoints, by Daly's formula.
-        paid_hours: Expected paid hours per node.
-        expected_hours: `paid_hours` plus unpaid waits for capacity after machines were reclaimed.
-        expected_usd: `compute_usd` + `storage_usd` + `transfer_usd`.
-        case: Inputs of the Monte Carlo forecast.
-        outlook: Quantiles of the Monte Carlo forecast; None except for the best pools.
-        ends_utc: Unix time at which the reservation ends; None if it has no end, or if the pool is not a reservation.
-    """
+    """A pool that can run the job, with its expected cost. All figures except the price are estimates."""
 
     gpu: str
     gpu_count: int
     gpu_memory_bytes: int
-    usd_per_hour: float
-    quoted_usd_per_hour: str
+    usd_per_hour: float  # price of one node
+    quoted_usd_per_hour: str  # the same price as exact decimal text, from which bills are computed
+    # on-demand price of one node of this type in this region; None if not on record
     on_demand_usd_per_hour: float | None
-    price_kind: str
-    price_age_hours: float
-    price_stale: bool
+    price_kind: str  # source of the price, as text that begins with "live", "recorded" or "estimated"
+    price_age_hours: float  # hours since the price was last known to be valid
+    price_stale: bool  # whether a quoted spot price is older than `cost.max_price_age_hours`
     micro_batch: int
     fit: MemoryFit
     tokens_per_second: float
     step_seconds: float
-    bound: str
+    bound: str  # the resource that limits the speed: compute, network, host, pcie or launch
     mfu: float
-    speed_kind: str
-    save_seconds: float
+    speed_kind: str  # source of the speed: "measured", "scaled from …", or "prior" (estimated)
+    save_seconds: float  # time for which one checkpoint stops training
     interval_seconds: float
-    hazard_per_hour: float
-    hazard_kind: str
-    daly_interval_steps: int
+    hazard_per_hour: float  # expected interruptions of the job per hour
+    hazard_kind: str  # source of the hazard estimate, as text
+    daly_interval_steps: int  # optimal number of steps between checkpoints, by Daly's formula
     interruptions: float
-    paid_hours: float
-    expected_hours: float
+    paid_hours: float  # expected paid hours per node
+    expected_hours: float  # `paid_hours` plus unpaid waits for capacity after machines were reclaimed
     compute_usd: float
     storage_usd: float
     transfer_usd: float
-    expected_usd: float
+    expected_usd: float  # `compute_usd` + `storage_usd` + `transfer_usd`
     usd_per_step: float
-    case: ForecastInputs
-    outlook: ForecastQuantiles | None = None
+    case: ForecastInputs  # inputs of the Monte Carlo forecast
+    outlook: ForecastQuantiles | None = None  # quantiles of the Monte Carlo forecast; None except for the best pools
+    # Unix time at which the reservation ends; None if it has no end, or if the pool is not a reservation
     ends_utc: float | None = None
 
     @property
@@ -134,17 +112,11 @@ class Candidate(Pool):
 
 @dataclass(frozen=True, kw_only=True)
 class Rejection(Pool):
-    """A pool that cannot run the job.
+    """A pool that cannot run the job."""
 
-    Attributes:
-        kind: Short name of the reason. Rejections of one kind are counted together.
-        reason: The reason in full, with numbers.
-        excess: Ratio of the needed to the available memory, time or money; 0 for all other reasons.
-    """
-
-    kind: str
-    reason: str
-    excess: float = 0.0
+    kind: str  # short name of the reason. Rejections of one kind are counted together.
+    reason: str  # the reason in full, with numbers
+    excess: float = 0.0  # ratio of the needed to the available memory, time or money; 0 for all other reasons
 
 
 def why_no_queue(queues: Mapping[str, QueueState], wanted: Pool, catalogue: Catalogue) -> str | None:

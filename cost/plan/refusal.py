@@ -231,19 +231,13 @@ def change_config(config: RunConfig, section: str, **values: object) -> RunConfi
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRefusal:
-    """The reason why a job must not start.
+    """The reason why a job must not start."""
 
-    Attributes:
-        outcome: Deadline exceeded, budget exceeded, or no capacity.
-        message: The numbers that led to the refusal.
-        hint: A change of the configuration that would allow the job.
-        enough: Smallest sufficient deadline in hours, or budget in dollars, depending on which limit is exceeded; None
-            if there is no capacity.
-    """
-
-    outcome: Outcome
-    message: str
-    hint: str
+    outcome: Outcome  # deadline exceeded, budget exceeded, or no capacity
+    message: str  # the numbers that led to the refusal
+    hint: str  # a change of the configuration that would allow the job
+    # smallest sufficient deadline in hours, or budget in dollars, depending on which limit is exceeded; None if there
+    # is no capacity
     enough: float | None = None
 
 

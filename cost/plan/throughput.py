@@ -64,20 +64,15 @@ HOST_SHARE = 0.925
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryFit:
-    """Memory per GPU at the peak of a step, in bytes for each kind of content.
-
-    Attributes:
-        unsharded: Gathered parameters and gradients that are not yet reduced.
-        allowance: CUDA context, library buffers and fragmentation.
-    """
+    """Memory per GPU at the peak of a step, in bytes for each kind of content."""
 
     parameters: int
     gradients: int
     optimizer: int
-    unsharded: int
+    unsharded: int  # gathered parameters and gradients that are not yet reduced
     activations: int
     logits: int
-    allowance: int
+    allowance: int  # CUDA context, library buffers and fragmentation
 
     @property
     def total(self) -> int:
@@ -179,23 +174,14 @@ PCIE_BYTES_PER_SECOND = 12e9
 
 @dataclass(frozen=True, kw_only=True)
 class Throughput:
-    """Speed of a gang (all ranks of a job).
+    """Speed of a gang (all ranks of a job)."""
 
-    Attributes:
-        tokens_per_second: Tokens per second of all ranks together, or other units of the model (`weight_unit`).
-        step_seconds: Duration of one optimizer step.
-        bound: The resource that limits the speed: compute, network, host, pcie or launch.
-        mfu: Model FLOPs utilisation at this speed.
-        kind: Source of the speed: "measured", "scaled from …", or "prior" (estimated).
-        log_deviation: Uncertainty of the speed: the standard deviation of its logarithm.
-    """
-
-    tokens_per_second: float
-    step_seconds: float
-    bound: str
-    mfu: float
-    kind: str = "prior"
-    log_deviation: float = UNMEASURED_LOG_DEVIATION
+    tokens_per_second: float  # tokens per second of all ranks together, or other units of the model (`weight_unit`)
+    step_seconds: float  # duration of one optimizer step
+    bound: str  # the resource that limits the speed: compute, network, host, pcie or launch
+    mfu: float  # model FLOPs utilisation at this speed
+    kind: str = "prior"  # source of the speed: "measured", "scaled from …", or "prior" (estimated)
+    log_deviation: float = UNMEASURED_LOG_DEVIATION  # uncertainty of the speed: the standard deviation of its logarithm
 
 
 def estimate_throughput(

@@ -37,47 +37,30 @@ _FILTER_VALUES = 200
 
 @dataclass(frozen=True, kw_only=True)
 class RegionPrices:
-    """EC2's answer for one region.
+    """EC2's answer for one region."""
 
-    Attributes:
-        records: Changes of spot prices.
-        zone_ids: Zone id of each zone name of this account.
-        names_only: Reason why zones have names but no ids; empty if the ids are known.
-    """
-
-    records: Sequence[SpotRecord]
-    zone_ids: Mapping[str, str]
-    names_only: str = ""
+    records: Sequence[SpotRecord]  # changes of spot prices
+    zone_ids: Mapping[str, str]  # zone id of each zone name of this account
+    names_only: str = ""  # reason why zones have names but no ids; empty if the ids are known
 
 
 @dataclass(frozen=True, kw_only=True)
 class PriceAnswers:
-    """EC2's answers for all regions.
+    """EC2's answers for all regions."""
 
-    Attributes:
-        answered: Answers by region.
-        failed: Reason for each region without an answer.
-        observed: Unix time of the requests.
-    """
-
-    answered: Mapping[str, RegionPrices]
-    failed: Mapping[str, str]
-    observed: float
+    answered: Mapping[str, RegionPrices]  # answers by region
+    failed: Mapping[str, str]  # reason for each region without an answer
+    observed: float  # Unix time of the requests
 
 
 @dataclass(frozen=True, kw_only=True)
 class LivePrices(ZonePrices):
-    """Live spot prices of the regions that answered. Regions in `failed` have the prices of the static table.
+    """Live spot prices of the regions that answered. Regions in `failed` have the prices of the static table."""
 
-    Attributes:
-        failed: Reason for each region without an answer.
-        names_only: By region, the reason why its zone ids are unavailable.
-        asked_at: Unix time of the requests.
-    """
-
-    failed: Mapping[str, str] = field(default_factory=dict)
+    failed: Mapping[str, str] = field(default_factory=dict)  # reason for each region without an answer
+    # by region, the reason why its zone ids are unavailable
     names_only: Mapping[str, str] = field(default_factory=dict)
-    asked_at: float
+    asked_at: float  # Unix time of the requests
 
     @classmethod
     def of(cls, answers: PriceAnswers) -> LivePrices:

@@ -23,28 +23,21 @@ _REGION_NAME = re.compile(r"[a-z]{2,}(?:-[a-z]+)+-\d+")
 
 @dataclass(frozen=True, kw_only=True)
 class Quote:
-    """Hourly price of one instance in one zone or region.
-
-    Attributes:
-        zone: Zone id (use1-az1), which means the same zone in every account. If the id is unknown, this is the zone
-            name (us-east-1a), which differs between accounts. None means any zone of the region.
-        usd_per_hour: Price exactly as quoted.
-        at: Unix time of the last price change; None if unknown.
-        observed: Unix time at which the price was last known to be valid. The age of the price counts from this time,
-            because a price may stay unchanged for weeks.
-        kind: Kind of price: live, recorded (on a date) or estimated.
-        source: Source of the price, in words.
-    """
+    """Hourly price of one instance in one zone or region."""
 
     instance_type: str
     region: str
+    # zone id (use1-az1), which means the same zone in every account. If the id is unknown, this is the zone name
+    # (us-east-1a), which differs between accounts. None means any zone of the region.
     zone: str | None
     zone_name: str | None
-    usd_per_hour: Decimal
-    at: float | None
+    usd_per_hour: Decimal  # price exactly as quoted
+    at: float | None  # Unix time of the last price change; None if unknown
+    # Unix time at which the price was last known to be valid. The age of the price counts from this time, because a
+    # price may stay unchanged for weeks.
     observed: float
-    kind: QuoteKind
-    source: str
+    kind: QuoteKind  # kind of price: live, recorded (on a date) or estimated
+    source: str  # source of the price, in words
 
     def age_hours(self, now_utc: float) -> float:
         return max(0.0, now_utc - self.observed) / 3600
@@ -146,12 +139,9 @@ class StaticPrices:
 
     The table has one spot price per region, not per zone. It is typical of the region; the current price of a pool may
     differ.
-
-    Attributes:
-        because: Reason why live prices were unavailable; empty if the configuration selects the static table.
     """
 
-    because: str = ""
+    because: str = ""  # reason why live prices were unavailable; empty if the configuration selects the static table
 
     def spot(self, kind: InstanceType, region: str) -> Sequence[Quote]:
         advice, on_demand = kind.advice.get(region), self.on_demand(kind, region)

@@ -43,19 +43,14 @@ _HIGHEST_USD_PER_HOUR = 10_000
 
 @dataclass(frozen=True, kw_only=True)
 class SpotRecord:
-    """One change of a spot price.
-
-    Attributes:
-        zone_id: Zone id, such as use1-az1; empty if unknown.
-        at: Unix time from which the price is in force.
-    """
+    """One change of a spot price."""
 
     instance_type: str
     region: str
     zone_name: str
-    zone_id: str
+    zone_id: str  # zone id, such as use1-az1; empty if unknown
     usd_per_hour: Decimal
-    at: float
+    at: float  # Unix time from which the price is in force
 
     @property
     def zone(self) -> str:
@@ -132,15 +127,10 @@ def prices_at(
 
 @dataclass(frozen=True, kw_only=True)
 class ZonePrices:
-    """Base class of recorded and live spot prices. On-demand prices come from the static table.
+    """Base class of recorded and live spot prices. On-demand prices come from the static table."""
 
-    Attributes:
-        quotes: Spot quotes by instance type and region, one per zone.
-        known_zones: Zones by region, with or without a price.
-    """
-
-    quotes: Mapping[tuple[str, str], tuple[Quote, ...]]
-    known_zones: Mapping[str, tuple[str, ...]]
+    quotes: Mapping[tuple[str, str], tuple[Quote, ...]]  # spot quotes by instance type and region, one per zone
+    known_zones: Mapping[str, tuple[str, ...]]  # zones by region, with or without a price
 
     def spot(self, kind: InstanceType, region: str) -> Sequence[Quote]:
         return self.quotes.get((kind.name, region), ())
@@ -214,16 +204,11 @@ _ISO_SECONDS = "%Y-%m-%dT%H:%M:%SZ"
 
 @dataclass(frozen=True, kw_only=True)
 class Recording:
-    """Content of a price file.
-
-    Attributes:
-        recorded_at: Unix time of the recording; None if unknown.
-        zone_ids: Zone ids by region and zone name.
-    """
+    """Content of a price file."""
 
     records: Sequence[SpotRecord]
-    recorded_at: float | None
-    zone_ids: Mapping[str, Mapping[str, str]]
+    recorded_at: float | None  # Unix time of the recording; None if unknown
+    zone_ids: Mapping[str, Mapping[str, str]]  # zone ids by region and zone name
 
 
 @dataclass(frozen=True, kw_only=True)

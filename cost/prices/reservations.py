@@ -31,28 +31,22 @@ _BLOCK_FAMILIES = ("p4d.", "p4de.", "p5.", "p5e.", "p5en.", "p6")
 
 @dataclass(frozen=True, kw_only=True)
 class Reservation:
-    """A capacity reservation of the account, or a Capacity Block for sale.
-
-    Attributes:
-        start_utc, end_utc: Unix times between which the reservation can run instances. A `start_utc` of None means now,
-            and an `end_utc` of None means no end.
-        usd_per_hour: Price of an instance in use; None means the on-demand price.
-        fee_usd: Price of the whole Capacity Block, due at purchase; None for a reservation of the account.
-        problem: Reason why the reservation cannot run instances; "" if there is none.
-        kind: "live" if EC2 described the reservation, else "configured".
-    """
+    """A capacity reservation of the account, or a Capacity Block for sale."""
 
     id: str
     instance_type: str
     instances: int
     region: str
     zone: str | None = None
+    # start_utc, end_utc: Unix times between which the reservation can run instances. A `start_utc` of None means now,
+    # and an `end_utc` of None means no end.
     start_utc: float | None = None
     end_utc: float | None = None
-    usd_per_hour: Decimal | None = None
+    usd_per_hour: Decimal | None = None  # price of an instance in use; None means the on-demand price
+    # price of the whole Capacity Block, due at purchase; None for a reservation of the account
     fee_usd: Decimal | None = None
-    problem: str = ""
-    kind: str = "configured"
+    problem: str = ""  # reason why the reservation cannot run instances; "" if there is none
+    kind: str = "configured"  # "live" if EC2 described the reservation, else "configured"
 
     @classmethod
     def of(cls, declared: ReservationConfig) -> Reservation:
@@ -95,19 +89,13 @@ class Reservation:
 
 @dataclass(frozen=True, kw_only=True)
 class CapacityEvidence:
-    """Reservations, Capacity Blocks and Spot placement scores.
+    """Reservations, Capacity Blocks and Spot placement scores."""
 
-    Attributes:
-        held: Reservations of the account.
-        blocks: Capacity Blocks for sale.
-        scores: Spot placement scores (1 to 10) of `cluster.nodes` instances of any planned type, by (region, zone id).
-        notes: One sentence for each query that EC2 did not answer.
-    """
-
-    held: tuple[Reservation, ...] = ()
-    blocks: tuple[Reservation, ...] = ()
+    held: tuple[Reservation, ...] = ()  # reservations of the account
+    blocks: tuple[Reservation, ...] = ()  # Capacity Blocks for sale
+    # spot placement scores (1 to 10) of `cluster.nodes` instances of any planned type, by (region, zone id)
     scores: Mapping[tuple[str, str], int] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # one sentence for each query that EC2 did not answer
 
     def score(self, region: str, zone: str | None) -> int | None:
         """Return the placement score of a zone or, if `zone` is None, the region's highest score; None if unknown."""

@@ -59,19 +59,14 @@ class World:
 
     Spot pool i is in zone `zones[i]` and region `regions[i]`. Each region also has one on-demand pool, in its first
     zone.
-
-    Attributes:
-        available: Whether all nodes of the job could run, [pools, ticks].
-        usd_per_hour: Spot price of all nodes, [pools, ticks].
-        tick_hours: Duration of each tick, [ticks]; equal in a recorded trace.
     """
 
     zones: tuple[str, ...]
     regions: tuple[str, ...]
-    available: NDArray[np.bool_]
-    usd_per_hour: NDArray[np.float64]
+    available: NDArray[np.bool_]  # whether all nodes of the job could run, [pools, ticks]
+    usd_per_hour: NDArray[np.float64]  # spot price of all nodes, [pools, ticks]
     on_demand_usd_per_hour: float
-    tick_hours: NDArray[np.float64]
+    tick_hours: NDArray[np.float64]  # duration of each tick, [ticks]; equal in a recorded trace
     distances: Distances = field(default_factory=Distances)
 
     @property

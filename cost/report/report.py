@@ -60,52 +60,39 @@ _NOTABLE = {BUDGET, FAULT_DETECTED, FAULT_INJECTED, GENERATION_ENDED, GUARD, NOT
 
 @dataclass(frozen=True, kw_only=True)
 class RunReport:
-    """Figures of a job. The field names are the public contract of report.json.
-
-    Attributes:
-        outcome: Outcome of the job; None while it is running.
-        interruptions: Number of generations with an unplanned end, whatever the cause.
-        failures: Number of these interruptions that were caused by Ebbflow's code or the user's code.
-        redone_steps: Number of executed steps whose result was discarded.
-        loss_curve: Pairs (step, loss), ordered by step. A redone step has the loss of its last execution; a non-finite
-            loss is None.
-        ledger: Paid time and dollars by class.
-        total_usd: Total cost, with six decimals like all dollar amounts of a report.
-        savings_usd: The cost of the useful steps at the on-demand price, less `total_usd`; None if that price is
-            unknown. It is negative if overheads and interruptions cost more than the cheaper market saved.
-        plan: The newest plan.
-        actual: Measured figures (`cost.report.figures.compute_actual_figures`).
-        events: Number of events by name, failures and notable events ordered by time, damage to the event log, and
-            generations (parent step, last step, paid rank-seconds, end).
-        configuration: Each key with its value and source (default, file:line, environment or --set); empty if it was
-            not recorded.
-        money: Owner, forecast, dollars by cause and hindsight (`cost.report.figures.compute_money_figures`); empty in
-            old reports.
-        progress: Steps, estimated end and cost, and the work that killing the job now would lose
-            (`cost.report.charts.compute_progress`).
-        charts: Series, marks, lanes and ranks for plots (`cost.report.charts.build_charts`); empty in old reports.
-        running: The launcher that is running the job (since_utc, host, user, pid, command, heartbeat_age_seconds); None
-            if the job is not running.
-    """
+    """Figures of a job. The field names are the public contract of report.json."""
 
     job: str
-    outcome: Outcome | None
-    interruptions: int
-    failures: int
-    redone_steps: int
+    outcome: Outcome | None  # outcome of the job; None while it is running
+    interruptions: int  # number of generations with an unplanned end, whatever the cause
+    failures: int  # number of these interruptions that were caused by Ebbflow's code or the user's code
+    redone_steps: int  # number of executed steps whose result was discarded
     weights_sha256: str | None
+    # pairs (step, loss), ordered by step. A redone step has the loss of its last execution; a non-finite loss is None.
     loss_curve: list[tuple[int, float | None]]
-    ledger: tuple[LedgerLine, ...]
-    total_usd: Decimal
+    ledger: tuple[LedgerLine, ...]  # paid time and dollars by class
+    total_usd: Decimal  # total cost, with six decimals like all dollar amounts of a report
     paid_microseconds: int
+    # the cost of the useful steps at the on-demand price, less `total_usd`; None if that price is unknown. It is
+    # negative if overheads and interruptions cost more than the cheaper market saved.
     savings_usd: Decimal | None
-    plan: dict[str, Any] | None
-    actual: dict[str, Any]
+    plan: dict[str, Any] | None  # the newest plan
+    actual: dict[str, Any]  # measured figures (`cost.report.figures.compute_actual_figures`)
+    # number of events by name, failures and notable events ordered by time, damage to the event log, and generations
+    # (parent step, last step, paid rank-seconds, end)
     events: dict[str, Any]
+    # each key with its value and source (default, file:line, environment or --set); empty if it was not recorded
     configuration: list[dict[str, Any]] = field(default_factory=list)
+    # owner, forecast, dollars by cause and hindsight (`cost.report.figures.compute_money_figures`); empty in old
+    # reports
     money: dict[str, Any] = field(default_factory=dict)
+    # steps, estimated end and cost, and the work that killing the job now would lose
+    # (`cost.report.charts.compute_progress`)
     progress: dict[str, Any] = field(default_factory=dict)
+    # series, marks, lanes and ranks for plots (`cost.report.charts.build_charts`); empty in old reports
     charts: dict[str, Any] = field(default_factory=dict)
+    # the launcher that is running the job (since_utc, host, user, pid, command, heartbeat_age_seconds); None if the job
+    # is not running
     running: dict[str, Any] | None = None
 
     def __getitem__(self, name: str) -> Any:

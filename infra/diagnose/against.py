@@ -66,21 +66,16 @@ class Straggler:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Differences between a job and a reference job.
+    """Differences between a job and a reference job."""
 
-    Attributes:
-        straggler: a rank that slows down the other ranks. None if there is no such rank, or if the same rank was about
-            as slow in the reference job.
-        settings: (key, value, value in the reference job) of each setting that differs, except for the store.
-        new_lines: the first log lines that the reference job did not print. Digits are ignored.
-        missing: names of events that only the reference job has, such as commits.
-    """
-
+    # (key, value, value in the reference job) of each setting that differs, except for the store
     settings: tuple[tuple[str, Any, Any], ...]
+    # a rank that slows down the other ranks. None if there is no such rank, or if the same rank was about as slow in
+    # the reference job.
     straggler: Straggler | None
     slower: tuple[SlowerPart, ...]
-    new_lines: tuple[LogLine, ...]
-    missing: tuple[str, ...]
+    new_lines: tuple[LogLine, ...]  # the first log lines that the reference job did not print. Digits are ignored.
+    missing: tuple[str, ...]  # names of events that only the reference job has, such as commits
 
     def to_json(self) -> dict[str, Any]:
         return {

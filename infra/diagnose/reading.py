@@ -36,20 +36,13 @@ class DiagnoseError(InfraError):
 
 @dataclass(frozen=True, slots=True)
 class LogText:
-    """One line of a log.
+    """One line of a log."""
 
-    Attributes:
-        file: the path as given; "-" is standard input.
-        number: line number, counted from 1.
-        text: the line without terminal escape sequences. If the line is a JSON record, only the record's message.
-        rank: the rank that wrote the line; None if unknown.
-        time: Unix time in seconds; None if unknown. A timestamp without a year is dated in the current year.
-    """
-
-    file: str
-    number: int
-    text: str
-    rank: int | None = None
+    file: str  # the path as given; "-" is standard input
+    number: int  # line number, counted from 1
+    text: str  # the line without terminal escape sequences. If the line is a JSON record, only the record's message.
+    rank: int | None = None  # the rank that wrote the line; None if unknown
+    # Unix time in seconds; None if unknown. A timestamp without a year is dated in the current year.
     time: float | None = None
 
 

@@ -40,14 +40,11 @@ _ALL_GROUPS = "give the optimizer all its groups before the job is restored, wit
 
 @dataclass(frozen=True)
 class FurtherState:
-    """The tensors of a commit that belong neither to model and optimizer nor to the random states.
+    """The tensors of a commit that belong neither to model and optimizer nor to the random states."""
 
-    Attributes:
-        own: tensors of one rank, by name. A restore with another world size skips them.
-        shared: tensors that all ranks hold, plain or as DTensors, by name; names begin with `SHARED_PREFIX`.
-    """
-
+    # tensors of one rank, by name. A restore with another world size skips them.
     own: dict[str, Tensor] = field(default_factory=dict)
+    # tensors that all ranks hold, plain or as DTensors, by name; names begin with `SHARED_PREFIX`
     shared: dict[str, Tensor] = field(default_factory=dict)
 
 
