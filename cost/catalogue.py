@@ -329,10 +329,7 @@ class Rates:
 
 @cache
 def load_rates(list_prices: Path = _HERE / "list_prices.csv", egress: Path = _HERE / "egress.csv") -> Rates:
-    """Read the tables of list prices and of prices of data transfer.
-
-    Raises CatalogueError with file:line:column for an invalid price.
-    """
+    """Read the list prices and those of data transfer. Raises CatalogueError with file:line:column."""
     prices = [field.name for field in fields(RegionRates)]
     return Rates(
         regions={

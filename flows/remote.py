@@ -24,18 +24,12 @@ _BACKENDS: dict[str, Target] = {"batch": "batch", "cloud": "batch", "kubernetes"
 
 
 def in_container() -> bool:
-    """Return whether this process is a task that Metaflow sent to another machine.
-
-    A launcher that runs in a container does not count.
-    """
+    """Return whether this process is a task that Metaflow sent to another machine, not a launcher in a container."""
     return os.environ.get("METAFLOW_RUNTIME_ENVIRONMENT", "local") != "local"
 
 
 def requested_backend(words: Sequence[str], plan_for: str = "batch") -> Target | None:
-    """Return the backend that --with names in a command line: "batch", "kubernetes", or None for this machine.
-
-    `plan_for` is the value of `cluster.plan_for`: the backend that `--with cloud` selects.
-    """
+    """Return the backend of --with: "batch", "kubernetes", or None for this machine. `cloud` means `plan_for`."""
     names = [value.partition(":")[0] for value in option_values(words, "--with")]
     if "local" in names or (name := next((name for name in names if name in _BACKENDS), None)) is None:
         return None
@@ -49,11 +43,7 @@ def option_values(words: Sequence[str], option: str) -> list[str]:
 
 
 def set_environment(config: RunConfig, backend: str) -> None:
-    """Set Metaflow's environment variables for a run on the backend.
-
-    Values in the configuration take precedence, then existing variables and Metaflow settings, then values derived from
-    the store.
-    """
+    """Set Metaflow's variables for a backend: from the configuration, else existing settings, else from the store."""
     batch = config.batch
     configured = {
         "METAFLOW_BATCH_JOB_QUEUE": batch.light_queue,
@@ -87,10 +77,9 @@ def _is_set(name: str) -> bool:
 
 
 def light_queue(config: RunConfig) -> str | None:
-    """Choose the queue for the steps before and after training if the user named none, and print the reason.
+    """Choose the queue of the light steps, if the user named none, among configured or all queues; print the reason.
 
-    The choice is among the configured queues. If no queues are configured, it is among the account's queues. Returns
-    None if no queue is found, for example because Batch does not answer; preflight then reports the cause.
+    Returns None if no queue is found, for example because Batch does not answer; preflight then reports the cause.
     """
     from ebbflow.infra.batch import batch_client, declared_queues, lightest_queue, training_queues
 
@@ -106,10 +95,7 @@ def light_queue(config: RunConfig) -> str | None:
 
 
 def refusal_reason(config: RunConfig, backend: str | None, words: Sequence[str] = ()) -> str | None:
-    """Return why the run cannot be sent to the backend and how to fix this, or None if it can be sent.
-
-    `words` is the command line.
-    """
+    """Return why the run in `words` cannot be sent to the backend and how to fix this, or None if it can."""
     if backend is not None and "://" not in config.store:
         return (
             f"--with {backend}: store {config.store} is a folder of this machine, which containers cannot read\n"
