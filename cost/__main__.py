@@ -209,7 +209,10 @@ def _job_history(config: RunConfig) -> JobHistory:
 
 
 def _measured_shape(config: RunConfig) -> ModelShape | None:
-    """Prepare the user's own workload and measure its `ModelShape`; None for the built-in model. Exits if invalid."""
+    """Prepare the data of the user's own workload, measure its model and return the `ModelShape`.
+
+    Returns None for the built-in model. Exits the process if the workload is invalid.
+    """
     if config.user_code is None:
         return None
     from ebbflow.training.errors import TrainingError

@@ -106,7 +106,7 @@ def _csv_rows(path: Path) -> Iterator[tuple[str, str, None, str]]:
 
 
 def compare_allocations(events: Sequence[Event], allocations: Sequence[Allocation]) -> list[AttemptAllocation]:
-    """Add up the allocations of each attempt's pods, and compare the sums with the ledger's cost.
+    """Add up the pods' allocations per attempt on Kubernetes, and compare each sum with the ledger's cost.
 
     A pod belongs to an attempt if the pod's name begins with the attempt's name.
     """

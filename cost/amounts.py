@@ -22,11 +22,15 @@ def round_amount(amount: Decimal, decimals: int = USD_DECIMALS) -> Decimal:
 def apportion(amounts: list[Decimal], decimals: int = USD_DECIMALS, *, total: Decimal | None = None) -> list[Decimal]:
     """Round each amount so that the rounded amounts sum to the rounded sum of the exact amounts.
 
-    This is the largest-remainder method: every amount is rounded down, then those with the largest remainders get one
-    unit each, of equal ones the earlier first. Every result differs from its exact amount by less than one unit.
+    This is the largest-remainder method. Every amount is rounded down. Then the amounts with the largest remainders get
+    one unit each, until the rounded amounts sum to the rounded total. Of equal remainders, the earlier one comes first.
+    Every result differs from its exact amount by less than one unit.
 
-    Pass the rounded sum as `total` if the same total is split in several ways: a Decimal sum depends on the order of
-    its amounts in the 28th digit, so a total half-way between two units could otherwise round differently.
+    Args:
+        decimals: Number of decimals to round to.
+        total: The rounded sum, if it is already known. Pass it if the same total is split in several ways. A Decimal
+            sum depends on the order of its amounts in the 28th digit, so a total half-way between two units could
+            otherwise round differently each time.
     """
     unit = Decimal(1).scaleb(-decimals)
     floors = [amount.quantize(unit, ROUND_FLOOR) for amount in amounts]

@@ -80,9 +80,13 @@ class BillLine:
 
 
 def read_bill(path: Path, delivery: int = 0) -> Iterator[BillLine]:
-    """Yield a report's lines one by one. `delivery` is the index of this file among several.
+    """Yield the lines of a report one by one.
 
-    Raises BillError with file:line, the column and the problem if the file is unreadable or invalid.
+    Args:
+        delivery: Index of this file, if several report files are read together.
+
+    Raises:
+        BillError: The file is unreadable or invalid. The message has file:line, the column and the problem.
     """
     rows = _parquet_rows(path) if path.suffix == ".parquet" else _csv_rows(path)
     for where, row in rows:
@@ -227,16 +231,22 @@ def _number(text: str, column: str, where: str) -> Decimal:
 
 
 class RepeatFilter:
-    """Filter that recognises repeated bill lines. It keeps all lines in memory, so pass only those of one job."""
+    """Filter that recognises repeated bill lines.
+
+    It keeps every line in memory. A bill may have millions of lines, so pass only the lines of one job.
+    """
 
     def __init__(self) -> None:
         self._by_id: dict[tuple[str, ...], tuple[Decimal, Decimal]] = {}
         self._alike: dict[tuple[Any, ...], dict[int, int]] = {}
 
     def is_repeat(self, line: BillLine) -> bool:
-        """Return whether the line repeats an earlier one, as defined in the module's docstring, and remember it.
+        """Return whether the line repeats an earlier line, as defined in the module's docstring.
 
-        Raises BillError if an earlier line has the same id, time, resource and types, but another amount or cost.
+        The filter remembers the line for later calls.
+
+        Raises:
+            BillError: An earlier line has the same id, time, resource and types, but another amount or cost.
         """
         use = (line.resource_id, line.usage_type, line.line_type, line.start, line.end)
         name = (line.line_id, *map(str, use))

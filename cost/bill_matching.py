@@ -82,7 +82,10 @@ class MeteredInstance:
 
     @property
     def was_warm(self) -> bool:
-        """Whether another job has probably used the instance: it was up for 10 minutes before this job's first node."""
+        """Whether another job has probably used the instance before.
+
+        The instance had been up for more than 10 minutes when this job's first node started on it.
+        """
         return (self.uptime_seconds or 0.0) > LONGEST_IDLE_SECONDS
 
     def usd_between(self, start: float, end: float) -> Decimal:
@@ -216,7 +219,10 @@ def match_instance(
     """Compare an instance's billed hours with its metered time. Store the clock difference in `metered.offset`.
 
     The hours in which another job used the instance are first moved from `billed.hours` to `billed.elsewhere_usd`.
-    `others` has (start, end) of each such use in Unix seconds; those found in the bill's tags are added to it.
+
+    Args:
+        others: (start, end) in Unix seconds of each use of the instance by another job. The function extends this list
+            by the uses that it finds in the bill's tags.
     """
     _set_aside(metered, billed, others, job)
     if not billed.hours:
@@ -238,10 +244,11 @@ def match_instance(
 
 
 def _set_aside(metered: MeteredInstance, billed: BilledInstance, others: list[tuple[float, float]], job: str) -> None:
-    """Move the hours in which another job used the instance from `billed.hours` to `billed.elsewhere_usd`.
+    """Remove hours in which another job used the instance from `billed.hours`, and add them to `billed.elsewhere_usd`.
 
-    This job did not run in such an hour, and a tag, an interval in `others`, or a boot well before this job started
-    is evidence of another job. If a tag shows one after this job, the time between the two is added to `others`.
+    An hour is removed if this job did not run in it and there is evidence of another job: the tag of another job, an
+    interval in `others`, or a boot of the instance well before this job started on it. If a tag shows that another job
+    used the instance after this one, the time between the two jobs is added to `others`.
     """
     for (start, end), hour in list(billed.hours.items()):
         if metered.seconds_between(start - CLOCKS_APART_SECONDS, end + CLOCKS_APART_SECONDS):
@@ -259,7 +266,10 @@ def _set_aside(metered: MeteredInstance, billed: BilledInstance, others: list[tu
 def _explanations(
     metered: MeteredInstance, billed: BilledInstance, others: list[tuple[float, float]]
 ) -> Iterator[tuple[str, float, float]]:
-    """Yield (cause, start, end) of what AWS may bill although no agent metered it, such as the instance's boot."""
+    """Yield (cause, start, end) for each interval that AWS may bill although no agent metered it.
+
+    Such an interval is, for example, the boot of the instance or its use by another job.
+    """
     uptime, end = metered.uptime_seconds or 0.0, metered.end
     yield ("warm instance" if metered.was_warm else "boot time"), metered.start - uptime, metered.start
     yield from (("another job", *interval) for interval in others)

@@ -329,7 +329,10 @@ class Rates:
 
 @cache
 def load_rates(list_prices: Path = _HERE / "list_prices.csv", egress: Path = _HERE / "egress.csv") -> Rates:
-    """Read the list prices and those of data transfer. Raises CatalogueError with file:line:column."""
+    """Read the tables of list prices and of prices of data transfer.
+
+    Raises CatalogueError with file:line:column for an invalid price.
+    """
     prices = [field.name for field in fields(RegionRates)]
     return Rates(
         regions={

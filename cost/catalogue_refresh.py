@@ -87,7 +87,8 @@ def on_demand_prices(pricing: Any, region: str, deadline: RequestDeadline) -> di
 def advisor_bands(read: Callable[[], bytes] | None = None) -> dict[tuple[str, str], tuple[int, int]]:
     """Return the spot advisor's (savings in percent, interruption band) for Linux, by (region, instance type).
 
-    Raises PriceError if the advisor does not answer, or its answer cannot be read.
+    Raises:
+        PriceError: The advisor does not answer, or its answer cannot be read.
     """
     try:
         data = json.loads((read or _read_advisor)())
@@ -161,9 +162,11 @@ class TableChange:
 def write_on_demand(
     path: Path, catalogue: Catalogue, listed: Mapping[str, Mapping[str, Decimal]], today: str
 ) -> TableChange:
-    """Update the table of on-demand prices, `listed` by region and type. Other regions and delisted types stay.
+    """Update the table of on-demand prices. The table keeps prices of other regions and of delisted types.
 
-    `today` is the day of the new prices, such as 2026-07-20.
+    Args:
+        listed: New prices by region and instance type.
+        today: Day of the new prices, such as 2026-07-20.
     """
     lines, notes = {}, []
     known = {(region, kind.name): price for kind in catalogue.types for region, price in kind.on_demand.items()}
@@ -188,7 +191,11 @@ def write_on_demand(
 def write_advisor(
     path: Path, catalogue: Catalogue, bands: Mapping[tuple[str, str], tuple[int, int]], today: str
 ) -> TableChange:
-    """Write the spot advisor's table for the types of the catalogue, from `bands` as of `advisor_bands`."""
+    """Write the spot advisor's table, with only the instance types of the catalogue.
+
+    Args:
+        bands: (savings in percent, interruption band) by (region, instance type).
+    """
     names = {kind.name for kind in catalogue.types}
     rows = [
         f"{region},{name},{savings},{band}"
@@ -237,7 +244,11 @@ def _line(name: str, gpu: str, one: Hardware | InstanceType) -> str:
 
 
 def _differences(one: Hardware, known: InstanceType) -> list[str]:
-    """Return a note for each figure in which EC2 differs from the table, which may be more accurate and stays."""
+    """Return a note for each figure that differs between EC2 and the table.
+
+    The figure in the table stays as it is, because it may be more accurate. For example, the table has the sustained
+    bandwidth, while EC2 states the nominal bandwidth.
+    """
     pairs = {"gpu_count": (one.gpu_count, known.gpu_count), "vcpu": (one.vcpu, known.vcpu), "efa": (one.efa, known.efa)}
     pairs |= {"network_gbps": (one.network_gbps, known.network_gbps), "ram_gib": (one.ram_gib, known.ram_gib)}
     return [
@@ -285,10 +296,15 @@ def refresh_catalogue(
     client: Callable[[str, str], Any] | None = None,
     read_advisor: Callable[[], bytes] | None = None,
 ) -> int:
-    """Update all tables from AWS. Write them only after all answers have arrived; raises PriceError if one is missing.
+    """Update all tables from AWS. Write them only after all answers have arrived.
 
-    `client` makes the client for (service, region), by default a botocore client. `read_advisor` returns the spot
-    advisor's JSON, by default downloaded from AWS.
+    Args:
+        client: Function that creates the client for (service, region). None means a botocore client with its usual
+            credentials.
+        read_advisor: Function that returns the spot advisor's JSON. None means a download from AWS.
+
+    Raises:
+        PriceError: An answer is missing; nothing is written.
     """
     make, deadline = client or aws_client, RequestDeadline.after(_SECONDS)
     try:

@@ -260,7 +260,10 @@ def _plan(context: PreflightContext) -> Plan | CheckFinding:
 
 
 def _goes_on(context: PreflightContext) -> bool:
-    """Return whether the job has started before; False if the store does not answer, which another check reports."""
+    """Return whether the job has started before.
+
+    If the store does not answer, return False. Another check reports an unavailable store.
+    """
     if context.job is None:
         return False
     try:
@@ -271,7 +274,10 @@ def _goes_on(context: PreflightContext) -> bool:
 
 
 def _waits_for_prices(context: PreflightContext, plan: Plan) -> CheckFinding | None:
-    """Return a skipped finding if a plan refused at static prices may be accepted at live prices, else None."""
+    """Return a skipped finding if the plan was refused at static prices but may be accepted at live prices, else None.
+
+    The run makes a new plan at live prices, and that plan decides.
+    """
     if context.config.cost.prices != "live" or plan.refusal is None:
         return None
     priceless = any(rejection.kind == NO_SPOT_PRICE for rejection in plan.rejected)

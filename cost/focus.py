@@ -42,10 +42,11 @@ def next_month(month: str) -> str:
 
 
 def focus_rows(events: Sequence[Event], ledger: Ledger | None = None) -> list[dict[str, str]]:
-    """Return the charges of a job as FOCUS rows, computed from metered time and not from an invoice.
+    """Return the charges of a job as FOCUS rows.
 
     Each row covers the time of one node, or other paid time of its instance such as an idle pause, in one month. The
-    sum of `BilledCost` is the ledger's total before rounding.
+    sum of `BilledCost` is the ledger's total before rounding. The charges are computed from metered time, not taken
+    from an invoice.
     """
     ledger = fold(events) if ledger is None else ledger
     job = events[0].job if events else ""
@@ -105,7 +106,10 @@ def _months(
     usual: PriceCurve | None,
     words: str,
 ) -> Iterator[dict[str, str]]:
-    """Split the charge for an interval at the ends of calendar months (UTC), and yield one FOCUS row per month."""
+    """Split the charge for an interval at the ends of calendar months (UTC), and yield one row per month.
+
+    A row maps the names of FOCUS columns to their values.
+    """
     at, end = round(start * MICRO), round(start * MICRO) + round(seconds * MICRO)
     provider = "AWS" if price.kind != "simulated" else "AWS (simulated: ran elsewhere)"
     pool, market = price.pool, machine.get("market") or (price.pool.market if price.pool else "")

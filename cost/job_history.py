@@ -131,9 +131,10 @@ def _place(stay: PoolStay) -> tuple[str, str, str | None, str | None]:
 def _stay(chosen: dict[str, Any], generation: RecordedGeneration, events: Sequence[Event]) -> PoolStay:
     """Build the record of one generation in its pool.
 
-    It counts as reclaimed if a reclaim notice or the sudden loss of a node ended it, unless the job only waited until
-    the notice expired: then no machine was taken, or an earlier generation with the same notice counts already. The
-    death of a rank, a stop by the user and a rehearsal do not count.
+    The generation counts as reclaimed if a reclaim notice or the sudden loss of a node ended it. The death of a rank, a
+    stop by the user and a rehearsal do not count. A notice does not count either if the job only waited until it
+    expired. Either no machine was taken away, or an earlier generation received the same notice and already counts as
+    reclaimed.
     """
     machine = next((event.data for event in events if event.name == NODE_STARTED), {})
     zone = chosen.get("zone")  # an id, or a name where prices have no ids
@@ -243,11 +244,17 @@ class JobHistory:
     def reclaim_hazard(
         self, prior: GammaHazard, instance_type: str, region: str | None, zone: str | None, now_utc: float
     ) -> tuple[GammaHazard, int]:
-        """Estimate a pool's reclaims per hour from the prior and all generations in it. Return their number too.
+        """Estimate a pool's reclaims per hour: update the prior with all recorded generations in the pool.
 
-        The number of nodes does not matter, because a pool is reclaimed as a whole. Each observed hour has a weight
-        with a half-life of one day, by its own age; otherwise the old hours of a long generation would count as much as
-        its recent reclaim. Zone None means the whole region.
+        The number of nodes does not matter, because a pool is reclaimed as a whole. The weight of an observation has a
+        half-life of one day. Each hour of a generation is weighted by its own age, not by the age of the generation's
+        end. Otherwise the old hours of a long generation would count as much as its recent reclaim.
+
+        Args:
+            zone: None means the whole region.
+
+        Returns:
+            The estimated distribution, and the number of generations used.
         """
         found = self.stays.get((instance_type, region, zone), ())
         belief = prior
@@ -262,11 +269,14 @@ class JobHistory:
     def waits(
         self, instance_type: str, region: str | None, zone: str | None, recorded: Sequence[float] = WAIT_HOURS
     ) -> tuple[float, ...] | None:
-        """Return equally likely waits for capacity after a reclaim, in hours; None if no past job waited in the pool.
+        """Return possible waits for capacity after a reclaim, in hours, all equally likely.
 
-        The `recorded` waits and those of past jobs in this pool are sorted together and split into `len(recorded)`
-        equal groups, whose means are returned. A job that moved to another pool waits for the mean of the longer
-        recorded waits.
+        The `recorded` waits and the waits of past jobs in this pool are sorted together and split into `len(recorded)`
+        equal groups. The result has the mean of each group. If a job moved to another pool, its full wait is unknown;
+        the mean of the longer recorded waits replaces it.
+
+        Returns:
+            None if no past job waited in the pool.
         """
         own = []
         for stay in self.stays.get((instance_type, region, zone), ()):
@@ -291,7 +301,7 @@ class JobHistory:
     def nearest_speed(self, instance_type: str, nodes: int, fingerprint: str) -> MeasuredSpeed | None:
         """Return the speed measured with these settings on the most similar machines; None if none was measured.
 
-        The same instance type comes first, then a similar number of nodes, then the newest measurement.
+        Measurements on the same instance type are preferred, then a similar number of nodes, then the newest one.
         """
 
         def distance(seen: MeasuredSpeed) -> tuple[bool, float, float]:
@@ -307,7 +317,10 @@ NEWEST_JOBS = 200
 
 
 def save_job_record(root: Store, events: Sequence[Event]) -> JobMeasurements | None:
-    """Write the job's record, if it has measurements, to `root`, the store of all jobs. Raises StoreError."""
+    """Write the job's record to `root`, the store of all jobs, and return the record. Raises StoreError.
+
+    If the job has no measurements, write no record and return None.
+    """
     if not events:
         return None
     found = summarize_job(events)

@@ -114,7 +114,10 @@ def read_records(jobs: Sequence[str], store: str | None) -> list[TeamJob]:
 
 
 def _waiting_records(team: Team, folder: Path, known: Sequence[TeamJob]) -> Iterator[TeamJob]:
-    """Yield each waiting job of team.yaml that is neither running nor done, with its spending from `known`."""
+    """Yield a record for each waiting job in team.yaml that is neither running nor done.
+
+    `known` has the jobs that have already run; their spending is copied to the new records.
+    """
     by_name = {one.money.job: one for one in known}
     for one in team.waiting:
         before = by_name.get(one.job)
@@ -192,7 +195,10 @@ def render_jobs(records: Sequence[TeamJob], team: Team, now_utc: float) -> str:
 
 
 def group_rows(rows: Sequence[dict[str, str]], key: str) -> dict[tuple[str, str], Decimal]:
-    """Sum the dollars of charges by (month, value of `key`: "job", "owner", "project" or "tag:NAME")."""
+    """Sum the dollars of charges by (month, value of `key`).
+
+    `key` is "job", "owner", "project" or "tag:NAME".
+    """
     found: dict[tuple[str, str], Decimal] = {}
     for row in rows:
         kind, _, tag = key.partition(":")

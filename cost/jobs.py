@@ -43,10 +43,15 @@ _REQUEST_SECONDS = 10.0
 
 
 def find_job_uri(job: str, store: str | None = None) -> str:
-    """Return the folder or URI with the events of a job, given as URI, folder or name.
+    """Return the folder or URI that has a job's events.
 
-    Without a `store`, search this machine's folder of runs, which records the stores of its jobs. Raises ReportError
-    with the searched places if there are no events.
+    Args:
+        job: A URI, a folder, or the name of a job.
+        store: URI or folder of the store. With None, search this machine's folder of runs, which records the stores of
+            its jobs.
+
+    Raises:
+        ReportError: There are no events. The message lists the places that were searched.
     """
     if "://" in job:
         return job
@@ -67,7 +72,12 @@ def find_job_uri(job: str, store: str | None = None) -> str:
 
 
 def read_job(job: str, store: str | None = None) -> list[Event]:
-    """Read all events of a job, ordered by time. Raises ReportError if there are none, and StoreError."""
+    """Read all events of a job, ordered by time.
+
+    Raises:
+        ReportError: The job has no events.
+        StoreError: The store cannot be read.
+    """
     uri = find_job_uri(job, store)
     events = read_events(Store.open(uri, request_timeout_seconds=_REQUEST_SECONDS))
     if not events:
@@ -87,9 +97,9 @@ def read_job_log(job: str, store: str | None = None) -> LogContent:
 
 
 def _lost_since_report(job_store: Store, events: Sequence[Event]) -> list[Damage]:
-    """Find events lost since the stored report was written, by the number of events of each kind.
+    """Find events lost since the stored report was written, by comparing the number of events of each kind.
 
-    This also finds losses that leave no trace in the event log, such as a missing log of one process.
+    The comparison also finds losses that leave no trace in the event log, such as a missing log of one process.
     """
     try:
         counted = json.loads(job_store.get(_NAME))["events"]["counts"]
@@ -105,10 +115,15 @@ def _lost_since_report(job_store: Store, events: Sequence[Event]) -> list[Damage
 
 
 def find_running_launcher(job: str, events: Sequence[Event], store: str | None = None) -> dict[str, Any] | None:
-    """Find the launcher that is running the job, as JSON values, from its claim in the store (`infra.launchers`).
+    """Find the launcher that is running the job, from its claim in the store (`infra.launchers`).
 
-    None if none is running, or if it only writes the report of a completed job. Raises ReportError (no events),
-    StoreError.
+    Returns:
+        The launcher as JSON values. None if no launcher is running, or if the job is completed and its launcher only
+        writes the report.
+
+    Raises:
+        ReportError: There are no events of the job.
+        StoreError: The store does not answer.
     """
     found = running_launcher(Store.open(find_job_uri(job, store), request_timeout_seconds=_REQUEST_SECONDS))
     if found is None:
@@ -127,10 +142,15 @@ def list_known_jobs(root: Path | None = None) -> list[str]:
 
 
 def load_report(uri: str, *, store: str | None = None, fresh: bool = False) -> RunReport:
-    """Load the report of a job. If none was written, the job is running, or `fresh`, build it from the events.
+    """Load the report of a job. If no report was written or the job is running, build it from the events.
 
-    `uri` is a report.json, the folder or s3:// URI of a job, the name of a job that this machine knows, or "latest".
-    Raises ReportError, with the searched places, if there is neither a report nor events, and StoreError.
+    Args:
+        uri: A report.json, the folder or s3:// URI of a job, the name of a job that this machine knows, or "latest".
+        fresh: Build the report from the events even if a report was written.
+
+    Raises:
+        ReportError: There is neither a report nor events. The message lists the places that were searched.
+        StoreError: The store does not answer.
     """
     path = Path(uri)
     if "://" not in uri and path.suffix == ".json":
@@ -219,7 +239,10 @@ def _names(pools: Sequence[dict[str, Any]]) -> str:
 
 
 def _changes(history: Iterable[SpotRecord]) -> list[dict[str, Any]]:
-    """Convert price records to the data of a `prices` event, under zone id and name, since plans may use either."""
+    """Convert price records to the data of a `prices` event: a list of pools with their price changes.
+
+    Each record is listed under its zone id and under its zone name, because plans may use either.
+    """
     pools: dict[tuple[str, str, str], list[tuple[float, str]]] = {}
     for record in history:
         for zone in {record.zone_id, record.zone_name} - {""}:

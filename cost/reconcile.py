@@ -111,7 +111,10 @@ class Reconciliation:
 
     @property
     def unexplained_share(self) -> float | None:
-        """Unexplained share of the billed dollars; None if nothing was billed. Opposite signs do not cancel out."""
+        """Unexplained share of the billed dollars; None if nothing was billed.
+
+        The absolute unexplained amounts are summed, so that positive and negative amounts do not cancel out.
+        """
         if not self.billed_usd:
             return None
         apart = sum((abs(part.usd) for part in self.parts if part.cause == UNEXPLAINED), Decimal(0))
@@ -154,10 +157,17 @@ def reconcile(
 ) -> Reconciliation:
     """Compare a job's events with a bill, and split the gap (billed less metered dollars) of each instance by cause.
 
-    Lines are matched by instance id and hour, because AWS does not copy the tags of a Batch job to its EC2 instances.
-    Within an hour the gap is split first by price, then by time; without evidence of a cause it is unexplained. The
-    bill's lines are read once. `others` are jobs that may have used the same instances. Raises LedgerError and
-    BillError if the events or two deliveries contradict each other.
+    Bill lines are matched with the job by instance id and hour, because AWS does not copy the tags of a Batch job to
+    its EC2 instances. Within an hour the gap is split first by price, then by time. Amounts without evidence of a cause
+    are reported as unexplained.
+
+    Args:
+        lines: All lines of the account's bill. They are read once and not stored in memory.
+        others: Events of other jobs, which may have used the same instances before or after this one.
+
+    Raises:
+        LedgerError: The events contradict each other.
+        BillError: Two deliveries of the report contradict each other.
     """
     ordered = sorted(events, key=lambda event: (event.t_wall, event.t_mono))
     ledger = fold(ordered)
@@ -257,8 +267,9 @@ _WORDS = {
 def _split_gap(found: Reconciliation, metered: MeteredInstance, hours: list[HourMatch]) -> Iterator[GapPart]:
     """Split one instance's gap (billed less metered dollars) by cause, and yield the parts.
 
-    The gap of an hour is (billed price − metered price) × common seconds, plus the cost of the seconds that are only
-    billed, less that of the seconds that are only metered. Prices are per second.
+    In each hour, the common seconds are the smaller of the metered and the billed seconds. The gap of the hour is
+    (billed price − metered price) × common seconds, plus the cost of the seconds that are only billed, less the
+    cost of the seconds that are only metered. Prices are per second.
     """
 
     def part(cause: str, usd: Decimal, words: str) -> GapPart:

@@ -254,13 +254,18 @@ def replay(
     The difference between measured and predicted dollars shows how well the model fits this run.
 
     Args:
-        pool: words that together match exactly one recorded pool, such as "g5.xlarge spot use1-az4"; None: the run's.
-        usd_per_hour: dollars per hour of one node, in place of recorded prices.
-        interval_steps: steps between two checkpoints; None for the interval of the run.
-        interruptions: whether the recorded interruptions happen in the replay.
+        pool: Words that together match exactly one recorded pool, such as "g5.xlarge spot use1-az4"; None for the pool
+            of the run.
+        usd_per_hour: Dollars per hour of one node, in place of recorded prices.
+        interval_steps: Steps between two checkpoints; None for the interval of the run.
+        interruptions: Whether the recorded interruptions happen in the replay.
 
-    Returns "measured", "predicted" and "what_if" as JSON, each with dollars, paid seconds and redone steps. Raises
-    ReplayError (unknown or ambiguous pool, nothing to replay) and LedgerError.
+    Returns:
+        JSON values: "measured", "predicted" and "what_if" each have dollars, paid seconds and redone steps.
+
+    Raises:
+        ReplayError: The pool is unknown or ambiguous, or there is nothing to replay.
+        LedgerError: The events contradict each other.
     """
     if usd_per_hour is not None and not (usd_per_hour.is_finite() and usd_per_hour >= 0):
         raise ReplayError(f"--usd-per-hour {usd_per_hour}: must be a number of dollars, 0 or more")

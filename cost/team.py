@@ -103,7 +103,9 @@ def left_usd(
 ):
     """Return the dollars left of a project's budget for a month; None if team.yaml has no such budget.
 
-    The spending of `jobs` in the month is subtracted, and the unspent budgets of `running` that can run in it.
+    Args:
+        jobs: Jobs whose spending in the month is subtracted.
+        running: Jobs whose unspent budgets are subtracted if they can run in the month.
     """
     budget = team.budget_usd(project, month)
     if budget is None:
@@ -131,7 +133,8 @@ def admit(
 ) -> list[Admission]:
     """Decide for each waiting job, in the order of `order_by_value`, whether it may start now.
 
-    `jobs` are all that spent money.
+    Args:
+        jobs: All jobs that spent money, including running and waiting ones.
     """
     known: dict[tuple[str, str], Decimal | None] = {}
     found = []
@@ -171,7 +174,10 @@ class _LineLoader(yaml.SafeLoader):
 
 
 def read_team(path: Path) -> Team:
-    """Read a team's budgets and waiting jobs. Raises TeamError with file:line and key for an invalid value."""
+    """Read a YAML file of a team's budgets and waiting jobs.
+
+    Raises TeamError with file:line and the key for an invalid value.
+    """
     try:
         data = yaml.load(path.read_text(encoding="utf-8"), Loader=_LineLoader) or {}
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:

@@ -76,7 +76,10 @@ def _meta(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:
 
 
 def _spans(events: Sequence[Event], zero: float) -> Iterator[dict[str, Any]]:
-    """Yield a slice per generation, and per node of each; without a recorded end, until its last event."""
+    """Yield one slice per generation, and one per node of each generation.
+
+    A slice without a recorded end lasts until the last event of the generation or node.
+    """
     last: dict[tuple[int, int | None], float] = {}
     for event in events:
         last[event.generation, None] = last[event.generation, event.node] = event.t_wall
@@ -128,7 +131,7 @@ def _micros(seconds: float) -> int:
 def build_spans(events: Sequence[Event]) -> list[dict[str, Any]]:
     """Build the spans of a job in OTLP's JSON encoding: the job, its generations, and the saves and steps of each.
 
-    Ids depend only on the job's name and the span, so sending a job twice creates no second span.
+    Trace and span ids depend only on the job's name and the span, so sending a job twice creates no second span.
     """
     ordered = sorted(events, key=lambda event: (event.t_wall, event.t_mono))
     job = ordered[0].job

@@ -39,10 +39,11 @@ _MOST_UNMERGED = 20_000  # events
 
 
 def merge_committed_steps(events: Sequence[Event]) -> list[Event]:
-    """Merge step events: all steps of a rank between two commits become one event, or eight for the plotted rank.
+    """Merge step events: all steps of a rank between two commits become one event.
 
-    A log of several days has millions of steps, too many to evaluate every few seconds. The ledger does not change,
-    because such steps are either all in the final weights or all lost. Steps after the last commit are not merged. A
+    For the lowest rank, which supplies the plots, at most eight steps are merged at a time. A log of several days has
+    millions of steps, too many to evaluate every few seconds. Merging does not change the ledger, because the steps
+    between two commits are either all in the final weights or all lost. Steps after the last commit are not merged. A
     merged event has the highest loss of its steps, and their number as `merged`.
     """
     commits: dict[int, set[int]] = {}
@@ -103,9 +104,10 @@ class MergingFollower(LogFollower):
 
 
 class LivePage:
-    """The page of a job that may be running, rendered again when the job's event log has grown.
+    """The page of a job that may be running. The page is rendered again when the job's event log has grown.
 
-    `launcher` is the one known to run the job, as JSON values; None to look up its claim in the store.
+    Args:
+        launcher: The launcher that is known to run the job, as JSON values; None to look up its claim in the store.
     """
 
     def __init__(self, job: str, store: str | None, *, launcher: dict[str, Any] | None = None) -> None:
@@ -119,7 +121,11 @@ class LivePage:
         self._problem = "waiting for the job's first event"
 
     def render(self, *, last: bool = False) -> bytes:
-        """Return the page, at most a few seconds old. With `last`, it shows the job as ended."""
+        """Return the page, at most a few seconds old.
+
+        Args:
+            last: Whether the launcher has ended. If so, the page shows the job as ended.
+        """
         with self._lock:
             if last or not self._built or time.monotonic() >= self._due:
                 began = time.monotonic()
@@ -180,7 +186,10 @@ def read_earlier_reports(job: str) -> list[RunReport]:
 
 
 def write_until_ended(page: LivePage, path: Path, parent: int) -> None:
-    """Keep the live page's file current, atomically, until the job or the process `parent` ends."""
+    """Keep the file of the live page current until the job ends or, if `parent` is a process id, that process ends.
+
+    The file is replaced atomically, so that a reader never sees a part of it.
+    """
     while True:
         orphaned = bool(parent) and os.getppid() != parent
         content = page.render(last=orphaned)

@@ -58,7 +58,10 @@ def show_report(card: Any, run: RunReport) -> None:
 
 
 def save_live_card(flow: str, run: str, html: str) -> None:
-    """Store the live page as the card of the step `start`, which every run has; Metaflow has none of a failed task."""
+    """Store the live page as the card `live` of the run's step `start`.
+
+    Every run has this step, even one that fails. Metaflow stores no final card of a task that fails or is killed.
+    """
     from metaflow import Run
     from metaflow.metaflow_config import DEFAULT_DATASTORE
     from metaflow.plugins import DATASTORES

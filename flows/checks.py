@@ -30,9 +30,10 @@ def all_checks() -> list[Check]:
 
 
 def check_before_launch(config: RunConfig, config_path: str, *, job: str | None, words: Sequence[str]) -> str | None:
-    """Return why the `run` or `resume` in `words` must not start, as text for the user, or None if it may.
+    """Return why a `run` or `resume` must not start, as text for the user, or None if it may start.
 
     Call this before Metaflow is imported, because it also sets Metaflow's environment variables for the backend.
+    `words` is the command line.
     """
     from ebbflow.infra.preflight import failed_results, render_results
 
@@ -53,9 +54,11 @@ def run_all_checks(
     job: str | None = None,
     target: Target | None = "local",
 ) -> list[CheckResult]:
-    """Run the preflight checks of the backend `target`, or of all for None, and return their results.
+    """Run the preflight checks and return their results.
 
-    With `quick_only`, run only those that take well under a second, and a few that every launch needs.
+    Args:
+        quick_only: run only the checks that take well under a second, and a few slower ones that every launch needs.
+        target: backend of the run. Checks for other backends are left out. None means that no checks are left out.
     """
     from ebbflow.infra.preflight import PreflightContext, run_checks
 

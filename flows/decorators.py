@@ -53,7 +53,10 @@ REMOTE = ("batch", "kubernetes")
 
 
 class local(StepMutator):  # noqa: N801 - the name follows --with
-    """Step mutator for `--with local`, which removes @batch and @kubernetes before they demand a remote datastore."""
+    """Step mutator for `--with local`. It removes @batch and @kubernetes before they demand a remote datastore.
+
+    The mutator prints nothing, because it also runs in the process of every task.
+    """
 
     def mutate(self, mutable_step):
         for name in REMOTE:
@@ -111,7 +114,10 @@ def package_sources() -> Callable[[type], Any]:
 
 
 def packaged_files() -> Iterator[tuple[str, str]]:
-    """Yield (path, name in the code package) of files that `@capacity` adds, unless Metaflow has `@package_sources`."""
+    """Yield (path, name in the code package) for each file that `@capacity` must add.
+
+    Yields no files if Metaflow has `@package_sources`, which then adds them.
+    """
     for folder in _SHIPPED:
         for parent, _, names in sorted(os.walk(folder, followlinks=True)):  # a checkout has links to the packages
             for path in (Path(parent, name) for name in sorted(names)):
@@ -128,7 +134,10 @@ _ARTIFACTS = ("job", "settings", "capacity", "examined", "rounds", "num_nodes")
 
 
 class CapacityDecorator(StepDecorator):
-    """Step decorator that sets each attempt's queue, resources, time limit and number of nodes on its command line."""
+    """Step decorator that sets the queue, resources, time limit and number of nodes of each attempt.
+
+    The decorator writes these values into the command line with which Metaflow launches the attempt.
+    """
 
     name = "capacity"
     defaults: ClassVar[dict[str, Any]] = {}

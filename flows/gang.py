@@ -41,7 +41,11 @@ _ANY_PORT = 9
 
 
 def set_network_interface(main_address: str, environment: MutableMapping[str, str] = os.environ) -> str | None:
-    """Make gloo and NCCL use the network interface that routes to node 0, unless the user has set theirs. Return it."""
+    """Make gloo and NCCL use the network interface that routes to node 0.
+
+    Sets NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME, unless the user has set them. Returns the interface's name, or None
+    (and sets nothing) if no interface routes to node 0.
+    """
     name = route_interface(main_address)
     if name is not None:
         for variable in _VARIABLES:
@@ -82,9 +86,10 @@ class GangShape:
 
 
 def gang_shape(flow: Any, order: AttemptOrder | None = None) -> GangShape:
-    """Return the gang's shape from the attempt's order, which the scheduler made, else from the configuration.
+    """Return the gang's shape from the attempt's order. If there is no order, take the shape from the configuration.
 
-    For `auto`, it comes from the plan; on this machine, ranks per node are one per local GPU if there are any.
+    The order is the scheduler's decision about one attempt. If a value is `auto` in the configuration, it comes from
+    the plan. On this machine, `auto` ranks per node means one rank per local GPU if there are GPUs.
     """
     if order is not None:
         return GangShape(order.nodes, order.processes_per_node)
@@ -100,7 +105,10 @@ def gang_shape(flow: Any, order: AttemptOrder | None = None) -> GangShape:
 
 
 def ranks_of_local_gpus(config: RunConfig, nodes: int) -> int | None:
-    """Return the most ranks per node that have a local GPU each and divide the batch evenly; None if impossible."""
+    """Return the largest number of ranks per node such that each rank has a local GPU and the batch divides evenly.
+
+    Returns None if there is no such number.
+    """
     from ebbflow.infra.checks.gpu import visible_gpus  # not at module level, since it imports all checks
 
     most = 0 if config.cluster.device == "cpu" else visible_gpus() // nodes

@@ -36,7 +36,7 @@ class Job:
     def of(cls, flow: Any, run: str) -> Job:
         """Build the job from a flow's artifacts. `run` is the id of the Metaflow run.
 
-        With queues in several regions, the store's region is put into this process's environment.
+        If the configured queues are in several regions, put the store's region into the environment of this process.
         """
         config = RunConfig.model_validate_json(json.dumps(flow.settings["config"]))
         if has_foreign_queues(config.batch) and config.cost.store_region:
@@ -68,7 +68,7 @@ class Job:
 def local_folder(job: str, store_uri: str) -> Path:
     """Return the folder runs/<job> on this machine, and create it if it is missing.
 
-    If the store is the folder runs/ itself, it is a link to the job's data there.
+    If the store is the folder runs/ itself, runs/<job> is a symbolic link to the job's data in the store.
     """
     folder = RUNS / job
     in_store = RUNS / job_prefix(job)
@@ -107,7 +107,10 @@ CLOCK_TOLERANCE_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class ClockReading:
-    """The current time by the store's clock and by this machine's, whose jumps must not move a job's deadline."""
+    """The current time according to the store's clock and to this machine's clock.
+
+    Both clocks are read, so that a jump of this machine's clock does not move a job's deadline.
+    """
 
     utc: float  # the store's time if the two differ by more than `CLOCK_TOLERANCE_SECONDS`, else own_utc
     own_utc: float

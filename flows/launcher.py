@@ -379,7 +379,10 @@ def write_to_stderr(text: str) -> None:
 
 
 def reorder_words(words: Sequence[str]) -> list[str]:
-    """Return the command line with options of `run` moved behind it; exits with 2 if there is no command."""
+    """Return the command line with options of `run` moved behind the command, where Metaflow accepts them.
+
+    Exits with 2 if there are such options and no command.
+    """
     before: list[str] = []
     moved: list[str] = []
     rest = list(words)
@@ -404,9 +407,9 @@ def reorder_words(words: Sequence[str]) -> list[str]:
 
 
 def _tie_to_parent(by: signal.Signals) -> bool:
-    """Make the kernel send this task `by` when its parent dies: the launcher, or Metaflow's control task.
+    """Make the kernel send this task `by` when its parent dies. Return False if the parent is on another machine.
 
-    Return False if the parent is on another machine.
+    The parent is the launcher or, for the other nodes of a local run, Metaflow's control task.
     """
     parent = os.environ.get(_PARENT_VARIABLE)  # set on the launching machine only
     if parent:
@@ -416,9 +419,10 @@ def _tie_to_parent(by: signal.Signals) -> bool:
 
 
 def _join_in(words: list[str]) -> None:
-    """Install signal handlers and Metaflow fixes in a process that Metaflow started with the command line `words`.
+    """Install signal handlers and Metaflow fixes in a process that Metaflow started.
 
-    Such a process either submits an attempt to a backend or is a task in a container.
+    Such a process either submits an attempt to a backend or is a task in a container. `words` is the command line,
+    starting with Metaflow's command.
     """
     from ebbflow.flows import metaflow_fixes
 
@@ -451,9 +455,10 @@ def _join_in(words: list[str]) -> None:
 
 
 def use_records() -> None:
-    """Let Metaflow's Client API and `Runner` find this project's runs, in any folder and also for the user root.
+    """Let Metaflow's Client API and `Runner` in this process find this project's runs.
 
-    Raises RuntimeError after Metaflow is imported, because Metaflow reads its settings then.
+    This works in any folder, and also for the user root, whom Metaflow otherwise refuses. Call it before Metaflow is
+    imported, because Metaflow reads its settings at import; otherwise it raises RuntimeError.
     """
     if "metaflow" in sys.modules and "METAFLOW_DATASTORE_SYSROOT_LOCAL" not in os.environ:
         raise RuntimeError("metaflow is imported already; fix: restart the kernel and call ebbflow.use_records() first")
@@ -512,7 +517,10 @@ def _read_run_id(file: Path) -> str:
 
 
 def _job_of(flow_name: str, run_id: str, *, without: str = "no report") -> Job | None:
-    """Return a run's job, read from its start step. If this fails, print `without`, such as "no report", and why."""
+    """Return a run's job, read from the artifacts of its start step. If this fails, print why and return None.
+
+    The printed message begins with `without`, a text about the consequence of the failure, such as "no report".
+    """
     from metaflow import Run, namespace
 
     namespace(None)

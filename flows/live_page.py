@@ -125,7 +125,10 @@ def finish_page(folder: Path) -> None:
 
 
 def task_with_card(word: str, records: Path) -> str:
-    """Return the pathspec `word`, with `start` for `report` if the run ended before: only `start` then has a card."""
+    """Return the pathspec `word`, with `report` replaced by `start` if the run ended before its step `report`.
+
+    Such a run has only the card of its step `start`.
+    """
     run, _, step = word.rpartition("/")
     if word.startswith(("/", ".")):
         return word  # a file

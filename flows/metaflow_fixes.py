@@ -88,7 +88,11 @@ def check_metadata(context: PreflightContext) -> CheckFinding:
 
 
 def _asked_service(follows: str) -> CheckFinding:
-    """Return the metadata service's version as a finding that ends with `follows`; Metaflow retries 15 s by itself."""
+    """Ask the metadata service for its version, and return the answer as the finding of a preflight check.
+
+    Metaflow itself would retry for 15 s and print a traceback. If the service answers, the finding ends with the text
+    `follows`.
+    """
     url = metaflow_setting("METAFLOW_SERVICE_URL")
     if not url:
         return skipped("METAFLOW_SERVICE_URL is not set; see the check aws-metaflow")
@@ -121,7 +125,10 @@ CHECKS = [
 
 
 def drop_interrupt_advice() -> None:
-    """Suppress, in the launcher, Metaflow's advice against Ctrl-C, which is safe here, where its release allows it."""
+    """Suppress Metaflow's advice against Ctrl-C, which is safe with Ebbflow. Call this in the launcher.
+
+    Has no effect on a Metaflow release without the private attribute that this changes.
+    """
     from metaflow.runtime import NativeRuntime
 
     begin = NativeRuntime.__init__
@@ -136,9 +143,10 @@ def drop_interrupt_advice() -> None:
 
 
 def keep_terminal_from_tasks() -> None:
-    """Start each task in its own process group, so that Ctrl-C, which would end it with a traceback, does not reach it.
+    """Start each task in its own process group, so that a terminal's Ctrl-C does not reach it.
 
-    Call this in the launcher, which sends SIGTERM instead. No effect without the private attribute of Metaflow.
+    Call this in the launcher. Ctrl-C would end a starting task with a traceback. On Ctrl-C, the launcher sends SIGTERM
+    to the tasks. Has no effect on a Metaflow release without the private attribute that this changes.
     """
     from metaflow import runtime
 
@@ -204,7 +212,10 @@ def complete_gang_descriptions(parsed: dict[str, Any], **_: Any) -> None:
 
 
 def node_command(main: str) -> str:
-    """Return the shell command of all nodes but node 0, from node 0's; each node's shell inserts its index."""
+    """Return the shell command for all nodes except node 0, derived from node 0's command.
+
+    The command is the same for all of these nodes. The shell on each node inserts the node's index.
+    """
     found = re.search(r"--task-id (\S+)", main)
     if found is None:
         return main
@@ -220,7 +231,10 @@ def node_command(main: str) -> str:
 
 
 def pass_over_missing_metadata(cli: Any) -> None:
-    """Make the submitting process, with Metaflow's module `cli`, accept a task that has left no metadata."""
+    """Make the submitting process accept that a task has left no metadata, instead of ending with an error.
+
+    `cli` is Metaflow's module for `batch step` or `kubernetes step`.
+    """
     from metaflow.datastore.exceptions import DataException
     from metaflow.datastore.flow_datastore import FlowDataStore
 

@@ -91,7 +91,10 @@ def check_run_options(options: list[str]) -> list[str]:
 
 
 def parse_json_option(given: str) -> Any:
-    """Return an option's value, decoded if it is a string, list or dictionary in JSON, as from Metaflow's `Runner`."""
+    """Return an option's value, decoded if it is a string, list or dictionary in JSON.
+
+    Metaflow's `Runner` passes such values as JSON.
+    """
     with contextlib.suppress(ValueError):
         if isinstance(value := json.loads(given), str | list | dict):
             return value
@@ -129,9 +132,10 @@ def parse_permits(options: list[str]) -> tuple[list[str], list[str]]:
 
 
 def give_permits(permits: Sequence[str], job: str, store: str) -> None:
-    """Record in the job's store that the user accepts lost commits. Raises InfraError.
+    """Record in the job's store that the user permits the job to continue although commits are lost.
 
-    Call this only after this process has claimed the job.
+    Call this only after this process has claimed the job, because a launcher without the claim must not change the job.
+    Raises InfraError.
     """
     if permits:
         record_permits(Store.open(store, request_timeout_seconds=_REQUEST_SECONDS).sub(job_prefix(job)), *permits)

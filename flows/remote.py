@@ -24,12 +24,18 @@ _BACKENDS: dict[str, Target] = {"batch": "batch", "cloud": "batch", "kubernetes"
 
 
 def in_container() -> bool:
-    """Return whether this process is a task that Metaflow sent to another machine, not a launcher in a container."""
+    """Return whether this process is a task that Metaflow sent to another machine.
+
+    A launcher that runs in a container does not count.
+    """
     return os.environ.get("METAFLOW_RUNTIME_ENVIRONMENT", "local") != "local"
 
 
 def requested_backend(words: Sequence[str], plan_for: str = "batch") -> Target | None:
-    """Return the backend of --with: "batch", "kubernetes", or None for this machine. `cloud` means `plan_for`."""
+    """Return the backend that --with names in a command line: "batch", "kubernetes", or None for this machine.
+
+    `plan_for` is the value of `cluster.plan_for`: the backend that `--with cloud` selects.
+    """
     names = [value.partition(":")[0] for value in option_values(words, "--with")]
     if "local" in names or (name := next((name for name in names if name in _BACKENDS), None)) is None:
         return None
@@ -43,7 +49,11 @@ def option_values(words: Sequence[str], option: str) -> list[str]:
 
 
 def set_environment(config: RunConfig, backend: str) -> None:
-    """Set Metaflow's variables for a backend: from the configuration, else existing settings, else from the store."""
+    """Set Metaflow's environment variables for a run on the backend.
+
+    Values in the configuration take precedence, then existing variables and Metaflow settings, then values derived from
+    the store.
+    """
     batch = config.batch
     configured = {
         "METAFLOW_BATCH_JOB_QUEUE": batch.light_queue,
@@ -77,9 +87,10 @@ def _is_set(name: str) -> bool:
 
 
 def light_queue(config: RunConfig) -> str | None:
-    """Choose the queue of the light steps, if the user named none, among configured or all queues; print the reason.
+    """Choose the queue for the steps before and after training if the user named none, and print the reason.
 
-    Returns None if no queue is found, for example because Batch does not answer; preflight then reports the cause.
+    The choice is among the configured queues. If no queues are configured, it is among the account's queues. Returns
+    None if no queue is found, for example because Batch does not answer; preflight then reports the cause.
     """
     from ebbflow.infra.batch import batch_client, declared_queues, lightest_queue, training_queues
 
@@ -95,7 +106,10 @@ def light_queue(config: RunConfig) -> str | None:
 
 
 def refusal_reason(config: RunConfig, backend: str | None, words: Sequence[str] = ()) -> str | None:
-    """Return why the run in `words` cannot be sent to the backend and how to fix this, or None if it can."""
+    """Return why the run cannot be sent to the backend and how to fix this, or None if it can be sent.
+
+    `words` is the command line.
+    """
     if backend is not None and "://" not in config.store:
         return (
             f"--with {backend}: store {config.store} is a folder of this machine, which containers cannot read\n"

@@ -37,8 +37,8 @@ def record_prices(job: Job) -> None:
 def _paid_types(events: Sequence[Event]) -> dict[str, dict[str, Any]]:
     """Return {instance type: plan data} for each instance type that the job may have paid for.
 
-    The plan is the first that chose the type, else the first that is not simulated. The caller needs the price changes
-    since then.
+    A type's plan is the first plan that chose the type. If nodes used a type that no plan chose, the type's plan is the
+    first plan that is not simulated. The caller needs the price changes of a type since the type's plan was made.
     """
     plans = [event.data for event in events if event.name == PLAN and event.data.get("chosen")]
     first = {plan["chosen"]["instance_type"]: plan for plan in reversed(plans)}
@@ -50,8 +50,11 @@ def _paid_types(events: Sequence[Event]) -> dict[str, dict[str, Any]]:
 def write_report(job: Job) -> tuple[RunReport, list[Event]]:
     """Build the job's report, and write it and the metrics to runs/<job>/ and the store. Return report and events.
 
-    The local files come first, in case the store is full, the job history last, with only a message if that fails.
-    Raises StoreError if the store rejected the report or did not answer.
+    The local files are written first, so that they exist even if the store is full. The job's record in the job history
+    is written last. If writing that record fails, only a message is printed.
+
+    Raises:
+        StoreError: the store rejected the report or did not answer.
     """
     from ebbflow.flows.attempts.settlement import (
         settle_for_report,  # not at module level, since every card's process imports this

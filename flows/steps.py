@@ -46,7 +46,10 @@ def is_local(flow: Any) -> bool:
 
 
 def with_queue_region(flow: Any, config: RunConfig) -> RunConfig:
-    """On AWS Batch, return the configuration with `cost.regions` limited to the queues'; else unchanged."""
+    """On AWS Batch, return the configuration with `cost.regions` limited to the regions of the queues.
+
+    For other backends, return the configuration unchanged.
+    """
     from ebbflow.infra.batch import limit_to_queue_region
 
     there = limit_to_queue_region(config) if training_backend(flow) == "batch" else config
@@ -57,7 +60,7 @@ def with_queue_region(flow: Any, config: RunConfig) -> RunConfig:
 
 
 def available_queues(flow: Any, config: RunConfig) -> dict[str, QueueState] | None:
-    """Return the AWS Batch queues for training by name; None if none is known or the job does not run on Batch.
+    """Return the AWS Batch queues for training by name; None if no queue is known or the job does not run on Batch.
 
     If Batch does not answer, which may happen in a container, return the configured queues.
     """
@@ -78,7 +81,10 @@ def read_job_history(job: Job) -> JobHistory:
 
 
 def read_progress(job: Job) -> JobProgress:
-    """Read the job's progress, to plan the remaining work. If it is unknown, print why, and plan the whole job."""
+    """Read the job's progress, which limits the plan to the remaining work.
+
+    If the progress is unknown, print why, and return an empty progress. The whole job is then planned.
+    """
     from ebbflow.cost.errors import CostError
     from ebbflow.cost.plan.candidates import NO_PROGRESS, read_progress
 
@@ -103,9 +109,9 @@ class StepFailed(MetaflowException):
 
 
 def record_failure(step: Callable[[Any], T]) -> Callable[[Any], T]:
-    """Decorate a step: an error is recorded as the job's outcome and ends the run with one message.
+    """Decorate a step's function: an error is recorded as the job's outcome and ends the run with one message.
 
-    Training steps are not decorated, because a new attempt may succeed.
+    Do not use this decorator for the training steps, where a new attempt may succeed.
     """
 
     @functools.wraps(step)
@@ -174,9 +180,10 @@ def run_preflight(flow: Any) -> list[dict]:
 
 @record_failure
 def plan_capacity(flow: Any) -> dict:
-    """Plan the job, and return the plan with its best pools as JSON; plan.json in the store has all pools.
+    """Plan the job, and return the plan with its best pools as JSON.
 
-    Raises StepFailed if budget, deadline or capacity do not allow the job.
+    The plan with all pools is written to plan.json in the job's store. Raises StepFailed if budget, deadline or
+    capacity do not allow the job.
     """
     from ebbflow.cost.plan.plan import make_plan
     from ebbflow.cost.plan.plan_text import render_plan
@@ -211,9 +218,9 @@ def plan_capacity(flow: Any) -> dict:
 
 @record_failure
 def examine_workload(flow: Any) -> dict | None:
-    """Prepare the data of the user's own workload, and try it on one sample.
+    """Prepare the data of the user's own workload, and try the workload on one sample.
 
-    Returns the model's shape and the prepared data as JSON, or None for the default workload.
+    Returns the model's shape and a description of the prepared data as JSON, or None for the default workload.
     """
     from ebbflow.training.workloads.examine import examine
 
@@ -230,7 +237,8 @@ def examine_workload(flow: Any) -> dict | None:
 def prepare_data(flow: Any) -> dict:
     """Prepare the training data in the store, and return the data's fingerprint and statistics as JSON.
 
-    Jobs with equal data in one store share it. `examine_workload` has already prepared a user's own workload.
+    Jobs with equal data in one store share the prepared data. For a user's own workload, `examine_workload` has already
+    prepared the data, and this function only returns its description.
     """
     from ebbflow.training.data import prepare_tokens
 
@@ -254,7 +262,7 @@ def prepare_data(flow: Any) -> dict:
 def write_report(flow: Any) -> tuple[RunReport, tuple[Any, Any, Any]]:
     """Write the job's report to the store and to runs/<job>/ on this machine.
 
-    Returns the report, and loss curve, ledger and throughput as DataFrames for notebooks.
+    Returns the report, and loss curve, ledger and throughput as pandas DataFrames for notebooks.
     """
     from ebbflow.cost.errors import CostError
     from ebbflow.cost.report.report import ledger_frame, loss_frame, throughput_frame
@@ -280,7 +288,7 @@ def say(text: str) -> None:
 
 @record_failure
 def certify(flow: Any) -> dict | None:
-    """Certify, if the user asked for it, that the job resumes exactly. Return the certificate as JSON, else None.
+    """Certify that the job resumes exactly, if the user asked for it. Return the certificate as JSON, else None.
 
     Raises TrainingError if the job would not resume exactly.
     """

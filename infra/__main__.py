@@ -50,7 +50,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def preflight(options: argparse.Namespace) -> int:
-    """Run the preflight checks. Exit codes: 0 all pass, 2 unusable configuration, 3 a check fails."""
+    """Run the preflight checks and print their results.
+
+    The exit code is 0 if all checks pass, 2 if the configuration is unusable, and 3 if a check fails.
+    """
     from ebbflow.flows.checks import all_checks, run_all_checks
 
     if options.list:

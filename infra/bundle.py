@@ -119,9 +119,13 @@ class BundleFile:
 
 
 def redact(text: str, own: tuple[str, ...] = ()) -> tuple[str, int]:
-    """Replace each secret by its kind, such as ``[redacted: JWT]``. Return the text, with as many lines, and the count.
+    """Replace each secret in a text with its kind, such as ``[redacted: JWT]``. The number of lines stays the same.
 
-    `own` has this machine's secrets, from `secret_values`.
+    Args:
+        own: secret values of this machine's environment, from `secret_values`. Every occurrence is replaced.
+
+    Returns:
+        The redacted text, and the number of secrets that were replaced.
     """
     count = 0
     for value in own:
@@ -139,7 +143,10 @@ def redact(text: str, own: tuple[str, ...] = ()) -> tuple[str, int]:
 
 
 def secret_values(environment: dict[str, str]) -> tuple[str, ...]:
-    """Return the values, of 6 characters or more and no paths, of variables that sound secret, longest first."""
+    """Return the values of variables whose names suggest a secret, longest first.
+
+    Paths and values shorter than 6 characters are not treated as secrets.
+    """
     found = {value for name, value in environment.items() if _SECRET_NAME.search(name) and len(value) >= 6}
     return tuple(sorted((value for value in found if not value.startswith("/")), key=len, reverse=True))
 
@@ -158,7 +165,8 @@ def add_bundle_command(commands: argparse._SubParsersAction, project_root: Path)
 def bundle(options: argparse.Namespace, project_root: Path) -> int:
     """List the contents of the archive, ask for confirmation, and write the archive.
 
-    Exit codes: 0; 1 if the user declines or writing fails; 2 for an unknown job or an existing archive.
+    The exit code is 0 on success, 1 if the user declines or the archive cannot be written, and 2 if the job is unknown
+    or the archive already exists.
     """
     try:
         place = find_job(options.job, options.store, project_root)
@@ -244,7 +252,10 @@ def _rank_of_importance(name: str) -> tuple[int, str]:
 
 
 def _log_tails(lines: list[LogLine], own: tuple[str, ...]) -> Iterator[BundleFile]:
-    """Yield one file per rank and generation, with its last log lines, redacted before lines are cut."""
+    """Yield one file per rank and generation, with the rank's last log lines in that generation.
+
+    Secrets are removed before the lines are cut, because a secret may span several lines.
+    """
     ranks: dict[tuple[int, int], list[LogLine]] = defaultdict(list)
     for line in lines:
         ranks[line.generation, line.rank].append(line)
@@ -277,7 +288,10 @@ def _file_end(path: Path) -> tuple[bytes, int]:
 
 
 def _machine_files() -> tuple[dict[str, str], list[str]]:
-    """Return files about this machine (versions, devices, harmless variables), and problems in reading them."""
+    """Return files that describe this machine (versions, devices, harmless variables), and problems in reading them.
+
+    The job may have run on other machines.
+    """
     packages = sorted({f"{each.metadata['Name']}=={each.version}" for each in distributions()}, key=str.lower)
     facts = {
         "ebbflow": __version__,
@@ -300,9 +314,12 @@ def _machine_files() -> tuple[dict[str, str], list[str]]:
 
 
 def pack(files: list[BundleFile], largest_bytes: int) -> tuple[bytes, list[BundleFile]]:
-    """Compress files into an archive of at most `largest_bytes`. Return it and the files in it, as they are there.
+    """Compress files into one archive of at most `largest_bytes`.
 
     A file that does not fit is cut at its beginning, or left out if not even its end fits.
+
+    Returns:
+        The archive, and the files in the archive with their final (possibly cut) contents.
     """
     buffer, packed, left = io.BytesIO(), [], largest_bytes
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:

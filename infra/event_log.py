@@ -36,9 +36,9 @@ class _Sealed:
 class EventLog:
     """Buffer of a process's events, which a background thread writes to the job's store.
 
-    It does so `flush_seconds` after an event at the latest: by default 2 s for a local folder, 10 s for a remote store.
-    While the store is unavailable, events stay in memory. Only `emit(..., flush=True)`, `flush` and `close` wait for
-    the store, each within a deadline.
+    The thread writes an event at most `flush_seconds` after it was emitted: by default 2 s for a local folder and 10 s
+    for a remote store. While the store is unavailable, events stay in memory and the thread retries. Only `emit(...,
+    flush=True)`, `flush` and `close` wait for the store, each within a deadline.
     """
 
     def __init__(self, job_store: Store, origin: Origin, *, flush_seconds: float | None = None) -> None:
@@ -68,10 +68,13 @@ class EventLog:
         at: tuple[float, float] | None = None,
         **data: Any,
     ) -> Event:
-        """Append one event, of now or of `at`; with `flush`, also wait until it is durable.
+        """Append one event; with `flush`, also wait until it is durable.
 
-        Raises StoreError if a flushed event was not durable within 10 s, after which it is retried, and TypeError if
-        the data cannot be written as JSON.
+        at: (Unix time, monotonic time) of an event in the past; None for now.
+
+        Raises:
+            StoreError: with `flush`, the event was not durable within 10 s. It stays in memory and is retried.
+            TypeError: the data cannot be written as JSON.
         """
         shared = {key: value for key, value in vars(self.origin).items() if key != "process"}
         t_wall, t_mono = at or (time.time(), time.monotonic())
@@ -135,7 +138,10 @@ class EventLog:
                     self._changed.wait_for(lambda: self._given_up, next(pauses))
 
     def _next_segment(self) -> _Sealed | None:
-        """Wait for the next segment to write; None once a closed log is written or `close` is at its deadline."""
+        """Wait for the next segment to write, and return it.
+
+        Returns None if all events of a closed log are written, or `close` has reached its deadline.
+        """
         with self._changed:
             while not (self._given_up or self._complete):
                 self._changed.wait_for(lambda: self._closed or self._wanted > self._durable, self._flush_seconds)

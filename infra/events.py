@@ -290,7 +290,10 @@ class Event:
         return cls(**json.loads(line))
 
     def to_json(self) -> str:
-        """Return a line of strict JSON, with null for non-finite numbers. Raises TypeError for other objects."""
+        """Return the event as a line of strict JSON, with null for non-finite numbers.
+
+        Raises TypeError if the data contains an object that JSON cannot represent.
+        """
         try:
             return json.dumps(self.__dict__, separators=(",", ":"), allow_nan=False)
         except ValueError:  # rare: only events with non-finite numbers are copied
@@ -328,7 +331,7 @@ _warned: set[str] = set()
 def read_events(job_store: Store) -> list[Event]:
     """Return all events of a job, sorted by wall time. Raises StoreError.
 
-    A damaged log prints a warning, once per job. `read_log` returns the damage instead.
+    If the log is damaged, print a warning to stderr, once per job. `read_log` returns the damage and prints nothing.
     """
     content = read_log(job_store)
     if content.damage and job_store.uri not in _warned:
@@ -372,7 +375,10 @@ class LogFollower:
         self._store, self._segments = job_store, Segments()
 
     def read_new(self) -> list[Event]:
-        """Return the events of segments that were added since the last call. Raises StoreError."""
+        """Read the segments that were added since the last call, and return their events.
+
+        Raises StoreError.
+        """
         found: list[Event] = []
         for key, content in read_new_segments(self._store, self._segments):
             lines = unseal(Segments(contents={key: content})).lines
@@ -403,9 +409,10 @@ def _parse(line: Line) -> tuple[Event | None, str]:
 
 
 def _mismatch(value: Any, shape: Any, path: str) -> str:
-    """Describe the first part of `value` that does not match `shape`, a type as in `_DATA`; "" if all match.
+    """Describe the first part of `value` that does not match `shape`; return "" if everything matches.
 
-    path: location of `value` for the description, with a dot at the end, such as "data.".
+    shape: the expected type, written as in `_DATA`. path: location of `value` for the description, with a dot at the
+    end, such as "data.".
     """
     here = path.removesuffix(".")
     if isinstance(shape, tuple):
@@ -454,7 +461,10 @@ def _is_wrong(path: str, value: Any) -> str:
 
 
 def _missing_writers(unsealed: Unsealed, events: Sequence[Event], newest: Mapping[str, float]) -> Iterator[Damage]:
-    """Yield a damage record per process whose events or last segment are missing. `newest`: Unix time per segment."""
+    """Yield one damage record per process whose events, or whose final segment, should be in the log but are missing.
+
+    newest: Unix time of the newest event in each segment.
+    """
     prefixes = {prefix for prefix, _ in unsealed.writers}
     closed_by_plan = {
         event.generation
@@ -481,9 +491,13 @@ def _missing_writers(unsealed: Unsealed, events: Sequence[Event], newest: Mappin
 
 
 def _expected_writers(events: Sequence[Event], closed_by_plan: set[int], heard: set[str]) -> set[str]:
-    """Return the key prefixes of agents, ranks and flow steps that must have written events; none for version 1.
+    """Return the key prefixes of the agents, ranks and flow steps that must have written events.
 
-    `closed_by_plan` are generations with a planned end, `heard` the prefixes of processes that have written events.
+    The set is empty for logs of version 1.
+
+    Args:
+        closed_by_plan: generations that ended as planned.
+        heard: key prefixes of the processes that have written events.
     """
     if all(event.v == 1 for event in events):
         return set()

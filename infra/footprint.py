@@ -148,7 +148,10 @@ def shard_ranks(config: RunConfig, ranks: int, ranks_per_node: int | None = None
 
 
 def stays_gathered(parameters: int) -> bool:
-    """Return whether FSDP2 keeps all float32 parameters (at most SMALL_MODEL_BYTES) gathered until backward."""
+    """Return whether FSDP2 keeps all parameters gathered between forward and backward.
+
+    This is the case if the float32 parameters take at most SMALL_MODEL_BYTES.
+    """
     return FLOAT32_BYTES * parameters <= SMALL_MODEL_BYTES
 
 
@@ -309,10 +312,11 @@ def host_memory_bytes(config: RunConfig, gang: HostGang) -> int:
 
 
 def gpu_host_bytes(config: RunConfig, shape: ModelShape, gang: HostGang) -> int:
-    """Estimate the main memory of one node with GPUs: processes, staging buffers and offloaded tensors.
+    """Estimate the main memory, in bytes, of one node with GPUs: processes, staging buffers and offloaded tensors.
 
-    Each rank keeps STAGING_SLABS page-locked buffers for its share of a commit. Data workers are not counted: the
-    built-in pipeline has none, and the memory of others is unknown.
+    Each rank keeps STAGING_SLABS page-locked buffers for its share of a commit. The built-in data pipeline maps its
+    token files into memory and has no worker processes. Data workers of other workloads are not counted, because their
+    memory is unknown.
     """
     here = gang.processes_per_node
     stored = commit_bytes_per_parameter(config)

@@ -39,9 +39,11 @@ def metadata_endpoint(environment: Mapping[str, str]) -> str:
 
 
 def metadata_unavailable_reason(environment: Mapping[str, str], system: Path = Path("/")) -> str:
-    """Return why the metadata service must not be queried, such as that this is no EC2 instance; "" if it may be.
+    """Return why the metadata service must not be queried; "" if it may be queried.
 
-    system: the folder that contains /sys, whose firmware files identify an instance.
+    A machine outside EC2 sends no query, because the request would only time out.
+
+    system: the folder that contains /sys. Firmware files in /sys identify an EC2 instance.
     """
     if environment.get(DISABLED_VARIABLE, "").lower() == "true":
         return f"{DISABLED_VARIABLE} is true"
@@ -92,7 +94,10 @@ class MetadataService:
         return self.ask("PUT", "/latest/api/token", {_TTL_HEADER: str(ttl_seconds)}, seconds=seconds)
 
     def get(self, path: str, token: str, *, seconds: float) -> tuple[int, str]:
-        """Return (HTTP status, body) of /latest/PATH. Raises as `ask`. token: "" for an IMDSv1 request."""
+        """Return (HTTP status, body) of /latest/PATH. Raises the same errors as `ask`.
+
+        token: an IMDSv2 token, or "" for an IMDSv1 request.
+        """
         return self.ask("GET", f"/latest/{path}", {TOKEN_HEADER: token} if token else {}, seconds=seconds)
 
 
@@ -180,7 +185,10 @@ def _identify(environment: Mapping[str, str], system: Path, deadline_seconds: fl
 
 
 def _metadata(service: MetadataService, deadline_seconds: float) -> dict[str, Any]:
-    """Query the metadata service. Raises OSError, ValueError, KeyError, TypeError or HTTPException."""
+    """Query the metadata service about this machine.
+
+    Raises OSError, ValueError, KeyError, TypeError or HTTPException.
+    """
     limit = time.monotonic() + deadline_seconds
 
     def left() -> float:

@@ -62,7 +62,7 @@ class Parent(Protocol):
 class RemoteChild:
     """Handle of a process that is not a child of this process; its `Parent` reports its exit status.
 
-    If the parent does not report within 1 s, the status is read from the kernel.
+    If the parent is stopped and does not report within 1 s, the status is read from the kernel.
     """
 
     def __init__(self, pid: int, parent: Parent) -> None:
@@ -101,9 +101,10 @@ class RemoteChild:
         self.send_signal(signal.SIGKILL)
 
     def wait(self, timeout: float) -> int:
-        """Wait for the process to end, and return its exit status. Raises subprocess.TimeoutExpired.
+        """Wait for the process to end, and return its exit status.
 
-        A process in uninterruptible sleep (state D) can stay alive even after SIGKILL.
+        Raises subprocess.TimeoutExpired if the process is still alive after `timeout` seconds. A process in
+        uninterruptible sleep (state D) can stay alive even after SIGKILL.
         """
         import subprocess
 
@@ -387,9 +388,10 @@ class _Desk:
 
 
 def _become(argv: list[str], environment: dict[str, str], fds: list[int], mask: Collection[int]) -> NoReturn:
-    """Turn a forked child of the keeper into a program in its own session, with the blocked signals `mask`.
+    """Turn a forked child of the keeper into a program in its own session.
 
-    Of the keeper's file descriptors it inherits only `fds`, as stdin, stdout and stderr.
+    The program inherits no file descriptors of the keeper except `fds`, which become stdin, stdout and stderr. mask:
+    signals that are blocked when the program starts.
     """
     try:
         keeper = os.getppid()

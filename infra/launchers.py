@@ -99,7 +99,10 @@ class Launcher:
 
     @property
     def _state_here(self) -> str:
-        """The kernel's state letter of the launcher's process, such as T for stopped; "" if not alive here."""
+        """The kernel's state letter of the launcher's process, such as T for stopped.
+
+        The value is "" if the process has ended or is not on this machine.
+        """
         stat = process_stat(self.pid) if self.was_here else None
         return stat.state if stat is not None and stat.started_ticks == self.started_ticks else ""
 
@@ -126,7 +129,8 @@ class RunningLauncher:
 def running_launcher(job_store: Store) -> RunningLauncher | None:
     """Return the launcher that holds the job, or None if the job is not running. Raises StoreError.
 
-    On this machine its process must exist; on another, its last renewal is at most 60 s old by the store's clock.
+    A launcher on this machine holds the job while its process exists. A launcher on another machine holds it while its
+    last renewal is at most 60 s old by the store's clock.
     """
     newest = _newest(job_store)
     if newest is None or newest[0].released:
@@ -142,7 +146,7 @@ def running_launcher(job_store: Store) -> RunningLauncher | None:
 
 
 class Claim:
-    """This process's claim on a job, already in the store, which a thread renews until `release`.
+    """This process's claim on a job, already written to the store. A thread renews it until `release`.
 
     on_fenced: called in that thread when another launcher has taken over the job.
     """
@@ -159,9 +163,10 @@ class Claim:
         self._thread.start()
 
     def successor(self) -> Launcher | None:
-        """Read which launcher has taken over the job; None: this one holds it. Raises StoreError.
+        """Return the launcher that has taken over the job, or None while this launcher holds it. Raises StoreError.
 
-        Call it after a pause (stopped process, network outage), before you change what a successor may own.
+        The method reads the store. Call it after a pause (stopped process, network outage), before you change anything
+        that a successor may own.
         """
         if self.fenced_by is None:
             self.fenced_by = self._successor()
@@ -170,7 +175,8 @@ class Claim:
     def release(self) -> None:
         """Mark the claim as released, so that the next launcher does not wait until it is stale. Never raises.
 
-        A second call, such as of a signal handler during the first, returns at once instead of waiting for its lock.
+        A second call returns at once. Otherwise a signal handler that interrupts the first call would wait for a lock
+        that its own thread holds.
         """
         if self._releasing:
             return
@@ -203,7 +209,7 @@ class Claim:
     def _renew(self) -> None:
         """Renew the claim, or give up the job if another launcher has written a claim with the same number.
 
-        That can happen in a store that ignores the condition of `create`.
+        Such a duplicate arises if the store ignores the condition that `create` must not overwrite an object.
         """
         written = _read(self._store, self.launcher.number)
         if written is not None and written.id not in (_UNREADABLE, self.launcher.id):
@@ -286,9 +292,11 @@ def claim_of_parent() -> str | None:
 def _living(
     job_store: Store, job: str, launcher: Launcher, modified: float, *, watch: bool, say: Callable[[str], None]
 ) -> Launcher | None:
-    """Return the launcher that holds the job; None if it is dead, or if its claim was released or is stale.
+    """Return the launcher that holds the job. Return None if it is dead, or if its claim was released or is stale.
 
-    `modified` is the claim's last write by the store's clock. With `watch`, wait for a renewal if necessary.
+    Args:
+        modified: Unix time of the claim's last write, by the store's clock.
+        watch: if necessary, wait for a renewal to find out whether the launcher is still running.
     """
     if launcher.released or (launcher.was_here and not launcher.is_alive_here):
         return None
@@ -334,9 +342,9 @@ def _newest(job_store: Store) -> tuple[Launcher, float] | None:
 
 
 def _read(job_store: Store, number: int) -> Launcher | None:
-    """Return the claim with this number, or None. Raises StoreError.
+    """Return the claim with this number, or None if it does not exist. Raises StoreError.
 
-    An unreadable claim is that of an unknown launcher, and holds the job until it is stale.
+    An unreadable claim is returned as the claim of an unknown launcher. Such a claim holds the job until it is stale.
     """
     try:
         content = job_store.get(launcher_key(number))

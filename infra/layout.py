@@ -65,7 +65,10 @@ def check_job_name(name: str) -> str:
 
 
 def job_of_script(name: str | None, script: str) -> str:
-    """Return the job's name: `name`, else EBBFLOW_JOB, else from the script's file name. Raises LayoutError."""
+    """Return the job's name: `name` if given, else EBBFLOW_JOB, else a name derived from the script's file name.
+
+    Raises LayoutError if the given name cannot be a job's name.
+    """
     stem = re.sub(r"^\W+", "", plain_name(Path(script).stem)) if script not in ("", "-c") else ""
     return check_job_name(name or os.environ.get("EBBFLOW_JOB") or stem or "job")
 
@@ -89,7 +92,10 @@ def script_key(sha256: str) -> str:
 
 
 def workload_prefix(workload: str) -> str:
-    """Return the key prefix of a workload's prepared data. A dot replaces the colon, which some file systems refuse."""
+    """Return the key prefix of the prepared data of a workload such as ``package.module:Name``.
+
+    A dot replaces the colon, because some file systems allow no colon in file names.
+    """
     return f"workloads/{workload.replace(':', '.')}"
 
 
@@ -205,9 +211,10 @@ def runs_folder(project_root: Path) -> Path:
 
 
 def records_root(project_root: Path, name: str) -> Path:
-    """Return the folder of runs or .metaflow: the project's or, if that is read-only, the user's state folder.
+    """Return the folder that contains the folder `name` (`runs` or `.metaflow`).
 
-    It does not depend on the working directory, so all commands find the same records.
+    It is the project's folder or, if that is read-only, the user's state folder. It does not depend on the working
+    directory, so all commands find the same records.
     """
     folder = project_root / name
     if os.access(folder if folder.exists() else project_root, os.W_OK | os.X_OK):

@@ -173,13 +173,15 @@ class _Histogram:
 
 
 class MetricBoard(Collector):
-    """Current values of a set of metrics, which another thread may read safely, rendered only on request.
+    """Current values of a set of metrics, which another thread may read safely.
 
-    The client library's counters add an undocumented `_created` series each, and share the user's registry.
+    Values are rendered as a page only on request. The counters of the client library are not used, because each of them
+    adds an undocumented `_created` series and is in the same global registry as the user's own metrics.
 
     Args:
         constant: names and values of the labels that all metrics have.
-        before_page: called before each rendering, to set values that cost too much time at every step.
+        before_page: function that is called before each rendering, to set values that cost too much time to update
+            at every step.
     """
 
     def __init__(
@@ -313,8 +315,8 @@ def _seconds(hours: float | None) -> float | None:
 def weakest_kind(*words: str) -> str:
     """Return the least certain of several kinds of figures: "recorded" for "measured" and "recorded 2026-07-20".
 
-    A kind is a text's first word, "" is "estimated". The order is measured, live, recorded, estimated, simulated,
-    others.
+    The kind is the first word of each text, and "" counts as "estimated". The order, from certain to uncertain, is
+    measured, live, recorded, estimated, simulated, and any other word.
     """
     kinds = [word.split()[0] if word else "estimated" for word in words]
     return max(kinds, key=lambda kind: _STRENGTH.index(kind) if kind in _STRENGTH else len(_STRENGTH))
@@ -333,7 +335,10 @@ class PushGroup:
 
 
 class Pusher:
-    """A thread that pushes metrics to a Pushgateway every `interval_seconds`, with one warning while that fails."""
+    """A thread that pushes metrics to a Pushgateway every `interval_seconds`.
+
+    It prints one warning when pushes begin to fail, and one line when they succeed again.
+    """
 
     def __init__(
         self, group: PushGroup, registry: CollectorRegistry, *, interval_seconds: float, say: Callable[[str], object]
@@ -389,7 +394,9 @@ _LOOK_SECONDS = 0.1  # interval at which the server checks whether it was closed
 class MetricsServer:
     """HTTP server for /metrics in its own thread, on the first free one of 16 ports, starting with `port`.
 
-    Several nodes on one machine can thus serve metrics. `address` may be "" for all addresses. Raises OSError.
+    Several nodes on one machine can thus serve metrics. The attribute `port` is the port in use. `address` is the
+    address to listen on, or "" for all addresses. Raises OSError if no port is free, or if the port or address is not
+    permitted.
     """
 
     def __init__(self, port: int, page: Callable[[], bytes], *, address: str) -> None:

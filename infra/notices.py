@@ -83,7 +83,11 @@ _CLOSE_SECONDS = 3.0
 
 
 class NoticeWatcher:
-    """A thread that polls the available sources of notices until it is closed; a slow one delays others by 2 s."""
+    """A thread that polls sources of notices until it is closed.
+
+    It skips the sources that are unavailable at the start. A slow source delays the other sources by at most its own
+    deadline (about 2 s).
+    """
 
     def __init__(self, sources: Sequence[Source]) -> None:
         self._sources = list(sources)
@@ -98,8 +102,8 @@ class NoticeWatcher:
     def new_notices(self) -> list[Notice]:
         """Return the notices that arrived since the last call.
 
-        A repeated one counts only if it takes effect over 1 s earlier than announced, or if it names a later time
-        than one that passed over 10 s ago.
+        A repeated notice is returned again only in two cases: it takes effect more than 1 s earlier than announced
+        before, or the time announced before passed more than 10 s ago and the new time is later than that.
         """
         return _all(self._notices)
 
@@ -112,7 +116,10 @@ class NoticeWatcher:
         return _all(self._problems)
 
     def source_problems(self) -> dict[str, str] | None:
-        """Map each source to why it is unavailable, or ""; None until known, about a second after the start."""
+        """Map the name of each source to the reason why it is unavailable, or to "" if it is available.
+
+        Return None until this is known, which takes about a second after the start.
+        """
         return dict(self._absent) if self._decided.is_set() else None
 
     def close(self) -> None:
@@ -219,9 +226,9 @@ class MetadataSource:
         return found
 
     def _without_token(self, seconds: float) -> str:
-        """Try the service's version 1. Return "" if it works, else the reason why not.
+        """Try version 1 of the service, which needs no token. Return "" if version 1 works, else the reason why not.
 
-        In a container, a small hop limit can block the response that carries the token, but not others.
+        In a container, a small hop limit can block the response that carries the token, but not the other responses.
         """
         problem = f"{self._service.endpoint} gave no token in time"
         try:
@@ -283,7 +290,8 @@ class MetadataSource:
 class EffectiveTime:
     """Converter of the ISO 8601 time in a notice to the clock of time.monotonic().
 
-    For the same text, `of` returns the same result, even if it is unreadable or the system clock changes.
+    As long as the source repeats the same text, `of` returns the same result, even if the time is unreadable or the
+    system clock changes.
     """
 
     def __init__(self) -> None:
@@ -308,7 +316,8 @@ METAFLOW_FILE = "/tmp/spot_termination_notice"  # as in Metaflow 2.19's current.
 class MetaflowSource:
     """Source that reads the file that Metaflow's spot monitor writes. The monitor's signal does not reach the task.
 
-    It has the time of termination in ISO 8601, or nothing yet. A time in the past is left over from an earlier boot.
+    The file contains the time of termination in ISO 8601, or nothing while it is being written. A time in the past is
+    ignored: the file may be left over from before the machine was stopped and restarted.
     """
 
     name = NoticeSource.METAFLOW

@@ -75,7 +75,10 @@ class Check:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckResult:
-    """The finding of a check, with its properties. If its severity is "warning", so is a failure's status."""
+    """The finding of a check, with the check's properties.
+
+    A failed check of severity "warning" has the status "warning".
+    """
 
     id: str
     title: str
@@ -97,10 +100,11 @@ class CheckResult:
 
 
 def run_checks(checks: Sequence[Check], context: PreflightContext, *, quick_only: bool = False) -> list[CheckResult]:
-    """Run the checks in parallel, no longer than the longest deadline, and return the results in order.
+    """Run the checks in parallel, and return their results in the order of the checks.
 
-    With `quick_only`, checks of the full tier are left out. Checks run in daemon threads, so that one that never
-    returns does not keep the process from exiting. Raises ValueError if two checks share an id.
+    With `quick_only`, checks of the full tier are left out. The call takes no longer than the longest deadline. Checks
+    run in daemon threads, so that a check that never returns does not keep the process from exiting. Raises ValueError
+    if two checks share an id.
     """
     ids = [check.id for check in checks]
     if len(set(ids)) != len(ids):

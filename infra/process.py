@@ -27,8 +27,11 @@ def die_with_parent(parent_pid: int | None = None, *, by: signal.Signals = signa
     """Have the kernel send this process SIGKILL, or the signal `by`, as soon as its parent ends for any reason.
 
     The kernel watches the parent *thread*: a thread that starts such a process must live as long as the parent does. If
-    the parent `parent_pid` has already died, this process exits. Returns False on systems other than Linux, where the
-    caller must detect the parent's end in another way, such as by the end of a pipe.
+    the parent `parent_pid` has already died, this process exits.
+
+    Returns:
+        False on systems other than Linux. The caller must then detect the parent's end in another way, such as by the
+            end of a pipe.
     """
     expected = os.getppid() if parent_pid is None else parent_pid
     if not sys.platform.startswith("linux"):
@@ -44,7 +47,8 @@ def die_with_parent(parent_pid: int | None = None, *, by: signal.Signals = signa
 def tie_forked_children() -> None:
     """Have the kernel kill the processes that the main thread forks (data-loader workers) when this process ends.
 
-    Grandchildren, and children of other threads, which may end earlier, are not affected.
+    Grandchildren are not affected. Children of other threads are not affected either, because those threads may end
+    before this process.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -103,8 +107,12 @@ def all_processes() -> Iterator[ProcessStat]:
 def descendants(root: int, spare: Collection[int] = (), spare_trees: Collection[int] = ()) -> list[ProcessStat]:
     """Return the living processes below `root`, which must be a subreaper.
 
-    They come from the kernel's lists of children, else from all processes' parents. Those in `spare` are left out,
-    those in `spare_trees` with all their descendants.
+    The function follows the kernel's lists of children. If these yield nothing, it examines the parents of all
+    processes.
+
+    Args:
+        spare: ids of processes to leave out; their descendants are still returned.
+        spare_trees: ids of processes to leave out together with all their descendants.
     """
     found: list[ProcessStat] = []
     ahead = [root]
@@ -184,7 +192,8 @@ def signal_name(number: int) -> str:
 class AwakeClock:
     """Clock that stops while this process is paused, for measuring how long other processes have been silent.
 
-    An iteration of the main loop adds at most `longest_turn_seconds`, and so does a pause (SIGSTOP, `docker pause`).
+    Each iteration of this process's main loop adds at most `longest_turn_seconds`. So a pause of the whole process
+    (SIGSTOP, `docker pause`, a frozen virtual machine) adds at most `longest_turn_seconds`.
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic, *, longest_turn_seconds: float = 0.25) -> None:
@@ -201,7 +210,7 @@ class AwakeClock:
 
 
 class StoppedProcesses:
-    """Detector of processes in state T (stopped, not traced) for longer than `limit_seconds`.
+    """Detector of processes that have been stopped (state T, not a debugger's t) for longer than `limit_seconds`.
 
     Time during which this process itself was stopped, for example by Ctrl-Z in a terminal, does not count.
     """
@@ -219,7 +228,7 @@ class StoppedProcesses:
 
 
 def exit_when_interrupted() -> None:
-    """On Ctrl-C, SIGTERM or a closed terminal, kill all descendants, print one line and exit with code 75.
+    """Make Ctrl-C, SIGTERM and a closed terminal kill all descendants, print one line and exit with code 75.
 
     A SIGINT or SIGHUP that this process already ignores (background job, nohup) stays ignored.
     """
@@ -252,7 +261,10 @@ def _end_descendants() -> None:
 
 
 def ignore_lost_readers() -> None:
-    """Drop output, instead of raising BrokenPipeError, when its reader is gone (`| head`, a closed terminal)."""
+    """Keep running when the reader of stdout or stderr is gone (`| head`, a closed terminal); drop the output.
+
+    Otherwise the next line of output raises BrokenPipeError in the middle of the work.
+    """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         try:
@@ -301,9 +313,10 @@ def run_benchmarks(arguments: list[str]) -> NoReturn:
 
 
 class MessageReader:
-    """Reader of JSON messages, one per line, of a child process.
+    """Reader of JSON messages, one per line, that a child process writes to a non-blocking pipe or socket.
 
-    receive: returns available bytes, or b"" at the end; raises BlockingIOError if none are available.
+    Args:
+        receive: returns the available bytes, or b"" at the end; raises BlockingIOError if none are available.
     """
 
     def __init__(self, receive: Callable[[], bytes]) -> None:
@@ -313,7 +326,8 @@ class MessageReader:
     def read(self, note: Callable[[dict[str, Any]], None]) -> bool:
         """Pass each available message to `note`. Return False if no more messages can follow, else True.
 
-        None can follow the end of the pipe, a read error, or bytes that are not a message.
+        No more messages can follow at the end of the pipe, after a read error, or after bytes that are not a message.
+        Such bytes come from another process.
         """
         while True:
             try:

@@ -37,7 +37,8 @@ _PLAIN = {
 def begin_program() -> None:
     """Prepare the streams and error messages of a program; call it before importing any third-party package.
 
-    If Python is too old (exit code 3) or a package is missing, the program prints one line and no traceback.
+    If Python is too old, print one line and exit with code 3. Install an exception hook that also prints one line and
+    exits, without a traceback, if a package is missing.
     """
     _open_missing_streams()
     print_on_any_terminal()

@@ -15,10 +15,14 @@ _MOST_BUFFERS = 1024  # limit of one preadv (POSIX IOV_MAX)
 def read_blocks(
     store: Store, key: str, start: int, buffers: Sequence[memoryview], *, block_bytes: int
 ) -> Iterator[list[memoryview]]:
-    """Fill buffers from byte `start` of an object in a local store. Yield each block as soon as it is filled.
+    """Read a part of an object in a local store into buffers. Yield each block of memory as soon as it is filled.
 
-    A block has at most `block_bytes`, so that its bytes are still in the CPU cache when its checksum is computed.
-    Raises ObjectNotFound, and StoreError if the object is too short, unreadable, or not in a local store.
+    The part begins at byte `start` of the object. The buffers are filled in order and completely. A block has at most
+    `block_bytes`, so that its bytes are still in the CPU cache when the caller computes their checksum.
+
+    Raises:
+        ObjectNotFound: there is no such object.
+        StoreError: the object is too short, cannot be read, or is not in a local store.
     """
     path = store.local_path(key)
     if path is None:

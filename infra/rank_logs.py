@@ -90,9 +90,9 @@ def utc_text(unix_seconds: float) -> str:
 
 
 def escape_controls(text: str) -> str:
-    """Return a line of output without colours, with control characters escaped.
+    """Return a line of a rank's output without colours, and with other control characters escaped.
 
-    Of a progress bar, the last state and the number of overwritten ones are left.
+    A progress bar that overwrites itself is reduced to its last state, preceded by the number of overwritten states.
     """
     parts = [part for part in strip_colours(text).split("\r") if part.strip()]
     if not parts:
@@ -102,7 +102,9 @@ def escape_controls(text: str) -> str:
 
 
 def split_lines(data: bytes, *, at_end: bool) -> list[tuple[bytes, bool]]:
-    """Split `data` into (piece, whether the line continues), at line feeds and every 16 KiB, not within characters.
+    """Split `data` into lines, and lines longer than 16 KiB into pieces, without cutting through a UTF-8 character.
+
+    For each piece, return its bytes including any line feed, and whether the line continues in the next piece.
 
     at_end: no more data will follow. An incomplete last line is then returned too.
     """
@@ -169,9 +171,10 @@ class LogFilter:
 
 
 def read_logs(folders: Sequence[Path], stores: Sequence[Store]) -> JobLogs:
-    """Read a job's log lines from `logs/` in folders of this machine and from each store. Raises StoreError.
+    """Read all log lines of a job from its folders on this machine and from its part of each store. Raises StoreError.
 
-    A line found in several places is returned once. A damaged line is a warning in the result.
+    Each of the folders has a subfolder `logs/`. A line found in several places is returned once. A damaged line is
+    skipped, with a warning in the result.
     """
     logs, found = JobLogs(), {}
     for folder in folders:
@@ -209,9 +212,10 @@ def render_lines(lines: Sequence[LogLine]) -> str:
 
 
 def _around(lines: list[LogLine], step: int, context: int) -> list[LogLine]:
-    """Return the lines with the step nearest to `step`, in each generation, and `context` lines around them.
+    """Return the lines whose step is nearest to `step`, with `context` lines before and after them.
 
-    Often no line has exactly this step, since ranks do not print at every step.
+    Often no line has exactly this step, since ranks do not print at every step. If lines of several generations are
+    equally near, return lines of each of these generations.
     """
     distances = [abs(line.step - step) for line in lines if line.step is not None]
     nearest = min(distances, default=None)
@@ -238,7 +242,10 @@ def _read_rank(raw: Path, notices: list[str]) -> list[LogLine]:
 
 
 def _unrecorded(raw: Path, lines: list[LogLine], notices: list[str]) -> list[LogLine]:
-    """Return records, dated by the raw log's modification, of lines that a killed agent did not record."""
+    """Return records for the last lines of a raw log if the agent was killed before it recorded these lines.
+
+    The time of these records is the raw log's time of modification.
+    """
     if not raw.exists():
         return []
     status = raw.stat()
@@ -336,7 +343,10 @@ def add_logs_command(commands: argparse._SubParsersAction, project_root: Path) -
 
 
 def show_logs(options: argparse.Namespace, project_root: Path) -> int:
-    """Print the matching lines. Exit codes: 0, 1 if none matches or the store fails, 2 for an unknown job."""
+    """Print the matching lines, and return the exit code.
+
+    The exit code is 0 on success, 1 if no line matches or the store does not answer, and 2 if the job is unknown.
+    """
     numbers = {name: getattr(options, name) for name in ("rank", "node", "generation", "lines")}
     wanted = LogFilter(around_step=options.around, **numbers)
     try:
@@ -388,9 +398,10 @@ def find_job(job: str, store_uri: str | None, project_root: Path) -> JobPlace:
 
 
 def find_logs(job: str, store_uri: str | None, project_root: Path) -> JobLogs:
-    """Read a job's logs from this machine and from the job's store; if that fails, add a warning.
+    """Read a job's logs from this machine and from the job's store.
 
-    Raises LogsError (unknown job), LayoutError (invalid name), StoreError (no logs here either).
+    If the store fails, return the logs of this machine with a warning. Raises LogsError (unknown job), LayoutError
+    (invalid job name), StoreError (the store failed and this machine has no logs).
     """
     place = find_job(job, store_uri, project_root)
     try:

@@ -19,7 +19,10 @@ T = TypeVar("T")
 
 
 def backoff_pauses(*, first_seconds: float = 0.02, longest_seconds: float = 2.0) -> Iterator[float]:
-    """Yield random pauses in seconds, below a limit that doubles, so that processes do not retry together."""
+    """Yield random pauses in seconds, without end. Their upper limit doubles until it reaches `longest_seconds`.
+
+    Randomness keeps processes that failed together from retrying together.
+    """
     limit = first_seconds
     while True:
         yield _JITTER.uniform(first_seconds / 2, limit)
@@ -58,10 +61,16 @@ def retry(
 
 
 def call_within(seconds: float, call: Callable[[], T], name: str, late: Callable[[], Exception]) -> T:
-    """Return `call()`, or raise its exception, or that of `late()` after `seconds`; at 0 or less it is not called.
+    """Call a function with a time limit. Return its result, or raise its exception.
 
-    It runs in a daemon thread called `name`, because name servers, file systems and foreign libraries can hang. A call
-    that never returns is abandoned, and does not keep the process from exiting.
+    The call runs in a daemon thread, because name servers, sources of credentials, file systems and foreign libraries
+    can hang and cannot be interrupted. A call that never returns is abandoned, and does not keep the process from
+    exiting.
+
+    Args:
+        seconds: time limit. At 0 or less the function is not called.
+        name: name of the thread.
+        late: creates the exception that is raised at the time limit.
     """
     if seconds <= 0:
         raise late()

@@ -33,9 +33,10 @@ class ScriptFolderError(InfraError):
 
 
 def pack_script(config: RunConfig, store: Store) -> str:
-    """Put an archive of the script's folder into the store, and return its hash. Raises ScriptFolderError.
+    """Put an archive of the script's folder into the store. Return the archive's hash, which is part of its key.
 
-    It leaves out what git ignores, and refuses files that may be a secret or are too large.
+    In a git checkout, the archive contains only files that git does not ignore. Raises ScriptFolderError if a file may
+    be a secret or is too large.
     """
     assert config.script is not None
     folder, content = Path(config.script).parent, io.BytesIO()
@@ -63,7 +64,10 @@ def pack_script(config: RunConfig, store: Store) -> str:
 
 
 def find_script(script: str, sha256: str | None, store: Store) -> Path:
-    """Return the script's path here, from the archive `sha256` in the store if given. Raises ScriptFolderError."""
+    """Return the script's path on this machine. Raises ScriptFolderError.
+
+    If `sha256` is given, the script's folder is in the store as an archive, which the first call unpacks.
+    """
     path = Path(script)
     if sha256 is None:
         return path

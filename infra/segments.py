@@ -89,7 +89,10 @@ class Unsealed:
 
 
 def seal_segment(key: str, lines: Sequence[str], *, last: bool) -> bytes:
-    """Return a segment: JSON lines of events, then their seal, with checksums and whether it is the writer's last."""
+    """Return the bytes of a segment: JSON lines of events, then the seal (a line with their checksums).
+
+    last: whether this is the writer's final segment.
+    """
     encoded = [line.encode() for line in lines]
     seal = {"seal": _SEAL_VERSION, "segment": key, "checksums": [_checksum(line) for line in encoded], "last": last}
     body = json.dumps(seal, separators=(",", ":")).encode()
@@ -144,7 +147,10 @@ def read_segments(job_store: Store) -> Segments:
 
 
 def read_new_segments(job_store: Store, known: Segments) -> list[tuple[str, bytes]]:
-    """Return (key, content) of each segment that is not in `known`, and add its key. Raises StoreError."""
+    """Return (key, content) of each listed segment that is not in `known`, and add its key to `known`.
+
+    Raises StoreError.
+    """
     before = set(known.contents)
     known.unreadable.clear()  # they may be readable by now
     with ThreadPoolExecutor(_READERS, thread_name_prefix="events") as pool:
@@ -168,8 +174,9 @@ def _unseal_one(
 ) -> None:
     """Verify one segment. Add its lines to `own` and `foreign`, and its damage records to `damage`.
 
-    A seal has the checksums of the lines before it. `foreign` gets lines under another segment's seal or after the last
-    seal, `own` all others. `last` maps the key to whether the seal marks the writer's last segment.
+    A seal is a line with the checksums of the lines before it. `own` gets the lines under the segment's own seal or a
+    damaged seal, and all lines of a segment without a seal. `foreign` gets the lines under another segment's seal, and
+    those after the last seal. `last` maps the segment's key to whether its seal marks it as the writer's last segment.
     """
     numbered = list(enumerate(content.split(b"\n"), start=1))
     if numbered[-1][1] == b"":
@@ -211,7 +218,10 @@ def _unseal_one(
 
 
 def _once(lines: Sequence[Line], damage: list[Damage]) -> list[Line]:
-    """Return the lines without duplicates, which are damage: no two events of a process have the same time."""
+    """Return the lines without duplicates. Add a damage record for each segment with duplicates.
+
+    Equal lines are always copies, because no two events of a process have the same time.
+    """
     first: dict[bytes, str] = {}
     copies: Counter[tuple[str, str]] = Counter()
     found = []
@@ -333,9 +343,10 @@ def _entries(folder: Path, key: str, damage: list[Damage]) -> list[tuple[str, Pa
 
 
 def _read_next(job_store: Store, pool: ThreadPoolExecutor, found: Segments) -> None:
-    """Read segments that the store's listing omits: gaps and, in a remote store, numbers after the last.
+    """Read segments that the store's listing omits.
 
-    At most `_MOST_MISSING` per writer are requested. `unseal` reports all missing segments.
+    The omitted segments have numbers between two listed ones or, in a remote store, after the last listed one. At most
+    `_MOST_MISSING` missing segments per writer are requested. `unseal` reports all missing segments.
     """
     numbers: dict[tuple[str, str], set[int]] = defaultdict(set)
     for key in [*found.contents, *found.unreadable]:
@@ -365,9 +376,9 @@ def _read_next(job_store: Store, pool: ThreadPoolExecutor, found: Segments) -> N
 
 
 def _silent_writers(found: dict[str, bytes]) -> dict[str, bool]:
-    """Return the key prefixes of agents and ranks of ended generations whose segments are missing.
+    """Find agents and ranks of ended generations whose segments should exist but do not.
 
-    Each prefix maps to whether its generation ended as planned.
+    The result maps the key prefix of each such process to whether its generation ended as planned.
     """
     heard = {match[1] for key in found if (match := _NAME.fullmatch(key))}
     ended: dict[int, bool] = {}

@@ -37,7 +37,10 @@ class Fallback:
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """Budget, deadline and prices of a job, as floats, since they only drive decisions; the ledger uses Decimal."""
+    """Budget, deadline and prices of a job.
+
+    Prices are floats, because they only drive decisions; the ledger uses Decimal.
+    """
 
     usd_per_rank_second: float  # price of the planned capacity per rank
     budget_usd: float | None = None  # spending limit of the job; None: no limit
@@ -58,7 +61,10 @@ class Terms:
         return None if self.budget_usd is None else self.budget_usd - self.reserve_usd
 
     def reached(self, spent_usd: float) -> list[float]:
-        """Return the `BUDGET_THRESHOLDS` that `spent_usd` has reached; the last once only the reserve is left."""
+        """Return the `BUDGET_THRESHOLDS` (shares of the budget) that `spent_usd` has reached.
+
+        The last threshold counts as reached once only the reserve of the budget is left.
+        """
         if self.budget_usd is None:
             return []
         limits = {share: self.budget_usd * share for share in BUDGET_THRESHOLDS}
@@ -79,8 +85,10 @@ class Terms:
     ) -> str:
         """Return why the attempt must leave its machines now, to finish on others; "" if it may stay.
 
-        `spent_usd` includes this attempt. `slowness` is a step's measured over its planned time, at least 1. With
-        `restart`, the ranks would first have to start again.
+        Args:
+            spent_usd: dollars spent so far, including this attempt.
+            slowness: measured duration of a step divided by the planned duration, at least 1.
+            restart: whether the ranks would first have to start again.
         """
         if self.end_utc is not None and now_utc + self.reserve_seconds >= self.end_utc:
             return f"leaves its reservation, which ends in {max(0.0, self.end_utc - now_utc):.0f} s"

@@ -29,9 +29,10 @@ _METAFLOWS = re.compile(r"(\x1b\[(?:0|1|22|3[1-7]|39|9[1-7])?m|\x1b\[K)")
 
 
 def printable(text: object) -> str:
-    """Return the text with each unsafe character replaced by a JSON escape, such as \u001b for ESC. Idempotent.
+    """Return the text with each unsafe character replaced by a JSON escape, such as \\u001b for ESC.
 
-    Tabs, line feeds and the meaning of JSON stay; a carriage return before a line feed is removed.
+    Tabs and line feeds stay; a carriage return before a line feed is removed. The function is idempotent, and does not
+    change the meaning of a JSON document.
     """
     return _UNSAFE.sub(_escape, str(text).replace("\r\n", "\n"))
 
@@ -42,7 +43,10 @@ def one_line(text: object) -> str:
 
 
 def wrap_line(text: str, width: int, *, indent: str = "  ") -> list[str]:
-    """Wrap text to `width`, with `indent` before further lines; products such as "2 × g5.xlarge" are not split."""
+    """Wrap text to `width`, keeping its indentation. Products such as "2 × g5.xlarge" are not split.
+
+    indent: the prefix of every line after the first.
+    """
     margin = text[: len(text) - len(text.lstrip(" "))]
     joined = margin + one_line(text).replace(" × ", "\u00a0×\u00a0")
     lines = textwrap.wrap(joined, width, subsequent_indent=indent, break_on_hyphens=False)
@@ -55,7 +59,10 @@ def strip_colours(text: str) -> str:
 
 
 def guard_terminal(*, keep_colours: bool = False) -> None:
-    """Escape unsafe characters in all output of this process from now on, but with `keep_colours` not Metaflow's."""
+    """Escape unsafe characters in everything that this process writes to sys.stdout and sys.stderr from now on.
+
+    With `keep_colours`, Metaflow's own colours stay; use it in processes in which Metaflow writes to the terminal.
+    """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, GuardedStream):
@@ -63,7 +70,11 @@ def guard_terminal(*, keep_colours: bool = False) -> None:
 
 
 class GuardedStream:
-    """A text stream that writes to another one, with escapes or similar ASCII for what that cannot take."""
+    """A text stream that escapes unsafe characters and writes the result to another stream.
+
+    Characters that the other stream cannot encode become similar ASCII or escapes, so that an ASCII terminal raises no
+    error.
+    """
 
     def __init__(self, stream: Any, *, keep_colours: bool = False) -> None:
         self._stream, self._keep_colours = stream, keep_colours

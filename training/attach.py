@@ -94,10 +94,12 @@ def _check_arguments(model: nn.Module, optimizer: Optimizer | None, states: dict
 
 
 def open_attached(make: Callable[[WorkerSpec, Gang], Job], **wanted: str | Path | None) -> Job:
-    """Create the job of this process with `make`. Without an agent, rank 0 first opens a generation. Collective.
+    """Create the job of this process. Without an agent, rank 0 first opens a generation. Collective.
 
-    `wanted` has the store, name and config of `attach`. Raises AttachError if this process already has a job, or if
-    there are several ranks without a process group.
+    `make` creates the job from the specification of this rank. `wanted` has the store, name and config of `attach`.
+
+    Raises:
+        AttachError: this process already has a job, or there are several ranks without a process group.
     """
     if (current := attached_job.current) is not None:
         raise AttachError(
@@ -127,7 +129,10 @@ def _join_gang() -> Gang:
 
 
 def _share(gang: Gang, make: Callable[[], WorkerSpec]) -> WorkerSpec:
-    """Call `make` on rank 0, and return its spec on every rank. If `make` fails, only rank 0 raises. Collective."""
+    """Call `make` on rank 0, and return the resulting spec on every rank. Collective.
+
+    If `make` fails, rank 0 raises the error and the other ranks exit silently.
+    """
     made, error = None, None
     if gang.rank == 0:
         try:

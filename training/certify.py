@@ -90,7 +90,10 @@ def gang_size(config: RunConfig) -> tuple[int, int]:
 
 
 class RecordedWorkload:
-    """A workload that records the batches of another one. The options name that workload and the records' folder."""
+    """A workload that wraps another one and records its batches.
+
+    Its options name the wrapped workload and the folder for the records.
+    """
 
     def __init__(self, context: WorkloadContext) -> None:
         from ebbflow.training.workloads.loader import make_workload
@@ -212,7 +215,10 @@ def local_spec(config: RunConfig, prepared: dict, *, job: str, logs: Path) -> Ga
 
 
 def run_to_end(spec: GangSpec, folder: Path) -> tuple[GangOutcome, int]:
-    """Start a gang repeatedly, at most four times, until its job ends. Return outcome and number of starts."""
+    """Start a gang repeatedly, at most four times, until its job ends. Return its outcome and the number of starts.
+
+    Raises TrainingError.
+    """
     last = ""
     for attempt in range(_MOST_STARTS):
         gang = LocalGang(replace(spec, attempt=attempt), folder / f"start-{attempt}", folder / "output.log")
@@ -282,7 +288,10 @@ def format_certificate(found: dict[str, Any]) -> str:
 
 
 def _compare(uninterrupted: CertifiedRun, run: CertifiedRun) -> dict[str, Any]:
-    """Return a run's entry in the certificate. All tries of a step must have had the same numbers and batches."""
+    """Compare a run with the uninterrupted one, and return its entry in the certificate.
+
+    A step that ran several times must have had the same `_NUMBERS` (such as the loss) and batches each time.
+    """
     figures, batches = dict(uninterrupted.steps), {one[:2]: one[2] for one in uninterrupted.samples}
     seen, read = {step for step, _ in run.steps}, {one[:2] for one in run.samples}
     wrong = [

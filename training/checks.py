@@ -92,7 +92,10 @@ def check_disk(context: PreflightContext) -> CheckFinding:
 
 
 def commits_room(config: RunConfig) -> tuple[int, str]:
-    """Return the most bytes of a job's commits, with one being deleted and one being written, and the calculation."""
+    """Return the maximum bytes that a job's commits occupy, and the calculation as text.
+
+    The maximum includes the commits that retention keeps, one that is about to be deleted, and one being written.
+    """
     checkpoint, steps, one = config.checkpoint, config.training.max_steps, commit_bytes(config)
     every = steps // checkpoint.keep_every_steps if checkpoint.keep_every_steps else 0
     rules = {"last": checkpoint.keep_last, f"every {checkpoint.keep_every_steps} steps": every}

@@ -49,10 +49,13 @@ _MIB = 2**20
 def compare_modes(
     config: RunConfig, modes: Sequence[str], *, steps: int, rounds: int, parent: Path | None = None
 ) -> dict[str, Any]:
-    """Train the job's small copy in each mode, in turn. Raises TrainingError and InfraError.
+    """Train the job's small copy in each mode, in turn.
 
-    Return facts about the machine and, for each mode, median, lowest and highest value of each figure over the rounds,
-    or the reason why the mode is unsupported.
+    Returns:
+        For each mode, the median, lowest and highest value of each figure over the rounds, or the reason why the mode
+        is unsupported. Also facts about the machine and the measurement.
+
+    Raises TrainingError and InfraError.
     """
     from ebbflow.training.gang import Gang
     from ebbflow.training.workloads.loader import prepare_data, workload_context

@@ -89,7 +89,7 @@ def _examine(given: argparse.Namespace, arguments: list[str], folder: Path) -> i
 def _run(
     script: Path, arguments: list[str], folder: Path, name: str, steps: int, *, kill: int = 0, seed: int = 0
 ) -> dict[str, Any]:
-    """Run the script in a copy of its folder for `steps` steps; kill it at step `kill` unless that is 0.
+    """Run the script in a copy of its folder for `steps` steps. If `kill` is not 0, kill it at that step.
 
     Return its records, saves and last output.
     """
@@ -119,9 +119,10 @@ def _why_not_repeatable(whole: list[Record], killed: list[Record]) -> str:
 
 
 def compare(whole: list[Record], resumed: list[Record], kill: int) -> tuple[int, list[tuple[str, str]]]:
-    """Return the step from which a resumed run continued, and the lost state as pairs (kind, variable).
+    """Return the step from which a resumed run continued, and the state that it had lost, as pairs (kind, variable).
 
-    `whole` and `resumed` have the records of both runs: one at the beginning of each step, and one at the end.
+    `whole` has the records of the undisturbed run, `resumed` those of the resumed run. A run has one record of the
+    beginning of each step, and one of the run's end.
     """
     if not resumed:
         return 0, [("start", "")]

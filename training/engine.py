@@ -17,7 +17,11 @@ from ebbflow.training.workload import Batch, Loss
 
 
 def train(trainer: Trainer) -> LoopResult:
-    """Train until the last step, a limit, or a non-finite loss that ends the job. Collective."""
+    """Train until the last step, a limit, or a non-finite loss that ends the job. Collective.
+
+    Returns:
+        The result of the loop, equal on all ranks.
+    """
     training, optimizer, spread = trainer.config.training, trainer.optimizer, trainer.spread
     at, stop = trainer.start, trainer.stop_before_first_step()
     while at.step < training.max_steps and stop is Stop.NONE:
@@ -75,9 +79,10 @@ def end_non_finite(trainer: Trainer, sync: StepSync, judgement: Judgement) -> Lo
 
 
 def forward_backward(trainer: Trainer, batch: Batch, step: int) -> Loss:
-    """Run forward and backward on all micro-batches. Return the sums of their losses and of their weights.
+    """Run forward and backward on all micro-batches of `batch`. Return the sums of their losses and of their weights.
 
-    The gradients are sums too: they are divided later by the weight of all ranks, which the step sync computes.
+    The gradients are sums too. The step sync computes the total weight of all ranks, by which the gradients are divided
+    later.
     """
     parts = batch.split(trainer.config.training.gradient_accumulation_steps)
     sums, weight = torch.zeros((), device=trainer.gang.device), 0.0

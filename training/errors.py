@@ -40,7 +40,8 @@ class NoRoom(CheckpointError):
 class CorruptCommit(CheckpointError):
     """The stored bytes of a commit differ from the saved ones: flipped, truncated, swapped or missing.
 
-    `object_key` and `chunk` are the damaged data object and chunk; "" if another object is damaged.
+    `object_key` is the key of the damaged data object, or "" if another object is damaged; `chunk` is the number of its
+    damaged chunk.
     """
 
     def __init__(self, message: str, *, object_key: str = "", chunk: int | None = None) -> None:
@@ -49,7 +50,10 @@ class CorruptCommit(CheckpointError):
 
 
 class CorruptOverride(CorruptCommit):
-    """A guard's instruction to the next start is unreadable; without it, excluded samples would be trained on."""
+    """An override, a guard's instruction to the next start, is unreadable.
+
+    Without it, the next start would train on samples that the guard excluded.
+    """
 
     curable = False
     end_reason = EndReason.STORE
@@ -202,7 +206,10 @@ class TooManyRewinds(TrainingError):
 
 
 class GangError(TrainingError):
-    """A gang ended before its work was done. The message names the culprit; `user_code`: an exception of the user's."""
+    """A gang ended before its work was done. The message names the culprit.
+
+    `user_code` is True if an exception in the user's code ended it, and not the loss of a process or machine.
+    """
 
     def __init__(
         self, culprit: str, *, user_code: bool = False, curable: bool = True, outcome: Outcome = Outcome.FAILED

@@ -165,9 +165,10 @@ def _probe(
 
 
 def leave(code: int) -> NoReturn:
-    """Exit at once with `code`, without the interpreter's clean-up, which would destroy the process group.
+    """Exit at once with `code`, without the interpreter's clean-up.
 
-    That can block on a dead peer, and torch 2.13 aborts in about one of ten such exits, even after an orderly end.
+    The clean-up would destroy the process group. That can block on a dead peer, and torch 2.13 aborts in about one of
+    ten such exits, even after an orderly end ("terminate called without an active exception").
     """
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, OSError, ValueError):  # the user's code may have closed it
@@ -206,8 +207,9 @@ def _open_store(environment: Mapping[str, str], rank: int, world_size: int, seco
 
 
 def _loopback_listener(host: str, port: int) -> int | None:
-    """Return a loopback socket for the key-value store, since torch's server would listen on every interface.
+    """Return the descriptor of a listening loopback socket for the key-value store, or None.
 
+    By default torch's server listens on every interface, so any process that can reach it may read and write keys.
     Return None if the ranks are on several machines, or if the port is taken, which torch then reports.
     """
     if not is_loopback(host):

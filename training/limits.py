@@ -111,7 +111,10 @@ class Limits:
         return self.terms.spent_usd + self.usd_per_second * self._elapsed_seconds()
 
     def stop(self, steps_left: int = 0) -> Stop:
-        """Return the reason to stop now, or NONE. Call this once per step: the time between two calls is a step."""
+        """Return the reason to stop now, or NONE. `steps_left` is the number of steps after this one.
+
+        Call this exactly once per step: the time between two calls is taken as the duration of a step.
+        """
         now = self._elapsed_seconds()
         if self._looked_at is not None:
             self._steps.append(now - self._looked_at)
@@ -137,12 +140,19 @@ class Limits:
 
     @property
     def next_step_usd(self) -> float:
-        """Upper estimate of the next step's cost in US dollars, from the longest recent step or at first the plan."""
+        """Upper estimate of the next step's cost in US dollars, from the longest recent step including its save.
+
+        Before the first measurement, it is based on the plan's step time.
+        """
         expected = self.terms.step_seconds if self.terms else 0.0
         return self.usd_per_second * max(self._steps, default=expected)
 
     def new_budget_thresholds(self, stop: Stop) -> list[dict[str, float]]:
-        """Return the thresholds reached since the last call, as `budget` events; at the stop BUDGET, all of them."""
+        """Return the budget thresholds that were reached since the last call, each as the data of a `budget` event.
+
+        If `stop` is BUDGET, all thresholds count as reached, because the unspent remainder is reserved for the last
+        save.
+        """
         terms = self.terms
         if terms is None or terms.budget_usd is None:
             return []

@@ -51,10 +51,15 @@ class Link:
 
 
 def probe_links(store: Store, node: int, nodes: int, *, address: str, name: str, lead: bool) -> list[Link] | None:
-    """Measure the links between all nodes; None if a node did not report in time. Collective.
+    """Measure the links between all nodes and return them, or None if a node did not report in time. Collective.
 
-    `name` is equal on all nodes of this start; ports and a token are derived from it. The `lead` rank measures for its
-    node. Raises RendezvousError if a node cannot reach another one.
+    Args:
+        store: key-value store of the gang.
+        address: address at which other nodes reach this one.
+        name: text that is the same on all nodes of this start; ports and a token are derived from it.
+        lead: whether this rank measures for its node.
+
+    Raises RendezvousError if a node cannot reach another one.
     """
     until, store = time.monotonic() + LIMIT_SECONDS, PrefixStore("probe", store)
 

@@ -35,7 +35,7 @@ _AVERAGED_STEPS = "ema_steps"
 
 
 def keep_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
-    """Update, after each optimizer step: average = decay · average + (1 - decay) · weight.
+    """Update an average of each parameter after each optimizer step: average = decay · average + (1 - decay) · weight.
 
     In step n the decay is at most (1 + n) / (10 + n), so that the first weights are soon forgotten.
     """
@@ -91,9 +91,10 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) ->
 def scale_and_clip(
     gradients: list[Tensor], *, scale: float | Tensor, norm: float | Tensor, limit: float | None
 ) -> None:
-    """Scale all gradients and clip them to the norm `limit`, in place and in one pass.
+    """Scale all gradients by `scale` and clip them to the norm `limit`, in place and in one pass.
 
-    `norm` is that after scaling. `scale` and `norm` are both numbers, or both tensors on the gradients' device.
+    `norm` is the gradient norm after scaling and before clipping. `scale` and `norm` are either both numbers or both
+    tensors on the gradients' device.
     """
     if limit is not None:
         ratio = limit / (norm + _CLIP_EPSILON)

@@ -42,7 +42,8 @@ from ebbflow.training.workload import Workload
 def report_compilation(begun: Callable[[], Callable[[], None]]) -> Callable[[], None]:
     """Call `begun` when torch begins a compilation, and the function it returned when the compilation ends.
 
-    Return a function that removes these hooks. Without the compiler or torch's private hooks, nothing is reported.
+    Return a function that removes these hooks. If the compiler is not loaded, or if this torch release lacks the
+    private hooks, nothing is reported.
     """
     if "torch._dynamo" not in sys.modules:
         return lambda: None
@@ -81,7 +82,10 @@ _POWERSGD_PLAIN_STEPS = 2
 
 
 def replicate_model(module: nn.Module, ddp: DdpConfig, gang: Gang) -> tuple[DistributedDataParallel, Compression]:
-    """Wrap the model in DDP with gradient compression. All ranks already have the same weights. Collective."""
+    """Wrap the model in DDP with the configured gradient compression. Collective.
+
+    Initial weights are not broadcast, because all ranks already have the same weights.
+    """
     group = make_mesh(gang, shard=1)["replicate"].get_group()
     model = DistributedDataParallel(
         module,
@@ -101,9 +105,13 @@ def replicate_model(module: nn.Module, ddp: DdpConfig, gang: Gang) -> tuple[Dist
 def _build_final_buckets(model: DistributedDataParallel) -> None:
     """Make DDP build its final gradient buckets now, by a backward pass over the parameters alone. Collective.
 
-    By default, DDP builds them after its first backward pass, in the order in which gradients arrived. The order
-    decides the last bit of sums of three or more ranks, so the first step after a resume would differ. Do not call this
-    with `find_unused_parameters`, where DDP keeps its first buckets, or `static_graph`, which would count it as a step.
+    By default, DDP builds them after its first backward pass, in the order in which gradients arrived. An element's
+    position in its bucket decides the order in which the values of three or more ranks are added, and so the last bit
+    of the sum. Without this function, the first step after a resume would differ from the same step of an uninterrupted
+    run.
+
+    Do not call this with `find_unused_parameters`, where DDP keeps its first buckets, or with `static_graph`, where DDP
+    would count this pass as a step.
     """
     model.reducer.prepare_for_forward()
     model.reducer.prepare_for_backward([])
@@ -115,8 +123,10 @@ def _build_final_buckets(model: DistributedDataParallel) -> None:
 class Compression:
     """Compression of gradients before they are sent to other ranks.
 
-    PowerSGD adds each rank's compression error of the previous step to a gradient. It is not part of a commit, so it is
-    reset at every commit, and the two next steps are not compressed: a resumed rank then computes the same.
+    PowerSGD adds the compression error of the previous step to each gradient. This error differs between ranks and is
+    not part of a commit. So the error is reset at every commit, and a rank that restores the commit computes the same
+    as an uninterrupted rank. Each commit thus discards the error of one step, and the two steps after it run without
+    compression.
     """
 
     def __init__(self, model: DistributedDataParallel, kind: str) -> None:
@@ -148,9 +158,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def shard_model(
     module: nn.Module, units: Iterable[nn.Module], fsdp: FsdpConfig, gang: Gang, *, size: int, keep_gathered: bool
 ) -> None:
-    """Shard the model, on the meta device, in place: each group of `size` ranks holds one copy.
+    """Shard the model in place, while its parameters are on the meta device.
 
-    Each of `units` is gathered as a whole; with `keep_gathered`, until its backward pass.
+    Each group of `size` ranks holds one copy. Each of the `units` is gathered and freed as a whole. With
+    `keep_gathered`, a unit stays gathered from its forward to its backward pass.
     """
     mesh = make_mesh(gang, shard=size)
     # With one copy of the model, a mesh of one dimension needs one reduction where HSDP's mesh needs two.
@@ -182,7 +193,10 @@ _EXPENSIVE = {
 
 
 def recompute_units(units: Iterable[nn.Module], how: str) -> None:
-    """Make units recompute activations in the backward pass; "selective" keeps outputs of `_EXPENSIVE` operations."""
+    """Make each unit recompute its activations in the backward pass.
+
+    If `how` is "selective", the outputs of `_EXPENSIVE` operations are kept; if "none", nothing changes.
+    """
     if how == "none":
         return
     options: dict[str, Any] = {"use_reentrant": False}
@@ -252,7 +266,11 @@ class Spread:
 
     @contextmanager
     def evaluating(self) -> Iterator[nn.Module]:
-        """Return a context that yields the uncompiled model in evaluation mode. All ranks make as many passes."""
+        """Return a context that yields the model in evaluation mode.
+
+        Every rank must make the same number of forward passes. Compiled units run uncompiled, because the few passes
+        have another batch size and would trigger a new compilation.
+        """
         self.module.eval()
         try:
             with torch.no_grad(), torch.compiler.set_stance("force_eager") if self.compiled else nullcontext():
@@ -264,9 +282,10 @@ class Spread:
                     unit.reshard()  # otherwise freed in a backward pass, which evaluation lacks
 
     def gradient_tensors(self) -> list[Tensor]:
-        """Return this rank's shards of all gradients, as plain tensors that share their memory.
+        """Return this rank's shards of all gradients, as plain tensors that share the gradients' memory.
 
-        Raises WorkloadError if DDP waits for a gradient that this rank did not compute; others would wait for it.
+        Raises WorkloadError if DDP waits for a gradient that this rank did not compute: the other ranks would wait for
+        it until the step deadline.
         """
         gradients = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
         self._check_complete(len(gradients))
@@ -288,7 +307,10 @@ class Spread:
         )
 
     def square_sum(self, gradients: Sequence[Tensor]) -> Tensor:
-        """Return this rank's share, in float64, of the squared gradient norm; all ranks' shares add up to it."""
+        """Return this rank's share of the squared norm of the gradient, in float64.
+
+        Summed over all ranks, the shares are the full squared norm.
+        """
         parts = [gradient for gradient in gradients if gradient.numel()]
         if not parts:  # every parameter has fewer rows than there are ranks
             return torch.zeros((), dtype=torch.float64)

@@ -45,7 +45,11 @@ class PeerSockets:
             peer.settimeout(seconds)
 
     def gather(self, row: bytes) -> bytes:
-        """Return the rows of all ranks, which have equal lengths, in rank order. Collective. Raises RuntimeError."""
+        """Return the rows of all ranks, in rank order. All rows must have the same length. Collective.
+
+        Raises RuntimeError if a connection breaks, a rank does not answer in time, or the ranks are at different
+        exchanges.
+        """
         self._number += 1
         message = _HEAD.pack(self._number, len(row)) + row
         for rank in self._peers:
@@ -96,8 +100,8 @@ def connect_peers(
 ) -> PeerSockets:
     """Connect this rank to every other rank; addresses are exchanged through `store`. Collective.
 
-    It listens on the interface with which it reaches `main`, the gang's main node, and has `start_seconds` for all
-    connections and `seconds` for each later exchange. Raises RendezvousError.
+    This rank listens on the network interface with which it reaches `main`, the host and port of the gang's main node.
+    The deadline is `start_seconds` for all connections, and `seconds` for each later exchange. Raises RendezvousError.
     """
     limit = time.monotonic() + start_seconds
     store.set_timeout(timedelta(seconds=start_seconds))
@@ -128,7 +132,8 @@ def connect_peers(
 def find_addresses(host: str, port: int, seconds: float) -> tuple[str, str]:
     """Return the address to publish to other ranks, and the address to listen on ("" for all interfaces).
 
-    If the main node's own name resolves to loopback (Debian's 127.0.1.1), publish the name and listen on all.
+    On the main node, the node's own name may resolve to a loopback address (Debian's 127.0.1.1), while other nodes
+    resolve it to a reachable address. In that case this rank publishes the name and listens on all interfaces.
     """
     with socket.create_connection((host, port), seconds) as way:
         own = way.getsockname()[0]
@@ -149,8 +154,9 @@ def _await_peers(
 ) -> None:
     """Accept connections until each rank of `wanted` has connected, sent the gang's token and been added to `peers`.
 
-    Up to `_MOST_CALLERS` are read at once, each for `_HELLO_SECONDS`, so that other callers delay no peer. Raises
-    TimeoutError once the monotonic clock passes `limit`.
+    Other callers, such as a rank of an older gang or a port scan, do not delay the peers: up to `_MOST_CALLERS`
+    connections are read concurrently, each for at most `_HELLO_SECONDS`. Raises TimeoutError once the monotonic clock
+    passes `limit`.
     """
     listener.setblocking(False)
     callers: dict[socket.socket, tuple[float, bytearray]] = {}  # (its deadline, the bytes it has sent)
@@ -179,7 +185,10 @@ def _await_peers(
 def _answered(
     caller: socket.socket, received: bytearray, token: bytes, peers: dict[int, socket.socket], wanted: range
 ) -> bool:
-    """Read more of a caller's first message. Return False if more must follow; otherwise accept or close the caller."""
+    """Read more of the first message of an incoming connection into the buffer `received`.
+
+    Return False if more of the message must follow. Otherwise, add the connection to `peers`, or close it if invalid.
+    """
     try:
         data = caller.recv(_HELLO.size - len(received))
     except BlockingIOError:

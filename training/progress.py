@@ -34,9 +34,10 @@ _SIZE = {"cpu": 1024, "cuda": 4096}
 
 
 def peak_flops_per_second(device: torch.device, dtype: torch.dtype, kept: Path | None = None) -> float:
-    """Return the highest speed measured on this device so far; other load makes a measurement too low.
+    """Return the highest speed measured on this device so far. Other load on the machine makes a measurement too low.
 
-    The file `kept` has that of earlier ranks; with it, a restarted rank measures only briefly.
+    The file `kept` holds the highest measurement of earlier ranks; if this file exists, a restarted rank measures only
+    briefly.
     """
     known, best = {"dtype": str(dtype), "device": str(device)}, 0.0
     if kept is not None:
@@ -52,7 +53,10 @@ def peak_flops_per_second(device: torch.device, dtype: torch.dtype, kept: Path |
 
 
 def measure_flops_per_second(device: torch.device, dtype: torch.dtype, seconds: float = _SECONDS) -> float:
-    """Return the FLOP/s of the fastest of several matrix products. All ranks of a machine measure together."""
+    """Return the speed of the fastest of several matrix products, in FLOP/s.
+
+    All ranks of a machine should call this at the same time.
+    """
     size = _SIZE.get(device.type, 1024)
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     torch.mm(left, right)
@@ -82,7 +86,10 @@ class Status:
 
 
 class Progress:
-    """Printer of progress lines with mean rates, in `unit` such as "tok", since the previous line."""
+    """Printer of progress lines with mean rates since the previous line.
+
+    `unit` is what the rates count, such as "tok".
+    """
 
     def __init__(
         self,
@@ -149,9 +156,10 @@ _GPU_WAIT_SECONDS = 1.0
 
 @contextlib.contextmanager
 def live_metrics(spec: WorkerSpec, *, rank: int, world_size: int, emit: Emit) -> Iterator[Emit]:
-    """Yield an `emit` that also updates this node's metrics, on local rank 0 and if configured, else `emit`.
+    """Yield a function that calls `emit` and also updates this node's metrics.
 
-    If the port or the push gateway is unavailable, print a warning.
+    Only local rank 0 has metrics, and only if they are configured; otherwise, yield `emit` itself. If the port or the
+    push gateway is unavailable, print a warning.
     """
     config = RunConfig.model_validate(spec.config)
     metrics = config.metrics
@@ -273,7 +281,10 @@ class NodeMetrics:
 
 
 def _address(configured: str | None) -> str:
-    """Return the configured address of metrics, else "" (all) in a container or a gang of machines, else loopback."""
+    """Return the address on which to serve metrics: `configured` if it is set, else a default.
+
+    The default is "" (all interfaces) in a container and in a gang of several machines, otherwise loopback.
+    """
     if configured is not None:
         return configured
     contained = any(name in os.environ for name in ("AWS_BATCH_JOB_ID", "KUBERNETES_SERVICE_HOST"))

@@ -173,11 +173,11 @@ class Fault:
         return node == wanted_node and rank == first_rank_of_node
 
     def strike(self, agent_pid: int | None, notice_path: str | None = None) -> None:
-        """Fire the fault, except for a non-finite loss, which is left to the caller.
+        """Fire the fault. A non-finite loss is left to the caller.
 
-        A node loss kills the agent, and with it all processes of the node. A notice is written to `notice_path`, else
-        this process gets SIGTERM. After a notice or a slow step, this function returns; other faults end or hang the
-        rank.
+        This function returns after a notice or a slow step, or if the fault is left to the caller; other faults end or
+        hang the rank. A node loss kills the agent `agent_pid`, and with it all processes of the node. A notice is
+        written to `notice_path`; if that is None, this process gets SIGTERM instead.
         """
         if self.kind == NOTICE:
             if notice_path is None:

@@ -236,6 +236,9 @@ class SaveController:
 
     @property
     def last_save_seconds(self) -> float:
-        """Expected seconds of the last save, without a bandwidth cap, which does not apply to it; 0 if unknown."""
+        """Expected seconds of the last save before exit; 0 if unknown.
+
+        With a bandwidth cap it is unknown, because the cap does not apply to the last save.
+        """
         capped = self.config.upload_mib_per_second is not None
         return 0.0 if capped else self.saver.expected_seconds or 0.0

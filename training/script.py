@@ -42,7 +42,10 @@ _LEAST_CPU_SECONDS = 0.005  # within a look, by which a rank shows that it is no
 
 
 def flow_options(words: list[str]) -> list[str] | None:
-    """Return the flow's options for `run SCRIPT.py` with --nodes or --with; None: a node's agent suffices."""
+    """Return the flow's options for `run SCRIPT.py` with --nodes or --with; None if neither is given.
+
+    The flow adds preflight, plan, attempts on other machines and the report; without the flow, a node's agent suffices.
+    """
     own, arguments = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("script")

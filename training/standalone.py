@@ -44,9 +44,10 @@ def release_job() -> None:
 
 
 def claim_for_ranks(job_store: Store, job: str, *, take_over: bool) -> None:
-    """Claim the job; if another launcher takes it over later, drain as after SIGTERM.
+    """Claim the job. If another launcher takes it over later, this process drains as after SIGTERM.
 
-    After a restart by torchrun, `take_over` is ignored, so as not to take the job back from that launcher.
+    After a restart by torchrun, `take_over` is ignored, so that the job is not taken back from a launcher that took it
+    over in the meantime.
     """
     global _claim
 
@@ -120,8 +121,15 @@ def open_job(
 def default_job_name(environment: Mapping[str, str], seconds: float) -> str:
     """Return a job name that is the same after each restart of the workers, so that a restart continues the job.
 
-    It has torchrun's run id (--rdzv-id, --standalone), else the first start's time, from the key-value store of
-    torchrun's agent. Raises RendezvousError if that does not answer within `seconds`.
+    The name contains torchrun's run id if there is one (--rdzv-id, --standalone). Otherwise it contains the time of the
+    first start, which is kept in the key-value store of torchrun's agent.
+
+    Args:
+        environment: torchrun's environment variables.
+        seconds: the deadline for the key-value store to answer.
+
+    Raises:
+        RendezvousError: if the key-value store does not answer.
     """
     run_id = environment.get("TORCHELASTIC_RUN_ID", "none")
     if run_id != "none":

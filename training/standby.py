@@ -39,7 +39,10 @@ _LATER = (
 
 
 def serve(agent_pid: int) -> None:
-    """Fork ranks on request until the agent closes the pipe. Returns only in the ranks, with their environment."""
+    """Fork ranks on request, and exit when the agent closes the pipe.
+
+    This function returns only in the forked ranks, each with its own environment.
+    """
     die_with_parent(agent_pid)
     for number in _LEFT_TO_THE_AGENT:
         signal.signal(number, signal.SIG_IGN)
@@ -56,7 +59,10 @@ def serve(agent_pid: int) -> None:
 
 
 def _await_request() -> dict[str, Any]:
-    """Fork a child for each request, and report its end to the agent. Returns only in the children."""
+    """Fork a child for each request of the agent, and report to the agent when a child ends.
+
+    This function returns only in the children, each with its request.
+    """
     woken, waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(waker, warn_on_full_buffer=False)

@@ -57,7 +57,10 @@ def slowest(own_seconds: Sequence[float]) -> tuple[int, float]:
 
 
 class PaceMonitor:
-    """Detector of slowdowns of `STEPS_IN_A_ROW` steps, each reported once, and again only after a normal step."""
+    """Detector of slowdowns that last for `STEPS_IN_A_ROW` steps.
+
+    It reports a slowdown once, and can report it again only after a normal step.
+    """
 
     def __init__(self) -> None:
         self._streaks = {action: _Streak() for action in (GuardAction.SLOW_RANK, GuardAction.DATA_BOUND)}
@@ -65,8 +68,10 @@ class PaceMonitor:
     def note(self, own_seconds: Sequence[float], data_seconds: Sequence[float], step_seconds: float) -> list[Slowdown]:
         """Record one step, and return the slowdowns that have now lasted long enough to report.
 
-        `own_seconds` has each rank's time for data and forward, `data_seconds` that for data alone; `step_seconds` is
-        the slowest rank's whole step.
+        Args:
+            own_seconds: each rank's time for data and forward.
+            data_seconds: each rank's time for data alone.
+            step_seconds: the slowest rank's time for the step.
         """
         whole = max(step_seconds, 1e-9)
         rank, ratio = slowest(own_seconds)
@@ -94,7 +99,10 @@ class _Streak:
         self.told: Slowdown | None = None
 
     def note(self, drag: Slowdown, dragging: bool) -> Slowdown | None:
-        """Record a step, slow if `dragging`. Return the mean slowdown after `STEPS_IN_A_ROW` slow ones, else None."""
+        """Record a step. `dragging` says whether it is slow.
+
+        Return the mean slowdown once it has lasted for `STEPS_IN_A_ROW` steps, otherwise None.
+        """
         same = not self._drags or self._drags[-1].rank == drag.rank or drag.action is GuardAction.DATA_BOUND
         if not dragging or not same:
             self._drags, self.told = [], None
@@ -133,7 +141,10 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class StepSync:
-    """The `Row` of each rank for one step, equal on all ranks; empty if there is no new step to read."""
+    """The `Row` of each rank for one step, equal on all ranks.
+
+    `rows` is empty if there is no new step to read. On a GPU, the rows of a step are often read one step later.
+    """
 
     rows: list[Row]
 

@@ -61,9 +61,10 @@ class _Left(BaseException):
 
 
 class Evaluation:
-    """Runner of this rank's part of each evaluation, which all ranks can end early, together, by a vote.
+    """Runner of this rank's part of each evaluation. The ranks can vote to end an evaluation early, all together.
 
-    A rank waits for others' votes for `vote_seconds`, or for the longest forward pass if that took longer.
+    A rank waits for the other ranks' votes for `vote_seconds`, or for as long as the longest forward pass took if that
+    is longer.
     """
 
     def __init__(self, gang: Gang, limits: Limits, *, vote_seconds: float = VOTE_SECONDS) -> None:
@@ -107,8 +108,8 @@ class Evaluation:
     def _vote(self, store: Store) -> bool:
         """Vote for leaving the evaluation, and return whether all ranks leave.
 
-        The first value of the key `word-<ballot>` decides: the last rank to vote writes "leave", one that waited too
-        long writes a refusal.
+        Ballots are numbered. The first value written to the key `word-<ballot>` decides the ballot: the last rank to
+        vote writes "leave", and a rank that has waited too long writes a refusal.
         """
         ballot = store.add("ballots", 0)
         if store.add(f"votes-{ballot}", 1) == self._gang.world_size:
@@ -191,9 +192,10 @@ class Trainer:
 
     @cached_property
     def device_exchange(self) -> DeviceExchange | None:
-        """The step sync on GPUs, read one step later; None if it is read at once.
+        """The step sync on GPUs, which is read one step later; None if the sync of each step is read at once.
 
-        That is so on a CPU, with CPU offload, and if a guard or float16's loss scaling may skip a step.
+        The sync is read at once on a CPU, with CPU offload, and if a step may be skipped, by a guard or by float16's
+        loss scaling.
         """
         guards = self.config.guards
         at_once = self.config.fsdp.cpu_offload or "skip" in (guards.non_finite, guards.spike)
@@ -220,9 +222,10 @@ class Trainer:
     def sync_step(
         self, at: Position, batch: Batch, loss: Loss, gradients: Sequence[Tensor]
     ) -> tuple[StepSync, float | Tensor, float | Tensor]:
-        """Exchange this step's figures. Return a sync, and this step's gradient scale and gradient norm.
+        """Exchange this step's figures with all ranks. Return a sync, and this step's gradient scale and gradient norm.
 
-        The sync is this step's or, on a GPU, where it is read one step late, the previous step's.
+        The returned sync belongs to this step. On a GPU, where a sync is read one step late, it belongs to the step
+        before.
         """
         late = self.device_exchange
         clock = self.reporter.clock
@@ -263,7 +266,10 @@ class Trainer:
         return sync, scale, norm
 
     def read_step(self, sync: StepSync) -> StepSync:
-        """Read this step's sync, unless it was read before, and add the requests of `sync`, the previous step's."""
+        """Read this step's sync, and add the requests of `sync`, which is the previous step's sync.
+
+        Return no rows if this step's sync was already read, as on a CPU.
+        """
         late = self.device_exchange
         return late.read().merge(sync) if late is not None and late.unread else StepSync([])
 
@@ -327,7 +333,10 @@ class Trainer:
             self.rehearsal.inject(step, max_steps=most, gang=self.gang, **own)
 
     def renew_if_due(self, at: Position, sync: StepSync, *, last: bool) -> None:
-        """Wait for the save and raise MemoryGrowth if any rank's memory is about to run out, unless this is `last`."""
+        """Wait for the save and raise MemoryGrowth if any rank's memory is about to run out.
+
+        Do nothing after the `last` step.
+        """
         if sync.renew and not last:
             self.saver.wait()
             ranks = ", ".join(map(str, sync.renew))
@@ -360,7 +369,8 @@ class Trainer:
     def end(self, at: Position, outcome: Outcome, message: str = "") -> LoopResult:
         """End the loop: wait until the last save is a commit, then emit the outcome. Collective.
 
-        If the outcome is INTERRUPTED, a failed save is only mentioned in its message.
+        If the outcome is INTERRUPTED, a failed save is not raised as an error; the outcome's message mentions the
+        failure.
         """
         self.enter("checkpoint", at.step)
         try:

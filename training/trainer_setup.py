@@ -103,9 +103,10 @@ def build_trainer(spec: WorkerSpec, gang: Gang, *, nodes: int, reporter: Reporte
 def open_saver(
     spec: WorkerSpec, gang: Gang, emit: Emit, waiting: Callable[[], Callable[[], None]] | None = None
 ) -> Checkpointer:
-    """Open this rank's saver for the gang's generation. Raises DamagedLineage or StoreError.
+    """Open the saver of this rank for the gang's generation. Raises DamagedLineage or StoreError.
 
-    `waiting` is called when it begins to wait for the store, and what that returned when the wait ends.
+    The saver calls `waiting` when it begins to wait for the store, and calls the function that `waiting` returned when
+    the wait ends.
     """
     checkpoint = RunConfig.model_validate(spec.config).checkpoint
     job_store = Store.open(spec.store_uri).sub(job_prefix(spec.job))
@@ -146,9 +147,11 @@ def retention_policy(checkpoint: CheckpointConfig) -> RetentionPolicy:
 
 
 def restore(trainer: Trainer, saver: Checkpointer, candidates: list[str]) -> Position:
-    """Load the newest undamaged commit of the keys `candidates`, and return its position, or the job's beginning.
+    """Load the newest undamaged commit of `candidates`, and return the position at which training continues.
 
-    Raises DataError for other data or another seed, CheckpointError if none can be restored. Collective.
+    `candidates` are keys of commits, newest first. If there are none, the job starts from its beginning. Raises
+    DataError if the commit comes from other data or another seed, CheckpointError if no candidate can be restored.
+    Collective.
     """
     if candidates:
         trainer.enter("restore", 0)

@@ -100,7 +100,10 @@ def parse_arguments(arguments: list[str]) -> Request:
 
 
 def share_spec(request: Request, gang: Gang) -> WorkerSpec:
-    """Return the spec that rank 0 makes for a run without an agent. Collective. An error of rank 0 ends all ranks."""
+    """Return the `WorkerSpec` that rank 0 makes for a run without an agent. Collective.
+
+    If rank 0 fails, it prints the error in one line, and every rank exits with the error's exit code.
+    """
     if gang.alone:
         made = _make_spec_or_exit_code(request)
         return made if isinstance(made, WorkerSpec) else leave(made)
@@ -151,9 +154,10 @@ def _make_spec(request: Request) -> WorkerSpec:
 
 
 def main(arguments: list[str]) -> NoReturn:
-    """Train, then exit with code 0 (also at a limit such as the budget), 75 after a drain, or an error's code.
+    """Train, then exit with code 0, with 75 after a drain request, or with the code of an error.
 
-    The task comes from the agent's environment variables if they are set, else from the command's arguments.
+    Code 0 includes a stop at a limit, such as the budget. The task comes from the agent's environment variables if they
+    are set, else from the command's arguments.
     """
     spec = WorkerSpec.from_environment()
     try:
@@ -190,9 +194,10 @@ def main(arguments: list[str]) -> NoReturn:
 
 
 def _record_exception(error: BaseException, *, one_line: bool = False) -> None:
-    """Print the error, and write it to the error file for the agent, as torch's `@record` would.
+    """Print the error, and write it to the error file for the agent, in the format of torch's `@record`.
 
-    `@record` fails if `__str__` raises, does not limit the text, does not catch sys.exit, and prints nothing.
+    `@record` itself is not used: it fails if `__str__` raises, does not limit the length of the text, does not catch
+    sys.exit, and prints nothing.
     """
     text = describe_traceback(error)
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
@@ -208,7 +213,10 @@ def _record_exception(error: BaseException, *, one_line: bool = False) -> None:
 
 
 def _exit_code(error: BaseException, *, alone: bool) -> int:
-    """Return the exit code for an error; without an agent (`alone`), the user's exceptions count as FAILED."""
+    """Return the exit code for an error.
+
+    Without an agent (`alone`), an exception of the user's code counts as FAILED.
+    """
     if alone and _is_user_failure(error):
         return Outcome.FAILED.exit_code
     outcome = getattr(error, "outcome", Outcome.FAILED)
@@ -245,7 +253,11 @@ def _train(task: WorkerSpec | Request) -> LoopResult:
 
 
 def arrange_determinism(mode: str, device: torch.device) -> None:
-    """Apply `training.deterministic`. On a GPU, fused attention's backward pass is deterministic only in "strict"."""
+    """Apply the setting `training.deterministic`, given as `mode`.
+
+    On a GPU, the backward pass of fused attention is deterministic only if operations without a deterministic algorithm
+    raise an error (mode "strict"). In mode "auto" such operations run, with a warning.
+    """
     if mode == "off":
         return
     torch.use_deterministic_algorithms(True, warn_only=mode == "auto" and device.type != "cpu")

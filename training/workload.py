@@ -54,7 +54,10 @@ class Cursor:
     count: int
 
     def share(self, rank: int, world_size: int) -> Cursor:
-        """Return one rank's part of the samples, consecutive, so that a step loads the same at any world size."""
+        """Return the part of the samples that one rank loads.
+
+        The ranks' parts are consecutive, so all ranks together load the same samples per step at any world size.
+        """
         start = rank * self.count // world_size
         end = (rank + 1) * self.count // world_size
         return Cursor(self.first + start, end - start)
@@ -111,11 +114,17 @@ class Workload(Protocol[B]):
     """
 
     def model(self) -> nn.Module:
-        """Return the model on the meta device. Modules with parameters have a method `reset_parameters`."""
+        """Return the model on the meta device.
+
+        Every module with parameters must initialise them in its method `reset_parameters`.
+        """
         ...
 
     def units(self, model: nn.Module) -> Iterable[nn.Module]:
-        """Return the parts that are each sharded, compiled and recomputed as one: disjoint, in forward order."""
+        """Return the parts of the model that are each sharded, compiled and recomputed as one.
+
+        Units must not overlap. They are returned in the order of the forward pass.
+        """
         ...
 
     def next_batch(self, model: nn.Module, cursor: Cursor) -> B:
@@ -143,7 +152,11 @@ class Workload(Protocol[B]):
 
 
 def as_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return the metrics of `evaluate`, numbers or tensors of one element, as floats. Raises WorkloadError."""
+    """Return the metrics of `evaluate` as floats. A value may be a number or a tensor of one element.
+
+    Raises:
+        WorkloadError: if a value is not a number.
+    """
     try:
         return {str(name): float(value) for name, value in metrics.items()}
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:

@@ -134,7 +134,10 @@ def compute_bills(events: Sequence[Event], generations: Mapping[int, RecordedGen
 def merge_batch_status(
     generations: Mapping[int, RecordedGeneration], bills: Sequence[NodeBill]
 ) -> dict[int, RecordedGeneration]:
-    """Return the generations. One whose end no event explains gets Batch's reason, "reclaimed" or "terminated"."""
+    """Return the generations. If no event records why a generation ended, use the reason that AWS Batch reports.
+
+    AWS Batch's reason is used only if it is "reclaimed" or "terminated".
+    """
     causes = {bill.node.generation: bill.job.cause for bill in bills if bill.job is not None}
     return {
         number: replace(one, reason=causes[number])
@@ -152,8 +155,9 @@ def count_machines(bills: Sequence[NodeBill]) -> int:
 def compute_rank_charges(node: NodeTime, rank: RankTime, curve: PriceCurve) -> dict[LedgerClass, Decimal]:
     """Divide a rank's cost among the classes of its time (`LedgerClass`). Return dollars by class.
 
-    All ranks of a node share its cost equally. If the price changed, each recorded span of the rank's time is charged
-    at its own mean price, and the time between spans at the mean price of these gaps.
+    All ranks of a node have the same share of the node's cost. With a constant price, a rank's dollars are proportional
+    to its seconds. If the price changed, each recorded span of the rank's time is charged at its own mean price. Time
+    between the recorded spans is charged at the mean price of these gaps.
     """
     start = start_micros(node)
     share = curve.cost(start, start + rank.paid) / len(node.ranks)
@@ -208,7 +212,12 @@ def _mean_price(curve: PriceCurve, start: int, end: int) -> Decimal:
 
 
 def count_sharers(nodes: Sequence[NodeTime]) -> dict[int, SharerCounts]:
-    """Count the job's nodes on each instance over time, by the `id()` of a `NodeTime`, unless always alone."""
+    """Count the job's nodes on each instance over time.
+
+    Returns:
+        A dictionary from the `id()` of a `NodeTime` to the counts. Nodes that were always alone on their instance are
+        left out.
+    """
     found: dict[int, SharerCounts] = {}
     for mine in group_by_instance(nodes).values():
         intervals = _paid_intervals(mine)
@@ -222,7 +231,10 @@ def count_sharers(nodes: Sequence[NodeTime]) -> dict[int, SharerCounts]:
 
 
 def divide_price(curve: PriceCurve, sharers: SharerCounts) -> PriceCurve:
-    """Divide the price at each moment, from the first in `sharers` on, by the number of nodes on the instance."""
+    """Divide the price at each moment by the number of nodes that share the instance at that moment.
+
+    Before the first time in `sharers` the price is not divided.
+    """
     if not sharers:
         return curve
     moments = sorted({at for at, _ in curve.changes} | {at for at, _ in sharers})

@@ -61,8 +61,9 @@ class RecordedGeneration:
 def read_generations(events: Sequence[Event], *, running: bool = False) -> dict[int, RecordedGeneration]:
     """Return all generations by number, oldest first.
 
-    If the job is still `running`, the newest one does not count as interrupted if its end is not recorded, and its
-    steps after the last commit do not count as discarded.
+    Args:
+        running: Whether the job is still running. If so, the newest generation does not count as interrupted if its end
+            is not recorded, and its steps after the last commit do not count as discarded.
     """
     by_number: dict[int, list[Event]] = {}
     for event in events:
@@ -77,9 +78,10 @@ def read_generations(events: Sequence[Event], *, running: bool = False) -> dict[
 
 
 def find_final_outcome(events: Sequence[Event]) -> Event | None:
-    """Find the job's `outcome` event: the last of the newest generation, or a later one of the flow; None if none.
+    """Find the `outcome` event that applies to the job; None if there is none.
 
-    A completed job stays completed if preflight refuses a later run of it (`find_later_refusal`).
+    This is the last `outcome` event of the newest generation, or a later `outcome` event from a step of the flow. A
+    completed job stays completed if preflight refuses a later run of it (`find_later_refusal`).
     """
     outcomes = _final_outcomes(events)
     acted = [event for event in outcomes if event.data.get("outcome") not in _REFUSED]
@@ -132,7 +134,8 @@ def _generation(number: int, events: list[Event], running: bool, kept: tuple[flo
 def _find_kept_steps(by_number: dict[int, list[Event]], running: bool) -> dict[int, tuple[float, float]]:
     """Return the steps that are part of the final weights, as {generation: `RecordedGeneration.kept`}.
 
-    They belong to the newest generation, the one that wrote its parent commit, and so on back to the first.
+    These steps belong to the newest generation, to the generation that wrote its parent commit, and so on back to the
+    job's first start. The steps of all other generations were discarded.
     """
     kept: dict[int, tuple[float, float]] = {}
     if not by_number:
@@ -148,9 +151,9 @@ def _find_kept_steps(by_number: dict[int, list[Event]], running: bool) -> dict[i
 
 
 def _find_last_kept_step(events: list[Event], running: bool) -> float:
-    """Return the newest generation's last step in the final weights: that of its last commit.
+    """Return the last step of the newest generation that is part of the final weights.
 
-    It is infinity if the generation completed or is running.
+    This is the step of the generation's last commit; infinity if the generation completed or is running.
     """
     outcome = _last(events, OUTCOME)
     ended = _last(events, GENERATION_ENDED)
@@ -175,9 +178,10 @@ def _find_parent_step(events: list[Event]) -> int:
 
 
 def _find_parent_generation(by_number: dict[int, list[Event]], number: int) -> int | None:
-    """Return the number of the generation that wrote the parent commit, from its key; None if it cannot be found.
+    """Return the number of the generation that wrote the parent commit; None if it cannot be found.
 
-    Without a recorded key, it is the newest earlier generation that executed the commit's step.
+    The commit's key contains the number. If no key is recorded, use the newest earlier generation that executed the
+    commit's step.
     """
     events = by_number[number]
     source = _last(events, RESTORE) or _last(events, GENERATION_STARTED)
@@ -200,7 +204,10 @@ def _last(events: list[Event], name: str) -> Event | None:
 
 
 def proves_generation(event: Event) -> bool:
-    """Return whether the event proves that its generation started, which heartbeats and `node_ended` do not."""
+    """Return whether the event alone proves that its generation started.
+
+    A node's heartbeats and its `node_ended` event are no proof.
+    """
     return event.rank >= 0 or event.name in (GENERATION_STARTED, GENERATION_ENDED, NODE_STARTED)
 
 

@@ -108,7 +108,9 @@ def group_by_instance(nodes: Sequence[NodeTime]) -> dict[str, list[NodeTime]]:
 def find_instance_extras(nodes: Sequence[NodeTime], stays: Mapping[int, PaidStay]) -> list[ExtraTime]:
     """Find idle pauses and minimum charges of instances. Nodes without an instance id are ignored.
 
-    Pauses in `stays`, the paid time of Batch nodes by the `id()` of the `NodeTime`, are left to `find_batch_extras`.
+    Args:
+        stays: Paid time of the nodes of Batch jobs, by the `id()` of the `NodeTime`. This function does not report
+            pauses in that time, because `find_batch_extras` reports them.
     """
     found = []
 
@@ -140,7 +142,11 @@ def find_instance_extras(nodes: Sequence[NodeTime], stays: Mapping[int, PaidStay
 
 
 def read_batch_jobs(events: Sequence[Event]) -> dict[str, BatchJob]:
-    """Read the Batch jobs by id, each from its newest event. Jobs that never started or still run are left out."""
+    """Read the Batch jobs by id, each from its newest event. Jobs that never started or still run are left out.
+
+    Args:
+        events: The events of the job, ordered by time.
+    """
     submitted = {str(event.data.get("job_id")): event.t_wall for event in events if event.name == BATCH_SUBMITTED}
     found = {}
     for event in events:
@@ -150,7 +156,11 @@ def read_batch_jobs(events: Sequence[Event]) -> dict[str, BatchJob]:
 
 
 def group_nodes_by_job(nodes: Sequence[NodeTime], jobs: Mapping[str, BatchJob]) -> dict[str, list[NodeTime]]:
-    """Group nodes by the id of their Batch job; if not recorded, of the job whose time overlaps most with theirs."""
+    """Group nodes by the id of the Batch job in which they ran.
+
+    A node that did not record the id is assigned to the Batch job whose running time overlaps most with that of the
+    node.
+    """
     found: dict[str, list[NodeTime]] = {job_id: [] for job_id in jobs}
     for node in nodes:
         job_id = node.machine.get("batch_job_id") or _find_job_by_time(node, jobs)
@@ -164,9 +174,12 @@ def find_batch_extras(
     jobs: Mapping[str, BatchJob],
     generations: Mapping[int, RecordedGeneration],
 ) -> list[ExtraTime]:
-    """Find the lead, pauses and tail (see the module's docstring) of Batch jobs that their nodes did not record.
+    """Find the paid time of Batch jobs that their nodes did not record.
 
-    `reported` has the nodes that recorded events, by job id (`group_nodes_by_job`).
+    This time consists of lead, pauses and tail, as defined in the module's docstring.
+
+    Args:
+        reported: The nodes that recorded events, by job id (`group_nodes_by_job`).
     """
     found = []
     for job_id, nodes in reported.items():

@@ -113,8 +113,13 @@ def fold(events: Sequence[Event], *, running: bool = False) -> Ledger:
     """Compute the ledger of a job from its events, in any order. The events may be any prefix of the event log.
 
     `useful_on_demand_usd` leaves out start-up, saves, evaluation and waiting for data, so that savings are never
-    overstated. For `running` see `read_generations`. Raises LedgerError if the intervals of a rank exceed its paid time
-    by more than 0.5 % and by more than 50 ms.
+    overstated.
+
+    Args:
+        running: Whether the job is still running (see `read_generations`).
+
+    Raises:
+        LedgerError: The intervals of a rank exceed its paid time by more than 0.5 % and by more than 50 ms.
     """
     ordered = sorted(events, key=lambda event: (event.t_wall, event.t_mono))
     generations = read_generations(ordered, running=running)
@@ -143,9 +148,10 @@ def fold(events: Sequence[Event], *, running: bool = False) -> Ledger:
 
 
 def compute_spent_usd(events: Sequence[Event]) -> float:
-    """Compute the dollars that the job has cost so far, which its next attempt can no longer spend.
+    """Compute the dollars that the job has cost so far, so that its next attempt spends only the rest of the budget.
 
-    Only the paid time of nodes matters, not overlapping intervals of a rank, which `fold` rejects.
+    The result depends only on the paid time of nodes. Therefore overlapping intervals of a rank, which `fold` rejects,
+    do not matter here.
     """
     ordered = sorted(events, key=lambda event: (event.t_wall, event.t_mono))
     bills = compute_bills(ordered, read_generations(ordered))
@@ -153,7 +159,10 @@ def compute_spent_usd(events: Sequence[Event]) -> float:
 
 
 def last_notified_threshold(events: Sequence[Event], budget_usd: float | None) -> float:
-    """Return the highest share of the current budget (0 to 1) for which the job sent a notification; 0 if none."""
+    """Return the highest share of the budget (0 to 1) for which the job sent a notification; 0 if it sent none.
+
+    Only `budget` events with the current budget count, so notifications start anew after a change of the budget.
+    """
     reported = [event.data for event in events if event.name == BUDGET]
     return max((data["threshold"] for data in reported if data.get("budget_usd") == budget_usd), default=0.0)
 
@@ -208,7 +217,10 @@ class _Sums:
 
 
 def _find_start_causes(generations: Mapping[int, RecordedGeneration]) -> dict[int, str]:
-    """Return, by generation, the interruption that made its start necessary, as text; "" if none did."""
+    """Return one text per generation, which names the interruption that made the generation's start necessary.
+
+    The text is empty for the first generation, and after a generation that ended as planned.
+    """
     found, before = {}, ""
     for number in sorted(generations):
         found[number] = before
@@ -223,8 +235,8 @@ def _describe_interruption(generation: RecordedGeneration) -> str:
 def _find_cause(kind: LedgerClass, generation: RecordedGeneration, start_cause: str) -> str:
     """Return the cause to which a generation's time of the class `kind` is charged.
 
-    Redone steps and cut-off time are charged to the interruption that ended the generation, start-up and restore to the
-    one before it (`start_cause`).
+    Redone steps and cut-off time are charged to the interruption that ended the generation. Start-up and restore are
+    charged to the interruption before the generation (`start_cause`).
     """
     if kind in (LedgerClass.REDONE_STEP, LedgerClass.INTERRUPTION):
         return _describe_interruption(generation)
@@ -250,7 +262,10 @@ def _make_lines(sums: _Sums, total_usd: Decimal) -> tuple[LedgerLine, ...]:
 
 
 def _make_cause_lines(sums: _Sums, total_usd: Decimal) -> tuple[CauseLine, ...]:
-    """Make a line for each cause, useful work first, then by dollars. The lines sum to the rounded total."""
+    """Make a line for each cause: useful work first, then the other causes by dollars, highest first.
+
+    The dollars of the lines sum to the rounded total.
+    """
     names = sorted(sums.cause_micros, key=lambda name: (name != WORK, -sums.cause_usd[name], name))
     amounts = apportion([sums.cause_usd[name] for name in names], total=total_usd)
     return tuple(

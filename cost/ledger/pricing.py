@@ -27,7 +27,10 @@ class PriceCurve:
 
     @classmethod
     def of(cls, first: Decimal, changes: Iterable[tuple[float, Decimal]] = ()) -> PriceCurve:
-        """Make a curve from changes (Unix seconds, dollars per hour) in any order; of one time, the last applies."""
+        """Make a curve from price changes (Unix seconds, dollars per hour) in any order.
+
+        If several changes have the same time, the last of them in the list applies.
+        """
         by_time = {round(at * MICRO): usd for at, usd in changes}
         return cls(first, tuple(sorted(by_time.items())))
 
@@ -91,7 +94,11 @@ class Pricing:
 
     @classmethod
     def of(cls, events: Sequence[Event]) -> Pricing:
-        """Collect the prices from a job's events, ordered by time. Raises LedgerError for an invalid price."""
+        """Collect the prices from a job's events, which must be ordered by time.
+
+        Raises:
+            LedgerError: An event has an invalid price.
+        """
         history: dict[PoolName, list[tuple[float, Decimal]]] = {}
         for event in events:
             if event.name == PRICES:
@@ -103,12 +110,15 @@ class Pricing:
     def price_node(self, node: NodeTime, job: BatchJob | None = None) -> NodePrice:
         """Return the price of a node from the last plan before its start. If all plans are later, use the first plan.
 
-        If the machine reports another zone, type or market than the plan, it gets the price of that pool: recorded
-        changes, else the plan's quote, else the planned price, as `NodePrice.kind` says. A simulated run always has the
+        If the machine reports a zone, type or market that differs from the plan, the node gets the price of the
+        reported pool. This price comes from recorded price changes, else from the plan's quotes for other pools. If
+        neither exists, the node gets the planned price, and `NodePrice.kind` says so. A simulated run always has the
         planned price.
 
-        With a Batch `job`, the pool of its placement counts as the planned pool, and the plan is the last one before
-        its submission, because the node's wall clock may differ by minutes from the planner's.
+        Args:
+            job: The node's Batch job; None if unknown. If it is given, the pool in which the job was placed counts as
+                the planned pool. The plan is then the last one before the job's submission, because the node's wall
+                clock may differ by minutes from the planner's.
         """
         return self._price(node.started_wall if job is None else job.placed_wall, node.machine, job)
 
@@ -170,7 +180,11 @@ def _find_actual_pool(machine: Mapping[str, Any], planned: PoolName, place: str)
 def _price_without_changes(
     machine: Mapping[str, Any], plan: Mapping[str, Any], kind: str
 ) -> tuple[Decimal, PoolName, str]:
-    """Return (price, pool, price kind) of a machine from the plan's quotes, always of its own market."""
+    """Return (price, pool, price kind) of a machine if no price changes of its pool were recorded.
+
+    The price is one of the plan's quotes. An on-demand machine never gets a spot price, nor a spot machine an on-demand
+    price.
+    """
     planned = parse_pool(plan["chosen"])
     actual, quoted = _find_actual_pool(machine, planned, planned.place), parse_quote(plan["chosen"])
     alike = [candidate for candidate in plan.get("ranked") or [] if _is_alike(candidate, actual, plan)]
@@ -201,7 +215,10 @@ def _describe_quote(candidate: Mapping[str, Any]) -> str:
 
 
 def _find_other_zone(machine: Mapping[str, Any], chosen: Mapping[str, Any]) -> str | None:
-    """Return the machine's zone if it is known and differs from the planned zone: id from id, or name from name."""
+    """Return the machine's zone if it differs from the planned zone; None if it is the same or unknown.
+
+    A zone id is compared with a zone id, and a zone name with a zone name.
+    """
     planned = chosen.get("zone") or ""
     actual = machine.get("zone_id" if re.search(r"-az\d+$", planned) else "zone")
     return actual if planned and actual and actual != planned else None

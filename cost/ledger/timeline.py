@@ -88,9 +88,10 @@ class NodeTime:
 def read_paid_nodes(events: Sequence[Event]) -> list[NodeTime]:
     """Read every node that was paid for, with the events of its ranks.
 
-    A node ends with its `node_ended` event, else with its last heartbeat or the last event of its ranks, whichever is
-    later. Ranks without an agent are billed from the start of their process to their last event. If `node_started` is
-    missing, the start follows from the agent's other events, else from the first rank.
+    A node ends with its `node_ended` event. If that event is missing, the node is billed to its last heartbeat or the
+    last event of its ranks, whichever is later. Ranks without an agent are billed from the start of their process to
+    their last event. If `node_started` is missing, the start follows from the agent's other events, else from the first
+    rank.
     """
     grouped: dict[tuple[str, int, int, int], list[Event]] = {}
     numbers = {event.generation for event in events if proves_generation(event)}
@@ -109,9 +110,10 @@ def read_paid_nodes(events: Sequence[Event]) -> list[NodeTime]:
 
 
 def compute_rank_times(node: NodeTime, generation: RecordedGeneration) -> list[RankTime]:
-    """Divide the paid time of each rank of a node into classes, cached in the node.
+    """Divide the paid time of each rank of a node into classes. The result is cached in the node.
 
-    Raises LedgerError if the intervals of a rank contradict each other.
+    Raises:
+        LedgerError: The intervals of a rank contradict each other.
     """
     if generation not in node.rank_times:
         node.rank_times[generation] = [_rank_time(node, rank, generation) for rank in node.ranks]
@@ -152,7 +154,8 @@ def _node(events: list[Event]) -> NodeTime | None:
 def _infer_start(events: Sequence[Event], by_rank: Mapping[int, list[Event]]) -> tuple[float, float] | None:
     """Infer the start of a node without a `node_started` event, as monotonic and Unix seconds.
 
-    It follows from the seconds in heartbeats and `node_ended`, else from its first rank; None if no rank recorded any.
+    Heartbeats and `node_ended` events contain the seconds since the start. If there are none, the node is assumed to
+    have started with its first rank. Return None if no rank recorded an interval.
     """
     counting = [event for event in events if event.name in (NODE_HEARTBEAT, NODE_ENDED) and "seconds" in event.data]
     starts = [(event.t_mono - float(event.data["seconds"]), event) for event in counting]
@@ -168,8 +171,8 @@ def _infer_start(events: Sequence[Event], by_rank: Mapping[int, list[Event]]) ->
 def _find_first_start(clocks: Sequence[Event]) -> float:
     """Return the start of a rank's first recorded interval, in monotonic seconds.
 
-    At the end of an interval a rank emits one event for each phase in it. The start is the time of these events minus
-    the seconds of all the phases.
+    At the end of an interval a rank emits one event for each phase in it, all at nearly the same time. The interval
+    therefore started at the time of these events minus the seconds of all the phases.
     """
     start, before = clocks[0].t_mono - sum(_seconds(clocks[0]).values()), clocks[0]
     phases = set(_seconds(before))
@@ -233,9 +236,10 @@ def _seconds(event: Event) -> dict[LedgerClass, float]:
 
 
 def _clip_seconds(event: Event, node: NodeTime, generation: RecordedGeneration) -> Mapping[LedgerClass, float]:
-    """Return the event's seconds by class, within the node's paid time.
+    """Return the event's seconds by class, without the part that is outside the node's paid time.
 
-    Step time of a step that is not in the final weights is moved to a class such as redone steps.
+    Step time is useful only if the step completed and is in the final weights. Otherwise its time is moved to a class
+    such as redone steps.
     """
     seconds = _seconds(event)
     outside = max(0.0, node.start - (event.t_mono - sum(seconds.values()))) + max(0.0, event.t_mono - node.end)
@@ -271,9 +275,10 @@ def _classify_incomplete_step(generation: RecordedGeneration) -> LedgerClass:
 
 
 def _balance(classes: dict[LedgerClass, int], paid: int, where: str) -> None:
-    """Change `classes` so that they sum to the paid time: a gap becomes unattributed time.
+    """Change `classes` so that they sum to the paid time.
 
-    A small excess is taken from the largest class; a larger one raises LedgerError, which names `where`.
+    A gap is added as unattributed time. A small excess is subtracted from the largest class; a larger excess raises a
+    LedgerError whose message begins with `where`.
     """
     rest = paid - sum(classes.values())
     if rest >= 0:

@@ -122,12 +122,13 @@ def query_spot_prices(
 ) -> PriceAnswers:
     """Query EC2 for the spot prices of all regions in parallel, and return at the deadline at the latest.
 
-    The requests run in daemon threads, so one that hangs delays neither the return nor the end of the process.
+    The requests run in daemon threads, so a request that hangs delays neither the return nor the end of the process.
 
     Args:
-        since_utc: Unix time. Later price changes are returned as well (EC2 keeps 90 days); None: only current prices.
-        client: makes the EC2 client of a region; None uses botocore with its usual credentials.
-        deadline: deadline of the requests; None means `deadline_seconds` from now.
+        since_utc: Unix time. The price changes after this time are returned as well (EC2 keeps 90 days). None means
+            only the current prices.
+        client: Function that makes the EC2 client of a region. None uses botocore with its usual credentials.
+        deadline: Deadline of the requests. None means `deadline_seconds` from now.
     """
     make = client or (lambda region: aws_client("ec2", region))
     deadline = deadline or RequestDeadline.after(deadline_seconds)
@@ -160,7 +161,10 @@ def query_spot_prices(
 def _ask_region(
     client: Any, region: str, instance_types: Sequence[str], since_utc: float, deadline: RequestDeadline
 ) -> RegionPrices:
-    """Query one region for its zones and prices, by zone name if the account may not list zones."""
+    """Query one region for its zones and prices.
+
+    If the account has no permission to list zones, the prices have zone names instead of zone ids.
+    """
     zones = [{"Name": "zone-type", "Values": ["availability-zone"]}, {"Name": "region-name", "Values": [region]}]
     ids, names_only = {}, ""
     try:

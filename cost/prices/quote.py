@@ -43,11 +43,17 @@ class Quote:
         return max(0.0, now_utc - self.observed) / 3600
 
     def is_stale(self, now_utc: float, max_age_hours: float) -> bool:
-        """Return whether a live or recorded price is too old; an estimate, whose text states its age, never is."""
+        """Return whether a live or recorded price is older than the limit.
+
+        An estimate is never stale: its description states its age.
+        """
         return self.kind != "estimated" and self.age_hours(now_utc) > max_age_hours
 
     def describe(self, now_utc: float, max_age_hours: float) -> str:
-        """Describe the price's kind, then its age, such as "recorded 2021-05-31 00:20 UTC, 5.5 years old: stale"."""
+        """Describe the kind and the age of the price, such as "recorded 2021-05-31 00:20 UTC, 5.5 years old: stale".
+
+        The text begins with `kind`.
+        """
         age = f"{format_age(now_utc - self.observed)} old"
         if self.kind == "estimated":
             return f"estimated from {self.source}, {age}"
@@ -75,7 +81,11 @@ class PriceSource(Protocol):
         ...
 
     def why_missing(self, kind: InstanceType, region: str, zone: str | None) -> str:
-        """Explain why a zone, or None for the whole region, has no price, to continue "no spot price of X in Y"."""
+        """Explain why a spot price is missing, as a continuation of "no spot price of X in Y".
+
+        Args:
+            zone: The zone without a price; None if the whole region has no price.
+        """
         ...
 
     def describe(self, *, now_utc: float, regions: Sequence[str], max_age_hours: float) -> tuple[str, ...]:
@@ -203,9 +213,10 @@ def describe_on_demand(now_utc: float, regions: Sequence[str]) -> str:
 
 
 def table_ages(regions: Sequence[str] = ()) -> list[tuple[str, str, float]]:
-    """Return each shipped table's name, its day or month of recording, and this date as Unix time.
+    """Return a tuple per shipped table: its name, the day or month of its recording, and this date as Unix time.
 
-    Of the on-demand prices, only those of `regions` are included, or all if that is empty.
+    Args:
+        regions: Regions whose on-demand prices are included; empty for all recorded regions.
     """
     found = [
         (f"on-demand prices of {region}", day)

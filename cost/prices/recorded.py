@@ -58,10 +58,14 @@ class SpotRecord:
 
 
 def read_record(record: Mapping[str, Any], where: str) -> SpotRecord | None:
-    """Parse one record of DescribeSpotPriceHistory; None if the operating system is not Linux.
+    """Parse one record of DescribeSpotPriceHistory. Return None for a price of an operating system other than Linux.
 
-    `Timestamp` is a datetime or ISO 8601 text, in UTC unless it has a time zone. Raises PriceError, which names
-    `where`, if a field is missing or invalid.
+    Args:
+        record: The record; `Timestamp` is a datetime or ISO 8601 text, in UTC unless it has a time zone.
+        where: File and position of the record, for messages.
+
+    Raises:
+        PriceError: A field is missing or invalid.
     """
     if record.get("ProductDescription") not in (None, "", *LINUX):
         return None
@@ -91,7 +95,8 @@ def prices_at(
 ) -> dict[tuple[str, str], tuple[Quote, ...]]:
     """Return the spot quotes in force at `now_utc` (Unix time) by instance type and region, sorted by zone.
 
-    `observed`: Unix time at which the prices of each region were last known to be valid.
+    Args:
+        observed: Unix time at which the prices of each region were last known to be valid.
     """
     latest: dict[tuple[str, str, str], SpotRecord] = {}
     for record in records:
@@ -137,7 +142,10 @@ class ZonePrices:
         return self.known_zones.get(region, ())
 
     def zones_by_name(self, kind: InstanceType, region: str, zone: str | None) -> Sequence[str]:
-        """Return the names of priced zones without a known id, one of which may be the unknown id `zone`."""
+        """Return the names of zones that have a price but no known id. One of them may have the id `zone`.
+
+        The result is empty if `zone` is None or a known zone of the region.
+        """
         if zone is None or zone in self.zones(region):
             return ()
         return [quote.zone for quote in self.spot(kind, region) if quote.zone and quote.zone == quote.zone_name]
@@ -151,7 +159,11 @@ class ZonePrices:
 
 
 def explain_zone_names(reason: str) -> str:
-    """Explain why a configured zone has no price when zone ids are unknown for this reason, and how to fix it."""
+    """Explain why a configured zone has no price when zone ids are unknown, and how to fix this.
+
+    Args:
+        reason: Reason why the ids are unknown.
+    """
     return f"zones are known by name only, because {reason}; leave cost.zones empty"
 
 
@@ -209,7 +221,8 @@ class RecordedPrices(ZonePrices):
     def read(cls, path: Path, now_utc: float) -> RecordedPrices:
         """Read the prices in force at `now_utc` (Unix time) from a file. Raises PriceError if the file is invalid.
 
-        Later records are ignored. The age counts from the recording or, if unknown, from the region's newest record.
+        Later records are ignored. The age of a price counts from the time of the recording or, if that is unknown,
+        from the region's newest record.
         """
         recording = read_recording(path)
         records = [record for record in recording.records if record.at <= now_utc]

@@ -109,7 +109,10 @@ def open_evidence(
     """Return the configured reservations. With `cost.prices: live`, also query EC2 for their state, blocks and scores.
 
     If EC2 does not answer, or the account lacks the permission, add a note and use the configured reservations.
-    `client` makes the EC2 client of a region; None uses botocore with its usual credentials.
+
+    Args:
+        network: Whether network requests are allowed.
+        client: Function that makes the EC2 client of a region. None uses botocore with its usual credentials.
     """
     cost, held = config.cost, tuple(map(Reservation.of, config.cost.reservations))
     if cost.prices != "live" or not network or config.cluster.plan_for == "local":

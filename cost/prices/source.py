@@ -34,8 +34,16 @@ def open_prices(
 ) -> PriceSource:
     """Return the prices that `cost.prices` selects, in force at `now_utc` (Unix time).
 
-    If live prices are unavailable, or no `network` requests are allowed, return the static table, whose `describe`
-    gives the reason. `client` makes the EC2 client of a region. Raises PriceError and CatalogueError for invalid files.
+    If live prices are unavailable, return the static table. Its method `describe` gives the reason.
+
+    Args:
+        project_root: Folder to which the path of a price file is relative.
+        network: Whether network requests are allowed. If not, the static table replaces live prices.
+        client: Function that makes the EC2 client of a region. None uses botocore with its usual credentials.
+
+    Raises:
+        PriceError: The price file is invalid.
+        CatalogueError: A shipped table is invalid.
     """
     cost = config.cost
     if cost.prices == "static":
@@ -60,11 +68,17 @@ def read_price_changes(
     project_root: Path = Path(),
     client: Callable[[str], Any] | None = None,
 ) -> list[dict[str, Any]]:
-    """Return the changes of an instance type's spot price since the plan was made, one list per zone.
+    """Return the changes of an instance type's spot price since the plan was made, one list of changes per zone.
 
-    AWS is queried if the `plan` event used live prices. The result is empty without a pool or with the static table.
-    The default type is the plan's. Raises PriceError if the price file is invalid, or EC2 does not answer for that
-    region.
+    Query AWS if the plan used live prices. The result is empty if the plan has no pool or used the static table, which
+    has no changes.
+
+    Args:
+        plan: Data of the `plan` event.
+        instance_type: None means the type that the plan chose.
+
+    Raises:
+        PriceError: The price file is invalid, or EC2 does not answer for the region of the plan's pool.
     """
     chosen = plan.get("chosen")
     if not chosen or cost.prices == "static":
@@ -127,7 +141,11 @@ def add_commands(commands: Any, project_root: Path) -> None:
 
 
 def record_prices(arguments: argparse.Namespace, *, client: Callable[[str], Any] | None = None) -> int:
-    """Write EC2's spot prices to a file and print a summary. Raises PriceError if an answer is missing."""
+    """Write EC2's spot prices to a file and print a summary.
+
+    Raises:
+        PriceError: EC2 does not answer for a region (then nothing is written), or the file cannot be written.
+    """
     now = time.time()
     kinds = load_catalogue().matching(arguments.instance_types)
     if not kinds:

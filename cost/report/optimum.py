@@ -81,7 +81,8 @@ class World:
 def optimum_usd(world: World, *, work_hours: float, deadline_hours: float, changeover_hours: float) -> float:
     """Return the lowest cost in dollars of finishing by the deadline if the future is known; infinity if impossible.
 
-    Ticks have equal length. Budget and checkpoints are ignored, nothing is redone, and on-demand starts at once.
+    Ticks must have equal length. The budget and the time of checkpoints are ignored. With the future known, no work is
+    redone. On-demand machines are assumed to start at once.
     """
     return _Optimum(world, work_hours, deadline_hours, changeover_hours).solve()
 

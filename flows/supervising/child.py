@@ -31,7 +31,8 @@ STOPPED_SECONDS = 60.0  # a launcher suspended this long is continued; the next 
 class FlowProcess:
     """Runner of commands, one at a time, which records whether a signal has asked the supervisor to exit.
 
-    Use it in the main thread only: Python handles signals there, and a child ends with the thread that started it.
+    Use it in the main thread only: the kernel ends a child when the thread that started it ends, and Python handles
+    signals in the main thread.
     """
 
     def __init__(self) -> None:
@@ -52,7 +53,7 @@ class FlowProcess:
                 signal.signal(number, self._leave)
 
     def run(self, command: Sequence[str]) -> int:
-        """Run a command and return its exit code, negative if a signal ended it.
+        """Run a command and return its exit code, which is negative if a signal ended it.
 
         If a signal has already asked the supervisor to exit, return 75 without running the command.
         """

@@ -68,7 +68,10 @@ def _money(usd: Decimal) -> str:
 
 
 def read_record(job_store: Store, config: RunConfig) -> JobRecord:
-    """Read the job's record from its store. Raises StoreError. Without a report, `why` has the reason."""
+    """Read the job's record from its store. Raises StoreError.
+
+    If no cost report can be built from the job's events, `report` is None and `why` has the reason.
+    """
     use_signing_key(config.checkpoint.signing_key_env)
     events = read_events(job_store)
     if not events:
@@ -150,8 +153,9 @@ class RunVerdict(StrEnum):
 def judge_run(exit_code: int, before: JobRecord, after: JobRecord) -> RunVerdict:
     """Return the verdict on one run, from its exit code and the job's record before and after the run.
 
-    A negative code is a signal's. 1 and 75 are ambiguous, because a run that died before any training has them too. It
-    was interrupted if it left an interrupted generation, or a Batch job that was reclaimed or terminated.
+    The exit code is negative if a signal ended the run. Exit codes 1 and 75 are ambiguous, because a run that died
+    before any training has them too. In this case the record decides: the run was interrupted if it left an interrupted
+    generation, or a Batch job that was reclaimed or terminated.
     """
     if exit_code == Outcome.COMPLETED.exit_code:
         return RunVerdict.COMPLETED
@@ -175,16 +179,21 @@ def judge_run(exit_code: int, before: JobRecord, after: JobRecord) -> RunVerdict
 
 
 def count_failures(before: JobRecord, after: JobRecord) -> int:
-    """Return the failures for which a failed run counts: one per failed Batch job, at least one; one with a commit."""
+    """Return the number of failures for which a failed run counts.
+
+    A run that made a commit counts as one failure. Any other run counts as one failure per failed Batch job, but at
+    least as one failure.
+    """
     if before.commit != after.commit:
         return 1
     return max(1, sum(cause == "user_code" for job, cause in after.attempts.items() if job not in before.attempts))
 
 
 def count_in_a_row(record: JobRecord, verdict: RunVerdict) -> int:
-    """Count the runs with this verdict since the newest commit; for FAILURE, their failures. Others are skipped.
+    """Count the runs with this verdict since the newest commit. For FAILURE, return the sum of the runs' failures.
 
-    For verdicts other than FAILURE, runs before a gap in which no supervisor ran are skipped too.
+    Runs with other verdicts are skipped. For verdicts other than FAILURE, runs before a gap in which no supervisor ran
+    are skipped too.
     """
     failure = verdict is RunVerdict.FAILURE
     runs = record.runs if failure else _since_alone(record.runs, LONGEST_PAUSE_SECONDS)
@@ -193,9 +202,10 @@ def count_in_a_row(record: JobRecord, verdict: RunVerdict) -> int:
 
 
 def pause_seconds(record: JobRecord, verdict: RunVerdict, first_seconds: float) -> float:
-    """Return the pause before the next run: none after an interrupted run that made a commit.
+    """Return the pause in seconds before the next run.
 
-    Otherwise it is `first_seconds`, doubled with each further run with `verdict` since the newest commit, up to 600 s.
+    The pause is 0 after an interrupted run that made a commit. Otherwise the pause is `first_seconds` after the first
+    run since the newest commit that ended with `verdict`, and doubles with each further such run, up to 600 s.
     """
     times = count_in_a_row(record, verdict)
     if verdict is RunVerdict.INTERRUPTION:
@@ -206,9 +216,12 @@ def pause_seconds(record: JobRecord, verdict: RunVerdict, first_seconds: float) 
 def waited_seconds(
     record: JobRecord, verdict: RunVerdict, now_utc: float, *, usual_pause_seconds: float = LONGEST_PAUSE_SECONDS
 ) -> float:
-    """Return for how long every run has ended with this verdict, "no capacity" or "not ready"; 0 if the newest has not.
+    """Return for how many seconds every run of the job has ended with this verdict.
 
-    Runs before a gap do not count: a pause much longer than `usual_pause_seconds`, a supervisor's longest.
+    The verdict is "no capacity" or "not ready". The time starts at the end of the first of the latest runs that all
+    have this verdict. It is 0 if the newest run has another verdict. Runs before a gap in which no supervisor ran do
+    not count. Such a gap is a pause much longer than `usual_pause_seconds`, the longest pause that a supervisor makes
+    between runs.
     """
     since = now_utc
     for past_run in reversed(_since_alone(record.runs, usual_pause_seconds)):
@@ -219,7 +232,10 @@ def waited_seconds(
 
 
 def _since_alone(runs: tuple[SupervisedRun, ...], usual_pause_seconds: float) -> tuple[SupervisedRun, ...]:
-    """Return the runs since the last pause longer than usual by `ALONE_SECONDS`, in which no supervisor ran."""
+    """Return the runs since the last gap in which no supervisor ran.
+
+    A gap is a pause that exceeds the supervisor's usual pause by more than `ALONE_SECONDS`.
+    """
     longest = usual_pause_seconds + ALONE_SECONDS
     pairs = enumerate(itertools.pairwise(runs), start=1)
     first = max(

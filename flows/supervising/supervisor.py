@@ -154,7 +154,10 @@ class Supervisor:
         return None
 
     def _too_many_failures(self, code: int, record: JobRecord) -> int:
-        """Record that a crash loop, which ended runs and not only generations, ended the job. Return the exit code."""
+        """Record that a crash loop ended the job, and return the exit code.
+
+        The agents cannot detect this crash loop, because each failure ended the agents together with the run.
+        """
         count = count_in_a_row(record, RunVerdict.FAILURE)
         message = (
             f"crash loop: {count} failures with no new commit in between, the last run with exit code {code}: "
@@ -218,7 +221,11 @@ class Supervisor:
         return Job(name=self._job.name, run=record.run, config=self._job.config, request_seconds=_REQUEST_SECONDS)
 
     def _write(self, verdict: RunVerdict, code: int, seconds: float, record: JobRecord, failures: int) -> JobRecord:
-        """Record in the job's events, or only in memory if there are none, how a run ended. Return the new record."""
+        """Record how a run ended, and return the new record of the job.
+
+        The run is recorded in the job's events. If the job has no events yet, the record of the run is only in this
+        process's memory.
+        """
         recorded = {"verdict": verdict.value, "commit": record.commit, "failures": failures}
         past_run = SupervisedRun(**recorded, ended_utc=time.time(), seconds=seconds)
         if record.begun:
@@ -229,10 +236,11 @@ class Supervisor:
         return record.with_runs(past_run)
 
     def _read(self, *, end_leftovers_too: bool = True) -> JobRecord | None:
-        """Read the job's record, and terminate Batch jobs left behind, unless another launcher has taken over the job.
+        """Read the job's record, and terminate Batch jobs that an earlier run left behind.
 
-        While the store does not answer, try again every 30 s. Returns None if a signal asks the supervisor to exit
-        meanwhile. Raises StoreUnavailable after --wait-hours.
+        If another launcher has taken over the job, no Batch job is terminated. While the store does not answer, the
+        read is repeated every 30 s. Returns None if a signal asks the supervisor to exit meanwhile. Raises
+        StoreUnavailable after --wait-hours.
         """
         limit = time.monotonic() + self._options.wait_hours * 3600
         while True:

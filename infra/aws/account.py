@@ -125,10 +125,17 @@ def trusted_services(document: Any) -> tuple[str, ...]:
 def denied_actions(
     arn: str, actions: Sequence[str], resources: Sequence[str], client: Any, deadline: RequestDeadline
 ) -> tuple[str, ...]:
-    """Return the IAM actions (such as "s3:PutObject") that a role may not perform on at least one of the ARNs.
+    """Return the actions that a role may not perform on at least one of the resources.
 
-    The answer is of IAM's policy simulator, which ignores bucket policies and those of the AWS organisation, so a
-    bucket policy may still allow a returned action. Raises CloudError if AWS gives no complete answer.
+    The answer comes from IAM's policy simulator. It ignores bucket policies and the policies of the AWS organisation,
+    so a bucket policy may still allow a returned action.
+
+    Args:
+        actions: IAM actions, such as "s3:PutObject".
+        resources: ARNs.
+
+    Raises:
+        CloudError: AWS gave no complete answer.
     """
     request = {"PolicySourceArn": arn, "ActionNames": list(actions), "ResourceArns": list(resources)}
     answer = call_aws(client, "simulate_principal_policy", deadline, **request)
@@ -181,7 +188,10 @@ def ecr_region(image: str) -> str | None:
 
 
 def image_exists(image: str, client: Any, deadline: RequestDeadline) -> bool:
-    """Return whether an image exists in ECR. client: botocore client for "ecr" in its region. Raises CloudError."""
+    """Return whether an image exists in ECR. client: botocore client for "ecr" in the image's region.
+
+    Raises CloudError, or ValueError if the name is not that of an image in ECR.
+    """
     match = _ECR.fullmatch(image)
     if match is None:
         raise ValueError(f"{image} is not in ECR")
@@ -210,10 +220,11 @@ def _call_optional(
 
 
 def metaflow_settings(environment: Mapping[str, str] | None = None) -> dict[str, tuple[str, str]]:
-    """Map each METAFLOW_* setting of this machine to (value, source); variables precede Metaflow's own file.
+    """Map the name of each METAFLOW_* setting of this machine to (value, source).
 
-    The file is config.json, or config_<METAFLOW_PROFILE>.json, in METAFLOW_HOME, by default ~/.metaflowconfig. An
-    unreadable file counts as empty.
+    Environment variables (`environment`, by default os.environ) take precedence over Metaflow's configuration file.
+    By default, this file is ~/.metaflowconfig/config.json. METAFLOW_HOME replaces the folder, and METAFLOW_PROFILE
+    selects config_<profile>.json. An unreadable file counts as empty.
     """
     variables = os.environ if environment is None else environment
     folder = Path(variables.get("METAFLOW_HOME") or "~/.metaflowconfig").expanduser()

@@ -56,9 +56,13 @@ def _bucket_of(uri: str) -> str:
 
 
 class _Account:
-    """The resources in one region of an AWS account that jobs could use. Raises CloudError without Batch queues.
+    """The resources in one region of an AWS account that jobs could use.
 
-    Reading each service takes at most 15 s. If another one cannot be read, a note for the user says so.
+    Reading each service takes at most 15 s. If a service other than Batch cannot be read, its resources are left out
+    and a note for the user says so.
+
+    Raises:
+        CloudError: the Batch queues cannot be read.
     """
 
     def __init__(self, region: str | None) -> None:
@@ -82,9 +86,9 @@ class _Account:
             return otherwise
 
     def only(self, what: str, options: Sequence[str], how: str) -> str | None:
-        """Return the only one of `options`, else None. If there are several, add a note for the user.
+        """Return the only element of `options`, or None if there are none or several.
 
-        `what` describes the options, and `how` says how to choose one.
+        If there are several, add a note for the user: `what` describes the options, and `how` says how to choose one.
         """
         if len(options) > 1:
             self.notes.append(f"{what}: {', '.join(options)}; {how}")
@@ -101,9 +105,10 @@ def _stacks(client: Any, deadline: RequestDeadline) -> dict[str, dict[str, str]]
 
 
 def _buckets(client: Any, deadline: RequestDeadline) -> list[str]:
-    """Return the readable buckets in the client's region with "ebbflow" or "metaflow" in their name.
+    """Return the buckets in the client's region that have "ebbflow" or "metaflow" in their name.
 
-    If the account has no such name, return those of its first 20 buckets that are in the region.
+    If no bucket of the account has such a name, return those of the account's first 20 buckets that are in the region.
+    Buckets whose region cannot be read are left out.
     """
     listed = call_aws(client, "list_buckets", deadline, iam_action="s3:ListAllMyBuckets")["Buckets"]
     names, here = [bucket["Name"] for bucket in listed], []
@@ -144,9 +149,10 @@ class _Setup:
     """The store, queues, image, role and Metaflow settings that a job takes from an account.
 
     Args:
-        given: this machine's Metaflow settings, as (value, source) by name. They precede a stack's outputs.
+        given: this machine's Metaflow settings, as (value, source) by name. They take precedence over a stack's
+            outputs.
         store: store address that the user chose. None derives an address from the account.
-        stack: name of the CloudFormation stack that the user chose. None uses the account's only one.
+        stack: name of the CloudFormation stack that the user chose. None uses the account's stack if there is only one.
     """
 
     def __init__(
@@ -310,8 +316,8 @@ def add_adopt_command(commands: argparse._SubParsersAction) -> None:
 def adopt(options: argparse.Namespace) -> int:
     """Write a configuration for the queues that an AWS account already has (`ebbflow adopt`). Return the exit code.
 
-    It is 0, or 1 if there is no queue for training, 2 for invalid options or an existing output file, or that of the
-    error that AWS reports.
+    The exit code is 0 on success, 1 if the account has no queue for training, and 2 for invalid options or an output
+    file that already exists. If AWS reports an error, the error determines the exit code.
     """
     out = options.out
     files = [] if out is None else [out, out.with_name(f"{out.name.removesuffix('.yaml')}.env")]

@@ -60,8 +60,8 @@ class RequestDeadline:
 def aws_client(service: str, region: str | None = None) -> Any:
     """Make a botocore client with short timeouts. botocore's own retries are off, since `call_aws` retries.
 
-    region: None uses that of the environment or profile. AWS_ENDPOINT_URL and AWS_ENDPOINT_URL_<SERVICE> replace
-    Amazon's endpoint. Raises CloudRefused if the AWS settings are unusable.
+    region: None uses the region of the environment or of the AWS profile. AWS_ENDPOINT_URL and
+    AWS_ENDPOINT_URL_<SERVICE> replace Amazon's endpoint. Raises CloudRefused if the AWS settings are unusable.
     """
     from botocore.config import Config
     from botocore.exceptions import BotoCoreError
@@ -138,9 +138,13 @@ def paginate(
     token: str = "nextToken",
     **request: Any,
 ) -> Iterator[Any]:
-    """Yield the items in the field `key` of up to 2,000 pages, each requested when needed. Raises CloudError.
+    """Yield the items of a listing, page by page, for at most 2,000 pages. Raises CloudError like `call_aws`.
 
-    token: the field that requests the next page, by service: "nextToken", "NextToken" or "Marker".
+    The items are in the field `key` of a page. The next page is requested once the caller has consumed the items of the
+    current page.
+
+    token: name of the field that requests the next page. It is "nextToken", "NextToken" or "Marker", depending on the
+    service.
     """
     following: str | None = None
     for _ in range(_MOST_PAGES):
@@ -157,7 +161,9 @@ def describe_in_parts(
 ) -> list[Mapping[str, Any]]:
     """Describe resources by name, with at most 100 names per request (Batch's limit). Return the descriptions.
 
-    `asked` is the request's parameter for the names, `listed` the response's field with the descriptions.
+    Args:
+        asked: name of the request parameter for the resource names.
+        listed: name of the response field that contains the descriptions.
     """
     found: list[Mapping[str, Any]] = []
     for start in range(0, len(names), _NAMES_IN_A_REQUEST):
@@ -167,9 +173,10 @@ def describe_in_parts(
 
 
 def required_field(answer: Mapping[str, Any], path: str, client: Any, operation: str) -> Any:
-    """Return the value at a dotted path in an answer, such as "Quota.Value". Raises CloudRefused without one.
+    """Return the value at a dotted path in an answer, such as "Quota.Value".
 
-    Even an answer with status 200 may lack a field, if it is from a proxy, an emulator or another version.
+    Raises CloudRefused, which names the call and the path, if there is no value. An answer with status 200 may still
+    lack a field if it comes from a proxy, an AWS emulator or another version of the service.
     """
     found: Any = answer
     for at, name in enumerate(names := path.split("."), start=1):
@@ -190,7 +197,10 @@ def request_name(client: Any, operation: str) -> str:
 
 
 def within(seconds: float, find: Callable[[], T], what: str) -> T:
-    """Return `find()`. Raises CloudUnavailable, which names `what`, if that takes longer than `seconds`."""
+    """Call `find` and return its result. Raises CloudUnavailable if the call takes longer than `seconds`.
+
+    what: name of the call in the error message.
+    """
     return call_within(seconds, find, what, lambda: CloudUnavailable(f"{what}: timed out after {seconds:.3g} s"))
 
 
@@ -205,9 +215,9 @@ class _Request:
 
 
 def _retry_reason(error: Exception, question: _Request) -> tuple[str, int | None]:
-    """Return why to retry a request and the maximum number of tries; None: only the deadline limits them.
+    """Return the reason to retry a request and the maximum number of tries.
 
-    Raises CloudError if a retry cannot help.
+    A maximum of None means that only the deadline limits the tries. Raises CloudError if a retry cannot help.
     """
     if isinstance(error, CloudError):
         raise error

@@ -64,7 +64,10 @@ def read_template(text: str) -> dict[str, Any]:
 
 
 def _given_parameters(pairs: Sequence[str], template: Mapping[str, Any]) -> dict[str, str]:
-    """Return the values given by --parameter, by name. Raises CloudRefused with one line per problem."""
+    """Return the values given by --parameter, by name.
+
+    Raises CloudRefused for unknown parameters and invalid values. The message has one line per problem.
+    """
     known, given, problems = template["Parameters"], {}, []
     for pair in pairs:
         name, equals, value = pair.partition("=")
@@ -133,7 +136,8 @@ def _with_found(
 ) -> dict[str, str]:
     """Return `given`, plus parameters whose values follow from resources that the account already has.
 
-    Parameters of an existing stack keep their values. For an unreadable account, the template's defaults apply.
+    Parameters of an existing stack keep their values. If the account cannot be read, `say` prints a message, and these
+    parameters get the template's defaults.
     """
     decided = {*given, *(state.parameters if state is not None else ())}
 
@@ -208,9 +212,10 @@ class Stack:
     def changes(
         self, body: str, given: Mapping[str, str], state: StackState, deadline: RequestDeadline
     ) -> list[ResourceChange]:
-        """Return the changes that an update would make, from a change set, which is then deleted.
+        """Return the changes that an update would make. Parameters that are not given keep their values.
 
-        Parameters that are not given keep their values. Raises CloudError if CloudFormation refuses or is late.
+        CloudFormation computes the changes as a change set, which is then deleted. Raises CloudError if CloudFormation
+        refuses the update or the deadline has passed.
         """
         name = f"dry-run-{uuid.uuid4().hex[:12]}"
         request = {"StackName": self._name, "ChangeSetName": name}
@@ -234,10 +239,17 @@ class Stack:
     def apply(
         self, body: str, given: Mapping[str, str], state: StackState | None, deadline: RequestDeadline
     ) -> StackState:
-        """Create (without a `state`) or update the stack from the template `body`, and return the new state.
+        """Create or update the stack from the template `body`, wait until this is done, and return the new state.
 
-        Parameters that are not given keep their values. Raises CloudError, with the reason of each failed resource, or
-        CloudUnavailable at the deadline, after which CloudFormation continues on its own.
+        Parameters that are not given keep their values.
+
+        Args:
+            state: the stack's current state, or None to create the stack.
+
+        Raises:
+            CloudError: the stack cannot be changed now, or resources failed. The message names each failed resource
+                with its reason.
+            CloudUnavailable: the deadline has passed. CloudFormation continues on its own.
         """
         if state is not None and (refusal := _why_unchangeable(self._name, state)):
             raise CloudError(refusal)
@@ -363,7 +375,11 @@ def add_deploy_command(commands: Any) -> None:
 
 
 def deploy(options: argparse.Namespace) -> int:
-    """Run `ebbflow deploy`. Return 0, 2 for invalid options or a request that AWS finds invalid, or 1."""
+    """Run `ebbflow deploy`, and return the exit code.
+
+    The exit code is 0 on success, 2 for invalid options or a request that AWS rejects as invalid, and 1 for any other
+    failure.
+    """
     try:
         if not _STACK_NAME.fullmatch(options.stack):
             raise CloudRefused(f"--stack {options.stack!r}: lower-case letters, digits and -, at most 40")

@@ -26,10 +26,10 @@ TERMINATED = "Ebbflow: ended"
 def cancel_job(
     job_id: str, reason: str, client: Any, *, words: str = NEVER_STARTED, deadline_seconds: float = 20.0
 ) -> None:
-    """Terminate a Batch job in any state. A job that has already ended is not changed. Raises CloudError.
+    """Terminate a Batch job in any state. A job that has already ended is not changed.
 
-    words: NEVER_STARTED, NOT_MADE or TERMINATED. Batch records them, followed by `reason`, as the job's status reason,
-    from which `describe_attempts` derives the `Cause`.
+    words: NEVER_STARTED, NOT_MADE or TERMINATED. Batch records these words, followed by `reason`, as the job's status
+    reason. `describe_attempts` derives the job's `Cause` from them. Raises CloudError if Batch rejects the request.
     """
     text = f"{words}: {reason}"
     # TerminateJob also cancels a job before STARTING; CancelJob silently ignores later states:
@@ -120,8 +120,8 @@ def describe_attempts(
 ) -> dict[str, BatchAttempt]:
     """Map job ids to descriptions of the jobs, each with the cause of the job's end. Raises CloudError.
 
-    Batch deletes a job some days after its end; such jobs are missing. The nodes of an ended multi-node job are read
-    too, because only their descriptions show a lost machine and each node's times.
+    Batch deletes a job some days after its end. The result lacks deleted jobs. The nodes of an ended multi-node job are
+    read too, because only their descriptions show a lost machine and each node's times.
     """
     deadline = RequestDeadline.after(deadline_seconds)
     jobs = _describe(list(dict.fromkeys(job_ids)), client, deadline)

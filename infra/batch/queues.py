@@ -102,9 +102,10 @@ class QueueState:
 def describe_queues(
     names: Sequence[str] | None, client: Any, *, deadline_seconds: float = _SECONDS
 ) -> dict[str, QueueState]:
-    """Return queues with their compute environments, by name or ARN, or all of the region. Raises CloudError.
+    """Return queues with their compute environments, by name or ARN. `names` None means all queues of the region.
 
-    A queue that does not exist is included with `usable` False.
+    A queue that does not exist is included with `usable` False. Raises CloudError if Batch does not answer or refuses
+    the request.
     """
     deadline = RequestDeadline.after(deadline_seconds)
     wanted = None if names is None else list(dict.fromkeys(names))
@@ -254,8 +255,8 @@ def declared_queues(batch: BatchConfig) -> dict[str, QueueState]:
 def training_queues(batch: BatchConfig, client: Any, *, deadline_seconds: float = 20.0) -> dict[str, QueueState]:
     """Return the queues for training by name: the configured ones or, if there are none, all EC2 queues of the region.
 
-    An entry in the configuration may narrow a queue's instance types and exclude multi-node jobs. If it contradicts
-    Batch, the queue is not usable, and its `problem` says why. Raises CloudError.
+    A queue's entry in the configuration may narrow its instance types and exclude multi-node jobs. If an entry
+    contradicts Batch, the queue is not usable, and its `problem` says why. Raises CloudError.
     """
     if not batch.queues:
         found = describe_queues(None, client, deadline_seconds=deadline_seconds)
@@ -276,7 +277,9 @@ def training_queues(batch: BatchConfig, client: Any, *, deadline_seconds: float 
 def queues_to_plan(batch: BatchConfig, *, ask: bool, notify: Callable[[str], Any]) -> dict[str, QueueState] | None:
     """Return the queues whose pools a plan may use, all marked usable, or None if none is known.
 
-    With `ask`, Batch is queried first; `notify` gets the message that it did not answer.
+    Args:
+        ask: Query Batch, and use the configured queues only if Batch does not answer.
+        notify: Receives the message that Batch did not answer.
     """
     found = declared_queues(batch)
     if ask:
@@ -301,8 +304,9 @@ def has_foreign_queues(batch: BatchConfig) -> bool:
 def limit_to_queue_region(config: RunConfig, *, only_if_set: bool = True) -> RunConfig:
     """Return the configuration with `batch.region` set and with prices limited to the queues' regions.
 
-    Without a region in the configuration and the AWS settings, it is unchanged if `only_if_set`, because a container
-    may not know the region; otherwise the default region is used, as AWS clients do. Raises StoreError.
+    If neither the configuration nor the AWS settings name a region, the result depends on `only_if_set`. If True, the
+    configuration is returned unchanged, because a container may not know the region. If False, the default region is
+    used, as AWS clients do. Raises StoreError.
     """
     region = config.batch.region
     if region is None:
@@ -349,8 +353,8 @@ def _narrowed(state: QueueState, declared: QueueConfig) -> QueueState:
 def accepts_type(listed: Sequence[str], instance_type: str) -> bool:
     """Return whether a compute environment that lists the instance types `listed` can start `instance_type`.
 
-    An entry is a type (g5.xlarge), a family (g5), or one with the beginning of a size (p4d.24, p4d.24*); no entries
-    accept all. "optimal" matches none: AWS Batch then chooses types without GPUs.
+    An empty list accepts every type. An entry is a type (g5.xlarge), a family (g5), or a family with the beginning of a
+    size (p4d.24, p4d.24*). The entry "optimal" matches no type: AWS Batch then chooses types without GPUs.
     """
     return not listed or any(
         instance_type == one
@@ -361,9 +365,9 @@ def accepts_type(listed: Sequence[str], instance_type: str) -> bool:
 
 
 def most_vcpus(queue: QueueState, instance_type: str) -> int | None:
-    """Return the largest vCPU limit of the compute environments with the type; None if one is unknown.
+    """Return the largest vCPU limit of the compute environments that offer the type; None if a limit is unknown.
 
-    AWS Batch runs a job in one of them. A job that needs more vCPUs stays RUNNABLE forever.
+    AWS Batch runs a job in one compute environment. A job that needs more vCPUs than the limit stays RUNNABLE forever.
     """
     able = [one for one in queue.compute_environments if one.usable and accepts_type(one.instance_types, instance_type)]
     limits = [one.max_vcpus for one in able] or [queue.max_vcpus]
@@ -371,9 +375,9 @@ def most_vcpus(queue: QueueState, instance_type: str) -> int | None:
 
 
 def _common(declared: Sequence[str], offered: Sequence[str]) -> tuple[str, ...]:
-    """Return the types both declared (in the configuration) and offered (by Batch). An empty list allows all.
+    """Return the types that are both declared (in the configuration) and offered (by Batch). An empty list allows all.
 
-    A declared family, such as g5, is replaced by the types of this family that Batch lists.
+    A declared family, such as g5, is replaced by the types of this family that Batch lists, such as g5.xlarge.
     """
     if not declared or not offered:
         return tuple(declared or offered)
@@ -412,9 +416,10 @@ _CPU, _FARGATE, _UNKNOWN, _GPU, _UNFIT = range(5)
 def lightest_queue(queues: Mapping[str, QueueState]) -> tuple[str, str] | None:
     """Choose the on-demand queue with the smallest sufficient machine for the steps before and after training.
 
-    A machine is sufficient with 5 GiB of memory and an x86-64 processor. The order is: CPU machines, Fargate (for which
-    Metaflow needs another IAM role), unknown machines, machines with GPUs, insufficient machines. Returns (name, reason
-    for the user), or None if there is no on-demand queue.
+    A machine is sufficient if its instance type has at least 5 GiB of memory and an x86-64 processor. Queues are
+    preferred in this order: CPU machines, Fargate (for which Metaflow needs another IAM role), unknown machines, and
+    machines with GPUs. A queue with only insufficient machines is the last resort. Returns (name, reason for the user),
+    or None if there is no on-demand queue.
     """
     able = [(name, queue) for name, queue in queues.items() if queue.usable and queue.market == "on_demand"]
     if not able:
@@ -436,7 +441,10 @@ def lightest_queue(queues: Mapping[str, QueueState]) -> tuple[str, str] | None:
 
 
 def has_gpus_only(queue: QueueState) -> bool:
-    """Return whether all machines of a queue that are large enough for the light steps have accelerators."""
+    """Return whether all machines of a queue have accelerators, which the steps before and after training leave idle.
+
+    Machines that are too small for these steps do not count.
+    """
     return bool(queue.instance_types) and _rank(queue.instance_types)[0] == _GPU
 
 
@@ -445,7 +453,10 @@ def _rank_of(queue: QueueState) -> tuple[int, float]:
 
 
 def _rank(types: Iterable[str]) -> tuple[int, float]:
-    """Return a sort key for the best of the machines: no accelerators first, then the fewest vCPUs."""
+    """Return a sort key for the best machine among the types: its kind and its number of vCPUs.
+
+    Machines without accelerators come first, and among these the smallest.
+    """
     fit = [one for one in types if _gib(one) >= _LEAST_GIB and not is_arm(one)]
     found = [(_GPU if has_accelerator(one) else _CPU, _vcpus(one)) for one in fit]
     return min(found) if found else ((_UNFIT, 0.0) if list(types) else (_UNKNOWN, 0.0))
@@ -474,9 +485,9 @@ MARK = "ebbflow_submit"
 
 
 def find_marked_jobs(queue: str, job_name: str, mark: str, client: Any, *, deadline_seconds: float = 20.0) -> list[str]:
-    """Return the ids of the queue's jobs with this name and `MARK`, unique to a submission, oldest first.
+    """Return the ids of the queue's jobs that have this name and mark, in any state, oldest first. Raises CloudError.
 
-    Jobs in any state count. Raises CloudError.
+    mark: value of the job's parameter `MARK`, which is unique to one submission.
     """
     deadline = RequestDeadline.after(deadline_seconds)
     by_name = [{"name": "JOB_NAME", "values": [job_name]}]

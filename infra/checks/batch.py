@@ -127,7 +127,10 @@ def check_batch_image(context: PreflightContext) -> CheckFinding:
 
 
 def _metaflow_image() -> str:
-    """Return the image that Metaflow is configured to use, behind its registry if the name has none."""
+    """Return the container image that Metaflow is configured to use.
+
+    If the image's name has no registry, the configured registry is put before it.
+    """
     image, registry = (metaflow_setting(f"METAFLOW_BATCH_CONTAINER_{part}") for part in ("IMAGE", "REGISTRY"))
     host, slash, _ = image.partition("/")
     named = bool(slash) and ("." in host or ":" in host or host == "localhost")
@@ -243,9 +246,10 @@ def _describe_training(usable: Mapping[str, QueueState]) -> list[str]:
 
 
 def _describe_light(light: Mapping[str, QueueState]) -> list[str]:
-    """Return warnings about queues for the light steps that Metaflow cannot use or that waste accelerators.
+    """Return warnings about the queues for the steps before and after training.
 
-    They fail no check, because `--with cloud` sends no step to them.
+    A warning names a queue that Metaflow cannot use or that wastes accelerators. Such queues do not fail the check,
+    because `--with cloud` sends no step to them.
     """
     role, notes = "METAFLOW_ECS_FARGATE_EXECUTION_ROLE", []
     for name, state in light.items():
@@ -267,8 +271,8 @@ def _kinds(state: QueueState) -> str:
 def _unanswered(said: str) -> CheckFinding:
     """Return the finding for a failed request to list the queues. `said` is the error message.
 
-    The check fails on the launching machine, because Metaflow asks the same before each job. It is skipped in a Batch
-    container, whose role may lack the permission.
+    On the launching machine the check fails, because Metaflow makes the same request before each job. In a Batch
+    container the check is skipped, because a container submits no jobs and its role may lack the permission.
     """
     if "AWS_BATCH_JOB_ID" in os.environ:
         return skipped(f"{said}; the launching machine has checked the queues")

@@ -111,17 +111,21 @@ def check_gpu(context: PreflightContext) -> CheckFinding:
 
 
 def may_have_gpus(*, promised: int = 0, wanted: bool = False, by_tool: bool = True) -> bool:
-    """Return whether this machine may have GPUs: `promised` by the placement, `wanted` by the configuration, or seen.
+    """Return whether this machine may have GPUs, judging by the placement, the configuration and the machine itself.
 
-    Without `by_tool`, nvidia-smi on the PATH is no sign of GPUs: GPU images have it even on machines without GPUs.
+    Args:
+        promised: GPUs per node according to the placement, or 0 if unknown.
+        wanted: the configuration demands GPUs.
+        by_tool: count nvidia-smi on the PATH as a sign of GPUs. GPU images contain it even on machines without GPUs.
     """
     here = bool(gpu_files()) or (by_tool and shutil.which("nvidia-smi") is not None)
     return promised > 0 or wanted or (here and not gpus_hidden())
 
 
 def try_gpus(promised: int = 0) -> tuple[CheckFinding, int]:
-    """Compute one addition on each GPU with torch, in a child process. Return the finding and the number of GPUs.
+    """Compute one addition on each GPU with torch, in a child process.
 
+    Returns the finding and the number of GPUs that torch found. The check passes if the addition works on every GPU.
     promised: GPUs per node according to the placement, or 0 if unknown.
     """
     promise = f", and this node was chosen for its GPUs ({promised} per node)" if promised else ""
@@ -143,11 +147,12 @@ def try_gpus(promised: int = 0) -> tuple[CheckFinding, int]:
 
 
 def has_kernels_for(capability: int, architectures: list[str]) -> bool:
-    """Return whether a torch build has kernels for a GPU of a compute capability × 10, such as 90 for 9.0.
+    """Return whether a torch build has kernels that a GPU can run.
 
     Machine code (sm_80) runs on GPUs of the same major version and the same or a later minor version. With a suffix
     (sm_90a) it runs on exactly that version. Portable code (PTX, compute_80) runs on the same and all later versions
-    (CUDA C++ Programming Guide, "Application Compatibility").
+    (CUDA C++ Programming Guide, "Application Compatibility"). capability: the GPU's compute capability × 10, such as 90
+    for 9.0.
     """
     for name in architectures:
         match = re.fullmatch(r"(sm|compute)_([0-9]+)([a-z]?)", name)

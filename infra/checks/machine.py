@@ -100,7 +100,7 @@ def _ask(service: MetadataService) -> CheckFinding:
 
 
 def _matches(variable: str, value: str, there: list[str]) -> bool:
-    """Return whether the value of an interface variable matches the interfaces `there`.
+    """Return whether the value of an interface variable matches the interfaces of this machine, listed in `there`.
 
     GLOO_SOCKET_IFNAME contains names, all of which must exist. NCCL_SOCKET_IFNAME contains prefixes, exclusions after
     '^', or exact names after '=' (NCCL user guide, "NCCL_SOCKET_IFNAME").
@@ -122,7 +122,8 @@ _NO_LIMIT = 1 << 60  # cgroups v1 shows a huge number where there is no limit
 def check_shared_memory(context: PreflightContext) -> CheckFinding:
     """Check that /dev/shm has room for the shared-memory segments of NCCL and of data loaders.
 
-    Staging buffers are anonymous files, which `check_memory` counts. On CPUs gloo uses TCP.
+    Staging buffers of checkpoints are anonymous files, which do not count against the size of /dev/shm; `check_memory`
+    counts them. On CPUs nothing uses /dev/shm, because gloo uses TCP.
     """
     if not _SHARED_MEMORY.is_dir():
         return skipped(f"this system ({sys.platform}) has no {_SHARED_MEMORY}")
@@ -298,7 +299,10 @@ def check_elastic(config: RunConfig, gang: HostGang) -> CheckFinding:
 
 
 def _trouble(batch: int, accumulation: int, shard: int | None, gang: HostGang) -> str | None:
-    """Return why a gang cannot divide batch or shards evenly, and what accumulation would, or None if it can."""
+    """Return why a gang cannot divide the batch or the shards evenly, or None if it can.
+
+    The text suggests numbers of gradient accumulation steps that would work.
+    """
     if shard is not None and gang.ranks % shard:
         return f"groups of parallel.shard_size do not divide the ranks: {division(gang.ranks, shard)}"
     if batch % (gang.ranks * accumulation) == 0:

@@ -74,7 +74,8 @@ def check_records_folder(context: PreflightContext) -> CheckFinding:
 def check_store_probe(context: PreflightContext) -> CheckFinding:
     """Check that an object can be put, listed, read back unchanged and deleted in the store.
 
-    It goes on after a forbidden request, so that the finding names all missing permissions.
+    The check ends at the first request that fails because the store is unavailable. After a forbidden request it
+    continues, so that the finding names all missing permissions.
     """
     folder = store_folder(context)
     uri = context.config.store if folder is None else str(folder)
@@ -178,7 +179,8 @@ def check_store_clock(context: PreflightContext) -> CheckFinding:
 def compare_clock(url: str, *, warned: float, refused: float) -> CheckFinding:
     """Compare this machine's clock with the Date header of a server's response.
 
-    The check fails above `warned` seconds; above `refused`, the server rejects signed requests.
+    The check fails if the difference exceeds `warned` seconds. If it exceeds `refused` seconds, the finding says that
+    the server rejects signed requests.
     """
     before = time.time()
     try:
@@ -198,7 +200,7 @@ def compare_clock(url: str, *, warned: float, refused: float) -> CheckFinding:
 
 
 def _date_of(url: str) -> float:
-    """Return the Date header of the answer to a HEAD request, whatever its status, as Unix time.
+    """Send a HEAD request, and return the response's Date header as Unix time, even if the status is an error.
 
     Raises OSError, HTTPException, or ValueError for a missing or unreadable header.
     """

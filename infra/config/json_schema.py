@@ -12,9 +12,9 @@ _DIALECT = "http://json-schema.org/draft-07/schema#"  # the newest version that 
 
 
 def json_schema() -> dict[str, Any]:
-    """Return the JSON schema of the configuration file, with definitions in place of each $ref.
+    """Return the JSON schema of the configuration file.
 
-    Draft 7 of JSON schema ignores other keywords beside a $ref.
+    Each $ref is replaced by its definition, because draft 7 of JSON schema ignores other keywords beside a $ref.
     """
     generated = RunConfig.model_json_schema()
     tree = _inlined(generated, generated.get("$defs", {}))

@@ -50,7 +50,10 @@ def free_mappings() -> frozenset[str]:
 
 
 def mapping_of(key: str) -> str | None:
-    """Return the free mapping of a dotted key, such as workload_options for workload_options.width, or None."""
+    """Return the mapping with user-chosen keys (see `free_mappings`) that contains a dotted key, or None.
+
+    For example, workload_options contains workload_options.width.
+    """
     parent, dot, name = key.rpartition(".")
     return parent if dot and parent in free_mappings() and OPTION_NAME.fullmatch(name) else None
 
@@ -86,7 +89,10 @@ class Given:
         self.problems.append(Problem(message=message, key=key, place=place, hint=hint))
 
     def add_section(self, node: Node | None, section: str, source: SourceText, origin: Origin) -> None:
-        """Add the values of a section, or of the whole configuration (""), from its YAML node."""
+        """Add the values of a section from its YAML node.
+
+        section: dotted name of the section; "" for the whole configuration.
+        """
         if node is None or is_empty(node):
             return
         short = getattr(sections().get(section), "SHORT_FORM", None)
@@ -142,7 +148,13 @@ class Given:
         )
 
     def _add(self, key: str, written: str, value: str, name: str, origin: Origin) -> None:
-        """Parse and add one key or section. `written` and `value` are around the equals sign; `name` is the source."""
+        """Parse the value of one key or section, and add it.
+
+        Args:
+            written: the text before the equals sign, as the user wrote it.
+            value: the text after the equals sign.
+            name: name of the source in problem messages.
+        """
         source = SourceText(name, value, first_column=len(written) + 1, before=f"{written}=")
         is_section = key in sections() or key in free_mappings()
         given, key = key, key if is_section else RENAMED_KEYS.get(key, key)

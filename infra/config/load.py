@@ -53,7 +53,10 @@ _BLAME: dict[Origin, int] = {"file": 1, "environment": 2, "set": 3}
 
 
 def _convert(given: Given) -> dict[str, Any]:
-    """Convert the values, by dotted key, to the schema's types. One that cannot be is a problem, and left out."""
+    """Convert each given value to the type in the schema; return the values by dotted key.
+
+    A value that cannot be converted is left out, and added to the problems of `given`.
+    """
     values: dict[str, Any] = {}
     for key, entry in given.entries.items():
         try:
@@ -66,8 +69,8 @@ def _convert(given: Given) -> dict[str, Any]:
 def _validate(values: Mapping[str, Any], given: Given, unknown: Collection[str]) -> RunConfig:
     """Check values against the schema's ranges and the rules about several keys; return the configuration.
 
-    Problems are added to `given`, and defaults replace wrong values. Rules about keys in `unknown`, whose intended
-    values are unknown, are not checked.
+    Problems are added to `given`, and defaults replace wrong values. Rules about a key in `unknown` are not checked,
+    because the value that the user intended for it is unknown.
     """
     good, bad = dict(values), set(unknown)
     try:
@@ -92,7 +95,8 @@ def _validate(values: Mapping[str, Any], given: Given, unknown: Collection[str])
 def _errors_by_key(error: ValidationError) -> dict[str, ErrorDetails]:
     """Return one pydantic error for each wrong key.
 
-    For a union such as `int | Literal["auto"]`, an exceeded limit is preferred to "not a valid choice".
+    For a union such as `int | Literal["auto"]`, pydantic reports one error per member. Of these, an error about an
+    exceeded limit is preferred to "not a valid choice".
     """
     found: dict[str, ErrorDetails] = {}
     for details in error.errors():
@@ -154,9 +158,9 @@ class LoadedConfig:
     path: Path  # absolute path of the configuration file; the current directory without one
 
     def script_settings(self) -> dict[str, Any]:
-        """Return a user script's configuration as JSON. Its save interval is "auto" unless the user chose one.
+        """Return the configuration of a user's script as JSON. Its save interval is "auto" unless the user chose one.
 
-        The steps of an unknown script may take microseconds or minutes.
+        A default in steps would be arbitrary, because the steps of an unknown script may take microseconds or minutes.
         """
         settings = self.config.model_dump(mode="json")
         intervals = ("checkpoint.interval", "checkpoint.interval_steps", "checkpoint.interval_seconds")
@@ -308,7 +312,10 @@ DEFAULT = "default"
 
 
 def sources_of(entries: Mapping[str, Entry]) -> dict[str, str]:
-    """Return the source of each key's value, in the schema's order; in free mappings, of each name."""
+    """Return the source of each key's value, in the schema's order.
+
+    A mapping whose names the user chooses, such as workload_options, has one source per name.
+    """
     sources: dict[str, str] = {}
     for key in leaf_fields():
         names = [name for name in entries if mapping_of(name) == key] if key in free_mappings() else []
@@ -317,7 +324,10 @@ def sources_of(entries: Mapping[str, Entry]) -> dict[str, str]:
 
 
 def values_with_sources(config: Mapping[str, Any], sources: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Return a row {"key", "value", "source"} for each key in `sources`. `config` is JSON."""
+    """Return a row {"key", "value", "source"} for each key in `sources`.
+
+    config: the configuration as nested JSON objects.
+    """
     return [{"key": key, "value": _at(config, key), "source": source} for key, source in sources.items()]
 
 

@@ -27,9 +27,10 @@ _PRICE_SOURCES = ("static", "live")
 
 
 def zone_prefix(region: str) -> str | None:
-    """Return the prefix of a region's zone ids, such as use1 for us-east-1; None if `region` is no region name.
+    """Return the prefix of an AWS region's zone ids, such as use1 for us-east-1; None if `region` is no region name.
 
-    AWS shortens each compass direction and word to its first letter: ap-southeast-2 becomes apse2.
+    AWS shortens each compass direction and each other word to its first letter: ap-southeast-2 becomes apse2,
+    eu-central-1 becomes euc1.
     """
     match = _REGION.fullmatch(region)
     if match is None:

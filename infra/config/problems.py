@@ -72,7 +72,10 @@ def _render(problem: Problem) -> str:
 
 
 def _excerpt(place: SourceSpan) -> list[str]:
-    """Return the source line, of at most 160 characters around the error, and a line of carets under the error."""
+    """Return the source line and a line of carets under the error.
+
+    A line of more than 160 characters is shortened around the error.
+    """
     start = max(0, place.column - 1 - _WIDEST_LINE // 2) if len(place.text) > _WIDEST_LINE else 0
     shown = place.text[start : start + _WIDEST_LINE]
     before = place.column - 1 - start

@@ -112,7 +112,8 @@ def _suffixes_are_endings(config: RunConfig) -> Breach:
 class Derived:
     """A whole number, such as samples per micro-batch, that is computed from several keys and must be at least 1.
 
-    It is the product of the keys `top` divided by that of `bottom`, rounded down, without those set to "auto".
+    It is the product of the keys `top` divided by the product of the keys `bottom`, rounded down. Keys set to "auto"
+    are left out.
     """
 
     name: str  # name of the quantity in messages

@@ -124,7 +124,10 @@ def _syntax_problem(source: SourceText, error: MarkedYAMLError) -> Problem:
 
 
 class MismatchError(InfraError):
-    """Error: a key, whose name callers put before the message ("must be …"), does not accept a value."""
+    """Error: a key does not accept a value. Callers put the key's name before the message.
+
+    The message begins like "must be a whole number, not …".
+    """
 
     outcome = Outcome.CONFIG
 

@@ -200,7 +200,10 @@ def _compare(seconds: list[float], sound: list[float]) -> tuple[float, float] | 
 
 
 def _step_parts(events: Sequence[Event]) -> dict[tuple[str, int], list[_Timed]]:
-    """Return the times of steps after the first three of a generation, by (ledger class, rank)."""
+    """Return the times that steps took, by (ledger class, rank).
+
+    The first three steps of each rank in each generation are left out as warm-up.
+    """
     found: dict[tuple[str, int], list[_Timed]] = defaultdict(list)
     taken: Counter[tuple[int, int]] = Counter()
     for event in events:
@@ -215,7 +218,10 @@ def _step_parts(events: Sequence[Event]) -> dict[tuple[str, int], list[_Timed]]:
 
 
 def _operations(events: Sequence[Event]) -> dict[tuple[str, int], list[_Timed]]:
-    """Return the times of commits and phases, by (ledger class or else event name, rank)."""
+    """Return how long commits and phases took, by (ledger class, rank).
+
+    The event's name replaces a missing ledger class.
+    """
     found: dict[tuple[str, int], list[_Timed]] = defaultdict(list)
     for event in events:
         if event.name in (COMMIT, PHASE) and isinstance(seconds := event.data.get("seconds"), int | float):
@@ -224,7 +230,10 @@ def _operations(events: Sequence[Event]) -> dict[tuple[str, int], list[_Timed]]:
 
 
 def _since(steps: Sequence[tuple[int, bool]]) -> int | None:
-    """Return the first of three slow steps in a row, or None. steps: (step, whether the step was slow)."""
+    """Return the first step of the first three slow steps in a row, or None.
+
+    steps: (step, whether the step was slow).
+    """
     row = 0
     for at, (_, slow) in enumerate(steps):
         row = row + 1 if slow else 0

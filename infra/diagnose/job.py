@@ -41,7 +41,7 @@ _MEANINGS = tuple(
 
 
 def diagnose_job(events: Sequence[Event], lines: Iterable[LogLine]) -> Diagnosis:
-    """Diagnose a job from its ranks' output and its events, whose recorded causes count as evidence.
+    """Diagnose a job from its events and its ranks' output. The causes that its agents recorded count as evidence.
 
     If the job has failed, only its last generation counts: the job survived what ended the earlier ones.
     """

@@ -120,7 +120,10 @@ def diagnose_lines(lines: Iterable[LogText]) -> Diagnosis:
 
 
 def judge(seen: dict[str, Seen], series: Series, scans: Sequence[FileScan]) -> Diagnosis:
-    """Choose at most three findings from matches by rule id: the root failure, failures that followed, then advice."""
+    """Choose at most three findings: the root failure, then failures that followed from it, then advice.
+
+    seen: the matches of each rule, by rule id.
+    """
     for identifier, lines in judge_series(series).items():
         rule = load_rules().find(identifier)
         if rule and identifier not in seen:
@@ -237,9 +240,9 @@ def _only_advice(known: Iterable[Seen]) -> Seen | None:
 
 
 def _prefer_exact(found: list[Seen], generic: Seen) -> Seen:
-    """Return the earliest match of a more specific rule within 40 candidate lines, else the generic one.
+    """Return a nearby match of a more specific rule if there is one, else the match of the generic rule.
 
-    Two matches that near usually describe the same exception.
+    Two matches within 40 candidate lines usually describe the same exception. If several qualify, the earliest wins.
     """
     exact = [each for each in found if each.rule.rank > generic.rule.rank and abs(each.order - generic.order) <= 40]
     return _earliest(exact) if exact else generic

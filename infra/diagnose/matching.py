@@ -101,7 +101,7 @@ class Matcher:
     def match(self, text: str) -> tuple[tuple[int, str, str], ...]:
         """Return (index of the rule, role, expression) for each expression that matches a line.
 
-        Of several rules that match with the role "look", only those with the highest `rank` count.
+        If several rules match with the role "look", only the matches of the rules with the highest `rank` are returned.
         """
         skeleton = text.translate(_NO_DIGITS)
         cached = self._cache.get(skeleton, False)
@@ -132,7 +132,10 @@ class Matcher:
         return result
 
     def collect(self, lines: Iterable[LogText], seen: dict[str, Seen], order: int = 0) -> int:
-        """Add the matches in `lines` to `seen`, by rule id. Return `order` plus the number of lines."""
+        """Add the matches in `lines` to `seen`, by rule id.
+
+        order: number of lines processed so far; the function returns the new number.
+        """
         for line in lines:
             order += 1
             for number, role, expression in self.match(line.text):
@@ -154,7 +157,10 @@ def load_matcher() -> Matcher:
 
 
 def required_literals(expression: str) -> tuple[str, ...]:
-    """Return lower-case texts of which every line that matches contains at least one, or raise ValueError."""
+    """Return lower-case texts such that every line that matches the expression contains at least one of them.
+
+    Raises ValueError if the expression requires no text of at least 3 characters.
+    """
     from re import _parser  # type: ignore[attr-defined]
 
     best = _best(_parser.parse(expression, re.IGNORECASE))
@@ -164,7 +170,10 @@ def required_literals(expression: str) -> tuple[str, ...]:
 
 
 def _best(sequence: Any) -> set[str]:
-    """Return the longest texts such that every match of a parsed expression contains at least one of them."""
+    """Return a set of texts such that every match of a parsed regular expression contains at least one of them.
+
+    If there are several such sets, return the one with the longest texts.
+    """
     found: list[set[str]] = []
     run = ""
     for name, value in [*sequence, ("END", None)]:

@@ -75,9 +75,9 @@ def log_files(paths: Sequence[str]) -> list[Path]:
 
 
 def candidates(path: Path | None, triggers: Sequence[bytes], scan: FileScan) -> Iterator[LogText]:
-    """Yield the lines of a log file, None for standard input, that contain at least one of the words `triggers`.
+    """Yield the lines of a log file that contain at least one of the words `triggers`, in order.
 
-    The number of lines, or why a file cannot be read, is recorded in `scan`.
+    A `path` of None reads standard input. The number of lines, or why a file cannot be read, is recorded in `scan`.
     """
     try:
         stream: BinaryIO = sys.stdin.buffer if path is None else open(path, "rb")  # noqa: SIM115
@@ -140,8 +140,8 @@ def _blocks(head: bytes, stream: BinaryIO, encoding: str) -> Iterator[bytes]:
 def _find_lines(blocks: Iterable[bytes], triggers: Sequence[bytes], scan: FileScan) -> Iterator[tuple[int, bytes]]:
     """Yield (line number, line) for each line that contains a trigger.
 
-    Triggers contain no digits, so lines that differ only in digits need one search. Of thousands, only a sample is
-    yielded.
+    Lines that differ only in digits count as equal. If a line is repeated thousands of times, only a sample is yielded.
+    Triggers contain no digits, so equal lines need only one search.
     """
     counts: dict[bytes, int] = {}  # occurrences of each line, digits removed; -1: it contains no trigger
     for block in blocks:

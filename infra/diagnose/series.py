@@ -131,14 +131,20 @@ class Series:
             yield line
 
     def went_on(self, found: Sequence[Seen]) -> bool:
-        """Return whether the run completed: a completion message comes after all failures in its file."""
+        """Return whether the run completed despite the failures.
+
+        The logs contain a completion message, and no failure follows this message in the same file.
+        """
         end = self.finished
         return end is not None and all(
             seen.last is not None and (seen.last.file != end.file or seen.last.number < end.number) for seen in found
         )
 
     def raised_in(self, line: LogText) -> str | None:
-        """Return the area of code, such as "data", in which an exception was raised, from the frames before `line`."""
+        """Return the area of the code that raised an exception, such as "data" or "storage", or None if it is unknown.
+
+        The area follows from the innermost stack frames before `line`.
+        """
         frames = [
             place
             for number, rank, place in self.frames.get(line.file, ())
@@ -151,7 +157,10 @@ class Series:
         return None
 
     def recovered(self, line: LogText | None) -> bool:
-        """Return whether the same file has later losses or gradient norms, all finite."""
+        """Return whether training recovered after the line.
+
+        The same file must contain later losses or gradient norms, and all of these must be finite.
+        """
         if line is None:
             return False
         tracks = [*self.losses.items(), *self.norms.items()]
@@ -226,7 +235,10 @@ def judge_series(series: Series) -> dict[str, list[tuple[int, LogText]]]:
 
 
 def _stuck(track: Track) -> bool:
-    """Return whether the last 4 losses, with 4 decimals, or all of 20 or more, are equal and not 0."""
+    """Return whether the loss is stuck at one value other than 0.
+
+    Either the last 4 losses are equal and have at least 4 decimals, or all of at least 20 losses are equal.
+    """
     values = [point[2] for point in track.points]
     if values[-1] == 0 or len(values) < 4 or len(set(values[-4:])) > 1:
         return False

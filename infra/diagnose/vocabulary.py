@@ -55,9 +55,10 @@ def is_severe(text: str) -> bool:
 
 
 def guess_family(lines: Iterable[str]) -> tuple[str, float] | None:
-    """Return the failure family, such as "storage", that best fits the words of the severe lines, and its lead.
+    """Return the failure family, such as "storage" or "cuda", that best fits the words of the severe lines.
 
-    None if no line is severe, or the lead over the second-best family is below `MARGIN`.
+    Returns:
+        The family and its lead over the second-best one; None if no line is severe, or the lead is below `MARGIN`.
     """
     words: set[str] = set()
     for line in list(dict.fromkeys(line for line in lines if is_severe(line)))[:_MOST_LINES]:

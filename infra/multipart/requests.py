@@ -70,9 +70,9 @@ _PAYLOAD = "UNSIGNED-PAYLOAD"
 def signed_headers(
     account: S3Account, method: str, path: str, query: str, headers: Mapping[str, str], *, now: float
 ) -> dict[str, str]:
-    """Return `headers`, which must contain "host", and those of the signature, with lower-case names.
+    """Return `headers` and the headers of the signature, with all names in lower case.
 
-    `path` and `query` are percent-encoded, as in the request; `now` is Unix time.
+    `headers` must contain "host". `path` and `query` are percent-encoded, as in the request; `now` is Unix time.
     """
     stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(now))
     known = {name.lower(): " ".join(value.split()) for name, value in headers.items()}
@@ -256,7 +256,11 @@ class S3Client:
 def _send(
     connection: http.client.HTTPConnection, body: memoryview, end: float, throttle: Throttle | None
 ) -> OSError | None:
-    """Send the body, and return the error that stopped it, or None: a store that refuses may still respond."""
+    """Send the body. Return the error that stopped the sending, or None.
+
+    The error is not raised, because a store that refuses a request may respond and close the connection before it has
+    read the body. The caller then still reads the response.
+    """
     size = len(body)
     step = (throttle and throttle.slice_bytes) or max(size, 1)
     try:
@@ -275,8 +279,8 @@ def _send(
 def _limit_sending(connected: socket.socket, seconds: float) -> None:
     """Limit how long one send on the socket may block.
 
-    On Linux without TLS, the kernel does it (SO_SNDTIMEO). With Python's own timeout, a large body would need a wait
-    and a call per buffer, and each needs the interpreter's lock.
+    On Linux without TLS, the kernel enforces the limit (SO_SNDTIMEO). Python's own timeout would make the socket
+    non-blocking. A large body would then need a wait and a call per buffer, and each needs the interpreter's lock.
     """
     if isinstance(connected, ssl.SSLSocket) or not sys.platform.startswith("linux"):
         connected.settimeout(seconds)

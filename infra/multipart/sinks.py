@@ -216,9 +216,10 @@ class _File:
     hung: bool = False  # an abandoned call may still use the descriptors, so they are never closed
 
     def run(self, call: Callable[[], None], seconds: float) -> None:
-        """Run `call`, which operates on the file. Raises StoreTimeout after `seconds`.
+        """Run `call`, which operates on the file, within `seconds`.
 
-        After that, every call raises StoreError, because the abandoned call may still be running.
+        Raises StoreTimeout at the deadline. After that, every call raises StoreError, because the abandoned call may
+        still be running.
         """
         if self.hung:
             raise StoreError(f"put {self.path}: an operation on this file hangs")

@@ -35,7 +35,11 @@ class HangGuard:
         self._abandoned = 0
 
     def run(self, call: Callable[[], T], seconds: float, what: str) -> T:
-        """Return `call()`, made in a thread. Raises StoreTimeout after `seconds`, or if 64 earlier calls still hang."""
+        """Run `call` in a thread, and return its result or raise its exception.
+
+        `what` names the operation and the object in error messages. Raises StoreTimeout if the call takes longer than
+        `seconds`, or if 64 earlier calls still hang.
+        """
         if self._abandoned >= _MOST_ABANDONED:
             raise StoreTimeout(f"{what}: not tried: {self._abandoned} operations on folders hang already")
         ended = abandoned = False
@@ -67,9 +71,10 @@ _RUNNING = threading.local()  # is_abandoned: whether the call that this thread 
 
 
 def refuse_if_abandoned(what: str) -> None:
-    """Raise StoreTimeout if the current call was abandoned at its deadline. Call this before changing anything.
+    """Raise StoreTimeout if the current call was abandoned at its deadline.
 
-    The caller has continued, and may have written newer data.
+    An operation calls this just before it changes something: the caller of an abandoned call has continued and may
+    have written newer data.
     """
     if hasattr(_RUNNING, "is_abandoned") and _RUNNING.is_abandoned():
         raise StoreTimeout(f"{what}: the file system answered after the deadline; nothing was changed")
@@ -97,7 +102,8 @@ class FolderBackend:
     def put(self, key: str, data: memoryview, *, create: bool = False, private: bool = False) -> None:
         """Write an object, and sync the file and each folder up to the root to make it durable.
 
-        With `create`, an existing object raises FileExistsError. Only the user can read a `private` file.
+        With `create`, raise FileExistsError if the object exists. With `private`, only the current user can read the
+        file.
         """
         path = self._path(key)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -143,10 +149,11 @@ class FolderBackend:
         self._path(key).unlink()
 
     def list(self, prefix: str, after: str) -> list[tuple[str, int, float]]:
-        """Return (key, bytes, Unix time of modification) of files below `prefix`, with keys above `after`, unsorted.
+        """Return (key, size in bytes, Unix time of modification) of each file below the folder `prefix`, unsorted.
 
-        Unfinished files, names that are not UTF-8, and broken or circular links are skipped. Raises OSError if a folder
-        cannot be read, instead of returning a partial listing.
+        Only keys greater than `after` are returned. Unfinished files, names that are not UTF-8, and links that are
+        broken or circular are skipped. Raises OSError if a folder cannot be read, instead of returning a partial
+        listing.
         """
         try:
             return [found for found in self._walk(prefix) if found[0] > after]

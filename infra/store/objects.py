@@ -60,8 +60,9 @@ class Store:
     def open(cls, uri: str, *, request_timeout_seconds: float = 60.0) -> Store:
         """Open a folder (created if missing) or ``s3://bucket/prefix``. No request is sent to a bucket yet.
 
-        `request_timeout_seconds` limits each request, retries included; a large put or a long listing in a bucket takes
-        several. An operation in a folder is one request, with 1 s more for each 10 MB.
+        `request_timeout_seconds` limits each request, retries included. In a bucket, a large put or a long listing
+        takes several requests. In a folder, each operation counts as one request, and the limit grows by 1 s for each
+        10 MB.
         """
         if uri.startswith("s3://"):
             bucket, prefix = split_uri(uri)
@@ -102,8 +103,9 @@ class Store:
     def create(self, key: str, data: Buffer) -> bool:
         """Write an object durably unless the key exists. Return False if the key exists with other content.
 
-        Of two processes only one succeeds, in a bucket by If-None-Match. Services that do not support it, or check
-        it before the write (OpenStack Swift), may let both succeed and keep the later content.
+        If two processes create the same key at the same time, only one succeeds; in a bucket, the service makes sure of
+        this (If-None-Match). Some services do not support this condition, or check it before the write (OpenStack
+        Swift). Then both processes may succeed, and the later content remains.
         """
         view, full = memoryview(data).cast("B"), self._full(key)
         try:
@@ -169,10 +171,10 @@ class Store:
         return sorted(found, key=attrgetter("key"))[:limit]
 
     def pages(self, prefix: str = "", *, after: str = "") -> Iterator[list[ObjectMeta]]:
-        """Yield pages of up to 1,000 objects below `prefix` with keys greater than `after`, sorted by key.
+        """Yield pages of up to 1,000 objects below the folder `prefix` with keys greater than `after`, sorted by key.
 
-        Each page is one request, sent when the caller asks for it; but a folder, or a bucket whose first page is
-        unsorted, is listed completely before the first page.
+        Each page is one request, which is sent when the caller asks for the page. However, a local folder, or a bucket
+        whose first page is unsorted, is listed completely before the first page.
         """
         given = self._given(prefix, after)
         first = next(given, [])
@@ -232,8 +234,10 @@ _PROBE = b"the store's clock"
 class StoreClock:
     """Clock that returns the store's time, by which the store dates its objects.
 
-    It puts, dates and deletes a small probe object, and adds the elapsed time for the next 10 minutes. It is never
-    later than the store's time, since a probe is dated before its answer arrives, so no object is deleted too early.
+    To read the time, it puts a small probe object, reads the object's date, and deletes it. For the next 10 minutes it
+    adds the elapsed time instead of probing again. The result is never later than the store's time, because the store
+    dates a probe before its answer arrives. The age of an object is therefore never overestimated, and no object is
+    deleted too early.
     """
 
     def __init__(self) -> None:

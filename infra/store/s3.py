@@ -44,10 +44,14 @@ STORE_REGION_VARIABLE = "EBBFLOW_STORE_REGION"
 
 
 def aws_settings() -> AwsSettings:
-    """Return region and endpoint of S3. Variables precede the profile, whose endpoint may be ignored by a setting.
+    """Return the region and the endpoint of S3. Environment variables take precedence over the AWS profile.
 
-    Raises StoreError if the profile cannot be read, and StoreMisconfigured if AWS_IGNORE_CONFIGURED_ENDPOINT_URLS is
-    true but a variable sets an endpoint, which obstore would use in spite of the setting.
+    If AWS_IGNORE_CONFIGURED_ENDPOINT_URLS is true, the profile's endpoint is ignored.
+
+    Raises:
+        StoreError: the profile cannot be read.
+        StoreMisconfigured: AWS_IGNORE_CONFIGURED_ENDPOINT_URLS is true, but an environment variable sets an endpoint.
+            obstore would use that endpoint in spite of the setting.
     """
     environment, profile = os.environ, _Profile()
     names = (STORE_REGION_VARIABLE, "AWS_REGION", "AWS_DEFAULT_REGION")
@@ -63,10 +67,11 @@ def aws_settings() -> AwsSettings:
 
 
 def credential_provider(seconds: float) -> Callable[[], dict] | None:
-    """Return a function from which obstore gets credentials within `seconds`, or None if it needs none.
+    """Return a function from which obstore gets credentials within `seconds`, or None if it needs no such function.
 
-    It needs none with access keys in the environment, or with AWS_SKIP_SIGNATURE for a public bucket. Raises
-    StoreForbidden without credentials, and StoreUnavailable if their source is late.
+    obstore needs no function if the environment has access keys, or if AWS_SKIP_SIGNATURE is true because the bucket
+    is public. Raises StoreForbidden if there are no credentials, and StoreUnavailable if their source does not answer
+    in time.
     """
     environment = os.environ
     if environment.get("AWS_ACCESS_KEY_ID") and environment.get("AWS_SECRET_ACCESS_KEY"):
@@ -158,9 +163,10 @@ def split_uri(uri: str) -> tuple[str, str]:
 
 
 def open_bucket(bucket: str, seconds: float) -> S3Store:
-    """Open a client for a bucket, whose requests end within `seconds`, retries included.
+    """Open a client for a bucket. Each of its requests ends within `seconds`, retries included.
 
-    Raises StoreMisconfigured (obstore refuses the settings), and as `aws_settings` and `credential_provider`.
+    Raises StoreMisconfigured (obstore refuses the settings), and the errors of `aws_settings` and
+    `credential_provider`.
     """
     settings = aws_settings()
     endpoint = settings.endpoint

@@ -194,7 +194,8 @@ class Checkpointer:
     def wait(self) -> CommitRef | None:
         """Wait until the newest save is committed. Return the newest commit, or None if nothing was saved or restored.
 
-        Raises CheckpointError (the save failed or was late), GenerationSuperseded (a newer generation is running).
+        Raises CheckpointError (the save failed, or its deadline passed), GenerationSuperseded (a newer generation of
+        the job is running).
         """
         self.before_step()
         flights = self._saves
@@ -248,7 +249,10 @@ class Checkpointer:
         return restored
 
     def close(self) -> None:
-        """End the uploader and free the staging buffers. An in-flight save gets 5 s; `wait` first to commit it."""
+        """End the uploader process and free the staging buffers.
+
+        An in-flight save gets 5 s to finish; call `wait` first to make sure that it is committed.
+        """
         if self._stage.descriptors:
             self._saves.uploader.close(_CLOSE_GRACE_SECONDS)
             self._planner.forget()

@@ -105,10 +105,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def choose_signing_key(store: Store, name: str | None, *, must_check: bool) -> None:
-    """Use the key in the variable `name`, else EBBFLOW_SIGNING_KEY_ENV, else the job's own setting.
+    """Find the environment variable that holds the signing key, and use this key from now on.
 
-    Raises NoSigningKey if the variable has no usable key. If only the job names the variable and `must_check` is False,
-    signatures are not checked instead.
+    The variable's name is `name`, else the value of EBBFLOW_SIGNING_KEY_ENV, else a value in the job's configuration.
+    Without a usable key in the variable, this function raises NoSigningKey. There is one exception: if the name comes
+    from the configuration and `must_check` is False, signatures are not checked and no error is raised.
     """
     name = name or os.environ.get(NAME_VARIABLE)
     if name is None and (named := _configured_name(store)):
@@ -126,10 +127,11 @@ def _configured_name(store: Store) -> str | None:
 
 
 def find(store: Store, wanted: str | None) -> TracedCommit:
-    """Find a commit by its step, key, or the first digits of its hash; None is the newest reachable commit.
+    """Find one commit of a job.
 
-    `wanted` has at least 6 digits of the hash. Of several matches, only reachable ones count, from which the job may
-    still be resumed. Raises CheckpointError unless exactly one is left; the message lists the candidates.
+    `wanted` is a step, a key, or the first digits (6 or more) of a hash. None means the newest reachable commit. A
+    commit is reachable if the job may still be resumed from it. If several commits match, only reachable ones count.
+    Raises CheckpointError if no commit or more than one is left; the message lists the candidates.
     """
     traced = trace_lineage(store)
     if wanted is None:
@@ -172,7 +174,11 @@ def _list(store: Store, options: argparse.Namespace) -> int:
 
 
 def _row(store: Store, traced: TracedCommit) -> dict[str, Any]:
-    """Describe a commit: "verified" (all bytes checked), "whole" (readable, all sizes match) or "torn"."""
+    """Describe a commit as a row of the subcommand `list`.
+
+    The state of the commit is "verified" (every byte was read and checked), "whole" (the manifest is readable and all
+    object sizes match) or "torn" (anything else).
+    """
     ref, reason = traced.ref, traced.unreachable_because
     row: dict[str, Any] = {
         **{name: getattr(ref, name) for name in ("step", "generation", "key")},
@@ -298,7 +304,10 @@ def _sign(store: Store, options: argparse.Namespace) -> int:
 
 
 def _sha256_of_data(store: Store, manifest: Manifest) -> dict[str, list[str]]:
-    """Return the SHA-256 of each chunk, by data object. Each chunk's CRC is checked again."""
+    """Return the SHA-256 of each chunk, by data object.
+
+    Check the CRC of each chunk again, because the chunk may have changed since it was verified.
+    """
     found: dict[str, list[str]] = {}
     for data in manifest.data:
         rows = found[data.key] = []
@@ -326,8 +335,8 @@ def _record_verification(store: Store, traced: TracedCommit, *, sound: bool) -> 
 def _pin(store: Store, options: argparse.Namespace) -> int:
     """Pin a commit, so that retention never deletes it.
 
-    The pin is written before the tombstone (the record of a deletion) is read; a deletion does it in the opposite
-    order. So of a pin and a deletion at the same time, at least one sees the other.
+    This function writes the pin, then looks for a tombstone (the record that a deletion has begun). A deletion writes
+    the tombstone, then looks for a pin. So if a pin and a deletion run at once, at least one of the two sees the other.
     """
     ref = find(store, options.commit).ref
     store.put(pin_key(ref.sha256), seal({"version": VERSION, "key": ref.key, "t_wall": time.time()}))

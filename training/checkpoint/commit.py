@@ -60,7 +60,10 @@ class CommitWatch:
         return not self._missing()
 
     def look(self) -> CommitAttempt:
-        """Commit the save if all indexes are valid. Return the commit or the missing ranks. Raises CheckpointError."""
+        """Commit the save if the indexes of all ranks exist and are valid. Return the commit or the missing ranks.
+
+        Raises StoreError (the store failed), CheckpointError (the indexes contradict each other).
+        """
         missing = self._missing()
         cause = self._read([rank for rank in range(self._save.world_size) if rank not in missing])
         missing = [rank for rank in range(self._save.world_size) if rank not in self._indexes]
@@ -132,11 +135,14 @@ def await_commit(
     foreign_first: bool = False,
     given_up: Callable[[], bool] = lambda: False,
 ) -> CommitAttempt:
-    """Wait until `save` is committed and listed, since a start finds commits by listing them.
+    """Wait until `save` is committed and the store lists the commit. Make the commit as soon as all indexes exist.
 
-    The commit is made as soon as all indexes exist. At the deadline, or if `given_up` returns True, raises
-    CheckpointError with the ranks without an index and the store's last error. With `foreign_first`, look for another
-    rank's commit before the first attempt to commit.
+    The wait includes the listing because a start of the job finds commits by listing them. Raises CheckpointError at
+    the deadline; its message names the ranks without an index and the store's last error.
+
+    Args:
+        foreign_first: look for a commit by another rank before the first attempt to commit.
+        given_up: called repeatedly; if it returns True, the wait ends as at the deadline.
     """
     watch = CommitWatch(store, save)
     attempt, cause = CommitAttempt(None, 0, []), ""
@@ -172,8 +178,13 @@ def commit_as_backup(
 ) -> None:
     """Commit the save in place of rank 0 if rank 0 does not, for example because it died.
 
-    A rank above 0 calls this once its own index is durable. It looks at growing intervals, and returns at the deadline,
-    which rank 0 reports, or when `interrupted`, which waits the given seconds, returns True because of other work.
+    A rank above 0 calls this once its own index is durable. At growing intervals it checks whether the commit exists,
+    and makes the commit if all indexes exist and no other rank has made it. Store errors are ignored until the next
+    check. At the deadline the function returns without a commit, since rank 0 reports the failure.
+
+    Args:
+        interrupted: waits up to the given number of seconds. It returns True as soon as other work arrives, and this
+            function then returns.
     """
     unit = min(_LONGEST_UNIT_SECONDS, deadline.seconds / _UNITS)
     watch = CommitWatch(store, save)

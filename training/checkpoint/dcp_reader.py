@@ -26,7 +26,10 @@ from ebbflow.training.errors import CorruptCommit
 
 
 class CommitReader(StorageReader):
-    """DCP storage reader of commit `key`, for `dcp.load`. It verifies all data, `parallel` chunks at once."""
+    """DCP storage reader for the commit `key` of a job's store. It verifies everything that it reads.
+
+    A user's code can pass such a reader to `dcp.load`. `parallel` is the number of chunks to read at once.
+    """
 
     def __init__(self, job_store: Store, key: str, *, parallel: int | None = None) -> None:
         self.manifest: Manifest = read_manifest(job_store, key)
@@ -90,7 +93,11 @@ class CommitReader(StorageReader):
         self._read(requests)
 
     def _read(self, requests: Iterable[tuple[str, TensorPiece, ReadItem | None, torch.Tensor]]) -> None:
-        """Fill tensors from requests of (tensor name, piece, part of the piece or None for all, tensor to fill)."""
+        """Read pieces of tensors.
+
+        A request is (tensor name, piece, part of the piece to read or None for all, tensor to fill). If the stored
+        bytes cannot be read directly into the tensor's memory, they are read into a temporary tensor first.
+        """
         wanted: list[WantedRange] = []
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         for name, piece, item, target in requests:

@@ -99,10 +99,11 @@ def _refuse_special_files(path: Path) -> None:
 
 
 def write_file(content: PortableState, path: Path, kind: str, config: RunConfig | None = None) -> None:
-    """Write `content` in the format `kind`: one of KINDS or "hugging-face", which needs `config`.
+    """Write `content` in the format `kind`: one of KINDS or "hugging-face". Only the latter uses `config`.
 
-    After an error, the incomplete output is removed. Raises CheckpointError (the path exists), NoRoom (the disk is
-    full).
+    After an error, remove the incomplete output.
+
+    Raises CheckpointError (the path exists), NoRoom (the disk is full).
     """
     if os.path.lexists(path) and not path.is_char_device():
         raise CheckpointError(f"{path}: exists already; hint: choose another name")
@@ -224,7 +225,8 @@ def _restore_lists(document: Any) -> Any:
 def save_hollow(document: Any, names: Mapping[int, str], path: Path) -> list[str]:
     """Write a torch file without the tensors' values, which `fill` adds. Return the tensors' names in file order.
 
-    `names` maps the `id` of each tensor in `document` to its name.
+    `document` has nested dictionaries and lists with tensors, as for `torch.save`; `names` maps a tensor's `id` to its
+    name.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode  # takes a second to import
 
@@ -237,7 +239,10 @@ def save_hollow(document: Any, names: Mapping[int, str], path: Path) -> list[str
 
 
 def fill(path: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
-    """Write (name, value) pairs, in the order that `save_hollow` returned, into the file that it wrote."""
+    """Write values of tensors into the file that `save_hollow` wrote.
+
+    `tensors` yields (name, value) in the order that `save_hollow` returned.
+    """
     with path.open("r+b") as file:
         with zipfile.ZipFile(file) as archive:
             entries = [info for info in archive.infolist() if info.filename.split("/")[1:-1] == ["data"]]
@@ -260,7 +265,10 @@ def fill(path: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
 
 
 def _hollow_copy(value: Any, names: Mapping[int, str], order: list[str]) -> Any:
-    """Copy a document with uninitialised tensors. Append their names to `order`, in pickle's order of the tensors."""
+    """Copy nested dictionaries and lists, and replace each tensor by an uninitialised one of its shape and dtype.
+
+    The tensors' names are appended to `order`, in the order in which pickle visits the tensors.
+    """
     if isinstance(value, Tensor):
         order.append(names[id(value)])
         return torch.empty(value.shape, dtype=value.dtype)
@@ -301,9 +309,9 @@ def write_torch(content: PortableState, path: Path) -> None:
 
 
 def parse_document(document: Any, what: str, weights_only: bool) -> PortableState:
-    """Extract the weights from a state dict, or from a mapping that has one under a usual name such as "model".
+    """Extract the weights from a loaded checkpoint and, unless `weights_only`, the optimizer's state.
 
-    Unless `weights_only`, extract the optimizer's state as well.
+    `document` is a state dict, or a mapping that has a state dict under a usual name, such as "model" or "state_dict".
     """
     if not isinstance(document, Mapping):
         raise CheckpointError(f"{what}: is a {type(document).__name__}, not a state dict")
@@ -359,7 +367,10 @@ def write_safetensors(content: PortableState, path: Path) -> None:
 
 
 def write_hugging_face(content: PortableState, path: Path, config: RunConfig) -> None:
-    """Write a transformers folder: config.json, model.safetensors and tokenizer files. Raises WorkloadError."""
+    """Write a folder for transformers: config.json, model.safetensors, and the tokenizer's files if there are any.
+
+    Raises WorkloadError if transformers has no such model.
+    """
     settings = write_settings(config.model)
     path.mkdir()
     (path / "config.json").write_text(json.dumps(settings, indent=2) + "\n")

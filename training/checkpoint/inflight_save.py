@@ -34,7 +34,10 @@ _NO_ROOM_HINT = "free space or raise the quota, or use another store; then start
 
 
 class UploaderClient:
-    """Client of an uploader process, which inherits the staging `buffers`. A process that has died is replaced."""
+    """Client of an uploader process. It starts a new process if the old one has died.
+
+    The process inherits the file descriptors `buffers`, which are the staging buffers.
+    """
 
     def __init__(self, store_uri: str, rank: int, buffers: list[int]) -> None:
         self._store_uri = store_uri
@@ -177,7 +180,10 @@ class SaveTracker:
         return self._current is not None
 
     def expected_seconds(self, size: int) -> float | None:
-        """Estimate when `size` more bytes will be durable, at the last durable save's speed; None before the first."""
+        """Estimate the seconds until `size` more bytes would be durable, at the speed of the last durable save.
+
+        Return None before the first durable save.
+        """
         if self._seconds_per_byte is None:
             return None
         left = 0.0
@@ -220,7 +226,10 @@ class SaveTracker:
             pass
 
     def raise_if_hopeless(self) -> None:
-        """Raise if the job has a newer generation, the store is full, or the last two saves failed."""
+        """Raise an error if no further save is worthwhile.
+
+        No save is worthwhile if a newer generation is running, the store is full, or the last two saves failed.
+        """
         self._raise_if_permanent()
         if self._failures >= _FAILURES_IN_A_ROW:
             raise CheckpointError(f"{self._failures} saves in a row have failed, the last: {self.last_failure}")

@@ -70,7 +70,11 @@ class Generation:
 
 
 def read_generation(job_store: Store, number: int, generation_id: str) -> Generation:
-    """Read a generation's record. Raises ObjectNotFound, or DamagedLineage if it is damaged or another generation's."""
+    """Read a generation's record.
+
+    Raises ObjectNotFound if there is no record, and DamagedLineage if the record is damaged or belongs to another
+    generation.
+    """
     key = generation_key(number, generation_id)
     try:
         record = fetch_verified(job_store, key, unseal, f"{job_store.uri}/{key}")
@@ -82,10 +86,10 @@ def read_generation(job_store: Store, number: int, generation_id: str) -> Genera
 
 
 def amend_parent(job_store: Store, opened: Generation, actual: Generation) -> None:
-    """Record that `opened` started from `actual.parent`, an older commit, since its recorded parent cannot be restored.
+    """Replace the parent in the record of the generation `opened` by `actual.parent`, an older commit.
 
-    Otherwise the commits between the two parents would stay reachable. One process calls it, before the generation's
-    first save. Raises StoreError or CorruptCommit.
+    Call this if the recorded parent could not be restored. Otherwise the abandoned commits between the two parents
+    would stay reachable. One process calls it, before the generation's first save. Raises StoreError or CorruptCommit.
     """
     key = generation_key(opened.number, opened.id)
     record = fetch_verified(job_store, key, unseal, f"{job_store.uri}/{key}")
@@ -101,8 +105,10 @@ def newest_generation_number(job_store: Store, *, near: int = 0) -> int:
 def await_listed_ids(job_store: Store, generation: Generation) -> list[str]:
     """Wait until the store lists the record of `generation`, and return all ids recorded under its number.
 
-    Several ids mean that several launchers opened this number at once. Once a launcher's own record is listed, all that
-    were listed earlier are visible to it. Raises StoreUnavailable if the record is not listed within 10 s.
+    More than one id means that several launchers opened this number at once. A store may list a new object only after a
+    delay. A launcher that waits until its own record is listed also sees every record that was listed earlier, and the
+    next launcher sees this number and takes a higher number. Raises StoreUnavailable if the record is not listed within
+    10 s.
     """
     limit = time.monotonic() + LISTING_SECONDS
     for pause in backoff_pauses(longest_seconds=0.5):
@@ -121,8 +127,8 @@ def await_listed_ids(job_store: Store, generation: Generation) -> list[str]:
 class GenerationRecords:
     """The numbers and ids of the recorded generations, read by listing the store.
 
-    The listing starts 500 numbers below `near`, which the newest generation has probably reached; otherwise all are
-    listed.
+    `near` is a number that the newest generation has probably reached. The listing starts 500 numbers below it, with
+    one request per 1,000 records. If it finds no number of at least `near`, all records are listed.
     """
 
     def __init__(self, job_store: Store, *, near: int = 0) -> None:
@@ -154,7 +160,7 @@ class GenerationRecords:
 
 
 class LineageChain:
-    """The newest generation and its ancestors, read only as far back as a call needs.
+    """The newest generation and its ancestors. It reads records one by one, only as far back as a call needs.
 
     For `near` see `GenerationRecords`. Raises DamagedLineage if a record is missing or wrong, and TwoLaunchers if a
     number has two records.
@@ -175,10 +181,12 @@ class LineageChain:
             self._follow(self.newest, float("inf"))
 
     def is_in_history(self, number: int, step: int) -> bool:
-        """Return whether generation `number`'s commit at `step` is in the newest generation's history.
+        """Return whether the commit of generation `number` at `step` is part of the newest generation's history.
 
-        The generation must be the newest or an ancestor of it, and `step` at most the generation's limit: the step from
-        which the next one in the chain started. Limits never fall, so the search stops at the first one below `step`.
+        There are two conditions. The commit's generation must be the newest one or one of its ancestors. And `step`
+        must not exceed the limit of the commit's generation: the step from which the next generation in the chain
+        started. An older generation never has a higher limit than a newer one, so the search stops at the first limit
+        below `step`.
         """
         while self._ahead is not None and number <= self._ahead[0] and step <= self._ahead[1]:
             self._follow(*self._ahead)
@@ -242,8 +250,9 @@ class TracedCommit:
 class GenerationOpening:
     """A launcher's attempts to open one generation. Each attempt takes a new number.
 
-    A put that timed out may still arrive. With a number of its own, such a late record is a generation without
-    descendants, and cannot overwrite a newer record.
+    A put that timed out may still reach the store later. If a later attempt reused the number and id, that late record
+    could overwrite the newer record. With separate numbers, the late record is a generation without descendants. It
+    conflicts only with another launcher's record of the same number.
     """
 
     id: str = field(default_factory=lambda: secrets.token_hex(4))  # the same for all tries
@@ -335,7 +344,8 @@ def permitted_generation(job_store: Store, what: str) -> int:
 def newest_commits(job_store: Store) -> Iterator[CommitRef]:
     """Yield the commits that may be restored, newest first, listing only as many pages as needed.
 
-    Commits with a refused signature are left out. Raises DamagedLineage or TwoLaunchers.
+    If this process checks signatures, commits without a valid signature are left out. Raises DamagedLineage or
+    TwoLaunchers.
     """
     return (ref for ref, refused in _newest_with_refusals(job_store) if not refused)
 
@@ -426,9 +436,10 @@ def _names_below(job_store: Store, prefix: str) -> set[str]:
 
 
 def is_readable_commit(job_store: Store, ref: CommitRef) -> bool:
-    """Return whether a generation can start from a commit's manifest. If not, print a warning.
+    """Return whether a commit's manifest is readable, so that a generation can start from it. If not, print a warning.
 
-    A manifest that looks damaged is read again in a new process. Raises UnreliableReader if that finds it intact.
+    If the manifest looks damaged, a new process reads it again. Raises UnreliableReader if that process finds the
+    manifest intact, because then this process misreads data.
     """
     try:
         fetch_verified(job_store, ref.key, Manifest.from_bytes)
@@ -444,7 +455,10 @@ def is_readable_commit(job_store: Store, ref: CommitRef) -> bool:
 
 
 def _commits_of_lineage(job_store: Store) -> list[CommitRef]:
-    """List the commits that would be reachable if all were readable, without those that are being deleted."""
+    """List the commits that would be reachable if all were readable.
+
+    This includes quarantined commits, but not those that are being deleted.
+    """
     found = [ref for page in _commit_pages(job_store) for ref, _ in page]
     if not found:
         return []

@@ -172,7 +172,11 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, data: bytes, key: str) -> Manifest:
-        """Parse the manifest of commit `key`. Raises CorruptCommit, or MisplacedCommit if it belongs to another key."""
+        """Parse the manifest with the commit key `key`.
+
+        Raises CorruptCommit if the bytes do not have the SHA-256 in the key or are not a manifest of this format, and
+        MisplacedCommit if the manifest belongs to another commit's key.
+        """
         step, generation, stated = parse_commit_key(key)
         if (actual := sha256_text(data)) != stated:
             raise CorruptCommit(f"{key}: the manifest's SHA-256 is {actual}")
@@ -231,9 +235,10 @@ class Manifest:
 
 
 def merge_indexes(save: CheckpointId, indexes: Sequence[tuple[RankIndex, bytes]]) -> Manifest:
-    """Merge the indexes of all ranks, each given with its bytes, in rank order, into a manifest.
+    """Merge the indexes of all ranks into a manifest. Each index is given with its serialised bytes, in rank order.
 
-    Raises CheckpointError unless all belong to `save` and their own data objects, and cover every tensor exactly once.
+    Raises CheckpointError if an index belongs to another save or names another rank's data object, or if the pieces do
+    not cover every tensor exactly once.
     """
     for rank, (index, _) in enumerate(indexes):
         if index.save != save or index.rank != rank:

@@ -59,7 +59,10 @@ class PartUploader:
         self._pool = ThreadPoolExecutor(settings.parallel, thread_name_prefix="part")
 
     def upload(self, key: str, view: memoryview, deadline: Deadline) -> DataObject:
-        """Upload an object and verify its size and checksum in the store. Raises CheckpointError."""
+        """Upload an object, and verify its size and checksum in the store. Return its key, size and checksums.
+
+        Raises CheckpointError.
+        """
         sink, settings, what = self._sink, self._settings, f"put {key}"
         size = settings.part_bytes
         while len(view) > size * LARGEST_COUNT:

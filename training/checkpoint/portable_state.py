@@ -82,7 +82,10 @@ class PortableState:
 
 
 def unwrap_weights(state: Mapping[str, Any], what: str) -> dict[str, Tensor]:
-    """Return the weights of a state dict without wrapper prefixes, tied tensors once. Raises CheckpointError."""
+    """Return the weights of a state dict by name, without wrapper prefixes. Tied tensors appear only once.
+
+    Raises CheckpointError if a value is not a tensor, two names become equal, or there are no weights.
+    """
     weights: dict[str, Tensor] = {}
     seen: set[tuple[Any, ...]] = set()
     for name, tensor in state.items():
@@ -110,7 +113,12 @@ def unwrap_name(name: str) -> str:
 
 
 def add_optimizer(content: PortableState, document: Mapping[str, Any], what: str) -> None:
-    """Add an optimizer's state dict, with parameters by number (torch) or name (DCP). Raises CheckpointError."""
+    """Add an optimizer's state dict to `content`.
+
+    The state dict identifies parameters by number, as torch does, or by name, as torch's distributed checkpointing
+    (DCP) does. Raises CheckpointError if a number cannot be assigned to a parameter, or a state differs in shape from
+    its parameter.
+    """
     groups, states = document["param_groups"], document["state"]
     names = _parameter_names(content, groups, states, what)
     settings: dict[str, Any] = {"param_groups": [], "scalars": {}}
@@ -212,8 +220,9 @@ def read_commit(store: Store, key: str) -> PortableState:
 def _stream(reader: CommitReader, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
     """Read the named tensors in groups ("windows"), and yield them in order.
 
-    A window spans at least two chunks of each object, because only whole chunks can be verified and those at its edges
-    are read twice. All windows share one block of memory, since repeated allocation would fragment the heap.
+    Only whole chunks can be verified, and a chunk is usually larger than a tensor. Reading tensor by tensor would read
+    each chunk many times. The chunks at the edges of a window may be read twice, so a window spans at least two chunks
+    of each object. All windows share one block of memory, since repeated allocation would fragment the heap.
     """
     manifest = reader.manifest
     most_bytes = max([_WINDOW_BYTES, *(2 * len(manifest.data) * data.chunk_bytes for data in manifest.data)])
@@ -227,7 +236,10 @@ def _stream(reader: CommitReader, names: Sequence[str]) -> Iterator[tuple[str, T
 
 
 def _tensor_in(memory: memoryview, start: int, entry: TensorEntry) -> Tensor:
-    """Return a part of `memory` as a tensor with its own storage, since some formats write a tensor's whole storage."""
+    """Return a part of `memory` as a tensor with a storage of its own.
+
+    Some export formats write a tensor's whole storage, which would otherwise be all of `memory`.
+    """
     dtype, length = getattr(torch, entry.dtype), _bytes(entry)
     if not length:
         return torch.empty(entry.shape, dtype=dtype)
@@ -235,7 +247,11 @@ def _tensor_in(memory: memoryview, start: int, entry: TensorEntry) -> Tensor:
 
 
 def commit_portable_state(store: Store, content: PortableState, *, source: str, seconds: float = 3600.0) -> CommitRef:
-    """Write `content`, imported from the file `source`, as the first commit of a new job. Raises CheckpointError."""
+    """Write `content` as the first commit of a new job, within `seconds`. The job's first start continues from it.
+
+    The commit records `source`, the name of the imported file. Raises CheckpointError if the job has been started
+    before or the import fails.
+    """
     if newest_generation_number(store):
         raise CheckpointError(f"{store.uri}: the job has been started already; hint: import into a new job's name")
     generation = open_generation(store, run="import", attempt=0)

@@ -83,14 +83,20 @@ class ChunkRead:
 
     @property
     def disjoint(self) -> bool:
-        """Whether one scattered read can fill all parts: at most 512, which do not overlap."""
+        """Whether a single scattered read can fill the destinations of all parts.
+
+        The read is possible if there are at most 512 parts and no two of them overlap.
+        """
         ends = [part.at + len(part.view) for part in self.parts]
         return len(ends) <= _MOST_PIECES and all(
             end <= part.at for end, part in zip(ends, self.parts[1:], strict=False)
         )
 
     def buffers(self, gap: memoryview) -> list[memoryview]:
-        """Return the memory that one scattered read of the whole chunk fills; unneeded bytes go to `gap`."""
+        """Return the memory views, in order, that a single scattered read of the whole chunk fills.
+
+        `gap` is scratch memory for bytes of the chunk that no part needs.
+        """
         found, at = [], 0
         for part in self.parts:
             if part.at > at:
@@ -107,7 +113,10 @@ class ChunkRead:
 
 
 def plan_chunks(wanted: Iterable[WantedRange], objects: Sequence[DataObject]) -> list[ChunkRead]:
-    """List each chunk with wanted ranges once, by object and position. Raises CorruptCommit beyond an object's end."""
+    """List the chunks that hold the wanted ranges, each chunk once, ordered by object and position.
+
+    Raises CorruptCommit if a range is beyond the end of its object.
+    """
     parts: dict[tuple[int, int], list[_Part]] = defaultdict(list)
     for want in wanted:
         data, end = objects[want.object], want.start + len(want.view)
@@ -128,7 +137,11 @@ def plan_chunks(wanted: Iterable[WantedRange], objects: Sequence[DataObject]) ->
 
 
 def read_manifest(store: Store, key: str) -> Manifest:
-    """Read the manifest of commit `key`. Raises CorruptCommit, or RefusedCommit for its signature."""
+    """Read the manifest with the commit key `key`.
+
+    Raises CorruptCommit if it is missing or damaged, and RefusedCommit if this process checks signatures and the commit
+    has no valid signature.
+    """
     signs = signer()
     try:
         manifest = fetch_verified(store, key, Manifest.from_bytes)
@@ -156,9 +169,9 @@ class ReadFigures:
 
 
 class VerifiedReader:
-    """Reader of a commit's data, which verifies every byte.
+    """Reader of byte ranges of a commit's data objects. It verifies every byte.
 
-    It reads `parallel` chunks at once; the default is 2 for a local store and 8 for a remote store.
+    It reads `parallel` chunks at once. The default is 2 for a local store and 8 for a remote store.
     """
 
     def __init__(self, store: Store, data: Sequence[DataObject], *, parallel: int | None = None) -> None:
@@ -171,7 +184,11 @@ class VerifiedReader:
         self.figures = ReadFigures()
 
     def read(self, wanted: Iterable[WantedRange]) -> None:
-        """Fill the ranges with verified bytes; after an error they are undefined. Raises CorruptCommit, StoreError."""
+        """Fill the wanted ranges with verified bytes. After an error the content of the ranges is undefined.
+
+        Raises CorruptCommit if the commit is damaged. Raises StoreError if the store cannot be read; the commit may
+        still be sound.
+        """
         for outcome in self._run(plan_chunks(wanted, self._data), stop_at_first=True):
             if outcome is not None:
                 raise outcome
@@ -190,9 +207,11 @@ class VerifiedReader:
                 raise outcome
 
     def check(self, key: str, number: int | None) -> None:
-        """Verify chunk `number` of the data object `key`, from the disk if local; None: only existence and size.
+        """Verify one chunk of the data object `key`. A local chunk is read from the disk, not from the page cache.
 
-        Raises CorruptCommit, also if the chunk is not part of this commit, or StoreError.
+        `number` is the number of the chunk; None checks only that the object exists and has the right size. Raises
+        CorruptCommit if the object or chunk is damaged or not part of this commit, and StoreError if the store cannot
+        be read.
         """
         place = next((place for place, data in enumerate(self._data) if data.key == key), None)
         if place is None:
@@ -227,7 +246,10 @@ class VerifiedReader:
                 pool.shutdown(wait=True, cancel_futures=True)
 
     def _read_chunk(self, chunk: ChunkRead) -> None:
-        """Read and verify a chunk, a second time if it is damaged, as transit may do. Raises CorruptCommit."""
+        """Read and verify a chunk. If it is damaged, read it a second time, since data can be damaged in transit.
+
+        Raises CorruptCommit if both reads return damaged data.
+        """
         data = self._data[chunk.object]
         stated = " ".join([data.chunks[chunk.number], *data.sha256[chunk.number : chunk.number + 1]])
         for last_try in (False, True):
@@ -240,7 +262,10 @@ class VerifiedReader:
                 raise CorruptCommit(message, object_key=data.key, chunk=chunk.number)
 
     def _fetch(self, data: DataObject, chunk: ChunkRead) -> str:
-        """Fetch a chunk, with up to four tries in 120 s. Return its CRC, and its SHA-256 if the manifest has one."""
+        """Fetch a chunk into its destinations. Return its CRC as text, followed by its SHA-256 if the manifest has one.
+
+        Store errors are retried: up to four tries within 120 s.
+        """
         deadline = Deadline(_CHUNK_SECONDS)
 
         def fetch() -> str:
@@ -289,7 +314,10 @@ class VerifiedReader:
         return value
 
     def _damage(self, data: DataObject) -> CorruptCommit | None:
-        """Return an error if the object is missing or has a wrong size; None if not, or if the store cannot be read."""
+        """Return a CorruptCommit error if the object is missing or its size is wrong, else None.
+
+        Also return None if the store cannot be read.
+        """
         try:
             meta = self._store.head(data.key)
         except StoreError:
@@ -322,9 +350,10 @@ def _drop_from_page_cache(path: Path | None, start: int, length: int) -> None:
 
 
 def find_problem(store: Store, key: str, object_key: str = "", chunk: int | None = None) -> str:
-    """Return what is wrong with a commit's manifest and, if given, chunk `chunk` of an object, or "".
+    """Check a commit's manifest and, if given, one data object. Return a description of the problem, or "".
 
-    Without `chunk`, the object must exist with the right size. Raises StoreError, CheckpointError (another version).
+    `chunk` is the number of the object's chunk to verify; None checks only that the object exists and has the right
+    size. Raises StoreError if the store cannot be read, and CheckpointError if the manifest has another format version.
     """
     try:
         manifest = read_manifest(store, key)
@@ -338,7 +367,10 @@ def find_problem(store: Store, key: str, object_key: str = "", chunk: int | None
 
 
 def find_problem_in_new_process(store_uri: str, key: str, object_key: str = "", chunk: int | None = None) -> str:
-    """Run `find_problem` in a new process, which shares no memory with this one. Raises StoreUnavailable."""
+    """Run `find_problem` in a new process, which shares no memory with this one, and return its result.
+
+    Raises StoreUnavailable if the process gives no result.
+    """
     arguments = [str(os.getpid()), store_uri, key]
     if object_key:
         arguments += [object_key] if chunk is None else [object_key, str(chunk)]
@@ -372,9 +404,11 @@ def main(argv: list[str]) -> int:
 
 
 def verify_commit(store: Store, key: str) -> list[str]:
-    """Verify manifest, indexes, sizes and all chunks of a commit. Return its problems, one line per object.
+    """Verify a commit and return its problems, one line per object; the list is empty if the commit is sound.
 
-    Raises StoreError if the store cannot be read.
+    Compare the manifest with its key, each index with its hash in the manifest, each data object's size and chunks with
+    their checksums, and the objects in the store with those that the manifest names. Raises StoreError if the store
+    cannot be read.
     """
     try:
         manifest = read_manifest(store, key)
@@ -387,7 +421,8 @@ def verify_commit(store: Store, key: str) -> list[str]:
 def find_uncommitted(store: Store) -> Iterator[tuple[int, str]]:
     """Yield (step, index prefix) of each save that all ranks finished but that no manifest names.
 
-    It is being committed or deleted, or its ranks were killed before the manifest, or the manifest was lost.
+    Such a save is being committed or deleted, or its processes were killed before they wrote the manifest, or its
+    manifest was lost. Only a person can tell these cases apart.
     """
     ranks: dict[tuple[str, str], set[str]] = defaultdict(set)
     for meta in store.list("index"):  # before the commits, so that a commit made meanwhile is seen

@@ -232,8 +232,8 @@ def _attempt_with_retries(
 ) -> tuple[float, _Loaded | None, _Verdict, float]:
     """Attempt to restore one commit; try again while the store is unavailable.
 
-    Return the last try's start (`time.monotonic()`), the loaded data, the ranks' common verdict, and the seconds that
-    they needed to agree on it.
+    Return the start of the last try (`time.monotonic()`), the data that this rank loaded, the common verdict of all
+    ranks, and the seconds that the ranks needed to agree on this verdict.
     """
     pauses = iter(_AGAIN_SECONDS)
     while True:
@@ -249,7 +249,11 @@ def _attempt_with_retries(
 def _attempt(
     store: Store, key: str, model: nn.Module, optimizer: Optimizer | None, own: _Reader
 ) -> tuple[_Loaded | None, _Verdict]:
-    """Load this rank's part of a commit. An exception becomes a verdict, because the other ranks wait for one."""
+    """Load this rank's part of a commit, and return it with a verdict.
+
+    Every exception becomes a verdict, because the other ranks would wait in vain for the verdict of a rank that raised
+    an exception.
+    """
     try:
         return _load(store, key, model, optimizer, own), _Verdict(kind=_SOUND, node=own.node)
     except CorruptCommit as error:
@@ -289,10 +293,11 @@ def _load(store: Store, key: str, model: nn.Module, optimizer: Optimizer | None,
 
 
 def _agree_on_verdict(own: _Verdict, key: str, reader: _Reader) -> _Verdict:
-    """Exchange verdicts in small all-gathers. Return the worst one, with the rank that gave it, equal on all ranks.
+    """Exchange verdicts in small all-gathers. Return the worst verdict, the same on all ranks.
 
-    If a rank finds the commit damaged, a second reader reads that part again. If it confirms the damage, the commit is
-    rejected; otherwise the first rank becomes a suspect.
+    The reason in it names the rank whose verdict it is. If a rank finds the commit damaged, a second reader reads the
+    damaged part again. If that reader confirms the damage, the commit is rejected; otherwise the rank that reported it
+    becomes a suspect.
     """
     row = {"kind": own.kind, "reason": _shorten(own.reason), "node": own.node}
     row |= {"host": socket.gethostname()[:_HOST_CHARACTERS], "object_key": own.object_key, "chunk": own.chunk}
@@ -316,7 +321,10 @@ def _agree_on_verdict(own: _Verdict, key: str, reader: _Reader) -> _Verdict:
 
 
 def _signature_disagreement(verdicts: Sequence[_Verdict]) -> str:
-    """Describe which ranks refuse a signature that others accept (a wrong key, or a misread), or return ""."""
+    """Describe which ranks refuse a signature that others accept; return "" if the ranks agree.
+
+    All ranks read the same signature, so a disagreement means that some ranks have a wrong key or misread it.
+    """
     refusing = [rank for rank, verdict in enumerate(verdicts) if verdict.kind == _REFUSED]
     accepting = [rank for rank, verdict in enumerate(verdicts) if verdict.kind in (_SOUND, _MISMATCH)]
     if not refusing or not accepting:
@@ -366,10 +374,15 @@ def _settle_doubts(verdicts: Sequence[_Verdict], key: str, reader: _Reader) -> _
 
 
 def assign_second_readers(nodes: Sequence[int], doubting: Sequence[bool]) -> list[tuple[int, int]]:
-    """Choose second readers of data that ranks found damaged. Return pairs of (doubting rank, second reader).
+    """Choose second readers for data that a rank found damaged. Return pairs of (doubting rank, second reader).
 
-    The first doubting rank of each node gets one, up to four in total: a rank on another node, if possible one without
-    doubts. With only one node, the doubting rank reads again itself, in a new process.
+    A doubting rank is a rank that found the commit damaged. The first doubting rank of each node gets a second reader,
+    up to four in total. The second reader is on another node, and is a rank without doubts if there is one. With only
+    one node, the doubting rank is its own second reader and starts a new process for it.
+
+    Args:
+        nodes: the node of each rank.
+        doubting: for each rank, whether it is a doubting rank.
     """
     tasks: list[tuple[int, int]] = []
     seen: set[int] = set()
@@ -408,7 +421,10 @@ def _gather(row: dict[str, Any], world_size: int) -> list[dict[str, Any]]:
 
 
 def _report_rejected(store: Store, key: str, reason: str, kind: str) -> None:
-    """Print that a commit was rejected. Quarantine it if damaged; a misplaced manifest is valid under its own key."""
+    """Print that a commit was rejected; quarantine it if it is damaged.
+
+    A misplaced manifest, which belongs to another commit's key, is not quarantined: under its own key it is valid.
+    """
     where, quarantine = quarantine_key(CommitRef.from_key(key).sha256), kind == _CORRUPT
     standing = "refused" if kind == _REFUSED else "damaged"
     print(
@@ -446,7 +462,11 @@ def _finish(loaded: _Loaded, key: str, model: nn.Module, optimizer: Optimizer | 
 
 
 def _divide_seconds(loaded: _Loaded, *, before: float, agree: float, total: float) -> RestoreSeconds:
-    """Split a restore's duration: `before` its last attempt, `agree` on the verdict, `load` for all that is left."""
+    """Split the duration of a restore into activities. Time that belongs to no other activity counts as `load`.
+
+    `before` is the time from the start of the restore to the start of the attempt that succeeded. `agree` is the time
+    in which the ranks then agreed that the commit is intact.
+    """
     figures = loaded.reader.figures
     threads = figures.download_seconds + figures.verify_seconds + figures.place_seconds
     share = loaded.read_seconds / threads if threads else 0.0

@@ -80,7 +80,10 @@ class WholeCommit:
 
 
 def choose_commits(commits: Sequence[WholeCommit], policy: RetentionPolicy) -> dict[str, str]:
-    """Return {SHA-256 of the manifest: reason} for each of `commits`, newest first, that the policy keeps."""
+    """Return {SHA-256 of the manifest: reason} for each commit that the policy keeps.
+
+    `commits` are all whole commits, newest first.
+    """
     last = list(commits[: policy.keep_last])
     every = _first_of_each_window(commits, policy.keep_every_steps)
     scored = [(commit.metric, commit) for commit in commits if commit.metric is not None]
@@ -124,9 +127,10 @@ def _beyond_cap(
     *,
     expendable: Sequence[WholeCommit],
 ) -> set[str]:
-    """Return the manifest SHA-256 of the commits to drop to meet the size cap, in the order of `expendable`.
+    """Return the manifest SHA-256 of the commits to drop so that the remaining ones meet the size cap.
 
-    A commit that occurs twice in `expendable` is dropped at its last position.
+    `kept` has the kept commits by manifest SHA-256. `expendable` lists commits in the order in which to drop them; a
+    commit that occurs twice is dropped at its last position.
     """
     if policy.max_total_bytes is None:
         return set()
@@ -147,9 +151,11 @@ def delete_commit(store: Store, ref: CommitRef, generation: str | None, *, newes
     """Delete a commit and its data. Return False if the commit has been pinned in the meantime.
 
     Args:
-        generation: name of the generation that saved it; None, if the manifest is unreadable, leaves data as orphans.
+        generation: name of the generation that saved the commit; None if the manifest is unreadable. Without it only
+            the manifest is deleted now, and the data is deleted later as orphans.
         newest: number of the generation that deletes the commit.
-        full: whether the store is full, so that a failure to write the tombstone is ignored.
+        full: whether the store is full, so that a failure to write the tombstone is ignored. If the deletion is then
+            interrupted, the remaining objects become orphans.
 
     Raises GenerationSuperseded, and deletes nothing, if a newer generation is on record: another gang owns the job.
     """
@@ -177,7 +183,11 @@ def delete_commit(store: Store, ref: CommitRef, generation: str | None, *, newes
 
 
 def finish_deletions(store: Store, interrupted: Callable[[], bool] = lambda: False) -> None:
-    """Finish at least one incomplete deletion of earlier runs, and go on until `interrupted` returns True."""
+    """Finish the deletions that earlier runs left incomplete, and remove their tombstones.
+
+    `interrupted` is called after each deletion; if it returns True, this function returns. So every call finishes at
+    least one deletion.
+    """
     for meta in store.list("tombstones"):
         try:
             tombstone = fetch_verified(store, meta.key, unseal, f"{store.uri}/{meta.key}")
@@ -223,9 +233,11 @@ def _delete_objects(store: Store, tombstone: dict[str, Any]) -> None:
 
 
 def find_orphans(store: Store, clock: StoreClock, *, older_than_seconds: float) -> list[ObjectMeta]:
-    """List data, indexes, signatures and secrets that no commit needs, older than an age by the store's clock.
+    """List objects that no commit needs and that are older than the given age, according to the store's clock.
 
-    The objects of a checkpoint are listed together or not at all, because a young one may mean a running upload.
+    These are data and indexes of checkpoints without a commit, signatures without a commit, and secrets that agents
+    shared for earlier starts. The objects of a checkpoint are listed together or not at all, because a single young
+    object means that the upload may still be running.
     """
     # Listed before the commits: whatever is committed meanwhile is then seen as committed.
     listed = {prefix: store.list(prefix) for prefix in ("data", "index", "signatures", "secrets")}
@@ -285,18 +297,19 @@ class Retention:
         self._missing_since: float | None = None
 
     def run(self, store: Store, save: CheckpointId, interrupted: Callable[[], bool] = lambda: False) -> list[CommitRef]:
-        """After `save` was committed, delete and return the commits that the policy does not keep.
+        """After `save` was committed, delete the commits that the policy does not keep. Return the deleted commits.
 
         If `interrupted` returns True because other work is waiting, the next run continues. Raises
-        GenerationSuperseded, and deletes nothing, if a newer generation is on record.
+        GenerationSuperseded, and deletes nothing, if a newer generation than that of `save` is on record.
         """
         end = time.monotonic() + _RUN_SECONDS
         return self._run(store, save, lambda: interrupted() or time.monotonic() >= end)
 
     def make_room(self, store: Store, save: CheckpointId, *, deadline_seconds: float) -> list[CommitRef]:
-        """Delete and return the least valuable commits until a full store has room for two more. Raises as `run`.
+        """Free space in a full store, and return the deleted commits. Raises the errors of `run`.
 
-        Orphans are deleted too, once they are too old for a running save with `deadline_seconds`.
+        Commits are deleted, least valuable first, until there is room for two more. Orphans are deleted once they are
+        too old to belong to a running save; this age follows from `deadline_seconds`, the deadline of a save.
         """
         limit = min(self._policy.orphan_seconds, max(2 * deadline_seconds, _SHORTEST_ORPHAN_SECONDS))
         end = time.monotonic() + _RUN_SECONDS
@@ -324,7 +337,10 @@ class Retention:
         return self._enforce(store, number, interrupted, full=full)
 
     def _record_is_listed(self, store: Store, save: CheckpointId, newest: int) -> bool:
-        """Return whether the store lists this generation's record. One missing for a minute is written again."""
+        """Return whether the store lists this generation's record. Write it again if it has been missing for a minute.
+
+        Raises DamagedLineage if the record is missing and its content is unknown.
+        """
         key = generation_key(save.generation_number, save.generation.partition("-")[2])
         if newest == save.generation_number:
             self._missing_since = None
@@ -367,7 +383,10 @@ class Retention:
         return deleted
 
     def choose_commits(self, store: Store, *, full: bool = False) -> RetentionChoice:
-        """Return which commits to keep and to delete; with `full`, make room for two more commits."""
+        """Return which commits the policy keeps and which it deletes, without deleting any.
+
+        With `full`, choose so that there is room for two more commits.
+        """
         policy = self._policy
         traced = trace_lineage(store)
         pinned = {meta.key.rsplit("/", 1)[-1].removesuffix(".json") for meta in store.list("pins")}
@@ -414,7 +433,11 @@ class Retention:
         return None if manifest is None else (manifest.save.generation, manifest.save.step)
 
     def _whole_commit(self, store: Store, ref: CommitRef, pinned: set[str]) -> WholeCommit | None:
-        """Return a commit's properties; None if its manifest is unreadable, or an object is missing or too short."""
+        """Return the properties of a commit that the policy uses, or None if the commit is torn.
+
+        A commit is torn if its manifest is unreadable, or if a data object is missing or has another size. The data
+        itself is not read: it was verified when it was stored, and is verified again on restore.
+        """
         manifest = self._manifest(store, ref)
         if manifest is None:
             return None
@@ -427,7 +450,10 @@ class Retention:
         )
 
     def _stale(self, store: Store, traced: list[TracedCommit]) -> list[CommitRef]:
-        """List the unreachable commits older than `orphan_seconds` by the store's clock, without refused signatures."""
+        """List the unreachable commits that are older than `orphan_seconds`, according to the store's clock.
+
+        Commits whose signature is refused are not included, since they may be sound.
+        """
         out = [found for found in traced if found.unreachable_because is not None and not found.refused]
         if not out:
             return []

@@ -53,7 +53,11 @@ class MissingCommits:
 
 
 def record_permits(job_store: Store, *whats: str) -> None:
-    """Record permits of the kinds `whats` (FROM_SCRATCH, ROLLBACK) for all generations so far. Raises StoreError."""
+    """Record permits that cover all generations of the job so far.
+
+    `whats` are the kinds of permit: FROM_SCRATCH, ROLLBACK or both. Raises StoreError if the store cannot be read or
+    written.
+    """
     if not whats:
         return
     events = read_events(job_store)
@@ -66,8 +70,9 @@ def record_permits(job_store: Store, *whats: str) -> None:
 def find_missing_commits(job_store: Store, events: Sequence[Event]) -> MissingCommits | None:
     """Return the missing commits if every commit in the store is older than the newest one in the event log, else None.
 
-    That happens when a store is restored from a snapshot. Deleted and unreadable commits are not missing. Raises the
-    errors of `newest_commits`.
+    This happens, for example, after the store was restored from a snapshot. Commits that retention deleted are not
+    missing, because the store has newer commits. Unreadable commits are not missing either. Raises the errors of
+    `newest_commits`.
     """
     known = _newest_known(events)
     if known is None or job_store.head(known.key) is not None:
@@ -79,7 +84,10 @@ def find_missing_commits(job_store: Store, events: Sequence[Event]) -> MissingCo
 
 
 def check_rollback(job_store: Store, events: Sequence[Event]) -> MissingCommits | None:
-    """Return missing commits that a permit covers, for a report, or None. Raises RolledBack without a permit."""
+    """Return missing commits if a permit covers them, so that the caller can report them; None if nothing is missing.
+
+    Raises RolledBack if commits are missing without a permit, and the errors of `newest_commits`.
+    """
     missing = find_missing_commits(job_store, events)
     if missing is None or missing.permitted:
         return missing

@@ -94,7 +94,15 @@ def _written_replicas(sharded: dict[str, DTensor]) -> dict[str, DTensor]:
 
 
 def _spread(sizes: dict[str, int], writers: int) -> dict[str, int]:
-    """Assign tensors, by size, to writers: the largest first, each to the one with the fewest bytes so far."""
+    """Assign tensors to writers: the largest first, each to the writer with the fewest bytes so far.
+
+    Args:
+        sizes: bytes by tensor name.
+        writers: number of writers.
+
+    Returns:
+        The number of the writer, from 0, by tensor name.
+    """
     loads = [(0, writer) for writer in range(writers)]
     chosen = {}
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
@@ -133,7 +141,8 @@ class SavePlanner:
     ) -> list[Tensor]:
         """Return the tensors to copy, in the order of `self.layout`, which this call updates.
 
-        Besides model and optimizer, these are `own`, such as random states, which only this rank has, and `shared`.
+        A save also contains tensors that do not belong to model or optimizer and may differ at each call: `own`, which
+        only this rank holds, such as random states, and `shared`, which all ranks hold.
         """
         if not self._is_known(model, optimizer):
             state = named_state(model, optimizer)

@@ -46,15 +46,16 @@ class Signer:
     def sign(self, store: Store, key: str, data: dict[str, list[str]] | None = None) -> None:
         """Write the signature of commit `key` and read it back. Raises StoreError.
 
-        `data` has the SHA-256 of each chunk by data object, if the manifest lacks them.
+        `data` has the SHA-256 of each chunk, by data object; it is needed only if the manifest lacks these values.
         """
         document = {"version": _VERSION, "key": key, "data": data, "hmac": self._hmac(store, key, data)}
         put_verified(store, _signature_key(key), canonical_json(document))
 
     def check(self, store: Store, key: str) -> dict[str, list[str]]:
-        """Check the signature of commit `key`. Return the chunks' SHA-256 by data object, if the manifest lacks them.
+        """Check the signature of commit `key`. Return the SHA-256 of each chunk, by data object.
 
-        Raises RefusedCommit if the signature is missing or wrong, and StoreError.
+        The result is empty if the manifest itself has these values. Raises RefusedCommit if the signature is missing or
+        wrong, and StoreError if the store cannot be read.
         """
         try:
             return fetch_verified(store, _signature_key(key), lambda raw, _: self._checked(store, key, raw))
@@ -79,7 +80,10 @@ class Signer:
             )
 
     def check_manifest(self, store: Store, key: str, manifest: Manifest) -> Manifest:
-        """Check the signature, and return the manifest with the SHA-256 of every chunk. Raises as `check`."""
+        """Check a commit's signature, and return the manifest completed with the SHA-256 of every chunk.
+
+        Raises the errors of `check`.
+        """
         signed = self.check(store, key)
         data = tuple(replace(one, sha256=tuple(signed.get(one.key, one.sha256))) for one in manifest.data)
         for one in data:
@@ -109,7 +113,10 @@ class Signer:
 
 
 def use_signing_key(name: str | None) -> None:
-    """Sign and check commits, also in child processes, with the key in the variable `name`; None: do neither."""
+    """Make this process and its children sign commits and check signatures with the key in the variable `name`.
+
+    If `name` is None, they neither sign nor check.
+    """
     if name is None:
         os.environ.pop(NAME_VARIABLE, None)
     else:

@@ -38,7 +38,8 @@ _GROWTH = 1.05  # a state that has grown is likely to grow again
 class StagingBuffer:
     """A shared-memory buffer. A background thread allocates and page-locks it; `view` waits for that thread.
 
-    Only that thread calls `cudaHostRegister`, since torch raises its error at a later call from the same thread.
+    CUDA remembers an error of `cudaHostRegister` for the thread that called it, and torch would raise the error at a
+    later call from that thread. So only the background thread calls `cudaHostRegister`.
     """
 
     def __init__(self, name: str) -> None:
@@ -94,7 +95,10 @@ class StagingBuffer:
         self._thread.start()
 
     def _fault(self) -> None:
-        """Touch each page, to save page faults later, and page-lock the buffer; in blocks, which release the GIL."""
+        """Touch each page, so that later copies cause no page faults, and page-lock the buffer for a GPU.
+
+        The work is done in blocks, each of which releases the interpreter lock (GIL).
+        """
         view = self._view
         assert view is not None
         for start in range(0, view.numel(), _BLOCK):
@@ -150,9 +154,10 @@ class StagingArea:
             buffer.prepare(length)
 
     def stage(self, sources: list[Tensor], layout: BufferLayout, settled: Sequence[bool] = ()) -> StagedState:
-        """Copy tensors into the next of the two buffers, which no upload reads, at the positions in `layout`.
+        """Copy tensors into the next of the two buffers, at the positions in `layout`.
 
-        CUDA tensors are cloned first, unless their flag in `settled` says that only the optimizer changes them.
+        `settled` has a flag per tensor: whether only the optimizer changes it. CUDA tensors without this flag are
+        cloned first. The caller ensures that no upload is reading the buffer.
         """
         number, self._next = self._next, 1 - self._next
         targets = self._views(number, layout)

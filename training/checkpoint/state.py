@@ -49,7 +49,10 @@ class FurtherState:
 
 
 def named_state(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Tensor]:
-    """Return the tensors to save, by name, without copying. Raises CheckpointError for names with a dot."""
+    """Return the tensors to save, by name, without copying them.
+
+    Raises CheckpointError if a tensor cannot be named, for example because an optimizer state's name has a dot.
+    """
     state = {f"model.{name}": tensor.detach() for name, tensor in model_tensors(model).items()}
     if optimizer is None:
         return state
@@ -78,9 +81,12 @@ def optimizer_settings(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]
 
 
 def prepare_for_loading(manifest: Manifest, model: nn.Module, optimizer: Optimizer | None) -> dict[str, Tensor]:
-    """Return the tensors into which a commit is loaded, by name, with the optimizer state that the commit has.
+    """Return the tensors into which a commit is loaded, by name.
 
-    Raises CommitMismatch, on all ranks alike, if names or global shapes differ, of the model first.
+    First allocate optimizer state that is missing, and delete optimizer state that the commit lacks.
+
+    Raises CommitMismatch, on all ranks alike, if names or global shapes differ. The model is compared first, because a
+    different model also has different optimizer state.
     """
     targets = {f"model.{name}": tensor.detach() for name, tensor in model_tensors(model).items()}
     stored = {name for name in manifest.tensors if name.startswith("model.")}
@@ -165,7 +171,10 @@ def _prepare_optimizer(manifest: Manifest, model: nn.Module, optimizer: Optimize
 
 
 def _allocate(fqn: str, key: str, entry: TensorEntry, parameter: nn.Parameter, optimizer: Optimizer) -> Tensor:
-    """Allocate a zero state on the same device as `Optimizer.load_state_dict`: for `step`, usually the CPU."""
+    """Allocate a zero state on the device that `Optimizer.load_state_dict` would use.
+
+    That is the CPU for `step`, unless the optimizer is fused or capturable, and the parameter's device otherwise.
+    """
     dtype = getattr(torch, entry.dtype)
     if key != "step" and entry.shape == tuple(parameter.shape):
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False).detach()

@@ -113,7 +113,8 @@ class Uploader:
     def _save_in_room(self, store: Store, save: CheckpointId, command: dict[str, Any], deadline: Deadline) -> None:
         """Upload and commit a checkpoint. If the store is full, try again later, and then after deleting commits.
 
-        Rank 0 does not wait, and rank n waits n × 2 s, so that usually one rank deletes commits for all.
+        All ranks find the store full at the same time. Rank 0 does not wait, and rank n waits n × 2 s, so that usually
+        a single rank deletes commits for all.
         """
         waited, made_room = self._rank == 0, False
         while True:
@@ -200,7 +201,7 @@ class Uploader:
 
 
 class CommandQueue:
-    """Queue of the trainer's commands, filled by a thread from stdin.
+    """The trainer's commands, which a thread reads from stdin.
 
     The thread applies "hurry" and "abandon" at once, even during an upload, and ends the process when the trainer dies.
     """

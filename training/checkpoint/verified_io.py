@@ -67,7 +67,10 @@ def sha256_text(data: Buffer) -> str:
 
 
 def seal(document: dict[str, Any]) -> bytes:
-    """Serialise a document whose key has no checksum to canonical JSON, with a checksum in the field "seal"."""
+    """Serialise a document to canonical JSON with its checksum in the field "seal".
+
+    This is for objects whose key contains no checksum.
+    """
     return canonical_json({**document, "seal": crc_text(canonical_json(document))})
 
 
@@ -114,9 +117,10 @@ def retry_until(
     where: str = "",
     sleep: Callable[[float], object] = time.sleep,
 ) -> T:
-    """Return `operation()`; retry errors that `curable` accepts until the deadline.
+    """Call `operation` and return its result. If it raises an error that `curable` accepts, retry until the deadline.
 
-    Then a StoreError becomes a CheckpointError with `what`, the number of tries, `where` and the cause.
+    At the deadline, raise a StoreError as a CheckpointError, whose message has `what`, the number of tries, `where` and
+    the cause. Other errors are raised unchanged.
     """
 
     def give_up(error: Exception, tries: int) -> Exception:
@@ -136,9 +140,10 @@ def retry_until(
 
 
 def fetch_verified(store: Store, key: str, parse: Callable[[bytes, str], T], what: str | None = None) -> T:
-    """Return `parse(bytes, what)` of an object. If `parse` raises CorruptCommit, fetch it again.
+    """Fetch an object and return `parse(bytes, what)`. Fetch it again if `parse` raises CorruptCommit.
 
-    CorruptCommit is raised after two equal reads, which prove damage in the store, or after six reads.
+    Damage in transit differs between reads, while damage in the store does not. So CorruptCommit is raised only when
+    two consecutive reads return the same bytes, or after six reads.
     """
     before, readings = None, 0
     while True:

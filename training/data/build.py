@@ -87,7 +87,10 @@ class SourceFile:
 
 
 def find_files(data: DataConfig, *, project_root: Path) -> list[SourceFile]:
-    """List the text files of `data.path`, else of Python's standard library, sorted by name. Raises DataError."""
+    """List the text files of `data.path`, sorted by name. Raises DataError.
+
+    If no path is configured, list the source files of Python's standard library.
+    """
     if data.path is None:
         root = Path(sysconfig.get_path("stdlib"))
         return _find_below(root, tuple(data.suffixes), f"the standard library at {root}")
@@ -106,15 +109,19 @@ def find_files(data: DataConfig, *, project_root: Path) -> list[SourceFile]:
 
 
 def is_held_out(name: str, fraction: float) -> bool:
-    """Return whether a whole file is held out, given the share of files to hold out, from 0 to 1.
+    """Return whether a file is held out for evaluation. `fraction`, from 0 to 1, is the share of files to hold out.
 
-    Only the file's name decides, so adding a file moves no other one. Windows of one file share vocabulary.
+    The decision depends on the file's name alone, so adding a file moves no other file between the training and
+    held-out text. Whole files are held out, because windows of one file share vocabulary and copied passages.
     """
     return _hash_fraction(name) < fraction
 
 
 def split_files(files: list[SourceFile], fraction: float) -> tuple[list[SourceFile], list[SourceFile]]:
-    """Split files, or a single file's bytes, into a training and a held-out part. Raises DataError if too short."""
+    """Split files, or the bytes of a single file, into a training part and a held-out `fraction`.
+
+    Raises DataError if the text is too short to split.
+    """
     if len(files) == 1:
         return _split_inside(files[0], fraction)
     # With few files all may fall on one side; then the file with the lowest (or highest) hash changes sides.
@@ -188,7 +195,10 @@ def check_head(file: SourceFile) -> None:
 
 
 def _split_inside(file: SourceFile, fraction: float) -> tuple[list[SourceFile], list[SourceFile]]:
-    """Hold out a file's last `fraction` of bytes, from the next line end within 1 MiB, else from a character."""
+    """Split a file so that its last `fraction` of bytes is held out.
+
+    The cut is at the next line end within 1 MiB. If there is no line end, it is between two characters.
+    """
     with open_source(file) as stream:
         size = os.fstat(stream.fileno()).st_size
         nominal = size - max(1, round(size * fraction))
@@ -262,8 +272,9 @@ class _Shard:
 def prepare_tokens(data: DataConfig, store: Store, *, project_root: Path) -> Tokens:
     """Build the token shards of `data` in `store` unless they exist, and return their description.
 
-    Their fingerprint covers the format, tokenizer, split rule, and each file's name and content, but not this machine.
-    Raises DataError and StoreError.
+    The shards are identified by a fingerprint of the format, the tokenizer, the split rule, and each file's name and
+    content. The fingerprint does not depend on this machine. Raises DataError if files or tokenizer are missing or
+    unusable, and StoreError if the store failed.
     """
     tokenizer = open_tokenizer(data, project_root=project_root)
     files = find_files(data, project_root=project_root)
@@ -309,7 +320,10 @@ def _hash(file: SourceFile) -> _Hashed:
 
 
 def _build(side: list[_Hashed], tokenizer: Tokenizer, shards: Store, key: str) -> _Shard:
-    """Build one shard under `key`, through a temporary file, because its size is known only at the end."""
+    """Build one shard under `key`.
+
+    The shard is first written to a temporary file, because its size is known only at the end.
+    """
     counts, digest = np.zeros(tokenizer.vocab_size, dtype=np.int64), hashlib.sha256()
     with tempfile.TemporaryFile() as file:
         for tokens in encode_files((_pieces_if_unchanged(one) for one in side), tokenizer):

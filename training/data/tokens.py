@@ -124,7 +124,9 @@ class TokenArrays:
 def open_tokens(store: Store, fingerprint: str, *, cache: Path | None = None) -> TokenArrays:
     """Open shards as memory-mapped arrays: in place in a local store, otherwise downloaded once into `cache`.
 
-    The default for `cache` is the user's own folder in the system's temporary folder. Raises DataError.
+    A download is verified by SHA-256, and becomes visible only when it is complete. The default for `cache` is the
+    user's own folder in the system's temporary folder. Raises DataError if the shards are missing, incomplete or
+    changed.
     """
     shards = store.sub(tokens_prefix(fingerprint))
     about = read_description(shards)
@@ -170,7 +172,11 @@ def read_description(shards: Store) -> Tokens | None:
 
 
 def download_shard(shards: Store, key: str, sha256: str, size: int, cache: Path) -> Path:
-    """Download a shard into a file of `cache` named after its SHA-256. The machine's other ranks wait for the first."""
+    """Download a shard into a file of `cache` that is named after its SHA-256.
+
+    One rank of each machine downloads, and the machine's other ranks wait. If the downloading rank dies, another rank
+    downloads.
+    """
     path = cache / f"{sha256}.bin"
     if path.is_file():
         return path

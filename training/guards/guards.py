@@ -79,7 +79,10 @@ class RobustWindow:
         insort(self._sorted, value)
 
     def z_score(self, value: float) -> float:
-        """Return (value - median) / (1.4826 × median absolute deviation), or 0 below the median, which is no spike."""
+        """Return (value - median) / (1.4826 × MAD), where MAD is the median absolute deviation of the window.
+
+        The score of a value below the median is 0, because only larger values are spikes.
+        """
         if 2 * len(self.values) < (self.values.maxlen or 0) or value <= (median := self.median):
             return 0.0
         mad = statistics.median([abs(other - median) for other in self._sorted])
@@ -108,7 +111,10 @@ class LossGuard:
         self.restore({})
 
     def judge(self, *, loss: float, gradient_norm: float, non_finite: str) -> Judgement:
-        """Judge a step by mean loss and gradient norm before clipping. `non_finite` names ranks with such values."""
+        """Judge a step by its mean loss and its gradient norm before clipping.
+
+        `non_finite` is a message that names the ranks with a non-finite loss or gradient; "" if all are finite.
+        """
         config = self._config
         if non_finite:
             return self._bad(config.non_finite, non_finite, finite=False)
@@ -190,8 +196,8 @@ _CHUNK = 2**22
 def weights_checksum(module: nn.Module) -> int:
     """Return a checksum of this rank's shards of all parameters, from 1 to 2**47.
 
-    It sums each tensor's bits as integers, so it changes with any flipped bit, but not if values in one tensor swap
-    places.
+    It sums the bits of each tensor as integers, and combines the sums in the order of the parameters. The checksum
+    changes with any flipped bit or changed value, but not if values within one tensor swap places.
     """
     sums = []
     for parameter in module.parameters():
@@ -207,8 +213,9 @@ def weights_checksum(module: nn.Module) -> int:
 def find_divergent_ranks(sums: Sequence[float], copies: int) -> tuple[list[int], bool]:
     """Return the ranks whose weights differ from those of their replicas, and whether a majority proves them wrong.
 
-    The ranks of `sums` form `copies` equal groups of consecutive ranks, each with one copy of the model. Without a
-    majority among replicas, all of them are returned.
+    `sums` has one checksum per rank. The ranks form `copies` equal groups of consecutive ranks, each with one copy of
+    the model; ranks at the same position in their groups are replicas. If no majority in a set of replicas agrees, the
+    whole set is returned.
     """
     shards = len(sums) // copies
     odd: list[int] = []
@@ -258,7 +265,8 @@ class Guards:
     def resume(self, at: Position, extra: Mapping[str, Any]) -> Position:
         """Restore the guards' state from a commit's fields, and return the position at which to continue.
 
-        That is `at`, the commit's, or after a rewind the one after the samples that the override skips.
+        This position is that of the commit, `at`. After a rewind it is later, because training skips all samples before
+        the override's `first_sample`.
         """
         self.numbers.restore(extra.get("guards", {}))
         if self.loss_scale is not None:
@@ -286,9 +294,10 @@ class Guards:
             self._compare(at, [one for (one,) in sums], seen_at=at.step)
 
     def judge(self, at: Position, sync: StepSync, settle: Callable[[], object]) -> Judgement:
-        """Decide, on all ranks alike, whether to take the next step after `at`. `settle` waits for a save.
+        """Decide whether to take the next step after position `at`. All ranks decide alike.
 
-        Raises Rewind or TooManyRewinds to go back to an older commit, and DivergenceError if replicas differ.
+        `settle` waits for the in-flight save. Raises Rewind or TooManyRewinds if the job must go back to an older
+        commit, and DivergenceError if the weights of replicas differ.
         """
         self._compare(at, [row.weights_checksum for row in sync.rows], seen_at=at.step + 1)
         finite = not (reason := sync.non_finite)
@@ -325,7 +334,10 @@ class Guards:
 
     @contextmanager
     def catch_out_of_memory(self, step: int) -> Iterator[None]:
-        """Convert an out-of-memory error into MicroBatchTooLarge, or BatchCannotBeSplit if it cannot be smaller."""
+        """Return a context that converts an out-of-memory error into MicroBatchTooLarge.
+
+        If micro-batches cannot be made smaller, the context raises BatchCannotBeSplit.
+        """
         self._first_step = step if self._first_step is None else self._first_step
         try:
             yield
@@ -430,10 +442,12 @@ def make_guards(spec: WorkerSpec, config: RunConfig, gang: Gang, *, copies: int,
 
 
 def fit_micro_batch(guards: Guards, workload: Workload, spread: Spread, optimizer: torch.optim.Optimizer) -> RunConfig:
-    """Return the configuration with the smallest number of micro-batches for which memory suffices. Collective.
+    """Return the configuration with the smallest number of micro-batches per step for which memory suffices.
 
-    The number is found once per job, with the first batch, and stored as an override. A sharded model keeps the
-    configured number, since no rank can test it alone. Raises BatchCannotBeSplit if a single sample does not fit.
+    All ranks must call this function together. They find the number once per job, with the first batch, and store it as
+    an override, so that all later starts use the same micro-batches. For a sharded model the result has the configured
+    number, since no rank can test such a model alone. Raises BatchCannotBeSplit if memory does not suffice for a single
+    sample.
     """
     config, gang = guards.config, guards.gang
     known = guards.overrides.gradient_accumulation_steps is not None

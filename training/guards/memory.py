@@ -158,7 +158,7 @@ def memory_of_other_processes(device: torch.device) -> str:
 def more_micro_batches(config: RunConfig, world_size: int, accumulation: int, *, factor: int = 2) -> int:
     """Return the next number of micro-batches, at least `factor` × `accumulation`, that divides the samples evenly.
 
-    Raises BatchCannotBeSplit if a micro-batch has only one sample, or other options require a single micro-batch.
+    Raises BatchCannotBeSplit if each micro-batch has only one sample, or other options require a single micro-batch.
     """
     ddp = config.ddp
     if config.parallel.mode == "ddp" and ddp.static_graph and ddp.gradient_compression != "none":
@@ -182,7 +182,10 @@ def more_micro_batches(config: RunConfig, world_size: int, accumulation: int, *,
 def fitting_accumulation(
     config: RunConfig, gang: Gang, fits: Callable[[int], bool], *, tell: Callable[[str], None] = lambda text: None
 ) -> int:
-    """Return the smallest number of micro-batches, from the configured one, that fit on all ranks. Collective."""
+    """Return the smallest number of micro-batches for which memory suffices on all ranks.
+
+    The result is at least the configured number. All ranks must call this function together.
+    """
     accumulation = config.training.gradient_accumulation_steps
     while True:
         short = [rank for rank, (fitted,) in enumerate(gang.gather_numbers([fits(accumulation)])) if not fitted]
@@ -196,8 +199,8 @@ def fitting_accumulation(
 def try_micro_batch(workload: Workload, module: nn.Module, batch: Batch, parts: int, *, has_state: bool) -> bool:
     """Return whether memory suffices for forward and backward on the largest of `parts` micro-batches.
 
-    The DDP wrapper is left out, so that no rank waits; gradients are cleared and buffers restored. Without `has_state`,
-    AdamW's state is allocated first.
+    This calls the module without its DDP wrapper, so that no other rank waits, and afterwards clears the gradients and
+    restores the buffers. If `has_state` is False, it first allocates as much memory as the state of AdamW needs.
     """
     part = max(batch.split(parts), key=lambda one: one.weight)
     buffers = [buffer.clone() for buffer in module.buffers()]

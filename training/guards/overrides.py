@@ -51,7 +51,8 @@ def record_split(job_store: Store, *, generation: int, rank: int, accumulation: 
 def record_rewind(job_store: Store, *, generation: int, rank: int, limit: int, first_sample: int, sound: bool) -> None:
     """Record that the next start must restore a commit up to step `limit` and skip samples before `first_sample`.
 
-    `sound`: weights of later commits are correct, so such a commit may be used if there is none up to `limit`.
+    `sound` says whether the weights in commits after `limit` are correct. If so, such a commit may be restored when
+    there is no commit up to `limit`. If not, these commits are never used again.
     """
     order = {"limit": limit, "first_sample": first_sample, "sound": int(sound)}
     _put(job_store, GuardAction.REWIND, generation, rank, **order)
@@ -70,7 +71,14 @@ def read_overrides(job_store: Store) -> Overrides:
 
 
 def rewind_parent(job_store: Store) -> str | None:
-    """Return the key of the commit to which a rewind goes back, or None. It applies to the next generation only."""
+    """Return the key of the commit that the next generation must restore because of a rewind; None without a rewind.
+
+    Call this before the next generation is opened: a rewind applies only to the first generation after it.
+
+    The result is the newest readable commit up to the rewind's limit. If there is no such commit, the result depends on
+    whether the rewind's record says that later commits are sound. If they are, it is the oldest readable commit after
+    the limit. If not, it is `NO_PARENT`, and training starts from scratch.
+    """
     rewinds = [record for record in _records(job_store) if record["action"] == GuardAction.REWIND]
     newest = max(rewinds, key=lambda record: record["generation"], default=None)
     if newest is None or newest_generation_number(job_store, near=newest["generation"]) > newest["generation"]:

@@ -102,8 +102,9 @@ def _wait_out_notice(own: NodeRuntime, peers: FollowerPeers, notice: RankOrder) 
 class LocalGang:
     """Gang on this machine, with one agent process per node and without Metaflow.
 
-    `alter` gets each node's spec and returns a changed one, or None to start no agent. `command` returns a prefix for
-    an agent's command line, such as `nsenter …`.
+    All agents write their output to the file `output`. `spec` is the specification for node 0. `alter` receives each
+    node's spec and returns a changed one, or None to start no agent for that node. `command` returns a prefix for the
+    command line of a node's agent, such as `nsenter …`.
     """
 
     def __init__(
@@ -208,7 +209,10 @@ def _handle_signals(asked_to_leave: Callable[[], object]) -> Iterator[None]:
 
 
 def main(argv: list[str]) -> int:
-    """Run one agent, given the path of its spec and that of its result. Return 0 after an outcome, 1 after an error."""
+    """Run one agent. Return 0 if the gang ended with an outcome, 1 after an error.
+
+    `argv` has two paths: the file with the agent's spec, and the file to which the agent writes its result.
+    """
     guard_terminal()
     spec_path, result_path = map(Path, argv)
     die_with_parent()

@@ -45,7 +45,7 @@ _KILL_SECONDS = 1.0  # an exception counts as the cause of a kill only if it is 
 
 @dataclass(frozen=True, kw_only=True)
 class Culprit:
-    """Rank that caused the failure, or the first that reported it if the network was the cause.
+    """Rank that caused the failure. If the network was the cause, this is the first rank that reported a failure.
 
     Attributes without a comment have the same meaning as in `WorkerFailure`.
     """
@@ -89,12 +89,18 @@ def blame(evidence: Sequence[WorkerFailure]) -> Culprit:
 
 
 def detect_mismatch(evidence: Sequence[WorkerFailure]) -> Mismatch | None:
-    """Return the first position at which ranks called different collectives, which proves a failure, or None."""
+    """Return the first position at which ranks called different collectives; None if there is none.
+
+    A mismatch proves that the gang has failed.
+    """
     return find_mismatch({one.rank: one.calls for one in _latest(evidence) if one.calls})
 
 
 def settle_seconds(failures: Sequence[WorkerFailure], *, all_heard: bool = False) -> float:
-    """Return how long to wait for a report of the first failure's cause. `all_heard`: every rank has reported."""
+    """Return how many seconds to wait after the first failure for a report about its cause.
+
+    `all_heard` is True if every rank has reported. In that case no more evidence about a hang will arrive.
+    """
     if any(one.killed_by or one.stopped for one in failures):
         return 1.0 if all(one.cascade for one in failures if not one.hung) else 0.3
     if any(not one.cascade and not one.hung for one in failures):
@@ -110,9 +116,10 @@ def _gpu_fault(failures: Sequence[WorkerFailure]) -> tuple[WorkerFailure, str] |
 
 
 def _died(failures: Sequence[WorkerFailure]) -> tuple[WorkerFailure, str] | None:
-    """Return the rank that died first, unless in a cascade. Lost nodes come first.
+    """Return the rank that died first, and the reason why it is the culprit; None if all deaths were cascades.
 
-    Ranks killed by SIGABRT come last, because torch aborts a rank after another one failed.
+    Lost nodes take precedence over dead ranks. Ranks killed by SIGABRT come last, because torch aborts a rank after
+    another one failed.
     """
     dead = [one for one in failures if not one.hung and not one.cascade]
     if not dead:
@@ -143,7 +150,10 @@ def _waits(one: WorkerFailure) -> bool:
 
 
 def _outside_collective(evidence: Sequence[WorkerFailure]) -> tuple[WorkerFailure, str] | None:
-    """Return a living rank that waits neither in a collective nor for its device, unless all are at the same place."""
+    """Return a living rank that waits neither in a collective nor for its device.
+
+    Return None if there is none, or if all living ranks are outside of collectives in the same step and phase.
+    """
     alive = [one for one in _latest(evidence) if not one.cascade and not one.left and one.where]
     outside = [one for one in alive if not _waits(one)]
     if not outside or (len(outside) == len(alive) > 1 and len({_place(one) for one in alive}) == 1):
@@ -159,8 +169,11 @@ def _left(evidence: Sequence[WorkerFailure]) -> tuple[WorkerFailure, str] | None
 def _odd_call(evidence: Sequence[WorkerFailure]) -> tuple[WorkerFailure, str] | None:
     """Return the rank whose failed collective is the most unusual; None if all failed at the same code location.
 
-    Of the ranks that lost a peer, the culprit's last two calls never followed each other before; else few ranks failed
-    at its location; else this location is outside the engine's own collectives, which all ranks call.
+    Only ranks that lost a peer are compared. The criteria, most important first:
+
+    1. The rank's last two calls never followed each other before. Ranks with too few recorded calls come second.
+    2. Few ranks failed at this code location.
+    3. The code location is outside the engine's own collectives, which all ranks call.
     """
     broken = [one for one in evidence if one.cascade and one.where]
     places = Counter(one.where for one in broken)
@@ -193,9 +206,11 @@ def _behind(evidence: Sequence[WorkerFailure]) -> tuple[WorkerFailure, str] | No
 def _called_alone(ahead: Sequence[WorkerFailure], late: Sequence[WorkerFailure]) -> bool:
     """Return whether the ranks in `ahead` called a collective that the ranks in `late` will not call.
 
-    The late ranks then wait in an exchange of the engine in the same step, which flight recorders do not show for a CPU
-    gang (`ebbflow.training.peer_sockets`). The smaller group is at fault. Of equal ones it is the group ahead, unless a
-    rank in it had made its last two calls in this order before.
+    In this case the late ranks only appear to be behind. They wait in an exchange of the engine in the same step, which
+    flight recorders do not show for a CPU gang (`ebbflow.training.peer_sockets`).
+
+    The smaller group is at fault. If both groups have the same size, the ranks ahead are at fault. The exception is a
+    rank ahead that had already made its last two calls in this order before: then the ranks ahead are not at fault.
     """
     if not ahead or not all(one.waiting and is_engine_location(one.where) for one in late):
         return False
@@ -278,7 +293,10 @@ def _next_action(one: WorkerFailure, kind: str) -> str:
 
 
 def _latest(evidence: Sequence[WorkerFailure]) -> list[WorkerFailure]:
-    """Return each rank's last failure, else its last position. Fill in its location and calls from earlier records."""
+    """Return one record per rank: the rank's last failure, or its last position if it has not failed.
+
+    If this record has no code location or no collective calls, the missing fields come from the rank's earlier records.
+    """
     ranks: dict[int, WorkerFailure] = {}
     for one in sorted(evidence, key=lambda one: not one.witness):
         before = ranks.get(one.rank, one)

@@ -138,7 +138,10 @@ class Coordinator:
         return generation
 
     def _retry_store(self, work: Callable[[], T], meanwhile: Callable[[], object]) -> T:
-        """Run `work` in a thread, with retries until the start deadline: a new attempt would use the same store."""
+        """Run `work` in a thread and return its result. Retry failed store requests until the start deadline.
+
+        Ending the attempt would not help, because a new attempt would use the same store.
+        """
 
         def wait() -> None:
             meanwhile()
@@ -241,7 +244,10 @@ class Coordinator:
 
 
 class GenerationPlanner:
-    """Planner of the generations of one attempt. `born` is when its paid time began, on the clock `now`."""
+    """Planner of the generations of one attempt.
+
+    `born` is the time on the clock `now` at which the attempt's paid time began.
+    """
 
     def __init__(
         self, spec: GangSpec, job_store: Store, born: float, *, now: Callable[[], float] = time.monotonic
@@ -317,7 +323,10 @@ class GenerationPlanner:
         return lost
 
     def _current_terms(self) -> dict | None:
-        """Return budget, price and spending, with the time between generations, which the ranks do not record."""
+        """Return the job's budget, price and spending so far.
+
+        The spending includes the cost of the time between generations, which the ranks do not record.
+        """
         now, terms = self._now(), self._terms
         waited, self._paid_until = now - self._paid_until, now
         if terms is None:

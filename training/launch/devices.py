@@ -58,10 +58,13 @@ def detect_gpus(choice: DeviceChoice, *, promised: int = 0) -> VisibleGpus:
 
 
 def assign_gpus(seen: Sequence[VisibleGpus], choice: DeviceChoice) -> Assignment:
-    """Assign to each rank the first GPU it sees that no lower rank has, or the CPU to all ranks.
+    """Assign one GPU to each rank, or the CPU to all ranks, since all ranks must use the same kind of device.
 
-    Raises DeviceUnavailable if CUDA does not work on a machine with GPUs, or if there are too few GPUs although
-    `cluster.device` is cuda or the chosen machines have GPUs.
+    `seen` lists the GPUs that each rank sees. Each rank gets the first GPU in its list that no lower rank has.
+
+    Raises:
+        DeviceUnavailable: CUDA does not work on a machine with GPUs. Or there are fewer GPUs than ranks although the
+            ranks need GPUs: `cluster.device` is cuda, or the chosen machines have GPUs.
     """
     if choice == "cpu":
         return Assignment()

@@ -99,9 +99,11 @@ class StackTrace:
 
     @property
     def where(self) -> str:
-        """Code location, "file.py:123 in function": the innermost frame of Ebbflow or the user, else of all; or "".
+        """Code location of the process, as "file.py:123 in function"; "" if there are no frames.
 
-        Functions that only exchange numbers between ranks are skipped, since their caller says more.
+        This is the innermost frame in code of Ebbflow or of the user. Functions that only exchange numbers between
+        ranks are skipped, since their caller is more informative. If this leaves no frame, the result is the innermost
+        of all frames.
         """
         own = [frame for frame in self.frames if frame.own_code and not frame.exchange]
         return next((str(frame) for frame in [*own, *self.frames]), "")
@@ -116,7 +118,8 @@ class StackTrace:
     def waiting(self) -> bool:
         """Whether the main thread waits for other ranks.
 
-        On a CPU, collectives of the backward pass are called in C++ from `_engine_run_backward`, by an idle thread.
+        On a CPU, the backward pass calls its collectives in C++ from the frame `_engine_run_backward`, so an idle
+        thread in that frame counts as waiting.
         """
         for frame in self.frames:
             if frame.collective or (self.idle and frame.name.endswith("_engine_run_backward")):
@@ -133,7 +136,12 @@ def parse_py_spy(text: str) -> StackTrace:
 
 
 def parse_faulthandler(text: str) -> StackTrace:
-    """Parse faulthandler's output: the frames of the "current" thread, which got the signal, else of the last one."""
+    """Parse faulthandler's output.
+
+    The result has the frames of the thread that faulthandler marks as "current". This thread received the signal and is
+    usually the main thread. If it has no Python frames, the result has the frames of the last thread in the output,
+    which is the oldest thread.
+    """
     blocks = re.split(r"^(?=Thread |Current thread )", text, flags=re.MULTILINE)
     stacks = [
         (one.startswith("Current"), [Frame(at["file"], int(at["line"]), at["name"]) for at in _FRAME.finditer(one)])
@@ -177,7 +185,10 @@ def _run_py_spy(pid: int) -> StackTrace | None:
 
 
 def _signal_faulthandler(pid: int, output: Path) -> StackTrace | None:
-    """Signal a process to write its stacks, and return them or None. Without a handler, the signal would kill it."""
+    """Signal a process to write its stacks, and return the stacks; None if the process does not write any.
+
+    A process without a handler gets no signal, since that would kill it.
+    """
     with contextlib.suppress(OSError, ValueError, IndexError):
         caught = Path(f"/proc/{pid}/status").read_text().partition("SigCgt:")[2].split()[0]
         if not int(caught, 16) >> (DUMP_SIGNAL - 1) & 1:
@@ -243,7 +254,7 @@ class Mismatch:
 def parse_records(raw: bytes) -> list[list]:
     """Return the last 64 collectives in a flight recorder's JSON, oldest first; [] if the JSON is malformed.
 
-    At most 32 are collectives that the device has not started, because a host can be far ahead of its device.
+    At most 32 of the 64 are collectives that the device has not started, because a host can be far ahead of its device.
     """
     try:
         entries = json.loads(raw).get("entries", [])
@@ -255,9 +266,9 @@ def parse_records(raw: bytes) -> list[list]:
 
 
 def fetch_records(socket_path: Path) -> bytes:
-    """Return NCCL's flight recorder of a rank as JSON, or gloo's if NCCL's is empty; b"" after 0.5 s.
+    """Return NCCL's flight recorder of a rank as JSON, or gloo's if NCCL's is empty; b"" after a timeout.
 
-    A C++ thread of the rank answers, even while Python code is blocked.
+    A C++ thread of the rank answers, even while Python code is blocked. The timeout is 0.5 s.
     """
     raw = b""
     for handler in _HANDLERS:
@@ -273,7 +284,8 @@ def fetch_records(socket_path: Path) -> bytes:
 def find_mismatch(calls: Mapping[int, Calls]) -> Mismatch | None:
     """Return the first collective of a group for which ranks called different operations; None if all ranks agree.
 
-    The minority is at fault; in a tie, the ranks whose operation followed the preceding one less often before.
+    The ranks in the minority are at fault. In a tie, the ranks with the less usual operation are at fault. This is the
+    operation that followed the preceding operation less often before.
     """
     for group, sequence, by_rank in _common_places(calls):
         operations = Counter(by_rank.values())
@@ -299,9 +311,11 @@ def is_unusual_call(calls: Calls) -> bool | None:
 
 
 def find_furthest_behind(calls: Mapping[int, Calls]) -> list[int]:
-    """Return the ranks that are behind in a process group and ahead in none, else all that are behind in a group.
+    """Return the ranks for which the other ranks wait; [] if no rank is behind.
 
-    With several groups (HSDP), a rank that waits in one falls behind in another, but is ahead of the one it waits for.
+    They are behind in at least one of their process groups and ahead in none. If no rank meets both conditions, return
+    all ranks that are behind in a group. With several groups (HSDP), a rank that waits in one group falls behind in
+    another one. It does not meet the second condition, because it is ahead of the rank for which it waits.
     """
     last: dict[str, dict[int, int]] = {}
     for rank, records in calls.items():
@@ -319,7 +333,10 @@ def find_furthest_behind(calls: Mapping[int, Calls]) -> list[int]:
 
 
 def find_device_behind(calls: Mapping[int, Calls]) -> list[int]:
-    """Return the ranks whose GPU has not started a collective in which others' wait, unless it waits itself (HSDP)."""
+    """Return the ranks whose GPU has not started a collective in which GPUs of other ranks wait; [] if none is known.
+
+    A rank whose own GPU waits in some collective is not returned, because it waits for another rank (HSDP).
+    """
     waited: dict[str, int] = {}
     ahead: set[int] = set()
     for rank, records in calls.items():
@@ -338,7 +355,10 @@ def find_device_behind(calls: Mapping[int, Calls]) -> list[int]:
 
 
 def has_queued_calls(calls: Calls) -> bool:
-    """Return whether the device has not completed all called collectives (NCCL): any line may then wait for it."""
+    """Return whether the rank's device has not completed all collectives that the host has called (NCCL).
+
+    If so, any line of the host's code may wait for the device: a kernel launch blocks if the device's queue is full.
+    """
     return any(state and state != [_COMPLETED] for _, _, _, *state in calls)
 
 
@@ -351,9 +371,10 @@ def _call(entry: dict) -> list:
 
 
 def _common_places(calls: Mapping[int, Calls]) -> list[tuple[str, int, dict[int, str]]]:
-    """Return (group, sequence, {rank: operation}) of each collective that several ranks recorded, by sequence.
+    """Return (group, sequence, {rank: operation}) for each collective that several ranks recorded, sorted by sequence.
 
-    Coalesced calls are omitted: they share a sequence number, and a dump may fall between two of them.
+    Coalesced calls are omitted, because they share a sequence number, and a dump may show a rank between two such
+    calls.
     """
     places: dict[tuple[str, int], dict[int, str]] = {}
     coalesced: set[tuple[str, int]] = set()
@@ -368,7 +389,11 @@ def _common_places(calls: Mapping[int, Calls]) -> list[tuple[str, int, dict[int,
 
 
 def _habit(calls: Mapping[int, Calls], group: str, sequence: int, by_rank: Mapping[int, str], operation: str) -> int:
-    """Count how often, on the ranks with `operation` at `sequence`, it followed the same preceding call earlier."""
+    """Count how often `operation` followed the call that precedes it at `sequence`, earlier in the run.
+
+    For example, if the call before `sequence` is an all_gather, count the earlier calls of `operation` right after an
+    all_gather. Only the calls of ranks that call `operation` at `sequence` count.
+    """
     count = 0
     for rank in (rank for rank, called in by_rank.items() if called == operation):
         own = [(number, name) for name_of_group, number, name, *_ in calls[rank] if name_of_group == group]
@@ -381,7 +406,10 @@ def _habit(calls: Mapping[int, Calls], group: str, sequence: int, by_rank: Mappi
 
 
 class _UnixConnection(http.client.HTTPConnection):
-    """HTTP connection over a Unix socket, by a path relative to its folder, since paths are limited to 108 bytes."""
+    """HTTP connection over a Unix socket.
+
+    Socket paths are limited to 108 bytes, so it opens the socket's folder and uses a short path relative to that.
+    """
 
     def __init__(self, path: Path) -> None:
         super().__init__("localhost", timeout=_RECORDER_SECONDS)
@@ -403,7 +431,10 @@ SLOW = "slow"
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerFailure:
-    """Failure of one rank or, if `witness` is True, only the position of a rank that has not failed."""
+    """Failure of one rank, or a report of the position of a rank that has not failed.
+
+    In a position report, `witness` is True, and fields about the failure have no meaning.
+    """
 
     rank: int
     message: str  # description of the failure
@@ -481,7 +512,7 @@ _COLLECTIVE_SIGNS = (
 
 
 class Dump:
-    """Stacks and flight recorders of several ranks, dumped in the threads of `pool`.
+    """Dump of the stacks and flight recorders of several ranks, made in the threads of `pool`.
 
     `heartbeats` has the process id and heartbeat file of each rank.
     """

@@ -42,7 +42,7 @@ _WAITING_SECONDS = 1.0  # between two reports that a rank of this node waits for
 class NodeGeneration:
     """Ranks of one node in one generation. All of these ranks have ended when `run` returns.
 
-    `spec` covers only the nodes of this generation, renumbered (`NodeRuntime.spec_among`).
+    `spec` covers only the nodes that take part in this generation, and renumbers them (`NodeRuntime.spec_among`).
     """
 
     def __init__(
@@ -66,7 +66,10 @@ class NodeGeneration:
         self.folder = Path(spec.log_folder) / generation_name(start.generation, start.generation_id)
 
     def run(self, standby: Standby | None, kept: Path, keeper: Keeper | None = None) -> GenerationEnd:
-        """Start the ranks, and watch them until the generation ends. `kept`: folder of their measurements."""
+        """Start the ranks, watch them until the generation ends, and return its result.
+
+        `kept` is the folder in which ranks store measurements that later generations reuse.
+        """
         if (end := self._await_readiness(standby)) is not None:
             return end
         if self._gpu_check is not None and (refusal := self._gpu_check.refusal):
@@ -143,7 +146,10 @@ class NodeGeneration:
         time.sleep(_POLL_SECONDS)
 
     def _await_readiness(self, standby: Standby | None) -> GenerationEnd | None:
-        """Wait for the standby and the GPU check. Return the generation's result if it ends meanwhile, else None."""
+        """Wait until the standby and the GPU check are ready, or until the start deadline.
+
+        If the generation ends while this method waits, return its result, else None.
+        """
         limit = time.monotonic() + self._cluster.start_deadline_seconds
         while time.monotonic() < limit:
             checked = self._gpu_check is None or self._gpu_check.done
@@ -171,7 +177,10 @@ class NodeGeneration:
         )
 
     def _terms_now(self) -> dict | None:
-        """Return budget, price and spending until now; each rank adds only the time after its own start."""
+        """Return the job's budget, price and spending until now.
+
+        To the returned spending, each rank adds only the cost of the time after its own start.
+        """
         if self._start.terms is None:
             return None
         terms = Terms.from_json(self._start.terms)
@@ -225,7 +234,10 @@ class NodeGeneration:
         return replace(failure, gpu_fault=str(fault), message=f"{fault}; {failure.message}")
 
     def _check_store_wait(self, group: WorkerGroup) -> bool:
-        """Return whether a rank of any node waits for the store, because ranks that wait for that rank do not hang."""
+        """Return whether a rank of any node waits for the store. If a rank of this node waits, tell the other nodes.
+
+        While a rank waits for the store, all other ranks wait for it in a collective. This must not count as a hang.
+        """
         here = any(worker.beat.phase == STORE_PHASE for worker in group.workers)
         if here and not self._store_wait_reported.holds:
             self._store_wait_reported.mark()
@@ -236,7 +248,8 @@ class NodeGeneration:
 class NodeLog:
     """Event log of one node, which records the node's paid time per generation.
 
-    A generation ends here when the node's next one begins, so each second of the agent belongs to exactly one.
+    In this log, a generation ends when the node's next generation begins. Every second from the start to the exit of
+    the agent therefore belongs to exactly one generation.
     """
 
     def __init__(self, job_store: Store, host: str) -> None:

@@ -65,7 +65,10 @@ def fault_from_error(message: str) -> GpuFault | None:
 
 
 def kernel_records(log: int) -> Iterator[tuple[float, str]]:
-    """Yield (seconds since boot, text) of "priority,number,microseconds,flags;text" records, without waiting."""
+    """Yield (seconds since boot, text) for each record in the kernel log that can be read without waiting.
+
+    A record has the form "priority,number,microseconds,flags;text".
+    """
     while True:
         try:
             prefix, _, text = os.read(log, 8192).decode(errors="replace").partition(";")
@@ -77,7 +80,14 @@ def kernel_records(log: int) -> Iterator[tuple[float, str]]:
 
 
 class GpuMonitor:
-    """Monitor of a node's GPUs, if there are any. A thread reads their state, because a broken driver may block."""
+    """Monitor of a node's GPUs. It reads the GPUs' state in a thread, because a broken driver may block.
+
+    On a machine without GPUs, it does nothing.
+
+    Attributes:
+        faults: the hardware faults since the agent started, in the order in which they were found.
+        idle_bytes: the memory that each GPU used before the first rank started; empty if unknown.
+    """
 
     def __init__(self, *, kernel_log: str = "/dev/kmsg") -> None:
         self._wanted, self._taken = threading.Event(), threading.Condition()
@@ -132,9 +142,10 @@ class GpuMonitor:
         return next((fault for fault in self.faults if fault.fatal), None)
 
     def await_release(self, seconds: float, meanwhile: Callable[[], object]) -> str:
-        """Wait until each GPU uses about as little memory as before the first rank started; a killed one frees it late.
+        """Wait until the memory in use on each GPU is about as small as before the first rank started.
 
-        Return "" or, after `seconds`, a message about the memory still in use.
+        The driver frees the memory of a killed process some time after the process has ended. Return "" or, after
+        `seconds`, a message about the memory still in use.
         """
         idle, limit = self.idle_bytes, time.monotonic() + seconds
         while idle and self.refresh(_ANSWER_SECONDS) and len(self._used) == len(idle):
@@ -193,7 +204,10 @@ def _uuid(library: Any, device: Any) -> str:
 
 
 class _FaultFinder:
-    """Detector of hardware faults: new Xids in NVML events or the kernel log, and increased error counters."""
+    """Detector of hardware faults.
+
+    It looks for new Xids in NVML events or in the kernel log, and for error counters that have increased.
+    """
 
     def __init__(self, library: Any, devices: list[Any], kernel_log: str) -> None:
         self._library, self._devices = library, devices

@@ -159,9 +159,10 @@ class DurationHistogram:
         self._total += 1
 
     def quantile(self, share: float) -> float:
-        """Return a quantile in seconds, rounded up to a bucket's upper bound.
+        """Return the `share` quantile of all durations in seconds, rounded up to the upper bound of a bucket.
 
-        Of 20 or more durations the longest does not count, so that one early stall does not raise the hang threshold.
+        If there are at least 20 durations, the longest one does not count, so that one stall early in a run does not
+        raise the hang threshold.
         """
         wanted, seen = share * self._total, 0
         if self._total >= _ENOUGH:
@@ -182,7 +183,11 @@ class HangLimits:
 
     @classmethod
     def from_config(cls, config: RunConfig) -> HangLimits:
-        """Compute the limits, with a margin in which ranks that wait for a missing rank can report it."""
+        """Compute the hang limits from the configuration.
+
+        The limits include a margin, so that ranks that wait for a missing rank can report it before their agent ends
+        them.
+        """
         cluster = config.cluster
         return cls(
             floor_seconds=config.survival.hang_floor_seconds,
@@ -195,7 +200,8 @@ class HangLimits:
 class PhaseThresholds:
     """Hang thresholds of one rank, learned from the heartbeats that the agent reads at intervals.
 
-    Phases that end between two reads are not measured. They are short, so the learned p99 is hardly ever too low.
+    A phase that begins and ends between two reads is not measured. Only short phases are omitted in this way, so the
+    learned p99 may be too high, but is hardly ever too low.
     """
 
     def __init__(self, limits: HangLimits) -> None:
@@ -220,9 +226,10 @@ class PhaseThresholds:
         self._seen.setdefault(last.phase, DurationHistogram()).add(seconds)
 
     def suspicion_threshold(self, beat: HeartbeatReading) -> float:
-        """Return the seconds without progress after which to collect evidence: 10 × the phase's p99, at least 3 s.
+        """Return the seconds without progress after which the agent collects evidence: 10 × p99, at least 3 s.
 
-        Start-up, store requests and the first step, save and evaluation have fixed thresholds instead.
+        The p99 is that of the phase's earlier durations. Start-up, store requests and the first step, first save and
+        first evaluation have fixed thresholds instead.
         """
         if (own := self._fixed_limit(beat)) is not None:
             return own

@@ -54,9 +54,11 @@ _NATIVE_STACK = re.compile(r"Exception raised from |frame #\d+: ")
 
 
 class TerminalEcho:
-    """Printer of new lines of the node's first rank: all of rank 0, from others only the address of the metrics.
+    """Printer that copies new lines from the log of the node's first rank to the agent's output.
 
-    From the first traceback on, which may not show the cause, it prints only progress and addresses of metrics.
+    It prints all lines of rank 0, and from other nodes only the line with the address of the metrics. From the first
+    traceback on, it prints only rank 0's progress lines and lines with an address of metrics, because the traceback may
+    not show the cause of the failure.
     """
 
     def __init__(self, group: WorkerGroup) -> None:
@@ -104,7 +106,10 @@ class NativeWarnings:
 
 
 def show_failed_logs(group: WorkerGroup, failures: Sequence[WorkerFailure], *, job: str, generation: int) -> None:
-    """Print the last lines of the rank that failed first on this node (not because of a peer), and how to see more."""
+    """Print the last log lines of the rank that failed first on this node, and how to see more of the log.
+
+    Ranks that failed only because of a peer are skipped.
+    """
     workers = {worker.rank: worker for worker in group.workers}
     own = sorted((failure for failure in failures if not failure.cascade), key=lambda failure: failure.priority)
     if not own:
@@ -134,8 +139,9 @@ def _last_lines(path: Path) -> list[str]:
 class NonBlockingOutput:
     """Writer to this process's stdout, in a thread, so that a paused terminal or full pipe cannot block the agent.
 
-    `write` waits at most 1 s. After such a timeout it returns at once for as long as the output accepts no text; up to
-    1 MiB (2^20 characters) of text is queued, and further lines are dropped and counted.
+    `write` waits until the text is written, but at most 1 s. After such a timeout, further calls return at once for as
+    long as the output accepts no text. In that time, up to 1 MiB (2^20 characters) of text is queued; further lines are
+    dropped and counted.
     """
 
     def __init__(self) -> None:
@@ -355,9 +361,10 @@ _QUEUE_BYTES = 8 * 1024 * 1024
 
 
 class LogUploader:
-    """Thread that uploads records as new objects `logs/<generation>/<node>-<rank>-<segment>.jsonl`.
+    """Uploader of records to the job's store. It runs in a thread.
 
-    While the store is unavailable, it keeps up to `queue_bytes` of records; it drops and counts further ones.
+    Each upload writes a new object `logs/<generation>/<node>-<rank>-<segment>.jsonl`. While the store is unavailable,
+    the uploader keeps up to `queue_bytes` of records in memory; it drops and counts further records.
     """
 
     def __init__(

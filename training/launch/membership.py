@@ -155,7 +155,8 @@ class CoordinatorPeers(_Peers):
     def roll_call(self, deadline_seconds: float, stopped: Callable[[], bool]) -> None:
         """Wait until all followers have joined, and until every node's pending notice of an interruption has expired.
 
-        Raises GangError if a node was asked to stop, a waiting follower is lost, or one is late at the deadline.
+        If all followers have already joined, return at once. Raises GangError if a node was asked to stop, if a waiting
+        follower is lost, or if a follower has not joined or still waits at the deadline.
         """
 
         def should_stop() -> bool:
@@ -262,8 +263,8 @@ class CoordinatorPeers(_Peers):
     ) -> list[int] | GenerationEnd:
         """Wait until every node's ranks have ended, and return the nodes for the next generation.
 
-        Late nodes count as lost; the scheduler's replacements are waited for. If too few nodes are left, or if one was
-        asked to stop, return the gang's result instead.
+        A node whose ranks end too late counts as lost. If the scheduler replaces lost nodes, wait for the replacements
+        too. If too few nodes are left, or if a node was asked to stop, return the gang's result instead.
         """
         limit = time.monotonic() + deadline_seconds
         while True:
@@ -419,9 +420,10 @@ class CoordinatorPeers(_Peers):
         return end
 
     def _go_on_without_noticed(self, end: GenerationEnd) -> GenerationEnd:
-        """Return a result that continues without the nodes with a notice, or `end` if that is impossible.
+        """Return a result with which the gang continues without the nodes that received a notice.
 
-        SIGTERM does not count as a notice, since its sender may be about to signal all nodes.
+        Return `end` unchanged if the gang cannot continue or if too few other nodes remain. SIGTERM does not count as a
+        notice, since its sender may be about to signal all nodes.
         """
         noticed = {order.node for order in self._leave_orders if order.cause != SIGTERM}
         if not noticed or 0 in noticed or len(noticed) < len({order.node for order in self._leave_orders}):
@@ -437,7 +439,10 @@ class CoordinatorPeers(_Peers):
         return replace(end, again=True, left_out=sorted(noticed))
 
     def _go_on_without_reader(self, end: GenerationEnd) -> GenerationEnd:
-        """Return a result that continues without the node that misread a commit, or `end` if that is impossible."""
+        """Return a result with which the gang continues without the node that read damaged data from a commit.
+
+        Return `end` unchanged if this is node 0 or if too few other nodes remain.
+        """
         node = self._start.nodes[end.ranks[0] // self._spec.processes_per_node]
         if node == 0 or not self._is_enough(set(self.nodes) - {node}):
             return end
@@ -476,8 +481,9 @@ class FollowerPeers(_Peers):
     ) -> None:
         """Join the gang. Raises GangError if node 0 cannot be reached before the deadline.
 
-        `secret` is that of `join_gang`. The ranks start only if this machine outlives a `pending_notice`. `opened` gets
-        the number of each generation that node 0 announces.
+        `secret` is the same as in `join_gang`. `pending_notice` is a Spot notice for this machine; the ranks start only
+        if the machine still exists when the notice expires. As soon as node 0 announces the next generation, `opened`
+        is called with the generation's number.
         """
         super().__init__()
         hello: Message = {"node": spec.node, "host": host}
@@ -511,7 +517,10 @@ class FollowerPeers(_Peers):
         return GenerationEnd(culprit=f"node 0 was lost before the start: {cause}", reason=EndReason.NODE_LOST)
 
     def report_wait(self, order: RankOrder) -> GenerationEnd | None:
-        """Tell node 0, at most once per second, how long a notice delays this node. Return the gang's result if any."""
+        """Tell node 0, at most once per second, that this node cannot start for another `order.seconds`.
+
+        Until then, a notice for this machine is pending. Return the result of the gang if it has ended, else None.
+        """
         if not self._wait_reported.holds:
             self._wait_reported.mark()
             self._connection.send({"kind": "notice_wait", **order.to_json()})

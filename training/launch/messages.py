@@ -157,9 +157,10 @@ class RankOrder:
 
 
 class OrderRecord:
-    """The agent's orders to the ranks of its node, in shared memory, which each rank reads once per step in under 1 µs.
+    """The agent's orders to the ranks of its node, in shared memory.
 
-    Reads need no lock, because there is one writer and each field is one aligned 8-byte integer.
+    The agent writes the record. Each rank reads it once per step, which takes less than 1 µs. Reads need no lock,
+    because there is one writer and each field is one aligned 8-byte integer.
     """
 
     def __init__(self, path: Path) -> None:
@@ -273,7 +274,8 @@ def end_for_left_out_node(end: GenerationEnd, cause: str) -> GenerationEnd:
 def end_from_failures(evidence: Sequence[WorkerFailure]) -> GenerationEnd:
     """Return the result of a failed generation, with the culprit that the evidence shows.
 
-    `again`: new ranks on the same nodes may succeed. After a node's loss, the caller sets it if enough are left.
+    `again` is True if new ranks on the same nodes may succeed. After the loss of a node it is False here, and
+    the caller sets it if enough nodes are left.
     """
     culprit = blame(evidence)
     worst = culprit.failure
@@ -331,6 +333,10 @@ def end_if_unaffordable(start: GenerationStart, step: int, *, max_steps: int, re
 
     The outcome is BUDGET if the rest of the budget suffices only for a last checkpoint. It is INTERRUPTED if ranks that
     ran here before (`restart`) must leave these machines now (`Terms.why_leave`).
+
+    Args:
+        step: Step of the newest commit.
+        restart: Whether the ranks ran on these machines before.
     """
     if start.terms is None:
         return None

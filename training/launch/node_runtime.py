@@ -39,9 +39,10 @@ _REQUESTS_PER_START = 4  # requests that may time out one after the other within
 
 
 class LoopWatchdog:
-    """Thread that calls `end`, to kill the agent, if its loop's count `turns` has not changed for `limit_seconds`.
+    """Watchdog thread, which calls `end` to kill the agent's process if the agent's main loop is stuck.
 
-    Time during which the process was suspended does not count. After the kill, the scheduler starts it again.
+    The loop counts as stuck if its number of iterations, `turns`, has not changed for `limit_seconds`. Time during
+    which the process was suspended does not count. After the kill, the scheduler starts the process again.
     """
 
     def __init__(
@@ -99,7 +100,10 @@ class NodeRuntime:
         self._node_numbers: set[int] = set()  # in all generations; its pushed metrics are grouped by them
 
     def find_pending_notice(self) -> RankOrder | None:
-        """Return the order for a notice that must expire first. If there is none, start the keeper and the standby."""
+        """Return the order for a notice that must expire before the ranks start; None if there is none.
+
+        If there is no such notice, also start the keeper and the standby, so that they are ready when the ranks start.
+        """
         notice = self.drain.find_pending(self.start_seconds - _JOIN_SECONDS)
         if notice is None:
             self._prepare_processes()
@@ -109,7 +113,10 @@ class NodeRuntime:
         return run_while(self.secret.fetch, self.is_leaving)
 
     def wait_out_notices(self, meanwhile: Callable[[float], str]) -> str:
-        """Wait until all notices have expired, then start the keeper and the standby. See `Drain.wait_out_notices`."""
+        """Wait until all pending notices to this node have expired, then start the keeper and the standby.
+
+        Return "" if the ranks may start, else the reason why not. `Drain.wait_out_notices` explains `meanwhile`.
+        """
 
         def look(seconds: float) -> str:
             self.log.beat()

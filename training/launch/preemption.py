@@ -59,7 +59,10 @@ _COORDINATOR_SECONDS = 1.0  # deadline for the coordinator's order after a repor
 
 
 class Drain:
-    """Receiver of a node's notices and signals, which become orders to the ranks. Use it only in the main thread."""
+    """Receiver of a node's notices and signals, which turns them into orders to the node's ranks. Not thread-safe.
+
+    Use it only in the agent's main thread.
+    """
 
     def __init__(self, spec: GangSpec) -> None:
         self._node = spec.node
@@ -96,9 +99,10 @@ class Drain:
         return self._leave_at < float("inf")
 
     def find_pending(self, longest_seconds: float) -> RankOrder | None:
-        """Return the order for a notice that must expire before the ranks start; None if they may start now.
+        """Return the order for a notice that must expire before this node's ranks start; None if they may start now.
 
-        They may start if the notice leaves them more than `longest_seconds` to train.
+        If the notice expires more than `longest_seconds` from now, the ranks may start, because they have time to
+        train.
         """
         self._watcher.wait_for_first_poll(_FIRST_LOOK_SECONDS)
         self._waits = True
@@ -119,9 +123,10 @@ class Drain:
         return min(self._pending, key=lambda notice: notice.ends_at, default=None)
 
     def wait_out_notices(self, meanwhile: Callable[[float], str]) -> str:
-        """Wait until all notices have expired. Return "" if the ranks may start, else the reason why not.
+        """Wait until all pending notices have expired. Return "" if the ranks may start, else the reason why not.
 
-        `meanwhile` is called repeatedly with the remaining seconds. A text that it returns ends the wait as the reason.
+        `meanwhile` is called repeatedly with the remaining seconds. If it returns a non-empty text, the wait ends, and
+        this text is the reason.
         """
         announced, why = False, ""
         while not why and (soonest := self._take_pending()) is not None:
@@ -147,7 +152,11 @@ class Drain:
             self._act_on_notice(notice)
 
     def forget_nodes(self, nodes: Collection[int]) -> None:
-        """Drop the orders to exit of `nodes`, which the next generation lacks, and those for a returned node."""
+        """Drop orders to exit that need no action in the next generation.
+
+        These are the orders of `nodes`, which do not take part in it, and the orders to make room for a returned node,
+        which takes part in it.
+        """
         self._gone |= set(nodes)
         self._ordered = [
             (came_at, order)
@@ -174,7 +183,10 @@ class Drain:
         return f"{first.cause} to node {first.node}"
 
     def create_order_record(self, folder: Path) -> Path:
-        """Create the order record for new ranks, with the orders to exit that still apply. Return its path."""
+        """Create the order record for ranks that are about to start, and return its path.
+
+        It contains all orders to exit that still apply.
+        """
         path = folder / f"node-{self._node}.control"
         self._record = OrderRecord.create(path)
         for came_at, order in self._ordered:

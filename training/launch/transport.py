@@ -47,9 +47,9 @@ def new_nonce() -> str:
 
 
 def proof_of(role: str, secret: bytes, token: str, hello: Mapping[str, Any], nonces: tuple[str, str]) -> str:
-    """Return the HMAC with which a `role` (COORDINATOR or FOLLOWER) proves that it knows the secret.
+    """Return the HMAC with which one side of the handshake proves that it knows the secret.
 
-    `nonces` has the follower's nonce followed by node 0's nonce.
+    `role` is COORDINATOR or FOLLOWER. `nonces` has the follower's nonce followed by node 0's nonce.
     """
     covered = json.dumps([role, token, *nonces, dict(hello)], sort_keys=True, separators=(",", ":"))
     return hmac.new(secret, covered.encode(), hashlib.sha256).hexdigest()
@@ -146,7 +146,7 @@ _STRING_OR_BRACKET = re.compile(rb'"(?:[^"\\]|\\.)*"?|[\[\]{}]', re.DOTALL)
 
 
 class Connection:
-    """Connection to another node's agent. It counts as lost after `silence_seconds` without data.
+    """Connection to one peer, the agent of another node. It counts as lost after `silence_seconds` without data.
 
     Time during which this process was suspended does not count (`AwakeClock`).
     """
@@ -176,7 +176,8 @@ class Connection:
     def send(self, message: Message) -> None:
         """Queue a message, and send as much of the queue as the kernel accepts without blocking.
 
-        If more than 16 MiB stay unsent, the peer counts as lost, and the queue is dropped.
+        Later calls send the rest of the queue. If more than 16 MiB are unsent, the peer counts as lost, and the queue
+        is dropped.
         """
         if not self.closed:
             self.unsent += json.dumps(message).encode() + b"\n"
@@ -322,7 +323,10 @@ class RollCallServer:
     def roll_call(
         self, nodes: int, deadline_seconds: float, stopped: Callable[[], bool] = lambda: False
     ) -> dict[int, tuple[Connection, Message]]:
-        """Wait until all followers have joined. Raises GangError at the deadline, or if `stopped` returns True."""
+        """Wait until all followers have joined, and return `joined`.
+
+        Raises GangError if a follower is missing at the deadline, or if `stopped` returns True.
+        """
         limit = time.monotonic() + deadline_seconds
         while len(self.joined) < nodes - 1:
             if stopped():
@@ -409,9 +413,11 @@ def join_gang(
 ) -> Connection:
     """Connect to node 0 as a follower, and return the connection after a successful handshake.
 
-    `hello` is the first message, with the node's number and host name. `secret` reads this start's secret from the
-    store (None: not there yet), again after each failed handshake, since it may be an earlier start's. Raises GangError
-    if node 0 cannot be reached before the deadline, or if `stopped` returned True.
+    `token` is `GangSpec.token`. `hello` is the first message, with the node's number and host name. `secret` reads the
+    secret of this start from the store; it returns None if there is none yet, and may raise InfraError. After a failed
+    handshake, `secret` is called again, since it may have returned the secret of an earlier start.
+
+    Raises GangError if node 0 cannot be reached before the deadline, or if `stopped` returned True.
     """
     limit = time.monotonic() + deadline_seconds
     last, known = "no answer", None

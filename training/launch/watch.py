@@ -89,7 +89,10 @@ def _kernel_log() -> Iterable[tuple[float, str]]:
 
 
 def _counter_files(pid: int) -> Iterable[Path]:
-    """Return the files that count out-of-memory kills in the process's cgroups, else the whole machine's file."""
+    """Return the files that count out-of-memory kills.
+
+    These are files of the process's cgroups or, if there are none, the file of the whole machine.
+    """
     root = Path("/sys/fs/cgroup")
     try:
         lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
@@ -152,7 +155,8 @@ class RankWatch:
     def check(self, *, store_wait: bool = False) -> list[WorkerFailure]:
         """Return new failures and position reports (see the class). Without news, a call takes microseconds per rank.
 
-        `store_wait` is True if a rank of the gang waits for the store, so that the other ranks do not hang.
+        `store_wait` is True if a rank of the gang waits for the store. All other ranks then wait for that rank, and
+        this does not count as a hang.
         """
         now = self._now()
         if now - self._checked_at > _LONGEST_TURN_SECONDS:
@@ -185,9 +189,10 @@ class RankWatch:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _report_dump(self, living: list[_Rank], due: list[_Rank], suspicious: bool, now: float) -> list[WorkerFailure]:
-        """Start a dump of all living ranks, unless one is running or at most 5 s old.
+        """Start a dump of stacks and flight recorders of all living ranks, unless one is running or at most 5 s old.
 
-        Once it is done, return the failures of `due` and, once per dump or if requested, all other positions.
+        Once the dump is done, return the failures of the ranks in `due`. Also return the positions of all other ranks,
+        but only once per dump, or if the coordinator has requested them.
         """
         if self._dump is None or (self._dump.done and now - self._dump.at > _DUMP_FRESH_SECONDS):
             self._dumps += 1
@@ -238,7 +243,7 @@ class _Rank:
     def check(self, now: float, absent: float, store_wait: float) -> None:
         """Update whether the rank is stopped, hung or suspicious.
 
-        Time in which the agent was suspended does not count. A wait for the store is not a hang.
+        Time during which this node's agent was suspended does not count. A wait for the store is not a hang.
         """
         beat = self._worker.beat
         if absent != self._absent_at_check:  # the rank may have been stopped together with the agent

@@ -57,7 +57,8 @@ Process = subprocess.Popen[bytes] | RemoteChild
 class Standby:
     """Handle for a node's standby process, which forks ranks. Raises OSError if it cannot be started.
 
-    Create it in the main thread: without a keeper, it dies with the thread that created it.
+    Without a keeper, the standby is a child of this process and dies when the thread that created it ends. Create it in
+    the main thread.
     """
 
     def __init__(self, log: Path, *, colocated_ranks: int, keeper: Keeper | None = None) -> None:
@@ -322,9 +323,12 @@ class WorkerGroup:
     ) -> dict[int, str]:
         """Kill the ranks in `culprits`, then end all other ranks and all processes that ranks have started.
 
-        Ranks that wait for a culprit in a collective get an error, write their last events and exit within the grace
-        period. They save nothing, because saving is collective too. Return the ranks still alive 10 s after SIGKILL
-        (state D), each with the path of a GPU device that it has open, or "".
+        Ranks that wait for a culprit in a collective get an error. They then write their last events and exit within
+        the grace period. These ranks cannot save a checkpoint, because saving is a collective operation too.
+
+        Returns:
+            The ranks that are still alive 10 s after SIGKILL, in uninterruptible sleep (state D). The result maps each
+            of these ranks to the path of a GPU device file that the rank has open, or to "" if it has none open.
         """
         guilty = [worker for worker in self.workers if worker.rank in culprits]
         for worker in guilty:
@@ -348,7 +352,10 @@ class WorkerGroup:
             time.sleep(0.01)
 
     def _kill_leftovers(self, ended: Sequence[Worker]) -> None:
-        """Kill what the `ended` ranks have started: the keeper's descendants or, without a keeper, their sessions."""
+        """Kill all descendants of the keeper. If there is no keeper, kill the processes in the `ended` ranks' sessions.
+
+        Ranks that are not in `ended`, and their descendants, are not killed.
+        """
         keeper, spare = self._keeper, () if self._standby is None else (self._standby.pid,)
         others = [worker.process for worker in self.workers if worker not in ended]
         trees = [process.pid for process in others if process.poll() is None]

@@ -33,9 +33,11 @@ class StoredTensor:
 
 
 def find_weights(path: str, translate: Translate | None = None) -> dict[str, StoredTensor]:
-    """Return the tensors of a safetensors file or folder by their names in the model, from the headers alone.
+    """Return the tensors of a safetensors file or folder, by their names in the model.
 
-    `translate` maps a stored name to the model's, or to None to ignore it. Raises WorkloadError.
+    A folder must contain one safetensors file, or several such files and an index. Only headers are read. `translate`
+    maps the name of a stored tensor to its name in the model, or to None if the tensor is to be ignored. Raises
+    WorkloadError if files are missing or damaged, or if two tensors get the same name.
     """
     found: dict[str, StoredTensor] = {}
     for file in list_weight_files(path):
@@ -53,7 +55,11 @@ def find_weights(path: str, translate: Translate | None = None) -> dict[str, Sto
 
 
 def list_weight_files(path: str) -> list[Path]:
-    """Return the safetensors file `path`, those in a folder's index, or its only one. Raises WorkloadError."""
+    """Return the safetensors files at `path`. Raises WorkloadError.
+
+    If `path` is a file, this is `path` itself. For a folder, these are the files in its index or, if it has no index,
+    its only safetensors file.
+    """
     root = Path(path)
     if root.is_file():
         return [root]
@@ -72,7 +78,10 @@ def list_weight_files(path: str) -> list[Path]:
 
 
 def describe_files(path: str) -> list[dict[str, Any]]:
-    """Return path, bytes, modification time and SHA-256 (None above 4 GiB in total) of each file."""
+    """Return the path, size in bytes, modification time and SHA-256 of each file.
+
+    The SHA-256 is None if the files together are larger than 4 GiB.
+    """
     files = list_weight_files(path)
     small = sum(file.stat().st_size for file in files) <= _LARGEST_HASHED_BYTES
     return [
@@ -87,7 +96,10 @@ def describe_files(path: str) -> list[dict[str, Any]]:
 
 
 def open_weights(file: Path, *, framework: str) -> Any:
-    """Open a safetensors file for NumPy ("np") or torch ("pt"). Raises WorkloadError."""
+    """Open a safetensors file. Raises WorkloadError.
+
+    Its tensors are read as NumPy arrays if `framework` is "np", as torch tensors if it is "pt".
+    """
     try:
         return safe_open(file, framework=framework, device="cpu")
     except (OSError, SafetensorError) as error:

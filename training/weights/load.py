@@ -69,7 +69,10 @@ def initialise(
 
 
 def tied_names(module: nn.Module) -> dict[str, str]:
-    """Map the further names of each tied parameter to its main name, the first in `named_parameters`."""
+    """Map the further names of each tied parameter to its main name.
+
+    The main name is the one that `named_parameters` lists first.
+    """
     first: dict[int, str] = {}
     named = module.named_parameters(remove_duplicate=False)
     return {name: first[id(value)] for name, value in named if first.setdefault(id(value), name) != name}
@@ -96,7 +99,11 @@ def _copy_own_part(target: Tensor, value: Tensor) -> None:
 
 
 def check_weights_fit(found: Mapping[str, StoredTensor], model: nn.Module, path: str) -> None:
-    """Raise WorkloadError unless each tensor is there once, under any tied name, with its shape and kind of numbers."""
+    """Raise WorkloadError if the stored tensors do not fit the model.
+
+    They do not fit if a tensor is missing, unexpected or of another shape, or if it has integers where the model has
+    floats or vice versa. A tied weight must be stored once, under any of its names.
+    """
     targets, names = _targets(model)
     missing = [alike[0] for alike in names if not set(alike) & set(found)]
     unexpected = [stored.name for name, stored in found.items() if name not in targets]
@@ -127,9 +134,10 @@ def load_weights(
     *,
     progress: Callable[[], object] = lambda: None,
 ) -> int:
-    """Fill the model from safetensors files, converted to its dtypes, and return the number of tensors.
+    """Fill the model, sharded or not, from safetensors files, and return the number of tensors.
 
-    `progress` is called before each. Raises WorkloadError, and changes no weight, if the files do not fit.
+    Values are converted to the model's dtype. `progress` is called before each tensor. Raises WorkloadError, and
+    changes no weight, if the files do not fit.
     """
     found = find_weights(path, translate)
     check_weights_fit(found, model, path)

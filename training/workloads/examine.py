@@ -50,8 +50,9 @@ def examine(
 ) -> Examination:
     """Import, build and try out the configured workload in a child process, within `seconds`.
 
-    With `prepare`, its data is prepared first, within 6 hours; without, a workload that needs it is only imported.
-    Raises WorkloadError if the workload cannot be trained.
+    If `prepare` is True, prepare the workload's data first, within 6 hours. If it is False, a workload that defines
+    `prepare` is only imported, because it cannot be tried without its data. Raises WorkloadError if the workload cannot
+    be trained.
     """
     if config.script is not None:
         return examine_script(config, script_sha256)
@@ -77,8 +78,8 @@ def examine(
 def examine_script(config: RunConfig, sha256: str | None = None) -> Examination:
     """Run the script on the CPU as a single rank until its attached job has taken two steps, within 90 s.
 
-    If that fails, the shape has the kind "unknown", and the plan cannot estimate steps or hours. `sha256` is the
-    archive's of the script's folder, if the script is not on this machine.
+    If that fails, the returned shape has the kind "unknown", and the plan cannot estimate steps or hours. If the script
+    is not on this machine, `sha256` is the hash of the archive of the script's folder.
     """
     assert config.script is not None
     words = {"script": config.script, "words": config.script_args, "script_sha256": sha256}
@@ -187,7 +188,10 @@ def _examine_here(config: RunConfig, *, prepare: bool) -> dict[str, Any]:
 def _run(
     command: list[str], seconds: float, what: str, *, shown: bool, environment: Mapping[str, str] | None = None
 ) -> str:
-    """Run a command and return its output, or "" if it is `shown`. At the deadline, kill it and raise WorkloadError."""
+    """Run a command and return its output, or "" if the output goes to the terminal.
+
+    At the deadline, kill the command and all its children, and raise a WorkloadError that names `what`.
+    """
     with subprocess.Popen(
         command,
         env=dict(os.environ, PYTHONPATH=python_path(), CUDA_VISIBLE_DEVICES="", **(environment or {})),

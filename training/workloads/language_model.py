@@ -47,7 +47,10 @@ class Embedding(nn.Embedding):
 
 
 class KeyValues:
-    """Cache of a block's keys and values for up to `capacity` tokens. FSDP2 would copy a tensor to another dtype."""
+    """The keys and values of one block for the tokens so far: a cache, for the generation of up to `capacity` tokens.
+
+    It is no tensor, because FSDP2 would pass a block a copy in another dtype.
+    """
 
     def __init__(self, capacity: int) -> None:
         self.length, self._capacity = 0, capacity
@@ -64,7 +67,10 @@ class KeyValues:
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, past: KeyValues | None) -> Tensor:
-    """Return causal attention, `[batch, length, query heads × head width]`. After `past` is filled, length is 1."""
+    """Return causal attention, `[batch, length, query heads × head width]`. Key heads may be fewer than query heads.
+
+    After the first call with `past`, the length must be 1.
+    """
     first = past is None or past.length == 0
     if past is not None:
         key, value = past.append(key, value)
@@ -133,7 +139,10 @@ class Rotation(nn.Module):
 
 
 class RotaryAttention(nn.Module):
-    """Causal self-attention, `[batch, length, hidden]`, with rotary positions and possibly shared key heads."""
+    """Causal self-attention with rotary positions and, possibly, several query heads for each head of keys and values.
+
+    Input and output have the shape `[batch, length, hidden]`.
+    """
 
     def __init__(self, model: ModelConfig, rotation: Rotation) -> None:
         super().__init__()
@@ -258,7 +267,10 @@ def _norm(model: ModelConfig, width: int) -> nn.RMSNorm:
 
 
 def _residual_std(model: ModelConfig) -> float:
-    """Return a standard deviation that keeps the residual stream's variance from growing with depth (GPT-2, 2.3)."""
+    """Return a standard deviation that keeps the variance of the residual stream from growing with depth.
+
+    Source: GPT-2, section 2.3.
+    """
     return _INITIAL_STD / math.sqrt(2 * model.num_layers)
 
 
@@ -345,7 +357,10 @@ class TextWorkload:
         return len(batch.inputs) * self._shape.flops_per_sample
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Return the held-out loss in nats per token, and in bits per byte, which tokenizers can be compared by."""
+        """Return the held-out loss in nats per token and in bits per byte.
+
+        Bits per byte are comparable between tokenizers.
+        """
         training = self._config.training
         world_size = self._context.world_size
         micro_batch = max(1, training.batch_size // (world_size * training.gradient_accumulation_steps))
@@ -370,7 +385,10 @@ class TextWorkload:
         return torch.from_numpy(tokens[offsets].astype(np.int64))
 
     def _windows(self, tokens: np.ndarray, side: str) -> int:
-        """Return the number of non-overlapping samples in `tokens`, whose last token has a target."""
+        """Return the number of non-overlapping samples in `tokens`.
+
+        One more token is needed after the last sample, as the target of its last token.
+        """
         windows = (tokens.size - 1) // self._length
         if windows < 1:
             raise DataError(

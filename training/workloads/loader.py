@@ -38,7 +38,8 @@ MISTAKES = (ArithmeticError, AssertionError, AttributeError, LookupError, NameEr
 def wrap_user_workload(workload: Workload, name: str) -> Workload:
     """Wrap a workload so that a mistake in the user's own code raises WorkloadError with its file and line.
 
-    A mistake is an exception such as TypeError raised by a line of that code; others may be of a rank or machine.
+    A mistake is an exception such as TypeError or KeyError that a line of the user's code raised. Other exceptions pass
+    unchanged, because another rank or the machine may have caused them.
     """
     return cast(Workload, _WrappedWorkload(workload, name))
 
@@ -108,7 +109,11 @@ def find_workload(config: RunConfig) -> WorkloadFactory:
 
 
 def prepare_data(config: RunConfig, context: WorkloadContext) -> dict[str, Any]:
-    """Run the workload's `prepare`, if any. Return its dict, with fingerprint and weight unit. Raises WorkloadError."""
+    """Run the workload's `prepare`, if the workload has one, and return the dict that it returned.
+
+    The keys "fingerprint" and "weight_unit" are added to the dict if missing. Raises WorkloadError if `prepare` raises
+    an exception or returns something other than a JSON object.
+    """
     door = find_workload(config)
     described: dict[str, Any] = {}
     if has_prepare(door):
@@ -161,7 +166,10 @@ def user_code(what: str) -> Iterator[None]:
 
 
 def _raised(error: BaseException, what: str) -> WorkloadError:
-    """Return a WorkloadError with the user's line that raised the error, else the innermost line."""
+    """Return a WorkloadError with the line of the user's code that raised the error.
+
+    If the traceback has no line of the user's code, the WorkloadError has the innermost line.
+    """
     frames = list(traceback.extract_tb(error.__traceback__))
     frame = ([frame for frame in frames if not _is_foreign(frame.filename)] or frames)[-1]
     where, text = f"{frame.filename}:{frame.lineno}", error

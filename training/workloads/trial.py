@@ -57,8 +57,9 @@ def _unit(workload: Workload) -> str:
 def measure_shape(workload: Workload, model: nn.Module, batch: Batch) -> tuple[ModelShape, Loss]:
     """Run the forward pass on a batch of one sample, and return the model's measured shape and the loss.
 
-    Activations, with logits, are counted as autograd saves them, in eager mode and without recomputation; fake tensors
-    do. FLOPs come from the workload's own `flops`.
+    Activations, including logits, are counted as autograd saves them: in the precision of the model's own code, in
+    eager mode and without recomputation. FLOPs come from the workload's own `flops`. The model may consist of fake
+    tensors.
     """
     saved = SavedBytes(frozenset(tensor.untyped_storage()._cdata for tensor in _tensors(model)))
     with saved_tensors_hooks(saved.note, lambda tensor: tensor):
@@ -120,9 +121,11 @@ def try_evaluate(
     seconds: float = LONGEST_SECONDS,
     config: RunConfig | None = None,
 ) -> str:
-    """Call `evaluate` once, as in a gang of one rank, for at most `seconds`, and describe the result.
+    """Call the workload's `evaluate` once, as if in a gang of one rank, and return a description of the result.
 
-    Raises WorkloadError for an exception, a metric that is not finite, or a missing one of `checkpoint.keep_best`.
+    After `seconds`, `evaluate` is stopped, and the description says so. Raises WorkloadError if `evaluate` raises an
+    exception, if a metric is not a finite number, or if `checkpoint.keep_best` names a metric that `evaluate` does not
+    return.
     """
     if distributed.is_initialized():  # a collective in `evaluate` would wait for the other ranks
         return "evaluate not tried, because the ranks of the gang are not all here"
@@ -251,7 +254,10 @@ def check_units(name: str, model: nn.Module, units: Iterable[Any]) -> None:
 
 
 def check_tied(name: str, model: nn.Module, units: list[nn.Module]) -> None:
-    """Check that a tied parameter's names are in one unit, or all in none; else it would be sharded twice."""
+    """Check that all names of a tied parameter are in the same unit, or all outside of units.
+
+    Otherwise the parameter would be sharded twice.
+    """
 
     def unit_of(parameter: str) -> int | None:
         parts = parameter.split(".")[:-1]
