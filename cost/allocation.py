@@ -11,11 +11,11 @@ import csv
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from ebbflow.cost.amounts import format_usd
+from ebbflow.cost.amounts import format_usd, read_decimal
 from ebbflow.cost.errors import BillError
 from ebbflow.cost.ledger.ledger import fold
 from ebbflow.infra.events import BATCH_ATTEMPT, Event
@@ -69,19 +69,11 @@ def read_allocations(path: Path) -> list[Allocation]:
     found = []
     for where, pod, minutes, usd in rows:
         try:
-            found.append(
-                Allocation(pod=pod, seconds=None if minutes is None else 60 * float(minutes), usd=_number(usd))
-            )
-        except (TypeError, ValueError, InvalidOperation):
+            seconds = None if minutes is None else 60 * float(read_decimal(str(minutes)))
+            found.append(Allocation(pod=pod, seconds=seconds, usd=read_decimal(str(usd))))
+        except ValueError:
             raise BillError(f"{where}: minutes {minutes!r} or total cost {usd!r} is no number") from None
     return found
-
-
-def _number(value: Any) -> Decimal:
-    number = Decimal(str(value))
-    if not number.is_finite():
-        raise ValueError
-    return number
 
 
 def _json_rows(path: Path) -> Iterator[tuple[str, str, Any, Any]]:
@@ -94,15 +86,18 @@ def _json_rows(path: Path) -> Iterator[tuple[str, str, Any, Any]]:
                     yield f"{path}: window {number}, {name}", str(pod), one["minutes"], one["totalCost"]
     except OSError as error:
         raise BillError(f"{path}: cannot be read: {error}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         fix = "curl -G …/allocation -d window=7d -d aggregate=pod > allocation.json"
         raise BillError(f"{path}: no answer of the allocation API ({error!r}); fix: {fix}") from None
 
 
 def _csv_rows(path: Path) -> Iterator[tuple[str, str, None, str]]:
-    with path.open(newline="") as file:
-        for number, row in enumerate(csv.DictReader(file), start=2):
-            yield f"{path}:{number}", row["Pod"] or "", None, row["TotalCost"]
+    try:
+        with path.open(newline="") as file:
+            for number, row in enumerate(csv.DictReader(file), start=2):
+                yield f"{path}:{number}", row["Pod"] or "", None, row["TotalCost"]
+    except (OSError, ValueError, csv.Error) as error:
+        raise BillError(f"{path}: cannot be read: {error}") from error
 
 
 def compare_allocations(events: Sequence[Event], allocations: Sequence[Allocation]) -> list[AttemptAllocation]:

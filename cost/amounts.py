@@ -7,16 +7,33 @@ one cent.
 from __future__ import annotations
 
 import math
-from decimal import ROUND_FLOOR, ROUND_HALF_EVEN, Decimal
+from decimal import ROUND_FLOOR, ROUND_HALF_EVEN, Decimal, InvalidOperation
 
 # Dollars are kept to six decimals: a rank-second of the cheapest pool costs about a ten-thousandth of a dollar.
 USD_DECIMALS = 6
 NONE = "n/a"
+_LARGEST = Decimal("1e18")  # far above anything sensible
+
+
+def read_decimal(text: str) -> Decimal:
+    """Read a number of at most 1e18 in magnitude. Raises ValueError for any other text."""
+    try:
+        value = Decimal(text)
+    except InvalidOperation:
+        value = Decimal("NaN")
+    if not value.is_finite() or value.copy_abs().compare(_LARGEST) > 0:
+        raise ValueError(f"{text!r} is not a number of at most {_LARGEST:g}")
+    return value
+
+
+def _quantize(amount: Decimal, decimals: int, rounding: str) -> Decimal:
+    huge = amount.adjusted() >= 20  # has more digits than Decimal's 28, and no decimals that matter
+    return amount if huge else amount.quantize(Decimal(1).scaleb(-decimals), rounding)
 
 
 def round_amount(amount: Decimal, decimals: int = USD_DECIMALS) -> Decimal:
     """Round to `decimals` decimals; a tie is rounded to the even digit."""
-    return amount.quantize(Decimal(1).scaleb(-decimals), ROUND_HALF_EVEN)
+    return _quantize(amount, decimals, ROUND_HALF_EVEN)
 
 
 def apportion(amounts: list[Decimal], decimals: int = USD_DECIMALS, *, total: Decimal | None = None) -> list[Decimal]:
@@ -33,7 +50,7 @@ def apportion(amounts: list[Decimal], decimals: int = USD_DECIMALS, *, total: De
             otherwise round differently each time.
     """
     unit = Decimal(1).scaleb(-decimals)
-    floors = [amount.quantize(unit, ROUND_FLOOR) for amount in amounts]
+    floors = [_quantize(amount, decimals, ROUND_FLOOR) for amount in amounts]
     whole = round_amount(sum(amounts, Decimal(0)), decimals) if total is None else total
     missing = int((whole - sum(floors, Decimal(0))) / unit)
     by_remainder = sorted(range(len(amounts)), key=lambda index: (floors[index] - amounts[index], index))

@@ -20,10 +20,11 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+from ebbflow.cost.amounts import read_decimal
 from ebbflow.cost.errors import BillError
 
 # Field of a line: normalised name of its column (`_normalise_name`).
@@ -158,15 +159,22 @@ def _line(row: Mapping[str, Any], where: str, delivery: int) -> BillLine:
     line_type = found["line_type"] or "Usage"
     # Negations, fees, credits and taxes repeat the usage of other lines, whose time would count twice.
     usage = _INSTANCE_USE.search(found["usage_type"]) if line_type in _USE else None
+    start, end = (_time(found[name], f"line_item_usage_{name}_date", where) for name in ("start", "end"))
+    amount = _number(found["amount"] or "0", "line_item_usage_amount", where)
+    usd = _number(found["usd"] or "0", "line_item_unblended_cost", where)
+    if end < start:
+        raise BillError(f"{where}: line_item_usage_end_date {found['end']} is before the start, {found['start']}")
+    if usage and min(amount, usd) < 0:
+        raise BillError(f"{where}: {amount} hours of an instance for ${usd}: a {line_type} line is never negative")
     return BillLine(
         resource_id=found["resource_id"].rpartition("/")[2],
-        start=_time(found["start"], "line_item_usage_start_date", where),
-        end=_time(found["end"], "line_item_usage_end_date", where),
+        start=start,
+        end=end,
         kind=_kind(found["product"], found["usage_type"], usage is not None),
         usage_type=found["usage_type"],
         line_type=line_type,
-        amount=_number(found["amount"] or "0", "line_item_usage_amount", where),
-        usd=_number(found["usd"] or "0", "line_item_unblended_cost", where),
+        amount=amount,
+        usd=usd,
         zone=found["zone"],
         instance_type=found["instance_type"] or (usage.group(2) or "" if usage else ""),
         market=("spot" if usage.group(1) == "SpotUsage" else "on_demand") if usage else "",
@@ -205,7 +213,7 @@ def _tags(row: Mapping[str, Any], column: str) -> dict[str, str]:
     if column.startswith("{"):
         # Some writers use single quotes. Valid JSON is tried first, since a value may hold one, such as O'Brien.
         for text in (column, column.replace("'", '"')):
-            with contextlib.suppress(ValueError):
+            with contextlib.suppress(ValueError, RecursionError):
                 return tags | {normalise_tag(key): str(value) for key, value in json.loads(text).items()}
     elif column.startswith("["):  # pandas reads a map as a list of pairs
         tags |= {normalise_tag(key): value for key, value in re.findall(r"\('([^']+)', '([^']*)'\)", column)}
@@ -222,12 +230,9 @@ def _time(text: str, column: str, where: str) -> float:
 
 def _number(text: str, column: str, where: str) -> Decimal:
     try:
-        value = Decimal(text)
-    except InvalidOperation:
-        value = Decimal("NaN")
-    if not value.is_finite():
-        raise BillError(f"{where}: {column}: {text!r} is not a number")
-    return value
+        return read_decimal(text)
+    except ValueError as error:
+        raise BillError(f"{where}: {column}: {error}") from None
 
 
 class RepeatFilter:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from ebbflow.cost.capacity.placement import QueueOffer, explain_no_offer, find_offers
 from ebbflow.cost.catalogue import Catalogue, load_catalogue
 from ebbflow.cost.errors import PriceError, TeamError
+from ebbflow.cost.job_history import JobHistory, load_job_history
 from ebbflow.cost.job_list import RUNNING, config_money, read_records
 from ebbflow.cost.jobs import list_known_jobs
 from ebbflow.cost.plan.candidates import NO_SPOT_PRICE
@@ -18,7 +19,7 @@ from ebbflow.cost.prices.recorded import RecordedPrices
 from ebbflow.cost.prices.source import NOT_ASKED, open_prices
 from ebbflow.cost.team import admit, read_team
 from ebbflow.infra.aws.account import quota_code, sibling_client, vcpu_quota
-from ebbflow.infra.aws.calls import RequestDeadline
+from ebbflow.infra.aws.calls import RequestDeadline, within
 from ebbflow.infra.batch import QueueState, batch_client, declared_queues, limit_to_queue_region, training_queues
 from ebbflow.infra.checks.batch import ANSWER_SECONDS, skip_reason
 from ebbflow.infra.errors import CloudError, InfraError, Outcome, StoreError
@@ -30,9 +31,13 @@ from ebbflow.infra.store import Store
 
 @dataclass(frozen=True, kw_only=True)
 class _Asked:
-    """Data for the checks of queues and quotas: the plan, and the queues that can run one of its pools."""
+    """Data for the checks of queues and quotas: the plan, and the queues that can run one of its pools.
+
+    `plan` allows all pools, `admitted` only those that a queue takes, as the run does.
+    """
 
     plan: Plan
+    admitted: Plan
     region: str
     queues: Mapping[str, QueueState]
     offered: tuple[QueueOffer, ...]
@@ -57,6 +62,10 @@ def check_capacity(context: PreflightContext) -> CheckFinding:
     cheapest: dict[str, QueueOffer] = {}
     for offer in asked.offered:
         cheapest.setdefault(offer.queue, offer)
+    plan = asked.admitted
+    if plan.refusal is not None and not _goes_on(context):
+        message = f"with the queues that AWS Batch lists: {plan.refusal.message}"
+        return _waits_for_prices(context, plan) or CheckFinding.failed(message, plan.refusal.hint)
     return CheckFinding.passed("\n".join(f"{queue}: {offer.candidate}" for queue, offer in cheapest.items()))
 
 
@@ -116,7 +125,8 @@ def _ask(context: PreflightContext) -> _Asked | CheckFinding:
         return CheckFinding.skipped(str(error))
     try:
         prices = open_prices(config, now, project_root=context.project_root, network=False)
-        plan = make_plan(config, now_utc=now, prices=prices)
+        known = {"now_utc": now, "prices": prices, "history": _job_history(context)}
+        plan = make_plan(config, **known)
     except PriceError:
         return CheckFinding.skipped("the prices cannot be read; see the check prices")
     if not plan.ranked and config.cost.regions != context.config.cost.regions and plan.refusal is not None:
@@ -133,7 +143,20 @@ def _ask(context: PreflightContext) -> _Asked | CheckFinding:
     region = client.meta.region_name
     catalogue = load_catalogue()
     offered = find_offers(plan.ranked, queues, region=region, catalogue=catalogue)
-    return _Asked(plan=plan, region=region, queues=queues, offered=offered, catalogue=catalogue)
+    admitted = make_plan(config, **known, queues=queues)
+    return _Asked(plan=plan, admitted=admitted, region=region, queues=queues, offered=offered, catalogue=catalogue)
+
+
+def _job_history(context: PreflightContext) -> JobHistory:
+    """Load the job history of the store; empty if the store does not answer."""
+
+    def load() -> JobHistory:
+        return load_job_history(Store.open(context.config.store, request_timeout_seconds=_STORE_SECONDS))
+
+    try:
+        return within(_STORE_SECONDS, load, "reading the job history")
+    except InfraError:
+        return JobHistory()
 
 
 # Deadline for the answers of all regions. The check itself has a little longer.
@@ -242,7 +265,7 @@ def check_live_prices(context: PreflightContext) -> CheckFinding:
 
 
 def _plan(context: PreflightContext) -> Plan | CheckFinding:
-    """Make the plan without using the network. If that is impossible, return a finding with the reason."""
+    """Make the plan, with no network but the store. If that is impossible, return a finding with the reason."""
     if context.config.user_code is not None:
         return CheckFinding.skipped(_MEASURED_LATER)
     now = time.time()
@@ -252,7 +275,8 @@ def _plan(context: PreflightContext) -> Plan | CheckFinding:
         queues = declared_queues(config.batch) if on_batch else None
         prices = open_prices(config, now, project_root=context.project_root, network=False)
         local = context.target == "local"
-        return make_plan(config, now_utc=now, prices=prices, simulated=local, queues=queues or None)
+        known = {"simulated": local, "queues": queues or None, "history": _job_history(context)}
+        return make_plan(config, now_utc=now, prices=prices, **known)
     except StoreError as error:
         return CheckFinding.skipped(f"the region of the queues is unknown: {error}")
     except PriceError:

@@ -110,8 +110,8 @@ def _chart(front: Sequence[FrontierPoint], rows: Sequence[tuple[str, ...]]) -> s
     """Draw each choice as a dot at (expected hours, expected dollars). The dot's tooltip is its row of the table."""
     if not front:
         return ""
-    most_hours = max(one.pool.expected_hours for one in front)
-    most_usd = max(one.pool.expected_usd for one in front)
+    most_hours = max(one.pool.expected_hours for one in front) or 1.0
+    most_usd = max(one.pool.expected_usd for one in front) or 1.0
     dots = []
     for one, row in zip(front, rows, strict=True):
         x, y = 60 + 480 * one.pool.expected_hours / most_hours, 210 - 190 * one.pool.expected_usd / most_usd

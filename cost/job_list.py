@@ -15,7 +15,7 @@ from typing import Any
 
 from ebbflow.cost.amounts import format_usd
 from ebbflow.cost.errors import CostError, ReportError
-from ebbflow.cost.focus import focus_rows, read_settings, spent_by_month, write_focus
+from ebbflow.cost.focus import focus_rows, month_of, read_settings, spent_by_month, write_focus
 from ebbflow.cost.jobs import find_running_launcher, list_known_jobs, read_job
 from ebbflow.cost.ledger.generations import find_final_outcome
 from ebbflow.cost.plan.candidates import read_progress
@@ -23,7 +23,7 @@ from ebbflow.cost.plan.plan import make_plan
 from ebbflow.cost.prices.source import open_prices
 from ebbflow.cost.report.render_text import format_table
 from ebbflow.cost.report.report import RunReport
-from ebbflow.cost.team import Admission, JobMoney, Team, WaitingJob, admit, left_usd, read_team
+from ebbflow.cost.team import Admission, JobMoney, Team, WaitingJob, admit, left_text, left_usd, read_team
 from ebbflow.infra.config.load import load_config
 from ebbflow.infra.config.problems import ConfigError
 from ebbflow.infra.config.schema import RunConfig
@@ -174,23 +174,18 @@ def render_jobs(records: Sequence[TeamJob], team: Team, now_utc: float) -> str:
     ]
     text = format_table(lines, _HEADER, left=4, width=None)
     text += [f"· {one_line(one.money.job)}: {one_line(one.words)}" for one in records if one.words]
-    months = JobMoney(job="").months(now_utc)[:1]
+    month = month_of(now_utc)
     projects = sorted({project for project, _ in team.budgets} | {one.money.project for one in records})
     for project in projects:
         mine = [one for one in records if one.money.project == project]
-        for month in months:
-            spent = sum((one.money.spent.get(month, Decimal(0)) for one in mine), Decimal(0))
-            budget = team.budget_usd(project, month)
-            running = [one.money for one in mine if one.state == RUNNING]
-            left = left_usd(team, project, month, now_utc, [one.money for one in mine], running)
-            limit = (
-                "no budget" if budget is None else f"of {format_usd(budget, 2)}; {format_usd(left, 2)} left to admit"
-            )
-            total = sum((one.expected_usd for one in mine), Decimal(0))
-            name = f"project {one_line(project)}" if project else "no project"
-            text.append(
-                f"{name}, {month}: {format_usd(spent, 2)} spent {limit}; all its jobs: {format_usd(total, 2)} (e)"
-            )
+        spent = sum((one.money.spent.get(month, Decimal(0)) for one in mine), Decimal(0))
+        running = [one.money for one in mine if one.state == RUNNING]
+        left = left_usd(team, project, month, now_utc, [one.money for one in mine], running)
+        budget = format_usd(team.budget_usd(project, month), 2)
+        limit = "no budget" if left is None else f"of {budget}; {left_text(left)} left to admit"
+        total = sum((one.expected_usd for one in mine), Decimal(0))
+        name = f"project {one_line(project)}" if project else "no project"
+        text.append(f"{name}, {month}: {format_usd(spent, 2)} spent {limit}; all its jobs: {format_usd(total, 2)} (e)")
     return "\n".join(line.rstrip() for line in text)
 
 

@@ -173,7 +173,7 @@ def _parse(content: bytes, where: str) -> RunReport:
         return RunReport.from_json(json.loads(content))
     except ReportError as error:
         raise ReportError(f"{where}: {error}") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ReportError(f"{where}: not a report: {error!r}") from error
 
 

@@ -24,7 +24,7 @@ from itertools import pairwise
 from statistics import fmean, median, pstdev
 from typing import Any
 
-from ebbflow.cost.amounts import format_duration, format_percent, format_usd
+from ebbflow.cost.amounts import format_duration, format_percent, format_usd, read_decimal
 from ebbflow.cost.errors import ReplayError
 from ebbflow.cost.jobs import read_job
 from ebbflow.cost.ledger.bills import count_machines
@@ -370,7 +370,7 @@ def add_command(commands: Any) -> None:
     )
     parser.add_argument("job", metavar="RUN", help="a job's name, 'latest', or the folder or s3:// URI of a job")
     parser.add_argument("--pool", default=None, metavar="WORDS", help="such as 'g5.xlarge spot use1-az4', as recorded")
-    parser.add_argument("--usd-per-hour", type=Decimal, default=None, help="another price, per node")
+    parser.add_argument("--usd-per-hour", default=None, help="another price, per node")
     parser.add_argument("--interval", type=int, default=None, metavar="STEPS", help="steps between checkpoints")
     parser.add_argument("--no-interruptions", action="store_true", help="as if the run had not been interrupted")
     parser.add_argument("--store", default=None, metavar="URI", help="the job's store, if not known to this machine")
@@ -379,10 +379,14 @@ def add_command(commands: Any) -> None:
 
 
 def _replay(arguments: argparse.Namespace) -> int:
+    try:
+        price = None if arguments.usd_per_hour is None else read_decimal(arguments.usd_per_hour)
+    except ValueError as error:
+        raise ReplayError(f"--usd-per-hour: {error}") from None
     found = replay(
         read_job(arguments.job, arguments.store),
         pool=arguments.pool,
-        usd_per_hour=arguments.usd_per_hour,
+        usd_per_hour=price,
         interval_steps=arguments.interval,
         interruptions=not arguments.no_interruptions,
     )

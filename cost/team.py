@@ -10,9 +10,10 @@
 
 **Admission.** A job may spend at most `cost.budget_usd`; training stops there. It is admitted if its unspent budget
 fits into the remaining budget of every month in which it can run: until `cost.deadline_hours` or, without a deadline,
-until the end of the next month. The remaining budget of a month is the project's budget, less the dollars that its jobs
-spent in that month, less the dollars that its running jobs may still spend. Thus no month is overspent as long as jobs
-stop at their own budgets and deadlines, and are admitted one at a time.
+in all later months. The remaining budget of a month is the project's budget, less the dollars that its jobs spent in
+that month, less the dollars that its running jobs may still spend. A running job without `cost.budget_usd` may spend
+all of it. Thus no month is overspent as long as jobs stop at their own budgets and deadlines, and are admitted one at a
+time.
 
 **Order.** Jobs are ordered by `value_usd` per dollar that they may still spend, highest first. Jobs without a value
 come last, in the order of the file. A job that does not fit waits, and smaller jobs may start before it until the month
@@ -21,19 +22,21 @@ ends.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 
-from ebbflow.cost.amounts import format_usd
+from ebbflow.cost.amounts import format_usd, read_decimal
 from ebbflow.cost.errors import TeamError
 from ebbflow.cost.focus import month_of, month_start, next_month
 
 EVERY_MONTH = "every"
+_NO_END, _FAR_UTC = "9999-12", month_start("9000-01")
 Verdict = Literal["start", "wait", "refuse"]
 
 
@@ -58,6 +61,16 @@ class Team:
         """Return a project's budget for a month in dollars; None if team.yaml has none."""
         return self.budgets.get((project, month), self.budgets.get((project, EVERY_MONTH)))
 
+    def months(self, job: JobMoney, now_utc: float) -> list[str]:
+        """Return the months in which the job can run and the project's budget differs from that of the month before.
+
+        In the months between them no job starts, so not less is left.
+        """
+        now = month_of(now_utc)
+        named = {now, *(month for project, month in self.budgets if project == job.project and month != EVERY_MONTH)}
+        found = named | set(map(next_month, named))
+        return [month for month in sorted(found) if now <= month <= job.last_month(now_utc)]
+
 
 @dataclass(frozen=True, kw_only=True)
 class JobMoney:
@@ -77,16 +90,13 @@ class JobMoney:
 
     @property
     def may_spend_usd(self) -> Decimal:
-        """Unspent dollars of the job's budget; 0 for a job without a budget."""
-        return max(Decimal(0), (self.limit_usd or Decimal(0)) - self.spent_usd)
+        """Unspent dollars of the job's budget; infinite for a job without a budget."""
+        return Decimal("Infinity") if self.limit_usd is None else max(Decimal(0), self.limit_usd - self.spent_usd)
 
-    def months(self, now_utc: float) -> list[str]:
-        """Return the months in which the job can run."""
-        found = [month_of(now_utc)]
-        last = next_month(found[0]) if self.runs_until is None else month_of(max(now_utc, self.runs_until))
-        while found[-1] < last:
-            found.append(next_month(found[-1]))
-        return found
+    def last_month(self, now_utc: float) -> str:
+        """Return the last month in which the job can run."""
+        until = self.runs_until
+        return _NO_END if until is None or until > _FAR_UTC else month_of(max(now_utc, until))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +121,7 @@ def left_usd(
     if budget is None:
         return None
     spent = sum((job.spent.get(month, Decimal(0)) for job in jobs if job.project == project), Decimal(0))
-    held = (job.may_spend_usd for job in running if job.project == project and month in job.months(now_utc))
+    held = (job.may_spend_usd for job in running if job.project == project and month <= job.last_month(now_utc))
     return budget - spent - sum(held, Decimal(0))
 
 
@@ -139,7 +149,7 @@ def admit(
     known: dict[tuple[str, str], Decimal | None] = {}
     found = []
     for job in order_by_value(waiting):
-        months = job.months(now_utc)
+        months = team.months(job, now_utc)
         for month in months:
             if (job.project, month) not in known:
                 known[job.project, month] = left_usd(team, job.project, month, now_utc, jobs, running)
@@ -156,13 +166,17 @@ def _judge(team: Team, job: JobMoney, left: Mapping[str, Decimal]) -> tuple[Verd
     needed = job.may_spend_usd
     for month, usd in left.items():
         budget = team.budget_usd(job.project, month) or Decimal(0)
-        where = f"project {job.project!r} in {month}: {format_usd(usd, 2)} left of {format_usd(budget, 2)}"
+        where = f"project {job.project!r} in {month}: {left_text(usd)} left of {format_usd(budget, 2)}"
         if job.limit_usd is None:
             return "refuse", f"set cost.budget_usd: without a limit of its own the job may spend anything. {where}"
         if needed > usd:
             ever = needed + job.spent.get(month, Decimal(0)) <= budget
             return "wait" if ever else "refuse", f"may spend {format_usd(needed, 2)}. {where}"
-    return "start", f"may spend {format_usd(needed, 2)}"
+    return "start", f"may spend {'anything' if job.limit_usd is None else format_usd(needed, 2)}"
+
+
+def left_text(usd: Decimal) -> str:
+    return format_usd(usd, 2) if usd.is_finite() else "nothing (a running job has no cost.budget_usd)"
 
 
 class _LineLoader(yaml.SafeLoader):
@@ -180,7 +194,7 @@ def read_team(path: Path) -> Team:
     """
     try:
         data = yaml.load(path.read_text(encoding="utf-8"), Loader=_LineLoader) or {}
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:  # ValueError: a date such as 2026-02-30
         raise TeamError(f"{path}: cannot be read: {' '.join(str(error).split())}") from error
     if not isinstance(data, dict):
         raise TeamError(f"{path}:1: expected the keys budgets, waiting and jobs")
@@ -203,7 +217,10 @@ def read_team(path: Path) -> Team:
         _check_keys(path, entry, {"job", "config"}, {"value_usd"})
         value = _usd(path, entry, "value_usd") if "value_usd" in entry else None
         waiting.append(WaitingJob(job=str(entry["job"]), config=str(entry["config"]), value_usd=value))
-    return Team(budgets=budgets, waiting=tuple(waiting), jobs=tuple(map(str, data.get("jobs") or ())))
+    jobs = data.get("jobs") or []
+    if not isinstance(jobs, list) or not all(isinstance(one, str) for one in jobs):
+        raise TeamError(f"{path}:{data['line']}: jobs: expected a list of names or URIs of jobs")
+    return Team(budgets=budgets, waiting=tuple(waiting), jobs=tuple(jobs))
 
 
 def _entries(path: Path, data: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
@@ -223,10 +240,7 @@ def _check_keys(path: Path, entry: Mapping[str, Any], needed: set[str], optional
 
 
 def _usd(path: Path, entry: Mapping[str, Any], key: str) -> Decimal:
-    try:
-        usd = Decimal(str(entry[key]))
-    except InvalidOperation:
-        usd = Decimal("NaN")
-    if not usd.is_finite() or usd < 0:
-        raise TeamError(f"{path}:{entry['line']}: {key}: {entry[key]!r} is not dollars, 0 or more")
-    return usd
+    with contextlib.suppress(ValueError):
+        if (usd := read_decimal(str(entry[key]))) >= 0:
+            return usd
+    raise TeamError(f"{path}:{entry['line']}: {key}: {entry[key]!r} is not dollars, 0 or more")

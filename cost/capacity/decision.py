@@ -288,7 +288,7 @@ def _placement(config: RunConfig, choice: _Choice, kind: InstanceType, wall: int
     )
 
 
-LEAST_WALL_SECONDS = 60
+LEAST_WALL_SECONDS, _MOST_WALL_SECONDS = 60, 2**31 - 1  # the latter is the most that AWS Batch takes
 # Limit without budget and deadline: this multiple of the expected hours, and at least Metaflow's own limit.
 _WALL_TIMES, _WALL_AT_LEAST_SECONDS = 4, 5 * 24 * 3600
 
@@ -309,7 +309,7 @@ def wall_seconds(config: RunConfig, plan: Plan, offer: QueueOffer, now_utc: floa
         limits.append(one.ends_utc - now_utc)
     if not limits:
         limits.append(max(_WALL_AT_LEAST_SECONDS, _WALL_TIMES * one.expected_hours * HOUR))
-    return max(LEAST_WALL_SECONDS, math.floor(min(limits)))
+    return max(LEAST_WALL_SECONDS, math.floor(min(*limits, _MOST_WALL_SECONDS)))
 
 
 def _after_a_bug(found: tuple[QueueOffer, ...], history: AttemptHistory) -> _Choice | None:

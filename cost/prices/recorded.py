@@ -11,6 +11,7 @@ A file may be gzipped, and has one of two formats:
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import gzip
 import json
@@ -18,10 +19,11 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+from ebbflow.cost.amounts import read_decimal
 from ebbflow.cost.catalogue import InstanceType
 from ebbflow.cost.errors import PriceError
 from ebbflow.cost.prices.quote import (
@@ -175,15 +177,11 @@ def _text(record: Mapping[str, Any], key: str, where: str) -> str:
 
 
 def _usd(text: str, where: str) -> Decimal:
-    try:
-        usd = Decimal(text)
-    except InvalidOperation:
-        usd = Decimal("NaN")
-    if not usd.is_finite() or not 0 < usd < _HIGHEST_USD_PER_HOUR:
-        raise PriceError(
-            f"{where}: SpotPrice: {text!r} is not dollars per hour, above 0 and below {_HIGHEST_USD_PER_HOUR}"
-        )
-    return usd
+    with contextlib.suppress(ValueError):
+        if 0 < (usd := read_decimal(text)) < _HIGHEST_USD_PER_HOUR:
+            return usd
+    limits = f"above 0 and below {_HIGHEST_USD_PER_HOUR}"
+    raise PriceError(f"{where}: SpotPrice: {text[:40]!r} is not dollars per hour, {limits}")
 
 
 def _parse_time(value: Any, where: str) -> float:
@@ -317,6 +315,8 @@ def _read_json(text: str, path: Path) -> Recording:
         data = json.loads(text)
     except json.JSONDecodeError as error:
         raise PriceError(f"{path}:{error.lineno}:{error.colno}: not JSON: {error.msg}") from error
+    except RecursionError:
+        raise PriceError(f"{path}: not a price file: nested too deeply") from None
     data = {"SpotPriceHistory": data} if isinstance(data, list) else data
     listed = data.get("SpotPriceHistory")
     if not isinstance(listed, list):
@@ -342,10 +342,13 @@ def _read_json(text: str, path: Path) -> Recording:
 
 def _read_csv(text: str, path: Path) -> Recording:
     lines = csv.DictReader(text.splitlines())
-    missing = [name for name in _COLUMNS if name not in (lines.fieldnames or [])]
-    if missing:
-        raise PriceError(f"{path}:1: neither JSON nor CSV with the columns {', '.join(_COLUMNS)}: no {missing[0]}")
-    records = [read_record(line, f"{path}:{lines.line_num}") for line in lines]
+    try:
+        missing = [name for name in _COLUMNS if name not in (lines.fieldnames or [])]
+        if missing:
+            raise PriceError(f"{path}:1: neither JSON nor CSV with the columns {', '.join(_COLUMNS)}: no {missing[0]}")
+        records = [read_record(line, f"{path}:{lines.line_num}") for line in lines]
+    except csv.Error as error:
+        raise PriceError(f"{path}:{lines.line_num + 1}: not CSV: {error}") from None
     found = with_zone_ids([record for record in records if record is not None], {})
     return Recording(records=found, recorded_at=None, zone_ids={})
 

@@ -329,8 +329,12 @@ def _reservations_are_possible(config: RunConfig) -> Breach:
     for one in config.cost.reservations:
         if not _INSTANCE_TYPE.fullmatch(one.instance_type) or "." not in one.instance_type:
             return f"cost.reservations: {one.id}: {one.instance_type!r} is no instance type", "such as p5.48xlarge"
-        if zone_prefix(one.region) is None:
+        if (prefix := zone_prefix(one.region)) is None:
             return f"cost.reservations: {one.id}: region {one.region!r} is no AWS region", "such as us-west-2"
+        match = None if one.zone is None else _ZONE_ID.fullmatch(one.zone)
+        if one.zone is not None and (match is None or match[1] != prefix):
+            message = f"cost.reservations: {one.id}: zone {one.zone!r} is no zone id of {one.region}"
+            return message, f"such as {prefix}-az1; aws ec2 describe-availability-zones lists them"
         for name, text in (("start", one.start), ("end", one.end)):
             if text is not None and not _is_utc(text):
                 hint = "such as 2026-12-01T11:30:00Z"

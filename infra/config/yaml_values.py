@@ -255,6 +255,8 @@ def _convert_scalar(node: ScalarNode, expected: Expected) -> Any:
     elif isinstance(value, float) and float in types:
         if not math.isfinite(value):
             raise MismatchError(f"must be a finite number, not {text}")
+        if abs(value) > _LARGEST:
+            raise MismatchError(f"is too large: more than {_LARGEST:.0e}")
         return value
     hint = None
     if isinstance(value, float) and int in types and value.is_integer() and abs(value) <= _LARGEST:

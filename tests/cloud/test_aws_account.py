@@ -140,6 +140,9 @@ def test_image(aws: Account, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_capacity_and_quota(aws: Account, monkeypatch: pytest.MonkeyPatch) -> None:
     job = {**batch(SPOT, nodes=1), "cost": {"budget_usd": 5}}
     assert "spot-g5: 1 × g5" in passed("aws-capacity", **job).detail
+    dear = {**batch(SPOT, GANG, nodes=1), "cost": {"budget_usd": 0.5, "deadline_hours": 5}}
+    refused = failed("aws-capacity", **dear)
+    assert refused.detail.startswith("with the queues that AWS Batch lists: no on-demand pool can take over")
     cpu = failed("aws-capacity", **batch({"name": "cpu-spot", "market": "spot"}, nodes=1))
     assert "cpu-spot: has c6i" in cpu.detail
     aws.add_queue("small", [aws.add_environment("small", "SPOT", ["g5"], vcpus=2)])

@@ -36,6 +36,7 @@ from ebbflow.infra.events import FAULT_INJECTED, NODE_STARTED, NOTICE, PLAN, Eve
 from ebbflow.infra.footprint import causal_lm_shape
 from ebbflow.infra.reliability import GammaHazard
 from ebbflow.infra.store import Store
+from tests.support.checks import passed
 from tests.support.timelines import WALL, GangLog, event
 
 STEPS = 100_000
@@ -156,6 +157,8 @@ def test_no_choice_of_the_frontier_is_beaten_in_both_hours_and_dollars() -> None
     assert len(front) > 3 and hours == sorted(hours) and usd == sorted(usd, reverse=True)
     page = render_frontier_page(front, make_plan(given, now_utc=WALL))
     assert page.count("<circle") == len(front) and front[0].pool.instance_type in page
+    free = [replace(point, pool=replace(point.pool, expected_hours=0.0, expected_usd=0.0)) for point in front]
+    assert render_frontier_page(free, make_plan(given, now_utc=WALL)).count("<circle") == len(front)
     cheap = change_config(given, "checkpoint", interval="seconds", interval_seconds=300.0)
     for one in feasible_pools(change_config(cheap, "cost", deadline_hours=None), sources):
         assert any(h <= one.expected_hours and d <= one.expected_usd for h, d in zip(hours, usd, strict=True)), str(one)
@@ -221,6 +224,10 @@ def test_own_jobs_move_hazard_and_speed_and_say_so(tmp_path: Path):
     assert every["spot"].hazard_kind.endswith("updated by 1 stays of own jobs")
     assert every["spot"].tokens_per_second == pytest.approx(2000.0) and every["spot"].speed_kind == "measured"
     assert every["on_demand"].speed_kind == "measured", "the market does not change the speed"
+    asked = {"training": {"max_steps": STEPS}, "cluster": CLUSTER, "store": str(tmp_path)}
+    checked = passed("budget-deadline", **asked).detail
+    hours = float(checked.split("; ")[1].split(" h")[0])
+    assert hours > 2 * one.chosen.expected_hours, "preflight plans with what own jobs showed"
     later = make_plan(config(), now_utc=WALL + 60 * 86400, history=load_job_history(store))
     forgotten = next(c for c in later.ranked if c.market == "spot")
     assert forgotten.hazard_per_hour == pytest.approx(one.chosen.hazard_per_hour, rel=0.1)

@@ -142,6 +142,9 @@ def test_a_file_that_cannot_be_read_is_named_with_its_line(tmp_path: Path):
         (CSV.replace("0.4182", "-1").encode(), ":3: SpotPrice: '-1' is not dollars per hour"),
         (CSV.replace("InstanceType", "Type").encode(), ":1: neither JSON nor CSV with the columns"),
         (b"", ":1: neither JSON nor CSV"),
+        (f'{CSV}"{"x" * 140_000}"'.encode(), f":{CSV.count(chr(10)) + 1}: not CSV: field larger"),
+        (b"[" * 100_000, ": not a price file: nested too deeply"),
+        (CSV.replace("0.4182", "1e999999999").encode(), ":3: SpotPrice: '1e999999999' is not dollars per hour"),
         (gzip.compress(CSV.encode())[:40], ": cannot be read: "),
         (b"\xff\xfe", ": cannot be read: "),
     ):

@@ -197,6 +197,10 @@ def test_tagged_storage_is_shown_and_not_counted(tmp_path: Path) -> None:
         ("{header}\ni-1,yesterday,2026-01-01T01:00:00Z,AmazonEC2,SpotUsage:g5,1,1,USD\n", "cur.csv:2: line_item_usage"),
         ("{header}\ni-1,2026-01-01,2026-01-01,AmazonEC2,SpotUsage:g5,1,dear,USD\n", "cost: 'dear' is not a nu"),
         ("{header}\ni-1,2026-01-01,2026-01-01,AmazonEC2,SpotUsage:g5,1,1,EUR\n", "only bills in USD"),
+        ("{header}\ni-1,2026-01-01,2026-01-01,AmazonEC2,SpotUsage:g5,1e400,1,USD\n", "amount: '1e400' is not a number"),
+        ("{header}\ni-1,2026-01-02,2026-01-01,AmazonEC2,SpotUsage:g5,1,1,USD\n", "is before the start, 2026-01-02"),
+        ("{header}\ni-1,2026-01-01,2026-01-02,AmazonEC2,SpotUsage:g5,-1,1,USD\n", "cur.csv:2: -1 hours of an inst"),
+        ("{header}\ni-1,2026-01-01,2026-01-02,AmazonEC2,SpotUsage:g5,1,-1,USD\n", "a Usage line is never negative"),
     ],
 )  # fmt: skip
 def test_what_is_no_bill_is_told_with_its_place(tmp_path: Path, text: str, problem: str) -> None:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import random
 from decimal import Decimal
+from pathlib import Path
 
 import pytest
 
+from ebbflow.cost.__main__ import main
 from ebbflow.cost.errors import ReplayError
 from ebbflow.cost.ledger.ledger import fold
 from ebbflow.cost.replay import render, replay
 from ebbflow.infra.events import Event
+from ebbflow.infra.layout import event_key
+from ebbflow.infra.store import Store
 from tests.support.timelines import GangLog, plan_event, prices_event
 
 
@@ -135,7 +139,7 @@ def test_another_pool_has_its_own_price_at_each_moment() -> None:
     assert "error" in render(stated) and "simulated" in render(stated)
 
 
-def test_what_cannot_be_replayed_is_said() -> None:
+def test_what_cannot_be_replayed_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     events = Trained(interval=50, kills=[]).events
     with pytest.raises(
         ReplayError, match=r"no recorded pool is 'p5'; name one of\n  g5\.xlarge on-demand\n  g5\.xlarge spot"
@@ -146,5 +150,9 @@ def test_what_cannot_be_replayed_is_said() -> None:
     for price in ("-1", "NaN", "Infinity"):
         with pytest.raises(ReplayError, match=f"--usd-per-hour {price}: must be"):
             replay(events, usd_per_hour=Decimal(price))
+    stored = Store.open(str(tmp_path))
+    stored.put(event_key(1, 0, "test", "000000.a"), "\n".join(one.to_json() for one in events).encode())
+    assert main(["replay", str(tmp_path), "--usd-per-hour", "abc"]) == ReplayError.outcome.exit_code
+    assert "--usd-per-hour: 'abc' is not a number" in capsys.readouterr().err
     with pytest.raises(ReplayError, match="took no step"):
         replay([one for one in events if one.name != "step"])

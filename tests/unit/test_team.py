@@ -116,6 +116,15 @@ def test_admission_counts_spent_dollars_and_what_running_jobs_may_spend() -> Non
     assert admit(team, WALL, [], [], [beyond])[0].words.startswith(
         f"may spend $60.00. project 'vision' in {next_month(MONTH)}"
     )
+    free = [money("free", None)]
+    [held] = admit(team, WALL, free, free, [money("one", 1)])
+    assert held.verdict == "wait" and "nothing (a running job has no cost.budget_usd)" in held.words
+    later, named = [money("endless", 40, hours=None)], next_month(next_month(next_month(MONTH)))
+    scarce = replace(team, budgets={**team.budgets, ("vision", named): Decimal(5)})
+    assert admit(scarce, WALL, [], [], later)[0].words.startswith(f"may spend $40.00. project 'vision' in {named}")
+    long = money("long", 20, hours=24 * 120)
+    assert admit(team, WALL, [], later, [long])[0].verdict == "wait", "held in all later months"
+    assert admit(team, WALL, [], [], [money("ages", 20, hours=1e12)])[0].verdict == "start"
     other = replace(money("other", 1000), project="unknown")
     assert admit(team, WALL, [], [], [other])[0].verdict == "start", "no budget, no limit"
 
@@ -143,7 +152,7 @@ def months(seed: int, count: int) -> Iterator[tuple[str, Decimal, Decimal]]:
         for job in running:
             usd = job.may_spend_usd * Decimal(str(draw.choice([0.0, draw.random(), 1.0])))
             job = replace(job, spent={**job.spent, month: job.spent.get(month, Decimal(0)) + usd})
-            last = job.runs_until or month_start(next_month(next_month(month_of(float(job.job)))))
+            last = job.runs_until or float("inf")
             over = draw.random() < 0.1 or now + 2 * step > last or not job.may_spend_usd
             (ended if over else still).append(job)
         running = still
@@ -173,6 +182,10 @@ def test_no_simulated_month_exceeds_its_budget() -> None:
         ("bugdets: []", "team.yaml:1: unknown key bugdets"),
         ("- 3", "team.yaml:1: expected the keys"),
         ("a: [", "cannot be read"),
+        ("budgets: [{project: a, month: 2026-02-30, usd: 3}]", "cannot be read: day"),
+        ("[" * 5000, "cannot be read: maximum recursion"),
+        ("jobs: 5", "team.yaml:1: jobs: expected a list of names"),
+        ("jobs: abc", "team.yaml:1: jobs: expected a list of names"),
     ],
 )  # fmt: skip
 def test_a_wrong_team_file_names_the_line(tmp_path: Path, text: str, problem: str) -> None:
