@@ -9,17 +9,27 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from ebbflow.infra.diagnose.judging import diagnose_lines
+from ebbflow.infra.diagnose.judging import Diagnosis, judge
+from ebbflow.infra.diagnose.matching import Seen, load_matcher
 from ebbflow.infra.diagnose.reading import LogText, rank_of, time_of
+from ebbflow.infra.diagnose.series import Series
 from ebbflow.infra.program import PROJECT_ROOT
 
 _COLLECTED = PROJECT_ROOT / "tests/support/diagnosis"
+
+
+def diagnose_lines(lines: Iterable[LogText]) -> Diagnosis:
+    """Diagnose the lines of an excerpt."""
+    seen: dict[str, Seen] = {}
+    series = Series()
+    load_matcher().collect(series.watch(lines), seen)
+    return judge(seen, series, [])
 
 
 def evaluate(corpus: list[dict[str, Any]]) -> dict[str, Any]:

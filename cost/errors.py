@@ -14,11 +14,12 @@ class CostError(Exception):
 
     outcome = Outcome.FAILED
 
+    def __init_subclass__(cls, *, outcome: Outcome | None = None) -> None:
+        cls.outcome = outcome or cls.outcome
 
-class CatalogueError(CostError):
+
+class CatalogueError(CostError, outcome=Outcome.CONFIG):
     """A table of prices or GPUs has an invalid line. The message has file:line:column, value and expected form."""
-
-    outcome = Outcome.CONFIG
 
 
 class PlanError(CostError):
@@ -37,46 +38,24 @@ class LedgerError(CostError):
     """The events contradict each other or have an invalid value, so no ledger can be computed."""
 
 
-class ReportError(CostError):
+class ReportError(CostError, outcome=Outcome.CONFIG):
     """A report cannot be made or read. The message has the reason, such as the places searched for the job's events."""
 
-    outcome = Outcome.CONFIG
 
-
-class PriceError(CostError):
+class PriceError(CostError, outcome=Outcome.CONFIG):
     """A file of recorded prices is unreadable or has an invalid price. The message has file:line or the record."""
 
-    outcome = Outcome.CONFIG
 
-
-class TraceError(CostError):
-    """A trace of availability or prices is unreadable or ambiguous. The message has the file and the JSON key."""
-
-    outcome = Outcome.CONFIG
-
-
-class SimulationError(CostError):
-    """A simulation names an unknown policy or zone, or its job is longer than its trace."""
-
-    outcome = Outcome.CONFIG
-
-
-class BillError(CostError):
+class BillError(CostError, outcome=Outcome.CONFIG):
     """A Cost and Usage Report is unreadable or inconsistent. The message has file:line and the column."""
 
-    outcome = Outcome.CONFIG
 
-
-class TeamError(CostError):
+class TeamError(CostError, outcome=Outcome.CONFIG):
     """A team's budget file (team.yaml) is unreadable or has an invalid value. The message has file:line and the key."""
 
-    outcome = Outcome.CONFIG
 
-
-class ReplayError(CostError):
+class ReplayError(CostError, outcome=Outcome.CONFIG):
     """A run cannot be replayed: the pool has no recorded price, or the run completed no step."""
-
-    outcome = Outcome.CONFIG
 
 
 def run_command(command: Callable[[], int]) -> int:

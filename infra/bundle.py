@@ -102,10 +102,8 @@ _SECRETS = tuple(
 _SECRET_NAME = re.compile(rf"(?i){_SECRET_WORD}")
 
 
-class BundleError(InfraError):
+class BundleError(InfraError, outcome=Outcome.CONFIG):
     """Error: the archive cannot be written."""
-
-    outcome = Outcome.CONFIG
 
 
 @dataclass(frozen=True)

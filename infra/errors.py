@@ -47,17 +47,16 @@ class InfraError(Exception):
 
     outcome = Outcome.FAILED
 
+    def __init_subclass__(cls, *, outcome: Outcome | None = None) -> None:
+        cls.outcome = outcome or cls.outcome
 
-class LayoutError(InfraError):
+
+class LayoutError(InfraError, outcome=Outcome.CONFIG):
     """Error: a name, such as a job's name, cannot be used in a store."""
 
-    outcome = Outcome.CONFIG
 
-
-class JobIsRunning(InfraError):
+class JobIsRunning(InfraError, outcome=Outcome.PREFLIGHT):
     """Error: this process must not run the job, because another launcher runs it or has taken it over."""
-
-    outcome = Outcome.PREFLIGHT
 
 
 class StoreError(InfraError):
@@ -84,10 +83,8 @@ class StoreFull(StoreError):
     """Error: the store is full or has reached its quota. Nothing can be written until something is deleted."""
 
 
-class StoreMisconfigured(StoreError):
+class StoreMisconfigured(StoreError, outcome=Outcome.CONFIG):
     """Error: a store setting is wrong: an unknown kind of store, a bucket that does not exist, or the wrong region."""
-
-    outcome = Outcome.CONFIG
 
 
 class CloudError(InfraError):
@@ -102,10 +99,8 @@ class CloudForbidden(CloudError):
     """Error: an AWS request was denied. Credentials are missing, wrong or expired, or lack a permission."""
 
 
-class CloudRefused(CloudError):
+class CloudRefused(CloudError, outcome=Outcome.CONFIG):
     """Error: an AWS request is invalid. `code` is AWS's error code, or "" if AWS did not reject the request itself."""
-
-    outcome = Outcome.CONFIG
 
     def __init__(self, message: str, code: str = "") -> None:
         super().__init__(message)

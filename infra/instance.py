@@ -252,17 +252,6 @@ def describe_machine() -> dict[str, object]:
     }
 
 
-def file_system(folder: Path) -> str:
-    """Return the type of a folder's file system, such as ext4 or tmpfs; "unknown" if /proc/mounts does not list it."""
-    path = str(folder.resolve())
-    best, kind = "", "unknown"
-    for _, mount, mounted, *_ in _lines("/proc/mounts"):
-        inside = path == mount or path.startswith(mount.rstrip("/") + "/")
-        if inside and len(mount) >= len(best):  # a later mount hides an earlier one on the same place
-            best, kind = mount, mounted
-    return kind
-
-
 def _cpu_model() -> str:
     for line in _lines("/proc/cpuinfo"):
         if line[:2] == ["model", "name"]:

@@ -140,10 +140,8 @@ _READERS = 16
 _SEGMENT = re.compile(r"logs/\d{6}/\d+-\d+-[^/]+\.jsonl")
 
 
-class LogsError(InfraError):
+class LogsError(InfraError, outcome=Outcome.CONFIG):
     """Error: a job's logs cannot be shown."""
-
-    outcome = Outcome.CONFIG
 
 
 @dataclass

@@ -6,20 +6,6 @@ import math
 from dataclasses import dataclass
 
 
-def young_interval_seconds(save_seconds: float, hazard_per_hour: float) -> float:
-    """Return Young's optimal interval between saves in seconds: √(2 · save cost · mean time between interruptions).
-
-    It is valid while a save is short compared to the mean time between interruptions. The save cost and the hazard are
-    those of the whole gang. For a hazard of 0 the result is infinity. Raises ValueError for a negative argument.
-
-    Source: J. W. Young, "A first order approximation to the optimum checkpoint interval", CACM 17(9), 1974.
-    """
-    _check(save_seconds, hazard_per_hour)
-    if hazard_per_hour == 0:
-        return math.inf
-    return math.sqrt(2.0 * save_seconds * 3600.0 / hazard_per_hour)
-
-
 def daly_interval_seconds(save_seconds: float, hazard_per_hour: float) -> float:
     """Return Daly's optimal training time between two saves in seconds, which adds higher-order terms to Young's.
 
@@ -80,10 +66,6 @@ class GammaHazard:
     @property
     def per_hour(self) -> float:
         return self.shape / self.hours
-
-    @property
-    def relative_deviation(self) -> float:
-        return 1.0 / math.sqrt(self.shape)
 
 
 # (weight, multiple of the plan's hazard, prior interruptions): the plan is right, or wrong by 3 or by 10.

@@ -26,10 +26,8 @@ _SECRET = re.compile(
 )
 
 
-class ScriptFolderError(InfraError):
+class ScriptFolderError(InfraError, outcome=Outcome.CONFIG):
     """Error: the folder of a script cannot be sent to other machines. The message names the file and the fix."""
-
-    outcome = Outcome.CONFIG
 
 
 def pack_script(config: RunConfig, store: Store) -> str:

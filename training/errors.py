@@ -19,22 +19,23 @@ class TrainingError(Exception):
     curable: bool = True  # whether a new attempt may succeed. If False, the next start would fail in the same way
     end_reason: EndReason = EndReason.RANK_FAILED  # the reason recorded for the end of the gang
 
+    def __init_subclass__(
+        cls, *, outcome: Outcome | None = None, curable: bool | None = None, end_reason: EndReason | None = None
+    ) -> None:
+        cls.outcome, cls.end_reason = outcome or cls.outcome, end_reason or cls.end_reason
+        cls.curable = cls.curable if curable is None else curable
+
 
 class CheckpointError(TrainingError):
     """A save, commit or restore failed. The message names the rank, the key and the cause."""
 
 
-class AttachError(TrainingError):
+class AttachError(TrainingError, outcome=Outcome.CONFIG, curable=False):
     """A script or its arguments cannot be used with `ebbflow.attach`. The message has the fix."""
 
-    outcome = Outcome.CONFIG
-    curable = False
 
-
-class NoRoom(CheckpointError):
+class NoRoom(CheckpointError, curable=False):
     """The store is full or over its quota, and no commit may be deleted from it."""
-
-    curable = False
 
 
 class CorruptCommit(CheckpointError):
@@ -49,97 +50,63 @@ class CorruptCommit(CheckpointError):
         self.object_key, self.chunk = object_key, chunk
 
 
-class CorruptOverride(CorruptCommit):
+class CorruptOverride(CorruptCommit, curable=False, end_reason=EndReason.STORE):
     """An override, a guard's instruction to the next start, is unreadable.
 
     Without it, the next start would train on samples that the guard excluded.
     """
 
-    curable = False
-    end_reason = EndReason.STORE
 
-
-class UnreliableReader(CheckpointError):
+class UnreliableReader(CheckpointError, end_reason=EndReason.STORE):
     """This process read damaged bytes from a commit that another process or node read correctly."""
 
-    end_reason = EndReason.STORE
 
-
-class NothingToRestore(CheckpointError):
+class NothingToRestore(CheckpointError, outcome=Outcome.NO_RESTORE, curable=False, end_reason=EndReason.STORE):
     """No commit of the job can be restored. A start from scratch would lose all commits, so a user must ask for it."""
-
-    outcome = Outcome.NO_RESTORE
-    curable = False
-    end_reason = EndReason.STORE
 
 
 class RefusedCommit(CheckpointError):
     """A commit has no valid signature, although the job's configuration requires one. Its data may be undamaged."""
 
 
-class NoSigningKey(CheckpointError):
+class NoSigningKey(CheckpointError, outcome=Outcome.CONFIG, curable=False):
     """The environment variable with the signing key is missing, empty or too short. The message names it."""
-
-    outcome = Outcome.CONFIG
-    curable = False
 
 
 class MisplacedCommit(CorruptCommit):
     """A sound manifest is stored under the key of another step or generation."""
 
 
-class RolledBack(CheckpointError):
+class RolledBack(CheckpointError, outcome=Outcome.ROLLED_BACK, curable=False, end_reason=EndReason.STORE):
     """The newest commit in the store is older than the newest commit in the job's event log."""
 
-    outcome = Outcome.ROLLED_BACK
-    curable = False
-    end_reason = EndReason.STORE
 
-
-class CommitMismatch(CheckpointError):
+class CommitMismatch(CheckpointError, outcome=Outcome.CONFIG, curable=False):
     """A sound commit was saved from a different model or optimizer than the one that loads it."""
 
-    outcome = Outcome.CONFIG
-    curable = False
 
-
-class DamagedLineage(CheckpointError):
+class DamagedLineage(CheckpointError, curable=False):
     """The generation records do not form one chain, so it is unclear which commit is the newest."""
 
-    curable = False
 
-
-class TwoLaunchers(DamagedLineage):
+class TwoLaunchers(DamagedLineage, curable=False):
     """Two launchers opened the same generation of a job. The message names the records of both launchers."""
 
-    curable = False
 
-
-class GenerationSuperseded(CheckpointError):
+class GenerationSuperseded(CheckpointError, curable=False):
     """The job has started a newer generation while this gang still runs. This gang's later commits would be useless."""
 
-    curable = False
 
-
-class DataError(TrainingError):
+class DataError(TrainingError, outcome=Outcome.CONFIG, curable=False):
     """Training data is missing, too small or changed. The message names the path and the fix."""
 
-    outcome = Outcome.CONFIG
-    curable = False
 
-
-class WorkloadError(TrainingError):
+class WorkloadError(TrainingError, outcome=Outcome.CONFIG, curable=False):
     """A model or workload cannot be trained as it is. The message names the module and the fix."""
 
-    outcome = Outcome.CONFIG
-    curable = False
 
-
-class ParallelError(TrainingError):
+class ParallelError(TrainingError, outcome=Outcome.CONFIG, curable=False):
     """This gang or machine does not support the parallel mode. The message has the key, the reason and the fix."""
-
-    outcome = Outcome.CONFIG
-    curable = False
 
 
 class RendezvousError(TrainingError):
@@ -150,59 +117,40 @@ class DivergenceError(TrainingError):
     """Ranks that should have equal state differ. The message names them and the difference."""
 
 
-class RankNotStarted(TrainingError):
+class RankNotStarted(TrainingError, end_reason=EndReason.ROLL_CALL):
     """A node could not start its ranks because it ran out of disk space or processes."""
 
-    end_reason = EndReason.ROLL_CALL
 
-
-class DeviceUnavailable(TrainingError):
+class DeviceUnavailable(TrainingError, outcome=Outcome.CONFIG, curable=False, end_reason=EndReason.ROLL_CALL):
     """The ranks cannot use GPUs that this machine should have."""
 
-    outcome = Outcome.CONFIG
-    curable = False
-    end_reason = EndReason.ROLL_CALL
 
-
-class AgentFailure(TrainingError):
+class AgentFailure(TrainingError, end_reason=EndReason.AGENT_FAILED):
     """A node's agent raised an exception while it watched its ranks."""
-
-    end_reason = EndReason.AGENT_FAILED
 
 
 class StartAnew(TrainingError):
     """Raised to end a gang and start its ranks again with an override, a guard's instruction to the next start."""
 
 
-class Rewind(StartAnew):
+class Rewind(StartAnew, end_reason=EndReason.REWIND):
     """Raised to end a gang after steps went wrong. The next start restores an older commit and skips samples."""
 
-    end_reason = EndReason.REWIND
 
-
-class MicroBatchTooLarge(StartAnew):
+class MicroBatchTooLarge(StartAnew, end_reason=EndReason.SPLIT):
     """Raised to end a gang whose micro-batch does not fit into memory. The next start uses smaller micro-batches."""
 
-    end_reason = EndReason.SPLIT
 
-
-class MemoryGrowth(StartAnew):
+class MemoryGrowth(StartAnew, end_reason=EndReason.RENEWAL):
     """Raised to end a gang, after a save, before a rank runs out of memory. New processes continue the job."""
 
-    end_reason = EndReason.RENEWAL
 
-
-class BatchCannotBeSplit(TrainingError):
+class BatchCannotBeSplit(TrainingError, outcome=Outcome.CONFIG, curable=False):
     """A batch does not fit into memory and cannot be split, for example because each micro-batch is one sample."""
 
-    outcome = Outcome.CONFIG
-    curable = False
 
-
-class TooManyRewinds(TrainingError):
+class TooManyRewinds(TrainingError, curable=False):
     """A job has used all `guards.max_rewinds` rewinds, and its steps still go wrong."""
-
-    curable = False
 
 
 class GangError(TrainingError):

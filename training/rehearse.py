@@ -109,10 +109,8 @@ _PATTERN = re.compile(
 )
 
 
-class RehearsalError(InfraError):
+class RehearsalError(InfraError, outcome=Outcome.CONFIG):
     """Error for a `--rehearse` value that is malformed or whose fault could never fire."""
-
-    outcome = Outcome.CONFIG
 
 
 @dataclass(frozen=True, kw_only=True)

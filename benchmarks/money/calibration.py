@@ -23,10 +23,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.money.cases import world_at, zones_of
+from benchmarks.money.errors import SimulationError
 from benchmarks.money.interface import Greedy
 from benchmarks.money.simulator import PUBLISHED, SimulatedJob, simulate
 from benchmarks.money.world import World, cut_world
-from ebbflow.cost.errors import SimulationError
 from ebbflow.cost.job_history import JobHistory, JobMeasurements, PoolStay
 from ebbflow.cost.plan.forecast import WAIT_HOURS, forecast_quantiles, reclaim_prior
 from ebbflow.cost.plan.forecast import ForecastInputs as Course

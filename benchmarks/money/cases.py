@@ -14,10 +14,10 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 
+from benchmarks.money.errors import SimulationError
 from benchmarks.money.policies import POLICIES
 from benchmarks.money.simulator import RULES, Deviations, SimulatedJob, optimum_of, run_job
 from benchmarks.money.world import cut_world, read_prices, read_traces, select_zones, world_of
-from ebbflow.cost.errors import SimulationError
 from ebbflow.cost.report.optimum import Distances, World
 
 _PRICES = Path("prices") / "v100_spot_prices.json.gz"

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ebbflow.cost.errors import SimulationError, TraceError
+from benchmarks.money.errors import SimulationError, TraceError
 
 _SEED = 20261123
 _RESAMPLES = 2000

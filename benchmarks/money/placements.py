@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from benchmarks.money.cases import spread
-from ebbflow.cost.errors import SimulationError
+from benchmarks.money.errors import SimulationError
 
 if TYPE_CHECKING:
     from benchmarks.money.world import Trace

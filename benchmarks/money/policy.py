@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from ebbflow.cost.errors import SimulationError, TraceError
+from benchmarks.money.errors import SimulationError, TraceError
 
 PARTS = ("published", "zones", "gangs", "enactable")
 _AGAINST = ("uniform_progress", "uniform_progress_staying", "greedy")

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.money.cases import CELL_ZONES, spread
+from benchmarks.money.errors import SimulationError
 from benchmarks.money.placements import DEADLINES_HOURS, job_config, read_zones
 from benchmarks.money.virtual_batch import VirtualBatch, queue, queues
-from ebbflow.cost.errors import SimulationError
 from ebbflow.cost.prices.quote import Quote, StaticPrices
 from ebbflow.infra.batch import limit_to_queue_region
 from ebbflow.infra.batch.queues import Market

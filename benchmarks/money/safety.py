@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.money.cases import Case, Figure
+from benchmarks.money.errors import SimulationError
 from benchmarks.money.simulator import Deviations, SimulatedJob
-from ebbflow.cost.errors import SimulationError
 
 _SEED = 20230803
 _LONGEST_HOURS = 19.0  # of random_cases: three times six hours, and one

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ebbflow.cost.errors import SimulationError
+from benchmarks.money.errors import SimulationError
 
 if TYPE_CHECKING:
     from benchmarks.money.world import Trace

@@ -15,6 +15,7 @@ from enum import StrEnum
 
 import numpy as np
 
+from benchmarks.money.errors import SimulationError
 from benchmarks.money.interface import (
     MINIMUM_HOURS,
     Greedy,
@@ -26,7 +27,6 @@ from benchmarks.money.interface import (
     UsePool,
 )
 from benchmarks.money.safety_net import AdmissionRefusal, SafetyNet, admission
-from ebbflow.cost.errors import SimulationError
 from ebbflow.cost.report.optimum import World, optimum_usd
 
 

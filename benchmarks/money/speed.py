@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ebbflow.cost.errors import SimulationError
+from benchmarks.money.errors import SimulationError
 
 _SEED = 5
 _POOLS = (1, 3, 9, 30)

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ebbflow.cost.errors import SimulationError, TraceError
+from benchmarks.money.errors import SimulationError, TraceError
 from ebbflow.cost.report.optimum import Distances, World
 
 _MOST_MACHINES = 10**9

@@ -16,7 +16,6 @@ from benchmarks.training.slow_down import bench_slow_down, slow_down_text
 from benchmarks.training.tables import checkpoint_text
 from benchmarks.training.uploads import bench_upload, upload_text
 from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.instance import file_system
 from ebbflow.infra.layout import job_prefix
 from ebbflow.infra.store import Store
 from ebbflow.training.checkpoint.lineage import open_generation
@@ -51,6 +50,18 @@ def bench_checkpoint(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
 def _say(text: str) -> None:
     """Each part as soon as it is measured: all of them take minutes."""
     print(f"\n{text}", flush=True)
+
+
+def file_system(folder: Path) -> str:
+    """Return the type of a folder's file system, such as ext4 or tmpfs; "unknown" if /proc/mounts does not list it."""
+    path = str(folder.resolve())
+    best, kind = "", "unknown"
+    for line in Path("/proc/mounts").read_text().splitlines():
+        _, mount, mounted, *_ = line.split()
+        inside = path == mount or path.startswith(mount.rstrip("/") + "/")
+        if inside and len(mount) >= len(best):  # a later mount hides an earlier one on the same place
+            best, kind = mount, mounted
+    return kind
 
 
 def _bench_stall(given: argparse.Namespace, folder: Path) -> dict[str, Any]:

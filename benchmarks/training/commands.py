@@ -103,11 +103,12 @@ def _bench_engine(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "steps": given.steps,
         "calls": given.calls,
     }
+    tokens_per_step = config.training.batch_size * config.model.sequence_length
     modes: dict[str, Any] = {}
     parts: dict[str, Any] = {}
     for ranks, names in ((_RANKS, ["ddp", "fsdp2"]), (1, ["single"])):
         found = run_ranks({**task, "modes": names}, folder, ranks=ranks, deadline_seconds=given.deadline)
-        modes |= engine_figures([rank["modes"] for rank in found], config.tokens_per_step)
+        modes |= engine_figures([rank["modes"] for rank in found], tokens_per_step)
         parts |= part_figures([rank["parts"] for rank in found])
     return {
         "modes": modes,
@@ -118,7 +119,7 @@ def _bench_engine(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "steps": given.steps,
         "model": config.model.model_dump(mode="json"),
         "parameters": causal_lm_shape(config.model).parameters,
-        "tokens_per_step": config.tokens_per_step,
+        "tokens_per_step": tokens_per_step,
     }
 
 

@@ -30,9 +30,10 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from benchmarks.training.buckets import swift
+from benchmarks.training.checkpoints import file_system
 from benchmarks.training.tables import machine_line
 from ebbflow.infra.errors import InfraError, StoreError
-from ebbflow.infra.instance import describe_machine, file_system
+from ebbflow.infra.instance import describe_machine
 from ebbflow.infra.layout import job_prefix
 from ebbflow.infra.ranges import read_blocks
 from ebbflow.infra.store import Store

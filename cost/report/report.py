@@ -502,10 +502,3 @@ def throughput_frame(events: Sequence[Event]) -> pandas.DataFrame:
     frame = pandas.DataFrame(list_step_figures(events), columns=list(STEP_COLUMNS))
     whole = {"step": "int64", "generation": "int64", "kept": "bool"}
     return frame.astype({name: whole.get(name, "float64") for name in STEP_COLUMNS})
-
-
-def events_frame(events: Sequence[Event]) -> pandas.DataFrame:
-    """Make a DataFrame with one row per event and its fields as columns. `data` stays a dictionary."""
-    import pandas
-
-    return pandas.DataFrame([vars(event) for event in events], columns=list(Event.__dataclass_fields__))

@@ -44,10 +44,8 @@ class Problem:
         return asdict(self)
 
 
-class ConfigError(InfraError):
+class ConfigError(InfraError, outcome=Outcome.CONFIG):
     """An unusable configuration. `problems` contains every problem; the error's text is the rendered list."""
-
-    outcome = Outcome.CONFIG
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         self.problems = list(problems)

@@ -456,7 +456,3 @@ class RunConfig(Section):
     def user_code(self) -> str | None:
         """The script or workload of the user, which brings its own model and data; None for the built-in model."""
         return self.script or self.workload
-
-    @property
-    def tokens_per_step(self) -> int:
-        return self.training.batch_size * self.model.sequence_length

@@ -123,13 +123,11 @@ def _syntax_problem(source: SourceText, error: MarkedYAMLError) -> Problem:
     return Problem(message=message, place=source.span(mark, _mark(mark.line, mark.column + 1)), hint=hint)
 
 
-class MismatchError(InfraError):
+class MismatchError(InfraError, outcome=Outcome.CONFIG):
     """Error: a key does not accept a value. Callers put the key's name before the message.
 
     The message begins like "must be a whole number, not …".
     """
-
-    outcome = Outcome.CONFIG
 
     def __init__(self, message: str, hint: str | None = None, node: Node | None = None) -> None:
         super().__init__(message)

@@ -110,15 +110,6 @@ def diagnose_files(files: Sequence[Path | None]) -> Diagnosis:
     return judge(seen, series, scans)
 
 
-def diagnose_lines(lines: Iterable[LogText]) -> Diagnosis:
-    """Diagnose parsed log lines, such as those of an Ebbflow job."""
-    matcher = load_matcher()
-    seen: dict[str, Seen] = {}
-    series = Series()
-    matcher.collect(series.watch(lines), seen)
-    return judge(seen, series, [])
-
-
 def judge(seen: dict[str, Seen], series: Series, scans: Sequence[FileScan]) -> Diagnosis:
     """Choose at most three findings: the root failure, then failures that followed from it, then advice.
 

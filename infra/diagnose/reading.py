@@ -28,10 +28,8 @@ _MOST_EQUAL = 500
 _SAMPLE = 64
 
 
-class DiagnoseError(InfraError):
+class DiagnoseError(InfraError, outcome=Outcome.CONFIG):
     """Error: a log does not exist, or a folder has too many files."""
-
-    outcome = Outcome.CONFIG
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,11 +12,11 @@ import pytest
 
 from benchmarks.money.calibration import JudgedForecast, calibrate, other_waits, score
 from benchmarks.money.commands import main
+from benchmarks.money.errors import SimulationError
 from benchmarks.money.interface import Action, State, UsePool
 from benchmarks.money.policies import POLICIES
 from benchmarks.money.safety import random_cases
 from benchmarks.money.simulator import ENACTABLE, RULES, SimulatedJob, simulate
-from ebbflow.cost.errors import SimulationError
 from ebbflow.cost.report.optimum import Distances, World
 
 GAP_SECONDS = 900

@@ -45,7 +45,8 @@ def test_the_gpt_job_is_of_the_size_that_it_says_and_of_a_shape_that_batch_can_r
     plan = make_plan(config, now_utc=time.time())
     assert (plan.chosen.market, plan.chosen.nodes) == ("spot", 1)
     assert any(one.ranks > 1 for one in plan.ranked), "the cheapest may be a machine with a single GPU"
-    assert 18 <= config.training.max_steps * config.tokens_per_step / 124.5e6 <= 22  # what its comment says of tokens
+    tokens = config.training.max_steps * config.training.batch_size * config.model.sequence_length
+    assert 18 <= tokens / 124.5e6 <= 22  # what its comment says of tokens
 
 
 def test_the_schema_is_current_and_describes_every_key() -> None:

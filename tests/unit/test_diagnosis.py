@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from benchmarks.diagnosis import evaluate
+from benchmarks.diagnosis import diagnose_lines, evaluate
 from ebbflow.command import COMMANDS
 from ebbflow.infra.__main__ import main
-from ebbflow.infra.diagnose.judging import diagnose_files, diagnose_lines
+from ebbflow.infra.diagnose.judging import diagnose_files
 from ebbflow.infra.diagnose.matching import load_matcher
 from ebbflow.infra.diagnose.reading import LogText, rank_of, time_of
 from ebbflow.infra.diagnose.rules import SymptomRule, load_rules

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, replace
 
 import pytest
@@ -31,7 +30,6 @@ from ebbflow.infra.footprint import (
     gpu_host_bytes,
     host_memory_bytes,
 )
-from ebbflow.infra.reliability import young_interval_seconds
 
 SHAPE = ModelShape(
     parameters=1_000_001,
@@ -371,11 +369,3 @@ def test_a_small_model_is_gathered_once_per_micro_batch_and_reduced_once_per_ste
     assert [one.bound for one in moved] == ["host", "host"]
     ups_and_downs = [one.step_seconds * PCIE_BYTES_PER_SECOND / 4 for one in moved]
     assert ups_and_downs == pytest.approx([(2 + 1) * limit, (4 + 2) * (limit + 1)])
-
-
-def test_young_interval_by_hand():
-    # A save of 2 s, an interruption each 4 h: √(2 · 2 s · 14400 s) = 240 s.
-    assert young_interval_seconds(2.0, 0.25) == pytest.approx(240.0)
-    assert young_interval_seconds(2.0, 0.0) == math.inf
-    with pytest.raises(ValueError, match="must not be negative"):
-        young_interval_seconds(-1.0, 0.1)

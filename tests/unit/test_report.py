@@ -25,7 +25,6 @@ from ebbflow.cost.report.render_text import render as render_text
 from ebbflow.cost.report.report import (
     RunReport,
     build_report,
-    events_frame,
     ledger_frame,
     loss_frame,
     throughput_frame,
@@ -290,7 +289,6 @@ def test_frames_hold_the_same_numbers():
     assert ledger["usd"].sum() == report.total_usd
     assert ledger["rank_seconds"].sum() == pytest.approx(report.paid_rank_seconds)
     assert list(loss_frame(report).itertuples(index=False, name=None)) == report.loss_curve
-    assert len(events_frame(events)) == len(events)
     steps = throughput_frame(events)
     assert (steps["kept"].sum(), (~steps["kept"]).sum() > 0) == (len(report.loss_curve), report.redone_steps > 0)
     assert steps[steps["kept"]][["step", "loss"]].to_numpy().tolist() == [list(pair) for pair in report.loss_curve]

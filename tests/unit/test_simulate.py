@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from benchmarks.money.commands import main
+from benchmarks.money.errors import SimulationError, TraceError
 from benchmarks.money.interface import Action, State, UsePool, Wait
 from benchmarks.money.simulator import (
     ENACTABLE,
@@ -26,7 +27,6 @@ from benchmarks.money.simulator import (
     simulate,
 )
 from benchmarks.money.world import Trace, cut_world, read_trace, world_of, world_of_events
-from ebbflow.cost.errors import SimulationError, TraceError
 from ebbflow.cost.report.optimum import Distances, World
 
 # Read here: tests run without variables of ours.

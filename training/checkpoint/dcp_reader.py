@@ -72,15 +72,6 @@ class CommitReader(StorageReader):
         future.set_result(None)
         return future
 
-    def read_whole(self, *names: str) -> dict[str, torch.Tensor]:
-        """Read the named tensors completely into new CPU memory, and return them by name."""
-        found: dict[str, torch.Tensor] = {}
-        for name in names:
-            entry = self.manifest.tensors[name]
-            found[name] = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
-        self.read_into(found)
-        return found
-
     def read_into(self, targets: Mapping[str, torch.Tensor]) -> None:
         """Fill the given tensors completely. Their names, shapes and dtypes must be those of the commit."""
         requests = []
