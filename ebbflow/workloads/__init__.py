@@ -1,5 +1,19 @@
 """Workloads beyond the built-in language model. `workload: ebbflow.workloads:NAME` in a configuration selects one."""
 
-from ebbflow.workloads.point_clouds import PointCloudDiffusion
+import importlib
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["PointCloudDiffusion"]
+if TYPE_CHECKING:
+    from ebbflow.workloads.hugging_face import HuggingFace
+    from ebbflow.workloads.images import ImageModel
+    from ebbflow.workloads.point_clouds import PointCloudDiffusion
+
+__all__ = ["HuggingFace", "ImageModel", "PointCloudDiffusion"]
+_MODULES = {"HuggingFace": "hugging_face", "ImageModel": "images", "PointCloudDiffusion": "point_clouds"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a workload on first use, since each needs libraries that the others do not."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

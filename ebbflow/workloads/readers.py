@@ -44,14 +44,17 @@ class ImageFolder:
 
     Args:
         transform: makes a tensor of a `PIL.Image` in RGB. It may draw random numbers, which are seeded for each sample.
+        keep: returns whether the dataset has the file with this path below `path`; default: all files.
     """
 
-    def __init__(self, path: str | Path, transform: Callable[[Any], Any]) -> None:
-        self._files, self._transform = find_files(path, _IMAGES), transform
-        self.classes = sorted({one.parent.name for one in self._files})
+    def __init__(
+        self, path: str | Path, transform: Callable[[Any], Any], *, keep: Callable[[str], bool] = lambda name: True
+    ) -> None:
+        files, self._transform, root = find_files(path, _IMAGES), transform, Path(path)
+        self.classes = sorted({one.parent.name for one in files})
         number = {name: at for at, name in enumerate(self.classes)}
+        self._files = [one for one in files if keep(one.relative_to(root).as_posix())]
         self._labels = [number[one.parent.name] for one in self._files]
-        root = Path(path)
         self.fingerprint = _fingerprint([(one.relative_to(root), one.stat().st_size) for one in self._files])
 
     def __len__(self) -> int:
@@ -134,7 +137,7 @@ class ParquetRows:
     """
 
     def __init__(self, path: str | Path, columns: Sequence[str] | None = None, *, keep: int = 16) -> None:
-        parquet = _import_parquet()
+        parquet = import_parquet()
         self._files, self._columns, self._keep = find_files(path, (".parquet",)), columns and list(columns), keep
         self._groups: list[tuple[int, int]] = []  # file and row group
         rows: list[int] = []
@@ -154,7 +157,7 @@ class ParquetRows:
         table = self._kept.pop(group, None)
         if table is None:
             file, number = self._groups[group]
-            with _import_parquet().ParquetFile(self._files[file]) as content:
+            with import_parquet().ParquetFile(self._files[file]) as content:
                 table = content.read_row_group(number, columns=self._columns, use_threads=False)
         self._kept[group] = table
         while len(self._kept) > self._keep:
@@ -163,7 +166,7 @@ class ParquetRows:
         return table.slice(index - first, 1).to_pylist()[0]
 
 
-def _import_parquet() -> Any:
+def import_parquet() -> Any:
     try:
         import pyarrow.parquet as parquet  # pyright: ignore[reportMissingImports]
     except ImportError as error:

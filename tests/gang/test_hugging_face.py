@@ -1,70 +1,113 @@
-"""Models of transformers, trained by its own code (examples/hugging_face.py) or as the built-in model, and returned."""
+"""Models of transformers, trained by its own code or as the built-in model, and returned."""
 
 import json
+import math
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, inject_adapter_in_model
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from ebbflow.infra.config.load import load_config
 from ebbflow.infra.config.schema import ModelConfig, RunConfig
+from ebbflow.infra.events import read_events
 from ebbflow.infra.preflight import PreflightContext
 from ebbflow.infra.program import PROJECT_ROOT
+from ebbflow.infra.store import Store
 from ebbflow.training.checkpoint.commands import main as checkpoints
 from ebbflow.training.checkpoint.file_formats import write_file
 from ebbflow.training.checkpoint.hugging_face import our_name, read_settings
 from ebbflow.training.checkpoint.portable_state import PortableState, unwrap_weights
 from ebbflow.training.checks import check_initial_weights
-from ebbflow.training.errors import WorkloadError
-from ebbflow.training.weights.load import load_weights
+from ebbflow.training.errors import TrainingError, WorkloadError
+from ebbflow.training.gang import Gang
+from ebbflow.training.optimizer import learning_rate, make_optimizer
+from ebbflow.training.weights.load import initialise, load_weights, materialise
+from ebbflow.training.workload import Cursor
 from ebbflow.training.workloads.language_model import CausalLM, generate
+from ebbflow.training.workloads.loader import workload_context
+from ebbflow.training.workloads.trial import try_workload
+from ebbflow.workloads.hugging_face import HuggingFace
 from tests.support.alone import run_alone
 from tests.support.gangs import run_ranks
 
 SIZE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
-def test_a_model_of_transformers_trains_from_its_files_and_returns_to_them(tmp_path: Path) -> None:
-    folder, texts, exported = tmp_path / "model", tmp_path / "texts", tmp_path / "exported"
-    texts.mkdir()
-    exported.mkdir()
-    for number in range(4):
-        (texts / f"{number}.txt").write_text("the tide comes in and the tide goes out again\n" * 60)
+def random_model(config: PreTrainedConfig, folder: Path) -> PreTrainedModel:
+    """Write a small model with a tokenizer, as `save_pretrained` does, and a dataset of 300 rows beside its folder."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(folder)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet)
-    tokenizer.train([str(path) for path in sorted(texts.iterdir())], trainer)
-    torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=300, max_position_embeddings=64, tie_word_embeddings=True, **SIZE)
-    start = LlamaForCausalLM(config)
-    start.save_pretrained(folder)
+    rows = [f"the tide comes in, number {number}\nand the tide goes out again" for number in range(300)]
+    tokenizer.train_from_iterator(rows, trainer)
     tokenizer.save(str(folder / "tokenizer.json"))
+    folder.with_name("data.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    return model
 
+
+def settings_for(folder: Path, **options: Any) -> RunConfig:
+    """A configuration that trains the model in `folder` for 4 steps by a single rank."""
+    return RunConfig.model_validate(
+        {
+            "store": str(folder.with_name("store")),
+            "workload": "ebbflow.workloads:HuggingFace",
+            "workload_options": {"model": str(folder), "dataset": str(folder.with_name("data.jsonl")), **options},
+            "model": {"sequence_length": 16},
+            "training": {"batch_size": 4, "max_steps": 4, "learning_rate": 1e-2, "scheduler": {"warmup_steps": 0}},
+            "checkpoint": {"interval_steps": 4},
+            "cluster": {"nodes": 1, "processes_per_node": 1, "device": "cpu"},
+        }
+    )
+
+
+TIED = LlamaConfig(vocab_size=300, max_position_embeddings=64, tie_word_embeddings=True, **SIZE)
+GPT2 = GPT2Config(
+    vocab_size=300, n_embd=32, n_layer=2, n_head=4, n_positions=64, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    bos_token_id=0, eos_token_id=0,
+)  # fmt: skip
+
+
+def test_the_example_trains_a_folder_on_two_ranks_and_returns_it(tmp_path: Path) -> None:
+    folder, exported = tmp_path / "model", tmp_path / "exported"
+    start = random_model(TIED, folder)
+    exported.mkdir()
     settings = {
         "store": tmp_path / "store",
-        "workload_options.folder": folder,
-        "training.initial_weights": folder,
-        "data.tokenizer": folder,
-        "data.path": texts,
-        "model.vocab_size": 300,
+        "workload_options.model": folder,
+        "workload_options.dataset": tmp_path / "data.jsonl",
+        "workload_options.lora_rank": 0,
         "model.sequence_length": 16,
         "training.batch_size": 4,
         "training.max_steps": 4,
         "training.learning_rate": 1e-9,  # so small that the weights stay where they started
         "training.scheduler.warmup_steps": 0,
         "checkpoint.interval_steps": 4,
-        "cluster.nodes": 1,
         "cluster.processes_per_node": 2,
         "cluster.device": "cpu",
     }
     words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
-    example = str(PROJECT_ROOT / "examples" / "hugging_face.yaml")
-    output = run_ranks(2, ["-m", "ebbflow.training", example, "--job", "tide", *words])
-    assert "initial weights: 20 tensors" in output[0]
+    example = PROJECT_ROOT / "examples" / "hugging_face.yaml"
+    assert len([line for line in example.read_text().splitlines() if line and not line.startswith("#")]) <= 15
+    run_ranks(2, ["-m", "ebbflow.training", str(example), "--job", "tide", *words])
     target = exported / "model.safetensors"
     assert checkpoints(["export", str(tmp_path / "store" / "jobs" / "tide"), str(target), "--weights-only"]) == 0
     (exported / "config.json").write_bytes((folder / "config.json").read_bytes())
@@ -74,6 +117,98 @@ def test_a_model_of_transformers_trains_from_its_files_and_returns_to_them(tmp_p
     torch.testing.assert_close(end(tokens).logits, start(tokens).logits, rtol=0, atol=1e-5)
     changed = [name for name, value in end.state_dict().items() if not torch.equal(value, start.state_dict()[name])]
     assert changed  # it was trained, if only a little
+
+
+@pytest.mark.parametrize(("config", "lora_rank"), [(TIED, 0), (GPT2, 4)], ids=["llama", "gpt2-lora"])
+def test_a_workload_learns_what_transformers_learns(config: PreTrainedConfig, lora_rank: int, tmp_path: Path) -> None:
+    reference = random_model(config, tmp_path / "model")
+    settings = settings_for(tmp_path / "model", **({"lora_rank": lora_rank} if lora_rank else {}))
+    assert run_alone(settings, "tide").step == 4
+    job = tmp_path / "store" / "jobs" / "tide"
+    assert checkpoints(["export", str(job), str(tmp_path / "end.safetensors"), "--weights-only"]) == 0
+    ours = load_file(tmp_path / "end.safetensors")
+
+    store = Store.open(settings.store)
+    prepared = next(event.data for event in read_events(store.sub("jobs/tide")) if event.name == "prepared")
+    own = workload_context(settings, Gang(), store=store, prepared=prepared)
+    workload = HuggingFace(own)
+    if lora_rank:
+        inject_adapter_in_model(LoraConfig(r=lora_rank, lora_alpha=8, target_modules="all-linear"), reference)
+        begun = workload.model()
+        materialise(begun, "cpu")
+        initialise(begun, workload.model(), seed=settings.training.seed)
+        reference.load_state_dict(begun.state_dict())
+    optimizer = make_optimizer(reference, settings.training)
+    losses = []
+    for step in range(1, 5):
+        batch = workload.next_batch(reference, Cursor(4 * (step - 1), 4))
+        tokens = torch.cat([batch.inputs, batch.targets[:, -1:]], dim=1)
+        loss = reference(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(settings.training, step)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    found = [event.data["loss"] for event in read_events(store.sub("jobs/tide")) if event.name == "step"]
+    assert found == pytest.approx(losses, rel=1e-5) and losses[-1] < losses[0] - 0.05
+    expected = reference.state_dict()
+    for name, value in ours.items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-3, atol=1e-5)
+        frozen = lora_rank and "lora_" not in name
+        assert not frozen or torch.equal(value, expected[name])
+
+
+def test_random_weights_are_those_of_the_library_and_depend_on_the_seed(tmp_path: Path) -> None:
+    config = GPT2Config(**{**GPT2.to_dict(), "n_embd": 128, "n_layer": 4})
+    theirs = random_model(config, tmp_path / "model")
+    settings = settings_for(tmp_path / "model").model_copy(update={"workload_options": {
+        "model": str(tmp_path / "model" / "config.json"), "dataset": str(tmp_path / "data.jsonl")}})  # fmt: skip
+    own = workload_context(settings, Gang(), store=Store.open(str(tmp_path / "store")))
+    own = replace(own, prepared=HuggingFace.prepare(own))
+    trial = try_workload(settings, own)
+    per_token = float(re.search(r"loss of 64 tokens tried on the CPU: ([0-9.]+)", trial.text)[1]) / 64
+    assert per_token == pytest.approx(math.log(300), abs=0.15)
+    models_made = []
+    for seed in (1, 1, 2):
+        model = HuggingFace(own).model()
+        materialise(model, "cpu")
+        initialise(model, HuggingFace(own).model(), seed=seed)
+        models_made.append(model)
+    for name, value in theirs.named_parameters():
+        mine, again, other = (model.get_parameter(name) for model in models_made)
+        assert torch.equal(mine, again)
+        if value.std() > 0:
+            assert not torch.equal(mine, other)
+            # of n normal numbers, the deviation varies by 1 / sqrt(2 n); c_proj of GPT-2 has a smaller one
+            assert float(mine.detach().std() / value.detach().std()) == pytest.approx(
+                1, abs=8 / math.sqrt(2 * value.numel())
+            ), name
+        else:
+            assert torch.equal(mine, value)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"model": "nowhere"}, r"nowhere: there is no config.json; fix: hf download"),
+        ({"modle": "x"}, r"there is no modle; fix: model: folder"),
+        ({"column": "body"}, r"data.jsonl, row 1: has no text in 'body', only text; fix: workload_options.column"),
+        ({"dataset": "broken.jsonl"}, r"broken.jsonl:2: not JSON"),
+        ({"lora_rank": 4, "lora_targets": "q_poj"}, r"lora_targets: Target modules .*q_poj.* not found"),
+        ({"lora_rank": 4, "model": "model/config.json"}, r"lora_rank: .*config.json has no weights to adapt"),
+    ],
+)
+def test_bad_options_are_one_line_with_the_fix(options: dict[str, Any], words: str, tmp_path: Path) -> None:
+    random_model(TIED, tmp_path / "model")
+    (tmp_path / "broken.jsonl").write_text('{"text": "a"}\n{"text"\n')
+    given = {name: str(tmp_path / value) if name in ("model", "dataset") else value for name, value in options.items()}
+    settings = settings_for(tmp_path / "model", **given)
+    own = workload_context(settings, Gang(), store=Store.open(str(tmp_path / "store")))
+    with pytest.raises(TrainingError, match=words) as caught:
+        HuggingFace(replace(own, prepared=HuggingFace.prepare(own))).model()
+    assert "\n" not in str(caught.value)
 
 
 GROUPED = {**SIZE, "num_key_value_heads": 2, "vocab_size": 300, "max_position_embeddings": 64}

@@ -1,0 +1,82 @@
+"""Libraries that are too large for CI, each with the real package.
+
+pip install -c constraints.txt datasets timm torchvision mosaicml-streaming torchtitan deepspeed
+pytest tests/soak/soak_integrations.py
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.store import Store
+from ebbflow.training.gang import Gang
+from ebbflow.training.workload import Cursor
+from ebbflow.training.workloads.loader import workload_context
+from tests.gang.test_hugging_face import TIED, random_model, settings_for
+from tests.support.flow import FlowRunner
+
+pytestmark = [pytest.mark.flow, pytest.mark.timeout(1800)]
+
+
+def test_rows_of_parquet_and_of_datasets_give_the_samples_of_json_lines(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    from ebbflow.workloads import HuggingFace
+
+    random_model(TIED, tmp_path / "model")
+    rows = [json.loads(line) for line in (tmp_path / "data.jsonl").read_text().splitlines()]
+    table = datasets.Dataset.from_list(rows)
+    table.to_parquet(tmp_path / "data.parquet")
+    table.save_to_disk(tmp_path / "saved")
+    datasets.DatasetDict({"train": table, "test": table}).save_to_disk(tmp_path / "splits")
+    found = []
+    for name in ("data.jsonl", "data.parquet", "saved", "splits"):
+        settings = settings_for(tmp_path / "model", dataset=str(tmp_path / name))
+        own = workload_context(settings, Gang(), store=Store.open(str(tmp_path / "store")))
+        workload: Any = HuggingFace(replace(own, prepared=HuggingFace.prepare(own)))
+        found.append(workload.next_batch(workload.model(), Cursor(3, 5)).inputs)
+    assert all(torch.equal(found[0], other) for other in found[1:])
+
+
+def test_an_image_model_of_timm_survives_and_begins_with_timms_weights(tmp_path: Path) -> None:
+    timm = pytest.importorskip("timm", reason="timm is not installed")
+    from PIL import Image
+
+    from ebbflow.training.weights.load import initialise, materialise
+    from ebbflow.workloads import ImageModel
+
+    for name, level in (("dark", 40), ("light", 200)):
+        (tmp_path / "pictures" / name).mkdir(parents=True)
+        for number in range(40):
+            Image.new("RGB", (48, 48), (level + number, level, 0)).save(tmp_path / "pictures" / name / f"{number}.png")
+    config = {
+        "workload": "ebbflow.workloads:ImageModel",
+        "workload_options": {
+            "model": "vit_tiny_patch16_224", "dataset": str(tmp_path / "pictures"), "size": 224, "workers": 1,
+        },
+        "training": {"batch_size": 4, "max_steps": 12, "learning_rate": 1e-4, "scheduler": {"warmup_steps": 2}},
+        "cluster": {"nodes": 1, "processes_per_node": 2},
+        "checkpoint": {"interval": "steps", "interval_steps": 4},
+    }  # fmt: skip
+    settings = RunConfig.model_validate(config)
+    workload: Any = ImageModel(workload_context(settings, Gang(), store=Store.open(str(tmp_path / "own"))))
+    model = workload.model()
+    materialise(model, "cpu")
+    initialise(model, workload.model(), seed=settings.training.seed)
+    torch.manual_seed(settings.training.seed)
+    theirs = timm.create_model("vit_tiny_patch16_224", num_classes=2).state_dict()
+    assert all(torch.equal(value, theirs[name]) for name, value in model.state_dict().items())
+    assert workload.flops(workload.next_batch(model, Cursor(0, 1))) == pytest.approx(7.5e9, rel=0.2)
+    runner, path = FlowRunner(tmp_path / "flow"), tmp_path / "images.yaml"
+    path.write_text(json.dumps({**config, "store": runner.store}))
+    whole = runner.run("run", "--config", str(path), "--job", "whole")
+    killed = runner.run("run", "--config", str(path), "--job", "killed", "--rehearse", "rank-kill@step:9")
+    assert whole.exit_code == killed.exit_code == 0, whole.output + killed.output
+    assert killed.report["interruptions"] == 1
+    assert whole.report["weights_sha256"] == killed.report["weights_sha256"]
