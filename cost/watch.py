@@ -78,7 +78,7 @@ def _merge(first: Event, second: Event) -> Event:
     for kind, value in (second.data.get("seconds") or {}).items():
         seconds[kind] = seconds.get(kind, 0.0) + value
     data["seconds"] = seconds
-    for name in ("tokens", "flops"):
+    for name in ("tokens", "flops", "own_seconds", "slowest_seconds"):
         if name in first.data and name in second.data:
             data[name] = (first.data[name] or 0) + (second.data[name] or 0)
     losses = [one.data["loss"] for one in (first, second) if one.data.get("loss") is not None]

@@ -61,7 +61,9 @@ NODE_STARTED = "node_started"
 NODE_HEARTBEAT = "node_heartbeat"
 NODE_ENDED = "node_ended"
 # Written by each rank. phase: class (a ledger class), seconds. step: loss, tokens (the batch's weight in the unit it
-# counts), seconds ({ledger class: seconds}), skipped (why its update was skipped); on rank 0 also flops (of all).
+# counts), seconds ({ledger class: seconds}), skipped (why its update was skipped), own_seconds (without waiting for
+# other ranks, from one step sync to the next); on rank 0 also flops (of all), and slowest_rank by own_seconds with its
+# ratio to the others' median (slowest_ratio) and its seconds beyond it (slowest_seconds).
 PHASE = "phase"
 STEP = "step"
 STAGED = "staged"  # step, bytes: a save is in flight; earlier events are flushed with it
@@ -85,7 +87,7 @@ NOTICE_SOURCES = "notice_sources"
 FAULT_INJECTED = "fault_injected"  # kind, target, step
 # Written by the rank whose guard acts, or by rank 0 if all ranks' guards do. action (`GuardAction`), reason (text);
 # skip: samples ([first, end)); rewind: limit (the newest commit to go back to), first_sample, samples; split:
-# accumulation (micro-batches per step); slow_rank, data_bound: rank, share; diverged: ranks.
+# accumulation (micro-batches per step); slow_rank, data_bound: rank, share, usd_per_hour; diverged: ranks.
 GUARD = "guard"
 # culprit (text), reason, fingerprint; of the culprit rank, node, kind, because (the rule that named it), where, step,
 # phase, certainty, cascades (ranks), next_action, dump (path); lost_rank_seconds and usd_lost since the newest commit.
@@ -191,7 +193,7 @@ _DATA: dict[str, dict[str, Any]] = {
     STEP: {
         "seconds": _SECONDS,
         "skipped": str,
-        **dict.fromkeys(("tokens", "flops"), float),
+        **dict.fromkeys(("tokens", "flops", "own_seconds", "slowest_seconds"), float),
         **dict.fromkeys(("loss", "learning_rate", "gradient_norm", "slowest_ratio"), _is_measurement),
     },
     STAGED: {"bytes": int},
@@ -214,7 +216,12 @@ _DATA: dict[str, dict[str, Any]] = {
     EVALUATION: {"metrics": {str: object}, "pictures": {str: str}},
     NOTICE: {"source": str, "action": str, "does": str, "seconds_left": float},
     NOTICE_SOURCES: {"watched": [str], "absent": dict, "problem": str},
-    GUARD: {"action": GuardAction, "reason": str, "rank": int, "share": _is_measurement},
+    GUARD: {
+        "action": GuardAction,
+        "reason": str,
+        "rank": int,
+        **dict.fromkeys(("share", "usd_per_hour"), _is_measurement),
+    },
     CERTIFICATE: {"holds": bool, "interruptions": list, "steps": int},
     PROMISE: {"level": str, "same_data": str, "reasons": [str]},
     FAULT_INJECTED: {"kind": str, "target": str},

@@ -105,6 +105,11 @@ JOB_METRICS = (
         "kind",
     ),
     _gauge("ebbflow_job_goodput_ratio", "Useful steps' share of the paid time, 0 to 1."),
+    _gauge("ebbflow_job_slowest_rank", "The rank that was slowest most often in the newest generation."),
+    _gauge(
+        "ebbflow_job_slowest_rank_seconds", "Its own time beyond the others' median, over all of its steps, in seconds."
+    ),
+    _gauge("ebbflow_job_slowest_rank_usd", "What this time of all ranks cost, in US dollars.", "kind"),
     _gauge("ebbflow_job_unattributed_ratio", "Share of the paid time that no interval covers, 0 to 1."),
 )
 
@@ -131,6 +136,13 @@ NODE_METRICS = (
     _counter("ebbflow_phase_seconds_total", "Time of this rank by ledger class, in seconds.", "class"),
     _gauge("ebbflow_slowest_rank", "The rank that took longest in the newest step; node 0 only."),
     _gauge("ebbflow_slowest_rank_ratio", "Its own time over the median of the others'; node 0 only."),
+    _counter(
+        "ebbflow_slowest_rank_seconds_total", "Its own time beyond that median, in seconds; node 0 only.", "rank"
+    ),
+    _counter(
+        "ebbflow_slowest_rank_usd_total", "The price of that time of all ranks, in US dollars; node 0 only.",
+        "rank", "kind",
+    ),
     _gauge("ebbflow_rank_step", "The step that a rank of this node is in, by its heartbeat.", "rank"),
     _gauge("ebbflow_rank_heartbeat_timestamp_seconds", "When a rank of this node last moved on, in Unix time.", "rank"),
     _gauge("ebbflow_last_commit_step", "Step of the newest durable checkpoint; node 0 only."),
@@ -280,6 +292,8 @@ def render_job_metrics(report: dict[str, Any], events: Sequence[Event]) -> bytes
         board.set("ebbflow_job_planned_seconds", _seconds(chosen.get("expected_hours")), "estimated")
     board.set("ebbflow_job_savings_usd", report["savings_usd"], weakest_kind(price, "estimated"))
     board.set("ebbflow_job_mfu_ratio", actual.get("mfu"), "measured")
+    slowest = next((rank for rank in report["charts"].get("ranks") or [] if rank.get("lost_seconds") is not None), {})
+    board.set("ebbflow_job_slowest_rank_usd", slowest.get("lost_usd"), weakest_kind(price, "measured"))
     # Every rank records the tokens of the whole gang: rank 0's count.
     steps = [event for event in events if event.name == STEP and event.rank == 0]
     commits = {event.data.get("key", event.step): event.data for event in events if event.name == COMMIT}.values()
@@ -289,6 +303,8 @@ def render_job_metrics(report: dict[str, Any], events: Sequence[Event]) -> bytes
         "redone_steps_total": report["redone_steps"],
         "wall_seconds": _seconds(actual.get("wall_hours")),
         "budget_usd": plan.get("budget_usd"),
+        "slowest_rank": slowest.get("rank"),
+        "slowest_rank_seconds": slowest.get("lost_seconds"),
         "step": actual.get("steps"),
         "loss": report["loss_curve"][-1][1] if report["loss_curve"] else None,
         "held_out_loss": actual.get("held_out_loss"),

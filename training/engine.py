@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from ebbflow.infra.errors import Outcome
+from ebbflow.training.gang import at_end_of_backward
 from ebbflow.training.guards.guards import Action, Judgement
 from ebbflow.training.limits import LoopResult, Stop
 from ebbflow.training.optimizer import learning_rate, scale_and_clip, set_learning_rate
@@ -93,7 +94,9 @@ def forward_backward(trainer: Trainer, batch: Batch, step: int) -> Loss:
                 loss = trainer.workload.loss(trainer.spread.model, part)
                 trainer.enter("backward", step)
                 scale = trainer.guards.loss_scale
-                (loss.sum if scale is None else loss.sum * scale.value).backward()
+                scaled = loss.sum if scale is None else loss.sum * scale.value
+                at_end_of_backward(scaled, trainer.end_own)
+                scaled.backward()
             sums += loss.sum.detach()
             weight += loss.weight
     return Loss(sums, weight)

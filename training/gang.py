@@ -7,8 +7,9 @@ import os
 import socket
 import struct
 import sys
+import threading
 import time
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -174,6 +175,30 @@ def leave(code: int) -> NoReturn:
         with contextlib.suppress(AttributeError, OSError, ValueError):  # the user's code may have closed it
             stream.flush()
     os._exit(code)
+
+
+def time_waits(exclude: Callable[[float], object]) -> None:
+    """Call `exclude` with the seconds of each wait for a collective in this thread.
+
+    Waits in C++ are not seen: those of DDP, which waits at the end of the backward pass (`at_end_of_backward`).
+    """
+    original, thread = dist.Work.wait, threading.get_ident()
+
+    def wait(work: dist.Work, *limits: Any, **options: Any) -> Any:
+        began = time.monotonic()
+        try:
+            return original(work, *limits, **options)
+        finally:
+            if threading.get_ident() == thread:
+                exclude(time.monotonic() - began)
+
+    dist.Work.wait = wait  # type: ignore[method-assign]
+
+
+def at_end_of_backward(loss: Tensor, call: Callable[[], object]) -> None:
+    """Call `call` when this rank has computed its gradients, before DDP waits for those of the other ranks."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    loss.register_hook(lambda _: engine.queue_callback(call))
 
 
 def disconnect() -> None:

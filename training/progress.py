@@ -258,6 +258,11 @@ class NodeMetrics:
             board.add("ebbflow_flops_total", data["flops"])
             board.set("ebbflow_slowest_rank", data["slowest_rank"])
             board.set("ebbflow_slowest_rank_ratio", data["slowest_ratio"])
+            rank, lost = str(data["slowest_rank"]), data.get("slowest_seconds", 0.0)
+            board.add("ebbflow_slowest_rank_seconds_total", lost, rank)
+            if self._terms is not None:
+                usd = lost * self._limits.usd_per_second
+                board.add("ebbflow_slowest_rank_usd_total", usd, rank, self._terms.price_kind)
         if "at_risk_usd" in data:
             self._at_risk = data["at_risk_usd"], time.monotonic()
 

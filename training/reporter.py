@@ -22,7 +22,7 @@ class Clock:
         self._current = LedgerClass.STARTUP
         self._booked: dict[LedgerClass, float] = {}
         self._own = False
-        self.own_seconds = 0.0  # without waiting for other ranks, from the last `take` to the last `enter`
+        self.own_seconds = 0.0  # without waiting for other ranks, from the last `take_own` to the last `enter`
 
     @property
     def elapsed_seconds(self) -> float:
@@ -41,8 +41,22 @@ class Clock:
         """Return the seconds spent in each ledger class since the last call."""
         self._book()
         booked, self._booked = self._booked, {}
-        self.own_seconds = 0.0
         return {str(name): seconds for name, seconds in booked.items()}
+
+    def exclude(self, seconds: float) -> None:
+        """Do not count the last `seconds` as the rank's own, because it waited for other ranks."""
+        self.own_seconds -= seconds if self._own else 0.0
+
+    def end_own(self) -> None:
+        """Count the time until the next `enter` as waiting for other ranks."""
+        self._book()
+        self._own = False
+
+    def take_own(self) -> float:
+        """Return the seconds since the last call without waiting for other ranks, and call `end_own`."""
+        self.end_own()
+        own, self.own_seconds = self.own_seconds, 0.0
+        return own
 
     def emit_phases(self) -> None:
         """Emit the seconds since the last call of `take` as `phase` events. Use this for time outside of steps."""
@@ -86,8 +100,8 @@ _CLASS_OF_PHASE = {
 }
 
 
-# Phases in which a rank does not wait for others. Sharded models do wait in forward, to gather weights.
-_OWN_PHASES = frozenset({"data", "forward"})
+# Phases in which a rank computes. The waits for other ranks within them are excluded (`gang.time_waits`).
+_OWN_PHASES = frozenset({"data", "forward", "backward", "optimizer"})
 
 
 @dataclass(frozen=True)

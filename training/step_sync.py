@@ -26,7 +26,7 @@ from ebbflow.training.gang import Gang
 from ebbflow.training.limits import Position, Stop
 
 STEPS_IN_A_ROW = 20
-SLOW_RATIO = 1.5
+SLOW_RATIO = 1.3
 # As a share of the step's time. A slowdown that costs less is not reported.
 SMALLEST_SHARE = 0.05
 SMALLEST_SECONDS = 0.002  # the same limit in seconds, for very short steps
@@ -38,22 +38,32 @@ class Slowdown:
     action: GuardAction  # SLOW_RANK for a straggler, DATA_BOUND for a rank that waits for data
     rank: int  # the straggler, or the rank that waits longest for its data
     share: float  # the share of the step's time that is lost, as the mean over consecutive steps, from 0 to 1
+    usd_per_hour: float  # what the lost time costs; 0 without prices
     ratio: float = 0.0  # the straggler's own time over the median of the other ranks'; 0 for DATA_BOUND
+    seconds: float = 0.0  # the straggler's own time beyond that median, in each step
 
     @property
     def reason(self) -> str:
+        usd = f", ${self.usd_per_hour:.4f} an hour" if self.usd_per_hour else ""
         if self.action is GuardAction.DATA_BOUND:
-            return f"rank {self.rank} waits for data in {self.share:.0%} of the step"
-        return f"rank {self.rank} takes {self.ratio:.1f} times as long as the others: {self.share:.0%} of the step"
+            return f"rank {self.rank} waits for data in {self.share:.0%} of the step{usd}"
+        lost = f"{self.seconds * 1000:.0f} ms ({self.share:.0%}) of each step{usd}"
+        return f"rank {self.rank} takes {self.ratio:.1f} times as long as the others: {lost}"
 
 
-def slowest(own_seconds: Sequence[float]) -> tuple[int, float]:
-    """Return the rank with the largest of `own_seconds`, and its ratio to the median of the other ranks."""
+class Slowest(NamedTuple):
+    rank: int
+    ratio: float  # its own time over the median of the other ranks'
+    lost_seconds: float  # its own time beyond that median
+
+
+def find_slowest(own_seconds: Sequence[float]) -> Slowest:
     rank = max(range(len(own_seconds)), key=own_seconds.__getitem__)
     others = [seconds for other, seconds in enumerate(own_seconds) if other != rank]
     if not others:
-        return rank, 1.0
-    return rank, own_seconds[rank] / max(statistics.median(others), 1e-9)
+        return Slowest(rank, 1.0, 0.0)
+    usual = statistics.median(others)
+    return Slowest(rank, own_seconds[rank] / max(usual, 1e-9), own_seconds[rank] - usual)
 
 
 class PaceMonitor:
@@ -65,21 +75,35 @@ class PaceMonitor:
     def __init__(self) -> None:
         self._streaks = {action: _Streak() for action in (GuardAction.SLOW_RANK, GuardAction.DATA_BOUND)}
 
-    def note(self, own_seconds: Sequence[float], data_seconds: Sequence[float], step_seconds: float) -> list[Slowdown]:
+    def note(
+        self,
+        own_seconds: Sequence[float],
+        data_seconds: Sequence[float],
+        step_seconds: float,
+        usd_per_second: float = 0.0,
+    ) -> list[Slowdown]:
         """Record one step, and return the slowdowns that have now lasted long enough to report.
 
         Args:
-            own_seconds: each rank's time for data and forward.
+            own_seconds: each rank's time without waiting for other ranks.
             data_seconds: each rank's time for data alone.
             step_seconds: the slowest rank's time for the step.
+            usd_per_second: the price of the whole gang.
         """
-        whole = max(step_seconds, 1e-9)
-        rank, ratio = slowest(own_seconds)
-        lost = (1 - 1 / ratio) * own_seconds[rank] / whole if ratio > SLOW_RATIO else 0.0
+        whole, hourly = max(step_seconds, 1e-9), 3600 * usd_per_second
+        rank, ratio, seconds = find_slowest(own_seconds)
+        lost = seconds / whole if ratio > SLOW_RATIO else 0.0
         waiting = max(range(len(data_seconds)), key=data_seconds.__getitem__)
         share = data_seconds[waiting] / whole
-        slow = Slowdown(action=GuardAction.SLOW_RANK, rank=rank, share=lost, ratio=ratio)
-        bound = Slowdown(action=GuardAction.DATA_BOUND, rank=waiting, share=share)
+        slow = Slowdown(
+            action=GuardAction.SLOW_RANK,
+            rank=rank,
+            share=lost,
+            usd_per_hour=lost * hourly,
+            ratio=ratio,
+            seconds=seconds,
+        )
+        bound = Slowdown(action=GuardAction.DATA_BOUND, rank=waiting, share=share, usd_per_hour=share * hourly)
         least = SMALLEST_SECONDS / whole
         found = [
             self._streaks[slow.action].note(slow, lost > max(SMALLEST_SHARE, least)),
@@ -111,8 +135,8 @@ class _Streak:
         self._drags.append(drag)
         if len(self._drags) < STEPS_IN_A_ROW:
             return None
-        share, ratio = (statistics.fmean(getattr(one, name) for one in self._drags) for name in ("share", "ratio"))
-        self.told = replace(drag, share=share, ratio=ratio)
+        names = ("share", "usd_per_hour", "ratio", "seconds")
+        self.told = replace(drag, **{n: statistics.fmean(getattr(one, n) for one in self._drags) for n in names})
         return self.told
 
 
@@ -132,7 +156,7 @@ class Row(NamedTuple):
     saving: float = 0.0  # whether a save of this rank is in flight
     save_seconds: float = 0.0  # the expected duration of another save; 0 if unknown
     stop_seconds: float = math.inf  # the time left for a last save; infinite if no drain was requested
-    own_seconds: float = 0.0  # the time for data and forward, in which a rank hardly waits for others
+    own_seconds: float = 0.0  # the time without waiting for other ranks
     weights_checksum: float = 0.0  # the checksum of the weights before this step; 0 if they are not compared now
     renew: float = 0.0  # whether the rank's memory is about to run out
     failed_save: float = 0.0  # the step of the rank's last save if it failed, else 0
@@ -217,10 +241,6 @@ class StepSync:
         return ""
 
     @property
-    def slowest(self) -> tuple[int, float]:
-        return slowest(self.own_seconds)
-
-    @property
     def own_seconds(self) -> list[float]:
         return [row.own_seconds for row in self.rows]
 
@@ -273,20 +293,26 @@ class DeviceExchange:
         self._next = 0
         self._unread: deque[tuple[int, list[list[torch.cuda.Event]]]] = deque()
         self._spans: list[list[torch.cuda.Event]] = []
-        self.forward_seconds = 0.0  # of the device, in the step that was read last
+        self.own_seconds = 0.0  # of the device's forward and backward passes, in the step that was read last
 
     @property
     def unread(self) -> int:
         return len(self._unread)
 
-    def enter(self, phase: str) -> None:
-        """Mark the beginning and the end of each forward pass on the device."""
-        if phase == "forward" or (phase == "backward" and self._spans):
-            mark = torch.cuda.Event(enable_timing=True)
-            mark.record()
-            if phase == "forward":
-                self._spans.append([])
-            self._spans[-1].append(mark)
+    def begin_own(self) -> None:
+        """Mark on the device where a micro-batch begins. Sharded models wait within it, to gather weights."""
+        self._spans.append([])
+        self._mark()
+
+    def end_own(self) -> None:
+        """Mark on the device where a micro-batch ends, before DDP waits for the other ranks' gradients."""
+        if self._spans:
+            self._mark()
+
+    def _mark(self) -> None:
+        mark = torch.cuda.Event(enable_timing=True)
+        mark.record()
+        self._spans[-1].append(mark)
 
     def send(self, row: Row, loss_sum: Tensor, square_sum: Tensor) -> tuple[Tensor, Tensor]:
         """Send a row, whose two sums are on the device. Return the step's scale and gradient norm. Collective."""
@@ -307,7 +333,7 @@ class DeviceExchange:
         """Check and return the rows of the oldest step that is unread."""
         slot, spans = self._unread.popleft()
         self._arrived[slot].synchronize()
-        self.forward_seconds = sum(start.elapsed_time(end) for start, end in spans) / 1000
+        self.own_seconds = sum(span[0].elapsed_time(span[1]) for span in spans if len(span) > 1) / 1000
         sync = StepSync([Row._make(numbers) for numbers in self._all[slot].tolist()])
         sync.check()
         return sync

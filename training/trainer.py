@@ -37,7 +37,7 @@ from ebbflow.training.rehearse import NON_FINITE, Fault
 from ebbflow.training.rehearse import NOTICE as NOTICE_KIND
 from ebbflow.training.reporter import Reporter
 from ebbflow.training.save_controller import SaveController, SaveSchedule
-from ebbflow.training.step_sync import DeviceExchange, Row, StepSync, exchange
+from ebbflow.training.step_sync import DeviceExchange, Row, StepSync, exchange, find_slowest
 from ebbflow.training.weights.load import weights_sha256
 from ebbflow.training.workload import (
     Batch,
@@ -187,8 +187,14 @@ class Trainer:
 
     def enter(self, phase: str, step: int) -> None:
         self.reporter.enter(phase, step)
+        if self.device_exchange is not None and phase == "forward":
+            self.device_exchange.begin_own()
+
+    def end_own(self) -> None:
+        """Count the rest of this micro-batch's backward pass as waiting for other ranks."""
+        self.reporter.clock.end_own()
         if self.device_exchange is not None:
-            self.device_exchange.enter(phase)
+            self.device_exchange.end_own()
 
     @cached_property
     def device_exchange(self) -> DeviceExchange | None:
@@ -234,7 +240,7 @@ class Trainer:
         spoiled = self.rehearsal is not None and self.rehearsal.spoils_loss
         if self.rehearsal is not None:
             self.rehearsal.spoils_loss = False
-        data_seconds = clock.booked_seconds(LedgerClass.DATA_WAIT)
+        data_seconds, own = clock.booked_seconds(LedgerClass.DATA_WAIT), clock.take_own()
         row = Row(
             step=at.step + 1,
             cursor=at.cursor,
@@ -249,7 +255,7 @@ class Trainer:
             saving=self.saver.busy,
             save_seconds=self.save_controller.last_save_seconds,
             stop_seconds=self.limits.stop_seconds,
-            own_seconds=data_seconds + late.forward_seconds if late else clock.own_seconds,
+            own_seconds=data_seconds + late.own_seconds if late else own,
             weights_checksum=self.guards.weights_checksum(at.step, self.spread.module),
             renew=self.guards.is_memory_running_out(seconds_to_go),
             failed_save=self.saver.failed_step or 0,
@@ -301,12 +307,14 @@ class Trainer:
         }
         if judgement.action is Action.SKIP:
             data["skipped"] = judgement.reason
+        data["own_seconds"] = sync.own_seconds[self.gang.rank]
         if self.gang.rank == 0:
-            self.guards.record_pace(at.step, sync)
+            self.guards.record_pace(at.step, sync, self.limits.usd_per_second)
         data |= self.save_controller.record_step_time(data["seconds"], saving=bool(sync.saving))
         if self.progress is not None:
-            flops, (slowest, ratio) = sum(row.flops for row in sync.rows), sync.slowest
-            data |= {"flops": flops, "slowest_rank": slowest, "slowest_ratio": ratio}
+            flops, slowest = sum(row.flops for row in sync.rows), find_slowest(sync.own_seconds)
+            data |= {"flops": flops, "slowest_rank": slowest.rank, "slowest_ratio": slowest.ratio}
+            data["slowest_seconds"] = slowest.lost_seconds
             commit = self.saver.last_commit
             status = Status(
                 step=at.step,

@@ -25,7 +25,7 @@ from ebbflow.infra.terms import Terms
 from ebbflow.training.checkpoint import Checkpointer, RejectedCommit, RestoreResult, RetentionPolicy, read_generation
 from ebbflow.training.checkpoint.hugging_face import check_settings
 from ebbflow.training.errors import DataError
-from ebbflow.training.gang import Gang
+from ebbflow.training.gang import Gang, time_waits
 from ebbflow.training.guards.guards import apply_overrides, fit_micro_batch, make_guards
 from ebbflow.training.guards.overrides import Overrides
 from ebbflow.training.launch.heartbeat import Heartbeat
@@ -68,6 +68,8 @@ def build_trainer(spec: WorkerSpec, gang: Gang, *, nodes: int, reporter: Reporte
     overwritten = bool(spec.candidates or config.training.initial_weights)
     # Each module is a sign of life: the limit of the phase is one for a module, not for a model of any size.
     alive = partial(reporter.enter, "init", 0)
+    if not gang.alone and gang.device.type == "cpu":  # a GPU's host does not wait
+        time_waits(clock.exclude)
     spread = spread_model(workload, config, gang, overwritten=overwritten, progress=alive)
     reporter.on_close(report_compilation(lambda: reporter.enter_temporarily("compile")))
     optimizer = _optimizer(workload, spread.module, config)

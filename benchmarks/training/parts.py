@@ -78,7 +78,7 @@ def judged(config: RunConfig, gang: Gang) -> Callable[[StepSync], None]:
     def judge(sync: StepSync) -> None:
         guards.judge(at, sync, lambda: None)
         guards.is_memory_running_out(0.0)
-        guards.record_pace(1, sync)
+        guards.record_pace(1, sync, 0.001)
 
     return judge
 

@@ -40,6 +40,7 @@ _MOST_MARKS, _MOST_LANES, _MOST_SEGMENTS, _MOST_RANKS = 200, 64, 40, 1024
 _MOST_EVALUATIONS = 20
 _MACHINE = ("gpu_busy_percent", "gpu_memory_used_bytes", "gpu_celsius", "resident_bytes")
 _SECONDS = {"useful": LedgerClass.USEFUL_STEP, "data": LedgerClass.DATA_WAIT, "stall": LedgerClass.CHECKPOINT_STALL}
+_BUSY = (LedgerClass.USEFUL_STEP, LedgerClass.DATA_WAIT)
 _X = ("step", "seconds", "usd")
 
 
@@ -54,7 +55,7 @@ def build_charts(events: Sequence[Event], generations: dict[int, RecordedGenerat
 
         - steps: Columns with one row per step (its last execution): step, seconds, usd (spent so far), loss, smooth
           (the smoothed loss), speed, mfu, learning_rate, gradient_norm, and the seconds of the step by use: useful,
-          data and stall.
+          data, wait (for other ranks; a part of useful) and stall.
         - held_out: Columns with one row per evaluation: step, seconds, usd, and value (the held-out loss).
         - evaluations: Steps and metrics of the newest evaluations, oldest first, and the newest pictures.
         - machine: Columns over time: step, seconds, usd, and means of all nodes' heartbeats, such as the GPU load.
@@ -81,7 +82,7 @@ def build_charts(events: Sequence[Event], generations: dict[int, RecordedGenerat
         "marks": _marks(events, generations, origin, place),
         "lanes": _lanes(ledger, generations, origin),
         "lanes_left_out": max(0, len(ledger.nodes) - _MOST_LANES),
-        "ranks": _ranks(events, origin),
+        "ranks": _ranks(events, origin, _newest_gang(ledger)[1]),
     }
 
 
@@ -100,9 +101,7 @@ def compute_progress(events: Sequence[Event], charts: dict[str, Any], ledger: Le
     columns, spent = charts["steps"], float(ledger.total_usd)
     done = int(columns["step"][-1]) if columns["step"] else 0
     committed = max((event.step or 0 for event in events if event.name == COMMIT), default=0)
-    newest = ledger.nodes[-1].node.generation if ledger.nodes else 0
-    gang = [bill for bill in ledger.nodes if bill.node.generation == newest]
-    rate = sum(float(bill.curve.price_at(bill.node.ended_wall)) for bill in gang) / 3600
+    gang, rate = _newest_gang(ledger)
     found = {
         "step": done,
         "steps": total,
@@ -130,6 +129,13 @@ def compute_progress(events: Sequence[Event], charts: dict[str, Any], ledger: Le
         found["low_usd"] = spent + left * low * rate
         found["high_usd"] = spent + left * high * rate + max(0.0, tail) * left / total  # the plan's risk of the rest
     return found
+
+
+def _newest_gang(ledger: Ledger) -> tuple[list[NodeBill], float]:
+    """Return the bills of the newest generation's nodes, and the price of all of them in US dollars per second."""
+    newest = ledger.nodes[-1].node.generation if ledger.nodes else 0
+    gang = [bill for bill in ledger.nodes if bill.node.generation == newest]
+    return gang, sum(float(bill.curve.price_at(bill.node.ended_wall)) for bill in gang) / 3600
 
 
 class _SpendCurve:
@@ -202,12 +208,20 @@ def _step_columns(
         "learning_rate": [read_number(event.data.get("learning_rate")) for event in kept],
         "gradient_norm": [read_number(event.data.get("gradient_norm")) for event in kept],
     }
+    waits = [(event, _waited(event.data)) for event in kept]
     for name, kind in _SECONDS.items():
         columns[name] = [
             read_number((event.data.get("seconds") or {}).get(kind, 0.0) / event.data.get("merged", 1))
             for event in kept
         ]
+    columns["wait"] = [None if wait is None else wait / event.data.get("merged", 1) for event, wait in waits]
     return {name: values for name, values in columns.items() if name in _X or any(one is not None for one in values)}
+
+
+def _waited(data: dict[str, Any]) -> float | None:
+    """Return the seconds in which a rank waited for other ranks, from its step event; None in older logs."""
+    own, parts = read_number(data.get("own_seconds")), data.get("seconds") or {}
+    return None if own is None else max(0.0, sum(parts.get(kind, 0.0) for kind in _BUSY) - own)
 
 
 def _smooth(values: Sequence[float | None]) -> list[float | None]:
@@ -384,12 +398,12 @@ def _segments(spans: Sequence[Any], start: float) -> list[list[Any]]:
     return [[_short(start + begin / MICRO), _short(start + end / MICRO), kind] for begin, end, kind in joined]
 
 
-def _ranks(events: Sequence[Event], origin: float) -> list[dict[str, Any]]:
+def _ranks(events: Sequence[Event], origin: float, usd_per_second: float) -> list[dict[str, Any]]:
     """Describe each rank of the newest generation: seconds per step, waits and last event. The slowest rank is first.
 
     All ranks wait for each other, so the duration of a step does not show which rank is a straggler. Rank 0 therefore
-    records the slowest rank of each step, and the ratio of this rank's own time to the median of all ranks
-    (`slowest_ratio`).
+    records the slowest rank of each step by its own time, the ratio of this time to the median of the other ranks, and
+    the seconds beyond this median, for which all ranks are paid (`lost_seconds` in all).
     """
     newest = max((event.generation for event in events if event.name == STEP), default=0)
     mine = [event for event in events if event.generation == newest and event.rank >= 0]
@@ -404,7 +418,11 @@ def _ranks(events: Sequence[Event], origin: float) -> list[dict[str, Any]]:
         elif event.name == NODE_HEARTBEAT and (used := read_number(event.data.get("resident_bytes"))):
             memory[event.node] = used
     slowest: Counter[int] = Counter()
+    counted: Counter[int] = Counter()
     ratios: dict[int, list[float]] = {}
+    lost: Counter[int] = Counter()
+    idle: Counter[int] = Counter()
+    known: set[int] = set()  # ranks whose waits for other ranks are known
     seconds: dict[int, list[float]] = {}
     waits: Counter[int] = Counter()
     spent: Counter[int] = Counter()
@@ -424,6 +442,12 @@ def _ranks(events: Sequence[Event], origin: float) -> list[dict[str, Any]]:
         if isinstance(named, int) and ratio is not None:
             slowest[named] += 1
             ratios.setdefault(named, []).append(ratio)
+            if (beyond := read_number(event.data.get("slowest_seconds"))) is not None:
+                lost[named] += beyond
+                counted[named] += merged
+        if (waited := _waited(event.data)) is not None:
+            known.add(event.rank)
+            idle[event.rank] += waited
     judged = sum(slowest.values())
     found = [
         {
@@ -434,7 +458,11 @@ def _ranks(events: Sequence[Event], origin: float) -> list[dict[str, Any]]:
             "step_seconds": median(seconds[rank]) if seconds.get(rank) else None,
             "data_share": waits[rank] / spent[rank] if spent[rank] else None,
             "slowest_share": slowest[rank] / judged if judged else None,
+            "wait_share": idle[rank] / spent[rank] if rank in known and spent[rank] else None,
             "slowest_ratio": median(ratios[rank]) if rank in ratios else None,
+            "lost_step_seconds": lost[rank] / counted[rank] if rank in lost else None,
+            "lost_seconds": lost.get(rank),
+            "lost_usd": lost[rank] * usd_per_second if rank in lost else None,
             "node_resident_bytes": memory.get(hosts.get(rank, (0, ""))[0]),
             "last_seconds": _short(last[rank] - origin),
         }

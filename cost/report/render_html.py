@@ -429,9 +429,11 @@ def _ranks(report: RunReport) -> str:
         "node",
         "step",
         "slowest in",
-        "its time / median",
+        "own time / others'",
+        "cost",
         "step time",
         "data wait",
+        "waits for others",
         "memory",
         "last event",
     )
@@ -442,8 +444,10 @@ def _ranks(report: RunReport) -> str:
             NONE if one["step"] is None else f"{one['step']:,}",
             format_percent(one["slowest_share"], 0),
             format_number(one["slowest_ratio"], 2),
+            format_usd(one.get("lost_usd")),
             f"{format_number(one['step_seconds'], 3)} s",
             format_percent(one["data_share"]),
+            format_percent(one.get("wait_share")),
             NONE if one["node_resident_bytes"] is None else f"{one['node_resident_bytes'] / 2**30:.2f} GiB/node",
             "newest"
             if end - one["last_seconds"] < 0.05

@@ -56,6 +56,7 @@ def list_figures(report: RunReport, earlier: Sequence[RunReport] = ()) -> tuple[
     split = (
         ChartLine("useful", "compute and communication", "c3"),
         ChartLine("data", "data", "c2"),
+        ChartLine("wait", "of it waiting for other ranks", "c1"),
         ChartLine("stall", "checkpoint stall", "c4"),
     )
     entropy = ChartLine("entropy", "unigram entropy", "c4", 1.2, dash=(4, 4), span=True)

@@ -29,7 +29,7 @@ from ebbflow.cost.report.figure_text import (
     shorten,
 )
 from ebbflow.cost.report.report import RunReport
-from ebbflow.cost.report.verdict import render_verdict
+from ebbflow.cost.report.verdict import describe_slowest_rank, render_verdict
 from ebbflow.infra.errors import Outcome
 from ebbflow.infra.events import FAULT_INJECTED, LedgerClass
 from ebbflow.infra.untrusted_text import one_line, wrap_line
@@ -152,6 +152,8 @@ def render(report: RunReport, *, python: str = PYTHON) -> str:
         listed = found[:_LISTED_FAILURES] + ([f"… and {more} more"] if more > 0 else [])
         listed += [f"diagnosis: {finding}"] if (finding := describe_finding(report)) else []
         sections.append(["what went wrong, first failure first:", *_wrapped(listed)])
+    if slow := describe_slowest_rank(report, if_slow=True):
+        sections.append(_wrapped([slow]))
     if message := report.events.get("message"):
         sections.append(_wrapped([f"message: {one_line(message)}"]))
     sections.append(["how far to trust this:", *_wrapped(explain_figures(report))])
@@ -189,6 +191,8 @@ def render_closing(
         lines += [f"  {name:<9} {failure}" for failure in failures[:2]]
     if message and message not in verdict:
         lines.append(f"  message   {message}")
+    if slow := describe_slowest_rank(report, if_slow=True):
+        lines.append(f"  slow      {slow}")
     shown = [f"{name} {figures[name]}" for name in _CLOSING if name in figures and not figures[name].startswith("0 ")]
     lines += [f"  figures   {'; '.join(shown)}"] if shown else []
     wrapped = [piece for line in lines for piece in wrap_line(line, width, indent=" " * (12 if line[0] == " " else 2))]

@@ -14,7 +14,8 @@ from ebbflow.infra.errors import Outcome
 from ebbflow.infra.untrusted_text import one_line
 
 _LONGEST_CAUSE, _LONGEST_NAME = 160, 80
-_STRAGGLING = 1.3  # times the median step, as in the alert EbbflowStraggler
+_STRAGGLING = 1.3  # times the others' own time, as in the alert EbbflowStraggler
+_LOST_SHARE = 0.05  # of each step, as in the guard
 _ENDINGS = {
     Outcome.COMPLETED: "Completed",
     Outcome.FAILED: "Failed",
@@ -115,18 +116,28 @@ def describe_stop(report: RunReport) -> str:
     )
 
 
-def describe_slowest_rank(report: RunReport) -> str:
-    """Say which rank is slow, or that none is; "" if the ranks' times were not compared."""
+def describe_slowest_rank(report: RunReport, *, if_slow: bool = False) -> str:
+    """Say which rank is slow, or that none is; "" if the ranks' times were not compared.
+
+    Args:
+        if_slow: Return "" if no rank is slow.
+    """
     ranks = report.charts.get("ranks") or []
     judged = [one for one in ranks if one.get("slowest_ratio") and one.get("slowest_share")]
     if not judged:
         return ""
     worst = judged[0]
-    times = f"{format_number(worst['slowest_ratio'], 2)} × the median, in {format_percent(worst['slowest_share'], 0)}"
     where = f"rank {worst['rank']} on node {one_line(worst['node'])} {one_line(worst['host'])}".strip()
-    if worst["slowest_ratio"] < _STRAGGLING or worst["slowest_share"] < max(0.5, 1.5 / len(ranks)):
-        return f"no rank is slow: the one that was slowest most often, {where}, took {times} of the steps"
-    return f"{where} is slow: {times} of the steps"
+    often = f"in {format_percent(worst['slowest_share'], 0)} of the steps"
+    times = f"{format_number(worst['slowest_ratio'], 2)} × the others' median, {often}"
+    each, step = worst.get("lost_step_seconds"), worst.get("step_seconds") or 0.0
+    slow = worst["slowest_ratio"] >= _STRAGGLING or (each is not None and each >= _LOST_SHARE * step > 0)
+    if not slow or worst["slowest_share"] < max(0.5, 1.5 / len(ranks)):
+        return "" if if_slow else f"no rank is slow: the one that was slowest most often, {where}, took {times}"
+    if each is None:
+        return f"{where} is slow: {times}"
+    lost = f"{format_duration(worst['lost_seconds'])} and {format_usd(worst['lost_usd'])}{_simulated(report)}"
+    return f"{where} is slow: {1000 * each:,.0f} ms more than the others' median {often}, which cost {lost}"
 
 
 def _ahead(report: RunReport) -> str:
@@ -217,6 +228,8 @@ def summarize_status(report: RunReport) -> list[str]:
     model = describe_model(report)
     lines = [f"{one_line(report.job)}{f': {model}' if model else ''}", render_verdict(report)]
     lines += [f"{tile.name:15} {tile.number}{f'  ({tile.words})' if tile.words else ''}" for tile in list_tiles(report)]
+    if slow := describe_slowest_rank(report, if_slow=True):
+        lines.append(f"{'slow rank':15} {slow}")
     if stop := describe_stop(report):
         lines.append(f"{'safe to stop?':15} {stop}")
     return lines

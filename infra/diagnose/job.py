@@ -12,7 +12,16 @@ from ebbflow.infra.diagnose.reading import LogText, time_of
 from ebbflow.infra.diagnose.rules import load_rules
 from ebbflow.infra.diagnose.series import Series
 from ebbflow.infra.errors import Outcome
-from ebbflow.infra.events import FAULT_DETECTED, GENERATION_ENDED, GUARD, NOTICE, OUTCOME, Event
+from ebbflow.infra.events import (
+    FAULT_DETECTED,
+    GENERATION_ENDED,
+    GUARD,
+    NOTICE,
+    OUTCOME,
+    STEP,
+    Event,
+    GuardAction,
+)
 from ebbflow.infra.rank_logs import LogLine
 
 # What a verdict's kind and text, an end's reason or a guard's action mean; the first match counts.
@@ -74,11 +83,26 @@ def _verdicts(events: Sequence[Event]) -> Iterator[tuple[str, LogText]]:
         if event.name not in (FAULT_DETECTED, GENERATION_ENDED, GUARD, NOTICE):
             continue
         words = [data.get(key) for key in ("kind", "culprit", "message", "action", "detail", "reason")]
-        text = f"{event.name} {' '.join(str(word) for word in words if word)}"
+        text = f"{event.name} {' '.join(str(word) for word in words if word)}{_price_straggler(event, events)}"
         symptom = next((symptom for pattern, symptom in _MEANINGS if pattern.search(text)), None)
         if symptom is not None:
             rank = data.get("rank", event.rank)
             yield symptom, LogText("events", number, text, rank if isinstance(rank, int) else None, event.t_wall)
+
+
+def _price_straggler(guard: Event, events: Sequence[Event]) -> str:
+    """Return the time and dollars that a straggler cost in its generation, as text; "" for any other event."""
+    if guard.data.get("action") != GuardAction.SLOW_RANK:
+        return ""
+    lost = sum(
+        event.data.get("slowest_seconds") or 0.0
+        for event in events
+        if event.name == STEP
+        and (event.generation, event.data.get("slowest_rank")) == (guard.generation, guard.data.get("rank"))
+    )
+    share, hourly = guard.data.get("share") or 0.0, guard.data.get("usd_per_hour") or 0.0
+    usd = f" and ${lost * hourly / share / 3600:.4f}" if share and hourly else ""
+    return f"; in all {lost:.1f} s{usd}" if lost else ""
 
 
 def _log_texts(lines: Iterable[LogLine]) -> Iterator[LogText]:

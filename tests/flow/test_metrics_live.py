@@ -55,7 +55,11 @@ def train_a_little(emit: Emit, *, gang_wide: bool = True) -> None:
     emit(PEAK, flops_per_second=5e9, dtype="float32")
     if gang_wide:
         emit(RESTORE, step=5, key=commit_key(5, 2, "cd" * 32), seconds=0.5, rejected=[])
-    whole = {"flops": 1e6, "slowest_rank": 1, "slowest_ratio": 1.25, "at_risk_usd": 40.0} if gang_wide else {}
+    whole = (
+        {"flops": 1e6, "slowest_rank": 1, "slowest_ratio": 1.25, "slowest_seconds": 0.1, "at_risk_usd": 40.0}
+        if gang_wide
+        else {}
+    )
     for step in (6, 7):
         seconds = {"useful_step": 0.3, "data_wait": 0.1, "checkpoint_stall": 0.05}
         data = {"loss": 3.0 - step / 10, "tokens": 1000, "learning_rate": 0.001, "gradient_norm": 0.5}
@@ -96,6 +100,7 @@ def test_a_nodes_page_shows_every_metric_of_the_catalogue(tmp_path: Path) -> Non
         "step": 7, "steps_total": 2, "tokens_total": 2000, "loss": 2.3, "held_out_loss": 2.5, "world_size": 4,
         "tokens_per_second": 2500, "last_commit_step": 7, "committed_bytes_total": 4096, "commit_failures_total": 1,
         "generation": 3, "slowest_rank": 1, "slowest_rank_ratio": 1.25, "flops_total": 2e6, "budget_usd": 9,
+        "slowest_rank_seconds_total": 0.2, "slowest_rank_usd_total": 0.2 * 4 * 0.5,
     }  # fmt: skip
     assert {name: values(page, f"ebbflow_{name}") for name in expected} == {
         name: [pytest.approx(value)] for name, value in expected.items()

@@ -31,6 +31,7 @@ from ebbflow.training.step_sync import Row, StepSync
 from ebbflow.training.workload import Cursor
 from tests.support.gangs import run_ranks, train_gang
 
+SLOW_STEPS, SLOW_SECONDS = 22, 0.06
 STEPS = 15
 
 
@@ -90,6 +91,11 @@ def runs(folder: Path, tokens: str) -> dict[str, list[dict]]:
         "rehearse": "rank-kill@step:2:rank=1",
         "forgets": "fault_injected",
     }
+    for mode, phase in (("fsdp2", "forward"), ("fsdp2", "backward"), ("ddp", "backward")):
+        config = make_config(folder, mode=mode, steps=SLOW_STEPS)
+        scenarios[f"slow {mode} {phase}"] = {
+            "config": config, "slow": {"rank": 1, "seconds": SLOW_SECONDS, "phase": phase}
+        }  # fmt: skip
     scenarios["leave"] = {"config": make_config(folder), "leave": {"rank": 1, "step": 4}}
     return train_gang(folder, {name: {**s, "tokens": tokens} for name, s in scenarios.items()}, world_size=2)
 
@@ -136,6 +142,18 @@ def test_a_signal_to_one_rank_makes_all_save_and_leave_at_the_same_step(runs: di
     for result in runs["leave"]:
         assert (result["outcome"], result["step"], result["saved"]) == (Outcome.INTERRUPTED, 4, [4])
         assert result["weights_sha256"] is None
+
+
+@pytest.mark.parametrize("name", ["slow fsdp2 forward", "slow fsdp2 backward", "slow ddp backward"])
+def test_a_rank_is_slow_by_its_own_time_though_all_steps_take_as_long(runs: dict[str, list[dict]], name: str) -> None:
+    ranks = [run["steps"] for run in runs[name]]
+    durations = [sum(sum(step["seconds"].values()) for step in steps) for steps in ranks]
+    assert durations[0] == pytest.approx(durations[1], rel=0.2)
+    named = [step for step in ranks[0] if step["slowest_rank"] == 1]
+    assert len(named) >= 0.8 * SLOW_STEPS
+    assert sum(step["slowest_seconds"] for step in named) == pytest.approx(SLOW_STEPS * SLOW_SECONDS, rel=0.4)
+    own = [sum(step["own_seconds"] for step in steps) for steps in ranks]
+    assert own[1] > own[0] + 0.5 * SLOW_STEPS * SLOW_SECONDS
 
 
 def test_a_fault_that_cannot_be_recorded_does_not_strike(runs: dict[str, list[dict]]) -> None:

@@ -215,7 +215,7 @@ def test_a_straggler_is_found_by_the_time_of_its_device(gpu: FakeGpu) -> None:
     trainer, _ = make_trainer(make_config(steps=5, every=100))
     gpu.milliseconds = 250.0
     train(trainer)
-    assert trainer.device_exchange is not None and trainer.device_exchange.forward_seconds == 0.25
+    assert trainer.device_exchange is not None and trainer.device_exchange.own_seconds == 0.25
 
 
 @pytest.mark.parametrize(

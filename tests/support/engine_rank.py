@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from ebbflow.infra.errors import StoreError
 from ebbflow.infra.footprint import SMALL_MODEL_BYTES
 from ebbflow.infra.store import Store
 from ebbflow.training.engine import train
-from ebbflow.training.gang import Gang, connect, disconnect, leave
+from ebbflow.training.gang import Gang, connect, disconnect, leave, time_waits
 from ebbflow.training.guards.guards import Guards
 from ebbflow.training.limits import Limits, Position
 from ebbflow.training.optimizer import make_optimizer
@@ -56,6 +57,11 @@ class ScenarioWorkload(TextWorkload):
             )
             return Loss(losses.sum(), batch.weight)
         loss = super().loss(model, batch)
+        if (slow := self.scenario.get("slow")) and self._context.rank == slow["rank"]:
+            if slow["phase"] == "backward":
+                loss.sum.register_hook(lambda _: time.sleep(slow["seconds"]))
+            else:
+                time.sleep(slow["seconds"])
         poison = self.scenario.get("poison")
         if poison and self._context.rank == poison["rank"] and len(self.seen) == poison["step"]:
             return Loss(loss.sum * float("nan"), loss.weight)
@@ -125,6 +131,8 @@ def run(scenario: dict[str, Any], gang: Gang) -> dict[str, Any]:
     )
     if (leave := scenario.get("leave")) and gang.rank == leave["rank"]:
         trainer = replace(trainer, workload=_leaving(workload, leave["step"]))
+    if "slow" in scenario:
+        time_waits(clock.exclude)
     clock.emit_phases()
     compiled_before = counters["stats"]["unique_graphs"]
     ending = train(trainer)
@@ -135,6 +143,8 @@ def run(scenario: dict[str, Any], gang: Gang) -> dict[str, Any]:
         "step": ending.step,
         "message": ending.message,
         "weights_sha256": ending.weights_sha256,
+        "steps": steps,
+        "guards": [data for name, data in events if name == "guard"],
         "losses": [data["loss"] for data in steps],
         "seconds": [data["seconds"] for data in steps],
         "norms": [data["gradient_norm"] for data in steps],

@@ -31,6 +31,9 @@ def a_job() -> list[Event]:
     second = GangLog(2, 20.0, [[0], [1]], parent=(2, 1))
     second.phase("startup", 1.0)
     second.steps(3, 4, useful_step=1.0)
+    for one in second.events:
+        if one.name == "step" and one.rank == 0:
+            one.data.update(slowest_rank=1, slowest_ratio=1.5, slowest_seconds=0.5)
     second.commit(4)
     second.outcome("completed")
     second.ended("completed", 4.0)
@@ -87,7 +90,8 @@ def test_the_page_of_a_job_says_what_its_report_says() -> None:
     expected = {
         "redone_steps_total": 1, "interruptions_total": 1, "failures_total": 0, "generations_total": 2,
         "commits_total": 2, "commit_failures_total": 1, "committed_bytes_total": 2, "tokens_total": 5000, "step": 4,
-        "held_out_loss": 1.5, "budget_usd": 5, "goodput_ratio": report.actual["goodput"],
+        "held_out_loss": 1.5, "budget_usd": 5, "goodput_ratio": report.actual["goodput"], "slowest_rank": 1,
+        "slowest_rank_seconds": 1.0, "slowest_rank_usd": report.charts["ranks"][0]["lost_usd"],
     }  # fmt: skip
     assert {name: values(page, f"ebbflow_job_{name}") for name in expected} == {
         name: [pytest.approx(value)] for name, value in expected.items()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 import threading
@@ -81,10 +82,13 @@ def test_a_slow_rank_and_the_failure_that_ended_the_job_are_named() -> None:
     gang = GangLog(1, 1.0, [[0, 1], [2, 3]])
     gang.steps(1, 4, useful_step=1.0)
     for one in gang.events:
-        if one.name == STEP:
-            one.data.update(slowest_rank=2, slowest_ratio=1.62)
+        if one.name == STEP and one.rank == 0:
+            one.data.update(slowest_rank=2, slowest_ratio=1.62, slowest_seconds=0.38, own_seconds=0.75)
     page = render(build_report([plan_event(), *gang.events], running=LAUNCHER))
-    assert "rank 2 on node 1 host-1 is slow: 1.62 × the median, in 100 % of the steps" in page
+    slow = (
+        "rank 2 on node 1 host-1 is slow: 380 ms more than the others' median in 100 % of the steps, which cost 1.5 s"
+    )
+    assert html.escape(f"{slow} and $0.0") in page and "of it waiting for other ranks" in page
     for one in gang.events:
         one.data.pop("slowest_rank", None)
     gang.events[-1].data.update(slowest_rank=3, slowest_ratio=1.01)

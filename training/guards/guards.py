@@ -316,12 +316,13 @@ class Guards:
             print(f"step {at.step + 1}: skipped: {judgement.reason}", flush=True)
         return judgement
 
-    def record_pace(self, step: int, sync: StepSync) -> None:
+    def record_pace(self, step: int, sync: StepSync, usd_per_second: float) -> None:
         data_seconds = [row.data_seconds for row in sync.rows]
         if self.gang.alone and not data_seconds[0]:
             return
-        for drag in self.pace.note(sync.own_seconds, data_seconds, sync.step_seconds):
-            self.emit(GUARD, step=step, action=drag.action, rank=drag.rank, share=drag.share, reason=drag.reason)
+        for drag in self.pace.note(sync.own_seconds, data_seconds, sync.step_seconds, usd_per_second):
+            figures = {"rank": drag.rank, "share": drag.share, "usd_per_hour": drag.usd_per_hour}
+            self.emit(GUARD, step=step, action=drag.action, **figures, reason=drag.reason)
 
     def is_memory_running_out(self, needed_seconds: float) -> bool:
         """Return whether this rank's memory will soon be full, before the job is done. If so, record an event."""

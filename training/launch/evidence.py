@@ -42,7 +42,7 @@ _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)
 _WAITING_FILES = ("training/gang.py", "training/step_sync.py", "training/peer_sockets.py")
 _EXCHANGE_FILES = ("training/gang.py", "training/peer_sockets.py")
 # Functions that exchange numbers between ranks. The frame of their caller shows the rank's position.
-_EXCHANGE = ("gather", "gather_numbers", "_tell", "_hear", "_read", "_lost")
+_EXCHANGE = ("gather", "gather_numbers", "wait", "_tell", "_hear", "_read", "_lost")
 _ENGINE_FILES = ("training/engine.py", "training/trainer_setup.py", "training/guards/", "training/trainer.py")
 _ENGINE_PLACES = (*_WAITING_FILES, *_ENGINE_FILES)
 _WAITING_FUNCTIONS = ("sync_step",)  # the CPU waits here for the GPU, and so for its collectives
