@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from ebbflow.cost.catalogue_refresh import add_commands as add_catalogue_commands
 from ebbflow.cost.errors import CostError, ReportError, run_command
 from ebbflow.cost.job_list import add_command as add_jobs
-from ebbflow.cost.jobs import find_running_launcher, list_known_jobs, read_job_log
+from ebbflow.cost.jobs import find_running_launcher, list_jobs, read_job_log
 from ebbflow.cost.prices.source import add_commands
 from ebbflow.cost.reconcile import add_command as add_reconcile
 from ebbflow.cost.replay import add_command as add_replay
@@ -140,9 +140,9 @@ def add_report(commands: Any) -> None:
         "job",
         nargs="*",
         metavar="RUN",
-        help="names of jobs, 'latest', folders or s3:// URIs; none: all of this machine",
+        help="names of jobs, 'latest', folders or s3:// URIs; none: all of --store, else of this machine",
     )
-    parser.add_argument("--store", default=None, metavar="URI", help="the jobs' store, if not known to this machine")
+    parser.add_argument("--store", default=None, metavar="URI", help="the store of the jobs")
     shape = parser.add_mutually_exclusive_group()
     shape.add_argument("--json", action="store_true", help="the report as JSON; of several jobs a list of them")
     shape.add_argument("--csv", action="store_true", help="one line for each job")
@@ -151,9 +151,9 @@ def add_report(commands: Any) -> None:
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    jobs = arguments.job or list_known_jobs()
+    jobs = arguments.job or list_jobs(arguments.store)
     if not jobs:
-        raise ReportError("this machine knows no job; name one, or give its store with --store")
+        raise ReportError(f"no job in {arguments.store or 'the list of this machine; fix: name one, or give --store'}")
     reports = _reports(jobs, arguments.store, strict=bool(arguments.job))
     if arguments.csv:
         writer = csv.DictWriter(sys.stdout, JOB_COLUMNS, lineterminator="\n")

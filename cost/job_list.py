@@ -16,7 +16,7 @@ from typing import Any
 from ebbflow.cost.amounts import format_usd
 from ebbflow.cost.errors import CostError, ReportError
 from ebbflow.cost.focus import focus_rows, month_of, read_settings, spent_by_month, write_focus
-from ebbflow.cost.jobs import find_running_launcher, list_known_jobs, read_job
+from ebbflow.cost.jobs import find_running_launcher, list_jobs, read_job
 from ebbflow.cost.ledger.generations import find_final_outcome
 from ebbflow.cost.plan.candidates import read_progress
 from ebbflow.cost.plan.plan import make_plan
@@ -213,11 +213,13 @@ def add_command(commands: Any) -> None:
     parser = commands.add_parser(
         "jobs", help="all jobs: running, waiting, done, spent, forecast, and who may start next"
     )
-    parser.add_argument("job", nargs="*", metavar="RUN", help="names, folders or s3:// URIs; none: all of this machine")
+    parser.add_argument(
+        "job", nargs="*", metavar="RUN", help="names, folders or s3:// URIs; none: all of --store, else of this machine"
+    )
     parser.add_argument(
         "--team", type=Path, default=None, metavar="FILE", help="budgets by project and month, waiting jobs"
     )
-    parser.add_argument("--store", default=None, metavar="URI", help="the jobs' store, if not known to this machine")
+    parser.add_argument("--store", default=None, metavar="URI", help="the store of the jobs")
     parser.add_argument(
         "--by",
         type=_group_key,
@@ -235,7 +237,7 @@ def add_command(commands: Any) -> None:
 
 def _jobs(arguments: argparse.Namespace) -> int:
     team = Team() if arguments.team is None else read_team(arguments.team)
-    names = arguments.job or [*list_known_jobs(), *team.jobs]
+    names = arguments.job or [*list_jobs(arguments.store), *team.jobs]
     records, now = read_records(names, arguments.store), time.time()
     if arguments.team is not None:
         try:
@@ -249,7 +251,7 @@ def _jobs(arguments: argparse.Namespace) -> int:
         records = [replace(one, words=said.get(one.money.job, one.words)) for one in records]
         records.sort(key=lambda one: (one.state == WAITING, order.get(one.money.job, len(order))))
     if not records:
-        raise ReportError("this machine knows no job; name one, or give its store with --store")
+        raise ReportError(f"no job in {arguments.store or 'the list of this machine; fix: name one, or give --store'}")
     rows = [row for one in records for row in one.rows]
     if arguments.focus is not None:
         print(f"{arguments.focus}: {write_focus(arguments.focus, rows)} charges", file=sys.stderr)

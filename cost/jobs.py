@@ -134,6 +134,20 @@ def find_running_launcher(job: str, events: Sequence[Event], store: str | None =
     return None
 
 
+def list_jobs(store: str | None) -> list[str]:
+    """List the jobs of a store, one request each; without a store, those that this machine knows. Raises StoreError."""
+    if store is None:
+        return list_known_jobs()
+    opened = Store.open(store, request_timeout_seconds=_REQUEST_SECONDS)
+    if (folder := opened.local_path("jobs")) is not None:
+        return sorted(path.name for path in folder.glob("*") if path.is_dir())
+    found: list[str] = []
+    # "0" is the character after "/": the next request begins behind the keys of the last job.
+    while page := next(opened.pages("jobs", after=f"jobs/{found[-1]}0" if found else ""), []):
+        found.append(page[0].key.split("/")[1])
+    return found
+
+
 def list_known_jobs(root: Path | None = None) -> list[str]:
     """List the names of the jobs that this machine knows, the most recently changed job last."""
     folder = runs_folder(PROJECT_ROOT) if root is None else root

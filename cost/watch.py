@@ -185,10 +185,10 @@ def read_earlier_reports(job: str) -> list[RunReport]:
     return found
 
 
-def write_until_ended(page: LivePage, path: Path, parent: int) -> None:
+def write_until_ended(page: LivePage, path: Path, parent: int) -> bool:
     """Keep the file of the live page current until the job ends or, if `parent` is a process id, that process ends.
 
-    The file is replaced atomically, so that a reader never sees a part of it.
+    The file is replaced atomically, so that a reader never sees a part of it. Return whether the last page was written.
     """
     while True:
         orphaned = bool(parent) and os.getppid() != parent
@@ -197,10 +197,12 @@ def write_until_ended(page: LivePage, path: Path, parent: int) -> None:
         try:
             fresh.write_bytes(content)
             fresh.replace(path)
+            written = True
         except OSError as error:
+            written = False
             print(f"{path}: {error.strerror}", file=sys.stderr)
         if orphaned or (page.ended and not parent):
-            return
+            return written
         time.sleep(page.pause_seconds)
 
 
@@ -267,10 +269,9 @@ def _watch(arguments: argparse.Namespace) -> int:
             find_job_uri(arguments.job, arguments.store)  # a wrong name ends with a message
         else:
             os.nice(10)
-        write_until_ended(
-            LivePage(arguments.job, arguments.store, launcher=launcher), arguments.write, arguments.parent
-        )
-        return 0
+        page = LivePage(arguments.job, arguments.store, launcher=launcher)
+        written = write_until_ended(page, arguments.write, arguments.parent)
+        return (Outcome.COMPLETED if written else Outcome.FAILED).exit_code
     find_job_uri(arguments.job, arguments.store)
     try:
         server = _Server(arguments.port, LivePage(arguments.job, arguments.store))

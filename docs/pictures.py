@@ -1,8 +1,7 @@
 """Take the pictures of the pages: `make pictures` writes docs/images/*.png (needs chromium).
 
-Each answers a question. report.png: what did an interruption cost? live.png: is a stop safe? forecast.png: when does
-the job end, and for how much? They are of a real run. slow-rank.png (which rank is slow?) and failure.png (why did it
-fail?) are of event logs that the tests make.
+Each answers a question, and is of a real run. report.png: what did an interruption cost? live.png: is a stop safe?
+forecast.png: when does the job end, and for how much? slow-rank.png: which rank is slow? failure.png: why did it fail?
 """
 
 from __future__ import annotations
@@ -20,29 +19,9 @@ sys.path.insert(0, str(ROOT))
 
 _IMAGES = ROOT / "docs" / "images"
 _WIDTH = 1000
+# The example job, in which rank 1 sleeps 60 ms in each step, or meets a drawing that it cannot read.
+_TROUBLED = ("--config", "examples/shapes.yaml", "--set", "workload=tests.support.troubled_shapes:TroubledShapes")
 _HALF = re.compile(r"Running: [0-9,]+ of [0-9,]+ steps \((4[5-9]|5[0-9]) %\)")
-
-
-def render_made_jobs(folder: Path) -> None:
-    """Write the pages of a job with a slow rank and of a failed job where those of real jobs are."""
-    from ebbflow.cost.report.render_html import render
-    from ebbflow.cost.report.report import build_report
-    from ebbflow.infra.events import STEP
-    from tests.support.timelines import GangLog, plan_event
-    from tests.unit.test_report import interrupted_job
-
-    gang = GangLog(1, 1.0, [[0, 1], [2, 3]])
-    gang.phase("startup", 5.0)
-    gang.steps(1, 40, useful_step=1.0)
-    for one in gang.events:
-        if one.name == STEP:
-            one.data.update(slowest_rank=2 if (one.step or 0) % 8 else 1, slowest_ratio=1.62)
-    gang.outcome("completed")
-    gang.ended("completed", 46.0)
-    jobs = {"slow-rank": [plan_event(), *gang.events], "failing": interrupted_job(completed=False)}
-    for job, events in jobs.items():
-        (folder / "runs" / job).mkdir(parents=True)
-        (folder / "runs" / job / "report.html").write_text(render(build_report(events)))
 
 
 def main() -> None:
@@ -68,15 +47,16 @@ def main() -> None:
             (_IMAGES / f"{picture}.png").write_bytes(browser.picture(top=int(top), height=height))
 
         with Browser(folder) as browser:
-            render_made_jobs(folder)
-            take("slow-rank", "slow-rank", part="#ranks", height=330)
+            assert start("slow-rank", *_TROUBLED, "--set", "workload_options.slow=forward").wait() == 0
+            take("slow-rank", "slow-rank", part="#ranks", height=300)
+            assert start("failing", *_TROUBLED, "--set", "workload_options.bad=5000").wait() == 1
             take("failing", "failure", height=660)
             run = start("first-run", "--rehearse", "node-loss@60%")
             live = folder / "runs" / "first-run" / "live.html"
             while run.poll() is None and not (live.exists() and _HALF.search(live.read_text())):
                 time.sleep(0.5)
             take("first-run", "live", page="live.html", height=820)
-            take("first-run", "forecast", page="live.html", part="#figure-usd", height=300)
+            take("first-run", "forecast", page="live.html", part="#figure-usd", height=350)
             assert run.wait() == 0, (folder / "first-run.txt").read_text()
             take("first-run", "report")
         print((folder / "first-run.txt").read_text())

@@ -16,18 +16,19 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DistributedSampler
 from torch.utils.flop_counter import FlopCounterMode
 
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.events import PROMISE
 from ebbflow.training.attached_state import BatchSource
-from ebbflow.training.gang import Gang
+from ebbflow.training.gang import Gang, at_end_of_backward, time_waits
 from ebbflow.training.guards.guards import Action, Guards, make_guards
 from ebbflow.training.launch.messages import WorkerSpec
 from ebbflow.training.limits import Limits, Position
 from ebbflow.training.reporter import Reporter
-from ebbflow.training.step_sync import StepSync
+from ebbflow.training.step_sync import StepSync, find_slowest
 from ebbflow.training.trainer_setup import make_rehearsal
 from ebbflow.training.workloads.examine import PROBE_VARIABLE
 
@@ -45,6 +46,7 @@ class ScriptGuards:
         self._rehearsal = make_rehearsal(spec, gang.world_size // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) or 1)
         self._probe = Probe(os.environ[PROBE_VARIABLE]) if os.environ.get(PROBE_VARIABLE) else None
         self.numbers = self._guards.numbers
+        self._timed, self._own, self._slowest = False, 0.0, dict[str, Any]()
         self.first_sample = self._guards.overrides.first_sample  # samples before it are skipped after a rewind
 
     def judge(self, sync: StepSync, synced_step: int, samples: int, settle: Callable[[], object]) -> str:
@@ -58,6 +60,40 @@ class ScriptGuards:
         before = Position(synced_step, samples - self._guards.config.training.batch_size)
         verdict = self._guards.judge(before, sync, settle)
         return verdict.reason if verdict.action is Action.STOP else ""
+
+    def time_model(self, model: nn.Module) -> None:
+        """Measure this rank's own time from now on: its waits for other ranks are not counted."""
+        if self._gang.alone or any(one.device.type != "cpu" for one in model.parameters()):
+            return  # the host of a GPU does not wait
+        self._timed, clock = True, self._reporter.clock
+        time_waits(clock.exclude)
+
+        def mark(module: nn.Module, _: Any, output: Any) -> None:
+            for one in tree_leaves(output) if module.training else ():
+                if isinstance(one, torch.Tensor) and one.requires_grad:
+                    at_end_of_backward(one, clock.end_own)
+
+        model.register_forward_hook(mark)
+
+    def end_pace(self) -> dict[str, Any]:
+        """Return the fields of a step's event about the rank's own time."""
+        if not self._timed:
+            return {}
+        own = self._reporter.clock.take_own()
+        self._own += own
+        return {"own_seconds": own, **self._slowest}
+
+    def take_own(self) -> float:
+        """Return the rank's own seconds since the last call."""
+        own, self._own = self._own, 0.0
+        return own
+
+    def record_pace(self, step: int, sync: StepSync, usd_per_second: float) -> None:
+        """On rank 0, find the slowest rank since the last sync. The events of the steps until the next sync name it."""
+        if self._timed and self._gang.rank == 0:
+            rank, ratio, seconds = find_slowest(sync.own_seconds)
+            self._slowest = {"slowest_rank": rank, "slowest_ratio": ratio, "slowest_seconds": seconds}
+            self._guards.record_pace(step, sync, usd_per_second)
 
     def probe(self, step: int, model: nn.Module, **facts: Any) -> None:
         if self._probe is not None:

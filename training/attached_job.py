@@ -53,10 +53,10 @@ from ebbflow.training.limits import Limits, LoopResult, Position, Stop
 from ebbflow.training.parallel import Spread
 from ebbflow.training.progress import live_metrics
 from ebbflow.training.reporter import Clock
-from ebbflow.training.save_controller import SaveController, SaveSchedule, prior_hazard
+from ebbflow.training.save_controller import SaveController
 from ebbflow.training.standalone import release_job, write_result
 from ebbflow.training.step_sync import Row, StepSync, exchange
-from ebbflow.training.trainer_setup import make_reporter, open_saver, report_restore
+from ebbflow.training.trainer_setup import make_reporter, make_save_schedule, open_saver, report_restore
 from ebbflow.training.weights.load import weights_sha256
 
 _SYNC_SECONDS = 0.5
@@ -136,10 +136,6 @@ class AttachedJob:
         self._limits.watch_signals()
         reporter.enter("init", 0)
         self._saver = open_saver(spec, gang, emit, lambda: reporter.enter_temporarily("store"))
-        schedule = None
-        if gang.rank == 0:
-            planned = terms.hazard_per_hour if terms is not None else None
-            schedule = SaveSchedule(config.checkpoint, prior_hazard(planned, interruptions=max(0, spec.generation - 1)))
         self._saves = SaveController(
             config=config.checkpoint,
             rank=gang.rank,
@@ -150,7 +146,7 @@ class AttachedJob:
             reporter=reporter,
             extra={},
             carried=self._capture,
-            save_schedule=schedule,
+            save_schedule=make_save_schedule(spec, config, terms) if gang.rank == 0 else None,
         )
         self._guards = ScriptGuards(spec, config, gang, reporter)
         self._seed = torch.initial_seed()
@@ -347,7 +343,7 @@ class AttachedJob:
             learning_rate = self._optimizer.param_groups[0]["lr"]
         if isinstance(learning_rate, float):
             data["learning_rate"] = learning_rate
-        data |= self._saves.record_step_time(seconds, saving=self._saver.busy)
+        data |= self._saves.record_step_time(seconds, saving=self._saver.busy) | self._guards.end_pace()
         loss = self._guards.spoil(self._logged.pop("loss", None))
         self._steps.append((self.step, (time.time(), time.monotonic()), data, loss))
         if self._logged:
@@ -389,7 +385,7 @@ class AttachedJob:
 
     def _agree(self, unsettled: bool = False) -> StepSync:
         """Exchange whether each rank wants to save or to stop, and return the common result. Collective."""
-        now, saves = time.monotonic(), self._saves
+        saves, steps = self._saves, max(1, self.step - self._synced_step)
         row = Row(
             step=self.step,
             cursor=self._samples,
@@ -397,18 +393,19 @@ class AttachedJob:
             weight=1.0,
             square_sum=0.0,
             flops=0.0,
-            compute_seconds=0.0,
+            compute_seconds=(time.monotonic() - self._synced_at) / steps,
             data_seconds=0.0,
             stop=self._limits.stop(),
             save_due=saves.due(self.step),
             saving=self._saver.busy,
             save_seconds=saves.last_save_seconds,
             stop_seconds=self._limits.stop_seconds,
-            own_seconds=now - self._synced_at,
+            own_seconds=self._guards.take_own() / steps,
             failed_save=self._saver.failed_step or 0,
             unsettled=unsettled,
         )
         sync = exchange(self._gang, row)
+        self._guards.record_pace(self.step, sync, self._limits.usd_per_second)
         if sync.failed_save:
             self._saver.abandon(sync.failed_save)
         self._guards.promise(
@@ -431,8 +428,8 @@ class AttachedJob:
 
     def _plan_next_sync(self, sync: StepSync) -> None:
         """Choose the step of the next sync, the same on all ranks, from the time that rank 0 takes per step."""
-        seconds = sync.own_seconds[0] / max(1, self.step - self._synced_step)
-        self._next_sync = self.step + max(1, min(_MOST_STEPS, int(_SYNC_SECONDS / max(seconds, 1e-6))))
+        seconds = max(sync.rows[0].compute_seconds, 1e-6)
+        self._next_sync = self.step + max(1, min(_MOST_STEPS, int(_SYNC_SECONDS / seconds)))
         if self._config.checkpoint.interval == "steps":
             interval = self._config.checkpoint.interval_steps
             self._next_sync = min(self._next_sync, (self.step // interval + 1) * interval)
@@ -516,9 +513,11 @@ class AttachedJob:
             self._optimizer.register_step_post_hook(self._on_optimizer_step)
         if not hasattr(self._model, "_orig_mod") and self._model._compiled_call_impl is None:
             self._model.register_forward_pre_hook(self._on_forward)
+            self._guards.time_model(self._model)
 
     def _on_optimizer_step(self, *_: Any) -> None:
         self._updated = True
+        self._reporter.clock.begin_own()
 
     def _on_forward(self, module: nn.Module, _: Any) -> None:
         """Report whether the model is evaluated or trained, because the agent has a hang threshold for each phase."""

@@ -256,6 +256,7 @@ class NodeMetrics:
             board.add("ebbflow_phase_seconds_total", spent, str(ledger_class))
         if "flops" in data:  # only rank 0's events have figures of the whole gang
             board.add("ebbflow_flops_total", data["flops"])
+        if "slowest_rank" in data:
             board.set("ebbflow_slowest_rank", data["slowest_rank"])
             board.set("ebbflow_slowest_rank_ratio", data["slowest_ratio"])
             rank, lost = str(data["slowest_rank"]), data.get("slowest_seconds", 0.0)

@@ -43,6 +43,11 @@ class Clock:
         booked, self._booked = self._booked, {}
         return {str(name): seconds for name, seconds in booked.items()}
 
+    def begin_own(self) -> None:
+        """Count the time until the next `end_own` or `enter` as the rank's own."""
+        self._book()
+        self._own = True
+
     def exclude(self, seconds: float) -> None:
         """Do not count the last `seconds` as the rank's own, because it waited for other ranks."""
         self.own_seconds -= seconds if self._own else 0.0

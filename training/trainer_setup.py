@@ -93,7 +93,7 @@ def build_trainer(spec: WorkerSpec, gang: Gang, *, nodes: int, reporter: Reporte
             "schedule": config.training.scheduler.model_dump(mode="json"),
         },
         progress=_progress(spec, gang, config, terms, reporter),
-        save_schedule=_save_schedule(spec, config, terms) if gang.rank == 0 else None,
+        save_schedule=make_save_schedule(spec, config, terms) if gang.rank == 0 else None,
         rehearsal=make_rehearsal(spec, nodes),
         guards=guards,
     )
@@ -247,7 +247,7 @@ def _progress(
     return Progress(max_steps=config.training.max_steps, peak_flops_per_second=peak, terms=terms, unit=unit)
 
 
-def _save_schedule(spec: WorkerSpec, config: RunConfig, terms: Terms | None) -> SaveSchedule:
+def make_save_schedule(spec: WorkerSpec, config: RunConfig, terms: Terms | None) -> SaveSchedule:
     planned = terms.hazard_per_hour if terms is not None else None
     return SaveSchedule(config.checkpoint, prior_hazard(planned, interruptions=max(0, spec.generation - 1)))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from statistics import median
@@ -420,8 +420,8 @@ def _ranks(events: Sequence[Event], origin: float, usd_per_second: float) -> lis
     slowest: Counter[int] = Counter()
     counted: Counter[int] = Counter()
     ratios: dict[int, list[float]] = {}
-    lost: Counter[int] = Counter()
-    idle: Counter[int] = Counter()
+    lost: defaultdict[int, float] = defaultdict(float)
+    idle: defaultdict[int, float] = defaultdict(float)
     known: set[int] = set()  # ranks whose waits for other ranks are known
     seconds: dict[int, list[float]] = {}
     waits: Counter[int] = Counter()

@@ -136,7 +136,9 @@ def describe_slowest_rank(report: RunReport, *, if_slow: bool = False) -> str:
         return "" if if_slow else f"no rank is slow: the one that was slowest most often, {where}, took {times}"
     if each is None:
         return f"{where} is slow: {times}"
-    lost = f"{format_duration(worst['lost_seconds'])} and {format_usd(worst['lost_usd'])}{_simulated(report)}"
+    lost = format_duration(worst["lost_seconds"])
+    if report.total_usd:
+        lost += f" and {format_usd(worst['lost_usd'])}{_simulated(report)}"
     return f"{where} is slow: {1000 * each:,.0f} ms more than the others' median {often}, which cost {lost}"
 
 

@@ -163,7 +163,7 @@ def test_the_command_reports_all_known_jobs_as_csv(tmp_path: Path) -> None:
     others = run("--csv", runs=runs)
     assert (others.returncode, others.stdout) == (0, done.stdout) and "gone is left out" in others.stderr
     nobody = run("--json", runs=tmp_path / "empty")
-    assert nobody.returncode == 2 and "this machine knows no job" in nobody.stderr
+    assert nobody.returncode == 2 and "no job in the list of this machine" in nobody.stderr
 
 
 def test_a_report_is_loaded_by_file_folder_and_name(tmp_path: Path) -> None:
