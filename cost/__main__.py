@@ -28,7 +28,6 @@ from ebbflow.cost.reconcile import add_command as add_reconcile
 from ebbflow.cost.replay import add_command as add_replay
 from ebbflow.cost.report.render_text import JOB_COLUMNS, build_job_row, render_table
 from ebbflow.cost.report.report import RunReport, build_report
-from ebbflow.cost.trace import add_command as add_trace
 from ebbflow.cost.watch import add_command as add_watch
 from ebbflow.infra.errors import InfraError, Outcome, describe_error
 from ebbflow.infra.process import run_benchmarks
@@ -73,7 +72,6 @@ def _parser() -> argparse.ArgumentParser:
     add_watch(commands)
     add_reconcile(commands)
     add_replay(commands)
-    add_trace(commands)
     add_commands(commands, PROJECT_ROOT)
     commands.add_parser("bench", help="measure plans and policies, simulate intervals", add_help=False)
     add_catalogue_commands(commands)

@@ -32,7 +32,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "examine": ("ebbflow.training.__main__", "try a workload of your own and print its model's shape"),
     "compare": ("ebbflow.training.__main__", "measure one's own model in each parallel mode, on this machine"),
     "certify": ("ebbflow.training.__main__", "prove that a configuration resumes exactly"),
-    "trace": ("ebbflow.cost.__main__", "write a job's timeline for ui.perfetto.dev"),
+    "trace": ("ebbflow.tracking.trace", "write a job's timeline for ui.perfetto.dev"),
     "track": ("ebbflow.tracking.__main__", "send a job's metrics to W&B, MLflow, TensorBoard or JSON Lines files"),
     "observe": ("ebbflow.infra.__main__", "watch this machine's jobs with Prometheus, alert rules included"),
     "doctor": ("ebbflow.training.__main__", "kill a script, let it resume, and name what its own resume loses"),

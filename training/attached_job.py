@@ -97,12 +97,7 @@ class AttachedJob:
     _resized = ""  # why results may differ after a change of the number of ranks
 
     def __init__(
-        self,
-        spec: WorkerSpec,
-        gang: Gang,
-        model: nn.Module,
-        optimizer: Optimizer | None,
-        states: dict[str, Stateful],
+        self, spec: WorkerSpec, gang: Gang, model: nn.Module, optimizer: Optimizer | None, states: dict[str, Stateful]
     ) -> None:
         self.name, self.step, self.epoch, self.resumed = spec.job, 0, 0, False
         self._spec, self._gang, self._model, self._optimizer, self._states = spec, gang, model, optimizer, states
@@ -111,12 +106,7 @@ class AttachedJob:
         signer()  # raises at once if this node lacks the key
         terms = Terms.from_json(spec.terms) if spec.terms else None
         origin = Origin(
-            job=spec.job,
-            run=spec.run,
-            attempt=spec.attempt,
-            generation=spec.generation,
-            node=spec.node,
-            rank=gang.rank,
+            job=spec.job, run=spec.run, attempt=spec.attempt, generation=spec.generation, node=spec.node, rank=gang.rank
         )
         self._ends = contextlib.ExitStack()
         job_store = Store.open(spec.store_uri).sub(job_prefix(spec.job))

@@ -39,15 +39,7 @@ from ebbflow.training.reporter import Reporter
 from ebbflow.training.save_controller import SaveController, SaveSchedule
 from ebbflow.training.step_sync import DeviceExchange, Row, StepSync, exchange, find_slowest
 from ebbflow.training.weights.load import weights_sha256
-from ebbflow.training.workload import (
-    Batch,
-    Cursor,
-    Loss,
-    Workload,
-    as_numbers,
-    check_best_metric,
-    draw_pictures,
-)
+from ebbflow.training.workload import Batch, Cursor, Loss, Workload, as_numbers, check_best_metric, draw_pictures
 
 VOTE_SECONDS = 2.0
 _LONGEST_VOTE_SECONDS = 30.0

@@ -143,11 +143,7 @@ def _cell(cell: str, label: str, kind: str, mark: str) -> str:
 
 
 def render(
-    report: RunReport,
-    *,
-    python: str = PYTHON,
-    earlier: Sequence[RunReport] = (),
-    written: float | None = None,
+    report: RunReport, *, python: str = PYTHON, earlier: Sequence[RunReport] = (), written: float | None = None
 ) -> str:
     """Render the whole page.
 
@@ -503,11 +499,7 @@ def _configuration(report: RunReport, earlier: Sequence[RunReport], python: str)
         differs = f"<h3>Changed since {escape(one_line(before.job))}</h3>{render_html_table(names, changed)}"
     command = reproduce_command(report, python=python, flow="flows/train_flow.py")
     again = f"<h3>The same configuration again</h3><pre>{escape(command)}</pre>" if command else ""
-    return _section(
-        "configuration",
-        "Configuration",
-        differs + listed + folded + again,
-    )
+    return _section("configuration", "Configuration", differs + listed + folded + again)
 
 
 def _environment(report: RunReport) -> str:

@@ -19,12 +19,7 @@ from ebbflow.cost.ledger.generations import RecordedGeneration, find_final_outco
 from ebbflow.cost.ledger.ledger import Ledger, LedgerLine, fold
 from ebbflow.cost.ledger.timeline import MICRO
 from ebbflow.cost.report.charts import build_charts, compute_progress
-from ebbflow.cost.report.figures import (
-    STEP_COLUMNS,
-    compute_actual_figures,
-    compute_money_figures,
-    list_step_figures,
-)
+from ebbflow.cost.report.figures import STEP_COLUMNS, compute_actual_figures, compute_money_figures, list_step_figures
 from ebbflow.infra.diagnose.job import diagnose_job
 from ebbflow.infra.errors import Outcome
 from ebbflow.infra.events import (

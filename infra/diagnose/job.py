@@ -12,16 +12,7 @@ from ebbflow.infra.diagnose.reading import LogText, time_of
 from ebbflow.infra.diagnose.rules import load_rules
 from ebbflow.infra.diagnose.series import Series
 from ebbflow.infra.errors import Outcome
-from ebbflow.infra.events import (
-    FAULT_DETECTED,
-    GENERATION_ENDED,
-    GUARD,
-    NOTICE,
-    OUTCOME,
-    STEP,
-    Event,
-    GuardAction,
-)
+from ebbflow.infra.events import FAULT_DETECTED, GENERATION_ENDED, GUARD, NOTICE, OUTCOME, STEP, Event, GuardAction
 from ebbflow.infra.rank_logs import LogLine
 
 # What a verdict's kind and text, an end's reason or a guard's action mean; the first match counts.

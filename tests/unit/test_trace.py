@@ -13,11 +13,10 @@ from typing import Any
 
 import pytest
 
-from ebbflow.cost.__main__ import main
 from ebbflow.cost.errors import ReportError
 from ebbflow.cost.ledger.ledger import fold
-from ebbflow.cost.trace import build_spans, build_trace, send_spans
 from ebbflow.infra.events import Event
+from ebbflow.tracking.trace import build_spans, build_trace, main, send_spans
 from tests.support.timelines import GangLog, event, plan_event
 
 

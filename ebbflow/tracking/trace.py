@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ebbflow.cost.errors import ReportError
+from ebbflow.cost.errors import ReportError, run_command
 from ebbflow.cost.jobs import read_job
 from ebbflow.infra.events import (
     COMMIT,
@@ -44,7 +44,7 @@ from ebbflow.infra.events import (
     Event,
     LedgerClass,
 )
-from ebbflow.infra.untrusted_text import one_line
+from ebbflow.infra.untrusted_text import guard_terminal, one_line
 
 _MARKS = frozenset({COMMIT, COMMIT_FAILED, FAULT_DETECTED, FAULT_INJECTED, GUARD, NOTICE, OUTCOME, RESTORE})
 _BATCH, _POST_SECONDS = 1000, 20.0  # spans in a request, and its time limit
@@ -232,15 +232,24 @@ def send_spans(url: str, job: str, spans: Sequence[dict[str, Any]]) -> None:
             )
 
 
-def add_command(commands: Any) -> None:
-    parser = commands.add_parser("trace", help="write a job's timeline as JSON for ui.perfetto.dev, or send it by OTLP")
+def main(words: Sequence[str]) -> int:
+    """Run the command `trace`. Return the exit code.
+
+    Args:
+        words: the name of the command, and its options.
+    """
+    guard_terminal()
+    parser = argparse.ArgumentParser(
+        prog="ebbflow trace", description="Write a job's timeline as JSON for ui.perfetto.dev, or send it by OTLP."
+    )
     parser.add_argument("job", metavar="JOB", help="name of a job, 'latest', a folder or an s3:// URI")
     parser.add_argument("--store", default=None, metavar="URI", help="the job's store, if not known to this machine")
     parser.add_argument("--out", type=Path, default=None, metavar="FILE", help="default: JOB.trace.json; -: print it")
     parser.add_argument(
         "--otlp", default=None, metavar="URL", help="send spans to this collector, such as http://localhost:4318"
     )
-    parser.set_defaults(run=_write)
+    arguments = parser.parse_args(list(words)[1:])
+    return run_command(lambda: _write(arguments))
 
 
 def _write(arguments: argparse.Namespace) -> int:
