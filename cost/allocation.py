@@ -70,6 +70,8 @@ def read_allocations(path: Path) -> list[Allocation]:
     for where, pod, minutes, usd in rows:
         try:
             seconds = None if minutes is None else 60 * float(read_decimal(str(minutes)))
+            if (seconds or 0) < 0:
+                raise ValueError
             found.append(Allocation(pod=pod, seconds=seconds, usd=read_decimal(str(usd))))
         except ValueError:
             raise BillError(f"{where}: minutes {minutes!r} or total cost {usd!r} is no number") from None

@@ -77,7 +77,7 @@ class BillLine:
     @property
     def seconds(self) -> float:
         """Billed seconds of an instance; 0 for other lines."""
-        return float(self.amount) * 3600 if self.kind == "instance" else 0.0
+        return round(float(self.amount) * 3600, 6) if self.kind == "instance" else 0.0
 
 
 def read_bill(path: Path, delivery: int = 0) -> Iterator[BillLine]:

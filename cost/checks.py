@@ -182,7 +182,7 @@ def check_planned_memory(context: PreflightContext) -> CheckFinding:
     return CheckFinding.skipped("no pool meets the deadline; see the check budget-deadline")
 
 
-def check_budget_and_deadline(context: PreflightContext) -> CheckFinding:
+def check_limits(context: PreflightContext) -> CheckFinding:
     """Check that the cheapest plan meets budget and deadline, including the cost reserved for the last checkpoint."""
     plan = _plan(context)
     if isinstance(plan, CheckFinding):
@@ -312,68 +312,16 @@ def _waits_for_prices(context: PreflightContext, plan: Plan) -> CheckFinding | N
 
 CHECKS: list[Check] = [
     Check(
-        id="planned-memory",
-        title="model fits the planned GPUs",
-        severity="error",
-        tier="quick",
-        deadline_seconds=10.0,
-        symptoms=("A06", "C01"),
-        run=check_planned_memory,
+        "planned-memory", "model fits the planned GPUs", "error", "quick", 10.0, ("A06", "C01"), check_planned_memory
     ),
+    Check("budget-deadline", "budget and deadline are feasible", "error", "quick", 10.0, ("I04", "I05"), check_limits),
+    Check("team-budget", "the team's budget has room", "error", "full", 60.0, ("I04",), check_team_budget),
+    Check("prices", "prices are available", "error", "quick", 10.0, ("I09",), check_prices),
     Check(
-        id="budget-deadline",
-        title="budget and deadline are feasible",
-        severity="error",
-        tier="quick",
-        deadline_seconds=10.0,
-        symptoms=("I04", "I05"),
-        run=check_budget_and_deadline,
-    ),
-    Check(
-        id="team-budget",
-        title="the team's budget has room",
-        severity="error",
-        tier="full",
-        deadline_seconds=60.0,
-        symptoms=("I04",),
-        run=check_team_budget,
-    ),
-    Check(
-        id="prices",
-        title="prices are available",
-        severity="error",
-        tier="quick",
-        deadline_seconds=10.0,
-        symptoms=("I09",),
-        run=check_prices,
-    ),
-    Check(
-        id="live-prices",
-        title="EC2 returns spot prices",
-        severity="warning",
-        tier="full",
-        deadline_seconds=_LIVE_SECONDS + 3.0,
-        symptoms=("I09",),
-        run=check_live_prices,
+        "live-prices", "EC2 returns spot prices", "warning", "full", _LIVE_SECONDS + 3.0, ("I09",), check_live_prices
     ),
     # Both are warnings: they test a plan made from the price table, and current prices may allow more pools. The final
     # decision is made when an attempt is placed.
-    Check(
-        id="aws-capacity",
-        title="queues can run the plan",
-        severity="warning",
-        tier="full",
-        deadline_seconds=ANSWER_SECONDS + 6.0,
-        symptoms=("I04",),
-        run=check_capacity,
-    ),
-    Check(
-        id="aws-quota",
-        title="quotas allow the machines",
-        severity="warning",
-        tier="full",
-        deadline_seconds=2 * ANSWER_SECONDS + 6.0,
-        symptoms=("I04",),
-        run=check_quota,
-    ),
+    Check("aws-capacity", "queues can run the plan", "warning", "full", ANSWER_SECONDS + 6.0, ("I04",), check_capacity),
+    Check("aws-quota", "quotas allow the machines", "warning", "full", 2 * ANSWER_SECONDS + 6.0, ("I04",), check_quota),
 ]

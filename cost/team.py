@@ -206,6 +206,7 @@ def read_team(path: Path) -> Team:
         if month != EVERY_MONTH:
             try:
                 month = month_of(month_start(month))
+                next_month(month)  # the last month of the calendar has none
             except ValueError:
                 why = f"{entry['month']!r} is neither a month such as 2026-11 nor {EVERY_MONTH!r}"
                 raise TeamError(f"{path}:{entry['line']}: month: {why}") from None

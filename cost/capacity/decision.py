@@ -53,6 +53,7 @@ from ebbflow.cost.plan.guarantee import (
     usd_saved_by_moving,
 )
 from ebbflow.cost.plan.plan import Plan
+from ebbflow.cost.plan.pools import Pool
 from ebbflow.cost.prices.reservations import Reservation
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.errors import Outcome
@@ -258,32 +259,24 @@ def _why_no_spot(spares: Sequence[tuple[float, float]]) -> str:
     return f"on-demand at the last safe moment: a start of Spot needs {DECIDE_HOURS - hours:.2f} h more slack"
 
 
+_FORECAST = ("usd_per_hour", "quoted_usd_per_hour", "price_kind", "expected_hours", "expected_usd")
+
+
 def _placement(config: RunConfig, choice: _Choice, kind: InstanceType, wall: int, now_utc: float) -> Placement:
     one = choice.offer.candidate
     wait = one.case.wait_hours + delay_hours(config) if choice.wait_hours is None else choice.wait_hours
     start_by = now_utc + choice.start_within_hours * HOUR
     return Placement(
+        **{name: getattr(one, name) for name in (*Pool.__dataclass_fields__, *_FORECAST)},
         queue=choice.offer.queue,
-        market=one.market,
-        instance_type=one.instance_type,
-        region=one.region,
-        zone=one.zone,
-        nodes=one.nodes,
-        processes_per_node=one.processes_per_node,
         cpu=kind.vcpu,
         gpu=min(one.processes_per_node, kind.gpu_count),
         memory_mib=memory_mib(kind),
         wall_seconds=wall,
         runnable_seconds=math.ceil(wait * HOUR),
-        usd_per_hour=one.usd_per_hour,
-        quoted_usd_per_hour=one.quoted_usd_per_hour,
-        price_kind=one.price_kind,
-        expected_hours=one.expected_hours,
-        expected_usd=one.expected_usd,
         reason=choice.reason,
         policy=choice.rule,
         start_by_utc=None if math.isinf(start_by) else start_by,
-        reservation=one.reservation,
         fallback=choice.fallback and asdict(choice.fallback),
     )
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ebbflow.cost.catalogue import Catalogue, InstanceType, load_catalogue
 from ebbflow.cost.plan.plan import Plan
-from ebbflow.cost.plan.pools import Candidate, short_queue_name, why_unusable
+from ebbflow.cost.plan.pools import Candidate, Pool, short_queue_name, why_unusable
 from ebbflow.infra.batch.queues import accepts_type
 from ebbflow.infra.events import BATCH_ATTEMPT, BATCH_SUBMITTED, GENERATION_ENDED, NODE_STARTED, NOTICE, PLACED, Event
 from ebbflow.infra.notices import RECLAIMS
@@ -107,8 +107,7 @@ def with_placement(plan: Plan, placement: Placement) -> Plan:
 
 
 def _is_of(one: Candidate, placement: Placement) -> bool:
-    names = ("instance_type", "nodes", "processes_per_node", "market", "region", "zone", "reservation")
-    return all(getattr(one, name) == getattr(placement, name) for name in names)
+    return all(getattr(one, name) == getattr(placement, name) for name in Pool.__dataclass_fields__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,16 +188,8 @@ def explain_no_offer(
     return "; ".join(lines)
 
 
-RECLAIMED, USER_CODE, NEVER_STARTED, NOT_MADE, TERMINATED, ENDED, UNKNOWN = (
-    "reclaimed",
-    "user_code",
-    "never_started",
-    "not_made",
-    "terminated",
-    "ended",
-    "unknown",
-)
-
+RECLAIMED, USER_CODE, NEVER_STARTED = "reclaimed", "user_code", "never_started"
+NOT_MADE, TERMINATED, ENDED, UNKNOWN = "not_made", "terminated", "ended", "unknown"
 _CORRECTABLE = (ENDED, UNKNOWN, USER_CODE, TERMINATED)
 
 

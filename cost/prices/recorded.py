@@ -75,11 +75,14 @@ def read_record(record: Mapping[str, Any], where: str) -> SpotRecord | None:
     region = region_of(zone_name)
     if region is None:
         raise PriceError(f"{where}: AvailabilityZone: {zone_name!r} is no zone's name, such as us-east-1a")
+    zone_id = record.get("AvailabilityZoneId") or ""
+    if zone_id and not (isinstance(zone_id, str) and is_zone_of(zone_id, region)):
+        raise PriceError(f"{where}: AvailabilityZoneId: {zone_id!r} is no zone id of {region}")
     return SpotRecord(
         instance_type=_text(record, "InstanceType", where),
         region=region,
         zone_name=zone_name,
-        zone_id=str(record.get("AvailabilityZoneId") or ""),
+        zone_id=zone_id,
         usd_per_hour=_usd(_text(record, "SpotPrice", where), where),
         at=_parse_time(record.get("Timestamp"), f"{where}: Timestamp"),
     )
@@ -272,7 +275,7 @@ def read_recording(path: Path) -> Recording:
     """Read a JSON or CSV price file, gzipped or not. A PriceError names the file and the invalid line or record."""
     try:
         content = path.read_bytes()
-        text = (gzip.decompress(content) if content.startswith(_GZIP_MAGIC) else content).decode("utf-8")
+        text = (gzip.decompress(content) if content.startswith(_GZIP_MAGIC) else content).decode("utf-8-sig")
     except FileNotFoundError as error:
         raise PriceError(
             f"{path}: no such file; cost.prices is static, live or a file of recorded prices, "
@@ -315,8 +318,8 @@ def _read_json(text: str, path: Path) -> Recording:
         data = json.loads(text)
     except json.JSONDecodeError as error:
         raise PriceError(f"{path}:{error.lineno}:{error.colno}: not JSON: {error.msg}") from error
-    except RecursionError:
-        raise PriceError(f"{path}: not a price file: nested too deeply") from None
+    except (ValueError, RecursionError) as error:  # an integer of 5,000 digits, or a hundred thousand brackets
+        raise PriceError(f"{path}: not a price file: {error}") from None
     data = {"SpotPriceHistory": data} if isinstance(data, list) else data
     listed = data.get("SpotPriceHistory")
     if not isinstance(listed, list):

@@ -184,6 +184,7 @@ def test_no_simulated_month_exceeds_its_budget() -> None:
         ("a: [", "cannot be read"),
         ("budgets: [{project: a, month: 2026-02-30, usd: 3}]", "cannot be read: day"),
         ("[" * 5000, "cannot be read: maximum recursion"),
+        ("budgets: [{project: a, month: 9999-12, usd: 3}]", "team.yaml:1: month: '9999-12' is neither"),
         ("jobs: 5", "team.yaml:1: jobs: expected a list of names"),
         ("jobs: abc", "team.yaml:1: jobs: expected a list of names"),
     ],
