@@ -11,12 +11,7 @@ from typing import Any
 
 from ebbflow.cost.bill import BillLine, normalise_tag
 from ebbflow.cost.ledger.bills import NodeBill
-from ebbflow.cost.ledger.instances import (
-    CLOCKS_APART_SECONDS,
-    LONGEST_IDLE_SECONDS,
-    MINIMUM_SECONDS,
-    group_by_instance,
-)
+from ebbflow.cost.ledger.instances import CLOCKS_APART_SECONDS, LONGEST_IDLE_SECONDS, MINIMUM_SECONDS, group_by_instance
 from ebbflow.cost.ledger.pricing import PriceCurve
 from ebbflow.cost.ledger.timeline import MICRO
 

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from ebbflow.cost.errors import PlanError, ReportError
-from ebbflow.cost.ledger.bills import NodeBill
 from ebbflow.cost.ledger.generations import find_final_outcome
 from ebbflow.cost.ledger.ledger import fold
 from ebbflow.cost.plan.plan import make_plan
@@ -237,19 +236,13 @@ def get_accumulated_cost(job: str | Sequence[Event], *, history: Iterable[SpotRe
     pools = _changes(history)
     prices = [replace(events[0], name=PRICES, data={"pools": pools})] if pools else []
     ledger = fold([*events, *prices], running=True)
-    priced = {str(bill.price.pool): bool(bill.price.curve.changes) for bill in ledger.nodes if _is_spot(bill)}
+    used = [bill.price for bill in ledger.nodes if bill.price.pool is not None and bill.price.pool.market == "spot"]
+    priced = {str(price.pool): bool(price.curve.changes) for price in used}
     if pools and not all(priced.values()):
         lacking = ", ".join(sorted(name for name, known in priced.items() if not known))
-        raise ReportError(f"the price history lacks {lacking}; it has {_names(pools)}")
+        known = ", ".join(sorted(f"{pool['instance_type']} in {pool['zone']}" for pool in pools))
+        raise ReportError(f"the price history lacks {lacking}; it has {known}")
     return ledger.total_usd
-
-
-def _is_spot(bill: NodeBill) -> bool:
-    return bill.price.pool is not None and bill.price.pool.market == "spot"
-
-
-def _names(pools: Sequence[dict[str, Any]]) -> str:
-    return ", ".join(sorted(f"{pool['instance_type']} in {pool['zone']}" for pool in pools))
 
 
 def _changes(history: Iterable[SpotRecord]) -> list[dict[str, Any]]:

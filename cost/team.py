@@ -135,11 +135,7 @@ def order_by_value(waiting: Iterable[JobMoney]) -> list[JobMoney]:
 
 
 def admit(
-    team: Team,
-    now_utc: float,
-    jobs: Sequence[JobMoney],
-    running: Sequence[JobMoney],
-    waiting: Iterable[JobMoney],
+    team: Team, now_utc: float, jobs: Sequence[JobMoney], running: Sequence[JobMoney], waiting: Iterable[JobMoney]
 ) -> list[Admission]:
     """Decide for each waiting job, in the order of `order_by_value`, whether it may start now.
 

@@ -99,15 +99,13 @@ def with_placement(plan: Plan, placement: Placement) -> Plan:
 
     Raises KeyError if the pool is not among the plan's ranked pools.
     """
-    ours = next((one for one in plan.ranked if _is_of(one, placement)), None)
+    names = tuple(Pool.__dataclass_fields__)
+    wanted = [getattr(placement, name) for name in names]
+    ours = next((one for one in plan.ranked if [getattr(one, name) for name in names] == wanted), None)
     if ours is None:
         raise KeyError(f"{placement} is not among the {len(plan.ranked)} pools of the plan")
     others = tuple(one for one in plan.ranked if one is not ours)
     return replace(plan, ranked=(ours, *others), reserve_usd=ours.gang_usd_per_hour * plan.reserve_seconds / 3600)
-
-
-def _is_of(one: Candidate, placement: Placement) -> bool:
-    return all(getattr(one, name) == getattr(placement, name) for name in Pool.__dataclass_fields__)
 
 
 @dataclass(frozen=True, kw_only=True)

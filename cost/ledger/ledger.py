@@ -19,13 +19,7 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 
 from ebbflow.cost.amounts import apportion, round_amount
-from ebbflow.cost.ledger.bills import (
-    NodeBill,
-    UnreportedBill,
-    compute_bills,
-    compute_rank_charges,
-    merge_batch_status,
-)
+from ebbflow.cost.ledger.bills import NodeBill, UnreportedBill, compute_bills, compute_rank_charges, merge_batch_status
 from ebbflow.cost.ledger.generations import RecordedGeneration, read_generations
 from ebbflow.cost.ledger.pricing import UNPRICED
 from ebbflow.cost.ledger.timeline import MICRO, compute_rank_times

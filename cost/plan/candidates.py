@@ -332,11 +332,7 @@ def _does_not_fit(config: RunConfig, shape: ModelShape, pool: Pool, kind: Instan
     fit = memory_fit(config, pool.ranks, shape, ranks_per_node=pool.processes_per_node)
     if fit.total <= kind.gpu_memory_bytes:
         host = why_host_too_small(
-            config,
-            shape,
-            nodes=pool.nodes,
-            ranks_per_node=pool.processes_per_node,
-            ram_bytes=int(kind.ram_gib * 2**30),
+            config, shape, nodes=pool.nodes, ranks_per_node=pool.processes_per_node, ram_bytes=int(kind.ram_gib * 2**30)
         )
         return None if host is None else ("does not fit", *host)
     reason = f"needs {fit.render()}; {kind.gpu.name} has {gib_text(kind.gpu_memory_bytes)}"

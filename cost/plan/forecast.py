@@ -116,11 +116,7 @@ class ForecastQuantiles:
 
 
 def forecast_quantiles(
-    case: ForecastInputs,
-    *,
-    gang_usd_per_hour: float,
-    other_usd: float,
-    hours_left: float | None,
+    case: ForecastInputs, *, gang_usd_per_hour: float, other_usd: float, hours_left: float | None
 ) -> ForecastQuantiles:
     """Simulate the remaining work of a job in one pool, and return the quantiles of its hours and dollars.
 

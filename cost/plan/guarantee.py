@@ -140,12 +140,7 @@ def guaranteed_hours(config: RunConfig, pools: Sequence[Candidate], chosen: Cand
 
 
 def refuse_unguaranteed(
-    config: RunConfig,
-    ranked: Sequence[Candidate],
-    rejected: Sequence[Rejection],
-    *,
-    hours_left: float,
-    usd_left: float,
+    config: RunConfig, ranked: Sequence[Candidate], rejected: Sequence[Rejection], *, hours_left: float, usd_left: float
 ) -> dict[str, Any] | None:
     """Return why a new job must not start, as the fields of a `PlanRefusal`; None if it may start.
 

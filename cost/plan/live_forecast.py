@@ -19,14 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from ebbflow.cost.plan.forecast import DRAWS, PRIOR_WEIGHT
-from ebbflow.cost.plan.guarantee import (
-    DECIDE_HOURS,
-    busy_hours,
-    delay_hours,
-    spare_hours,
-    spare_usd,
-    start_hours,
-)
+from ebbflow.cost.plan.guarantee import DECIDE_HOURS, busy_hours, delay_hours, spare_hours, spare_usd, start_hours
 from ebbflow.cost.plan.pools import Candidate
 from ebbflow.infra.config.schema import RunConfig
 

@@ -158,10 +158,6 @@ class Plan:
             step_seconds=self.chosen.step_seconds,
         )
 
-    def as_simulated(self) -> Plan:
-        """Return a copy of the plan for a run on this machine, priced as if it ran in the chosen pool."""
-        return replace(self, simulated=True)
-
     def brief(self) -> Plan:
         """Return a copy that is small enough to record as an event.
 

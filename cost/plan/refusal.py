@@ -242,10 +242,7 @@ class PlanRefusal:
 
 
 def find_refusal(
-    config: RunConfig,
-    sources: PlanInputs,
-    ranked: list[Candidate],
-    rejected: tuple[Rejection, ...],
+    config: RunConfig, sources: PlanInputs, ranked: list[Candidate], rejected: tuple[Rejection, ...]
 ) -> PlanRefusal | None:
     """Return the reason why the job must not start in the best pool, `ranked[0]`; None if it may start."""
     if ranked:

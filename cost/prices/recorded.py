@@ -289,17 +289,14 @@ def read_recording(path: Path) -> Recording:
 def write_recording(path: Path, recording: Recording) -> None:
     """Write a price file that `read_recording` can read, oldest record first; gzipped if the name ends with .gz."""
     assert recording.recorded_at is not None
+    ordered = sorted(recording.records, key=lambda one: (one.at, one.region, one.instance_type, one.zone))
     data = {
         "RecordedAt": datetime.fromtimestamp(recording.recorded_at, UTC).strftime(_ISO_SECONDS),
         "AvailabilityZones": {region: dict(sorted(ids.items())) for region, ids in sorted(recording.zone_ids.items())},
-        "SpotPriceHistory": [_to_json(record) for record in _in_order(recording.records)],
+        "SpotPriceHistory": [_to_json(one) for one in ordered],
     }
     content = (json.dumps(data, indent=1) + "\n").encode()
     path.write_bytes(gzip.compress(content, mtime=0) if path.suffix == ".gz" else content)
-
-
-def _in_order(records: Iterable[SpotRecord]) -> list[SpotRecord]:
-    return sorted(records, key=lambda record: (record.at, record.region, record.instance_type, record.zone))
 
 
 def _to_json(record: SpotRecord) -> dict[str, str]:

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -102,7 +103,7 @@ def test_terms_carry_limits_reserve_and_hazard():
     assert (terms.budget_usd, terms.spent_usd, terms.deadline_utc) == (500.0, 1.25, NOW + 72 * 3600)
     assert terms.reserve_usd == pytest.approx(one.chosen.gang_usd_per_hour / 60)
     assert terms.hazard_per_hour == one.chosen.hazard_per_hour > 0
-    assert (terms.price_kind, one.as_simulated().terms().price_kind) == ("recorded", "simulated")
+    assert (terms.price_kind, replace(one, simulated=True).terms().price_kind) == ("recorded", "simulated")
     assert plan(cluster={"plan_for": "local"}).simulated
 
 
@@ -211,7 +212,11 @@ def test_nothing_that_fits_is_refused_with_the_nearest_miss_and_a_hint_that_help
 
 
 def test_json_is_plain_and_complete():
-    for one in (plan(), plan(cost={"budget_usd": 1e-6}), plan(cluster={"instance_types": ["q9"]}).as_simulated()):
+    for one in (
+        plan(),
+        plan(cost={"budget_usd": 1e-6}),
+        replace(plan(cluster={"instance_types": ["q9"]}), simulated=True),
+    ):
         text = json.dumps(one.to_json(), allow_nan=False)
         assert Plan.from_json(json.loads(text)) == one
     data = plan().to_json()

@@ -248,7 +248,7 @@ def test_a_measured_speed_is_scaled_to_other_gangs_and_is_of_one_configuration_o
 
 def test_a_local_run_teaches_nothing_of_any_pool_and_a_users_stop_is_no_reclaim(tmp_path: Path):
     store = Store.open(str(tmp_path))
-    assert save_job_record(store, job(plan().as_simulated(), steps=40, speed=0.5, reclaimed=True)) is None
+    assert save_job_record(store, job(replace(plan(), simulated=True), steps=40, speed=0.5, reclaimed=True)) is None
     planned = job(plan(), steps=40, speed=0.5, reclaimed=False)[0]
     gang = GangLog(1, 10.0, [[0]])
     gang.steps(1, 40, useful_step=0.5)

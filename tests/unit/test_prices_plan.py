@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from datetime import UTC, datetime
 from decimal import Decimal
 from pathlib import Path
@@ -132,7 +133,7 @@ def test_the_price_reaches_terms_bill_and_report_as_quoted_with_kind_and_age():
     trust = " ".join(explain_figures(report))
     assert "recorded in synthetic.json (us-east-1, us-east-2, us-west-2 2026-09-21 08:00 UTC, 6.2 h old)" in trust
     assert "dollars: recorded 2026-09-21 08:00 UTC, 6.2 h old, $0.298800/h per node; exact" in trust
-    local = build_report([event(PLAN, 0.0, **plan.as_simulated().to_json()), *gang.events])
+    local = build_report([event(PLAN, 0.0, **replace(plan, simulated=True).to_json()), *gang.events])
     assert format_key_figures(local)["prices"] == "simulated: priced as if on 2 × g5.xlarge spot in use2-az1"
     trust = " ".join(explain_figures(local))
     assert "in use2-az1, $0.298800/h per node (recorded 2026-09-21 08:00 UTC, 6.2 h old); exact at that price" in trust

@@ -76,6 +76,8 @@ def test_a_clean_job_agrees_and_its_gap_is_boot_time(tmp_path: Path, second_gene
     events, instances = two_instances()
     found = reconciled(events, instances, tmp_path, second_generation=second_generation)
     assert found.agrees and found.findings == ()
+    short = [{**row, "lineItem/UsageAmount": "1e-300"} for instance in instances for row in rows_of(instance)]
+    assert not reconcile(events, read_bill(write_report(tmp_path / "short.csv", short))).agrees
     assert found.billed_usd == total_usd(row for instance in instances for row in rows_of(instance))
     assert sum(part.usd for part in found.parts) == pytest.approx(found.gap_usd, abs=Decimal("1e-12"))
     boot = sum(part.usd for part in found.parts if part.cause == "boot time")
@@ -343,7 +345,9 @@ def test_allocations_of_a_cluster_are_compared_by_attempt(tmp_path: Path) -> Non
     windows[1]["js-1-worker-0-0-b"]["minutes"] = 90.0
     path.write_text(json.dumps({"code": 200, "data": windows}))
     assert not compare_allocations(events, read_allocations(path))[0].agrees
-    for content in ("{}", "no", '{"data": [{"a": {}}]}', '{"data": [{"a": {"minutes": "x", "totalCost": 1}}]}'):
+    pod = '{"data": [{"allocation": {"minutes": MINUTES, "totalCost": 1}}]}'
+    wrong = [pod.replace("MINUTES", minutes) for minutes in ('"x"', "-5", "1e400")]
+    for content in ("{}", "no", '{"data": [{"a": {}}]}', *wrong):
         path.write_text(content)
         with pytest.raises(BillError, match="allocation"):
             read_allocations(path)
