@@ -1,8 +1,8 @@
 """What a cluster does to a gang of two Spot nodes, one scenario per run, on the local cluster.
 
 Quiet; a pod evicted; a node lost; no capacity; no API server for a minute; a launcher that is killed. Where training
-ends, its weights equal those of two ranks on this machine. `EBBFLOW_SOAK_MINUTES` sets the length of the last proof,
-which loses a node per minute (default: 20).
+ends, its weights equal those of two ranks on this machine. The last proof loses a node per minute; `SOAK_MINUTES`
+(default: 20) sets its length and `SOAK_NODES` (default: 2) its nodes.
 """
 
 from __future__ import annotations
@@ -55,9 +55,10 @@ def start(tmp_path: Path, swift: Swift, image: dict[str, str]) -> Iterator[Start
         yield begin
 
 
-def two_pods(runner: KubernetesRunner) -> list[dict[str, Any]]:
+def await_pods(runner: KubernetesRunner, count: int = 2) -> list[dict[str, Any]]:
+    """Wait for the first commit, and return the training pods, node 0's first."""
     runner.await_commit()
-    return wait_until("two pods", lambda: len(found := runner.cluster.training_pods()) == 2 and found)
+    return wait_until("the pods", lambda: len(found := runner.cluster.training_pods()) == count and found)
 
 
 def finished(runner: KubernetesRunner, timeout: float = 600) -> FlowRun:
@@ -87,7 +88,7 @@ def test_quiet_with_every_step_in_the_cluster(start: Start, quiet: dict[str, Any
 
 def test_an_evicted_pod_redoes_no_step(start: Start, quiet: dict[str, Any]) -> None:
     runner = start()
-    runner.cluster.ask("evict", {"pod": two_pods(runner)[-1]["metadata"]["name"]})
+    runner.cluster.ask("evict", {"pod": await_pods(runner)[-1]["metadata"]["name"]})
     run = finished(runner)
     assert run.exit_code == 0, run.output
     assert run.report["redone_steps"] == 0
@@ -96,7 +97,7 @@ def test_an_evicted_pod_redoes_no_step(start: Start, quiet: dict[str, Any]) -> N
 
 def test_a_node_with_a_notice_redoes_no_step(start: Start, quiet: dict[str, Any]) -> None:
     runner = start()
-    runner.cluster.ask("notice", {"node": two_pods(runner)[-1]["spec"]["nodeName"]})
+    runner.cluster.ask("notice", {"node": await_pods(runner)[-1]["spec"]["nodeName"]})
     run = finished(runner)
     assert run.exit_code == 0, run.output
     assert run.report["redone_steps"] == 0
@@ -105,7 +106,7 @@ def test_a_node_with_a_notice_redoes_no_step(start: Start, quiet: dict[str, Any]
 
 def test_the_loss_of_node_0_ends_bit_equal(start: Start, quiet: dict[str, Any]) -> None:
     runner = start()
-    runner.cluster.ask("lose", {"node": two_pods(runner)[0]["spec"]["nodeName"]})
+    runner.cluster.ask("lose", {"node": await_pods(runner)[0]["spec"]["nodeName"]})
     run = finished(runner)
     assert run.exit_code == 0, run.output
     assert run.report["weights_sha256"] == quiet["weights_sha256"]
@@ -113,7 +114,7 @@ def test_the_loss_of_node_0_ends_bit_equal(start: Start, quiet: dict[str, Any]) 
 
 def test_a_lost_worker_is_replaced_within_the_attempt(start: Start, quiet: dict[str, Any]) -> None:
     runner = start(kubernetes__node_replacements=1, cluster__expected_start_seconds=60)
-    control, worker = two_pods(runner)
+    control, worker = await_pods(runner)
     runner.cluster.ask("lose", {"node": worker["spec"]["nodeName"]})
     run = finished(runner)
     assert run.exit_code == 0, run.output
@@ -125,7 +126,7 @@ def test_a_lost_worker_is_replaced_within_the_attempt(start: Start, quiet: dict[
 
 def test_a_gang_that_went_on_with_one_node_grows_back(start: Start) -> None:
     runner = start(pace=0.5, kubernetes__node_replacements=1, cluster__min_nodes=1, training__max_steps=160)
-    runner.cluster.ask("lose", {"node": two_pods(runner)[1]["spec"]["nodeName"]})
+    runner.cluster.ask("lose", {"node": await_pods(runner)[1]["spec"]["nodeName"]})
     run = finished(runner)
     assert run.exit_code == 0, run.output
     events = runner.events()
@@ -149,7 +150,7 @@ def test_an_image_that_cannot_be_pulled_ends_the_job(start: Start) -> None:
 
 def test_training_goes_on_without_the_api_server(start: Start, quiet: dict[str, Any]) -> None:
     runner = start(pace=1.0)
-    two_pods(runner)
+    await_pods(runner)
     runner.cluster.change(down=True)
     time.sleep(60)
     runner.cluster.change(down=False)
@@ -173,7 +174,7 @@ def test_a_queue_admits_the_gang_and_the_wait_is_not_paid(start: Start) -> None:
 
 def test_a_killed_launcher_leaves_nothing_and_the_next_one_goes_on(start: Start, quiet: dict[str, Any]) -> None:
     runner = start()
-    two_pods(runner)
+    await_pods(runner)
     runner.process.send_signal(signal.SIGKILL)  # type: ignore[attr-defined]
     wait_until("the cluster is empty", lambda: not alive(runner), timeout=120)
     wait_until("no process is left", lambda: not processes_with("kubernetes step"), timeout=120)
@@ -204,22 +205,26 @@ def test_a_launcher_that_is_asked_to_leave_deletes_its_pods_and_waits_for_their_
 
 def test_a_node_lost_per_minute(start: Start, image: dict[str, str], tmp_path: Path) -> None:
     """The longest proof: each lost worker is replaced within the attempt. Prints its goodput."""
-    minutes = float(os.environ.get("EBBFLOW_SOAK_MINUTES") or 20)
+    minutes, nodes = float(os.environ.get("SOAK_MINUTES") or 20), int(os.environ.get("SOAK_NODES") or 2)
     settings = {"training__max_steps": round(minutes * 60 / 0.5), "checkpoint__interval_steps": 10}
-    runner = start(pace=0.5, kubernetes__node_replacements=100, cluster__expected_start_seconds=60, **settings)
-    two_pods(runner)
+    pools = [{"name": "spot", "size": 2 * nodes}, {"name": "on-demand", "market": "on-demand", "size": 2 * nodes}]
+    replaced = {"kubernetes__node_replacements": 100, "cluster__expected_start_seconds": 60}
+    runner = start(pace=0.5, changes={"pools": pools}, cluster__nodes=nodes, **replaced, **settings)
+    await_pods(runner, nodes)
     began, lost = time.monotonic(), 0
     while time.monotonic() < began + minutes * 60 and runner.process.poll() is None:  # type: ignore[attr-defined]
         time.sleep(60)
-        if len(pods := runner.cluster.training_pods()) == 2:
-            runner.cluster.ask("lose", {"node": pods[-1]["spec"]["nodeName"]})
+        if len(pods := runner.cluster.training_pods()) == nodes:
+            runner.cluster.ask("lose", {"node": pods[1 + lost % (nodes - 1)]["spec"]["nodeName"]})
             lost += 1
     run = finished(runner, 3 * minutes * 60)
     assert run.exit_code == 0, run.output
+    assert [event["name"] for event in runner.events()].count("placed") == 1, "one attempt"
     report, seconds = run.report, pod_seconds(runner)
-    alone = train_alone(FlowRunner(tmp_path / "alone", environment=image), **settings, **paced_settings(0.0), ranks=2)
+    quiet = FlowRunner(tmp_path / "alone", environment=image)
+    alone = train_alone(quiet, **settings, **paced_settings(0.0), ranks=nodes)
     useful = sum(line["rank_seconds"] for line in report["ledger"] if line["class"] == "useful_step")
     paid = report["paid_rank_seconds"]
-    print(f"{lost} nodes lost, goodput {useful / paid:.3f}, {report['redone_steps']} redone steps")
+    print(f"{nodes} nodes, {lost} lost, goodput {useful / paid:.3f}, {report['redone_steps']} redone steps")
     print(f"{seconds:.1f} s of pods, {paid:.1f} rank-seconds in the ledger")
     assert report["weights_sha256"] == alone["weights_sha256"]
