@@ -45,10 +45,8 @@ def node_selector(placement: Mapping[str, Any], nodes: str = "karpenter") -> dic
     configuration.
     """
     label, (spot, on_demand) = _MARKET_LABELS[nodes]
-    chosen = {
-        label: spot if placement["market"] == "spot" else on_demand,
-        INSTANCE_TYPE: placement["instance_type"],
-    }
+    market = spot if placement["market"] == "spot" else on_demand
+    chosen = {label: market, INSTANCE_TYPE: placement["instance_type"]}
     if zone := placement.get("zone"):
         chosen[ZONE_ID if _ZONE_ID.fullmatch(zone) else ZONE] = zone
     return chosen
@@ -61,10 +59,7 @@ def tolerations(placement: Mapping[str, Any]) -> list[dict[str, str]]:
 
 
 def pod_annotations(metrics_port: int | None) -> dict[str, str]:
-    """Return pod annotations that keep Karpenter from removing the node.
-
-    If `metrics_port` is given, further annotations let Prometheus find the metrics.
-    """
+    """Return pod annotations that keep Karpenter from removing the node and, with a port, let Prometheus find it."""
     found = {"karpenter.sh/do-not-disrupt": "true"}
     if metrics_port is not None:
         metrics = {"scrape": "true", "port": str(metrics_port), "path": "/metrics"}
@@ -91,12 +86,8 @@ def pod_markets() -> dict[str, QueueState]:
     They accept every instance type and number of nodes, because Karpenter creates the machines that a pod needs.
     """
     markets: dict[str, Market] = {"spot": "spot", "on-demand": "on_demand"}
-    return {
-        name: QueueState(
-            name=name, arn="", market=market, instance_types=(), multi_node=True, usable=True, problem=""
-        )
-        for name, market in markets.items()
-    }  # fmt: skip
+    common: dict[str, Any] = {"arn": "", "instance_types": (), "multi_node": True, "usable": True, "problem": ""}
+    return {name: QueueState(name=name, market=market, **common) for name, market in markets.items()}
 
 
 def with_nodes(config: RunConfig, nodes: int) -> RunConfig:
@@ -136,11 +127,8 @@ def exit_when_asked() -> None:
     Metaflow's `atexit` handler, which deletes the pods, runs only after `sys.exit`. Later signals are ignored, because
     interrupting that handler would leave pods behind. The launcher waits 60 s for this process.
     """
-    numbers = [
-        number
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-        if number == signal.SIGTERM or signal.getsignal(number) is not signal.SIG_IGN
-    ]
+    optional = [one for one in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(one) is not signal.SIG_IGN]
+    numbers = [signal.SIGTERM, *optional]
 
     def leave(number: int, frame: object) -> None:
         for each in numbers:
@@ -154,10 +142,9 @@ def exit_when_asked() -> None:
 def set_grace_period() -> None:
     """Give pods time for a last checkpoint between SIGTERM and SIGKILL, and pass SIGTERM on to their tasks.
 
-    Call this in the submitting process. Metaflow sets the grace period to 0, and its shell, which is process 1 of the
-    container, passes no signal on. This function changes the grace period and the command by patching V1PodSpec, the
-    class of the Kubernetes client from which every pod is made. It also removes privileges from the pod that training
-    does not need.
+    Call this in the submitting process. It patches V1PodSpec, from which the Kubernetes client makes every pod, because
+    Metaflow sets the grace period to 0, and its shell, process 1 of the container, passes no signal on. It also removes
+    privileges that training does not need.
     """
     from kubernetes.client import V1PodSpec
 
@@ -175,10 +162,7 @@ def set_grace_period() -> None:
 
 
 def _security_context(container: Any) -> Any:
-    """Return the least privileges with which a training container works.
-
-    With EFA, these include pinning memory. The user is that of the image.
-    """
+    """Return the least privileges with which a training container works; EFA needs pinned memory."""
     from kubernetes.client import V1Capabilities, V1SeccompProfile, V1SecurityContext
 
     pins = EFA in ((container.resources and container.resources.limits) or {})

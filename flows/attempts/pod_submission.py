@@ -49,9 +49,7 @@ _PATIENCE_SECONDS = 60.0  # for a node to be made, before a message says why a p
 class PodSubmission:
     """Submission of the only Job or JobSet that this process creates.
 
-    Args:
-        asked: The scheduler's settings for this attempt, from the environment variable SUBMIT_VARIABLE; {} for a step
-            that does not train.
+    asked: The scheduler's settings for this attempt, from SUBMIT_VARIABLE; {} for a step that does not train.
     """
 
     def __init__(self, asked: dict[str, Any]) -> None:
@@ -214,10 +212,9 @@ class PodSubmission:
         """Watch the pods until they have ended. If they do not start in time, delete the Job or JobSet."""
         watch, cluster = self._watch, open_cluster()
         assert watch is not None
+        runnable = self._asked.get("runnable_seconds") or os.environ.get(RUNNABLE_VARIABLE)
         limits = StartLimits(
-            runnable_seconds=float(
-                self._asked.get("runnable_seconds") or os.environ.get(RUNNABLE_VARIABLE) or math.inf
-            ),
+            runnable_seconds=float(runnable or math.inf),
             starting_seconds=float(self._asked.get("image_seconds") or _IMAGE_SECONDS),
             start_by_utc=self._asked.get("start_by_utc"),
         )
@@ -254,9 +251,8 @@ class PodSubmission:
     def _evict_announced(self, cluster: Cluster) -> None:
         """Evict pods whose node will soon be taken away, according to its taints, so that they save and exit in time.
 
-        This is necessary because Karpenter evicts protected pods only at the end of its grace period, and some
-        interruption handlers only taint the node. Without permission to read nodes or to evict pods, a pod learns of
-        the end from SIGTERM or the instance's metadata.
+        Karpenter evicts protected pods only at the end of its grace period, and some interruption handlers only taint
+        the node. Without the rights to do this, a pod learns of the end from SIGTERM or the instance's metadata.
         """
         assert self._watch is not None
         try:
@@ -297,11 +293,7 @@ class PodSubmission:
                 if not watch.ended or watch.gone:  # Metaflow may have deleted it already
                     self._ended_by = self._ended_by or "terminated"
                     self._why = self._why or "the launcher was asked to leave"
-                    cluster.delete(watch.job_id)
-                limit = began + (_NOTICED_SECONDS if watch.failed else _LEAVE_SECONDS)
-                while any(one.ended is None for one in watch.pods.values()) and time.monotonic() < limit:
-                    time.sleep(0.3)
-                    watch.look(cluster, time.time())
+                watch.end(cluster, began + (_NOTICED_SECONDS if watch.failed else _LEAVE_SECONDS))
             except CloudError as error:
                 _say(f"the end of {watch.job_id} is unknown: {error}")
                 if not watch.ended:

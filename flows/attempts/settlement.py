@@ -10,7 +10,6 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from ebbflow.cost.capacity import Placement, batch_attempt_data
@@ -45,14 +44,11 @@ def settle_attempts(
     deadline_seconds: float = 20.0,
     say: Callable[[str], None] = _say,
 ) -> list[Event]:
-    """Record the end of every Batch job of this training job, and terminate Batch jobs that still run.
+    """Record the end of every Batch job of this training job, terminate those that run, and return the new events.
 
     Each end becomes a `batch_attempt` event. If Batch has no end time or reason yet, the event is incomplete, and a
     later call adds a complete event. Call this only while no attempt should run. A Batch job that still runs was then
     left behind by its submitter, and would cost money while the next attempt runs.
-
-    Returns:
-        The new events, in the order of the Batch jobs.
 
     Raises:
         CloudError: Batch does not answer.
@@ -80,9 +76,10 @@ def settle_attempts(
             with contextlib.suppress(CloudRefused):  # the job ended meanwhile; the next call records it
                 why = f"run {job.run} goes on with job {job.name}"
                 words = NEVER_STARTED if attempt.started_utc is None else TERMINATED
-                if isinstance(there, kubernetes.Cluster):
-                    there.delete(job_id)
-                    settled.append(log.emit(BATCH_ATTEMPT, **_ended_attempt(attempt, find_placement(event, events))))
+                if isinstance(there, kubernetes.Cluster):  # it keeps no record of pods that it deleted
+                    ended = kubernetes.end_attempt(job_id, there, deadline_seconds)
+                    data = batch_attempt_data(ended, find_placement(event, events))
+                    settled.append(log.emit(BATCH_ATTEMPT, **data))
                 else:
                     cancel_job(job_id, why, there, words=words, deadline_seconds=deadline_seconds)
                 say(f"{_describe_left_behind(attempt, event)} was left behind: terminated, since {why}")
@@ -180,13 +177,6 @@ def _submitted_jobs(events: Sequence[Event]) -> dict[str, Event]:
     return found
 
 
-def _ended_attempt(attempt: BatchAttempt, placement: Placement | None) -> dict[str, Any]:
-    """Return a record of an attempt whose pods are being deleted, since Kubernetes keeps no record of such pods."""
-    times = tuple((start, start and (stop or time.time())) for start, stop in attempt.node_times)
-    ended = replace(attempt, status="FAILED", cause="terminated", stopped_utc=time.time(), node_times=times)
-    return batch_attempt_data(ended, placement)
-
-
 def _describe_left_behind(attempt: BatchAttempt, submitted: Event) -> str:
     return f"job {attempt.job_id} of run {submitted.run} ({attempt.status} in {attempt.queue})"
 
@@ -268,7 +258,8 @@ def end_leftovers(job: Job, say: Callable[[str], None]) -> None:
         client = _client(job, unsettled_jobs(events))
         with job.events("leftovers") as log:
             while True:
-                events += settle_attempts(job, events, client, log)
+                seconds = max(limit - time.monotonic(), _LOOK_ALL_SECONDS)
+                events += settle_attempts(job, events, client, log, deadline_seconds=seconds)
                 known = _describe_all(unsettled_jobs(events), events, client, _LOOK_ALL_SECONDS)
                 left = [job_id for job_id, attempt in known.items() if not attempt.finished]
                 if not left or time.monotonic() > limit:

@@ -97,9 +97,8 @@ def check_nodes(context: PreflightContext, cluster: Cluster) -> CheckFinding:
         return skipped("this account may not list nodes; infra/kubernetes/rbac.yaml has the ClusterRole")
     types = context.config.cluster.instance_types
     label = "node.kubernetes.io/instance-type"
-    found = [
-        one for one in nodes if any((one["metadata"].get("labels") or {}).get(label, "").startswith(t) for t in types)
-    ]
+    kinds = [(one["metadata"].get("labels") or {}).get(label, "") for one in nodes]
+    found = [one for one, kind in zip(nodes, kinds, strict=True) if kind.startswith(tuple(types))]
     wanted = [] if context.config.cluster.device == "cpu" else ["nvidia.com/gpu"]
     wanted += ["vpc.amazonaws.com/efa"] if context.config.batch.efa_interfaces else []
     for resource in wanted:

@@ -6,6 +6,7 @@ ebbflow/jobsets/js-1a2b3c; AWS Batch's ids contain no slash. The `kubernetes` pa
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -52,6 +53,7 @@ class PodState:
     created: float | None
     started: float | None = None  # when its container started
     ended: float | None = None
+    ended_by_cluster: bool = False  # `ended` is the container's own; otherwise it is when its end was noticed
     exit_code: int | None = None
     waiting: str = ""  # why it does not run yet
     no_image: bool = False
@@ -67,8 +69,7 @@ class Cluster:
     def __init__(self, api_client: Any, seconds: float = _SECONDS) -> None:
         from kubernetes import client
 
-        self._core, self._batch = client.CoreV1Api(api_client), client.BatchV1Api(api_client)
-        self._custom = client.CustomObjectsApi(api_client)
+        self._core, self._custom = client.CoreV1Api(api_client), client.CustomObjectsApi(api_client)
         self._access = client.AuthorizationV1Api(api_client)
         self._seconds = seconds
         self._labels: dict[str, dict[str, str]] = {}  # by node; {} if they may not be read
@@ -93,10 +94,11 @@ class Cluster:
 
         try:
             answer = call(*args, **options, _preload_content=False, _request_timeout=self._seconds)
-            body = json.loads(answer.data or b"{}")
             if answer.status >= 400:
-                raise _api_error(what, answer.status, body)
-            return body
+                raise _api_error(what, answer.status, _json(answer.data))
+            if options.get("watch"):
+                return {"items": [json.loads(line) for line in answer.data.splitlines()]}
+            return json.loads(answer.data or b"{}")
         except ApiException as error:
             raise _api_error(what, error.status or 0, _json(error.body)) from None
         except (HTTPError, OSError, ValueError) as error:
@@ -104,37 +106,37 @@ class Cluster:
 
     def owner(self, job_id: str) -> dict[str, Any] | None:
         """Return the Job or JobSet of an attempt, or None if it no longer exists. Raises CloudError."""
-        space, kind, name = job_id.split("/")
+        _, kind, name = job_id.split("/")
         try:
-            if kind == "jobs":
-                return self.ask(f"get {kind} {name}", self._batch.read_namespaced_job, name, space)
-            return self.ask(
-                f"get {kind} {name}",
-                self._custom.get_namespaced_custom_object,
-                JOBSET_GROUP, JOBSET_VERSION, space, kind, name,
-            )  # fmt: skip
+            return self.ask(f"get {kind} {name}", self._custom.get_namespaced_custom_object, *_path(job_id))
         except CloudRefused as error:
             if error.code == "404":
                 return None
             raise
 
-    def pods(self, job_id: str) -> list[PodState]:
-        """Return the attempt's pods that currently exist. Raises CloudError."""
+    def pods(self, job_id: str) -> tuple[list[PodState], str]:
+        """Return the attempt's pods that currently exist, and the version of this list. Raises CloudError."""
+        found = self._list_pods("list pods", job_id)
+        pods = [replace(one, labels=self._node_labels(one.machine)) for one in map(_pod_state, found["items"])]
+        return pods, (found.get("metadata") or {}).get("resourceVersion") or ""
+
+    def removed_pods(self, job_id: str, version: str) -> list[PodState]:
+        """Return the last states of the pods that were removed since a list of this version. Raises CloudError."""
+        since = {"resource_version": version, "watch": True, "timeout_seconds": 1}
+        found = self._list_pods("watch pods", job_id, **since)["items"]
+        return [_pod_state(one["object"]) for one in found if one["type"] == "DELETED"]
+
+    def _list_pods(self, what: str, job_id: str, **options: Any) -> dict[str, Any]:
         space, kind, name = job_id.split("/")
         label = "job-name" if kind == "jobs" else _JOBSET_LABEL
-        found = self.ask("list pods", self._core.list_namespaced_pod, space, label_selector=f"{label}={name}")
-        return [replace(one, labels=self._node_labels(one.machine)) for one in map(_pod_state, found["items"])]
+        return self.ask(what, self._core.list_namespaced_pod, space, label_selector=f"{label}={name}", **options)
 
     def delete(self, job_id: str) -> None:
         """Delete the Job or JobSet. Its pods get SIGTERM and run at most for their grace period. Raises CloudError."""
-        space, kind, name = job_id.split("/")
+        _, kind, name = job_id.split("/")
+        call = self._custom.delete_namespaced_custom_object
         try:
-            if kind == "jobs":
-                call, args = self._batch.delete_namespaced_job, (name, space)
-            else:
-                call = self._custom.delete_namespaced_custom_object
-                args = (JOBSET_GROUP, JOBSET_VERSION, space, kind, name)
-            self.ask(f"delete {kind} {name}", call, *args, propagation_policy="Foreground")
+            self.ask(f"delete {kind} {name}", call, *_path(job_id), propagation_policy="Foreground")
         except CloudRefused as error:
             if error.code != "404":
                 raise
@@ -156,11 +158,8 @@ class Cluster:
 
     def try_create(self, body: dict[str, Any]) -> None:
         """Let the API server check a JobSet without creating it. Raises CloudError."""
-        self.ask(
-            "create jobsets (dry run)",
-            self._custom.create_namespaced_custom_object,
-            JOBSET_GROUP, JOBSET_VERSION, namespace(), "jobsets", body, dry_run="All",
-        )  # fmt: skip
+        where = (JOBSET_GROUP, JOBSET_VERSION, namespace(), "jobsets")
+        self.ask("create jobsets (dry run)", self._custom.create_namespaced_custom_object, *where, body, dry_run="All")
 
     def queue_position(self, job_id: str, queue: str) -> int | None:
         """Return how many workloads are before this attempt in the Kueue queue, or None if this is unknown."""
@@ -237,6 +236,11 @@ def open_cluster(seconds: float = _SECONDS) -> Cluster:
     return Cluster(client.ApiClient(made), seconds)
 
 
+def _path(job_id: str) -> tuple[str, ...]:
+    space, kind, name = job_id.split("/")
+    return ("batch", "v1", space, kind, name) if kind == "jobs" else (JOBSET_GROUP, JOBSET_VERSION, space, kind, name)
+
+
 def _json(body: Any) -> dict[str, Any]:
     try:
         found = json.loads(body or b"{}")
@@ -277,6 +281,7 @@ def _pod_state(pod: Mapping[str, Any]) -> PodState:
         created=_unix(metadata.get("creationTimestamp")),
         started=_unix(ended.get("startedAt") or running.get("startedAt")),
         ended=_unix(ended.get("finishedAt")),
+        ended_by_cluster=bool(ended.get("finishedAt")),
         exit_code=ended.get("exitCode"),
         waiting=waiting,
         no_image=reason in _NO_IMAGE,
@@ -289,40 +294,56 @@ def _pod_state(pod: Mapping[str, Any]) -> PodState:
 class AttemptWatch:
     """Record of one attempt, built from repeated readings. It keeps pods that no longer exist. Not thread-safe."""
 
-    def __init__(self, job_id: str, nodes: int) -> None:
+    def __init__(self, job_id: str, nodes: int = 1) -> None:
         self.job_id, self.nodes = job_id, nodes
         self.pods: dict[str, PodState] = {}
         self.evicted: set[str] = set()  # by the caller; such a pod can be gone before a reading shows why
         self.succeeded = self.failed = self.suspended = self.gone = False
-        self.reason = ""
+        self.reason = self._version = ""
 
     def look(self, cluster: Cluster, now: float) -> None:
         """Read the attempt's current state and update this record. `now` is Unix time. Raises CloudError."""
-        pods = cluster.pods(self.job_id)  # read before the owner, whose deletion removes the pods
+        found, version = cluster.pods(self.job_id)  # read before the owner, whose deletion removes the pods
         owner = cluster.owner(self.job_id)
-        present = {one.name for one in pods}
-        for one in pods:
-            old = self.pods.get(one.name)
-            started, ended = one.started or (old and old.started), one.ended or (old and old.ended)
-            lost = one.lost or bool(old and old.lost)
-            self.pods[one.name] = replace(one, started=started, ended=ended or (now if lost else None), lost=lost)
-        self.gone = owner is None
+        present = {one.name for one in found}
+        if self._version and any(one.ended is None and name not in present for name, one in self.pods.items()):
+            with contextlib.suppress(CloudError):  # such as 410: the cluster no longer has these changes
+                found += [one for one in cluster.removed_pods(self.job_id, self._version) if one.name not in present]
+        self._version, self.gone = version, owner is None or "deletionTimestamp" in owner["metadata"]
         if owner is not None:
             self._read_owner(owner)
+        for one in found:
+            old = self.pods.get(one.name) or one
+            self.pods[one.name] = replace(
+                one, started=one.started or old.started, ended=one.ended or old.ended, labels=one.labels or old.labels,
+                ended_by_cluster=one.ended_by_cluster or old.ended_by_cluster,
+                lost=one.lost or old.lost or (one.leaving and not self.ended),  # deleted by a drain
+            )  # fmt: skip
         for name, one in self.pods.items():
-            if one.ended is None and (name not in present or self.ended):
-                # Deleted: by a drain, with its node, or with what ended. The pod of a lost node may stay for minutes.
-                lost = one.lost or not self.ended or (bool(one.machine) and cluster.has_lost(one.machine))
-                if lost or name not in present:
+            if one.ended is None:
+                # A container that is asked to end is paid for until it ends. A lost node's pod may stay for minutes.
+                node_lost = self.ended and bool(one.machine) and cluster.has_lost(one.machine)
+                if name not in present or one.phase == "Failed" or node_lost:
+                    lost = one.lost or node_lost or (name not in present and not self.ended)
                     self.pods[name] = replace(one, ended=now, lost=lost)
 
+    def end(self, cluster: Cluster, limit: float) -> None:
+        """Delete the attempt if it has not ended, and wait until its pods have ended, or `limit` (monotonic time)."""
+        if not self.ended or self.gone:
+            cluster.delete(self.job_id)
+        while any(one.ended is None for one in self.pods.values()) and time.monotonic() < limit:
+            time.sleep(0.3)
+            self.look(cluster, time.time())
+
     def _read_owner(self, owner: Mapping[str, Any]) -> None:
-        conditions = {one["type"]: one for one in (owner.get("status") or {}).get("conditions") or []}
+        spec, status = owner.get("spec") or {}, owner.get("status") or {}
+        conditions = {one["type"]: one for one in status.get("conditions") or []}
         self.succeeded = any(conditions.get(name, {}).get("status") == "True" for name in ("Completed", "Complete"))
         failed = conditions.get("Failed") or {}
         self.failed = failed.get("status") == "True"
         self.reason = str(failed.get("message") or "")
-        self.suspended = bool((owner.get("spec") or {}).get("suspend"))
+        self.suspended = bool(spec.get("suspend"))
+        self.nodes = sum(one.get("replicas", 1) for one in spec.get("replicatedJobs") or [{}])
 
     @property
     def ended(self) -> bool:
@@ -367,7 +388,7 @@ class AttemptWatch:
             return ended_by
         if self.evicted or any(one.lost for one in pods):
             return "reclaimed"
-        if any(one.late for one in pods):
+        if any(one.late for one in pods) or (self.gone and not self.failed):
             return "terminated"
         if any(one.exit_code for one in pods):
             # A gang fails as a whole long before the cluster notices the loss of a node.
@@ -404,8 +425,12 @@ class AttemptWatch:
         if not mine:
             return None, None
         # A lost pod has no end time. Its gang ends within seconds, long before the cluster notices the loss.
-        gang = max((one.ended for one in self.pods.values() if one.ended and not one.lost), default=now)
-        ends = [now if one.ended is None else min(one.ended, gang) if one.lost else one.ended for one in mine]
+        known = [one.ended for one in self.pods.values() if one.ended and one.ended_by_cluster]
+        ends = [
+            now if one.ended is None else one.ended if one.ended_by_cluster
+            else min(one.ended, max((end for end in known if end >= (one.started or end)), default=now))
+            for one in mine
+        ]  # fmt: skip
         start = min(one.started or now for one in mine)
         return start, start + sum(end - (one.started or end) for one, end in zip(mine, ends, strict=True))
 
@@ -435,9 +460,18 @@ def describe_attempts(job_ids: Sequence[str], cluster: Cluster, *, now: float) -
     """Return the attempts by id, without those that the cluster has deleted. Raises CloudError."""
     found = {}
     for job_id in job_ids:
-        watch = AttemptWatch(job_id, 1)
+        watch = AttemptWatch(job_id)
         watch.look(cluster, now)
-        if not watch.gone:
-            watch.nodes = 1 + max((one.node for one in watch.pods.values()), default=0)
-            found[job_id] = watch.attempt(now=now)
+        if watch.pods or not watch.gone:
+            attempt = watch.attempt(now=now)
+            found[job_id] = attempt if watch.over else replace(attempt, status="RUNNING", cause="unknown")
     return found
+
+
+def end_attempt(job_id: str, cluster: Cluster, seconds: float) -> BatchAttempt:
+    """End an attempt, wait up to `seconds` for the end of its pods, and return its description. Raises CloudError."""
+    watch = AttemptWatch(job_id)
+    watch.look(cluster, time.time())
+    ended_by: Cause | None = None if watch.ended and not watch.gone else "terminated"
+    watch.end(cluster, time.monotonic() + seconds)
+    return watch.attempt(now=time.time(), ended_by=ended_by)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import time
 from collections.abc import Iterator
@@ -10,8 +11,12 @@ from typing import Any
 
 import pytest
 
+from ebbflow.infra.kubernetes.cluster import AttemptWatch, Cluster, describe_attempts, end_attempt
+from tests.support.flow import wait_until
 from tests.support.kubernetes.attempt import Submitted
 from tests.support.kubernetes.fixture import LocalCluster, local_cluster
+
+kubernetes = pytest.importorskip("kubernetes")
 
 
 @pytest.fixture(scope="module")
@@ -97,3 +102,65 @@ def test_a_pod_whose_node_is_announced_to_go_is_evicted(three: dict[str, Any]) -
     assert output.splitlines()[-1] == "failed" and "taken away (karpenter.sh/disrupted)" in output, output
     ended, _ = pods_of(three, "tainted")
     assert ended["cause"] == "reclaimed"
+
+
+SAVING = "trap 'sleep 2; exit 1' TERM; sleep 60 & wait"
+
+
+def submit(cluster: Cluster, name: str, command: str = SAVING) -> str:
+    """Create a JobSet of a control and a worker, without Metaflow, and return its id."""
+    container = {"name": "main", "image": "ebbflow:local", "command": ["bash", "-c", command]}
+    toleration = {"key": "ebbflow/training", "operator": "Exists", "effect": "NoSchedule"}
+    pod = {"restartPolicy": "Never", "containers": [container], "tolerations": [toleration]}
+    pod |= {"nodeSelector": {"karpenter.sh/capacity-type": "spot"}, "terminationGracePeriodSeconds": 20}
+    job = {"spec": {"backoffLimit": 0, "parallelism": 1, "completions": 1, "template": {"spec": pod}}}
+    replicated = [{"name": each, "replicas": 1, "template": job} for each in ("control", "worker")]
+    body = {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": {"name": name}}
+    made = kubernetes.client.CustomObjectsApi(cluster._core.api_client).create_namespaced_custom_object
+    made("jobset.x-k8s.io", "v1alpha2", "ebbflow", "jobsets", {**body, "spec": {"replicatedJobs": replicated}})
+    return f"ebbflow/jobsets/{name}"
+
+
+def test_the_ends_that_a_launcher_sees_late_are_billed_to_the_second(
+    running: LocalCluster,
+) -> None:
+    """One reading before and one after: a drain, a deletion, a launcher that is gone, and a gang that fails."""
+    cluster = Cluster(kubernetes.config.new_client_from_config(str(running.kubeconfig())))
+    running.change(pools=[{"name": "spot", "size": 9}])
+    names = ("drained", "deleted", "left", "failed")
+    ids = {name: submit(cluster, name, "sleep 3; exit 1" if name == "failed" else SAVING) for name in names}
+    watches = {name: AttemptWatch(job_id) for name, job_id in ids.items()}
+
+    def look(name: str) -> AttemptWatch:
+        watches[name].look(cluster, time.time())
+        return watches[name]
+
+    def begun(name: str) -> bool:
+        return len([one for one in look(name).pods.values() if one.started]) == 2
+
+    for name in ("drained", "deleted", "left"):
+        wait_until("the pods", lambda name=name: begun(name), 30)
+    late = {name: copy.deepcopy(watches[name]) for name in ("drained", "deleted")}
+    running.ask("evict", {"pod": next(pod for pod in watches["drained"].pods if "worker" in pod)})
+    cluster.delete(ids["deleted"])
+    look("drained")
+    assert [one.lost for one in watches["drained"].pods.values() if one.ended is None].count(True) == 1, "it saves"
+    ends = {"left": end_attempt(ids["left"], cluster, 30)}  # by the next launcher
+    wait_until("all have ended", lambda: all(look(name).over for name in names), 30)
+    ends |= {name: watches[name].attempt(now=time.time() + 99) for name in names if name != "left"}
+    for name, watch in late.items():
+        watch.look(cluster, time.time() + 99)
+        ends[f"{name}, read after its pods' removal"] = watch.attempt(now=time.time() + 99)
+    assert {name.partition(",")[0]: one.cause for name, one in ends.items()} == {
+        "drained": "reclaimed", "deleted": "terminated", "left": "terminated", "failed": "user_code",
+    }  # fmt: skip
+    told = describe_attempts(list(ids.values()), cluster, now=time.time() + 99)
+    assert {name for name in names if ids[name] in told} == {"drained", "failed"}
+    assert told[ids["failed"]].node_times == ends["failed"].node_times and told[ids["drained"]].nodes == 2
+    past = running.past()["pods"]
+    for name, attempt in ends.items():
+        mine = sorted(
+            (one for one in past if one["pod"].startswith(f"{name.partition(',')[0]}-")), key=lambda one: one["pod"]
+        )
+        for (start, stop), one in zip(attempt.node_times, mine, strict=True):
+            assert start == pytest.approx(one["started"], abs=1) and stop == pytest.approx(one["ended"], abs=1), name
