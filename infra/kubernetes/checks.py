@@ -30,7 +30,8 @@ def _for_cluster(check: Callable[[PreflightContext, Cluster], CheckFinding]) -> 
         try:
             return check(context, open_cluster(_SECONDS))
         except CloudForbidden as error:
-            return failed(str(error), _RBAC)
+            login = "log in to the cluster again: the kubeconfig's credentials are missing, wrong or expired"
+            return failed(str(error), login if "(401)" in str(error) else _RBAC)
         except CloudUnavailable as error:
             return failed(f"the API server does not answer: {error}", "kubectl cluster-info; check KUBECONFIG and VPN")
         except CloudError as error:
@@ -42,12 +43,13 @@ def _for_cluster(check: Callable[[PreflightContext, Cluster], CheckFinding]) -> 
 
 @_for_cluster
 def check_create(context: PreflightContext, cluster: Cluster) -> CheckFinding:
-    """Check, with a dry run, that the API server accepts a JobSet similar to the job's JobSet.
+    """Check, with a dry run, that the API server accepts a JobSet (for one node, a Job) similar to the job's.
 
     This covers permissions, the namespace, its quota, and the installed JobSet definition.
     """
+    body = _example(context)
     try:
-        cluster.try_create(_example(context))
+        cluster.try_create(body)
     except CloudRefused as error:
         text = str(error)
         if "namespaces" in text:
@@ -61,7 +63,7 @@ def check_create(context: PreflightContext, cluster: Cluster) -> CheckFinding:
         if "exceeded quota" in text:
             return failed(text, "end other jobs, or raise the namespace's ResourceQuota")
         return failed(text, "the API server's message names the field")
-    return passed(f"a JobSet would be accepted in namespace {namespace()}")
+    return passed(f"a {body['kind']} would be accepted in namespace {namespace()}")
 
 
 @_for_cluster
@@ -120,17 +122,15 @@ CHECKS = [
 
 
 def _example(context: PreflightContext) -> dict:
-    """Return a minimal JobSet with a control job and a worker job, for a dry run."""
+    """Return a minimal Job or, unless the job has one node, JobSet with a control job and a worker job."""
     image = context.config.batch.image or os.environ.get("METAFLOW_KUBERNETES_CONTAINER_IMAGE") or "python"
     pod = {"restartPolicy": "Never", "containers": [{"name": "check", "image": image}]}
     job = {"spec": {"backoffLimit": 0, "template": {"spec": pod}}}
-    names = ("control", "worker")
-    return {
-        "apiVersion": f"{JOBSET_GROUP}/v1alpha2",
-        "kind": "JobSet",
-        "metadata": {"name": "ebbflow-check"},
-        "spec": {"replicatedJobs": [{"name": name, "replicas": 1, "template": job} for name in names]},
-    }
+    metadata = {"name": "ebbflow-check"}
+    if context.config.cluster.nodes == 1:
+        return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, **job}
+    spec = {"replicatedJobs": [{"name": name, "replicas": 1, "template": job} for name in ("control", "worker")]}
+    return {"apiVersion": f"{JOBSET_GROUP}/v1alpha2", "kind": "JobSet", "metadata": metadata, "spec": spec}
 
 
 def add_kubernetes_command(commands: argparse._SubParsersAction) -> None:

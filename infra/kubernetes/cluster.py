@@ -157,9 +157,10 @@ class Cluster:
         return bool(answer.get("status", {}).get("allowed"))
 
     def try_create(self, body: dict[str, Any]) -> None:
-        """Let the API server check a JobSet without creating it. Raises CloudError."""
-        where = (JOBSET_GROUP, JOBSET_VERSION, namespace(), "jobsets")
-        self.ask("create jobsets (dry run)", self._custom.create_namespaced_custom_object, *where, body, dry_run="All")
+        """Let the API server check a Job or JobSet without creating it. Raises CloudError."""
+        kind = f"{body['kind'].lower()}s"
+        where = (*body["apiVersion"].split("/"), namespace(), kind)
+        self.ask(f"create {kind} (dry run)", self._custom.create_namespaced_custom_object, *where, body, dry_run="All")
 
     def queue_position(self, job_id: str, queue: str) -> int | None:
         """Return how many workloads are before this attempt in the Kueue queue, or None if this is unknown."""
@@ -357,6 +358,8 @@ class AttemptWatch:
     @property
     def waiting(self) -> str:
         """Name of the first pod that waits and why it does not run yet, or "" if no pod waits."""
+        if not self.pods and not self.suspended:
+            return f"no pod was made, as by a quota of pods; kubectl -n {self.job_id.split('/')[0]} describe jobs"
         return next((f"{one.name}: {one.waiting}" for one in self.pods.values() if one.waiting), "")
 
     @property

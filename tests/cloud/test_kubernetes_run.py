@@ -1,6 +1,7 @@
-"""A gang of two Spot nodes on the local cluster: one node is lost without notice, and the next attempt ends bit-equal.
+"""A gang of two Spot nodes on the local cluster: a pod is evicted, a node is lost, and the last attempt ends bit-equal.
 
-Weights and losses equal those of two ranks on this machine; the bill is of the pods' own times.
+The eviction redoes no step. Weights and losses equal those of two ranks on this machine. The bill is of the pods' own
+times.
 """
 
 from __future__ import annotations
@@ -27,6 +28,10 @@ class Ran:
     run: FlowRun
 
 
+def generations(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [event for event in events if event["name"] == "generation_started"]
+
+
 @pytest.fixture(scope="module")
 def quiet(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("quiet")
@@ -44,7 +49,11 @@ def lost(tmp_path_factory: pytest.TempPathFactory, swift: Swift) -> Iterator[Ran
         runner.environment |= image
         process = runner.start("run", "--with", "cloud", *runner.options(**_SETTINGS, **paced_settings(0.3)))
         runner.await_commit()
-        pods = wait_until("two pods", lambda: len(found := running.training_pods()) == 2 and found)
+        worker = running.training_pods()[-1]["metadata"]["name"]
+        running.ask("evict", {"pod": worker})
+        wait_until("the second attempt", lambda: len(generations(runner.events())) == 2)
+        pods = running.training_pods()
+        assert worker not in [one["metadata"]["name"] for one in pods]
         running.ask("lose", {"node": pods[-1]["spec"]["nodeName"]})
         run = runner.finish(process, 400)
         if run.exit_code:
@@ -58,14 +67,24 @@ def test_a_gang_that_loses_a_node_ends_with_the_weights_of_a_quiet_run(lost: Ran
     assert lost.run.report["loss_curve"] == quiet["loss_curve"]
 
 
-def test_both_attempts_are_billed_by_the_pods_own_times(lost: Ran) -> None:
+def test_the_eviction_redoes_no_step(lost: Ran) -> None:
+    events = lost.runner.events()
+    steps = [event["step"] for event in events if event["name"] == "step" and event["generation"] == 1]
+    assert generations(events)[1]["data"]["parent_step"] == max(steps)
+
+
+def test_every_attempt_is_billed_by_its_pods_own_times(lost: Ran) -> None:
     past = [one for one in lost.runner.cluster.past()["pods"] if "replicatedjob-name" in str(one["labels"])]
-    assert len(past) == 4 and [one["exit_code"] for one in past].count(None) == 1
-    seconds = sum(one["ended"] - one["started"] for one in past)
-    # The API server's times are whole seconds, and the cluster notices the loss late.
-    assert lost.run.report["paid_rank_seconds"] == pytest.approx(seconds, abs=8)
+    assert len(past) == 6 and [one["exit_code"] for one in past].count(None) == 1
     ended = [event["data"] for event in lost.runner.events() if event["name"] == "batch_attempt"]
-    assert [one["cause"] for one in ended] == ["reclaimed", "ended"]
+    assert [one["cause"] for one in ended] == ["reclaimed", "reclaimed", "ended"]
+    for attempt in ended:
+        mine = sorted((one for one in past if one["pod"].startswith(attempt["job_name"])), key=lambda one: one["pod"])
+        for (start, stop), one in zip(attempt["node_times"], mine, strict=True):
+            late = 8 if one["exit_code"] is None else 1  # the cluster notices a loss late
+            assert start == pytest.approx(one["started"], abs=1) and stop == pytest.approx(one["ended"], abs=late)
+    seconds = sum(stop - start for one in ended for start, stop in one["node_times"])
+    assert lost.run.report["paid_rank_seconds"] == pytest.approx(seconds, abs=0.1)
     assert {one["market"] for one in ended} == {"spot"} and {one["instance_type"] for one in ended} == {"g5.xlarge"}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,11 +56,12 @@ def test_what_never_starts_is_deleted_and_the_last_attempt_says_so(running: Loca
 
 @pytest.fixture(scope="module")
 def three(running: LocalCluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Submitted, int, str]]:
-    """Three attempts at once, each of two nodes, by the name of what happens to them."""
+    """Four attempts at once, each of two nodes, by the name of what happens to them."""
     running.change(pools=[{"name": "spot", "size": 9}], faults=[{"path": "POST .*jobsets", "status": 429, "times": 1}])
-    asked: dict[str, dict[str, Any]] = {"outage": {}, "lost": {"node_replacements": 1}, "tainted": {}}
+    asked: dict[str, dict[str, Any]] = {"outage": {}, "lost": {"node_replacements": 1}, "tainted": {}, "left": {}}
+    gate = tmp_path_factory.mktemp("gate") / "open"
     made = {
-        name: Submitted(running, tmp_path_factory.mktemp(name), 2, "sleep 14", **values)
+        name: Submitted(running, tmp_path_factory.mktemp(name), 2, f"until [ -e {gate} ]; do sleep 0.1; done", **values)
         for name, values in asked.items()
     }
     workers = {name: one.pods(2)[1]["spec"]["nodeName"] for name, one in made.items()}
@@ -68,7 +70,11 @@ def three(running: LocalCluster, tmp_path_factory: pytest.TempPathFactory) -> di
     running.change(down=False)
     running.ask("lose", {"node": workers["lost"]})
     running.ask("notice", {"node": workers["tainted"]})
-    return {name: (one, *one.finish()) for name, one in made.items()}
+    made["left"].process.send_signal(signal.SIGTERM)
+    ended = {name: made[name].finish() for name in ("left", "tainted")}
+    made["lost"].pods(2)  # with the replacement
+    gate.touch()
+    return {name: (one, *(ended.get(name) or one.finish())) for name, one in made.items()}
 
 
 def pods_of(three: dict[str, Any], name: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -95,6 +101,14 @@ def test_a_lost_worker_is_replaced_alone_and_metaflow_sees_no_failure(three: dic
     assert ended["cause"] == "ended" and len(past) == 3
     assert sorted(one["exit_code"] is None for one in past) == [False, False, True]
     assert len([one for one in past if "-control-" in one["pod"]]) == 1, "node 0's pod ran on"
+
+
+def test_a_launcher_that_is_asked_to_leave_deletes_its_pods_and_waits_for_their_end(three: dict[str, Any]) -> None:
+    submitted, code, output = three["left"]
+    assert code == 128 + signal.SIGTERM, output
+    ended, past = pods_of(three, "left")
+    assert ended["cause"] == "terminated" and len(ended["node_times"]) == len(past) == 2
+    assert not [one for one in submitted.cluster.items("pods") if ended["job_name"] in one["metadata"]["name"]]
 
 
 def test_a_pod_whose_node_is_announced_to_go_is_evicted(three: dict[str, Any]) -> None:

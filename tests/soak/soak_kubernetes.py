@@ -18,8 +18,6 @@ import pytest
 
 from tests.support.batch.prepared import paced_settings, with_paced
 from tests.support.flow import FlowRun, FlowRunner, processes_with, train_alone, wait_until
-from tests.support.kubernetes.attempt import Submitted
-from tests.support.kubernetes.fixture import LocalCluster, local_cluster
 from tests.support.kubernetes.flow import KubernetesRunner, cluster
 from tests.support.swift import Swift
 
@@ -182,25 +180,6 @@ def test_a_killed_launcher_leaves_nothing_and_the_next_one_goes_on(start: Start,
     run = runner.run("run", "--with", "cloud", "--job", "soak", "--take-over", *options)
     assert run.exit_code == 0, run.output
     assert run.report["weights_sha256"] == quiet["weights_sha256"]
-
-
-@pytest.fixture
-def idle(tmp_path: Path) -> Iterator[LocalCluster]:
-    with local_cluster(tmp_path / "cluster", lost_seconds=0.5) as running:
-        yield running
-
-
-def test_a_launcher_that_is_asked_to_leave_deletes_its_pods_and_waits_for_their_end(
-    idle: LocalCluster, tmp_path: Path
-) -> None:
-    submitted = Submitted(idle, tmp_path, 2, "sleep 60")
-    submitted.pods(2)
-    submitted.process.send_signal(signal.SIGTERM)
-    code, output = submitted.finish()
-    assert code == 128 + signal.SIGTERM, output
-    [ended] = submitted.events("batch_attempt")
-    assert ended["cause"] == "terminated" and len(ended["node_times"]) == 2
-    assert not [one for one in idle.items("pods") if ended["job_name"] in one["metadata"]["name"]]
 
 
 def test_a_node_lost_per_minute(start: Start, image: dict[str, str], tmp_path: Path) -> None:
