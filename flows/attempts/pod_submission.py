@@ -229,7 +229,9 @@ class PodSubmission:
                 nodes_seen = time.monotonic()
                 self._evict_announced(cluster)
             if watch.suspended and (queue := self._asked.get("kueue")):
-                self._show_queue(cluster, queue)
+                ahead = cluster.queue_position(watch.job_id, queue)
+                place = "" if ahead is None else f", position {ahead + 1}"
+                self._show(f"waiting for admission to queue {queue}{place}; not paid for")
                 limits.restart()  # the queue's own limits apply
             elif not watch.lacking:
                 limits.restart()
@@ -264,12 +266,6 @@ class PodSubmission:
             self._show(f"a node's end is announced, but {error}; fix: kubectl apply -f infra/kubernetes/rbac.yaml")
         except CloudError:
             pass
-
-    def _show_queue(self, cluster: Cluster, queue: str) -> None:
-        assert self._watch is not None
-        ahead = cluster.queue_position(self._watch.job_id, queue)
-        place = "" if ahead is None else f", position {ahead + 1}"
-        self._show(f"waiting for admission to queue {queue}{place}; not paid for")
 
     def _show(self, text: str) -> None:
         if text and text != self._shown:

@@ -357,10 +357,11 @@ class AttemptWatch:
 
     @property
     def waiting(self) -> str:
-        """Name of the first pod that waits and why it does not run yet, or "" if no pod waits."""
-        if not self.pods and not self.suspended:
-            return f"no pod was made, as by a quota of pods; kubectl -n {self.job_id.split('/')[0]} describe jobs"
-        return next((f"{one.name}: {one.waiting}" for one in self.pods.values() if one.waiting), "")
+        """Why a node of the attempt does not run yet: the words of its pod, or that it has none; "" if all run."""
+        if waiting := next((f"{one.name}: {one.waiting}" for one in self.pods.values() if one.waiting), ""):
+            return waiting
+        lacks = self.lacking and len({one.node for one in self.pods.values()}) < self.nodes
+        return f"a pod was not made; kubectl -n {self.job_id.split('/')[0]} describe jobs tells why" if lacks else ""
 
     @property
     def started(self) -> bool:

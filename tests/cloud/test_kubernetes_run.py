@@ -51,7 +51,7 @@ def lost(tmp_path_factory: pytest.TempPathFactory, swift: Swift) -> Iterator[Ran
         runner.await_commit()
         worker = running.training_pods()[-1]["metadata"]["name"]
         running.ask("evict", {"pod": worker})
-        wait_until("the second attempt", lambda: len(generations(runner.events())) == 2)
+        wait_until("the second attempt", lambda: len(generations(runner.events())) == 2, pause=0.5)
         pods = running.training_pods()
         assert worker not in [one["metadata"]["name"] for one in pods]
         running.ask("lose", {"node": pods[-1]["spec"]["nodeName"]})

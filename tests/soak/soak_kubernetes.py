@@ -170,6 +170,20 @@ def test_a_queue_admits_the_gang_and_the_wait_is_not_paid(start: Start) -> None:
     assert run.report["paid_rank_seconds"] == pytest.approx(pod_seconds(runner), abs=4)
 
 
+def test_a_gang_that_its_queue_preempts_redoes_no_step(start: Start, quiet: dict[str, Any]) -> None:
+    runner = start(changes={"kueue": True, "kueue_pods": 2}, kubernetes__queue="team")
+    pods = await_pods(runner)
+    runner.cluster.change(kueue_pods=0)
+    runner.cluster.ask("preempt", {"jobset": pods[0]["metadata"]["labels"]["jobset.sigs.k8s.io/jobset-name"]})
+    wait_until("no pod runs", lambda: not alive(runner), timeout=60)
+    time.sleep(5)
+    runner.cluster.change(kueue_pods=2)
+    run = finished(runner)
+    assert run.exit_code == 0, run.output
+    assert run.report["redone_steps"] == 0 and run.report["weights_sha256"] == quiet["weights_sha256"]
+    assert run.report["paid_rank_seconds"] == pytest.approx(pod_seconds(runner), abs=6)
+
+
 def test_a_killed_launcher_leaves_nothing_and_the_next_one_goes_on(start: Start, quiet: dict[str, Any]) -> None:
     runner = start()
     await_pods(runner)
