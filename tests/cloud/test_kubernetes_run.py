@@ -19,7 +19,7 @@ from tests.support.swift import Swift
 
 pytestmark = [pytest.mark.flow, pytest.mark.timeout(900)]
 
-_SETTINGS: dict[str, object] = {"training__max_steps": 32, "training__evaluation_interval_steps": 16}
+_SETTINGS: dict[str, object] = {"training__max_steps": 24, "training__evaluation_interval_steps": 12}
 
 
 @dataclass(frozen=True)
