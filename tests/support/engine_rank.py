@@ -57,7 +57,8 @@ class ScenarioWorkload(TextWorkload):
             )
             return Loss(losses.sum(), batch.weight)
         loss = super().loss(model, batch)
-        if (slow := self.scenario.get("slow")) and self._context.rank == slow["rank"]:
+        slow = self.scenario.get("slow") if loss.sum.requires_grad else None  # not in an evaluation
+        if slow and self._context.rank == slow["rank"]:
             if slow["phase"] == "backward":
                 loss.sum.register_hook(lambda _: time.sleep(slow["seconds"]))
             else:
