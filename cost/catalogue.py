@@ -15,17 +15,18 @@ from __future__ import annotations
 import csv
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from datetime import date
 from decimal import Decimal
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ebbflow.cost.errors import CatalogueError
 from ebbflow.infra.config.schema import RunConfig
 
+T = TypeVar("T")
 # The region of the shipped prices; `ebbflow catalogue refresh` adds others.
 ON_DEMAND_REGION = "us-east-1"
 
@@ -228,33 +229,38 @@ def _read_instances(path: Path, gpus: dict[str, Gpu]) -> Iterator[InstanceType]:
 
 def _read_on_demand(path: Path) -> dict[str, dict[str, OnDemandPrice]]:
     """Read on-demand prices by type and region. The table may have types that are not in the catalogue."""
-    prices: dict[str, dict[str, OnDemandPrice]] = {}
-    for row in _rows(path, list(ON_DEMAND_COLUMNS)):
-        region, name = row.parse("region", *_REGION), row.parse("name", _text, "a name")
-        regions = prices.setdefault(name, {})
-        if region in regions:
-            raise CatalogueError(f"{path}:{row.number}:1: {name} is listed twice for {region}")
+
+    def price(row: _Row) -> OnDemandPrice:
         row.parse("usd_per_hour", _number(0.01, 1000), "$/h in 0.01 … 1000")
-        regions[region] = OnDemandPrice(
+        return OnDemandPrice(
             usd_per_hour=row.parse("usd_per_hour", Decimal, "a decimal"),
             recorded=row.parse("recorded", lambda text: date.fromisoformat(text).isoformat(), "a day, 2026-07-20"),
         )
-    return prices
+
+    return _by_type_and_region(path, ON_DEMAND_COLUMNS, price)
 
 
 def _read_advice(path: Path) -> dict[str, dict[str, SpotAdvice]]:
     """Read the spot advisor's entries by type and region. The table may have types that are not in the catalogue."""
-    advice: dict[str, dict[str, SpotAdvice]] = {}
-    for row in _rows(path, list(ADVISOR_COLUMNS)):
-        region, name = row.parse("region", *_REGION), row.parse("name", _text, "a name")
-        regions = advice.setdefault(name, {})
-        if region in regions:
-            raise CatalogueError(f"{path}:{row.number}:1: {name} is listed twice for {region}")
-        regions[region] = SpotAdvice(
+
+    def advice(row: _Row) -> SpotAdvice:
+        return SpotAdvice(
             savings_percent=row.parse("savings_percent", _number(-100, 99), "percent in -100 … 99"),
             interruption_band=row.parse("interruption_band", _whole(0, 4), "a band in 0 … 4"),
         )
-    return advice
+
+    return _by_type_and_region(path, ADVISOR_COLUMNS, advice)
+
+
+def _by_type_and_region(path: Path, columns: Sequence[str], read: Callable[[_Row], T]) -> dict[str, dict[str, T]]:
+    found: dict[str, dict[str, T]] = {}
+    for row in _rows(path, list(columns)):
+        region, name = row.parse("region", *_REGION), row.parse("name", _text, "a name")
+        regions = found.setdefault(name, {})
+        if region in regions:
+            raise CatalogueError(f"{path}:{row.number}:1: {name} is listed twice for {region}")
+        regions[region] = read(row)
+    return found
 
 
 _YES_NO = {"yes": True, "no": False}
@@ -266,9 +272,9 @@ def _text(text: str) -> str:
     return text
 
 
-def _number(low: float, high: float) -> Callable[[str], float]:
-    def convert(text: str) -> float:
-        value = float(text)
+def _number(low: float, high: float, kind: type = float) -> Callable[[str], Any]:
+    def convert(text: str) -> Any:
+        value = kind(text)
         if not low <= value <= high:  # also false for NaN
             raise ValueError(text)
         return value
@@ -276,14 +282,7 @@ def _number(low: float, high: float) -> Callable[[str], float]:
     return convert
 
 
-def _whole(low: int, high: int) -> Callable[[str], int]:
-    def convert(text: str) -> int:
-        value = int(text)
-        if not low <= value <= high:
-            raise ValueError(text)
-        return value
-
-    return convert
+_whole = partial(_number, kind=int)
 
 
 def _unique(items: Iterator[Any], path: Path) -> Iterator[Any]:

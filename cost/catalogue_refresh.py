@@ -124,9 +124,7 @@ def _hardware(entry: Mapping[str, Any]) -> Hardware | None:
 
 def _usd_per_hour(product: Mapping[str, Any]) -> Decimal | None:
     """Return the hourly price of a product in USD; None if it has no price or is a capacity block."""
-    for usd in _hourly(product):
-        return usd if usd > 0 else None
-    return None
+    return next(_hourly(product), None) or None  # a capacity block's is 0
 
 
 def _hourly(product: Mapping[str, Any]) -> Iterator[Decimal]:

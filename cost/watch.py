@@ -25,7 +25,7 @@ from ebbflow.cost.report.report import RunReport, build_report
 from ebbflow.cost.report.verdict import summarize_status
 from ebbflow.infra.errors import InfraError, Outcome
 from ebbflow.infra.events import COMMIT, GENERATION_ENDED, STEP, Event, LogFollower
-from ebbflow.infra.layout import job_prefix, runs_folder
+from ebbflow.infra.layout import job_prefix, runs_folder, write_atomically
 from ebbflow.infra.program import PROJECT_ROOT
 from ebbflow.infra.rank_logs import LogLine, read_logs
 from ebbflow.infra.store import Store
@@ -193,10 +193,8 @@ def write_until_ended(page: LivePage, path: Path, parent: int) -> bool:
     while True:
         orphaned = bool(parent) and os.getppid() != parent
         content = page.render(last=orphaned)
-        fresh = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            fresh.write_bytes(content)
-            fresh.replace(path)
+            write_atomically(path, content)
             written = True
         except OSError as error:
             written = False

@@ -14,7 +14,7 @@ from ebbflow.infra.batch import has_foreign_queues
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.event_log import EventLog
 from ebbflow.infra.events import Origin
-from ebbflow.infra.layout import NOTE, KnownJob, job_prefix, runs_folder
+from ebbflow.infra.layout import NOTE, KnownJob, job_prefix, runs_folder, write_atomically
 from ebbflow.infra.program import PROJECT_ROOT
 from ebbflow.infra.store import Store
 from ebbflow.infra.store.objects import StoreClock
@@ -78,12 +78,6 @@ def local_folder(job: str, store_uri: str) -> Path:
     else:
         folder.mkdir(parents=True, exist_ok=True)
     return folder
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    fresh = path.with_name(f".{path.name}.new")
-    fresh.write_bytes(content)
-    fresh.replace(path)
 
 
 def mark_latest(job: str) -> None:

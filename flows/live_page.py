@@ -13,9 +13,9 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from ebbflow.flows.job import RUNS, KnownJob, local_folder, mark_latest, write_atomically
+from ebbflow.flows.job import RUNS, KnownJob, local_folder, mark_latest
 from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.layout import NOTE
+from ebbflow.infra.layout import NOTE, write_atomically
 from ebbflow.infra.observe.tracking_process import start_tracking
 from ebbflow.infra.program import python_path
 

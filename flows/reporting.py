@@ -13,9 +13,10 @@ from ebbflow.cost.prices.source import read_price_changes
 from ebbflow.cost.report.render_html import render as render_html
 from ebbflow.cost.report.report import RunReport, build_report
 from ebbflow.cost.watch import read_earlier_reports
-from ebbflow.flows.job import Job, write_atomically
+from ebbflow.flows.job import Job
 from ebbflow.infra.errors import InfraError
 from ebbflow.infra.events import NODE_STARTED, PLAN, PRICES, Event, read_events, read_log
+from ebbflow.infra.layout import write_atomically
 from ebbflow.infra.metrics import render_job_metrics
 from ebbflow.infra.program import PROJECT_ROOT
 from ebbflow.infra.rank_logs import read_logs

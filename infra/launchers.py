@@ -115,15 +115,8 @@ class RunningLauncher:
     heartbeat_age_seconds: float  # time since its last renewal by the store's clock
 
     def to_json(self) -> dict[str, Any]:
-        launcher = self.launcher
-        return {
-            "since_utc": launcher.since_utc,
-            "host": launcher.host,
-            "user": launcher.user,
-            "pid": launcher.pid,
-            "command": launcher.command,
-            "heartbeat_age_seconds": round(self.heartbeat_age_seconds, 1),
-        }
+        known = {name: getattr(self.launcher, name) for name in ("since_utc", "host", "user", "pid", "command")}
+        return known | {"heartbeat_age_seconds": round(self.heartbeat_age_seconds, 1)}
 
 
 def running_launcher(job_store: Store) -> RunningLauncher | None:

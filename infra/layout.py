@@ -210,6 +210,13 @@ def runs_folder(project_root: Path) -> Path:
     return Path(own).absolute() if own else records_root(project_root, "runs") / "runs"
 
 
+def write_atomically(path: Path, content: bytes) -> None:
+    """Replace a file on this machine, so that a reader sees either the old content or the whole new one."""
+    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    fresh.write_bytes(content)
+    fresh.replace(path)
+
+
 def records_root(project_root: Path, name: str) -> Path:
     """Return the folder that contains the folder `name` (`runs` or `.metaflow`).
 

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ebbflow.infra.instance import HOP_LIMIT_FIX, MetadataService, metadata_endpoint, metadata_unavailable_reason
+from ebbflow.infra.layout import write_atomically
 
 
 class NoticeSource(StrEnum):
@@ -370,6 +371,4 @@ class RehearsalSource:
 def rehearse_notice(path: Path, *, action: str, seconds: float) -> None:
     """Write a notice for `RehearsalSource` into a file, atomically. The notice takes effect `seconds` from now."""
     document = {"action": action, "seconds": seconds, "t_mono": time.monotonic()}
-    fresh = path.with_name(f".{path.name}.{os.getpid()}")
-    fresh.write_text(json.dumps(document))
-    os.replace(fresh, path)
+    write_atomically(path, json.dumps(document).encode())

@@ -75,6 +75,7 @@ class ProcessStat:
     session: int
     threads: int  # number of threads
     started_ticks: int  # start in clock ticks since boot, which identifies a process if its id is reused
+    wait_status: int  # as of wait(2), of a process that has ended
 
     @property
     def living(self) -> bool:
@@ -88,7 +89,7 @@ def process_stat(pid: int) -> ProcessStat | None:
         # The second field is the command in parentheses, which may contain anything: count from its end.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         parent, group, session = (int(field) for field in fields[1:4])
-        return ProcessStat(pid, fields[0], parent, group, session, int(fields[17]), int(fields[19]))
+        return ProcessStat(pid, fields[0], parent, group, session, *(int(fields[at]) for at in (17, 19, 49)))
     except (OSError, ValueError, IndexError):
         return None
 
@@ -146,13 +147,10 @@ def _descendants_by_parent(root: int, spare: Collection[int], spare_trees: Colle
 
 def zombie_status(pid: int, parent: int) -> int | None:
     """Return the exit code of a zombie child of `parent`: -N if signal N killed it. Return None for others."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        if fields[0] != "Z" or int(fields[1]) != parent or int(fields[17]) > 1:
-            return None
-        return os.waitstatus_to_exitcode(int(fields[49]))
-    except (OSError, ValueError, IndexError):
+    stat = process_stat(pid)
+    if stat is None or stat.state != "Z" or stat.parent != parent or stat.threads > 1:
         return None
+    return os.waitstatus_to_exitcode(stat.wait_status)
 
 
 def children(pid: int) -> list[int]:
@@ -174,10 +172,8 @@ def available_bytes() -> int | None:
 
 def process_state(pid: int) -> str:
     """Return the kernel's letter for a process's state (R running, T stopped, Z zombie, …), or "" if it is gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return ""
+    stat = process_stat(pid)
+    return "" if stat is None else stat.state
 
 
 def signal_name(number: int) -> str:
@@ -251,13 +247,9 @@ def end_with_descendants(number: int, frame: object) -> None:
 
 
 def _end_descendants() -> None:
-    parents = {stat.pid: stat.parent for stat in all_processes()}
-    below = {os.getpid()}
-    while more := {pid for pid, parent in parents.items() if parent in below} - below:
-        below |= more
-    for pid in below - {os.getpid()}:
+    for stat in _descendants_by_parent(os.getpid(), (), ()):
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+            os.kill(stat.pid, signal.SIGKILL)
 
 
 def ignore_lost_readers() -> None:

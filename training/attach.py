@@ -133,20 +133,20 @@ def _share(gang: Gang, make: Callable[[], WorkerSpec]) -> WorkerSpec:
 
     If `make` fails, rank 0 raises the error and the other ranks exit silently.
     """
-    made, error = None, None
+    shared: list[Any] = [None]
+    error = None
     if gang.rank == 0:
         try:
-            made = make()
+            shared = [make()]
         except (TrainingError, InfraError) as failure:
-            error = failure
-    shared: list[Any] = [made.to_json() if made else error and error.outcome.exit_code]
+            error, shared = failure, [failure.outcome.exit_code]
     if not gang.alone:
         dist.broadcast_object_list(shared, src=0, group=gang.group)
     if error is not None:
         raise error
-    if isinstance(shared[0], int):
-        sys.exit(shared[0])
-    spec = WorkerSpec.from_json(shared[0])
+    spec = shared[0]
+    if isinstance(spec, int):
+        sys.exit(spec)
     return replace(spec, node=gang.rank // spec.colocated_ranks)
 
 

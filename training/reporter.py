@@ -6,9 +6,9 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from ebbflow.infra.events import PHASE, LedgerClass
+from ebbflow.infra.process import process_stat
 
 
 class Clock:
@@ -79,13 +79,9 @@ class Clock:
 
 def process_start_monotonic() -> float:
     """Return when this process started, on the monotonic clock, so that durations include the imports."""
-    try:
-        # The second field is the command in parentheses. It may contain spaces, so split after its end.
-        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        started_since_boot = int(fields[19]) / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError, IndexError):
+    if (stat := process_stat(os.getpid())) is None:
         return time.monotonic()
-    age = time.clock_gettime(time.CLOCK_BOOTTIME) - started_since_boot
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - stat.started_ticks / os.sysconf("SC_CLK_TCK")
     return time.monotonic() - max(age, 0.0)
 
 

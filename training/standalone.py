@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from ebbflow.infra.errors import StoreError
 from ebbflow.infra.event_log import EventLog
 from ebbflow.infra.events import CONFIGURED, PREPARED, ROLLBACK, Origin, read_events
 from ebbflow.infra.launchers import Claim, claim_job
-from ebbflow.infra.layout import job_prefix, plain_name
+from ebbflow.infra.layout import job_prefix, plain_name, write_atomically
 from ebbflow.infra.observe.tracking_process import start_tracking
 from ebbflow.infra.store import Store
 from ebbflow.training.checkpoint.lineage import CANDIDATES, GenerationOpening, open_generation, reachable_commits
@@ -151,17 +152,4 @@ def default_job_name(environment: Mapping[str, str], seconds: float) -> str:
 
 def write_result(path: Path, ending: LoopResult) -> None:
     """Write the result file of a rank, which the agent reads."""
-    result = {
-        "outcome": str(ending.outcome),
-        "step": ending.step,
-        "weights_sha256": ending.weights_sha256,
-        "message": ending.message,
-    }
-    write_whole(path, json.dumps(result))
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file atomically, because the agent may read it at any time."""
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(text)
-    os.replace(temporary, path)
+    write_atomically(path, json.dumps(asdict(ending)).encode())

@@ -27,7 +27,7 @@ from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.errors import InfraError, JobIsRunning, Outcome, StoreError
 from ebbflow.infra.event_log import EventLog
 from ebbflow.infra.events import NETWORK, NOTICE, PROMISE, Origin, describe_network
-from ebbflow.infra.layout import check_job_name, generation_name, job_prefix
+from ebbflow.infra.layout import check_job_name, generation_name, job_prefix, write_atomically
 from ebbflow.infra.process import tie_forked_children
 from ebbflow.infra.program import PROJECT_ROOT
 from ebbflow.infra.store import Store
@@ -54,7 +54,6 @@ from ebbflow.training.standalone import (
     open_job,
     release_job,
     write_result,
-    write_whole,
 )
 from ebbflow.training.trainer_setup import build_trainer, make_reporter, open_saver, restore
 from ebbflow.training.workloads.examine import PREPARE_SECONDS
@@ -109,13 +108,12 @@ def share_spec(request: Request, gang: Gang) -> WorkerSpec:
         return made if isinstance(made, WorkerSpec) else leave(made)
     # A separate group with a longer deadline, because preparing data may take longer than a step.
     waiting: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=PREPARE_SECONDS))
-    made = _make_spec_or_exit_code(request) if gang.rank == 0 else 0
-    shared = [made.to_json() if isinstance(made, WorkerSpec) else made]
+    shared = [_make_spec_or_exit_code(request) if gang.rank == 0 else 0]
     dist.broadcast_object_list(shared, src=0, group=waiting)
     dist.destroy_process_group(waiting)
-    if isinstance(shared[0], int):
-        leave(shared[0])
-    spec = WorkerSpec.from_json(shared[0])
+    spec = shared[0]
+    if isinstance(spec, int):
+        leave(spec)
     return replace(spec, node=gang.rank // spec.colocated_ranks)
 
 
@@ -206,7 +204,7 @@ def _record_exception(error: BaseException, *, one_line: bool = False) -> None:
         known = {"py_callstack": text, "timestamp": str(int(time.time())), "class": name}
         record = {"message": {"message": describe_exception(error), "extraInfo": known}}
         with contextlib.suppress(OSError):  # such as a full disk; the exit code and the log remain
-            write_whole(Path(path), json.dumps(record))
+            write_atomically(Path(path), json.dumps(record).encode())
     with contextlib.suppress(OSError, ValueError):  # the user's code may have closed stderr
         shown = f"{error}\n" if one_line else text
         print(shown, end="", file=sys.stderr, flush=True)  # stderr escapes characters that its encoding lacks

@@ -195,19 +195,11 @@ _OWN_VARIABLES = (
 _ON = ("1", "true", "yes", "on", "y", "t")
 
 
-def _always(value: str, context: PreflightContext) -> bool:
-    return True
-
-
-def _is_on(value: str, context: PreflightContext) -> bool:
+def _is_on(value: str) -> bool:
     return value.strip().lower() in _ON
 
 
-def _cuts_off_rdma(value: str, context: PreflightContext) -> bool:
-    return _is_on(value, context) and has_rdma()
-
-
-def _is_detail(value: str, context: PreflightContext) -> bool:
+def _is_detail(value: str) -> bool:
     return value.strip().upper() == "DETAIL"
 
 
@@ -218,7 +210,7 @@ class Advice:
     variable: str
     why: str  # the problem; continues the variable's name
     instead: str  # the alternative
-    applies: Callable[[str, PreflightContext], bool] = _always  # returns whether the advice applies to a value
+    applies: Callable[[str], bool] = lambda value: True  # returns whether the advice applies to a value
 
 
 def _renamed(old: str, new: str) -> Advice:
@@ -253,7 +245,7 @@ ADVICE = (
         "NCCL_IB_DISABLE",
         "turns InfiniBand and EFA off, and this machine has such a device",
         "unset it, or set NCCL_SOCKET_IFNAME if it was meant to choose an interface",
-        _cuts_off_rdma,
+        lambda value: _is_on(value) and has_rdma(),
     ),
     Advice(
         "NCCL_P2P_DISABLE",
@@ -269,7 +261,7 @@ def check_advice(context: PreflightContext) -> CheckFinding:
     found = [
         (f"{one.variable}={os.environ[one.variable]} {one.why}", f"{one.variable}: {one.instead}")
         for one in ADVICE
-        if one.variable in os.environ and one.applies(os.environ[one.variable], context)
+        if one.variable in os.environ and one.applies(os.environ[one.variable])
     ]
     found += [_unknown(name) for name in sorted(os.environ) if _is_unknown(name, context)]
     if found:
@@ -281,7 +273,7 @@ def check_debug_level(context: PreflightContext) -> CheckFinding:
     """Check that TORCH_DISTRIBUTED_DEBUG is not set to a level that crashes DDP's constructor (torch 2.13 on CPUs)."""
     level, mode = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "OFF"), context.config.parallel.mode
     detail = f"TORCH_DISTRIBUTED_DEBUG={level}, parallel.mode {mode}"
-    if mode == "ddp" and _is_detail(level, context) and not gpu_files():
+    if mode == "ddp" and _is_detail(level) and not gpu_files():
         return failed(f"{detail}: every rank would be killed by signal 11", "TORCH_DISTRIBUTED_DEBUG=INFO")
     return passed(detail)
 

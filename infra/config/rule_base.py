@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import isqrt
@@ -44,10 +45,7 @@ class Rules(list[Rule]):
 
 
 def value_of(config: RunConfig, key: str) -> Any:
-    value: Any = config
-    for name in key.split("."):
-        value = getattr(value, name)
-    return value
+    return functools.reduce(getattr, key.split("."), config)
 
 
 def count_ranks(config: RunConfig) -> int | None:

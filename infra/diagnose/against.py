@@ -78,17 +78,8 @@ class Comparison:
     missing: tuple[str, ...]  # names of events that only the reference job has, such as commits
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "settings": [list(each) for each in self.settings],
-            "straggler": None if self.straggler is None else asdict(self.straggler),
-            "slower": [asdict(each) for each in self.slower],
-            "new_lines": [
-                {"generation": line.generation, "node": line.node, "rank": line.rank, "step": line.step, "t": line.t,
-                 "text": line.text}
-                for line in self.new_lines
-            ],
-            "missing": list(self.missing),
-        }  # fmt: skip
+        names = ("generation", "node", "rank", "step", "t", "text")
+        return asdict(self) | {"new_lines": [{name: getattr(line, name) for name in names} for line in self.new_lines]}
 
     def render(self) -> str:
         parts = [f"setting {key}: {mine}, in the sound job {sound}" for key, mine, sound in self.settings]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ebbflow.infra.diagnose.matching import Seen
@@ -161,30 +161,23 @@ class Series:
 
         The same file must contain later losses or gradient norms, and all of these must be finite.
         """
-        if line is None:
-            return False
-        tracks = [*self.losses.items(), *self.norms.items()]
-        later = [
-            value
-            for (file, _), track in tracks
-            if file == line.file
-            for _, point, value in track.points
-            if point.number > line.number
-        ]
+        later = _values_after(line, self.losses) + _values_after(line, self.norms)
         return bool(later) and all(map(math.isfinite, later))
 
     def survived(self, line: LogText | None) -> bool:
         """Return whether training continued after the line: at least 3 finite losses follow it in the same file."""
-        if line is None:
-            return False
-        later = [
-            1
-            for (file, _), track in self.losses.items()
-            if file == line.file
-            for _, point, value in track.points
-            if point.number > line.number and math.isfinite(value)
-        ]
-        return len(later) >= 3
+        return sum(map(math.isfinite, _values_after(line, self.losses))) >= 3
+
+
+def _values_after(line: LogText | None, tracks: Mapping[tuple[str, int | None], Track]) -> list[float]:
+    """Return the values that come after a line in the same file."""
+    return [
+        value
+        for (file, _), track in tracks.items()
+        if line is not None and file == line.file
+        for _, point, value in track.points
+        if point.number > line.number
+    ]
 
 
 def judge_series(series: Series) -> dict[str, list[tuple[int, LogText]]]:

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from operator import attrgetter
 
 from ebbflow.training.launch.evidence import (
     PROVEN,
@@ -40,6 +41,7 @@ DIFFERENT_CALLS = "different collectives"
 LEFT_EARLY = "left early"
 _CALLED_ALONE = "it waits in a collective that the other ranks did not call"
 HANG = "hang"
+_first = attrgetter("timestamp")
 _KILL_SECONDS = 1.0  # an exception counts as the cause of a kill only if it is more than this earlier
 
 
@@ -302,10 +304,6 @@ def _latest(evidence: Sequence[WorkerFailure]) -> list[WorkerFailure]:
         before = ranks.get(one.rank, one)
         ranks[one.rank] = replace(one, where=one.where or before.where, calls=one.calls or before.calls)
     return list(ranks.values())
-
-
-def _first(one: WorkerFailure) -> float:
-    return one.timestamp
 
 
 def _place(one: WorkerFailure) -> tuple[int, int]:

@@ -95,18 +95,11 @@ class WorkerSpec(_StartSpec):
     result_path: str | None = None
     agent_pid: int | None = None
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> WorkerSpec:
-        return cls(**json.loads(text))
-
     @classmethod
     def from_environment(cls) -> WorkerSpec | None:
         """Read the spec that the agent wrote for this rank; None if torchrun or a user started this process."""
         path = os.environ.get(SPEC_VARIABLE)
-        return cls.from_json(Path(path).read_text()) if path else None
+        return cls(**json.loads(Path(path).read_text())) if path else None
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -216,7 +216,7 @@ class Worker:
         spec_path = folder / f"rank-{rank}.spec.json"
         self._heartbeat = Heartbeat.create(heartbeat_path)
         own = replace(spec, heartbeat_path=str(heartbeat_path), result_path=str(self._result_path))
-        spec_path.write_text(own.to_json())
+        spec_path.write_text(json.dumps(asdict(own)))
         ranks = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "TORCHELASTIC_ERROR_FILE": str(self._error_path)}
         self.log_path.write_bytes(b"")
         self.process = start(f"rank {rank}", self.log_path, {**environment, **ranks, SPEC_VARIABLE: str(spec_path)})
