@@ -6,6 +6,7 @@ trains without Metaflow.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import sys
@@ -34,6 +35,7 @@ def main(arguments: list[str]) -> None:
         sys.exit(importlib.import_module(_COMMANDS[command]).main(arguments[1:]))
     if command in _BENCHMARKS:
         run_benchmarks([_BENCHMARKS[command], *arguments[1:]])
+    gc.disable()  # saves a quarter of the time of a rank's imports, whose objects are never freed
     if command == "--standby":
         from ebbflow.training.launch.workers import STANDBY_VARIABLE
         from ebbflow.training.standby import serve
@@ -44,6 +46,7 @@ def main(arguments: list[str]) -> None:
         die_with_parent()  # even while this process is still importing torch, which takes seconds
     from ebbflow.training.worker import main as work
 
+    gc.enable()
     work(arguments)
 
 

@@ -105,12 +105,11 @@ def check_versions(context: PreflightContext) -> CheckFinding:
 def check_imports(context: PreflightContext) -> CheckFinding:
     """Check that a new process can import the packages of a rank, regardless of its working directory."""
     code = "import torch.distributed, numpy, obstore, awscrt.checksums, ebbflow.training; print(torch.__version__)"
-    environment = os.environ | {"PYTHONPATH": python_path()}
     try:
         done = subprocess.run(
             [sys.executable, "-c", code],
             cwd="/",
-            env=environment,
+            env=os.environ | {"PYTHONPATH": python_path()},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

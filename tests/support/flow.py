@@ -142,30 +142,26 @@ class FlowRunner:
 
 
 def train_alone(runner: FlowRunner, *, ranks: int = 1, **settings: object) -> dict[str, Any]:
-    """The report of the tiny job, trained by one rank on this machine without Metaflow: a third of a run's work.
+    """The report of the tiny job, trained by ranks of this machine without agents or Metaflow: a tenth of a run's work.
 
-    ranks: more of them are started by torchrun.
+    They find what the runner's runs find.
     """
     environment = {**os.environ, "EBBFLOW_RUNS": str(runner.runs), **runner.environment}
-    job = ["configs/laptop.yaml", "--job", "alone", *runner.options(cluster__nodes=1, **settings)]
-    output = ""
-    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"] if ranks > 1 else []
-    if ranks > 1:
-        job += ["--set", f"cluster.processes_per_node={ranks}"]
-    for words in ([*torchrun, "training", *job], ["cost", "report", "alone", "--json"]):
-        command = [sys.executable, "-m", *words]
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
-        assert done.returncode == 0, done.stdout + done.stderr
-        output = done.stdout
-    return json.loads(output)
+    options = runner.options(**{"cluster__nodes": 1, "cluster__processes_per_node": ranks, **settings})
+    words = ["configs/laptop.yaml", "--job", "alone", *options]
+    run_ranks(ranks, ["-m", "ebbflow.training", *words], deadline_seconds=200, environment=environment)
+    return _own_report("alone", environment)
 
 
 def train_quietly(folder: Path, *settings: str, config: str = "configs/laptop.yaml", ranks: int = 2) -> dict[str, Any]:
     """The report of a job that ranks train without agents, Metaflow or an interruption: a fifth of a run's work."""
     words = [config, "--job", "quiet", *settings, "--set", f"store={folder}"]
     run_ranks(ranks, ["-m", "ebbflow.training", *words], deadline_seconds=200)
-    command = [sys.executable, "-m", "cost", "report", "quiet", "--store", str(folder), "--json"]
-    environment = {**os.environ, "EBBFLOW_RUNS": str(folder)}
+    return _own_report("quiet", {**os.environ, "EBBFLOW_RUNS": str(folder)}, "--store", str(folder))
+
+
+def _own_report(job: str, environment: Mapping[str, str], *words: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", "cost", "report", job, *words, "--json"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout)

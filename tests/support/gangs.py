@@ -9,10 +9,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.program import python_path
 from ebbflow.infra.store import Store
 from ebbflow.training.data import prepare_tokens
 from ebbflow.training.launch.messages import GangSpec
@@ -30,20 +32,26 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def run_ranks(world_size: int, command: list[str], *, deadline_seconds: float = _DEADLINE_SECONDS) -> list[str]:
+def run_ranks(
+    world_size: int,
+    command: list[str],
+    *,
+    deadline_seconds: float = _DEADLINE_SECONDS,
+    environment: Mapping[str, str] = os.environ,
+) -> list[str]:
     """Run `command` once per rank, with torchrun's environment. Returns the outputs; fails with them if any failed.
 
     Of a module (`-m`), the ranks are forked from a process that has imported torch; else each is a new interpreter.
     """
     environment = dict(
-        os.environ,
+        environment,
         WORLD_SIZE=str(world_size),
         LOCAL_WORLD_SIZE=str(world_size),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(free_port()),
         GLOO_SOCKET_IFNAME="lo",
         OMP_NUM_THREADS="1",
-        PYTHONPATH=str(PROJECT_ROOT),
+        PYTHONPATH=python_path(environment),
     )
     with tempfile.TemporaryDirectory() as folder:
         logs = [Path(folder, f"rank-{rank}.log") for rank in range(world_size)]

@@ -144,6 +144,8 @@ def _become(request: dict[str, Any]) -> NoReturn:
     os.dup2(output, 2)
     os.environ.clear()
     os.environ.update(request["environment"])
+    searched = request["environment"].get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[1:1] = [folder for folder in searched if folder and folder not in sys.path]
     program, code = request["program"], 1
     sys.argv = [program, *request["words"]]
     try:
