@@ -7,14 +7,19 @@ commit has weights that a bad loss has spoiled.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
+import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DistributedSampler
@@ -23,14 +28,19 @@ from torch.utils.flop_counter import FlopCounterMode
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.events import PROMISE
 from ebbflow.training.attached_state import BatchSource
+from ebbflow.training.compat import PrefixStore
+from ebbflow.training.errors import AttachError
 from ebbflow.training.gang import Gang, at_end_of_backward, time_waits
 from ebbflow.training.guards.guards import Action, Guards, make_guards
 from ebbflow.training.launch.messages import WorkerSpec
 from ebbflow.training.limits import Limits, Position
 from ebbflow.training.reporter import Reporter
+from ebbflow.training.standalone import record_exception
 from ebbflow.training.step_sync import StepSync, find_slowest
 from ebbflow.training.trainer_setup import make_rehearsal
 from ebbflow.training.workloads.examine import PROBE_VARIABLE
+
+_UNEQUAL_SECONDS = 6.0  # in a step beyond the last one of another rank, which may be about to end by a break
 
 
 class ScriptGuards:
@@ -139,6 +149,51 @@ class Probe:
         found = {"parameters": parameters, "flops": float(self._counter.get_total_flops()), "samples": samples / step}
         self._path.write_text(json.dumps(found | {"steps": steps, "divided": divided}))
         os._exit(0)
+
+
+class LoopWatch:
+    """Ends this rank if it is in a step that another rank does not take, since their next collective would never end.
+
+    Ranks that have left their loop say so in the process group's store. A thread looks there every second.
+
+    Args:
+        step_begun: returns the number of the step in the loop, or 0 outside it.
+    """
+
+    def __init__(self, gang: Gang, generation: str, step_begun: Callable[[], int]) -> None:
+        self._rank, self._step_begun, self._store = gang.rank, step_begun, None
+        with contextlib.suppress(AttributeError, RuntimeError, ValueError):  # a store that cannot be cloned
+            if not gang.alone:
+                store: Any = dist.distributed_c10d._get_default_store()
+                self._store = PrefixStore(f"ebbflow/{generation}", store.clone())
+                threading.Thread(target=self._watch, name="loop watch", daemon=True).start()
+
+    def leave(self, step: int) -> None:
+        if self._store is not None:
+            with contextlib.suppress(RuntimeError):
+                self._store.set("left", json.dumps([self._rank, step]))
+
+    def _watch(self) -> None:
+        store, since = self._store, 0.0
+        with contextlib.suppress(RuntimeError):  # the process with the store has ended
+            while store is not None:
+                time.sleep(1.0)
+                if store.check(["verdict"]):
+                    _end_process(*json.loads(store.get("verdict")))
+                rank, left = json.loads(store.get("left")) if store.check(["left"]) else (0, sys.maxsize)
+                step = self._step_begun()
+                since = (since or time.monotonic()) if step > left else 0.0
+                if since and time.monotonic() - since > _UNEQUAL_SECONDS:
+                    text = f"rank {rank} left its loop after step {left}, and rank {self._rank} is in step {step}; "
+                    text += "fix: equally many steps on all ranks, such as by DistributedSampler or drop_last=True"
+                    store.set("verdict", json.dumps(verdict := (text, time.time() + 2.0)))
+                    _end_process(*verdict)
+
+
+def _end_process(text: str, at: float) -> None:
+    time.sleep(max(0.0, at - time.time()))  # all ranks end at once; otherwise they would report closed connections
+    record_exception(error := AttachError(text), one_line=True)
+    os._exit(error.outcome.exit_code)
 
 
 EXACT, CLOSE, NOT_EXACT = "bit for bit", "within tolerance", "not exact"

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -28,7 +29,7 @@ from ebbflow.infra.events import EVALUATION, NOTICE, OUTCOME, STEP, Origin
 from ebbflow.infra.layout import job_prefix
 from ebbflow.infra.store import Store
 from ebbflow.infra.terms import Terms
-from ebbflow.training.attached_guards import ScriptGuards, worst_loss
+from ebbflow.training.attached_guards import LoopWatch, ScriptGuards, worst_loss
 from ebbflow.training.attached_state import (
     BatchSource,
     count_samples,
@@ -127,17 +128,10 @@ class AttachedJob:
         reporter.enter("init", 0)
         self._saver = open_saver(spec, gang, emit, lambda: reporter.enter_temporarily("store"))
         self._saves = SaveController(
-            config=config.checkpoint,
-            rank=gang.rank,
-            spread=Spread(model=model, module=model, copies=1),
-            optimizer=optimizer,
-            saver=self._saver,
-            limits=self._limits,
-            reporter=reporter,
-            extra={},
-            carried=self._capture,
-            save_schedule=make_save_schedule(spec, config, terms) if gang.rank == 0 else None,
-        )
+            config=config.checkpoint, rank=gang.rank, spread=Spread(model=model, module=model, copies=1),
+            optimizer=optimizer, saver=self._saver, limits=self._limits, reporter=reporter, extra={},
+            carried=self._capture, save_schedule=make_save_schedule(spec, config, terms) if gang.rank == 0 else None,
+        )  # fmt: skip
         self._guards = ScriptGuards(spec, config, gang, reporter)
         self._seed = torch.initial_seed()
         self._batch = self._samples = 0  # batches of this epoch, samples of the job
@@ -152,6 +146,9 @@ class AttachedJob:
         self._held: bool | None = None  # not None: a sync waits for the epoch's end; True: gradients are unused
         self._saved_step = -1
         self._next_sync, self._synced_at, self._synced_step = 0, 0.0, 0
+        self._in_step = 0  # number of the step that was begun last
+        generation = f"{spec.generation}-{spec.generation_id}"
+        self._watch = LoopWatch(gang, generation, lambda: self._in_step if self._looping else 0)
         self._logged: dict[str, Any] = {}
         self._steps: list[tuple[int, tuple[float, float], dict[str, Any], Any]] = []  # not emitted yet
         self._restore()
@@ -298,7 +295,8 @@ class AttachedJob:
         if not self._begun:
             self._begun = True
             self._reporter.clock.emit_phases()
-        self._reporter.enter("forward", self.step + 1)
+        self._in_step = self.step + 1
+        self._reporter.enter("forward", self._in_step)
 
     def _end_step(self, samples: int, *, last: bool = False) -> None:
         """Count the step, and sync if a sync is due.
@@ -532,14 +530,17 @@ class AttachedJob:
         """Make the final commit and end the job. Collective."""
         if self._closed:
             return
-        self._flush_steps()
-        if self._saved_step != self.step and self.step > 0:
-            self._saves.save(Position(self.step, self._samples))
+        self._watch.leave(self.step)
+        self._reporter.enter("evaluation", self.step)
         try:
+            if self._gang.alone or dist.is_initialized():  # a script that left by break may have destroyed the group
+                self._agree()  # all ranks are here, and the last losses are judged
+            self._flush_steps()
+            if self._saved_step != self.step and self.step > 0:
+                self._saves.save(Position(self.step, self._samples))
             self._saves.finish()
         except TrainingError as error:
-            early = f"rank {self._gang.rank} left its loop at step {self.step} by break or exit: "
-            refuse(type(error)(f"{early * self._left_loop}{error}"))
+            refuse(error)
         self._reporter.enter("done", self.step)
         module = getattr(self._model, "module", self._model)
         self._end(Outcome.COMPLETED, "", weights_sha256(module))

@@ -107,20 +107,10 @@ def _run(given: argparse.Namespace, arguments: list[str]) -> int:
             events.emit(CONFIGURED, settings=values_with_sources(config, loaded.sources))
             events.emit(PREPARED, **prepared)
         spec = GangSpec(
-            job=job,
-            run=run,
-            attempt=0,
-            node=0,
-            nodes=1,
-            processes_per_node=given.ranks,
-            main_address="127.0.0.1",
-            config=config,
-            store_uri=uri,
-            prepared=prepared,
-            log_folder=str(Path("runs", job, "logs").resolve()),
-            candidate_ports=control_ports(run, 0),
-            rehearse=given.rehearse,
-        )
+            job=job, run=run, attempt=0, node=0, nodes=1, processes_per_node=given.ranks, main_address="127.0.0.1",
+            config=config, store_uri=uri, prepared=prepared, log_folder=str(Path("runs", job, "logs").resolve()),
+            candidate_ports=control_ports(run, 0), rehearse=given.rehearse,
+        )  # fmt: skip
         try:
             ending = run_gang(spec)
         except GangError as error:

@@ -5,6 +5,7 @@ Rank 0 claims the job and opens a generation for all ranks.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -29,7 +30,7 @@ from ebbflow.infra.store import Store
 from ebbflow.training.checkpoint.lineage import CANDIDATES, GenerationOpening, open_generation, reachable_commits
 from ebbflow.training.checkpoint.rollback import check_rollback, newest_generation_in_events, record_permits
 from ebbflow.training.compat import TCPStore
-from ebbflow.training.errors import RendezvousError
+from ebbflow.training.errors import RendezvousError, describe_exception, describe_traceback
 from ebbflow.training.launch.messages import WorkerSpec
 from ebbflow.training.limits import LoopResult
 
@@ -153,3 +154,22 @@ def default_job_name(environment: Mapping[str, str], seconds: float) -> str:
 def write_result(path: Path, ending: LoopResult) -> None:
     """Write the result file of a rank, which the agent reads."""
     write_atomically(path, json.dumps(asdict(ending)).encode())
+
+
+def record_exception(error: BaseException, *, one_line: bool = False) -> None:
+    """Print the error, and write it to the error file for the agent, in the format of torch's `@record`.
+
+    `@record` itself is not used: it fails if `__str__` raises, does not limit the length of the text, does not catch
+    sys.exit, and prints nothing.
+    """
+    text = describe_traceback(error)
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        name = f"{type(error).__module__}.{type(error).__qualname__}"
+        known = {"py_callstack": text, "timestamp": str(int(time.time())), "class": name}
+        record = {"message": {"message": describe_exception(error), "extraInfo": known}}
+        with contextlib.suppress(OSError):  # such as a full disk; the exit code and the log remain
+            write_atomically(Path(path), json.dumps(record).encode())
+    with contextlib.suppress(OSError, ValueError):  # the user's code may have closed stderr
+        shown = f"{error}\n" if one_line else text
+        print(shown, end="", file=sys.stderr, flush=True)  # stderr escapes characters that its encoding lacks

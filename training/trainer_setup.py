@@ -121,17 +121,10 @@ def open_saver(
         curable=lambda error: isinstance(error, StoreUnavailable),
     )
     return Checkpointer(
-        job_store.uri,
-        generation=generation,
-        rank=gang.rank,
-        world_size=gang.world_size,
-        node=spec.node,
-        deadline_seconds=checkpoint.deadline_seconds,
-        retention=retention_policy(checkpoint),
-        upload_bytes_per_second=rate and rate * 2**20,
-        emit=emit,
-        waiting=waiting,
-    )
+        job_store.uri, generation=generation, rank=gang.rank, world_size=gang.world_size, node=spec.node,
+        deadline_seconds=checkpoint.deadline_seconds, retention=retention_policy(checkpoint),
+        upload_bytes_per_second=rate and rate * 2**20, emit=emit, waiting=waiting,
+    )  # fmt: skip
 
 
 def retention_policy(checkpoint: CheckpointConfig) -> RetentionPolicy:

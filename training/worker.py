@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import faulthandler
-import json
 import os
 import signal
 import sys
@@ -27,7 +26,7 @@ from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.errors import InfraError, JobIsRunning, Outcome, StoreError
 from ebbflow.infra.event_log import EventLog
 from ebbflow.infra.events import NETWORK, NOTICE, PROMISE, Origin, describe_network
-from ebbflow.infra.layout import check_job_name, generation_name, job_prefix, write_atomically
+from ebbflow.infra.layout import check_job_name, generation_name, job_prefix
 from ebbflow.infra.process import tie_forked_children
 from ebbflow.infra.program import PROJECT_ROOT
 from ebbflow.infra.store import Store
@@ -35,12 +34,7 @@ from ebbflow.training.attached_guards import CLOSE, EXACT
 from ebbflow.training.checkpoint.rollback import PERMITS
 from ebbflow.training.checkpoint.signing import signer, use_signing_key
 from ebbflow.training.engine import train
-from ebbflow.training.errors import (
-    TrainingError,
-    WorkloadError,
-    describe_exception,
-    describe_traceback,
-)
+from ebbflow.training.errors import TrainingError, WorkloadError
 from ebbflow.training.gang import Gang, connect, disconnect, leave
 from ebbflow.training.guards.overrides import read_overrides, rewind_parent
 from ebbflow.training.launch.heartbeat import WatchHooks
@@ -52,6 +46,7 @@ from ebbflow.training.standalone import (
     claim_for_ranks,
     default_job_name,
     open_job,
+    record_exception,
     release_job,
     write_result,
 )
@@ -183,31 +178,12 @@ def main(arguments: list[str]) -> NoReturn:
         if observed:
             observed.save_records()
         expected = isinstance(error, InfraError) or (isinstance(error, TrainingError) and not error.curable)
-        _record_exception(error, one_line=spec is None and expected and not _is_user_failure(error))
+        record_exception(error, one_line=spec is None and expected and not _is_user_failure(error))
         code = _exit_code(error, alone=spec is None)
     else:
         code = ending.outcome.exit_code if ending.outcome is Outcome.INTERRUPTED else 0
     release_job()
     leave(code)
-
-
-def _record_exception(error: BaseException, *, one_line: bool = False) -> None:
-    """Print the error, and write it to the error file for the agent, in the format of torch's `@record`.
-
-    `@record` itself is not used: it fails if `__str__` raises, does not limit the length of the text, does not catch
-    sys.exit, and prints nothing.
-    """
-    text = describe_traceback(error)
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path:
-        name = f"{type(error).__module__}.{type(error).__qualname__}"
-        known = {"py_callstack": text, "timestamp": str(int(time.time())), "class": name}
-        record = {"message": {"message": describe_exception(error), "extraInfo": known}}
-        with contextlib.suppress(OSError):  # such as a full disk; the exit code and the log remain
-            write_atomically(Path(path), json.dumps(record).encode())
-    with contextlib.suppress(OSError, ValueError):  # the user's code may have closed stderr
-        shown = f"{error}\n" if one_line else text
-        print(shown, end="", file=sys.stderr, flush=True)  # stderr escapes characters that its encoding lacks
 
 
 def _exit_code(error: BaseException, *, alone: bool) -> int:

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -196,6 +197,24 @@ def test_the_example_of_the_guide_runs(tmp_path: Path) -> None:
     script.write_text(guide.partition("```python\n")[2].partition("```")[0])
     finish(start(script), script)
     assert commits(script)[-1] == 64 and "epoch 3: loss" in output(script)
+
+
+def test_a_rank_that_leaves_its_loop_alone_is_named_within_seconds(tmp_path: Path) -> None:
+    script = tmp_path / "uneven.py"
+    script.write_text(
+        "import torch, torch.distributed as dist, ebbflow\n"
+        "from ebbflow.training import attached_guards\n"
+        "attached_guards._UNEQUAL_SECONDS = 1.0  # the test need not wait for a rank that is about to end by a break\n"
+        "dist.init_process_group('gloo')\n"
+        "model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "for step in ebbflow.attach(model, optimizer).steps(5 + 5 * dist.get_rank()):\n"
+        "    optimizer.zero_grad(); model(torch.ones(1, 2)).sum().backward(); optimizer.step()\n"
+    )
+    begun = time.monotonic()
+    finish(start(script, ranks=2), script, 2)
+    assert "rank 0 left its loop after step 5, and rank 1 is in step 6; fix: equally many steps" in output(script)
+    assert time.monotonic() - begun < 60  # and not the 120 s after which the last commit is given up
 
 
 MODELS = "import torch, ebbflow\na, b = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)\n"

@@ -118,18 +118,13 @@ def _shape(measured: dict[str, Any], config: RunConfig) -> ModelShape:
     ranks, samples = 1 if gang is None else gang.ranks, measured.get("samples", 1.0)
     steps = measured.get("steps") or config.training.max_steps
     return ModelShape(
-        parameters=measured.get("parameters", 0),
-        largest_unit_parameters=measured.get("parameters", 0),
-        activation_bytes_per_sample=0,
-        logits_bytes_per_sample=0,
-        flops_per_sample=measured.get("flops", 0.0) / samples,
-        tokens_per_sample=1,
-        units=1,
-        weight_unit="samples",
+        parameters=measured.get("parameters", 0), largest_unit_parameters=measured.get("parameters", 0),
+        activation_bytes_per_sample=0, logits_bytes_per_sample=0,
+        flops_per_sample=measured.get("flops", 0.0) / samples, tokens_per_sample=1, units=1, weight_unit="samples",
         kind="measured" if measured else "unknown",
         steps=max(1, -(-steps // ranks) if measured.get("divided") else steps),
         samples_per_step=round(samples * ranks),
-    )
+    )  # fmt: skip
 
 
 def main(arguments: list[str]) -> int:
