@@ -14,12 +14,15 @@ import yaml
 from benchmarks.diagnosis import diagnose_lines, evaluate
 from ebbflow.command import COMMANDS
 from ebbflow.infra.__main__ import main
+from ebbflow.infra.diagnose.job import diagnose_job
 from ebbflow.infra.diagnose.judging import diagnose_files
 from ebbflow.infra.diagnose.matching import load_matcher
 from ebbflow.infra.diagnose.reading import LogText, rank_of, time_of
 from ebbflow.infra.diagnose.rules import SymptomRule, load_rules
 from ebbflow.infra.errors import _SYMPTOMS
+from ebbflow.infra.events import GUARD, STEP
 from tests.support.injected import INJECTIONS, inject
+from tests.support.timelines import GangLog, event
 
 RULES = load_rules().rules
 _OF_THE_GUIDES = {"A": 22, "B": 10, "C": 10, "D": 19, "E": 9, "F": 10, "G": 9, "H": 15, "I": 10, "J": 9}
@@ -233,3 +236,17 @@ from a public excerpt, and {line} from the example line of their rule only.
 
 if __name__ == "__main__":
     COVERAGE_PAGE.write_text(coverage_page(), encoding="utf-8")
+
+
+def test_a_straggler_is_named_with_its_price() -> None:
+    gang = GangLog(1, 1.0, [[0], [1]])
+    gang.steps(1, 22, useful_step=0.12)
+    for one in gang.events:
+        if one.name == STEP and one.rank == 0:
+            one.data.update(slowest_rank=1, slowest_ratio=3.0, slowest_seconds=0.06)
+    told = {"action": "slow_rank", "share": 0.5, "usd_per_hour": 3.6, "reason": "rank 1 takes 3.0 times"}
+    guard = event(GUARD, 4.0, generation=1, step=20, **told)
+    guard.data["rank"] = 1
+    (finding,) = (one.to_json() for one in diagnose_job([*gang.events, guard], []).findings)
+    assert (finding["symptom"], finding["ranks"]) == ("G03", [1])
+    assert "in all 1.3 s and $0.0026" in finding["evidence"][0]["text"]
