@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from botocore.exceptions import BotoCoreError, ClientError
 
+from ebbflow.cost.jobs import list_jobs
+from ebbflow.infra.store import Store
 from tests.support.s3.fixture import FailingServer, failing_s3
 from tests.support.swift import Swift, swift
 
@@ -54,6 +56,19 @@ def test_objects_ranges_and_absence(server: FailingServer | Swift) -> None:
     s3.delete_object(Bucket=bucket, Key=key)
     assert code(s3.get_object, Bucket=bucket, Key=key) == "NoSuchKey"
     assert code(s3.delete_object, Bucket=bucket, Key=key) in ("", "NoSuchKey")  # S3: no error; Swift: one
+
+
+def test_the_jobs_of_a_bucket_are_listed(server: FailingServer | Swift, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (
+        ("ENDPOINT_URL", server.endpoint), ("ACCESS_KEY_ID", server.access_key), ("REGION", server.region),
+        ("SECRET_ACCESS_KEY", server.secret_key), ("ALLOW_HTTP", "true"),
+    ):  # fmt: skip
+        monkeypatch.setenv(f"AWS_{name}", value)
+    uri = f"s3://{server.new_bucket()}/prefix"
+    assert list_jobs(uri) == []
+    for key in ("jobs/one/a", "jobs/one/b/c", "jobs/one0/a", "jobs/two/a", "tokens/a"):
+        Store.open(uri).put(key, b"1")
+    assert list_jobs(uri) == ["one", "one0", "two"]
 
 
 def test_listings_have_pages_prefixes_and_folders(server: FailingServer | Swift) -> None:

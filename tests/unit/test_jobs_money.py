@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from ebbflow.cost.errors import PriceError, ReportError
-from ebbflow.cost.jobs import list_known_jobs, load_report
+from ebbflow.cost.jobs import list_jobs, list_known_jobs, load_report
 from ebbflow.cost.ledger.ledger import fold
 from ebbflow.cost.prices.source import read_price_changes
 from ebbflow.cost.report.figure_text import CAUSE_HEADER, format_cause_rows, format_comparison_rows, format_key_figures
@@ -152,7 +152,7 @@ def test_the_command_reports_all_known_jobs_as_csv(tmp_path: Path) -> None:
         (runs / name).mkdir(parents=True)
         (runs / name / "job.json").write_bytes(KnownJob(name, str(tmp_path / "store")).note())
     (runs / "latest").symlink_to("two")
-    assert sorted(list_known_jobs(runs)) == ["one", "two"]
+    assert sorted(list_known_jobs(runs)) == list_jobs(str(tmp_path / "store")) == ["one", "two"]
     done = run("--csv", runs=runs)
     assert done.returncode == 0, done.stderr
     rows = list(csv.DictReader(io.StringIO(done.stdout)))
