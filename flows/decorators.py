@@ -199,14 +199,18 @@ class CapacityDecorator(StepDecorator):
             source = f"using the plan of the run, because there is no fresh choice: {answer.trouble}"
             task.log(f"capacity: {source}", system_msg=True)
         task.log(f"capacity: {describe_order(answer.order)}", system_msg=True)
-        if answer.order.does != "train":
+        # On Kubernetes Metaflow prepares a gang's task for its pods, so that a stop cannot run on this machine.
+        stops = ask.backend == "kubernetes" and answer.order.does == "stop"
+        if answer.order.does != "train" and not stops:
             run_locally(cli_args, self._step)
         else:
             config, placement = flow.settings["config"], answer.order.placement or {}
             region = set_region(cli_args.env, placement.get("region"), config)
             submit = {"job": flow.job, "store": config["store"], "region": region, **asdict(name)}
             submit |= {key: placement.get(key) for key in ("runnable_seconds", "start_by_utc")}
-            if ask.backend == "kubernetes":
+            if stops:
+                submit["stop"] = [answer.order.outcome, answer.order.message]
+            elif ask.backend == "kubernetes":
                 pods.apply_to_pod(cli_args, answer.order, config)
                 own = config.get("kubernetes") or {}
                 submit |= {"placement": placement, "kueue": own.get("queue"), "last": ask.last}
@@ -218,10 +222,9 @@ class CapacityDecorator(StepDecorator):
     def _unplaced(self, cli_args: Any, task: Any, trouble: str) -> None:
         """Handle an attempt for which no placement could be chosen.
 
-        If the user named a queue (`--with batch:queue=…`), or the backend is Kubernetes, the attempt runs with the
-        settings of @batch or @kubernetes. Otherwise it runs on the scheduler's machine and fails with the message
-        `trouble`, because the default queue is only for the steps before and after training. Metaflow then retries the
-        step, which gets a new placement.
+        If the user named a queue (`--with batch:queue=…`), or on Kubernetes, it runs with the settings of @batch or
+        @kubernetes. Otherwise it fails on the scheduler's machine, because the default queue is only for the steps
+        before and after training. Metaflow then retries the step, which gets a new placement.
         """
         backend = cli_args.commands[0]
         if self._named or backend == "kubernetes":

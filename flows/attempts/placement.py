@@ -266,7 +266,7 @@ def give_up_reason(
         return None
     words = ", ".join(sorted({f"{one.placement}: {one.cause.replace('_', ' ')}" for one in last}))
     outcome = Outcome.NO_CAPACITY if never and not unmakeable else Outcome.FAILED
-    batch_reason = f"; AWS Batch on the last one: {last[0].reason}" if last[0].reason else ""
+    batch_reason = f"; the last one: {last[0].reason}" if last[0].reason else ""
     return outcome, f"{len(last)} attempts in a row failed ({words}), and another would too{batch_reason}"
 
 

@@ -17,6 +17,7 @@ process, and no internals of Metaflow:
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import math
 import os
@@ -65,7 +66,9 @@ class PodSubmission:
         self._leaving = threading.Event()
 
     def listen(self) -> None:
-        """Patch the Kubernetes client of this process, and register the deletion of the pods at exit."""
+        """Patch the Kubernetes client, and delete the pods at exit. Raises SystemExit if the order is to stop."""
+        if stop := self._asked.get("stop"):
+            raise SystemExit(self._record_outcome(*stop))
         from kubernetes import client, stream
         from kubernetes.client.rest import RESTClientObject
 
@@ -129,7 +132,8 @@ class PodSubmission:
                 answer = create(api, *args, **{**options, "body": body})
             except ApiException as error:
                 if error.status != 409:
-                    raise SystemExit(self._refuse(error)) from None
+                    message = f"Kubernetes refused {self._asked.get('step') or 'a step'}: {_reason(error)}"
+                    raise SystemExit(self._record_outcome(Outcome.FAILED.value, message)) from None
                 answer = self._existing(api, kind, options, name)  # made by a create whose answer was lost
             self._follower = threading.Thread(target=_report_errors, args=(self._follow,), daemon=True)
             self._follower.start()
@@ -183,19 +187,14 @@ class PodSubmission:
                 if replacements and one["name"] == "worker":
                     one["template"]["spec"] |= replacement_policy(replacements)
 
-    def _refuse(self, error: Any) -> int:
-        """Record as the job's outcome that Kubernetes refused the Job or JobSet, and return the exit code."""
-        try:
-            text = json.loads(error.body)["message"]
-        except (ValueError, KeyError, TypeError):
-            text = str(error.reason)
-        message = f"Kubernetes refused {self._asked.get('step') or 'a step'}: {text} ({error.status})"
+    def _record_outcome(self, outcome: str, message: str) -> int:
+        """Record the job's outcome, and return the exit code of a task that is not to be retried."""
         _say(message)
         if self._asked:
             from ebbflow.infra.events import OUTCOME
 
             with submit_events(self._asked) as log:
-                log.emit(OUTCOME, flush=True, outcome=Outcome.FAILED.value, message=message)
+                log.emit(OUTCOME, flush=True, outcome=outcome, message=message)
         self._recorded = True
         return _NO_RETRY
 
@@ -322,6 +321,12 @@ def replacement_policy(times: int) -> dict[str, Any]:
     lost = {"action": "Count", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
     failed = {"action": "FailJob", "onExitCodes": {"operator": "NotIn", "values": [0]}}
     return {"backoffLimit": times, "podFailurePolicy": {"rules": [lost, failed]}}
+
+
+def _reason(error: Any) -> str:
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        return f"{json.loads(error.body)['message']} ({error.status})"
+    return f"{error.reason} ({error.status})"
 
 
 def open_pod_submission() -> PodSubmission:

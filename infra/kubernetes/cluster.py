@@ -453,7 +453,7 @@ class AttemptWatch:
 
 
 def _why(pod: PodState) -> str:
-    if pod.lost:
+    if pod.lost and pod.started:
         return "its node was lost or drained"
     if pod.waiting:
         return pod.waiting

@@ -184,9 +184,7 @@ def test_a_container_that_is_never_made_with_capacity_there_is_tried_twice(cause
 def test_what_batch_said_last_stands_in_the_message() -> None:
     first, last = history("user_code", "user_code", started=None).attempts
     found = vain(AttemptHistory(attempts=(first, replace(last, reason="CannotPullContainerError: no such manifest"))))
-    assert found is not None and found[1].endswith(
-        "; AWS Batch on the last one: CannotPullContainerError: no such manifest"
-    )
+    assert found is not None and found[1].endswith("; the last one: CannotPullContainerError: no such manifest")
 
 
 def test_spot_is_waited_for_until_the_deadline_brings_on_demand() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from ebbflow.flows.attempts.pod_submission import PodSubmission
 from ebbflow.infra.kubernetes.cluster import AttemptWatch, Cluster, describe_attempts, end_attempt
 from tests.support.flow import wait_until
 from tests.support.kubernetes.attempt import Submitted
@@ -37,6 +38,15 @@ def test_a_refused_create_is_one_line_and_the_jobs_outcome(running: LocalCluster
     assert "exceeded quota" in output and "Traceback" not in output and len(output.splitlines()) == 1
     [outcome] = submitted.events("outcome")
     assert outcome["outcome"] == "failed" and "exceeded quota" in outcome["message"]
+
+
+def test_an_order_to_stop_is_the_jobs_outcome_and_submits_nothing(tmp_path: Path) -> None:
+    asked = {"job": "job", "run": "1", "step": "train", "task": "5", "attempt": 2, "store": str(tmp_path / "store")}
+    with pytest.raises(SystemExit) as ended:
+        PodSubmission({**asked, "stop": ["failed", "two images in a row cannot be pulled"]}).listen()
+    assert ended.value.code == 202, "Metaflow does not try again"
+    [line] = [line for path in tmp_path.rglob("*.jsonl") for line in path.read_text().splitlines() if "outcome" in line]
+    assert json.loads(line)["data"] == {"outcome": "failed", "message": "two images in a row cannot be pulled"}
 
 
 def test_what_never_starts_is_deleted_and_the_last_attempt_says_so(running: LocalCluster, tmp_path: Path) -> None:
