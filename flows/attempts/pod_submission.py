@@ -167,8 +167,7 @@ class PodSubmission:
     def _existing(self, api: Any, kind: str, options: dict[str, Any], name: str) -> Any:
         if kind == "jobs":
             return api.read_namespaced_job(name=name, namespace=options["namespace"])
-        names = ("group", "version", "namespace", "plural")
-        return api.get_namespaced_custom_object(name=name, **{key: options[key] for key in names})
+        return api.get_namespaced_custom_object(name=name, **{key: options[key] for key in options if key != "body"})
 
     def _complete(self, body: dict[str, Any], kind: str) -> None:
         """Add the settings that Metaflow does not support to a Job or JobSet: name, queue, failure policy, lifetime."""

@@ -91,8 +91,7 @@ def _by_region(
 ) -> list[tuple[Any, dict[str, Event]]]:
     """Group the Batch jobs by region, and return each region's client with its jobs.
 
-    `client` is the client of the home region, to which jobs without a known region belong. If `client` is a Kubernetes
-    cluster instead, return this client with the jobs on Kubernetes.
+    `client` is that of the home region, to which jobs without a known region belong, or a Kubernetes cluster.
     """
     pods = isinstance(client, kubernetes.Cluster)
     submitted = {one: event for one, event in submitted.items() if kubernetes.is_cluster_id(one) is pods}
@@ -158,10 +157,7 @@ def unsettled_jobs(events: Sequence[Event]) -> dict[str, Event]:
 
 
 def _incomplete_jobs(events: Sequence[Event]) -> dict[str, Event]:
-    """Return {job id: event}, as `unsettled_jobs` does, for Batch jobs whose end is recorded without time or reason.
-
-    The argument `events` must be ordered by time.
-    """
+    """Like `unsettled_jobs`, for jobs whose end is recorded without time or reason. Needs events ordered by time."""
     last = {event.data.get("job_id"): event.data for event in events if event.name == BATCH_ATTEMPT}
     known = _submitted_jobs(events)
     return {job_id: event for job_id, event in known.items() if job_id in last and not _is_complete(last[job_id])}
@@ -208,11 +204,8 @@ CHECKS = [Check("aws-left-behind", _TITLE, "warning", "full", _CHECK_SECONDS, ("
 def find_placement(submitted: Event, events: Sequence[Event]) -> Placement | None:
     """Return the newest placement recorded for the run, attempt, step and task of a Batch job, or None.
 
-    Times are not compared, because the clock of an agent's machine may be minutes ahead.
-
-    Args:
-        submitted: Event that contains the id of the Batch job. Step and task are not compared for an agent's event,
-            which has neither.
+    Times are not compared, because the clock of an agent's machine may be minutes ahead, nor step and task of an
+    agent's event, which has neither.
     """
     known = () if submitted.name == NODE_STARTED else ("step", "task")
     placed = [
