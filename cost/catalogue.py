@@ -141,19 +141,19 @@ def load_catalogue(
 
 
 @cache
-def advisor_recorded(advisor: Path = ADVISOR) -> str:
+def advisor_recorded() -> str:
     """Return the day or month when the spot advisor's table was recorded. Raises CatalogueError if it has no date."""
-    found = _RECORDED.search(advisor.read_text(encoding="utf-8")[:1000])
+    found = _RECORDED.search(ADVISOR.read_text(encoding="utf-8")[:1000])
     if found is None:
-        raise CatalogueError(f'{advisor}:1:1: no "recorded 2025-07" in the first line')
+        raise CatalogueError(f'{ADVISOR}:1:1: no "recorded 2025-07" in the first line')
     return found[1]
 
 
 @cache
-def on_demand_recorded(on_demand: Path = ON_DEMAND) -> Mapping[str, str]:
+def on_demand_recorded() -> Mapping[str, str]:
     """Return the day on which the oldest on-demand price was recorded, by region. Omit regions without prices."""
     oldest: dict[str, str] = {}
-    for regions in _read_on_demand(on_demand).values():
+    for regions in _read_on_demand(ON_DEMAND).values():
         for region, price in regions.items():
             oldest[region] = min(price.recorded, oldest.get(region, price.recorded))
     return oldest
@@ -327,7 +327,7 @@ class Rates:
 
 
 @cache
-def load_rates(list_prices: Path = _HERE / "list_prices.csv", egress: Path = _HERE / "egress.csv") -> Rates:
+def load_rates() -> Rates:
     """Read the tables of list prices and of prices of data transfer.
 
     Raises CatalogueError with file:line:column for an invalid price.
@@ -336,13 +336,13 @@ def load_rates(list_prices: Path = _HERE / "list_prices.csv", egress: Path = _HE
     return Rates(
         regions={
             row.parse("region", *_REGION): RegionRates(**{name: row.parse(name, *_LIST_PRICE) for name in prices})
-            for row in _rows(list_prices, ["region", *prices])
+            for row in _rows(_HERE / "list_prices.csv", ["region", *prices])
         },
         egress={
             (row.parse("from_region", *_REGION), row.parse("to_region", *_REGION)): row.parse(
                 "price_usd_per_gb", *_LIST_PRICE
             )
-            for row in _rows(egress, ["from_region", "to_region", "price_usd_per_gb"])
+            for row in _rows(_HERE / "egress.csv", ["from_region", "to_region", "price_usd_per_gb"])
         },
     )
 

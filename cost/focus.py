@@ -41,14 +41,14 @@ def next_month(month: str) -> str:
     return month_of(month_start(month) + 32 * 86400)
 
 
-def focus_rows(events: Sequence[Event], ledger: Ledger | None = None) -> list[dict[str, str]]:
+def focus_rows(events: Sequence[Event]) -> list[dict[str, str]]:
     """Return the charges of a job as FOCUS rows.
 
     Each row covers the time of one node, or other paid time of its instance such as an idle pause, in one month. The
     sum of `BilledCost` is the ledger's total before rounding. The charges are computed from metered time, not taken
     from an invoice.
     """
-    ledger = fold(events) if ledger is None else ledger
+    ledger = fold(events)
     job = events[0].job if events else ""
     tags = {**read_tags(events), "ebbflow-job": job, "owner": ledger.owner, "project": ledger.project}
     common = {

@@ -16,7 +16,6 @@ import socket
 import struct
 import sys
 import threading
-from collections.abc import MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,7 +39,7 @@ _SIOCGIFADDR = 0x8915  # <linux/sockios.h>
 _ANY_PORT = 9
 
 
-def set_network_interface(main_address: str, environment: MutableMapping[str, str] = os.environ) -> str | None:
+def set_network_interface(main_address: str) -> str | None:
     """Make gloo and NCCL use the network interface that routes to node 0.
 
     Sets NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME, unless the user has set them. Returns the interface's name, or None
@@ -49,7 +48,7 @@ def set_network_interface(main_address: str, environment: MutableMapping[str, st
     name = route_interface(main_address)
     if name is not None:
         for variable in _VARIABLES:
-            environment.setdefault(variable, name)
+            os.environ.setdefault(variable, name)
     return name
 
 

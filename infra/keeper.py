@@ -229,18 +229,9 @@ class Keeper:
             return
 
 
-def kill_descendants(
-    keeper: int, seconds: float, *, spare: Collection[int] = (), spare_trees: Collection[int] = ()
-) -> list[int]:
-    """Kill the processes below the keeper, and return the ids of the processes that are still alive after `seconds`.
-
-    Args:
-        spare: ids of processes that are not killed. Their descendants are killed.
-        spare_trees: ids of processes that are not killed, and whose descendants are not killed either.
-    """
-    spared = [stat for pid in {*spare, *spare_trees} if (stat := process_stat(pid)) is not None]
-    groups = {stat.group for stat in spared}
-    return kill_until_none(lambda: descendants(keeper, spare, spare_trees), seconds, spare_groups=groups)
+def kill_descendants(keeper: int, seconds: float) -> list[int]:
+    """Kill the processes below the keeper, and return the ids of the processes that are still alive after `seconds`."""
+    return kill_until_none(lambda: descendants(keeper), seconds)
 
 
 def kill_until_none(

@@ -236,7 +236,7 @@ def _smooth(values: Sequence[float | None]) -> list[float | None]:
     return found
 
 
-def thin_columns(columns: dict[str, list[float | None]], buckets: int = _BUCKETS) -> dict[str, list[float | None]]:
+def thin_columns(columns: dict[str, list[float | None]]) -> dict[str, list[float | None]]:
     """Thin columns of equal length to two or three rows per bucket, which keep each column's minimum and maximum.
 
     The columns step, seconds, usd and smooth keep the values of the bucket's first and last row instead. If any other
@@ -244,11 +244,11 @@ def thin_columns(columns: dict[str, list[float | None]], buckets: int = _BUCKETS
     column.
     """
     count = len(columns["step"])
-    if count <= 3 * buckets:
+    if count <= 3 * _BUCKETS:
         return {name: [_short(value) for value in values] for name, values in columns.items()}
     found: dict[str, list[float | None]] = {name: [] for name in columns}
-    for bucket in range(buckets):
-        first, last = bucket * count // buckets, (bucket + 1) * count // buckets - 1
+    for bucket in range(_BUCKETS):
+        first, last = bucket * count // _BUCKETS, (bucket + 1) * count // _BUCKETS - 1
         ends: dict[str, tuple[float | None, float | None]] = {}
         gaps: set[str] = set()
         for name, values in columns.items():

@@ -68,7 +68,7 @@ def settle_attempts(
     for job_id, (attempt, there) in found.items():
         event = submitted[job_id]
         if attempt.finished:
-            if job_id in half_told and not _is_complete(attempt.to_json()):
+            if job_id in half_told and not _is_complete(vars(attempt)):
                 continue
             placement = find_placement(event, events)
             settled.append(log.emit(BATCH_ATTEMPT, **batch_attempt_data(attempt, placement)))
@@ -124,7 +124,7 @@ def _describe_when_complete(
     while True:
         found = _describe(job_ids, client, deadline_seconds)
         ended = [found[one] for one in wanted if one in found and found[one].finished]
-        if all(_is_complete(attempt.to_json()) for attempt in ended) or time.monotonic() + _LOOK_SECONDS > limit:
+        if all(_is_complete(vars(attempt)) for attempt in ended) or time.monotonic() + _LOOK_SECONDS > limit:
             return found
         time.sleep(_LOOK_SECONDS)
 

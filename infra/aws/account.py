@@ -239,6 +239,6 @@ def metaflow_settings(environment: Mapping[str, str] | None = None) -> dict[str,
     return found | given
 
 
-def metaflow_setting(name: str, environment: Mapping[str, str] | None = None) -> str:
+def metaflow_setting(name: str) -> str:
     """Return the value of one Metaflow setting, or "" if it is not set."""
-    return metaflow_settings(environment).get(name, ("", ""))[0]
+    return metaflow_settings().get(name, ("", ""))[0]

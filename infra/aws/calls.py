@@ -157,18 +157,16 @@ def paginate(
 
 
 def describe_in_parts(
-    client: Any, operation: str, asked: str, names: Sequence[str], listed: str, deadline: RequestDeadline
+    client: Any, operation: str, plural: str, names: Sequence[str], deadline: RequestDeadline
 ) -> list[Mapping[str, Any]]:
     """Describe resources by name, with at most 100 names per request (Batch's limit). Return the descriptions.
 
-    Args:
-        asked: name of the request parameter for the resource names.
-        listed: name of the response field that contains the descriptions.
+    plural: name of the request parameter for the resource names, and of the response field with the descriptions.
     """
     found: list[Mapping[str, Any]] = []
     for start in range(0, len(names), _NAMES_IN_A_REQUEST):
-        part: dict[str, Any] = {asked: list(names[start : start + _NAMES_IN_A_REQUEST])}
-        found += call_aws(client, operation, deadline, **part).get(listed) or []
+        part: dict[str, Any] = {plural: list(names[start : start + _NAMES_IN_A_REQUEST])}
+        found += call_aws(client, operation, deadline, **part).get(plural) or []
     return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from ebbflow.infra.aws.calls import RequestDeadline, aws_client, call_aws, describe_in_parts
@@ -104,9 +104,6 @@ class BatchAttempt:
     def finished(self) -> bool:
         return self.status in FINISHED
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> BatchAttempt:
         """Build an attempt from JSON that any version of Ebbflow wrote. Unknown keys are ignored."""
@@ -179,7 +176,7 @@ def classify_cause(
 
 
 def _describe(job_ids: Sequence[str], client: Any, deadline: RequestDeadline) -> dict[str, Mapping[str, Any]]:
-    jobs = describe_in_parts(client, "describe_jobs", "jobs", job_ids, "jobs", deadline)
+    jobs = describe_in_parts(client, "describe_jobs", "jobs", job_ids, deadline)
     found = {job["jobId"]: job for job in jobs}
     return {job_id: found[job_id] for job_id in job_ids if job_id in found}
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ebbflow.infra.aws.calls import RequestDeadline, aws_client, describe_in_parts, is_amazons, paginate
@@ -54,9 +54,6 @@ class ComputeEnvironment:
     max_vcpus: int | None = None  # the most vCPUs that run at the same time, None if there is no limit
     subnets: tuple[str, ...] = ()
     placement_group: str | None = None
-    launch_template: str | None = None
-    instance_role: str | None = None
-    allocation_strategy: str | None = None
 
     @property
     def fargate(self) -> bool:
@@ -94,9 +91,6 @@ class QueueState:
     @property
     def places_nodes_together(self) -> bool:
         return all(one.places_nodes_together for one in self.compute_environments if one.usable)
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def describe_queues(
@@ -139,7 +133,6 @@ def parse_environment(detail: Mapping[str, Any]) -> ComputeEnvironment:
     elif status not in ("VALID", "UPDATING"):
         why = " ".join(str(detail.get("statusReason") or "").split())
         problem = f"compute environment {detail['computeEnvironmentName']} is {status}{': ' + why if why else ''}"
-    template = resources.get("launchTemplate") or {}
     return ComputeEnvironment(
         name=detail["computeEnvironmentName"],
         kind=resources.get("type", ""),
@@ -150,22 +143,19 @@ def parse_environment(detail: Mapping[str, Any]) -> ComputeEnvironment:
         max_vcpus=resources.get("maxvCpus"),
         subnets=tuple(resources.get("subnets") or ()),
         placement_group=resources.get("placementGroup") or None,
-        launch_template=template.get("launchTemplateName") or template.get("launchTemplateId"),
-        instance_role=resources.get("instanceRole") or None,
-        allocation_strategy=resources.get("allocationStrategy"),
     )
 
 
 def _queues(wanted: list[str] | None, client: Any, deadline: RequestDeadline) -> list[Mapping[str, Any]]:
     if wanted is None:
         return list(paginate(client, "describe_job_queues", "jobQueues", deadline))
-    return describe_in_parts(client, "describe_job_queues", "jobQueues", wanted, "jobQueues", deadline)
+    return describe_in_parts(client, "describe_job_queues", "jobQueues", wanted, deadline)
 
 
 def _environments(arns: Sequence[str], client: Any, deadline: RequestDeadline) -> dict[str, ComputeEnvironment]:
     found: dict[str, ComputeEnvironment] = {}
-    plural = "computeEnvironments"
-    for detail in describe_in_parts(client, "describe_compute_environments", plural, arns, plural, deadline):
+    listed = describe_in_parts(client, "describe_compute_environments", "computeEnvironments", arns, deadline)
+    for detail in listed:
         one = parse_environment(detail)
         if set(AUTO_INSTANCE_TYPES) & set(one.instance_types) and not is_amazons(client):
             one = replace(one, instance_types=())  # which types a Batch emulator chooses is unknown
@@ -493,6 +483,6 @@ def find_marked_jobs(queue: str, job_name: str, mark: str, client: Any, *, deadl
     by_name = [{"name": "JOB_NAME", "values": [job_name]}]
     listed = paginate(client, "list_jobs", "jobSummaryList", deadline, jobQueue=queue, filters=by_name)
     named = [one["jobId"] for one in listed if one.get("jobName") == job_name]
-    jobs = describe_in_parts(client, "describe_jobs", "jobs", named, "jobs", deadline)
+    jobs = describe_in_parts(client, "describe_jobs", "jobs", named, deadline)
     found = [job for job in jobs if (job.get("parameters") or {}).get(MARK) == mark]
     return [job["jobId"] for job in sorted(found, key=lambda job: job.get("createdAt") or 0)]

@@ -46,14 +46,20 @@ def _repetition(key: str, names: Iterable[str]) -> Breach:
     return None
 
 
-@RULES.about("checkpoint.signing_key_env")
-def _signing_key_env_is_a_name(config: RunConfig) -> Breach:
-    """Check that the value is a variable name. The message omits the value, because it may be the secret key itself."""
-    name = config.checkpoint.signing_key_env
-    if name is None or NAME_PATTERN.fullmatch(name):
-        return None
-    message = "checkpoint.signing_key_env must be the name of an environment variable in upper case, and not the key"
-    return message, "such as JOB_SIGNING_KEY, and set that variable to the key"
+def _names_variable(key: str, secret: str, hint: str) -> None:
+    """Add a rule: the value of `key` names an environment variable. The message omits it, as it may be the secret."""
+
+    @RULES.about(key)
+    def check(config: RunConfig) -> Breach:
+        name = value_of(config, key)
+        if name is None or NAME_PATTERN.fullmatch(name):
+            return None
+        return f"{key} must be the name of an environment variable in upper case, and not {secret}", hint
+
+
+_names_variable("checkpoint.signing_key_env", "the key", "such as JOB_SIGNING_KEY, and set that variable to the key")
+for _key in ("notifications.webhook_env", "notifications.smtp_password_env"):
+    _names_variable(_key, "its value", "such as SLACK_WEBHOOK_URL or SMTP_PASSWORD")
 
 
 @RULES.about("trackers")
@@ -68,16 +74,6 @@ def _trackers_are_possible(config: RunConfig) -> Breach:
             return "trackers: a url with a password would be stored with the job", hint
         if tracker.url is not None and tracker.type in ("tensorboard", "jsonl"):
             return f"trackers: {tracker.type} has no url, it writes files", "name a folder, or leave both out"
-    return None
-
-
-@RULES.about("notifications.webhook_env", "notifications.smtp_password_env")
-def _notification_secrets_are_names(config: RunConfig) -> Breach:
-    own = config.notifications
-    for key, name in (("webhook_env", own.webhook_env), ("smtp_password_env", own.smtp_password_env)):
-        if name is not None and not NAME_PATTERN.fullmatch(name):
-            what = f"notifications.{key} must be the name of an environment variable in upper case, and not its value"
-            return what, "such as SLACK_WEBHOOK_URL or SMTP_PASSWORD"
     return None
 
 

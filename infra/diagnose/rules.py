@@ -115,10 +115,10 @@ class RuleBook:
 
 
 @functools.cache
-def load_rules(folder: Path = RULES_FOLDER) -> RuleBook:
+def load_rules() -> RuleBook:
     """Load all rules. Raises ValueError if a rule is invalid."""
     families, rules = [], []
-    for path in sorted(folder.glob("*.yaml")):
+    for path in sorted(RULES_FOLDER.glob("*.yaml")):
         document = yaml.load(path.read_bytes(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
         families.append(Family(document["family"], document["letter"], document["title"]))
         for entry in document["rules"]:

@@ -144,7 +144,7 @@ def test_jobs_that_ran_are_told_with_their_times_and_causes(batch: LocalBatch, c
     found = told(bug, client, "FAILED")
     assert (found.cause, found.exit_code, found.queue, found.nodes, found.finished) == ("user_code", 3, "spot", 1, True)
     assert found.created_utc <= found.started_utc <= found.stopped_utc
-    assert BatchAttempt.from_json(json.loads(json.dumps(found.to_json()))) == found
+    assert BatchAttempt.from_json(json.loads(json.dumps(vars(found)))) == found
     reclaimed = told(sleeper, client, "FAILED")
     assert reclaimed.cause == "reclaimed" and "Host EC2" in reclaimed.reason
     ended = told(gang, client, "FAILED")
@@ -152,7 +152,7 @@ def test_jobs_that_ran_are_told_with_their_times_and_causes(batch: LocalBatch, c
     main, other = ended.node_times
     assert main == (ended.started_utc, ended.stopped_utc)
     assert main[0] <= other[1] and other[0] <= other[1], "which of the two ends first is anybody's guess"
-    assert BatchAttempt.from_json(json.loads(json.dumps(ended.to_json()))) == ended
+    assert BatchAttempt.from_json(json.loads(json.dumps(vars(ended)))) == ended
     waiting = told(stuck, client, "RUNNABLE", "SUBMITTED", "PENDING")
     assert (waiting.started_utc, waiting.cause, waiting.finished) == (None, "unknown", False)
     cancel_job(stuck, "31 minutes in RUNNABLE", client)

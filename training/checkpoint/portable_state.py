@@ -246,8 +246,8 @@ def _tensor_in(memory: memoryview, start: int, entry: TensorEntry) -> Tensor:
     return torch.frombuffer(memory[start : start + length], dtype=dtype).view(entry.shape)
 
 
-def commit_portable_state(store: Store, content: PortableState, *, source: str, seconds: float = 3600.0) -> CommitRef:
-    """Write `content` as the first commit of a new job, within `seconds`. The job's first start continues from it.
+def commit_portable_state(store: Store, content: PortableState, *, source: str) -> CommitRef:
+    """Write `content` as the first commit of a new job, within an hour. The job's first start continues from it.
 
     The commit records `source`, the name of the imported file. Raises CheckpointError if the job has been started
     before or the import fails.
@@ -255,7 +255,7 @@ def commit_portable_state(store: Store, content: PortableState, *, source: str, 
     if newest_generation_number(store):
         raise CheckpointError(f"{store.uri}: the job has been started already; hint: import into a new job's name")
     generation = open_generation(store, run="import", attempt=0)
-    deadline = Deadline(seconds)
+    deadline = Deadline(3600.0)
     named = content.named()
     sizes = {name: _bytes(tensor) for name, tensor in named.items()}
     objects = [{name: named[name] for name in window} for window in _windows(sizes, _OBJECT_BYTES)]

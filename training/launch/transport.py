@@ -112,10 +112,10 @@ def _refusal(content: str) -> GangError:
 _FIRST, _COUNT = 20_000, 12_000
 
 
-def control_ports(run: str, attempt: int, *, tries: int = 8) -> list[int]:
+def control_ports(run: str, attempt: int) -> list[int]:
     """Return the ports to try, in order. They depend only on `run` and `attempt`, so all nodes get the same ports."""
     digest = hashlib.sha256(f"{run}/{attempt}".encode()).digest()
-    return [_FIRST + int.from_bytes(digest[2 * i : 2 * i + 2], "big") % _COUNT for i in range(tries)]
+    return [_FIRST + int.from_bytes(digest[2 * i : 2 * i + 2], "big") % _COUNT for i in range(8)]
 
 
 def rendezvous_port(address: str, run: str, attempt: int) -> int:
