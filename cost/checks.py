@@ -48,7 +48,7 @@ class _Asked:
 
 
 def check_capacity(context: PreflightContext) -> CheckFinding:
-    """Check that at least one queue can run a pool of the plan: the queue has the pool's machines and enough vCPUs."""
+    """Check that a queue has the machines and vCPUs of a pool of the plan, and that these queues admit the job."""
     asked = _ask(context)
     if isinstance(asked, CheckFinding):
         return asked
