@@ -70,11 +70,13 @@ def attach(
 def _check_arguments(model: nn.Module, optimizer: Optimizer | None, states: dict[str, Stateful]) -> None:
     if not isinstance(model, nn.Module):
         raise AttachError(f"attach: the model has type {type(model).__name__}; fix: pass the torch.nn.Module first")
-    if any(type(one).__name__ == "FullyShardedDataParallel" for one in model.modules()):
-        raise AttachError(
-            "attach: FullyShardedDataParallel (FSDP1) flattens parameters, so its state cannot be resharded; fix: "
-            "shard the model with torch.distributed.fsdp.fully_shard (FSDP2)"
-        )
+    refused = {
+        "FullyShardedDataParallel": "(FSDP1) flattens parameters, so its state cannot be resharded",
+        "DeepSpeedEngine": "keeps optimizer and shards to itself",
+    }
+    if kind := next((kind for kind in (type(one).__name__ for one in model.modules()) if kind in refused), None):
+        fix = "fix: shard the model with torch.distributed.fsdp.fully_shard (FSDP2)"
+        raise AttachError(f"attach: {kind} {refused[kind]}; {fix}")
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         kind = type(optimizer).__name__
         raise AttachError(f"attach: the optimizer has type {kind}; fix: pass the torch.optim.Optimizer second")

@@ -233,6 +233,11 @@ SGD = "torch.optim.SGD({}.parameters(), lr=0.1)"
             "(FSDP1) flattens parameters, so its state cannot be resharded; fix: shard",
             {},
         ),
+        (
+            "a.__class__ = type('DeepSpeedEngine', (torch.nn.Linear,), {}); ebbflow.attach(a)",
+            "DeepSpeedEngine keeps optimizer and shards to itself; fix: shard the model",
+            {},
+        ),
         ("list(ebbflow.attach(a).batches([1]))", "without epochs; fix: give it epochs", {}),
     ],
 )
