@@ -379,6 +379,15 @@ def test_a_configuration_that_cannot_be_meant_is_refused(settings: tuple[str, ..
         batch_config(*settings)
 
 
+def test_zones_elsewhere_and_numbers_without_sense_are_refused() -> None:
+    for zone in ("nowhere", "us-east-1a", "use2-az1"):
+        with pytest.raises(ConfigError, match=f"zone '{zone}' is no zone id of us-east-1"):
+            held_config(reservation=HELD.replace("use1-az4", zone))
+    for setting in ("cost.budget_usd=1e308", "checkpoint.deadline_seconds=2e15"):
+        with pytest.raises(ConfigError, match="is too large: more than 1e"):
+            batch_config(setting)
+
+
 def test_a_configured_reservation_needs_no_network() -> None:
     config = held_config("cost.prices=live")
     assert open_evidence(config, BEGAN_UTC, network=False).held[0] == Reservation.of(config.cost.reservations[0])
