@@ -24,6 +24,7 @@ _ENDINGS = {
     Outcome.DEADLINE: "Stopped by its deadline",
     Outcome.NON_FINITE: "Stopped by a non-finite loss",
     Outcome.PREFLIGHT: "Refused by preflight",
+    Outcome.CRASH_LOOP: "Stopped by a crash loop",
 }
 
 
@@ -71,7 +72,8 @@ def render_verdict(report: RunReport) -> str:
     after = f" after {format_duration(3600 * hours)}" if hours else ""
     if report.outcome is Outcome.COMPLETED:
         after = after.replace(" after", " in")
-    parts = [f"{_ENDINGS.get(report.outcome, f'Ended ({report.outcome})')}{after}{_price(report)}"]
+    ending = _ENDINGS.get(report.outcome, f"Ended ({report.state.replace('_', ' ')})")
+    parts = [f"{ending}{after}{_price(report)}"]
     parts += [cost] if (cost := _interruption_cost(report)) else []
     if report.outcome is Outcome.COMPLETED:
         certificate = report.events.get("certificate") or {}
