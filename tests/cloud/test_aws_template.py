@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cfnlint.api import ManualArgs, lint
 
 from ebbflow.cost.catalogue import load_catalogue
 from ebbflow.infra.aws.deploy import LARGEST_TEMPLATE, TEMPLATE, planned_resources, read_template
@@ -51,6 +50,8 @@ def queues(template: dict[str, Any]) -> dict[str, tuple[dict[str, Any], dict[str
 
 
 def test_the_template_is_clean_by_cfn_lint_and_fits_into_a_request() -> None:
+    from cfnlint.api import ManualArgs, lint  # a second of imports, in one process of tests
+
     text, regions = TEMPLATE.read_text(encoding="utf-8"), ["us-east-1", "us-west-2", "eu-west-1"]
     assert [str(match) for match in lint(text, config=ManualArgs(regions=regions))] == []
     assert lint(text.replace("CidrBlock:", "CidrBlok:", 1), config=ManualArgs(regions=regions))

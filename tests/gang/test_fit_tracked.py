@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.nn.functional import cross_entropy
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -109,6 +108,8 @@ def configured(name: str) -> tuple[RunConfig, int]:
 
 def tracked(config: RunConfig, samples: int, *, world_size: int = 1) -> dict[str, int]:
     """Bytes by kind at the peak of an optimizer step, as torch counts them."""
+    from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker  # it loads dynamo, in one process of tests
+
     gang = Gang(rank=0, world_size=world_size, ranks_per_node=world_size)
     mesh = spread.make_mesh(gang, shard=world_size) if world_size > 1 else None
     with warnings.catch_warnings(), FakeTensorMode(), pytest.MonkeyPatch.context() as patch:

@@ -232,19 +232,22 @@ class Kubelet:
         self._store.edit("pods", metadata["namespace"], metadata["name"], change)
 
     def _end(self, pod: Object, container: Container, code: int) -> None:
-        self._record(pod, container, code)
+        ended = self._record(pod, container, code)
         terminated = {
             "exitCode": code, "reason": "Completed" if code == 0 else "Error",
-            "startedAt": timestamp(container.started), "finishedAt": timestamp(),
+            "startedAt": timestamp(container.started), "finishedAt": timestamp(ended),
         }  # fmt: skip
         self._report(pod, "Succeeded" if code == 0 else "Failed", {"terminated": terminated}, ready=False)
 
-    def _record(self, pod: Object, container: Container, code: int | None) -> None:
+    def _record(self, pod: Object, container: Container, code: int | None) -> float:
+        """When it ended: now."""
+        ended = time.time()
         self.past.append({
             "pod": pod["metadata"]["name"], "labels": pod["metadata"]["labels"], "node": pod["spec"]["nodeName"],
-            "annotations": pod["metadata"]["annotations"], "started": container.started, "ended": time.time(),
+            "annotations": pod["metadata"]["annotations"], "started": container.started, "ended": ended,
             "exit_code": code,
         })  # fmt: skip
+        return ended
 
     # -- nodes
 
