@@ -30,6 +30,8 @@ _OTHER = {
     "sharding": "M13", "orchestration": "N18", "program": "O01",
 }  # fmt: skip
 _NEAR_LINES = 3
+_SAME_FAILURE = 40  # matches within so many candidate lines usually describe the same failure
+_MISSING_FILE = {"storage": "H02", "data": "E09"}  # rules for an absent file, by the area of the code that opens it
 _VAGUE_MARGIN = 3.0  # of words, for another family than that of a vague exception
 _SERIES_ONLY = ("F02", "G02", "E06")  # what only a series shows explains no exception
 _OVERRULING_MARGIN = 6.0  # of words, for another cause of the same level
@@ -138,6 +140,8 @@ def judge(seen: dict[str, Seen], series: Series, scans: Sequence[FileScan]) -> D
         for found in known.values()
         if found.rule.kind == "advice" and found is not root and _confidence(found) >= THIN
     ]
+    if root is None:  # a summary names no cause, but says where to look for one
+        advice += [found for found in suspects if found.rule.kind == "summary"]
     if root is not None or not series.sound:
         advice.sort(key=lambda found: (-_confidence(found), found.order))
         findings += [_finding(found, "advice", advice) for found in advice[: _MOST_FINDINGS - len(findings)]]
@@ -160,12 +164,20 @@ def _level(found: Seen) -> int:
 
 
 def _root(suspects: list[Seen], series: Series) -> Seen | None:
+    """Return the root by time and rank, or the symptom that leads to it according to its rule's `follows`."""
+    first = _first_failure(suspects, series)
+    if first is None:
+        return None
+    causes = [each for each in suspects if each.rule.id in first.rule.follows and _confidence(each) >= THIN]
+    return _earliest([each for each in causes if abs(each.order - first.order) <= _SAME_FAILURE] or [first])
+
+
+def _first_failure(suspects: list[Seen], series: Series) -> Seen | None:
     # A failure that training survived is no root, except in families that harm a run without ending it.
     able = [found for found in suspects if _confidence(found) >= THIN and _lasted(found, series)]
     if not able:
         return None
     level = max(_level(found) for found in able)
-    first = _earliest(able)
     top = [found for found in able if _level(found) == level]
     top = [found for found in top if found.rule.id not in _SERIES_ONLY] or top
     if level >= _GENERIC_LEVEL and series.went_on(top) and not any(each.rule.family in _LASTING for each in top):
@@ -174,10 +186,10 @@ def _root(suspects: list[Seen], series: Series) -> Seen | None:
     effects = [found for found in able if _level(found) < level and found.rule.kind == "effect"]
     if effects and chosen.rule.rank <= 2 and _gap(_earliest(effects), chosen) > _AFTERMATH_SECONDS:
         return _earliest(effects)  # a generic exception long after an effect, such as a timeout, comes from clean-up
-    if chosen.rule.rank > 1 or chosen is first:
-        near = [found for found in top if found.rule.rank >= chosen.rule.rank + 2 and found.order - chosen.order <= 8]
-        return _earliest(near) if near else chosen
-    return _prefer_exact(top, chosen)
+    # A nearby match of a more specific rule usually describes the same exception.
+    margin, reach = (1, _SAME_FAILURE) if chosen.rule.rank == 1 else (2, 8)
+    near = [found for found in top if found.rule.rank >= chosen.rule.rank + margin]
+    return _earliest([found for found in near if abs(found.order - chosen.order) <= reach] or [chosen])
 
 
 def _by_words(root: Seen | None, suspects: list[Seen], series: Series) -> Seen | None:
@@ -185,7 +197,8 @@ def _by_words(root: Seen | None, suspects: list[Seen], series: Series) -> Seen |
     book = load_rules()
     vague = root is not None and root.rule.family == "program" and root.rule.rank <= _VAGUE_RANK
     if vague and root and root.first and (family := series.raised_in(root.first)):
-        rule = book.find(_OTHER[family])
+        missing = "No such file" in root.first.text
+        rule = book.find(_MISSING_FILE.get(family, _OTHER[family]) if missing else _OTHER[family])
         return replace(root, rule=rule, strong=True, needed=True) if rule else root
     lines = series.severe
     if vague and root and (at := root.first):  # the lines of other failures would drown the exception's
@@ -203,7 +216,8 @@ def _by_words(root: Seen | None, suspects: list[Seen], series: Series) -> Seen |
     if margin >= _OVERRULING_MARGIN and family != root.rule.family:
         level = _level(root)
         rivals = [each for each in suspects if each.rule.family == family and _level(each) == level]
-        rivals = [each for each in rivals if _confidence(each) >= THIN and _lasted(each, series)]
+        rivals = [each for each in rivals if root.rule.id not in each.rule.follows and _lasted(each, series)]
+        rivals = [each for each in rivals if _confidence(each) >= THIN]
         return _earliest(rivals) if rivals else root
     return root
 
@@ -228,15 +242,6 @@ def _only_advice(known: Iterable[Seen]) -> Seen | None:
         if each.rule.kind == "advice" and each.rule.weight >= _LIKELY and _confidence(each) >= THIN
     ]
     return max(advice, key=lambda each: (_confidence(each), -each.order), default=None)
-
-
-def _prefer_exact(found: list[Seen], generic: Seen) -> Seen:
-    """Return a nearby match of a more specific rule if there is one, else the match of the generic rule.
-
-    Two matches within 40 candidate lines usually describe the same exception. If several qualify, the earliest wins.
-    """
-    exact = [each for each in found if each.rule.rank > generic.rule.rank and abs(each.order - generic.order) <= 40]
-    return _earliest(exact) if exact else generic
 
 
 def _earliest(found: list[Seen]) -> Seen:

@@ -29,6 +29,9 @@ _NOISE = re.compile(
     r"|^\s*\$ \w"
     r"|^\W*raise \w+(?:\.\w+)*\(|^\s*#|^\s*export \w+="
 )
+_FRAME = re.compile(r'File "[^"]+", line \d+')
+# A frame's source line, indented deeper than the frame, is no message. An assertion is: it may have no other.
+_QUOTED_CODE = re.compile(r"  +(?!assert )\S")
 _DIGIT = re.compile(r"[\d.]")
 _NO_DIGITS = {ord(digit): None for digit in "0123456789"}
 
@@ -136,8 +139,13 @@ class Matcher:
 
         order: number of lines processed so far; the function returns the new number.
         """
+        frame, column = None, 0  # the last frame of a traceback, and where its `File` begins
         for line in lines:
             order += 1
+            if found := _FRAME.search(line.text):
+                frame, column = line, found.start()
+            elif frame and line.number == frame.number + 1 and _QUOTED_CODE.match(line.text, column):
+                continue
             for number, role, expression in self.match(line.text):
                 rule = self.rules[number]
                 mine = seen.get(rule.id) or seen.setdefault(rule.id, Seen(rule))

@@ -12,6 +12,7 @@ A file contains one family of symptoms: `family` (its name), `letter`, `title`, 
     need            expressions; at least one must match somewhere in the same logs.
     unless          expressions; a line that matches one of them is no evidence.
     rank            1 (generic) to 9 (specific); of several rules that match a line, the highest wins. Default 5.
+    follows         ids of symptoms that lead to this one: if one is near, it is the root, even if it is logged later.
     weight          confidence if a `look` matches; the default depends on `kind`.
     causes          {cause: likelihood}
     collect         evidence to collect
@@ -36,8 +37,8 @@ import yaml
 RULES_FOLDER = Path(__file__).resolve().parent / "rules"
 KINDS = {"cause": 0.9, "effect": 0.75, "echo": 0.55, "summary": 0.4, "advice": 0.6}  # kind: default weight
 _NAMES = {
-    "id", "title", "kind", "look", "hint", "need", "unless", "rank", "weight", "causes", "collect", "fix", "cost",
-    "guides", "source", "examples", "others",
+    "id", "title", "kind", "look", "hint", "need", "unless", "rank", "follows", "weight", "causes", "collect", "fix",
+    "cost", "guides", "source", "examples", "others",
 }  # fmt: skip
 
 
@@ -54,6 +55,7 @@ class SymptomRule:
     need: tuple[str, ...] = ()
     unless: tuple[str, ...] = ()
     rank: int = 5
+    follows: tuple[str, ...] = ()
     weight: float = 0.9
     causes: dict[str, float] = field(default_factory=dict)
     collect: tuple[str, ...] = ()
@@ -74,9 +76,9 @@ class SymptomRule:
         if self.causes:
             parts.append("causes")
             parts += [f"  {share:4.0%}  {cause}" for cause, share in self.causes.items()]
-        for name, entries in (("collect", self.collect), ("fix", self.fix), ("looks like", self.examples)):
-            if entries:
-                parts += [name, *(f"  {entry}" for entry in entries)]
+        lists = {"collect": self.collect, "fix": self.fix, "looks like": self.examples, "follows": self.follows}
+        for name, entries in lists.items():
+            parts += [name, *(f"  {entry}" for entry in entries)] if entries else []
         parts += [f"costs: {self.cost}"] if self.cost else []
         parts += [f"guides: {', '.join(self.guides)}"] if self.guides else []
         parts += [f"source: {self.source}"] if self.source else []
@@ -143,7 +145,7 @@ def _rule(entry: dict[str, Any], family: str) -> SymptomRule:
     if not all(isinstance(share, int | float) for share in entry.get("causes", {}).values()):
         raise ValueError(f"each cause needs its likelihood: {entry['causes']}")
     values = {**entry, "kind": kind, "family": family, "weight": entry.get("weight", KINDS[kind])}
-    for name in ("look", "hint", "need", "unless", "collect", "fix", "guides", "examples", "others"):
+    for name in ("look", "hint", "need", "unless", "follows", "collect", "fix", "guides", "examples", "others"):
         values[name] = _texts(values.get(name, ()))
     for pattern in (*values["look"], *values["hint"], *values["need"], *values["unless"]):
         re.compile(pattern, re.IGNORECASE)

@@ -22,7 +22,7 @@ _NORM = re.compile(
 )
 _FINISHED = re.compile(
     r"training (?:is )?(?:completed|complete|finished|done)|finished training|max_(?:steps|epochs)=\d+.? reached"
-    r"|exiting successfully|train_runtime|succeeded|\[exiting program after \d+ iterations|all done|job completed",
+    r"|exiting successfully|train_runtime|succeeded(?!\W{1,3}0)|\[exiting program after \d|all done|job completed",
     re.IGNORECASE,
 )
 _STEP_SECONDS = re.compile(
