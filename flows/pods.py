@@ -155,8 +155,9 @@ def set_grace_period() -> None:
         for container in fields.get("containers") or []:
             container.command = wrap_command(container.command or []) or None
             container.security_context = container.security_context or _security_context(container)
-        fields = {"automount_service_account_token": False, **fields}
-        make(spec, *args, **{**fields, name: max(fields.get(name) or 0, seconds)})
+        # Metaflow asks for the full name as host name; a pod whose full name has more than 64 characters never starts.
+        own = {"set_hostname_as_fqdn": None, name: max(fields.get(name) or 0, seconds)}
+        make(spec, *args, **{"automount_service_account_token": False, **fields, **own})
 
     V1PodSpec.__init__ = make_with_grace  # pyright: ignore[reportAttributeAccessIssue] - patched on purpose
 

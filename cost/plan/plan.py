@@ -288,7 +288,7 @@ def make_plan(
 
 
 def _live(config: RunConfig, sources: PlanInputs, ranked: list[Candidate]) -> LiveForecast | None:
-    if sources.simulated or not ranked:
+    if sources.simulated or not ranked or not ranked[0].case.work_hours:  # no step is left, as after a lost launcher
         return None
     able = [one for one in ranked if one.market == "spot"] + last_resorts(ranked)
     best = {one.market: one for one in reversed([ranked[0]] if ranked[0].reservation else able)}

@@ -176,11 +176,16 @@ class PodSubmission:
             metadata["name"] = f"{metadata.pop('generateName')}{os.urandom(3).hex()}"
         if queue := self._asked.get("kueue"):
             metadata["labels"] = {**(metadata.get("labels") or {}), QUEUE_LABEL: queue}
+        jobs = [body] if kind == "jobs" else [one["template"] for one in body["spec"]["replicatedJobs"]]
+        for job in jobs:  # otherwise a pod that is asked to end counts as failed at once, while it saves
+            job["spec"]["podReplacementPolicy"] = "Failed"
         if kind == "jobsets":
             for name in [name for name, value in body["spec"].items() if value is None]:
                 del body["spec"][name]
             body.pop("status", None)
             body["spec"]["ttlSecondsAfterFinished"] = _KEPT_SECONDS
+            # With Metaflow's InOrder, the workers' machines are requested only when node 0 runs and is paid for.
+            body["spec"]["startupPolicy"] = {"startupPolicyOrder": "AnyOrder"}
             for one in body["spec"]["replicatedJobs"]:
                 replacements = int(self._asked.get("node_replacements") or 0)
                 if replacements and one["name"] == "worker":
@@ -284,7 +289,7 @@ class PodSubmission:
             try:
                 cluster = open_cluster()
                 watch.look(cluster, time.time())
-                if not watch.ended or watch.gone:  # Metaflow may have deleted it already
+                if (not watch.ended or watch.gone) and not watch.disrupted:  # Metaflow may have deleted it already
                     self._ended_by = self._ended_by or "terminated"
                     self._why = self._why or "the launcher was asked to leave"
                 watch.end(cluster, began + (_NOTICED_SECONDS if watch.failed else _LEAVE_SECONDS))

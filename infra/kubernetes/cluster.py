@@ -26,7 +26,8 @@ _MARKETS = {"spot": "spot", "SPOT": "spot", "on-demand": "on_demand", "ON_DEMAND
 # Reasons of a pod whose node was taken away or drained:
 # https://kubernetes.io/docs/concepts/workloads/pods/disruptions/#pod-disruption-conditions
 _LOST = ("NodeLost", "Evicted", "Terminated", "NodeShutdown", "Shutdown", "Preempting", "NodeAffinity")
-_NO_IMAGE = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "CreateContainerError")
+_NO_IMAGE = ("ErrImagePull", "ImagePullBackOff", "ErrImageNeverPull", "ImageInspectError", "InvalidImageName",
+             "SignatureValidationFailed", "CreateContainerConfigError", "CreateContainerError")  # fmt: skip
 # Taints that announce the end of a node, before or while it is drained: Karpenter's, the AWS node termination
 # handler's, GKE's and the cluster autoscaler's.
 _ENDING = ("karpenter.sh/disrupted", "aws-node-termination-handler/", "cloud.google.com/impending-node-termination",
@@ -368,6 +369,11 @@ class AttemptWatch:
         return any(one.started is not None for one in self.pods.values())
 
     @property
+    def disrupted(self) -> bool:
+        """Whether a pod was evicted, or lost with its machine."""
+        return bool(self.evicted) or any(one.lost for one in self.pods.values())
+
+    @property
     def lacking(self) -> bool:
         """Whether a node of the attempt has no pod that started, so that the attempt can neither go on nor end.
 
@@ -390,7 +396,7 @@ class AttemptWatch:
             return "ended"
         if ended_by is not None:
             return ended_by
-        if self.evicted or any(one.lost for one in pods):
+        if self.disrupted:
             return "reclaimed"
         if any(one.late for one in pods) or (self.gone and not self.failed):
             return "terminated"
@@ -418,7 +424,7 @@ class AttemptWatch:
             created_utc=min((one.created for one in self.pods.values() if one.created), default=None),
             started_utc=min(begun, default=None),
             stopped_utc=max(over, default=None),
-            exit_code=next((one.exit_code for one in main if one.exit_code is not None), None),
+            exit_code=next((one.exit_code for one in reversed(main) if one.exit_code is not None), None),
             reason="; ".join(filter(None, texts))[:1000],
             cause=self.cause(ended_by) if self.ended or ended_by else "unknown",
             node_times=times if begun else (),

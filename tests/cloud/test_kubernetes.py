@@ -234,6 +234,8 @@ def test_several_spot_nodes_are_a_jobset_whose_pods_say_where_they_belong(manife
     PodSubmission({"node_replacements": 1, "kueue": "team"})._complete(manifest, "jobsets")
     schema.check(manifest)
     assert manifest["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team"
+    assert manifest["spec"]["startupPolicy"]["startupPolicyOrder"] == "AnyOrder", "all machines boot at once"
+    assert {one["template"]["spec"]["podReplacementPolicy"] for one in manifest["spec"]["replicatedJobs"]} == {"Failed"}
     assert [one["template"]["spec"]["backoffLimit"] for one in manifest["spec"]["replicatedJobs"]] == [0, 1]
     replicated = {one["name"]: one for one in manifest["spec"]["replicatedJobs"]}
     assert {name: one["replicas"] for name, one in replicated.items()} == {"control": 1, "worker": 1}

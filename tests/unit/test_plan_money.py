@@ -198,6 +198,8 @@ def test_a_job_that_goes_on_is_planned_for_what_is_left_within_what_is_left_of_t
     assert work[0] == pytest.approx(0.6 * work[1], rel=1e-6)
     assert rest.terms().deadline_utc == WALL + 4 * 3600, "the deadline counts from the job's first plan"
     assert "400 steps are done" in render_plan(rest)
+    done = make_plan(given, now_utc=WALL + 3600, progress=replace(progress, done_steps=1000))
+    assert (done.steps, done.live) == (0, None), "as after a launcher that was lost at the end"
     late = make_plan(given, now_utc=WALL + 5 * 3600, progress=progress)
     assert late.refusal.outcome == "deadline" and late.refusal.enough > 5
     poor = make_plan(config(cost={"budget_usd": 0.4}), now_utc=WALL, progress=progress)
