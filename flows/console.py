@@ -471,9 +471,12 @@ def is_terminal() -> bool:
     return sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
-def show_run(view: RunView) -> bool:
+def show_run(view: RunView, flow_class: type) -> bool:
     """Send this process's Metaflow log to the view. Return False if this Metaflow release lacks the hooks."""
-    from metaflow import cli
+    from metaflow.parameters import flow_context
+
+    with flow_context(flow_class):  # else the command line lacks the options of its decorators, such as --branch
+        from metaflow import cli
 
     if not (callable(getattr(cli, "logger", None)) and callable(getattr(cli, "echo_always", None))):
         return False

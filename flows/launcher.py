@@ -302,7 +302,7 @@ def run(flow_class: type) -> None:
     unknown = sys.argv[at] == "resume" and origin and _launch.claim is None and claim_of_parent() is None
     if unknown and (job := _job_of(flow_class.__name__, origin[-1], without="no claim on the job")):
         _launch.claim_job(job.name, job.config, "resume")
-    _launch.view = view = _open_view()
+    _launch.view = view = _open_view(flow_class)
     code = _launch.run(flow_class, run_id_file)
     if view is not None:
         began = run_id_file.is_file() and bool(run_id_file.read_text().strip())
@@ -353,7 +353,7 @@ def _run_reference(job: Job) -> int:
     return code
 
 
-def _open_view() -> RunView | None:
+def _open_view(flow_class: type) -> RunView | None:
     """Return the view that replaces Metaflow's log on the terminal, or None with --verbose."""
     if "--verbose" in _launch.flags:
         return None
@@ -362,7 +362,7 @@ def _open_view() -> RunView | None:
     # A supervisor's runs have its terminal, and nobody may be there.
     ask = paid and fancy and sys.stdin.isatty() and "--yes" not in _launch.flags and claim_of_parent() is None
     view = RunView(_launch.job, _launch.config, fancy=fancy, ask="resume" if ask and "resume" in sys.argv else ask)
-    if show_run(view):
+    if show_run(view, flow_class):
         return view
     view.close(explained=True)
     return None

@@ -41,7 +41,8 @@ def test_a_leap_of_the_price_ends_the_job_and_the_printed_line_has_a_budget_that
     record(prices, [(long_ago, USD_PER_HOUR)])
     runner = FlowRunner(tmp_path)
     money = {"cost__prices": prices, "cost__budget_usd": BUDGET_USD, "cluster__instance_types": ["g5.xlarge"]}
-    process = runner.start("run", *runner.options(**money, training__max_steps=20_000))
+    # An option of the flow's decorators, as in docs/metaflow.md, does not disturb the launcher.
+    process = runner.start("--branch", "paper", "run", *runner.options(**money, training__max_steps=20_000))
     try:
         commits = wait_until("a commit", lambda: [one for one in runner.events() if one["name"] == "commit"], 180)
     except AssertionError:
