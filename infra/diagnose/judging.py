@@ -33,7 +33,7 @@ _NEAR_LINES = 3
 _SAME_FAILURE = 40  # matches within so many candidate lines usually describe the same failure
 _MISSING_FILE = {"storage": "H02", "data": "E09"}  # rules for an absent file, by the area of the code that opens it
 _VAGUE_MARGIN = 3.0  # of words, for another family than that of a vague exception
-_SERIES_ONLY = ("F02", "G02", "E06")  # what only a series shows explains no exception
+_SERIES_ONLY = ("F02", "G02", "G11", "E06")  # what only a series shows explains no exception
 _OVERRULING_MARGIN = 6.0  # of words, for another cause of the same level
 _TEXT_LENGTH = 300
 # A cause that is logged this long after an effect did not lead to it.
@@ -138,7 +138,7 @@ def judge(seen: dict[str, Seen], series: Series, scans: Sequence[FileScan]) -> D
     advice = [
         found
         for found in known.values()
-        if found.rule.kind == "advice" and found is not root and _confidence(found) >= THIN
+        if found.rule.kind == "advice" and found is not root and _confidence(found) >= (THIN if root else _LIKELY)
     ]
     if root is None:  # a summary names no cause, but says where to look for one
         advice += [found for found in suspects if found.rule.kind == "summary"]
@@ -196,7 +196,8 @@ def _by_words(root: Seen | None, suspects: list[Seen], series: Series) -> Seen |
     """Return the root failure, or another symptom if stack frames or the error lines' words point to its family."""
     book = load_rules()
     vague = root is not None and root.rule.family == "program" and root.rule.rank <= _VAGUE_RANK
-    if vague and root and root.first and (family := series.raised_in(root.first)):
+    family = series.raised_in(root.first) if root and root.first and (vague or root.rule.id == "O02") else None
+    if root and root.first and family and (vague or family == "data"):  # O02: samples of different shapes
         missing = "No such file" in root.first.text
         rule = book.find(_MISSING_FILE.get(family, _OTHER[family]) if missing else _OTHER[family])
         return replace(root, rule=rule, strong=True, needed=True) if rule else root

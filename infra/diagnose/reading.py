@@ -184,7 +184,8 @@ def _parse(file: str, number: int, raw: bytes, rank: int | None) -> Iterator[Log
                 )
                 found = record.get("rank", record.get("global_rank"))
                 rank, text = (found if isinstance(found, int) else rank), body
-    for part in re.split(r"[\r\n]+", text):
+    # A traceback that was logged by its repr has its line ends escaped.
+    for part in re.split(r"(?:[\r\n]|\\n)+" if '\\n  File "' in text else r"[\r\n]+", text):
         if part.strip():
             own = rank_of(part)
             yield LogText(

@@ -13,7 +13,8 @@ from ebbflow.infra.diagnose.reading import LogText
 from ebbflow.infra.diagnose.vocabulary import is_severe
 
 _LOSS = re.compile(
-    r"(?<![a-z])(?:(?:train|lm|total|avg|mean|batch|running|tr|training)[ _/.-]?)?loss(?:es)?['\"]?"
+    r"(?<![a-z])(?:(?:best|min|lowest|train|lm|total|avg|mean|batch|running|tr|training|val|valid|validation|test|eval|[dg])"
+    r"[ _/.-]?){0,2}loss(?:es)?(?:_(?:real|fake|gan|adv|step|[dg])| for \w+)?['\"]?"
     r"\s*(?:[:=|]|is|of)?\s*(?:tensor\()?([-+]?(?:\d+\.?\d*(?:e[-+]?\d+)?|nan|inf(?:inity)?))(?![\w%])",
     re.IGNORECASE,
 )
@@ -35,7 +36,9 @@ _RATE = re.compile(r"(\d+(?:\.\d+)?) ?(?:it|tokens|samples|examples|images|steps
 # "Data" beside "Time", with averages in parentheses, as ImageNet's example script of PyTorch prints them.
 _DATA_SHARE = re.compile(
     r"(?:\btime|batch[ _]time|step[ _]time)\W+(\d+(?:\.\d+)?)[^|]{0,30}?"
-    r"\bdata(?:[ _]?(?:time|loading|wait))?\W+(\d+(?:\.\d+)?)",
+    r"\bdata(?:[ _]?(?:time|loading|wait))?\W+(\d+(?:\.\d+)?)"
+    r"|\b(?:load_data_|data_load\w*_|data_|read_|fetch_|r)time\W+(\d+(?:\.\d+)?)\W+"
+    r"(?:train_step_|step_|iter_|train_|compute_|forward_|i)time\W+(\d+(?:\.\d+)?)",
     re.IGNORECASE,
 )
 _FRAME = re.compile(r'File "([^"]+)", line \d+(?:, in (\S+))?')
@@ -53,6 +56,7 @@ _FRAME_FAMILIES = (
 _INNERMOST = 3  # innermost frames of a traceback that are searched for the area
 _TRACEBACK_LINES = 40
 _MOST_POINTS = 20_000
+_DIVERGED, _STALL = 1e9, 20  # magnitude of a loss that has diverged; a stalled step takes so many times the median
 _MOST_SEVERE = 12
 _NO_DIGITS = {ord(digit): None for digit in "0123456789"}
 
@@ -79,10 +83,11 @@ class Series:
     )  # fmt: skip
 
     def __init__(self) -> None:
-        self.losses: dict[tuple[str, int | None], Track] = {}
-        self.norms: dict[tuple[str, int | None], Track] = {}
+        self.losses: dict[tuple[str, int | None, str], Track] = {}  # the last part of a key: the loss's name
+        self.norms: dict[tuple[str, int | None, str], Track] = {}
         self.seconds: dict[tuple[str, int | None, str], Track] = {}  # the last part of a key: the value's label
         self.data_shares: dict[tuple[str, int | None], Track] = {}
+        self.data_totals: dict[tuple[str, int | None], Track] = {}  # the steps' seconds, with those of the data
         self.progress: dict[tuple[str, int | None], tuple[int, int]] = {}
         self.frames: dict[str, list[tuple[int, int | None, str]]] = {}  # file: (line, rank, path and function)
         self.severe: list[LogText] = []  # the first lines that tell of a failure, no two alike
@@ -106,16 +111,20 @@ class Series:
             if "loss" in low and (match := _LOSS.search(line.text)):
                 value = float(match[1])
                 key = (line.file, line.rank)
-                self.losses.setdefault(key, Track()).add(order, line, value)
+                name = match[0].lower().partition(match[1].lower())[0].strip(" :=|'\"")
+                self.losses.setdefault((*key, name), Track()).add(order, line, value)
                 if math.isfinite(value):
                     count = self.progress.get(key, (0, 0))[1]
                     self.progress[key] = (line.number, count + 1)
                     self._steps += 1
             if "norm" in low and (match := _NORM.search(line.text)):
-                self.norms.setdefault((line.file, line.rank), Track()).add(order, line, float(match[1]))
-            if "data" in low and "time" in low and (match := _DATA_SHARE.search(line.text)) and float(match[1]):
-                share = float(match[2]) / float(match[1])
-                self.data_shares.setdefault((line.file, line.rank), Track()).add(order, line, share)
+                self.norms.setdefault((line.file, line.rank, "norm"), Track()).add(order, line, float(match[1]))
+            if "time" in low and (match := _DATA_SHARE.search(line.text)):
+                data = float(match[2] or match[3])
+                total = float(match[1]) if match[1] else data + float(match[4])
+                if total:
+                    self.data_shares.setdefault((line.file, line.rank), Track()).add(order, line, data / total)
+                    self.data_totals.setdefault((line.file, line.rank), Track()).add(order, line, total)
             if ("time" in low or "sec/" in low or "s/it" in low) and (match := _STEP_SECONDS.search(line.text)):
                 label = match[0].lower().partition(match[1])[0].strip(" =:'\"") if match[1] else ""
                 track = self.seconds.setdefault((line.file, line.rank, label), Track())
@@ -169,11 +178,11 @@ class Series:
         return sum(map(math.isfinite, _values_after(line, self.losses))) >= 3
 
 
-def _values_after(line: LogText | None, tracks: Mapping[tuple[str, int | None], Track]) -> list[float]:
+def _values_after(line: LogText | None, tracks: Mapping[tuple[str, int | None, str], Track]) -> list[float]:
     """Return the values that come after a line in the same file."""
     return [
         value
-        for (file, _), track in tracks.items()
+        for (file, *_), track in tracks.items()
         if line is not None and file == line.file
         for _, point, value in track.points
         if point.number > line.number
@@ -187,12 +196,12 @@ def judge_series(series: Series) -> dict[str, list[tuple[int, LogText]]]:
         bad = [point for point in track.points if not math.isfinite(point[2])]
         if bad and not math.isfinite(track.points[-1][2]):
             found.setdefault("F01", [(point[0], point[1]) for point in bad[:3]])
-    for track in series.losses.values():
+    for (_, _, name), track in series.losses.items():
         values = [point[2] for point in track.points if math.isfinite(point[2])]
         if len(values) < len(track.points):
             continue
         ends = [(track.points[0][0], track.points[0][1]), (track.points[-1][0], track.points[-1][1])]
-        if _stuck(track):
+        if (_stuck(track) and not name.startswith(("best", "min", "lowest"))) or abs(values[-1]) > _DIVERGED:
             found.setdefault("F02", ends)
         if len(values) < 20:
             if len(values) >= 4 and values[-1] > values[-2] > values[-3] and values[-1] > 3 * min(values):
@@ -207,9 +216,15 @@ def judge_series(series: Series) -> dict[str, list[tuple[int, LogText]]]:
         values = [point[2] for point in track.points if math.isfinite(point[2])]
         if len(values) >= 4 and max(values) > 1000 and max(values) > 100 * statistics.median(values):
             found.setdefault("F05", [(point[0], point[1]) for point in track.points if point[2] == max(values)][:1])
-    for track in series.data_shares.values():
+    for key, track in series.data_shares.items():
         high = [point for point in track.points if point[2] > 0.5]
-        if len(high) >= 2 and 2 * len(high) >= len(track.points):
+        totals = series.data_totals[key].points
+        usual = statistics.median_low(point[2] for point in totals)
+        # The first step of an epoch waits for the start of the workers.
+        stalls = [each for each in totals[1:] if each[2] > _STALL * usual and not re.search(r"\b0+/\d", each[1].text)]
+        if len(totals) >= 4 and 2 * sum(point[2] for point in stalls) > sum(point[2] for point in totals[1:]):
+            found.setdefault("G11", [(point[0], point[1]) for point in stalls[:3]])
+        elif len(high) >= 2 and 2 * len(high) >= len(track.points):
             found.setdefault("E06", [(point[0], point[1]) for point in high[:3]])
     for (_, _, label), track in series.seconds.items():
         values = [point[2] for point in track.points]
@@ -235,4 +250,7 @@ def _stuck(track: Track) -> bool:
     values = [point[2] for point in track.points]
     if values[-1] == 0 or len(values) < 4 or len(set(values[-4:])) > 1:
         return False
+    last = [point[1] for point in track.points[-4:]]
+    if last[-1].number - last[0].number == 3 and len({line.text for line in last}) == 1:
+        return False  # each rank printed the same value
     return len(str(values[-1]).partition(".")[2]) >= 4 or (len(values) >= 20 and len(set(values)) == 1)
