@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from ebbflow.cost.capacity.placement import QueueOffer, explain_no_offer, find_offers
 from ebbflow.cost.catalogue import Catalogue, load_catalogue
@@ -148,10 +149,13 @@ def _ask(context: PreflightContext) -> _Asked | CheckFinding:
 
 
 def _job_history(context: PreflightContext) -> JobHistory:
-    """Load the job history of the store; empty if the store does not answer."""
+    """Load the job history of the store; empty if there is no store yet, or if it does not answer."""
+    uri = context.config.store
+    if "://" not in uri and not (context.project_root / Path(uri).expanduser()).exists():
+        return JobHistory()  # opening it would create the folder
 
     def load() -> JobHistory:
-        return load_job_history(Store.open(context.config.store, request_timeout_seconds=_STORE_SECONDS))
+        return load_job_history(Store.open(uri, request_timeout_seconds=_STORE_SECONDS))
 
     try:
         return within(_STORE_SECONDS, load, "reading the job history")

@@ -337,6 +337,6 @@ def load_job_history(root: Store) -> JobHistory:
     for key in sorted(meta.key for meta in root.list(JOB_HISTORY_PREFIX))[-NEWEST_JOBS:]:
         try:
             jobs.append(JobMeasurements.from_json(json.loads(root.get(key))))
-        except (ObjectNotFound, ValueError, KeyError, TypeError):
+        except (ObjectNotFound, ValueError, KeyError, TypeError, RecursionError):
             continue  # deleted meanwhile, or written by another version
     return JobHistory.of(jobs)

@@ -118,7 +118,7 @@ def choose_placement(
     choice = _after_a_bug(found, history)
     if choice is None:
         known = tuple(map(Reservation.of, config.cost.reservations)) if held is None else held
-        choice = _with_move(config, plan, _apply_rule(config, plan, found, history, now), known, now)
+        choice = _with_move(config, plan, _apply_rule(config, plan, found, history, now), known, queues, now)
     kind = kinds[choice.offer.candidate.instance_type]
     wall = wall_seconds(config, plan, choice.offer, now)
     return _placement(config, choice, kind, wall, now)
@@ -141,15 +141,25 @@ def _apply_rule(
             # After a wait in vain, another attempt must be placed, on demand if possible.
             needed = finish_hours(config, last.candidate) if last else finish_hours(config, one.candidate) - wait
             wait = min(wait, left - needed - DECIDE_HOURS)
+        if one.candidate.ends_utc is not None:  # a start at the end of the wait leaves time to finish in it
+            busy = finish_hours(config, one.candidate) - begins - delay_hours(config)
+            wait = min(wait, (one.candidate.ends_utc - now_utc) / HOUR - busy)
         if one.candidate.expected_usd <= choice.offer.candidate.expected_usd and wait >= begins + DECIDE_HOURS:
             reason = f"{_last_end(history)}reservation {one.candidate.reservation}, where the rest costs no more"
             return _Choice(offer=one, reason=reason, rule=RULE, wait_hours=wait)
     return choice
 
 
-def _with_move(config: RunConfig, plan: Plan, choice: _Choice, held: Sequence[Reservation], now_utc: float) -> _Choice:
+def _with_move(
+    config: RunConfig,
+    plan: Plan,
+    choice: _Choice,
+    held: Sequence[Reservation],
+    queues: Mapping[str, QueueState],
+    now_utc: float,
+) -> _Choice:
     """Let an attempt on Spot leave when a reservation of the same machines begins, if the rest costs less there."""
-    spot, queued = choice.offer.candidate, {one.reservation for one in config.batch.queues}
+    spot, queued = choice.offer.candidate, {one.reservation for one in queues.values() if one.usable}
     best, most = None, 0.0
     for one in held if choice.offer.is_spot and config.cluster.market == "auto" else ():
         same = (one.instance_type, one.region) == (spot.instance_type, spot.region)

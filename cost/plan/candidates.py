@@ -237,10 +237,13 @@ def _judge_reservation(
     expected = run_at(hazard)
     if expected is not None:
         expected = delay_start(expected, wait_hours=held.wait_hours(now))
-        ends = math.inf if held.end_utc is None else (held.end_utc - now) / 3600
+        # The attempt leaves so long before the end, to save.
+        save = config.checkpoint.deadline_seconds / 3600
+        ends = math.inf if held.end_utc is None else (held.end_utc - now) / 3600 - save
         if expected.expected_hours > ends:
-            reason = f"needs {expected.expected_hours:.4g} h from now, and reservation {held.id} ends in {ends:.4g} h"
-            return _rejection(here, RESERVATION, reason, expected.expected_hours / ends)
+            needed = expected.expected_hours + save
+            reason = f"needs {needed:.4g} h from now, and reservation {held.id} ends in {ends + save:.4g} h"
+            return _rejection(here, RESERVATION, reason, needed / (ends + save))
     found = _judge_place(config, sources, here, kind, work, quote, hazard, expected)
     if isinstance(found, Rejection):
         return found

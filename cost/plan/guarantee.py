@@ -67,6 +67,10 @@ def last_resorts(pools: Sequence[Candidate]) -> list[Candidate]:
     return [one for one in found if one.reservation is None] or found
 
 
+def _hours_until_end(one: Candidate, now_utc: float) -> float:
+    return math.inf if one.ends_utc is None else (one.ends_utc - now_utc) / 3600
+
+
 def busy_hours(one: Candidate) -> float:
     return max(one.paid_hours, start_hours(one) + one.case.work_hours)
 
@@ -127,7 +131,7 @@ def usd_saved_by_moving(config: RunConfig, spot: Candidate, held: Reservation, n
     return (left - _save_hours(config)) * price - (left + start_hours(spot)) * float(held.usd_per_hour) * spot.nodes
 
 
-def guaranteed_hours(config: RunConfig, pools: Sequence[Candidate], chosen: Candidate) -> float:
+def guaranteed_hours(config: RunConfig, pools: Sequence[Candidate], chosen: Candidate, now_utc: float) -> float:
     """Return the shortest deadline, in hours from now, that on-demand can guarantee within the budget.
 
     If the budget is too small for every on-demand pool, return the hours of the chosen pool. Return 0 if that pool is
@@ -136,11 +140,18 @@ def guaranteed_hours(config: RunConfig, pools: Sequence[Candidate], chosen: Cand
     budget = math.inf if config.cost.budget_usd is None else config.cost.budget_usd
     able = [one for one in last_resorts(pools) if finish_usd(config, one) <= budget]
     able = able or [one for one in [chosen] if one.market == "on_demand"]
-    return min((finish_hours(config, one) + DECIDE_HOURS for one in able), default=0.0)
+    needed = [(finish_hours(config, one) + DECIDE_HOURS, _hours_until_end(one, now_utc)) for one in able]
+    return min((hours for hours, end in needed if hours <= end), default=0.0)
 
 
 def refuse_unguaranteed(
-    config: RunConfig, ranked: Sequence[Candidate], rejected: Sequence[Rejection], *, hours_left: float, usd_left: float
+    config: RunConfig,
+    ranked: Sequence[Candidate],
+    rejected: Sequence[Rejection],
+    *,
+    now_utc: float,
+    hours_left: float,
+    usd_left: float,
 ) -> dict[str, Any] | None:
     """Return why a new job must not start, as the fields of a `PlanRefusal`; None if it may start.
 
@@ -163,10 +174,10 @@ def refuse_unguaranteed(
         message = f"no on-demand pool can take over if Spot has no capacity; the nearest, {nearest}, {nearest.reason}"
         return {"outcome": outcome, "message": message, "hint": f"raise {limit}{without}"}
     hours, usd = (lambda one: finish_hours(config, one) + DECIDE_HOURS), (lambda one: finish_usd(config, one))
-    in_time = [one for one in pools if hours(one) <= hours_left]
+    in_time = [one for one in pools if hours(one) <= min(hours_left, _hours_until_end(one, now_utc))]
     if not in_time:
         best = min(pools, key=hours)
-        needed, deadline = hours(best), config.cost.deadline_hours or 0.0
+        needed, deadline, end = hours(best), config.cost.deadline_hours or 0.0, _hours_until_end(best, now_utc)
         enough = deadline - hours_left + needed
         parts = (
             f"{busy_hours(best) - start_hours(best):.2f} h of work + {start_hours(best):.2f} h to start + "
@@ -175,6 +186,11 @@ def refuse_unguaranteed(
         )
         message = f"the deadline cannot be guaranteed: {best} takes {parts} = {needed:.2f} h, of {hours_left:.2f} h"
         hint = f"set cost.deadline_hours to {math.ceil(enough * 100) / 100:g} or more, or batch.runnable_minutes lower"
+        if needed <= hours_left:
+            message = (
+                f"the deadline cannot be guaranteed: {best} takes {parts} = {needed:.2f} h, and ends in {end:.2f} h"
+            )
+            hint = "use a reservation that ends later, or a queue of on-demand machines"
         return {"outcome": Outcome.DEADLINE, "message": message, "hint": hint + without, "enough": enough}
     cheapest = min(in_time, key=usd)
     if usd(cheapest) <= usd_left:

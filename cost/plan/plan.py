@@ -150,7 +150,7 @@ class Plan:
             spent_usd=spent_usd,
             reserve_usd=self.reserve_usd,
             reserve_seconds=self.reserve_seconds,
-            end_utc=self.chosen.ends_utc,
+            end_utc=None if self.simulated else self.chosen.ends_utc,
             deadline_utc=None if self.deadline_hours is None else self.started_utc + self.deadline_hours * 3600,
             hazard_per_hour=self.chosen.hazard_per_hour,
             price_kind="simulated" if self.simulated else self.chosen.price_kind.split()[0].rstrip(":"),
@@ -183,10 +183,13 @@ class Plan:
         refusal = data["refusal"]
         late = ("on_demand", "live", "blocks", "reserve_seconds")  # missing in plans of earlier versions
         fields = {name: data[name] for name in cls.__dataclass_fields__ if name not in late}
-        fields["on_demand"], fields["reserve_seconds"] = data.get("on_demand", {}), data.get("reserve_seconds", 0.0)
+        fields["on_demand"] = data.get("on_demand", {})
         fields["live"] = LiveForecast(**data["live"]) if data.get("live") else None
         fields["blocks"] = tuple(map(Candidate.from_json, data.get("blocks", ())))
         fields["ranked"] = tuple(map(Candidate.from_json, data["ranked"]))
+        rate = fields["ranked"][0].gang_usd_per_hour if fields["ranked"] else 0.0
+        reserve = data["reserve_usd"] * 3600 / rate if rate else 0.0
+        fields["reserve_seconds"] = data.get("reserve_seconds", reserve)
         fields["rejected"] = tuple(Rejection(**one) for one in data["rejected"])
         fields["prices"], fields["notes"] = tuple(data["prices"]), tuple(data["notes"])
         fields["refusal"] = refusal and PlanRefusal(**{**refusal, "outcome": Outcome(refusal["outcome"])})

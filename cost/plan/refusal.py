@@ -130,7 +130,7 @@ def sufficient_hours(config: RunConfig, sources: PlanInputs, pool: Candidate) ->
     if started is not None:
         return pool.expected_hours + (sources.now_utc - started) / 3600
     every = [] if sources.simulated else feasible_pools(change_config(config, "cost", deadline_hours=None), sources)
-    return max(pool.expected_hours, guaranteed_hours(config, list(every), pool))
+    return max(pool.expected_hours, guaranteed_hours(config, list(every), pool, sources.now_utc))
 
 
 def later_deadline_hint(hours: float) -> str:
@@ -273,7 +273,7 @@ def _unguaranteed(
     if left is None or started is not None or sources.simulated:
         return None
     usd_left = math.inf if budget is None else budget - sources.progress.spent_usd
-    found = refuse_unguaranteed(config, ranked, rejected, hours_left=left, usd_left=usd_left)
+    found = refuse_unguaranteed(config, ranked, rejected, now_utc=sources.now_utc, hours_left=left, usd_left=usd_left)
     return None if found is None else PlanRefusal(**found)
 
 

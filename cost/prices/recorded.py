@@ -190,7 +190,7 @@ def _usd(text: str, where: str) -> Decimal:
 def _parse_time(value: Any, where: str) -> float:
     try:
         moment = value if isinstance(value, datetime) else datetime.fromisoformat(value)
-        return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+        return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).astimezone(UTC).timestamp()
     except (TypeError, ValueError, OverflowError) as error:
         expected = "a time such as 2026-11-20T10:00:00Z"
         raise PriceError(f"{where}: {value!r} is not {expected}") from error

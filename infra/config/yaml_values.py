@@ -34,6 +34,7 @@ _LEADING_ZERO = re.compile(r"[-+]?0[0-9_]+")
 _GROUPED = re.compile(r"[-+]?[0-9]{1,3}(,[0-9]{3})+")
 _YAML_1_1_BOOLS = {"yes": True, "on": True, "y": True, "no": False, "off": False, "n": False}
 _LARGEST = 10**15  # far above anything sensible, and exact as a float
+_LARGEST_FLOAT = 1e30  # a learning rate that rehearses a loss that is not finite
 
 _SYNTAX_HINTS = (
     ("found character '\\t'", "YAML indents with spaces; replace the tab"),
@@ -253,8 +254,8 @@ def _convert_scalar(node: ScalarNode, expected: Expected) -> Any:
     elif isinstance(value, float) and float in types:
         if not math.isfinite(value):
             raise MismatchError(f"must be a finite number, not {text}")
-        if abs(value) > _LARGEST:
-            raise MismatchError(f"is too large: more than {_LARGEST:.0e}")
+        if abs(value) > _LARGEST_FLOAT:
+            raise MismatchError(f"is too large: more than {_LARGEST_FLOAT:.0e}")
         return value
     hint = None
     if isinstance(value, float) and int in types and value.is_integer() and abs(value) <= _LARGEST:

@@ -90,6 +90,25 @@ def test_a_reservation_that_ends_too_early_is_rejected(given: str, why: str) -> 
     assert len(rejected) == 1 and why in rejected[0].reason
 
 
+def test_a_reservation_must_leave_time_to_finish_and_save_before_its_end() -> None:
+    alone = "batch.queues=[{name: held, market: on_demand, reservation: cr-1}]"
+    hours = make_plan(held_config(alone), now_utc=BEGAN_UTC, queues=queues(WHERE["held"])).ranked[0].expected_hours
+    found = {}
+    for spare in (0.005, 0.1, 1.0):
+        held = HELD.replace("}", f", end: {utc(hours + spare)!r}}}")
+        config = held_config(alone, "cost.deadline_hours=20", reservation=held)
+        found[spare] = make_plan(config, now_utc=BEGAN_UTC, queues=queues(WHERE["held"])).refusal
+    assert found[0.005] is not None and found[0.1] is not None and found[1.0] is None
+    assert f"ends in {hours + 0.1:.2f} h" in found[0.1].message and "ends later" in found[0.1].hint
+    # With on-demand queues, the wait for a reservation ends while it still has time for the work.
+    for spare in (0.1, 0.2, 0.6):
+        config = held_config(reservation=HELD.replace("}", f", end: {utc(hours + spare)!r}}}"))
+        placed = place(config, make_plan(config, now_utc=BEGAN_UTC, queues=WHERE))
+        assert (placed.reservation is None) == (spare < 0.15), placed
+        if placed.reservation is not None:
+            assert placed.runnable_seconds / 3600 <= spare
+
+
 def test_a_block_that_begins_later_is_waited_for_if_the_deadline_allows() -> None:
     later = HELD.replace("}", f", start: {utc(6)!r}, end: {utc(30)!r}}}")
     config = held_config(reservation=later)
@@ -383,7 +402,7 @@ def test_zones_elsewhere_and_numbers_without_sense_are_refused() -> None:
     for zone in ("nowhere", "us-east-1a", "use2-az1"):
         with pytest.raises(ConfigError, match=f"zone '{zone}' is no zone id of us-east-1"):
             held_config(reservation=HELD.replace("use1-az4", zone))
-    for setting in ("cost.budget_usd=1e308", "checkpoint.deadline_seconds=2e15"):
+    for setting in ("cost.budget_usd=1e308", "checkpoint.deadline_seconds=2e30"):
         with pytest.raises(ConfigError, match="is too large: more than 1e"):
             batch_config(setting)
 
