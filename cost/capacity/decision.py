@@ -46,6 +46,7 @@ from ebbflow.cost.plan.guarantee import (
     DECIDE_HOURS,
     delay_hours,
     finish_hours,
+    hours_until_end,
     make_fallback,
     spare_hours,
     spare_usd,
@@ -141,9 +142,9 @@ def _apply_rule(
             # After a wait in vain, another attempt must be placed, on demand if possible.
             needed = finish_hours(config, last.candidate) if last else finish_hours(config, one.candidate) - wait
             wait = min(wait, left - needed - DECIDE_HOURS)
-        if one.candidate.ends_utc is not None:  # a start at the end of the wait leaves time to finish in it
-            busy = finish_hours(config, one.candidate) - begins - delay_hours(config)
-            wait = min(wait, (one.candidate.ends_utc - now_utc) / HOUR - busy)
+        # A start at the end of the wait must leave time to finish before the reservation's end.
+        busy = finish_hours(config, one.candidate) - begins - delay_hours(config)
+        wait = min(wait, hours_until_end(one.candidate, now_utc) - busy)
         if one.candidate.expected_usd <= choice.offer.candidate.expected_usd and wait >= begins + DECIDE_HOURS:
             reason = f"{_last_end(history)}reservation {one.candidate.reservation}, where the rest costs no more"
             return _Choice(offer=one, reason=reason, rule=RULE, wait_hours=wait)
@@ -194,8 +195,7 @@ def _spot_or_on_demand(
 
     def spare(spot: QueueOffer, last: QueueOffer) -> tuple[float, float]:
         pair = spot.candidate, last.candidate
-        end = last.candidate.ends_utc
-        left = hours_left if end is None else min(hours_left, (end - now_utc) / HOUR)
+        left = min(hours_left, hours_until_end(last.candidate, now_utc))
         return spare_hours(config, *pair, left), spare_usd(config, *pair, usd_left)
 
     def is_safe(spot: QueueOffer, last: QueueOffer) -> bool:

@@ -67,7 +67,8 @@ def last_resorts(pools: Sequence[Candidate]) -> list[Candidate]:
     return [one for one in found if one.reservation is None] or found
 
 
-def _hours_until_end(one: Candidate, now_utc: float) -> float:
+def hours_until_end(one: Candidate, now_utc: float) -> float:
+    """Return the hours until the pool's reservation ends; infinite for other pools."""
     return math.inf if one.ends_utc is None else (one.ends_utc - now_utc) / 3600
 
 
@@ -140,7 +141,7 @@ def guaranteed_hours(config: RunConfig, pools: Sequence[Candidate], chosen: Cand
     budget = math.inf if config.cost.budget_usd is None else config.cost.budget_usd
     able = [one for one in last_resorts(pools) if finish_usd(config, one) <= budget]
     able = able or [one for one in [chosen] if one.market == "on_demand"]
-    needed = [(finish_hours(config, one) + DECIDE_HOURS, _hours_until_end(one, now_utc)) for one in able]
+    needed = [(finish_hours(config, one) + DECIDE_HOURS, hours_until_end(one, now_utc)) for one in able]
     return min((hours for hours, end in needed if hours <= end), default=0.0)
 
 
@@ -174,10 +175,10 @@ def refuse_unguaranteed(
         message = f"no on-demand pool can take over if Spot has no capacity; the nearest, {nearest}, {nearest.reason}"
         return {"outcome": outcome, "message": message, "hint": f"raise {limit}{without}"}
     hours, usd = (lambda one: finish_hours(config, one) + DECIDE_HOURS), (lambda one: finish_usd(config, one))
-    in_time = [one for one in pools if hours(one) <= min(hours_left, _hours_until_end(one, now_utc))]
+    in_time = [one for one in pools if hours(one) <= min(hours_left, hours_until_end(one, now_utc))]
     if not in_time:
         best = min(pools, key=hours)
-        needed, deadline, end = hours(best), config.cost.deadline_hours or 0.0, _hours_until_end(best, now_utc)
+        needed, deadline, end = hours(best), config.cost.deadline_hours or 0.0, hours_until_end(best, now_utc)
         enough = deadline - hours_left + needed
         parts = (
             f"{busy_hours(best) - start_hours(best):.2f} h of work + {start_hours(best):.2f} h to start + "

@@ -20,7 +20,7 @@ from ebbflow.cost.errors import PlanError
 from ebbflow.cost.job_history import JobHistory
 from ebbflow.cost.plan.candidates import NO_PROGRESS, JobProgress, PlanInputs, judge_blocks, judge_pools
 from ebbflow.cost.plan.forecast import DRAWS, forecast_quantiles
-from ebbflow.cost.plan.guarantee import last_resorts
+from ebbflow.cost.plan.guarantee import hours_until_end, last_resorts
 from ebbflow.cost.plan.live_forecast import LiveForecast, forecast_live
 from ebbflow.cost.plan.pools import Candidate, Rejection, short_queue_name
 from ebbflow.cost.plan.refusal import PlanRefusal, find_refusal, needed_usd, reserve_usd, split_by_budget
@@ -298,8 +298,8 @@ def _live(config: RunConfig, sources: PlanInputs, ranked: list[Candidate]) -> Li
     budget, left = config.cost.budget_usd, sources.hours_left(config)
     usd_left = math.inf if budget is None else budget - sources.progress.spent_usd
     spot, last = best.get("spot"), best.get("on_demand")
-    if left is not None and last is not None and last.ends_utc is not None:
-        left = min(left, (last.ends_utc - sources.now_utc) / 3600)
+    if left is not None and last is not None:
+        left = min(left, hours_until_end(last, sources.now_utc))
     return forecast_live(config, spot, last, hours_left=left, usd_left=usd_left)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, replace
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
@@ -90,6 +91,13 @@ def test_a_reservation_that_ends_too_early_is_rejected(given: str, why: str) -> 
     assert len(rejected) == 1 and why in rejected[0].reason
 
 
+def test_a_stored_plan_without_the_seconds_of_its_reserve_keeps_the_reserve() -> None:
+    plan = make_plan(batch_config(), now_utc=BEGAN_UTC, queues=queues(*BOTH.values()))
+    stored = {key: value for key, value in plan.to_json().items() if key != "reserve_seconds"}
+    assert Plan.from_json(json.loads(json.dumps(stored))).reserve_seconds == pytest.approx(plan.reserve_seconds)
+    assert plan.reserve_seconds > 0
+
+
 def test_a_reservation_must_leave_time_to_finish_and_save_before_its_end() -> None:
     alone = "batch.queues=[{name: held, market: on_demand, reservation: cr-1}]"
     hours = make_plan(held_config(alone), now_utc=BEGAN_UTC, queues=queues(WHERE["held"])).ranked[0].expected_hours
@@ -100,6 +108,9 @@ def test_a_reservation_must_leave_time_to_finish_and_save_before_its_end() -> No
         found[spare] = make_plan(config, now_utc=BEGAN_UTC, queues=queues(WHERE["held"])).refusal
     assert found[0.005] is not None and found[0.1] is not None and found[1.0] is None
     assert f"ends in {hours + 0.1:.2f} h" in found[0.1].message and "ends later" in found[0.1].hint
+    plan = make_plan(config, now_utc=BEGAN_UTC, queues=queues(WHERE["held"]))
+    here = make_plan(config, now_utc=BEGAN_UTC, queues=queues(WHERE["held"]), simulated=True)
+    assert plan.terms().end_utc is not None and here.terms().end_utc is None, "this machine is in no reservation"
     # With on-demand queues, the wait for a reservation ends while it still has time for the work.
     for spare in (0.1, 0.2, 0.6):
         config = held_config(reservation=HELD.replace("}", f", end: {utc(hours + spare)!r}}}"))

@@ -71,7 +71,7 @@ def read_settings(path: Path) -> dict[str, Any]:
             text = f"has {', '.join(other)}" if kind in _KINDS else f"is of the kind {kind}"
             raise WorkloadError(
                 f"{path}: {text}, which the built-in model has not: {known}; fix: train it as in "
-                "examples/hugging_face.py, with transformers' own code"
+                "examples/hugging_face.yaml, with transformers' own code"
             )
         heads = theirs["num_attention_heads"]
         head_size = theirs.get("head_dim") or (128 if kind == "qwen3" else theirs["hidden_size"] // heads)
