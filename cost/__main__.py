@@ -200,7 +200,7 @@ def _job_history(config: RunConfig) -> JobHistory:
     from ebbflow.infra.store import Store
 
     try:
-        return load_job_history(Store.open(config.store, request_timeout_seconds=_REQUEST_SECONDS))
+        return load_job_history(Store.open(config.store, request_timeout_seconds=_REQUEST_SECONDS, create=False))
     except InfraError as error:
         print(f"job history unavailable; using priors for pools and throughput: {error}", file=sys.stderr)
         return JobHistory()

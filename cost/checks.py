@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from ebbflow.cost.capacity.placement import QueueOffer, explain_no_offer, find_offers
 from ebbflow.cost.catalogue import Catalogue, load_catalogue
@@ -150,12 +149,10 @@ def _ask(context: PreflightContext) -> _Asked | CheckFinding:
 
 def _job_history(context: PreflightContext) -> JobHistory:
     """Load the job history of the store; empty if there is no store yet, or if it does not answer."""
-    uri = context.config.store
-    if "://" not in uri and not (context.project_root / Path(uri).expanduser()).exists():
-        return JobHistory()  # opening it would create the folder
 
     def load() -> JobHistory:
-        return load_job_history(Store.open(uri, request_timeout_seconds=_STORE_SECONDS))
+        store = Store.open(context.config.store, request_timeout_seconds=_STORE_SECONDS, create=False)
+        return load_job_history(store)
 
     try:
         return within(_STORE_SECONDS, load, "reading the job history")
@@ -295,7 +292,7 @@ def _goes_on(context: PreflightContext) -> bool:
     if context.job is None:
         return False
     try:
-        store = Store.open(context.config.store, request_timeout_seconds=_STORE_SECONDS)
+        store = Store.open(context.config.store, request_timeout_seconds=_STORE_SECONDS, create=False)
         return bool(store.sub(job_prefix(context.job)).list("generations/", limit=1))
     except InfraError:
         return False

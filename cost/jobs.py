@@ -78,7 +78,7 @@ def read_job(job: str, store: str | None = None) -> list[Event]:
         StoreError: The store cannot be read.
     """
     uri = find_job_uri(job, store)
-    events = read_events(Store.open(uri, request_timeout_seconds=_REQUEST_SECONDS))
+    events = read_events(Store.open(uri, request_timeout_seconds=_REQUEST_SECONDS, create=False))
     if not events:
         raise ReportError(f"no events of job {job!r} in {uri}")
     return events
@@ -87,7 +87,7 @@ def read_job(job: str, store: str | None = None) -> list[Event]:
 def read_job_log(job: str, store: str | None = None) -> LogContent:
     """Read all events of a job, and a list of the damage to its event log. Raises the same errors as `read_job`."""
     uri = find_job_uri(job, store)
-    store_of_job = Store.open(uri, request_timeout_seconds=_REQUEST_SECONDS)
+    store_of_job = Store.open(uri, request_timeout_seconds=_REQUEST_SECONDS, create=False)
     content = read_log(store_of_job)
     if not content.events:
         damage = "".join(f"\n  damage: {one.text}" for one in content.damage[:10])
@@ -124,7 +124,9 @@ def find_running_launcher(job: str, events: Sequence[Event], store: str | None =
         ReportError: There are no events of the job.
         StoreError: The store does not answer.
     """
-    found = running_launcher(Store.open(find_job_uri(job, store), request_timeout_seconds=_REQUEST_SECONDS))
+    found = running_launcher(
+        Store.open(find_job_uri(job, store), request_timeout_seconds=_REQUEST_SECONDS, create=False)
+    )
     if found is None:
         return None
     done = find_final_outcome(events)
@@ -137,7 +139,7 @@ def list_jobs(store: str | None) -> list[str]:
     """List the jobs of a store, one request each; without a store, those that this machine knows. Raises StoreError."""
     if store is None:
         return list_known_jobs()
-    opened = Store.open(store, request_timeout_seconds=_REQUEST_SECONDS)
+    opened = Store.open(store, request_timeout_seconds=_REQUEST_SECONDS, create=False)
     if (folder := opened.local_path("jobs")) is not None:
         return sorted(path.name for path in folder.glob("*") if path.is_dir())
     found: list[str] = []
@@ -172,7 +174,9 @@ def load_report(uri: str, *, store: str | None = None, fresh: bool = False) -> R
     running = find_running_launcher(uri, (), store)
     if not fresh and running is None:
         try:
-            return _parse(Store.open(place, request_timeout_seconds=_REQUEST_SECONDS).get(_NAME), f"{place}/{_NAME}")
+            return _parse(
+                Store.open(place, request_timeout_seconds=_REQUEST_SECONDS, create=False).get(_NAME), f"{place}/{_NAME}"
+            )
         except ObjectNotFound:
             pass  # the job died before it wrote a report
     content = read_job_log(uri, store)
@@ -230,7 +234,11 @@ def get_accumulated_cost(job: str | Sequence[Event], *, history: Iterable[SpotRe
         LedgerError: The events contradict each other.
         StoreError: The store does not answer.
     """
-    events = read_events(Store.open(job, request_timeout_seconds=_REQUEST_SECONDS)) if isinstance(job, str) else job
+    events = (
+        read_events(Store.open(job, request_timeout_seconds=_REQUEST_SECONDS, create=False))
+        if isinstance(job, str)
+        else job
+    )
     if not events:
         raise ReportError(f"no events of job {job!r}")
     pools = _changes(history)

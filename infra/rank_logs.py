@@ -381,7 +381,7 @@ class JobPlace:
         """Open the job's part of its store. Return None if the store's folder does not exist. Raises StoreError."""
         if "://" not in self.uri and not Path(self.uri).is_dir():  # opening it would create the folder
             return None
-        return Store.open(self.uri, request_timeout_seconds=_REQUEST_SECONDS).sub(job_prefix(self.name))
+        return Store.open(self.uri, request_timeout_seconds=_REQUEST_SECONDS, create=False).sub(job_prefix(self.name))
 
 
 def find_job(job: str, store_uri: str | None, project_root: Path) -> JobPlace:

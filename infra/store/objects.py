@@ -57,8 +57,10 @@ class Store:
         self.uri = uri.rstrip("/")
 
     @classmethod
-    def open(cls, uri: str, *, request_timeout_seconds: float = 60.0) -> Store:
-        """Open a folder (created if missing) or ``s3://bucket/prefix``. No request is sent to a bucket yet.
+    def open(cls, uri: str, *, request_timeout_seconds: float = 60.0, create: bool = True) -> Store:
+        """Open a folder or ``s3://bucket/prefix``. No request is sent to a bucket yet.
+
+        A missing folder is created, or with `create=False` read as an empty store until the first object is written.
 
         `request_timeout_seconds` limits each request, retries included. In a bucket, a large put or a long listing
         takes several requests. In a folder, each operation counts as one request, and the limit grows by 1 s for each
@@ -74,7 +76,8 @@ class Store:
 
         def made() -> Path:
             root = given.resolve()
-            root.mkdir(parents=True, exist_ok=True)
+            if create:
+                root.mkdir(parents=True, exist_ok=True)
             return root
 
         with as_store_errors("open", str(given)):

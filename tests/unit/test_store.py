@@ -116,6 +116,16 @@ def test_what_is_not_there_is_said_to_be_missing(store: Store) -> None:
     store.delete("none")
 
 
+def test_a_folder_that_is_only_read_is_not_created(tmp_path: Path) -> None:
+    store = Store.open(str(tmp_path / "store"), create=False)
+    assert list(store.list("")) == []
+    with pytest.raises(ObjectNotFound):
+        store.get("jobs/one")
+    assert list(tmp_path.iterdir()) == []
+    store.put("jobs/one", b"1")
+    assert store.get("jobs/one") == b"1"
+
+
 def test_a_listing_is_sorted_and_knows_folders(store: Store) -> None:
     for key in ("jobs/b/2", "jobs/b/1", "jobs/a", "jobs-not", "jobs/b2/1"):
         store.put(key, key.encode())
