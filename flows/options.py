@@ -23,7 +23,7 @@ from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.errors import InfraError, Outcome
 from ebbflow.infra.events import read_events
 from ebbflow.infra.layout import KnownJob, check_job_name, job_prefix, known_job
-from ebbflow.infra.program import DEFAULT_CONFIG, PROJECT_ROOT
+from ebbflow.infra.program import DEFAULT_CONFIG, IMPORT_ROOT, PROJECT_ROOT
 from ebbflow.infra.script_folder import pack_script
 from ebbflow.infra.store import Store
 from ebbflow.training.checkpoint.rollback import PERMITS, record_permits
@@ -159,7 +159,14 @@ def _loaded(known: argparse.Namespace) -> LoadedConfig:
 
 
 def _check_place(job: str, store: str) -> None:
-    """Exit with 2 if runs/<job> on this machine belongs to a job of the same name in another store."""
+    """Exit with 2 if runs/<job> on this machine belongs to a job of the same name in another store.
+
+    The same holds for a new job in PROJECT_ROOT/runs, if an earlier version left a job of that name in the checkout.
+    """
+    place, former = job_prefix(job), IMPORT_ROOT / "runs"
+    if store == str(PROJECT_ROOT / "runs") and (former / place).is_dir() and not Path(store, place).is_dir():
+        hint = f"hint: continue it with EBBFLOW_PROJECT={IMPORT_ROOT}, or choose another --job"
+        _refuse(f"--job {job}: {former} has a job of that name, and {store} has none\n  {hint}", Outcome.CONFIG)
     known = known_job(RUNS / job)
     if known is not None and known.store != store:
         _refuse(

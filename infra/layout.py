@@ -220,8 +220,7 @@ def write_atomically(path: Path, content: bytes) -> None:
 def records_root(project_root: Path, name: str) -> Path:
     """Return the folder that contains the folder `name` (`runs` or `.metaflow`).
 
-    It is the project's folder or, if that is read-only, the user's state folder. It does not depend on the working
-    directory, so all commands find the same records.
+    It is the project's folder or, if that is read-only, the user's state folder.
     """
     folder = project_root / name
     if os.access(folder if folder.exists() else project_root, os.W_OK | os.X_OK):

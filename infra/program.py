@@ -7,6 +7,7 @@ modules.
 from __future__ import annotations
 
 import codecs
+import contextlib
 import os
 import shlex
 import shutil
@@ -20,9 +21,22 @@ IMPORT_ROOT = Path(ebbflow.__file__).resolve().parents[1]  # on sys.path, `impor
 INSTALLED = IMPORT_ROOT.name in {"site-packages", "dist-packages"}
 _PROJECT_VARIABLE = "EBBFLOW_PROJECT"
 DEFAULT_CONFIG = PACKAGE_ROOT / "configs" / "laptop.yaml"
-# The user's project. Relative paths of a configuration start here, and runs/ is written here. It is the repository or
-# Metaflow's code package; for an installed wheel, the directory in which the first program was started.
-PROJECT_ROOT = Path(os.environ.get(_PROJECT_VARIABLE) or os.getcwd()) if INSTALLED else IMPORT_ROOT
+
+
+def _find_project() -> Path:
+    """Return EBBFLOW_PROJECT, the directory in which the first program was started, or the checkout that contains it.
+
+    In Metaflow's code package it is the package's folder.
+    """
+    if given := os.environ.get(_PROJECT_VARIABLE):
+        return Path(given).absolute()
+    here, is_checkout = Path(os.environ.get("PWD", "/")), PACKAGE_ROOT == IMPORT_ROOT
+    with contextlib.suppress(OSError):  # the directory was deleted
+        here = Path.cwd()
+    return here if INSTALLED or (is_checkout and not here.is_relative_to(IMPORT_ROOT)) else IMPORT_ROOT
+
+
+PROJECT_ROOT = _find_project()  # relative paths in a configuration file start here, and runs/ is written here
 _OLDEST_PYTHON = (3, 11)
 _PREFLIGHT_CODE = 3  # Outcome.PREFLIGHT, whose module needs Python 3.11
 REPLACE_UNPRINTABLE = "ebbflow-plain"  # name of an error handler for str.encode
@@ -42,8 +56,7 @@ def begin_program() -> None:
     """
     _open_missing_streams()
     print_on_any_terminal()
-    if INSTALLED:
-        os.environ.setdefault(_PROJECT_VARIABLE, str(PROJECT_ROOT))  # for child processes with another directory
+    os.environ.setdefault(_PROJECT_VARIABLE, str(PROJECT_ROOT))  # for child processes with another directory
     if sys.version_info < _OLDEST_PYTHON:
         version = ".".join(str(part) for part in sys.version_info[:3])
         sys.exit(_refuse(f"Python 3.11 or newer is needed, {sys.executable} is {version}; fix: {_right_command()}"))

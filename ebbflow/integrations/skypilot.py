@@ -26,11 +26,11 @@ from ebbflow.infra.config import ConfigError, load_config
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.errors import Outcome
 from ebbflow.infra.layout import check_job_name, plain_name
-from ebbflow.infra.program import INSTALLED, PROJECT_ROOT
+from ebbflow.infra.program import IMPORT_ROOT, PROJECT_ROOT
 from ebbflow.infra.untrusted_text import guard_terminal
 
 MOUNT = "/ebbflow"
-_INSTALL = f"ebbflow=={__version__}" if INSTALLED else "-r requirements.txt -e ."
+_INSTALL = "-r requirements.txt -e ." if PROJECT_ROOT == IMPORT_ROOT else f"ebbflow=={__version__}"
 _SETUP = f"""python3 -m pip install uv
 python3 -m uv venv --allow-existing --python 3.11 .venv
 python3 -m uv pip install --python .venv/bin/python {_INSTALL}

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from ebbflow.flows import options
 from ebbflow.flows.launcher import reorder_words
 from ebbflow.flows.options import parse_json_option, parse_overrides
 from ebbflow.infra.config import ConfigError, load_config
@@ -111,6 +112,29 @@ def test_the_help_of_run_shows_its_own_options() -> None:
     text = run(sys.executable, str(FLOW), "run", "--help").stdout
     assert "--set KEY=VALUE" in text and "--config FILE" in text and "--job NAME" in text
     assert "[required]" not in text and "JSON" not in text
+
+
+def test_the_project_is_the_users_folder_or_the_checkout_that_contains_it(tmp_path: Path) -> None:
+    command = (sys.executable, "-c", "from ebbflow.infra.program import PROJECT_ROOT; print(PROJECT_ROOT)")
+    places = [tmp_path, ROOT / "docs", ROOT]
+    found = [run(*command, cwd=place, PYTHONPATH=str(ROOT), EBBFLOW_PROJECT="").stdout for place in places]
+    assert found == [f"{tmp_path}\n", f"{ROOT}\n", f"{ROOT}\n"]
+    assert run(*command, PYTHONPATH=str(ROOT), EBBFLOW_PROJECT="/mine").stdout == "/mine\n"
+
+
+def test_a_job_that_an_earlier_version_left_in_the_checkout_is_not_begun_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(options, "PROJECT_ROOT", tmp_path)
+    monkeypatch.setattr(options, "IMPORT_ROOT", tmp_path / "checkout")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "checkout/runs/jobs/old").mkdir(parents=True)
+    (tmp_path / "my.yaml").write_text("cluster: {nodes: 1}\n")
+    with pytest.raises(SystemExit) as left:
+        options.check_run_options(["--config", "my.yaml", "--job", "old"])
+    said = capsys.readouterr().err
+    assert left.value.code == 2 and f"continue it with EBBFLOW_PROJECT={tmp_path}/checkout" in said, said
+    options.check_run_options(["--config", "my.yaml", "--job", "new"])
 
 
 def test_records_of_a_read_only_project_are_the_users_own(tmp_path: Path) -> None:
