@@ -29,6 +29,7 @@ from metaflow.decorators import StepDecorator, _base_step_decorator
 from ebbflow.flows import pods
 from ebbflow.flows.attempts.order import SUBMIT_VARIABLE, UNPLACED_VARIABLE, AttemptName, AttemptOrder
 from ebbflow.flows.remote import CLOUD_VARIABLE
+from ebbflow.infra.config.schema import ClusterConfig
 from ebbflow.infra.program import IMPORT_ROOT, INSTALLED
 from ebbflow.infra.store.s3 import STORE_REGION_VARIABLE
 
@@ -215,6 +216,8 @@ class CapacityDecorator(StepDecorator):
                 own = config.get("kubernetes") or {}
                 submit |= {"placement": placement, "kueue": own.get("queue"), "last": ask.last}
                 submit |= {"node_replacements": own.get("node_replacements", 0)}
+                deadline = ClusterConfig.model_validate(config["cluster"]).replacement_deadline_seconds
+                submit |= {"roll_call_seconds": deadline}
             else:
                 apply_to_batch(cli_args, answer.order, config)
             cli_args.env[SUBMIT_VARIABLE] = json.dumps(submit)

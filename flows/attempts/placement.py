@@ -260,7 +260,7 @@ def give_up_reason(
         return not (on_demand_comes and one.refused and elsewhere)
 
     last = list(filter(counts, itertools.takewhile(is_vain, reversed(history.attempts))))
-    never = all(one.started_utc is None for one in last)
+    never = all(one.refused or one.started_utc is None for one in last)
     unmakeable = never and all(one.cause in ("user_code", "not_made") for one in last)
     if len(last) < (_MOST_NEVER_MADE if unmakeable else _MOST_IN_VAIN):
         return None

@@ -32,7 +32,7 @@ from ebbflow.flows.attempts.submission import StartLimits, submit_events
 from ebbflow.flows.remote import RUNNABLE_VARIABLE
 from ebbflow.infra.batch.jobs import NEVER_STARTED, Cause
 from ebbflow.infra.errors import CloudError, CloudForbidden, Outcome
-from ebbflow.infra.kubernetes.cluster import QUEUE_LABEL, AttemptWatch, Cluster, open_cluster
+from ebbflow.infra.kubernetes.cluster import QUEUE_LABEL, QUOTA, QUOTA_FIX, AttemptWatch, Cluster, open_cluster
 
 _NO_RETRY = 202  # Metaflow's exit code of a task that must not be retried
 _TRANSIENT = (429, 500, 502, 503, 504)
@@ -126,14 +126,17 @@ class PodSubmission:
             name = body["metadata"]["name"]
             nodes = sum(one.get("replicas", 1) for one in body["spec"].get("replicatedJobs") or [{}])
             job_id = f"{options['namespace']}/{kind}/{name}"
-            self._watch = AttemptWatch(job_id, nodes)
+            self._watch = AttemptWatch(job_id, nodes, float(self._asked.get("roll_call_seconds") or math.inf))
             _report_errors(lambda: self._note(job_id))
             try:
                 answer = create(api, *args, **{**options, "body": body})
             except ApiException as error:
                 if error.status != 409:
                     message = f"Kubernetes refused {self._asked.get('step') or 'a step'}: {_reason(error)}"
-                    raise SystemExit(self._record_outcome(Outcome.FAILED.value, message)) from None
+                    outcome = Outcome.FAILED
+                    if QUOTA in message:
+                        outcome, message = Outcome.NO_CAPACITY, f"{message}; fix: {QUOTA_FIX}"
+                    raise SystemExit(self._record_outcome(outcome.value, message)) from None
                 answer = self._existing(api, kind, options, name)  # made by a create whose answer was lost
             self._follower = threading.Thread(target=_report_errors, args=(self._follow,), daemon=True)
             self._follower.start()
@@ -313,7 +316,8 @@ class PodSubmission:
             log.emit(BATCH_ATTEMPT, **{**batch_attempt_data(attempt, placement), **self._watch.given()})
             if self._asked.get("last") and attempt.cause in ("never_started", "not_made"):
                 outcome = Outcome.NO_CAPACITY if attempt.cause == "never_started" else Outcome.FAILED
-                message = f"no attempt of {self._asked['step']} is left; the last one {self._why or 'never started'}"
+                why = self._why or attempt.reason or "never started"
+                message = f"no attempt of {self._asked['step']} is left; the last one {why}"
                 log.emit(OUTCOME, outcome=outcome.value, message=message)
 
 

@@ -251,6 +251,11 @@ class ClusterConfig(Section):
             return data
         return {_RENAMED_IN_CLUSTER.get(name, name): value for name, value in data.items()}
 
+    @property
+    def replacement_deadline_seconds(self) -> float:
+        """Time limit for a node to join whose machine the scheduler must request first."""
+        return self.expected_start_seconds + self.start_deadline_seconds
+
 
 class BestConfig(Section):
     """Commits to keep for a metric of the evaluation. A plain number in YAML sets `count`."""

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 
 from ebbflow.infra.errors import CloudError, CloudForbidden, CloudRefused, CloudUnavailable, Outcome
-from ebbflow.infra.kubernetes.cluster import JOBSET_GROUP, Cluster, namespace, open_cluster
+from ebbflow.infra.kubernetes.cluster import JOBSET_GROUP, QUOTA, QUOTA_FIX, Cluster, namespace, open_cluster
 from ebbflow.infra.preflight import Check, CheckFinding, PreflightContext, failed, passed, render_results, skipped
 
 _SECONDS = 4.0
@@ -60,8 +60,8 @@ def check_create(context: PreflightContext, cluster: Cluster) -> CheckFinding:
                 f"the cluster has no JobSet, which several nodes need: {text}",
                 f"kubectl apply --server-side -f {release}",
             )
-        if "exceeded quota" in text:
-            return failed(text, "end other jobs, or raise the namespace's ResourceQuota")
+        if QUOTA in text:
+            return failed(text, QUOTA_FIX)
         return failed(text, "the API server's message names the field")
     return passed(f"a {body['kind']} would be accepted in namespace {namespace()}")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,7 @@ from ebbflow.infra.batch.jobs import BatchAttempt, Cause
 from ebbflow.infra.errors import CloudError, CloudForbidden, CloudRefused, CloudUnavailable
 
 JOBSET_GROUP, JOBSET_VERSION = "jobset.x-k8s.io", "v1alpha2"
+QUOTA, QUOTA_FIX = "exceeded quota", "end other jobs, or raise the namespace's ResourceQuota"
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 _JOBSET_LABEL = "jobset.sigs.k8s.io/jobset-name"
 _INSTANCE_TYPE, _ZONE = "node.kubernetes.io/instance-type", "topology.kubernetes.io/zone"
@@ -131,6 +133,14 @@ class Cluster:
         space, kind, name = job_id.split("/")
         label = "job-name" if kind == "jobs" else _JOBSET_LABEL
         return self.ask(what, self._core.list_namespaced_pod, space, label_selector=f"{label}={name}", **options)
+
+    def refused_pods(self, job_id: str) -> str:
+        """Return why the cluster refused to create a pod of the attempt, such as a quota, or "". Raises CloudError."""
+        space, _, name = job_id.split("/")
+        which = {"field_selector": "reason=FailedCreate,involvedObject.kind=Job"}
+        found = self.ask("list events", self._core.list_namespaced_event, space, **which)["items"]
+        mine = [one for one in found if str(one["involvedObject"].get("name")).startswith(name)]
+        return str(mine[-1].get("message") or "") if mine else ""
 
     def delete(self, job_id: str) -> None:
         """Delete the Job or JobSet. Its pods get SIGTERM and run at most for their grace period. Raises CloudError."""
@@ -253,7 +263,7 @@ def _json(body: Any) -> dict[str, Any]:
 
 def _api_error(what: str, status: int, body: Mapping[str, Any]) -> CloudError:
     text = f"Kubernetes: {what}: {str(body.get('message') or 'no reason given')[:500]} ({status})"
-    if status in (401, 403) and "exceeded quota" not in text:
+    if status in (401, 403) and QUOTA not in text:
         return CloudForbidden(text)
     return CloudUnavailable(text) if status == 429 or status >= 500 or not status else CloudRefused(text, str(status))
 
@@ -296,12 +306,13 @@ def _pod_state(pod: Mapping[str, Any]) -> PodState:
 class AttemptWatch:
     """Record of one attempt, built from repeated readings. It keeps pods that no longer exist. Not thread-safe."""
 
-    def __init__(self, job_id: str, nodes: int = 1) -> None:
+    def __init__(self, job_id: str, nodes: int = 1, roll_call_seconds: float = math.inf) -> None:
         self.job_id, self.nodes = job_id, nodes
+        self._roll_call_seconds = roll_call_seconds  # for which a node waits for the others before it fails
         self.pods: dict[str, PodState] = {}
         self.evicted: set[str] = set()  # by the caller; such a pod can be gone before a reading shows why
         self.succeeded = self.failed = self.suspended = self.gone = False
-        self.reason = self._version = ""
+        self.reason = self._version = self._refused = ""
 
     def look(self, cluster: Cluster, now: float) -> None:
         """Read the attempt's current state and update this record. `now` is Unix time. Raises CloudError."""
@@ -314,6 +325,9 @@ class AttemptWatch:
         self._version, self.gone = version, owner is None or "deletionTimestamp" in owner["metadata"]
         if owner is not None:
             self._read_owner(owner)
+        if len({one.node for one in (*self.pods.values(), *found)}) < self.nodes and not (self.suspended or self.ended):
+            with contextlib.suppress(CloudError):  # such as 403: this account may not list events
+                self._refused = cluster.refused_pods(self.job_id)
         for one in found:
             old = self.pods.get(one.name) or one
             self.pods[one.name] = replace(
@@ -324,7 +338,8 @@ class AttemptWatch:
         for name, one in self.pods.items():
             if one.ended is None:
                 # A container that is asked to end is paid for until it ends. A lost node's pod may stay for minutes.
-                node_lost = self.ended and bool(one.machine) and cluster.has_lost(one.machine)
+                # A pod that was deleted may leave an empty node behind, which the cluster removes as well.
+                node_lost = self.ended and name in present and bool(one.machine) and cluster.has_lost(one.machine)
                 if name not in present or one.phase == "Failed" or node_lost:
                     lost = one.lost or node_lost or (name not in present and not self.ended)
                     self.pods[name] = replace(one, ended=now, lost=lost)
@@ -361,8 +376,11 @@ class AttemptWatch:
         """Why a node of the attempt does not run yet: the words of its pod, or that it has none; "" if all run."""
         if waiting := next((f"{one.name}: {one.waiting}" for one in self.pods.values() if one.waiting), ""):
             return waiting
-        lacks = self.lacking and len({one.node for one in self.pods.values()}) < self.nodes
-        return f"a pod was not made; kubectl -n {self.job_id.split('/')[0]} describe jobs tells why" if lacks else ""
+        if not self.lacking or len({one.node for one in self.pods.values()}) >= self.nodes:
+            return ""
+        fix = f"; fix: {QUOTA_FIX}" if QUOTA in self._refused else ""
+        why = self._refused or f"kubectl -n {self.job_id.split('/')[0]} describe jobs tells why"
+        return f"a pod was not made; {why}{fix}"
 
     @property
     def started(self) -> bool:
@@ -400,7 +418,9 @@ class AttemptWatch:
             return "reclaimed"
         if any(one.late for one in pods) or (self.gone and not self.failed):
             return "terminated"
-        if any(one.exit_code for one in pods):
+        if ran := [(one.ended or 0.0) - (one.started or 0.0) for one in pods if one.exit_code]:
+            if self.lacking and max(ran) >= self._roll_call_seconds:
+                return "never_started"  # a machine was missing at the roll-call, before any code of the user
             # A gang fails as a whole long before the cluster notices the loss of a node.
             known = all(one.exit_code is not None for one in pods if one.started is not None)
             return "user_code" if known else "unknown"

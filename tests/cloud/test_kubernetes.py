@@ -111,7 +111,7 @@ def test_training_pods_ask_the_api_for_nothing_and_the_head_for_what_metaflow_ca
     [binding], [role] = of_kind("RoleBinding"), of_kind("Role")
     assert [one["name"] for one in binding["subjects"]] == ["ebbflow-head"]
     assert {resource for rule in role["rules"] for resource in rule["resources"]} == {
-        "jobs", "jobs/status", "jobsets", "jobsets/status", "pods", "pods/eviction", "localqueues",
+        "jobs", "jobs/status", "jobsets", "jobsets/status", "pods", "pods/eviction", "localqueues", "events",
         "localqueues/pendingworkloads",
     }  # fmt: skip
     [nodes] = of_kind("ClusterRole")
@@ -350,3 +350,17 @@ def test_a_failed_gang_is_blamed_on_the_code_only_if_every_container_told_its_en
     watch.failed = True
     assert watch.attempt(now=80.0).cause == cause
     assert watch.over == ("ended" in worker)
+
+
+@pytest.mark.parametrize(("roll_call_seconds", "cause"), [(60.0, "never_started"), (61.0, "user_code")])
+def test_a_gang_that_waited_in_vain_for_a_machine_is_not_blamed_on_the_code(
+    roll_call_seconds: float, cause: str
+) -> None:
+    watch = AttemptWatch("ebbflow/jobsets/js-1", 2, roll_call_seconds)
+    common = {"machine": "node", "phase": "Failed", "created": 0.0, "ended": 69.0}
+    watch.pods["a"] = PodState(name="a", node=0, started=9.0, exit_code=1, **common)
+    watch.pods["b"] = PodState(name="b", node=1, waiting="Unschedulable: 0/1 nodes are available", **common)
+    watch.failed = True
+    attempt = watch.attempt(now=80.0)
+    assert attempt.cause == cause and attempt.node_times == ((9.0, 69.0), (None, None))
+    assert attempt.reason == "a: exit code 1; b: Unschedulable: 0/1 nodes are available"

@@ -37,7 +37,8 @@ def test_a_refused_create_is_one_line_and_the_jobs_outcome(running: LocalCluster
     assert code == 202, output
     assert "exceeded quota" in output and "Traceback" not in output and len(output.splitlines()) == 1
     [outcome] = submitted.events("outcome")
-    assert outcome["outcome"] == "failed" and "exceeded quota" in outcome["message"]
+    assert outcome["outcome"] == "no_capacity" and "exceeded quota" in outcome["message"]
+    assert outcome["message"].endswith("; fix: end other jobs, or raise the namespace's ResourceQuota")
 
 
 def test_an_order_to_stop_is_the_jobs_outcome_and_submits_nothing(tmp_path: Path) -> None:
@@ -133,7 +134,8 @@ SAVING = "trap 'sleep 2; exit 1' TERM; sleep 60 & wait"
 
 def submit(cluster: Cluster, name: str, command: str = SAVING) -> str:
     """Create a JobSet of a control and a worker, without Metaflow, and return its id."""
-    container = {"name": "main", "image": "ebbflow:local", "command": ["bash", "-c", command]}
+    container: dict[str, Any] = {"name": "main", "image": "ebbflow:local", "command": ["bash", "-c", command]}
+    container["resources"] = {"requests": {"cpu": "1"}}
     toleration = {"key": "ebbflow/training", "operator": "Exists", "effect": "NoSchedule"}
     pod = {"restartPolicy": "Never", "containers": [container], "tolerations": [toleration]}
     pod |= {"nodeSelector": {"karpenter.sh/capacity-type": "spot"}, "terminationGracePeriodSeconds": 20}
@@ -178,6 +180,14 @@ def test_the_ends_that_a_launcher_sees_late_are_billed_to_the_second(
     assert {name.partition(",")[0]: one.cause for name, one in ends.items()} == {
         "drained": "reclaimed", "deleted": "terminated", "left": "terminated", "failed": "user_code",
     }  # fmt: skip
+    running.change(quota={"requests.cpu": 0})
+    watches["refused"] = AttemptWatch(submit(cluster, "refused"))
+    try:
+        wait_until("the quota is named", lambda: "requests.cpu=1, used" in look("refused").waiting, 30)
+        assert watches["refused"].waiting.endswith("; fix: end other jobs, or raise the namespace's ResourceQuota")
+    finally:
+        running.change(quota={})
+        cluster.delete(watches["refused"].job_id)
     told = describe_attempts(list(ids.values()), cluster, now=time.time() + 99)
     assert {name for name in names if ids[name] in told} == {"drained", "failed"}
     assert told[ids["failed"]].node_times == ends["failed"].node_times and told[ids["drained"]].nodes == 2

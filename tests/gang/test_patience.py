@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -89,6 +90,28 @@ def test_who_has_come_is_told_to_wait_while_the_first_start_asks_the_store(
         coming = pool.submit(FollowerPeers, replace(spec, node=1), "b", 60, lambda: False, secret=own.secret.fetch)
         assert Coordinator(own).run() == DONE
         coming.result(60).close()
+
+
+def test_pods_wait_for_the_machines_of_others_to_boot(own: NodeRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = {**own.spec.config["cluster"], "start_deadline_seconds": 0.2, "expected_start_seconds": 60.0}
+    spec = replace(
+        own.spec, nodes=2, candidate_ports=control_ports("boot", 0), config={**own.spec.config, "cluster": cluster}
+    )
+    monkeypatch.setenv("METAFLOW_KUBERNETES_JOBSET_NAME", "js")
+    pod = NodeRuntime(spec)
+    monkeypatch.setattr(pod, "run_ranks", lambda *_: DONE)
+
+    def join() -> FollowerPeers:
+        time.sleep(0.6)
+        return FollowerPeers(replace(spec, node=1), "b", 60, lambda: False, secret=pod.secret.fetch)
+
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            coming = pool.submit(join)
+            assert Coordinator(pod).run() == DONE
+            coming.result(60).close()
+    finally:
+        pod.close()
 
 
 def test_a_store_that_is_none_is_told_of_at_once(own: NodeRuntime, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -139,6 +139,37 @@ def test_a_cluster_without_capacity_ends_with_5(start: Start) -> None:
     assert alive(runner) == [] and runner.cluster.items("jobsets") == []
 
 
+SPOT_ONLY = {"cluster__market": "spot", "cluster__start_deadline_seconds": 20}
+
+
+@pytest.mark.parametrize("arrives", [True, False])
+def test_a_machine_that_comes_after_the_start_deadline(start: Start, quiet: dict[str, Any], arrives: bool) -> None:
+    pools = [{"name": "spot", "size": 1}]
+    runner = start(
+        pace=0.0, changes={"pools": pools}, **SPOT_ONLY, cluster__expected_start_seconds=120 if arrives else 10
+    )
+    if arrives:
+        wait_until("node 0", lambda: len(runner.cluster.training_pods()) == 1, timeout=200)
+        time.sleep(45)  # the task begins some seconds after its pod
+        runner.cluster.change(pools=[{**pools[0], "size": 2}])
+    run = finished(runner, 900)
+    causes = [event["data"]["cause"] for event in runner.events() if event["name"] == "batch_attempt"]
+    if arrives:
+        assert run.exit_code == 0 and causes == ["ended"], run.output
+        assert run.report["weights_sha256"] == quiet["weights_sha256"]
+    else:
+        assert run.exit_code == 5 and set(causes) == {"never_started"}, run.output
+    assert alive(runner) == []
+
+
+def test_a_quota_of_pods_ends_with_5(start: Start) -> None:
+    run = finished(runner := start(changes={"quota": {"pods": 1}}, batch__runnable_minutes=0.05))
+    assert run.exit_code == 5 and "fix: end other jobs, or raise the namespace's ResourceQuota" in run.output, (
+        run.output
+    )
+    assert alive(runner) == []
+
+
 def test_an_image_that_cannot_be_pulled_ends_the_job(start: Start) -> None:
     runner = start(changes={"missing_images": ["ebbflow:local"]}, batch__runnable_minutes=0.05)
     run = finished(runner, 1200)  # twice five minutes

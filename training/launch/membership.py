@@ -47,10 +47,13 @@ class StickyFlag:
         return self._now() - self._marked < self._seconds
 
 
+def in_jobset() -> bool:
+    return "METAFLOW_KUBERNETES_JOBSET_NAME" in os.environ
+
+
 def replacements_of(config: Mapping[str, Any]) -> int:
     """Return how many lost nodes the scheduler of this process replaces within an attempt."""
-    jobset = "METAFLOW_KUBERNETES_JOBSET_NAME" in os.environ
-    return int((config.get("kubernetes") or {}).get("node_replacements") or 0) if jobset else 0
+    return int((config.get("kubernetes") or {}).get("node_replacements") or 0) if in_jobset() else 0
 
 
 _WAIT_REPORT_SECONDS = 1.0  # between two messages that a node waits for its notice to expire

@@ -26,7 +26,7 @@ from ebbflow.training.launch.evidence import parse_traceback
 from ebbflow.training.launch.generation import NodeGeneration, NodeLog
 from ebbflow.training.launch.gpus import GpuMonitor
 from ebbflow.training.launch.logs import print_line
-from ebbflow.training.launch.membership import Peers
+from ebbflow.training.launch.membership import Peers, in_jobset
 from ebbflow.training.launch.messages import GangSpec, GenerationEnd, GenerationStart, RankOrder
 from ebbflow.training.launch.preemption import Drain
 from ebbflow.training.launch.transport import StartSecret
@@ -84,6 +84,8 @@ class NodeRuntime:
         self.start_seconds = cluster.start_deadline_seconds
         self._gpu_check = NodeGpuCheck(cluster.device, promised=spec.promised_gpus)
         limit = max(1.0, min(60.0, self.start_seconds / _REQUESTS_PER_START))
+        if in_jobset():  # its pods start as soon as each has a machine, which may have to boot
+            self.start_seconds = cluster.replacement_deadline_seconds
         self.job_store = Store.open(spec.store_uri, request_timeout_seconds=limit).sub(job_prefix(spec.job))
         self.secret = StartSecret(self.job_store, spec.run, spec.attempt)
         self.host = socket.gethostname()

@@ -8,6 +8,7 @@ import random
 import string
 from typing import Any
 
+from tests.support.kubernetes.nodes import requests_of
 from tests.support.kubernetes.settings import Settings
 from tests.support.kubernetes.store import ApiError, Object, ObjectStore, timestamp
 
@@ -156,13 +157,16 @@ class Controllers:
 
     def _make_pod(self, job: Object, status: dict[str, Any]) -> None:
         namespace, template = job["metadata"]["namespace"], job["spec"]["template"]
-        if (most := self._settings.quota.get("pods")) is not None and len(self._store.all("pods", namespace)) >= most:
-            message = (
-                f"Error creating: pods is forbidden: exceeded quota: compute, requested: pods=1, used: pods={most}, "
-                f"limited: pods={most}"
-            )
-            self._event(job, "FailedCreate", message)
-            return
+        pods = self._store.all("pods", namespace)
+        used = {"pods": float(len(pods)), "requests.cpu": sum(requests_of(one).get("cpu", 0.0) for one in pods)}
+        asked = {"pods": 1.0, "requests.cpu": requests_of(template).get("cpu", 0.0)}
+        for name in used.keys() & self._settings.quota.keys():
+            if used[name] + asked[name] > (most := self._settings.quota[name]):
+                self._event(job, "FailedCreate", (
+                    f'Error creating: pods "{job["metadata"]["name"]}-x" is forbidden: exceeded quota: compute, '
+                    f"requested: {name}={asked[name]:g}, used: {name}={used[name]:g}, limited: {name}={most}"
+                ))  # fmt: skip
+                return
         indexed = job["spec"].get("completionMode") == "Indexed"
         name = job["metadata"]["name"] + ("-0-" if indexed else "-") + "".join(
             self._random.choices(string.ascii_lowercase + string.digits, k=5)
