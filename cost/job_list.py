@@ -97,7 +97,8 @@ def _forecast_usd(events: Sequence[Event], settings: dict[str, Any], money: JobM
     plan = next((event.data for event in reversed(events) if event.name == PLAN and event.data.get("chosen")), None)
     if plan is None or not plan["chosen"].get("usd_per_step"):
         return None
-    left = int(settings.get("training.max_steps") or 0) - read_progress(events).done_steps
+    total = plan.get("steps") if settings.get("script") else settings.get("training.max_steps")
+    left = int(total or 0) - read_progress(events).done_steps
     return float(money.spent_usd) + max(0, left) * float(plan["chosen"]["usd_per_step"])
 
 

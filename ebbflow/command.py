@@ -74,9 +74,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"ebbflow: there is no command {name!r}; {hint}", file=sys.stderr)
         return _USAGE_EXIT
     place = COMMANDS[name][0]
-    if name == "run" and words and words[0].endswith(".py"):  # a user's script
+    own = words[: words.index("--")] if "--" in words else words
+    script = next((word for word in own if word.endswith(".py") and "=" not in word), None)
+    if name == "run" and script is not None:
         from ebbflow.training.script import flow_options
 
+        words.remove(script)
+        words.insert(0, script)  # behind an option of the flow, it would be read as the option's value
         if (options := flow_options(words)) is None:  # under an agent, without Metaflow
             place = "ebbflow.training.__main__"
         else:

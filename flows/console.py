@@ -38,7 +38,7 @@ from ebbflow.infra.events import (
     STEP,
     Event,
 )
-from ebbflow.infra.layout import PLAN_KEY, job_prefix
+from ebbflow.infra.layout import PLAN_KEY, job_prefix, make_local_folder
 from ebbflow.infra.store import Store
 from ebbflow.infra.untrusted_text import GuardedStream, one_line, strip_colours, wrap_line
 
@@ -131,9 +131,9 @@ class RunView:
         self.job = self.job or run
         if self._config is None or self._tail is not None:
             return
-        from ebbflow.flows.job import local_folder
+        from ebbflow.flows.job import RUNS
 
-        folder = local_folder(self.job, self._config.store)
+        folder = make_local_folder(RUNS, self.job, self._config.store)
         with contextlib.suppress(OSError):
             self._log = open(folder / "metaflow.log", "a", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115 - until close
         self._unseen.clear()

@@ -14,7 +14,7 @@ from ebbflow.infra.batch import has_foreign_queues
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.event_log import EventLog
 from ebbflow.infra.events import Origin
-from ebbflow.infra.layout import NOTE, KnownJob, job_prefix, runs_folder, write_atomically
+from ebbflow.infra.layout import KnownJob, job_prefix, make_local_folder, remember_job, runs_folder
 from ebbflow.infra.program import PROJECT_ROOT
 from ebbflow.infra.store import Store
 from ebbflow.infra.store.objects import StoreClock
@@ -54,46 +54,15 @@ class Job:
 
     @property
     def folder(self) -> Path:
-        return local_folder(self.name, self.config.store)
+        return make_local_folder(RUNS, self.name, self.config.store)
 
     def remember(self) -> None:
-        """Write the store's address into runs/<job>, so that commands on this machine find the job by its name."""
-        write_atomically(self.folder / NOTE, KnownJob(self.name, self.config.store).note())
+        """Make the job known to commands on this machine. See `infra.layout.remember_job`."""
+        remember_job(RUNS, KnownJob(self.name, self.config.store))
 
     def events(self, process: str) -> EventLog:
         """Open the job's event log for one step of the flow. The caller must close it before the step ends."""
         return EventLog(self.store, Origin(job=self.name, run=self.run, process=process))
-
-
-def local_folder(job: str, store_uri: str) -> Path:
-    """Return the folder runs/<job> on this machine, and create it if it is missing.
-
-    If the store is the folder runs/ itself, runs/<job> is a symbolic link to the job's data in the store.
-    """
-    folder = RUNS / job
-    in_store = RUNS / job_prefix(job)
-    if store_uri == str(RUNS):
-        in_store.mkdir(parents=True, exist_ok=True)
-        _link(folder, in_store.relative_to(RUNS))
-    else:
-        folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
-def mark_latest(job: str) -> None:
-    _link(RUNS / "latest", Path(job))
-
-
-def _link(link: Path, target: Path) -> None:
-    """Create or replace a symbolic link atomically. If `link` is a folder, change nothing."""
-    if link.is_symlink() and link.readlink() == target:
-        return
-    if link.exists() and not link.is_symlink():
-        return  # keep the folder of an earlier job with another store
-    fresh = link.with_name(f".{link.name}.new")
-    fresh.unlink(missing_ok=True)
-    fresh.symlink_to(target)
-    fresh.replace(link)
 
 
 CLOCK_TOLERANCE_SECONDS = 60.0

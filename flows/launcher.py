@@ -26,7 +26,7 @@ from typing import NoReturn, TypeGuard
 
 from ebbflow.flows import remote
 from ebbflow.flows.console import RunView, is_terminal, show_run
-from ebbflow.flows.job import RUNS, Job, local_folder, mark_latest
+from ebbflow.flows.job import RUNS, Job
 from ebbflow.flows.live_page import LivePageWriter, finish_page, task_with_card
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.errors import InfraError, JobIsRunning, Outcome, describe_error
@@ -549,8 +549,7 @@ def finish_job(job: Job, code: int, started: float, *, asked: bool, width: int |
     from ebbflow.flows.reporting import write_report
 
     job.remember()  # `start` may have run on another machine
-    mark_latest(job.name)
-    path = local_folder(job.name, job.config.store) / "report.json"
+    path = job.folder / "report.json"
     try:
         if not _is_new(path, started):
             check_run_claim(job.store, job.name)

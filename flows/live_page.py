@@ -13,9 +13,9 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from ebbflow.flows.job import RUNS, KnownJob, local_folder, mark_latest
+from ebbflow.flows.job import RUNS
 from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.layout import NOTE, write_atomically
+from ebbflow.infra.layout import KnownJob, remember_job, write_atomically
 from ebbflow.infra.observe.tracking_process import start_tracking
 from ebbflow.infra.program import python_path
 
@@ -102,10 +102,7 @@ class LivePageWriter:
             process.wait()
 
     def _start(self, job: str) -> subprocess.Popen[bytes]:
-        folder = local_folder(job, self._store)
-        write_atomically(folder / NOTE, KnownJob(job, self._store).note())
-        mark_latest(job)
-        self._page = folder / LIVE_PAGE
+        self._page = remember_job(RUNS, KnownJob(job, self._store)) / LIVE_PAGE
         words = [sys.executable, "-m", "ebbflow", "watch", job, "--store", self._store, "--write", str(self._page)]
         return subprocess.Popen(
             [*words, "--parent", str(os.getpid())],

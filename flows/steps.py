@@ -19,7 +19,7 @@ from metaflow.exception import MetaflowException
 
 from ebbflow.flows.checks import run_all_checks
 from ebbflow.flows.decorators import training_backend
-from ebbflow.flows.job import ClockReading, Job, mark_latest
+from ebbflow.flows.job import ClockReading, Job
 from ebbflow.flows.remote import in_container
 from ebbflow.infra.config.load import values_with_sources
 from ebbflow.infra.errors import InfraError, Outcome
@@ -146,9 +146,7 @@ def record_outcome(flow: Any, outcome: Outcome, message: str) -> None:
 def begin_job(flow: Any) -> None:
     """Create the job's folder on this machine. Nothing is written to the store before preflight has passed."""
     job = current_job(flow)
-    job.folder.mkdir(parents=True, exist_ok=True)
     job.remember()
-    mark_latest(job.name)
     what = job.config.script or f"{job.config.training.max_steps} steps"
     say(f"job {job.name}: {what}, store {job.store.uri}")
 

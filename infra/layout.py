@@ -252,3 +252,44 @@ def known_job(folder: Path) -> KnownJob | None:
         return KnownJob(str(note["job"]), str(note["store"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def make_local_folder(runs: Path, job: str, store: str) -> Path:
+    """Return the folder <runs>/<job> on this machine, and create it if it is missing.
+
+    If the store is the folder of runs itself, <runs>/<job> is a symbolic link to the job's data in the store.
+    """
+    folder, in_store = runs / job, runs / job_prefix(job)
+    if store == str(runs):
+        in_store.mkdir(parents=True, exist_ok=True)
+        _link(folder, in_store.relative_to(runs))
+    else:
+        folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def remember_job(runs: Path, job: KnownJob) -> Path:
+    """Write the store's address into <runs>/<job> and let <runs>/latest point there. Return the folder.
+
+    Commands on this machine then find the job by its name, and the newest job without one.
+    """
+    folder = make_local_folder(runs, job.name, job.store)
+    write_atomically(folder / NOTE, job.note())
+    mark_latest(runs, job.name)
+    return folder
+
+
+def mark_latest(runs: Path, job: str) -> None:
+    _link(runs / "latest", Path(job))
+
+
+def _link(link: Path, target: Path) -> None:
+    """Create or replace a symbolic link atomically. If `link` is a folder, change nothing."""
+    if link.is_symlink() and link.readlink() == target:
+        return
+    if link.exists() and not link.is_symlink():
+        return  # keep the folder of an earlier job with another store
+    fresh = link.with_name(f".{link.name}.new")
+    fresh.unlink(missing_ok=True)
+    fresh.symlink_to(target)
+    fresh.replace(link)

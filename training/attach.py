@@ -163,5 +163,6 @@ def _open(store: str | Path | None, name: str | Path | None, config: str | Path 
     path = "" if config is None else str(config)
     prepared = {"fingerprint": "", "weight_unit": "samples"}
     job_store, known = Store.open(uri).sub(job_prefix(job)), {"config": settings, "sources": loaded.sources}
-    spec = open_job(uri, job, {"path": path, **known}, prepared, parent=rewind_parent(job_store))
+    parent, script = rewind_parent(job_store), os.path.abspath(sys.argv[0]) if sys.argv else "script"
+    spec = open_job(uri, job, {"path": path, **known}, prepared, parent=parent, script=script)
     return replace(spec, overrides=read_overrides(job_store).to_json())

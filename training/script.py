@@ -24,8 +24,9 @@ from ebbflow.infra.errors import InfraError, Outcome, describe_error
 from ebbflow.infra.event_log import EventLog
 from ebbflow.infra.events import CONFIGURED, PREPARED, Origin, read_events
 from ebbflow.infra.launchers import claim_job
-from ebbflow.infra.layout import job_of_script, job_prefix
+from ebbflow.infra.layout import KnownJob, job_of_script, job_prefix, remember_job, runs_folder
 from ebbflow.infra.observe.tracking_process import start_tracking
+from ebbflow.infra.program import PROJECT_ROOT
 from ebbflow.infra.script_folder import find_script
 from ebbflow.infra.store import Store
 from ebbflow.training.checkpoint.rollback import newest_generation_in_events
@@ -95,6 +96,7 @@ def _run(given: argparse.Namespace, arguments: list[str]) -> int:
     job = job_of_script(given.job, str(script))
     uri = Store.open(config["store"]).uri
     job_store = Store.open(uri).sub(job_prefix(job))
+    folder = remember_job(runs_folder(PROJECT_ROOT), KnownJob(job, uri))
     # The name of a run must be new, because the agents' secret is stored under it.
     run, settings = f"{job}-{time.time_ns():x}", {"path": given.config or "", "config": config}
     claim = claim_job(job_store, job, "run", on_fenced=lambda: os.kill(os.getpid(), signal.SIGTERM))
@@ -104,11 +106,13 @@ def _run(given: argparse.Namespace, arguments: list[str]) -> int:
         prepared = {"fingerprint": "", "weight_unit": "samples", "script": str(script.resolve()), "words": arguments}
         number = newest_generation_in_events(read_events(job_store)) + 1
         with EventLog(job_store, Origin(job=job, run=run, attempt=0, generation=number, process="prepare")) as events:
-            events.emit(CONFIGURED, settings=values_with_sources(config, loaded.sources))
+            shown = config | {"script": str(script.resolve()), "script_args": arguments}
+            sources = loaded.sources | {"script": "argument", "script_args": "argument"}
+            events.emit(CONFIGURED, settings=values_with_sources(shown, sources))
             events.emit(PREPARED, **prepared)
         spec = GangSpec(
             job=job, run=run, attempt=0, node=0, nodes=1, processes_per_node=given.ranks, main_address="127.0.0.1",
-            config=config, store_uri=uri, prepared=prepared, log_folder=str(Path("runs", job, "logs").resolve()),
+            config=config, store_uri=uri, prepared=prepared, log_folder=str(folder / "logs"),
             candidate_ports=control_ports(run, 0), rehearse=given.rehearse,
         )  # fmt: skip
         try:
@@ -117,6 +121,7 @@ def _run(given: argparse.Namespace, arguments: list[str]) -> int:
             print(f"ebbflow: job {job}: {error}", file=sys.stderr)
             return error.outcome.exit_code
         print(f"ebbflow: job {job}: {ending.outcome} at step {ending.step} {ending.message}".rstrip())
+        print(f"report: ebbflow report {job}")
         return Outcome(ending.outcome).exit_code
     finally:
         if tracking is not None:

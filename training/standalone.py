@@ -79,6 +79,7 @@ def open_job(
     *,
     permits: Sequence[str] = (),
     parent: str | None = None,
+    script: str = "",
 ) -> WorkerSpec:
     """Open a generation of the job, and return the spec of its ranks. Rank 0 calls this, after it has claimed the job.
 
@@ -87,6 +88,7 @@ def open_job(
         prepared: the result of the workload's `prepare`.
         permits: the losses of progress that the user accepts (values of `PERMITS` in `checkpoint.rollback`).
         parent: the commit to go back to; None for the newest commit.
+        script: path of the script that attaches its model, for reports; "" for a workload.
     """
     job_store = Store.open(store_uri).sub(job_prefix(job))
     attempt = restarts()
@@ -100,7 +102,8 @@ def open_job(
     print(f"job {job} in {store_uri}, generation {generation.name}", flush=True)
     origin = Origin(job=job, run=job, attempt=attempt, generation=generation.number, process="prepare")
     with EventLog(job_store, origin) as events:
-        events.emit(CONFIGURED, settings=values_with_sources(settings["config"], settings["sources"]))
+        shown = settings["config"] | ({"script": script} if script else {})
+        events.emit(CONFIGURED, settings=values_with_sources(shown, settings["sources"]))
         events.emit(PREPARED, **prepared)
         if rolled_back is not None:
             events.emit(ROLLBACK, step=rolled_back.known.step, **rolled_back.to_json())

@@ -38,8 +38,10 @@ class Tile(NamedTuple):
 
 
 def describe_model(report: RunReport) -> str:
-    """Describe the configured model: the user's workload, or the size of the built-in model; "" if unknown."""
+    """Describe what the job trains: the user's script or workload, or the size of the built-in model; "" if unknown."""
     known = {row["key"]: row.get("value") for row in report.configuration}
+    if script := known.get("script"):
+        return f"script {one_line(str(script).rpartition('/')[2])}"
     if workload := known.get("workload"):
         return one_line(workload)
     parts = [

@@ -123,7 +123,7 @@ def test_ebbflow_run_starts_a_script_again_after_a_rank_was_killed(tmp_path: Pat
     tell.chmod(0o755)
     environment["EBBFLOW__TRACKERS"] = f"[{{type: jsonl, folder: {killed.parent}/sent}}]"
     environment["EBBFLOW__NOTIFICATIONS__COMMAND"] = f"[{tell}]"
-    command = [sys.executable, "-m", "ebbflow", "run", "ddp.py", "--ranks", "2"]
+    command = [sys.executable, "-m", "ebbflow", "run", "--ranks", "2", "ddp.py"]
     done = subprocess.run(command, cwd=killed.parent, env=environment, capture_output=True, text=True, timeout=150)
     finish(undisturbed, whole)
     assert done.returncode == 0 and "completed at step 30" in done.stdout, done.stdout + done.stderr
@@ -135,7 +135,10 @@ def test_ebbflow_run_starts_a_script_again_after_a_rank_was_killed(tmp_path: Pat
     assert sent == list(range(1, 31)), "a tracker has each step once, in order"
     told = (killed.parent / "told").read_text().splitlines()
     assert [line.split()[2].rstrip(":") for line in told] == ["starts", "interruption", "Completed"], told
-    assert (killed.parent / "runs" / "jobs" / "ddp" / "report.html").exists()
+    assert (killed.parent / "runs" / "ddp" / "report.html").exists() and "report: ebbflow report ddp" in done.stdout
+    command = [sys.executable, "-m", "ebbflow", "watch", "ddp", "--once"]
+    shown = subprocess.run(command, cwd=killed.parent, env=environment, capture_output=True, text=True, timeout=60)
+    assert shown.stdout.startswith("ddp: script ddp.py\n") and "completed  (30 steps" in shown.stdout, shown.stdout
 
 
 def test_a_non_finite_loss_of_a_script_is_rewound_and_the_report_has_its_promise(tmp_path: Path) -> None:
