@@ -1,10 +1,10 @@
-"""`python -m benchmarks training|soak|money|diagnose …`: measure what docs/benchmarks.md reports."""
+"""`python -m benchmarks training|gpu|soak|money|diagnose …`: measure what docs/benchmarks.md reports."""
 
 from __future__ import annotations
 
 import sys
 
-_SUITES = ("training", "soak", "money", "diagnose")
+_SUITES = ("training", "gpu", "soak", "money", "diagnose")
 
 
 def main(arguments: list[str]) -> int:
@@ -12,6 +12,8 @@ def main(arguments: list[str]) -> int:
     match arguments[:1]:
         case ["training"]:
             from benchmarks.training import main as run
+        case ["gpu"]:
+            from benchmarks.gpu import main as run
         case ["soak"]:
             from benchmarks.soak import main as run
         case ["money"]:

@@ -89,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if name == "completion":
         return _print_completion(words)
     if place == "benchmarks":
-        own = words[:1] if words[:1] in (["money"], ["diagnose"]) else []
+        own = words[:1] if words[:1] in (["gpu"], ["money"], ["diagnose"]) else []
         run_benchmarks([*(own or ["soak" if name == "soak" else "training"]), *words[len(own) :]])
     if place.endswith(".py"):  # a program of its own: Metaflow starts it again for each step
         program = str(PACKAGE_ROOT / place)

@@ -1,0 +1,153 @@
+"""Lines of `ebbflow bench gpu` that are measured in one process on one device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.bench import EXPECTED, NO_RANGE, Bench, Row, judge
+from ebbflow.cost.catalogue import Gpu, load_catalogue
+
+# Bytes per second of a PCIe lane in one direction, by generation: transfer rate × coding (PCI-SIG base specifications).
+_PCIE_LANE = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
+_PINNED_SHARE = 0.6  # packet headers and a shared root complex take the rest
+_MATMUL_SHARE = 0.6
+
+
+def describe_device(kind: str) -> dict[str, Any]:
+    """Describe the devices of a kind ("cpu" or "cuda"), for the other processes of the run."""
+    if kind == "cpu":
+        return {"type": "cpu", "name": "CPU", "count": 1, "dtype": "bfloat16"}
+    own = torch.cuda.get_device_properties(0)
+    half = "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
+    return {
+        "type": "cuda",
+        "name": own.name,
+        "count": torch.cuda.device_count(),
+        "memory_bytes": own.total_memory,
+        "capability": f"{own.major}.{own.minor}",
+        "dtype": half,
+        "cuda": torch.version.cuda,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),  # type: ignore[attr-defined]
+    }
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def fastest_seconds(device: torch.device, call: Callable[[], object], *, seconds: float) -> float:
+    """Return the duration of the fastest call within `seconds`, after one that warms up."""
+    call()
+    wait(device)
+    best, end = float("inf"), time.monotonic() + seconds
+    while time.monotonic() < end:
+        began = time.perf_counter()
+        call()
+        wait(device)
+        best = min(best, time.perf_counter() - began)
+    return best
+
+
+_OTHER_EDITIONS = {"PCIe", "NVL", "MIG"}  # their peaks are not those of the sheet of the same name
+
+
+def published_peak(bench: Bench, dtype: str) -> tuple[float | None, str]:
+    """Return the dense peak of the vendor's data sheet in FLOP/s, and its source; (None, "") if there is none."""
+    gpu = catalogued_gpu(bench)
+    return (None, "") if gpu is None else (gpu.peak_flops(dtype), f"cost/gpus.csv: {gpu.source}")
+
+
+def catalogued_gpu(bench: Bench) -> Gpu | None:
+    words = set(bench.device["name"].replace("-", " ").split())
+    if not bench.on_gpu or words & _OTHER_EDITIONS:
+        return None
+    gpus = {kind.gpu.name: kind.gpu for kind in load_catalogue().types}
+    return next((gpu for name, gpu in gpus.items() if set(name.split()) <= words), None)
+
+
+def measure_matmul(bench: Bench) -> list[Row]:
+    """The speed of the fastest matrix product, of several sizes, in the precision that training uses."""
+    device = bench.gang.device
+    dtype = getattr(torch, bench.device["dtype"]) if bench.on_gpu else torch.float32
+    name = str(dtype).removeprefix("torch.")
+    speeds = {}
+    for size in (4096, 8192, 16384) if bench.on_gpu else (512,):
+        left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+        out = torch.empty_like(left)
+        seconds = fastest_seconds(device, partial(torch.mm, left, right, out=out), seconds=1.0 if bench.on_gpu else 0.1)
+        speeds[size] = 2.0 * size**3 / seconds
+    best = max(speeds.values())
+    bench.remember(matmul_flops_per_second=best)
+    peak, source = published_peak(bench, name)
+    return [
+        Row(
+            what=f"matrix product, {name}",
+            measured=f"{best / 1e12:.3g} TFLOP/s",
+            expected=f"{_MATMUL_SHARE * peak / 1e12:.3g} to {peak / 1e12:.3g} TFLOP/s" if peak else "",
+            source=source,
+            verdict=judge(best, _MATMUL_SHARE * peak, peak) if peak else NO_RANGE,
+            figures={"flops_per_second": best, "by_size": speeds, "published_flops_per_second": peak},
+        )
+    ]
+
+
+def measure_copies(bench: Bench) -> list[Row]:
+    """Bytes per second between host and device, from pinned and from pageable memory; on a CPU within its memory."""
+    device, count = bench.gang.device, bench.size.copy_bytes
+    there = torch.empty(count, dtype=torch.uint8, device=device)
+    limit, source = _link_limit(device)
+    rows = []
+    for pinned in (True, False) if bench.on_gpu else (False,):
+        here = torch.ones(count, dtype=torch.uint8, pin_memory=pinned)
+        seconds = 1.0 if bench.on_gpu else 0.1
+        up = count / fastest_seconds(device, partial(there.copy_, here, non_blocking=pinned), seconds=seconds)
+        down = count / fastest_seconds(device, partial(here.copy_, there, non_blocking=pinned), seconds=seconds)
+        kind = ("pinned" if pinned else "pageable") if bench.on_gpu else "within memory"
+        bench.remember(**{f"{'pinned' if pinned else 'pageable'}_down_bytes_per_second": down})
+        low = _PINNED_SHARE * limit if pinned and limit else None
+        shown = (
+            ""
+            if limit is None
+            else f"at most {limit / 1e9:.3g}"
+            if low is None
+            else f"{low / 1e9:.3g} to {limit / 1e9:.3g}"
+        )
+        verdicts = [judge(speed, low, limit) for speed in (up, down)]
+        rows.append(
+            Row(
+                what=f"copy host → device and back, {kind}",
+                measured=f"{up / 1e9:.3g} and {down / 1e9:.3g} GB/s",
+                expected=shown,
+                source=source,
+                verdict=next((one for one in verdicts if one != EXPECTED), EXPECTED),
+                figures={"up_bytes_per_second": up, "down_bytes_per_second": down, "link_bytes_per_second": limit},
+            )
+        )
+    return rows
+
+
+def _link_limit(device: torch.device) -> tuple[float | None, str]:
+    """Return the bytes per second of the GPU's PCIe link in one direction, by NVML; None if it is unknown."""
+    if device.type != "cuda":
+        return None, ""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        own = pynvml.nvmlDeviceGetHandleByPciBusId(_bus_id(device))
+        generation = pynvml.nvmlDeviceGetMaxPcieLinkGeneration(own)
+        width = pynvml.nvmlDeviceGetMaxPcieLinkWidth(own)
+        return _PCIE_LANE[generation] * width, f"PCIe {generation}.0 × {width}, PCI-SIG"
+    except Exception as error:
+        return None, f"link unknown: {type(error).__name__}"
+
+
+def _bus_id(device: torch.device) -> str:
+    own = torch.cuda.get_device_properties(device)
+    return f"{own.pci_domain_id:08x}:{own.pci_bus_id:02x}:{own.pci_device_id:02x}.0"
