@@ -119,6 +119,33 @@ def test_the_example_trains_a_folder_on_two_ranks_and_returns_it(tmp_path: Path)
     assert changed  # it was trained, if only a little
 
 
+class Bypassing(HuggingFace):
+    """Workload that gives torch's modules in a model of transformers torch's own initial weights."""
+
+    def model(self) -> PreTrainedModel:
+        model = super().model()
+        for part in model.modules():
+            if type(part).__module__.startswith("torch.nn"):
+                vars(part).pop("reset_parameters", None)
+        return model
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_initial_weights_that_are_not_the_librarys_are_named_with_the_loss(lora_rank: int, tmp_path: Path) -> None:
+    random_model(TIED, folder := tmp_path / "model")
+    if not lora_rank:
+        (folder / "model.safetensors").unlink()  # so that the weights are random
+    config, texts = settings_for(folder, lora_rank=lora_rank), []
+    for workload in ("ebbflow.workloads:HuggingFace", f"{__name__}:Bypassing"):
+        config = config.model_copy(update={"workload": workload})
+        own = workload_context(config, Gang(), store=Store.open(config.store))
+        texts.append(try_workload(config, replace(own, prepared=HuggingFace.prepare(own))).text)
+    assert "first loss" not in texts[0] and "torch fills" not in texts[0], texts[0]
+    found = re.search(r"the first loss is ([\d.]+) per prediction, and ln\(300\) = 5\.7 is usual", texts[1])
+    assert found and float(found[1]) > 11.4, texts[1]
+    assert "LlamaForCausalLM of transformers: torch fills model.embed_tokens" in texts[1], texts[1]
+
+
 @pytest.mark.parametrize(("config", "lora_rank"), [(TIED, 0), (GPT2, 4)], ids=["llama", "gpt2-lora"])
 def test_a_workload_learns_what_transformers_learns(config: PreTrainedConfig, lora_rank: int, tmp_path: Path) -> None:
     reference = random_model(config, tmp_path / "model")

@@ -6,6 +6,7 @@ The trial runs on the CPU, as if in a gang of one rank.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 import signal
 import threading
@@ -19,7 +20,9 @@ import torch
 from torch import Tensor, distributed, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
 
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.footprint import ModelShape
@@ -286,6 +289,10 @@ def _try_samples(trial: Trial, workload: Workload, model: nn.Module, config: Run
         _check_sum(trial, workload, model, batch, whole)
     trial.done.append(try_evaluate(trial.name, workload, model, config=config))
     model.train()
+    if config.training.initial_weights is None:  # which would replace the weights that are judged here
+        with torch.no_grad(), FirstCrossEntropy() as first:
+            _loss(trial.name, workload, model, batch)
+        trial.notes += [remark for remark in (first.remark, find_bypassed_rules(blank)) if remark]
     one = _draw(trial.name, workload, model, 1)
     with user_code(f"{trial.name}.loss"):
         trial.shape, loss = measure_shape(workload, model, one)
@@ -303,6 +310,60 @@ def _look_at_sample(trial: Trial, workload: Workload, model: nn.Module) -> None:
         f"one sample's shapes; no numbers, because weights and gradients of {2 * weight_bytes(model) / 2**30:.1f} GiB "
         f"exceed the {LARGEST_TRIED_BYTES >> 30} GiB that are tried"
     )
+
+
+class FirstCrossEntropy(TorchFunctionMode):
+    """Context that compares the first cross-entropy inside it with that of a uniform guess among all classes.
+
+    Attributes:
+        remark: what is implausible about it for a new model; "" if it is plausible, or if there was none.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen, self.remark = False, ""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in (functional.cross_entropy, functional.nll_loss) and not self._seen:
+            given = inspect.signature(func).bind(*args, **(kwargs or {})).arguments
+            scores, target, ignored = given["input"].float(), given["target"], given.get("ignore_index", -100)
+            self._seen = not target.is_floating_point()  # not probabilities
+            if self._seen:
+                self._judge(float(func(scores, target, ignore_index=ignored)), scores.shape[min(1, scores.ndim - 1)])
+        return result
+
+    def _judge(self, mean: float, classes: int) -> None:
+        usual = math.log(max(classes, 2))
+        if not usual / 4 <= mean <= 2 * usual:
+            fix = "fix: check the initial weights" if mean > usual else "only trained weights give less"
+            self.remark = (
+                f"the first loss is {mean:.3g} per prediction, and ln({classes}) = {usual:.3g} is usual for "
+                f"{classes} classes; {fix}"
+            )
+
+
+# Each library whose models have their own rules for initial weights, and the workload that applies these rules.
+_LIBRARIES = {"transformers": "ebbflow.workloads:HuggingFace", "timm": "ebbflow.workloads:ImageModel"}
+
+
+def find_bypassed_rules(model: nn.Module) -> str:
+    """Return a remark if torch's `reset_parameters` fills matrices of a model of transformers or timm; else ""."""
+    for part in model.modules():
+        library = next((top for kind in type(part).mro() if (top := kind.__module__.split(".")[0]) in _LIBRARIES), "")
+        found = [name for name, one in part.named_modules() if ".lora_" not in name and _is_filled_by_torch(one)]
+        if library and found:
+            return (
+                f"{type(part).__name__} of {library}: torch fills {abbreviate(found)} instead of the library's own "
+                f"rules, so training begins elsewhere; fix: {_LIBRARIES[library]}, or reset_parameters by these rules"
+            )
+    return ""
+
+
+def _is_filled_by_torch(module: nn.Module) -> bool:
+    reset = getattr(module, "reset_parameters", None)
+    has_matrix = any(parameter.ndim > 1 for parameter in module.parameters(recurse=False))
+    return has_matrix and getattr(reset, "__module__", "").startswith("torch.nn")
 
 
 def _draw(name: str, workload: Workload, model: nn.Module, count: int) -> Batch:
