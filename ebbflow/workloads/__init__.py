@@ -7,9 +7,15 @@ if TYPE_CHECKING:
     from ebbflow.workloads.hugging_face import HuggingFace
     from ebbflow.workloads.images import ImageModel
     from ebbflow.workloads.point_clouds import PointCloudDiffusion
+    from ebbflow.workloads.policy_optimization import PolicyOptimization
 
-__all__ = ["HuggingFace", "ImageModel", "PointCloudDiffusion"]
-_MODULES = {"HuggingFace": "hugging_face", "ImageModel": "images", "PointCloudDiffusion": "point_clouds"}
+__all__ = ["HuggingFace", "ImageModel", "PointCloudDiffusion", "PolicyOptimization"]
+_MODULES = {
+    "HuggingFace": "hugging_face",
+    "ImageModel": "images",
+    "PointCloudDiffusion": "point_clouds",
+    "PolicyOptimization": "policy_optimization",
+}
 
 
 def __getattr__(name: str) -> Any:

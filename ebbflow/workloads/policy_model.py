@@ -1,0 +1,238 @@
+"""The policy of reinforcement fine-tuning: its model, the record in its commits, and its first weights."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 (torch's own name for it)
+from safetensors import safe_open
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from torch import Tensor, nn
+
+from ebbflow.infra.config.schema import ModelConfig, RunConfig
+from ebbflow.training.checkpoint.hugging_face import our_name
+from ebbflow.training.data import SampleOrder
+from ebbflow.training.errors import DataError
+from ebbflow.training.weights.files import find_weights
+from ebbflow.training.weights.load import check_weights_fit, initialise, materialise
+from ebbflow.training.workload import WorkloadContext
+from ebbflow.training.workloads.language_model import CausalLM, Linear
+from ebbflow.workloads.point_data import seeded
+from ebbflow.workloads.policy_options import PolicyOptions
+from ebbflow.workloads.policy_prompts import Codec, Prompt, Prompts
+from ebbflow.workloads.policy_rewards import Reward
+from ebbflow.workloads.policy_rollouts import TorchEngine, token_log_probs
+
+_LOOK_EVERY = 10  # steps of the supervised start between two looks at the reward
+_WARM_UP_STEPS = 20
+_LOOKED_AT = 256  # prompts of such a look
+COLUMNS = ("old", "reference", "advantages", "values", "returns")  # of the rollouts that a commit keeps
+# Sums over the rollouts since the last step that was a multiple of training.evaluation_interval_steps.
+MEANS = ("rollouts", "reward", "kl", "entropy", "length")
+
+
+class Record(nn.Module):
+    """What a commit keeps besides the weights: running figures, and rollouts that later steps still train on.
+
+    `figures` has two rows: before and after the last rollouts. The first makes a repeated rollout the same.
+    """
+
+    figures: Tensor  # float64 `[2, figures]`
+    tokens: Tensor  # int32 `[rollouts, sequence]`
+    spans: Tensor  # int32 `[rollouts, 2]`: tokens of the prompt, and of prompt and completion
+    columns: Tensor  # float32 `[columns, rollouts, sequence - 1]`
+
+    NAMES = (
+        "round", "reward_count", "reward_mean", "reward_squares", "kl_coefficient",
+        "all_rollouts", "window", *MEANS,
+    )  # fmt: skip
+
+    def __init__(self, options: PolicyOptions, rollouts: int) -> None:
+        super().__init__()
+        self._coefficient = options.init_kl_coef
+        self.register_buffer("figures", torch.empty(2, len(self.NAMES), dtype=torch.float64))
+        self.register_buffer("tokens", torch.empty(rollouts, options.sequence, dtype=torch.int32))
+        self.register_buffer("spans", torch.empty(rollouts, 2, dtype=torch.int32))
+        self.register_buffer("columns", torch.empty(len(COLUMNS), rollouts, options.sequence - 1))
+
+    def reset_parameters(self) -> None:
+        for buffer in self.buffers():
+            buffer.zero_()
+        self.figures[:, self.NAMES.index("round")] = -1
+        self.figures[:, self.NAMES.index("kl_coefficient")] = self._coefficient
+
+    def read(self, *, before_round: int | None = None) -> dict[str, float]:
+        """Return the figures; if the last round was `before_round`, those before it."""
+        before, after = (
+            {str(name): x for name, x in zip(self.NAMES, row, strict=True)} for row in self.figures.tolist()
+        )
+        return before if after["round"] == before_round else after
+
+    def write(self, before: dict[str, float], after: dict[str, float]) -> None:
+        rows = [[one[name] for name in self.NAMES] for one in (before, after)]
+        self.figures.copy_(torch.tensor(rows, dtype=torch.float64))
+
+
+class Policy(CausalLM):
+    """The built-in causal language model, with a value head for PPO and the record of the training."""
+
+    def __init__(self, model: ModelConfig, *, values: bool = False, record: Record | None = None) -> None:
+        super().__init__(model)
+        self.values = Linear(model.hidden_size, 1, bias=True) if values else None
+        self.record = record
+
+    def forward(self, tokens: Tensor, past: Any = None) -> Any:
+        """Return logits `[batch, length, vocabulary]`; with a value head, also values `[batch, length]`."""
+        x = self.embeddings(tokens, past[0].length if past else 0)
+        for number, block in enumerate(self.blocks):
+            x = block(x, past[number]) if past else block(x)
+        logits = self.head(x)
+        if self.values is None:
+            return logits
+        return logits, self.values(F.rms_norm(x, x.shape[-1:]))[..., 0]
+
+
+def unwrap(model: nn.Module) -> Any:
+    """Return the policy without DDP's wrapper."""
+    return getattr(model, "module", model)
+
+
+def plain_policy(config: RunConfig, start: dict[str, Tensor], seed: int) -> Policy:
+    """Return a policy with its first weights, on the CPU and not sharded, without value head and record."""
+    with torch.device("meta"):
+        model, blank = Policy(config.model), Policy(config.model)
+    materialise(model, "cpu")
+    start_with(blank, start)
+    initialise(model, blank, seed=seed)
+    return model.eval().requires_grad_(False)
+
+
+class _Stored:
+    """`reset_parameters` of one module whose weights are given."""
+
+    def __init__(self, module: nn.Module, given: dict[str, Tensor]) -> None:
+        self._module, self._given, self._own = module, given, module.reset_parameters
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        self._own()  # type: ignore[operator]  # its buffers
+        for name, value in self._given.items():
+            self._module.get_parameter(name).copy_(value)
+
+
+def start_with(model: nn.Module, start: dict[str, Tensor]) -> None:
+    """Let the modules of a model on the meta device begin with given weights instead of random ones."""
+    given: dict[str, dict[str, Tensor]] = {}
+    for name, value in start.items():
+        owner, _, key = name.rpartition(".")
+        given.setdefault(owner, {})[key] = value
+    for owner, values in given.items():
+        module = model.get_submodule(owner)
+        module.reset_parameters = _Stored(module, values)  # type: ignore[assignment]
+
+
+def read_start(context: WorkloadContext, options: PolicyOptions) -> dict[str, Tensor]:
+    """Return the first weights by name: those of a file, or of the supervised start; none if they are random."""
+    if "start" in context.prepared:
+        return load_tensors(context.store.get(context.prepared["start"]))
+    if not options.weights:
+        return {}
+    path = str(context.project_root / Path(options.weights).expanduser())
+    translate = our_name if context.config.model.architecture == "llama" else None
+    found = find_weights(path, translate)
+    with torch.device("meta"):
+        check_weights_fit(found, CausalLM(context.config.model), path)
+    start: dict[str, Tensor] = {}
+    for name, stored in found.items():
+        with safe_open(stored.file, framework="pt") as file:
+            start[name] = file.get_tensor(stored.name)
+    return start
+
+
+def make_start(context: WorkloadContext, options: PolicyOptions, prompts: Prompts, codec: Codec) -> str:
+    """Train on right answers until enough drawn completions are right, and return the key of the weights in the store.
+
+    Raises DataError if the prompts have no answers, or if that takes too many steps.
+    """
+    config = context.config
+    names = [
+        name for name in asdict(options) if name.startswith(("supervised", "prompt", "generate", "held", "reward"))
+    ]
+    content = {name: getattr(options, name) for name in [*names, "temperature"]}
+    content |= {"model": config.model.model_dump(mode="json"), "seed": config.training.seed, "tokens": codec.identity}
+    content |= {"prompts": [prompt.text for prompt in prompts.train]}
+    key = f"start/{hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()}.safetensors"
+    if context.store.head(key) is not None:
+        return key
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the sums' order, and so the weights, depend on the number of threads
+    try:
+        weights = _train_start(config, options, prompts, codec)
+    finally:
+        torch.set_num_threads(threads)
+    context.store.put(key, save_tensors(weights))
+    return key
+
+
+def _train_start(config: RunConfig, options: PolicyOptions, prompts: Prompts, codec: Codec) -> dict[str, Tensor]:
+    model = plain_policy(config, {}, config.training.seed).requires_grad_(True)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), fused=True)
+    tokens, mask = _answers(prompts.train, options, codec)
+    order, reward = SampleOrder(len(tokens), config.training.seed), 0.0
+    judge = Reward(options.reward, seconds=options.reward_seconds, memory_mib=options.test_memory_mib)
+    engine = TorchEngine(
+        Policy(config.model).to("meta"), sequence=options.sequence, stop=codec.stop, temperature=options.temperature,
+        batch=_LOOKED_AT, device=torch.device("cpu"),
+    )  # fmt: skip
+    draws = torch.rand(_LOOKED_AT, options.generate_max_len, generator=seeded(config.training.seed, "supervised"))
+    looked_at = prompts.train[:_LOOKED_AT]
+    for step in range(1, options.supervised_steps + 1):
+        rows = order.window((step - 1) * options.supervised_batch_size, options.supervised_batch_size)
+        batch, weight = tokens[rows], mask[rows]
+        optimizer.param_groups[0]["lr"] = options.supervised_learning_rate * min(1.0, step / _WARM_UP_STEPS)
+        losses = -token_log_probs(model(batch[:, :-1]), batch[:, 1:], 1.0)
+        optimizer.zero_grad()
+        ((losses * weight).sum() / weight.sum()).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if step % _LOOK_EVERY == 0:
+            engine.update_weights(model, step)
+            found = engine.generate([codec.encode(prompt.text) for prompt in looked_at], draws[: len(looked_at)])
+            spans = zip(found.tokens.tolist(), found.prompt_lengths.tolist(), found.lengths.tolist(), strict=True)
+            texts = [codec.decode(row[begin:end]) for row, begin, end in spans]
+            reward = sum(map(judge, looked_at, texts)) / len(looked_at)
+            if reward >= options.supervised_start:
+                print(f"supervised start: reward {reward:.2f} after {step} steps", flush=True)
+                return {name: value.detach() for name, value in model.named_parameters()}
+    raise DataError(
+        f"workload_options.supervised_start: the reward is {reward:.2f} after supervised_steps "
+        f"{options.supervised_steps}, less than {options.supervised_start:g}; "
+        "fix: more steps, another supervised_learning_rate, or a larger model"
+    )
+
+
+def _answers(prompts: Sequence[Prompt], options: PolicyOptions, codec: Codec) -> tuple[Tensor, Tensor]:
+    """Return the tokens of prompts with their answers, and which of them are the answers'."""
+    tokens = torch.full((len(prompts), options.sequence), codec.stop)
+    mask = torch.zeros(len(prompts), options.sequence - 1)
+    for row, prompt in enumerate(prompts):
+        if not prompt.answer:
+            raise DataError(
+                f"workload_options.supervised_start: prompt {prompt.text[:60]!r} has no answer; fix: add it, or 0"
+            )
+        first, answer = codec.encode(prompt.text), [*codec.encode(prompt.answer), codec.stop]
+        if len(answer) > options.generate_max_len:
+            raise DataError(
+                f"the answer {prompt.answer[:40]!r} has {len(answer)} tokens with its end, more than "
+                f"workload_options.generate_max_len {options.generate_max_len}; fix: generate_max_len: {len(answer)}"
+            )
+        tokens[row, : len(first) + len(answer)] = torch.tensor(first + answer)
+        mask[row, len(first) - 1 : len(first) + len(answer) - 1] = 1.0
+    return tokens, mask

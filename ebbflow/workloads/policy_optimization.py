@@ -1,0 +1,426 @@
+"""Reinforcement fine-tuning of a causal language model: rollouts, rewards, advantages and updates of a policy.
+
+A step of the engine is one update. Prompts and random numbers of a rollout are functions of (seed, prompt, position in
+the order of prompts), and rollouts that several steps use are part of the commit. So restarts change nothing, and world
+size only changes the rounding. docs/policy-optimization.md is the guide.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from html import escape
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ebbflow.infra.footprint import causal_lm_shape
+from ebbflow.training.data import SampleOrder, check_vocabulary
+from ebbflow.training.errors import DataError
+from ebbflow.training.parallel import DTYPES
+from ebbflow.training.weights.files import describe_files
+from ebbflow.training.workload import Cursor, Loss, WorkloadContext
+from ebbflow.workloads import policy_math as math_of
+from ebbflow.workloads.point_data import seeded
+from ebbflow.workloads.policy_math import KL_IN_REWARD, RunningMoments
+from ebbflow.workloads.policy_model import (
+    COLUMNS,
+    MEANS,
+    Policy,
+    Record,
+    make_start,
+    plain_policy,
+    read_start,
+    start_with,
+    unwrap,
+)
+from ebbflow.workloads.policy_options import PolicyOptions
+from ebbflow.workloads.policy_prompts import (
+    Codec,
+    Prompt,
+    Prompts,
+    additions,
+    check_lengths,
+    open_prompts,
+    pack_prompts,
+)
+from ebbflow.workloads.policy_rewards import Reward
+from ebbflow.workloads.policy_rollouts import (
+    TorchEngine,
+    check_version,
+    completion_mask,
+    greedy_draws,
+    open_engine,
+    token_log_probs,
+)
+
+_SHOWN = 12  # rollouts in the report's table
+
+
+class RolloutBatch(NamedTuple):
+    """Rollouts to train on. The figures of tokens are `[rollouts, sequence - 1]`, as in `Rollouts`."""
+
+    tokens: Tensor  # int64 `[rollouts, sequence]`
+    prompt_lengths: Tensor
+    lengths: Tensor
+    old: Tensor  # log-probabilities under the policy that drew the tokens
+    reference: Tensor  # log-probabilities under the reference
+    advantages: Tensor
+    values: Tensor
+    returns: Tensor
+
+    @property
+    def weight(self) -> float:
+        return float(len(self.tokens))
+
+    @property
+    def mask(self) -> Tensor:
+        return completion_mask(self.tokens.shape[1], self.prompt_lengths, self.lengths)
+
+    def rows(self, first: int, last: int) -> RolloutBatch:
+        return RolloutBatch(*(tensor[first:last] for tensor in self))
+
+    def split(self, parts: int) -> list[RolloutBatch]:
+        return [RolloutBatch(*part) for part in zip(*(tensor.tensor_split(parts) for tensor in self), strict=True)]
+
+
+class PolicyOptimization:
+    """A policy that is trained on rewards of its own completions."""
+
+    weight_unit = "rollouts"
+
+    def __init__(self, context: WorkloadContext) -> None:
+        self._context, self._options = context, PolicyOptions.of(context)
+        options, training = self._options, context.config.training
+        self._seed, self._batch_size = training.seed, training.batch_size
+        self._codec = Codec(context.config.data, context.project_root)
+        self._prompts = _prompts_of(context, options, context.prepared["prompts"])
+        self._order = SampleOrder(len(self._prompts.train), training.seed)
+        self._reward = Reward(options.reward, seconds=options.reward_seconds, memory_mib=options.test_memory_mib)
+        self._round_prompts = options.prompts_per_rollout(training.batch_size)
+        self._round_batches = self._round_prompts // training.batch_size
+        self._round_steps = self._round_batches * options.max_epochs
+        self._dtype = DTYPES[context.config.fsdp.compute_dtype]
+        self._start = read_start(context, options)
+        self._engine = open_engine(options.engine, self._open_engine)
+        self._reference: nn.Module | None = None
+        self._shape = causal_lm_shape(context.config.model)
+        self._shown: list[tuple[str, str, str, float]] = []
+        self._clipped = torch.zeros(2, device=context.device)  # tokens that were clipped, and all
+        self._seconds = {"rollout": 0.0, "update": 0.0}
+        self._tokens = {"rollout": 0.0, "update": 0.0}
+        self._left_at: float | None = None  # when the last `next_batch` returned
+
+    @classmethod
+    def prepare(cls, context: WorkloadContext) -> dict[str, Any]:
+        """Copy the prompts to the store, and make the supervised start. Raises DataError for unusable prompts."""
+        options = PolicyOptions.of(context)
+        about: dict[str, Any] = {"prompts": ""}
+        if options.path:
+            path = Path(context.project_root, Path(options.path).expanduser()).resolve()
+            held_out = options.held_out_prompts
+            about["prompts"] = pack_prompts(context.store, path, column=options.prompt_column, held_out=held_out)
+        prompts = _prompts_of(context, options, about["prompts"])
+        codec = Codec(context.config.data, context.project_root)
+        check_vocabulary(context.config, codec.vocab_size)
+        check_lengths(prompts, codec, options.prompt_max_len)
+        each, count = options.prompts_per_rollout(context.config.training.batch_size), len(prompts.train)
+        about |= {"train": count, "held_out": len(prompts.held_out), "num_rollouts_per_episodes": count // each}
+        if not count // each:
+            raise DataError(
+                f"num_rollouts_per_episodes = {count} prompts // {each} prompts per rollout = 0; fix: "
+                f"workload_options.rollout_batch_size and training.batch_size of at most {count}, or more prompts"
+            )
+        if options.weights:
+            about["weights"] = describe_files(str(context.project_root / Path(options.weights).expanduser()))
+        elif options.supervised_start:
+            about["start"] = make_start(context, options, prompts, codec)
+        same = (
+            "path",
+            "prompt_max_len",
+            "generate_max_len",
+            "n_samples_per_prompt",
+            "rollout_batch_size",
+            "max_epochs",
+        )
+        content = {**about, **{name: getattr(options, name) for name in same}, "tokenizer": codec.identity}
+        about["fingerprint"] = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+        return about | {"weight_unit": cls.weight_unit}
+
+    def model(self) -> nn.Module:
+        options = self._options
+        kept = self._round_prompts * options.n_samples_per_prompt if self._round_steps > 1 else 0
+        with torch.device("meta"):
+            record = Record(options, kept)
+            model = Policy(self._context.config.model, values=options.advantage_estimator == "ppo", record=record)
+        start_with(model, self._start)
+        return model
+
+    def units(self, model: nn.Module) -> Iterable[nn.Module]:
+        assert isinstance(model, Policy)
+        return model.units()
+
+    def next_batch(self, model: nn.Module, cursor: Cursor) -> RolloutBatch:
+        module, begun = unwrap(model), time.perf_counter()
+        if self._left_at is not None:
+            self._seconds["update"] += begun - self._left_at
+        if next(module.parameters()).is_meta:  # only shapes are wanted
+            return self._blank(cursor.count)
+        step = cursor.first // self._batch_size
+        number, place = divmod(step, self._round_steps)
+        group, device = self._options.n_samples_per_prompt, self._context.device
+        if place == 0 or module.record.read()["round"] != number:
+            table = self._roll_out(module, step, number)
+        else:
+            kept = module.record
+            table = RolloutBatch(kept.tokens.long(), *kept.spans.long().unbind(1), *kept.columns.unbind(0))
+        first = (place % self._round_batches) * self._batch_size + cursor.first - step * self._batch_size
+        batch = table.rows(first * group, (first + cursor.count) * group)
+        batch = RolloutBatch(*(part.to(device) for part in batch))
+        self._left_at = time.perf_counter()
+        self._seconds["rollout"] += self._left_at - begun
+        self._tokens["update"] += batch.tokens.numel()
+        return batch
+
+    def loss(self, model: nn.Module, batch: RolloutBatch) -> Loss:
+        options, mask, found = self._options, batch.mask, model(batch.tokens[:, :-1])
+        logits, values = found if isinstance(found, tuple) else (found, None)
+        log_probs = token_log_probs(logits, batch.tokens[:, 1:], options.temperature)
+        if options.advantage_estimator == "cpgd":
+            losses = math_of.drift_loss(log_probs, batch.old, batch.advantages, options.clip, options.drift_coef)
+        else:
+            losses = math_of.clipped_loss(log_probs, batch.old, batch.advantages, options.clip)
+        if self._uses_reference and options.advantage_estimator not in KL_IN_REWARD:
+            kl = math_of.estimate_kl(options.kl_estimator, log_probs, batch.reference)
+            losses = losses + self._coefficient(model) * kl
+        if values is not None:
+            value_losses = math_of.value_loss(values.float(), batch.values, batch.returns, options.value_clip)
+            losses = losses + options.value_coef * value_losses
+        if torch.is_grad_enabled():
+            outside = ((log_probs.detach() - batch.old).exp() - 1).abs() > options.clip
+            self._clipped += torch.stack([(outside * mask).sum(), mask.sum()])
+        return Loss(math_of.sum_over_rollouts(losses, mask), batch.weight)
+
+    def flops(self, batch: RolloutBatch) -> float:
+        """Return the operations of the update, and of a share of the forward passes of engine and reference."""
+        rollout = (
+            self._shape.flops_per_sample * (self._options.sequence - 1) / self._context.config.model.sequence_length
+        )
+        passes = (1 + self._uses_reference) / 3 / self._options.max_epochs
+        return batch.weight * rollout * (1 + passes)
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """Complete the held-out prompts with their likeliest tokens, and return the figures of training. Collective."""
+        options, context, begun = self._options, self._context, time.perf_counter()
+        prompts = self._prompts.held_out
+        count = len(prompts)
+        share = -(-count // context.world_size)
+        mine = [prompts[min(context.rank * share + place, count - 1)] for place in range(share)]
+        self._engine.wake()
+        self._engine.update_weights(model, 0)
+        found = self._generate(mine, greedy_draws(share, options.generate_max_len))
+        texts = self._texts(found.tokens, found.prompt_lengths, found.lengths)
+        own = torch.tensor([self._reward(*pair) for pair in zip(mine, texts, strict=True)], device=context.device)
+        rewards = context.gather(own).flatten()[:count].double()
+        self._shown = [
+            (prompt.text, text, prompt.answer, float(reward))
+            for prompt, text, reward in zip(mine[:_SHOWN], texts, own.tolist(), strict=False)
+        ]
+        if options.enable_engine_sleep:
+            self._engine.sleep()
+        metrics = {"held_out_reward": float(rewards.mean())} | self._figures(unwrap(model).record.read())
+        self._left_at = None if self._left_at is None else self._left_at + time.perf_counter() - begun
+        return metrics
+
+    def _figures(self, figures: dict[str, float]) -> dict[str, float]:
+        """Return the means since the last evaluation, and how long rollouts and updates took. Collective."""
+        metrics = {name: figures[name] / max(figures["rollouts"], 1.0) for name in MEANS[1:]}
+        if not self._uses_reference:
+            del metrics["kl"]
+        own = [*self._seconds.values(), *self._tokens.values(), *self._clipped.tolist()]
+        table = self._context.gather(torch.tensor(own, dtype=torch.float64, device=self._context.device))
+        rollout, update = table[:, :2].mean(dim=0).tolist()
+        drawn, trained, clipped, all_clipped = table[:, 2:].sum(dim=0).tolist()
+        self._seconds, self._tokens = dict.fromkeys(self._seconds, 0.0), dict.fromkeys(self._tokens, 0.0)
+        self._clipped.zero_()
+        return metrics | {
+            "kl_coefficient": figures["kl_coefficient"],
+            "clipped_share": clipped / max(all_clipped, 1.0),
+            "rollouts": figures["all_rollouts"],
+            "rollout_time_share": rollout / max(rollout + update, 1e-9),
+            "rollout_tokens_per_second": drawn / max(rollout, 1e-9),
+            "update_tokens_per_second": trained / max(update, 1e-9),
+        }
+
+    def pictures(self) -> dict[str, str]:
+        """Return a table of the last evaluation's first completions."""
+        return {"completions": draw_table(self._shown)} if self._shown else {}
+
+    @property
+    def _uses_reference(self) -> bool:
+        return self._options.init_kl_coef > 0
+
+    def _coefficient(self, model: nn.Module) -> Tensor:
+        """Return the coefficient with which the last rollouts are trained on."""
+        return unwrap(model).record.figures[0, Record.NAMES.index("kl_coefficient")].float()
+
+    def _open_engine(self) -> TorchEngine:
+        options, context = self._options, self._context
+        with torch.device("meta"):
+            model = Policy(context.config.model, values=options.advantage_estimator == "ppo")
+        every = -(-self._round_prompts // context.world_size) * options.n_samples_per_prompt
+        return TorchEngine(
+            model,
+            sequence=options.sequence,
+            stop=self._codec.stop,
+            temperature=options.temperature,
+            batch=min(options.micro_rollout_batch_size or every, every),
+            device=context.device,
+        )
+
+    def _generate(self, prompts: Sequence[Prompt], draws: Tensor) -> Any:
+        with torch.autocast(self._context.device.type, dtype=self._dtype, enabled=self._dtype != torch.float32):
+            return self._engine.generate([self._codec.encode(prompt.text) for prompt in prompts], draws)
+
+    def _texts(self, tokens: Tensor, begins: Tensor, ends: Tensor) -> list[str]:
+        rows = zip(tokens.tolist(), begins.tolist(), ends.tolist(), strict=True)
+        return [self._codec.decode(row[begin:end]) for row, begin, end in rows]
+
+    @torch.no_grad()
+    def _roll_out(self, module: Any, step: int, number: int) -> RolloutBatch:
+        """Draw and judge the rollouts of a round, this rank its share, and return those of all ranks. Collective."""
+        options, context, group = self._options, self._context, self._options.n_samples_per_prompt
+        share = -(-self._round_prompts // context.world_size)
+        mine = [min(context.rank * share + place, self._round_prompts - 1) for place in range(share)]
+        numbers = self._order.window(number * self._round_prompts, self._round_prompts)
+        prompts = [self._prompts.train[int(numbers[place])] for place in mine for _ in range(group)]
+        places = [number * self._round_prompts + place for place in mine]
+        draws = torch.cat(
+            [torch.rand(group, options.generate_max_len, generator=seeded(self._seed, "rollout", p)) for p in places]
+        )
+        self._engine.wake()
+        self._engine.update_weights(module, step)
+        found = self._generate(prompts, draws)
+        check_version(found, step)
+        texts = self._texts(found.tokens, found.prompt_lengths, found.lengths)
+        rewards = [self._reward(*pair) for pair in zip(prompts, texts, strict=True)]
+        columns = [found.tokens, found.prompt_lengths[:, None], found.lengths[:, None]]
+        columns += [torch.tensor(rewards, device=context.device)[:, None], found.log_probs * found.mask]
+        columns += [self._score(self._reference_model(), found.tokens)[0] if self._uses_reference else found.log_probs]
+        if options.advantage_estimator == "ppo":
+            assert isinstance(self._engine, TorchEngine)
+            columns += [self._score(self._engine.model, found.tokens)[1]]
+        if options.enable_engine_sleep:
+            self._engine.sleep()
+        self._tokens["rollout"] += float(found.mask.sum())
+        own = torch.cat([column.float() for column in columns], dim=1)
+        every = context.gather(own.flatten()).view(-1, own.shape[1])[: self._round_prompts * group]
+        parts = every.split([column.shape[1] for column in columns], dim=1)
+        return self._judge(module.record, step, number, *parts)
+
+    def _judge(
+        self, record: Record, step: int, number: int, tokens: Tensor, begins: Tensor, ends: Tensor, rewards: Tensor,
+        old: Tensor, reference: Tensor, values: Tensor | None = None,
+    ) -> RolloutBatch:  # fmt: skip
+        """Return the rollouts with their advantages, and update the figures, alike on all ranks."""
+        options, group = self._options, self._options.n_samples_per_prompt
+        before = record.read(before_round=number)
+        begins, ends, rewards = begins[:, 0].long(), ends[:, 0].long(), rewards[:, 0]
+        mask = completion_mask(tokens.shape[1], begins, ends)
+        lengths = mask.sum(dim=1)
+        kl = math_of.estimate_kl(options.kl_estimator, old, reference) * mask
+        drawn, moments = rewards, RunningMoments(*(before[f"reward_{name}"] for name in ("count", "mean", "squares")))
+        moments = moments.add(rewards)
+        if options.reward_running_norm:
+            rewards = moments.normalise(rewards, minus_mean=options.reward_running_norm_minus_mean)
+        returns = torch.zeros_like(old)
+        coefficient = before["kl_coefficient"]
+        kind, inside = options.advantage_estimator, (kl * mask).sum(dim=1)
+        if kind in ("grpo", "cpgd"):
+            advantages = math_of.group_advantages(rewards, group, scaled=kind == "grpo")[:, None] * mask
+        elif kind == "rloo":
+            advantages = math_of.leave_one_out_advantages(rewards - coefficient * inside, group)[:, None] * mask
+        else:
+            each = math_of.token_rewards(rewards, kl, mask, coefficient)
+            if values is None:
+                advantages = math_of.normalise_over_tokens(math_of.rewards_to_go(each, mask), mask)
+            else:
+                discount, trace = options.discount, options.gae_lambda
+                advantages, returns = math_of.generalised_advantages(each, values, mask, discount=discount, trace=trace)
+        if options.advantages_norm:
+            advantages = math_of.normalise_over_tokens(advantages, mask)
+        window = float(step // self._context.config.training.evaluation_interval_steps)
+        sums = {name: before[name] * (before["window"] == window) for name in MEANS}
+        after = {**before, "round": number, "window": window, "all_rollouts": before["all_rollouts"] + len(rewards)}
+        after |= {f"reward_{name}": value for name, value in asdict(moments).items()}
+        per_token = inside.sum() / lengths.sum()
+        means = {"rollouts": torch.ones_like(drawn), "reward": drawn, "kl": inside / lengths, "length": lengths}
+        means["entropy"] = -(old * mask).sum(dim=1) / lengths  # E[-log p] is the entropy
+        after |= {name: sums[name] + float(value.double().sum()) for name, value in means.items()}
+        if options.kl_target:
+            after["kl_coefficient"] = math_of.adapt_kl_coefficient(
+                coefficient, float(per_token), options.kl_target, len(rewards), options.kl_horizon
+            )
+        record.write(before, after)
+        values = torch.zeros_like(old) if values is None else values
+        table = RolloutBatch(tokens.long(), begins, ends, old, reference, advantages, values, returns)
+        if self._round_steps > 1:
+            record.tokens.copy_(tokens)
+            record.spans.copy_(torch.stack([begins, ends], dim=1))
+            record.columns.copy_(torch.stack(table[3:]))
+        return table
+
+    def _score(self, model: nn.Module, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities and values of tokens under a model that is not sharded."""
+        options, parts = self._options, []
+        size = options.micro_rollout_batch_size or len(tokens)
+        with torch.autocast(tokens.device.type, dtype=self._dtype, enabled=self._dtype != torch.float32):
+            for part in tokens.split(size):
+                found = model(part[:, :-1])
+                logits, values = found if isinstance(found, tuple) else (found, torch.zeros(part[:, 1:].shape))
+                parts.append((token_log_probs(logits, part[:, 1:], options.temperature), values.float()))
+        log_probs, values = zip(*parts, strict=True)
+        return torch.cat(log_probs), torch.cat(values)
+
+    def _reference_model(self) -> nn.Module:
+        if self._reference is None:
+            self._reference = plain_policy(self._context.config, self._start, self._seed).to(self._context.device)
+        return self._reference
+
+    def _blank(self, count: int) -> RolloutBatch:
+        rows, device = count * self._options.n_samples_per_prompt, self._context.device
+        tokens = torch.zeros(rows, self._options.sequence, dtype=torch.int64, device=device)
+        lengths = torch.full((rows,), self._options.sequence, device=device)
+        columns = [torch.zeros(rows, self._options.sequence - 1, device=device) for _ in COLUMNS]
+        return RolloutBatch(tokens, torch.full_like(lengths, self._options.prompt_max_len), lengths, *columns)
+
+
+def _prompts_of(context: WorkloadContext, options: PolicyOptions, fingerprint: str) -> Prompts:
+    if fingerprint:
+        return open_prompts(context.store, fingerprint, options.prompt_column)
+    return additions(options.held_out_prompts, context.config.training.seed)
+
+
+_ROW, _WIDTHS = 18, (260, 260, 160, 60)  # pixels of the report's table
+
+
+def draw_table(rows: Sequence[tuple[str, str, str, float]]) -> str:
+    """Return an SVG table of prompts, completions, answers and rewards."""
+    width, height = sum(_WIDTHS), _ROW * (len(rows) + 1) + 4
+    size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" {size}><rect width="{width}" height="{height}" fill="#fff"/>']
+    for number, row in enumerate([("prompt", "completion", "answer", "reward"), *rows]):
+        left, colour = 4, "#666" if not number else "#0b4f6c"
+        for cell, wide in zip(row, _WIDTHS, strict=True):
+            text = f"{cell:.3g}" if isinstance(cell, float) else " ".join(str(cell).split())
+            most = wide // 8
+            text = escape("".join(c for c in text if c.isprintable())[:most] + ("…" if len(text) > most else ""))
+            place = f'x="{left}" y="{_ROW * (number + 1) - 4}"'
+            parts.append(f'<text {place} font-family="monospace" font-size="11" fill="{colour}">{text}</text>')
+            left += wide
+    return "".join([*parts, "</svg>"])

@@ -1,0 +1,123 @@
+"""The `workload_options` of reinforcement fine-tuning, and what they refuse."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import asdict, dataclass, fields
+
+from ebbflow.training.errors import WorkloadError
+from ebbflow.training.workload import WorkloadContext
+from ebbflow.workloads.policy_math import ESTIMATORS, KL_ESTIMATES
+
+_CHOICES = {"advantage_estimator": ESTIMATORS, "kl_estimator": KL_ESTIMATES, "engine": ("torch", "vllm")}
+_MAY_BE_ZERO = ("held_out_prompts", "rollout_batch_size", "micro_rollout_batch_size", "init_kl_coef", "kl_target")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyOptions:
+    """The `workload_options`, with their defaults."""
+
+    path: str = ""  # .jsonl or .parquet file with prompts; "": additions of two-digit numbers
+    prompt_column: str = "prompt"
+    held_out_prompts: int = 128
+    prompt_max_len: int = 8  # tokens of a prompt at most
+    generate_max_len: int = 4  # tokens of a completion at most, with the token that ends it
+    reward: str = "exact_match"  # rewards with weights, such as "exact_match=1, package.module:function=0.2"
+    reward_seconds: float = 10.0  # time limit of one reward of one completion
+    test_memory_mib: int = 512  # memory limit of the reward unit_test
+    weights: str = ""  # safetensors file or folder with the policy's first weights, which are the reference's too
+    supervised_start: float = 0.0  # share of right answers at which a supervised start ends; 0: none
+    supervised_batch_size: int = 256
+    supervised_learning_rate: float = 1e-2
+    supervised_steps: int = 2000  # of the supervised start at most
+    n_samples_per_prompt: int = 8  # rollouts of a prompt
+    rollout_batch_size: int = 0  # prompts that are rolled out together; 0: training.batch_size
+    max_epochs: int = 1  # how often the rollouts are trained on
+    temperature: float = 1.0
+    advantage_estimator: str = "grpo"  # grpo, cpgd, reinforce++, rloo or ppo
+    clip: float = 0.2  # of the ratio of new to old probabilities
+    kl_estimator: str = "k3"  # k1, k2 or k3
+    init_kl_coef: float = 0.001  # weight of the KL divergence from the reference; 0: no reference
+    kl_target: float = 0.0  # KL divergence per token that the coefficient is adapted to; 0: the coefficient is constant
+    kl_horizon: float = 10000.0  # rollouts in which the coefficient is adapted
+    drift_coef: float = 1.0  # cpgd: weight of the drift from the old policy
+    reward_running_norm: bool = False  # divide rewards by their standard deviation so far
+    reward_running_norm_minus_mean: bool = False  # and subtract their mean so far
+    advantages_norm: bool = False  # normalise advantages over the tokens of a batch
+    discount: float = 1.0  # ppo
+    gae_lambda: float = 0.95  # ppo
+    value_coef: float = 0.5  # ppo: weight of the value head's loss
+    value_clip: float = 0.2  # ppo
+    engine: str = "torch"  # torch or vllm
+    engine_tp_size: int = 1  # GPUs of an engine
+    engine_mem_util: float = 0.5  # share of the free GPU memory for keys and values
+    micro_rollout_batch_size: int = 0  # rollouts that are generated together; 0: all
+    enable_engine_sleep: bool = False  # free the engine's weights and cache after each rollout
+
+    def __post_init__(self) -> None:
+        for name, allowed in _CHOICES.items():
+            if getattr(self, name) not in allowed:
+                _refuse(f"{name}: {getattr(self, name)!r}; fix: {' or '.join(allowed)}")
+        for name, value in asdict(self).items():
+            if type(value) is int and value < (name not in _MAY_BE_ZERO):
+                _refuse(f"{name}: {value}; fix: at least {int(name not in _MAY_BE_ZERO)}")
+            if type(value) is float and not 0 <= value < float("inf"):
+                _refuse(f"{name}: {value}; fix: a number of at least 0")
+        if self.temperature <= 0:
+            _refuse(f"temperature: {self.temperature}; fix: more than 0, such as 1.0")
+        if not 0 < self.clip < 1:
+            _refuse(f"clip: {self.clip}; fix: between 0 and 1, such as 0.2")
+        if not 0 < self.engine_mem_util <= 1:
+            _refuse(f"engine_mem_util: {self.engine_mem_util}; fix: more than 0 and at most 1, such as 0.5")
+        if self.kl_target and not self.init_kl_coef:
+            _refuse("kl_target: there is no reference with init_kl_coef 0; fix: init_kl_coef: 0.001")
+        if self.n_samples_per_prompt < 2 and self.advantage_estimator in ("grpo", "cpgd", "rloo"):
+            _refuse(
+                f"n_samples_per_prompt: {self.n_samples_per_prompt}: {self.advantage_estimator} compares the rollouts "
+                "of a prompt; fix: at least 2, or advantage_estimator: reinforce++"
+            )
+        if self.engine_tp_size > 1 and self.engine == "torch":
+            _refuse(f"engine_tp_size: {self.engine_tp_size}: the engine torch uses one device; fix: 1")
+
+    @classmethod
+    def of(cls, context: WorkloadContext) -> PolicyOptions:
+        """Return the options of a configuration. Raises WorkloadError for unknown names and wrong kinds."""
+        known = {field.name: type(field.default) for field in fields(cls)}
+        for name, value in context.options.items():
+            if name not in known:
+                close = difflib.get_close_matches(name, known, n=1)
+                _refuse(f"{name} is unknown; fix: {f'did you mean {close[0]}?' if close else ', '.join(known)}")
+            wanted = known[name]
+            if type(value) is not wanted and not (wanted is float and type(value) is int):
+                _refuse(f"{name}: {value!r} is a {type(value).__name__}; fix: a {wanted.__name__}")
+        options, model = cls(**context.options), context.config.model  # type: ignore[arg-type]
+        if options.sequence > model.sequence_length:
+            _refuse(
+                f"prompt_max_len + generate_max_len: {options.prompt_max_len} + {options.generate_max_len} = "
+                f"{options.sequence} tokens are more than model.sequence_length {model.sequence_length}; "
+                f"fix: model.sequence_length: {options.sequence}"
+            )
+        batch = context.config.training.batch_size
+        if options.prompts_per_rollout(batch) % batch:
+            _refuse(
+                f"rollout_batch_size: {options.rollout_batch_size} prompts are not a multiple of training.batch_size "
+                f"{batch}; fix: rollout_batch_size: {-(-options.rollout_batch_size // batch) * batch}"
+            )
+        if context.config.training.initial_weights:
+            raise WorkloadError(
+                "training.initial_weights: the reference would have other weights; fix: workload_options.weights: "
+                f"{context.config.training.initial_weights}"
+            )
+        return options
+
+    @property
+    def sequence(self) -> int:
+        """Tokens of a prompt and its completion at most."""
+        return self.prompt_max_len + self.generate_max_len
+
+    def prompts_per_rollout(self, batch_size: int) -> int:
+        return self.rollout_batch_size or batch_size
+
+
+def _refuse(problem: str) -> None:
+    raise WorkloadError(f"workload_options.{problem}")

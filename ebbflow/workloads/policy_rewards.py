@@ -1,0 +1,184 @@
+"""Rewards of completions: exact match, a unit test in a subprocess, Python functions, and weighted sums of them."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import math
+import os
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any, cast
+
+from ebbflow.training.errors import WorkloadError
+from ebbflow.training.workloads.loader import describe_mistake
+from ebbflow.workloads.policy_prompts import Prompt
+
+# A function of the prompt's text, the completion's text and the prompt's row.
+RewardFunction = Callable[[str, str, Mapping[str, Any]], float]
+_BUILT_IN = ("exact_match", "shared_start", "unit_test")
+_LARGEST_FILE_BYTES = 1 << 20  # that a unit test may write
+
+
+class _TooLong(BaseException):
+    """Raised at a reward's time limit. It is not a subclass of `Exception`, which the function might catch."""
+
+
+class Reward:
+    """A weighted sum of rewards.
+
+    Args:
+        written: names and weights, such as "exact_match" or "exact_match=1, package.module:function=0.2".
+        seconds: time limit of one reward of one completion.
+        memory_mib: memory limit of a unit test.
+    """
+
+    def __init__(self, written: str, *, seconds: float, memory_mib: int) -> None:
+        self._seconds, self._memory_mib = seconds, memory_mib
+        self._parts: list[tuple[str, float, RewardFunction]] = []
+        for part in filter(None, (one.strip() for one in written.split(","))):
+            name, _, weight = part.partition("=")
+            self._parts.append((name.strip(), self._weight(part, weight), self._find(name.strip())))
+        if not self._parts:
+            raise WorkloadError(
+                f"workload_options.reward: nothing is named; fix: {', '.join(_BUILT_IN)}, or a function"
+            )
+
+    def __call__(self, prompt: Prompt, completion: str) -> float:
+        """Return the reward. Raises WorkloadError if a function raises, takes too long or returns no finite number."""
+        return sum(weight * self._call(name, function, prompt, completion) for name, weight, function in self._parts)
+
+    def _call(self, name: str, function: RewardFunction, prompt: Prompt, completion: str) -> float:
+        about = f"prompt {prompt.text[:60]!r}, completion {completion[:60]!r}"
+        try:
+            with _at_most(self._seconds):
+                found = function(prompt.text, completion, prompt.row)
+        except _TooLong:
+            raise WorkloadError(
+                f"reward {name} took longer than {self._seconds:g} s for {about}; "
+                "fix: a faster reward, or a larger workload_options.reward_seconds"
+            ) from None
+        except WorkloadError:
+            raise
+        except Exception as error:
+            raise WorkloadError(f"{describe_mistake(error, f'reward {name}')} ({about})") from error
+        try:
+            number = float(found)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not math.isfinite(number):
+            raise WorkloadError(f"reward {name} returned {found!r} for {about}; fix: a finite number")
+        return number
+
+    @staticmethod
+    def _weight(part: str, weight: str) -> float:
+        try:
+            number = float(weight or 1)
+        except ValueError:
+            number = math.nan
+        if not math.isfinite(number):
+            raise WorkloadError(f"workload_options.reward: {part!r}: {weight!r} is no weight; fix: NAME=NUMBER")
+        return number
+
+    def _find(self, name: str) -> RewardFunction:
+        if name == "exact_match":
+            return exact_match
+        if name == "shared_start":
+            return shared_start
+        if name == "unit_test":
+            return partial(run_unit_test, seconds=self._seconds / 2, memory_mib=self._memory_mib)
+        module, _, attribute = name.partition(":")
+        if not attribute:
+            raise WorkloadError(
+                f"workload_options.reward: {name!r} is unknown; fix: {', '.join(_BUILT_IN)}, or package.module:function"
+            )
+        try:
+            function = getattr(importlib.import_module(module), attribute)
+        except Exception as error:  # an import may raise anything
+            raise WorkloadError(
+                f"workload_options.reward: {name} cannot be imported: {type(error).__name__}: "
+                f"{' '.join(str(error).split())}; fix: its name, or PYTHONPATH"
+            ) from error
+        if not callable(function):
+            raise WorkloadError(f"workload_options.reward: {name} is a {type(function).__name__}; fix: a function")
+        return cast(RewardFunction, function)
+
+
+def exact_match(prompt: str, completion: str, row: Mapping[str, Any]) -> float:
+    """Return 1.0 if the completion is the row's `answer`, without white space at both ends, else 0.0."""
+    if "answer" not in row:
+        raise WorkloadError(f"reward exact_match: the row of prompt {prompt[:60]!r} has no answer; fix: add it")
+    return float(completion.strip() == str(row["answer"]).strip())
+
+
+def shared_start(prompt: str, completion: str, row: Mapping[str, Any]) -> float:
+    """Return the share of the row's `answer` up to the first character in which the completion differs."""
+    if exact_match(prompt, completion, row):
+        return 1.0
+    answer, completion = str(row["answer"]).strip(), completion.strip()
+    pairs = enumerate(zip(answer, completion, strict=False))
+    same = next((place for place, (a, b) in pairs if a != b), min(len(answer), len(completion)))
+    return same / (max(len(answer), len(completion)) or 1)
+
+
+def run_unit_test(prompt: str, completion: str, row: Mapping[str, Any], *, seconds: float, memory_mib: int) -> float:
+    """Return 1.0 if the completion, followed by the row's `test`, runs as a Python program that exits with 0.
+
+    The program runs in an empty folder and without the environment's variables, with limits of time, memory, file size
+    and processes. It is no sandbox against hostile code: the program can read files and use the network.
+    """
+    if not isinstance(row.get("test"), str):
+        raise WorkloadError(f"reward unit_test: the row of prompt {prompt[:60]!r} has no test; fix: add Python code")
+
+    def limit() -> None:
+        cpu = max(1, math.ceil(seconds))
+        for what, most in (
+            (resource.RLIMIT_CPU, cpu),
+            (resource.RLIMIT_AS, memory_mib << 20),
+            (resource.RLIMIT_FSIZE, _LARGEST_FILE_BYTES),
+            (resource.RLIMIT_CORE, 0),
+        ):
+            resource.setrlimit(what, (most, most))
+
+    with tempfile.TemporaryDirectory(prefix="ebbflow-test-") as folder:
+        program = Path(folder, "program.py")
+        program.write_text(f"{completion}\n\n{row['test']}\n", encoding="utf-8", errors="replace")
+        command = [sys.executable, "-I", "-B", str(program)]
+        quiet: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+        with subprocess.Popen(
+            command, cwd=folder, env={}, preexec_fn=limit, start_new_session=True, **quiet
+        ) as process:
+            try:
+                return float(process.wait(timeout=seconds) == 0)
+            except subprocess.TimeoutExpired:
+                return 0.0
+            finally:
+                with contextlib.suppress(ProcessLookupError):  # its children too
+                    os.killpg(process.pid, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def _at_most(seconds: float) -> Iterator[None]:
+    """Raise _TooLong inside the context after `seconds`. This works only in the main thread, which handles signals."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise _TooLong
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGALRM, stop)
+    left, _ = signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, left)
+        signal.signal(signal.SIGALRM, before)

@@ -1,0 +1,225 @@
+"""Rollouts: completions that an engine draws from a policy, with their log-probabilities and weight version.
+
+A rollout's tokens depend on its prompt, the policy and its own uniform random numbers, one for each token. So the size
+of a generation batch changes nothing.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ebbflow.training.errors import TrainingError, WorkloadError
+from ebbflow.training.workloads.language_model import KeyValues
+
+_GREEDY = -1.0  # a draw that takes the likeliest token
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """Completions of prompts.
+
+    A row of `tokens` has the prompt, the completion with its stop token, and padding.
+    """
+
+    tokens: Tensor  # int64 `[rollouts, sequence]`
+    prompt_lengths: Tensor  # int64 `[rollouts]`
+    lengths: Tensor  # int64 `[rollouts]`, of prompt and completion
+    log_probs: Tensor  # float32 `[rollouts, sequence - 1]`, of the token after each position; 0 outside the completion
+    version: int  # of the weights that drew them
+
+    @property
+    def mask(self) -> Tensor:
+        """Return 1 where a position predicts a token of the completion, else 0: `[rollouts, sequence - 1]`."""
+        return completion_mask(self.tokens.shape[1], self.prompt_lengths, self.lengths)
+
+
+def completion_mask(sequence: int, prompt_lengths: Tensor, lengths: Tensor) -> Tensor:
+    at = torch.arange(1, sequence, device=lengths.device)
+    return ((at >= prompt_lengths[:, None]) & (at < lengths[:, None])).float()
+
+
+class Engine(Protocol):
+    """An inference engine. `update_weights` is collective; the other methods are not."""
+
+    version: int  # of its weights: the number of updates of the policy
+
+    def update_weights(self, model: nn.Module, version: int) -> None:
+        """Take the weights of the policy, sharded or not."""
+        ...
+
+    def generate(self, prompts: Sequence[Sequence[int]], draws: Tensor) -> Rollouts:
+        """Complete each prompt. `draws`, `[prompts, new tokens]`, has a uniform number in [0, 1) for each token.
+
+        A negative draw takes the likeliest token.
+        """
+        ...
+
+    def sleep(self) -> None:
+        """Free weights and caches until the next `wake`."""
+        ...
+
+    def wake(self) -> None: ...
+
+
+class TorchEngine:
+    """An engine in plain torch, with a cache of keys and values.
+
+    Weights that are not sharded are shared with the policy, sharded ones are gathered. Prompts of a batch may have
+    different lengths: they start at the same position, and where one is over, its completion begins.
+
+    Args:
+        model: a policy on the meta device, which gets the weights.
+        sequence: tokens of prompt and completion at most.
+        stop: the token that ends a completion, also used as padding.
+        batch: rollouts that are generated together; halved if the memory does not suffice.
+    """
+
+    def __init__(
+        self, model: nn.Module, *, sequence: int, stop: int, temperature: float, batch: int, device: torch.device
+    ) -> None:
+        self.version = -1
+        self._model, self._sequence, self._stop, self._temperature = model, sequence, stop, temperature
+        self._batch, self._device, self._awake = batch, device, True
+        self.cached = True
+
+    @property
+    def model(self) -> nn.Module:
+        """The policy as the engine has it, to score rollouts without collectives."""
+        return self._model
+
+    @torch.no_grad()
+    def update_weights(self, model: nn.Module, version: int) -> None:
+        own, model = dict(self._model.named_parameters()), getattr(model, "module", model)
+        buffers = dict(self._model.named_buffers())
+        given = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        for name in [*own, *buffers]:
+            value = given[name].detach()
+            if isinstance(value, DTensor):
+                moved = value.to(self._device)
+                assert isinstance(moved, DTensor)
+                value = moved.full_tensor()
+            owner, _, key = name.rpartition(".")
+            part = self._model.get_submodule(owner)
+            setattr(part, key, nn.Parameter(value, requires_grad=False) if name in own else value)
+        self._model.eval()
+        self.version = version
+
+    def sleep(self) -> None:
+        self._model.to_empty(device="meta")
+        self.version, self._awake = -1, False
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def wake(self) -> None:
+        self._awake = True
+
+    @torch.no_grad()
+    def generate(self, prompts: Sequence[Sequence[int]], draws: Tensor) -> Rollouts:
+        if not self._awake or self.version < 0:
+            raise TrainingError("the engine has no weights; fix: wake it and update its weights before it generates")
+        first, parts = 0, []
+        while first < len(prompts):
+            last = first + self._batch
+            try:
+                parts.append(self._generate(prompts[first:last], draws[first:last]))
+            except torch.OutOfMemoryError:
+                if self._batch == 1:
+                    raise
+                self._batch //= 2
+                print(f"rollouts: out of memory; generating {self._batch} at a time from now on", flush=True)
+                continue
+            first = last
+        columns = [torch.cat(column) for column in zip(*parts, strict=True)]
+        return Rollouts(*columns, version=self.version)
+
+    def _generate(self, prompts: Sequence[Sequence[int]], draws: Tensor) -> tuple[Tensor, ...]:
+        count, device = len(prompts), self._device
+        tokens = torch.full((count, self._sequence), self._stop, device=device)
+        for row, prompt in enumerate(prompts):
+            tokens[row, : len(prompt)] = torch.tensor(prompt)
+        begins = torch.tensor([len(prompt) for prompt in prompts], device=device)
+        ends = (begins + draws.shape[1]).clamp(max=self._sequence)
+        lengths, draws = ends.clone(), draws.to(device)
+        log_probs = torch.zeros(count, self._sequence - 1, device=device)
+        shortest, longest = int(begins.min()), int(ends.max())
+        past = make_cache(self._model, longest) if self.cached else None
+        rows, fresh = torch.arange(count, device=device), tokens[:, :shortest]
+        for at in range(shortest, longest):
+            logits = self._logits(fresh, past)
+            place = at - begins  # of the token within its completion
+            active = (place >= 0) & (at < lengths)
+            drawn, found = draw_tokens(logits, draws[rows, place.clamp(0, draws.shape[1] - 1)], self._temperature)
+            tokens[active, at] = drawn[active]
+            log_probs[active, at - 1] = found[active]
+            lengths = torch.where(active & (drawn == self._stop), at + 1, lengths)
+            if not bool((at + 1 < lengths).any()):
+                break
+            fresh = tokens[:, at : at + 1] if past is not None else tokens[:, : at + 1]
+        return tokens, begins, lengths, log_probs
+
+    def _logits(self, tokens: Tensor, past: Any) -> Tensor:
+        return policy_logits(self._model, tokens, past)[:, -1]
+
+
+def make_cache(model: nn.Module, capacity: int) -> Any:
+    """Return an empty cache of keys and values for `capacity` tokens."""
+    return [KeyValues(capacity) for _ in model.blocks]  # type: ignore[union-attr]
+
+
+def policy_logits(model: nn.Module, tokens: Tensor, past: Any = None) -> Tensor:
+    """Return the logits `[batch, length, vocabulary]` of a policy, without its values."""
+    found = model(tokens, past)
+    return found[0] if isinstance(found, tuple) else found
+
+
+def draw_tokens(logits: Tensor, draws: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Draw one token per row of logits `[batch, vocabulary]`, and return the tokens and their log-probabilities.
+
+    The token is where the cumulative probability exceeds the draw. A negative draw takes the likeliest token.
+    """
+    spread = (logits.float() / temperature).log_softmax(-1)
+    cumulative = spread.double().exp().cumsum(-1)
+    drawn = torch.searchsorted(cumulative, (draws.double() * cumulative[:, -1])[:, None], right=True)[:, 0]
+    drawn = torch.where(draws < 0, spread.argmax(-1), drawn.clamp(max=spread.shape[1] - 1))
+    return drawn, spread.gather(1, drawn[:, None])[:, 0]
+
+
+def greedy_draws(count: int, length: int) -> Tensor:
+    """Return draws that take the likeliest tokens, `[count, length]`."""
+    return torch.full((count, length), _GREEDY)
+
+
+def score(model: nn.Module, tokens: Tensor, temperature: float) -> Tensor:
+    """Return the log-probability of each token after the first, `[batch, sequence - 1]`, at a temperature."""
+    logits = policy_logits(model, tokens[:, :-1])
+    return token_log_probs(logits, tokens[:, 1:], temperature)
+
+
+def token_log_probs(logits: Tensor, targets: Tensor, temperature: float) -> Tensor:
+    spread = (logits.float() / temperature).log_softmax(-1)
+    return spread.gather(2, targets[..., None])[..., 0]
+
+
+def check_version(rollouts: Rollouts, expected: int) -> None:
+    """Raise TrainingError if other weights than those of the current step drew the rollouts."""
+    if rollouts.version != expected:
+        raise TrainingError(
+            f"the rollouts were drawn by weight version {rollouts.version}, the policy has version {expected}; "
+            "fix: the engine's update_weights before each rollout"
+        )
+
+
+def open_engine(kind: str, make: Callable[[], TorchEngine]) -> Engine:
+    """Open an engine: `torch`, or `vllm` if that package is installed. Raises WorkloadError."""
+    if kind == "torch":
+        return make()
+    if importlib.util.find_spec("vllm") is None:
+        raise WorkloadError("workload_options.engine: vllm is not installed; fix: pip install vllm, or engine: torch")
+    raise WorkloadError("workload_options.engine: vllm is not supported yet; fix: engine: torch")

@@ -1,0 +1,65 @@
+"""Reinforcement fine-tuning trained by ranks: any world size, killed ranks, rollouts that several steps use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.events import read_events
+from ebbflow.infra.layout import job_prefix
+from ebbflow.infra.store import Store
+from tests.support.gangs import run_ranks
+
+WORKLOAD = "ebbflow.workloads:PolicyOptimization"
+OPTIONS = {
+    "prompt_max_len": 6,
+    "held_out_prompts": 8,
+    "n_samples_per_prompt": 4,
+    "reward": "tests.gang.test_policy_training:small_bytes",
+    "init_kl_coef": 0.05,
+}
+
+
+def small_bytes(prompt: str, completion: str, row: Any) -> float:
+    """A reward that an untrained model gets often: the share of the completion's characters below 64."""
+    return sum(ord(letter) < 64 for letter in completion) / max(len(completion), 1)
+
+
+def config_of(folder: Path, *, options: dict[str, Any] | None = None, **sections: dict[str, Any]) -> RunConfig:
+    training = {"batch_size": 4, "max_steps": 6, "evaluation_interval_steps": 3, "learning_rate": 0.01}
+    training |= {"scheduler": {"type": "constant", "warmup_steps": 0}, **sections.pop("training", {})}
+    settings: dict[str, Any] = {"checkpoint": {"interval_steps": 3}, "parallel": {"mode": "ddp"}, **sections}
+    model = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "sequence_length": 10}
+    return RunConfig.model_validate(
+        {"store": str(folder / "store"), "workload": WORKLOAD, "workload_options": OPTIONS | (options or {})}
+        | {"model": model, "training": training}
+        | settings
+    )
+
+
+def numbers_of(config: RunConfig, job: str) -> list[float]:
+    """Return the loss and gradient norm of each step, and the metrics of the last evaluation that are no speeds."""
+    events = read_events(Store.open(config.store).sub(job_prefix(job)))
+    steps = {event.step or 0: event.data for event in events if event.name == "step" and event.rank == 0}
+    metrics = [event.data["metrics"] for event in events if event.name == "evaluation"][-1]
+    kept = [metrics[name] for name in ("held_out_reward", "reward", "kl", "entropy", "length", "rollouts")]
+    return [number for step in sorted(steps) for number in (steps[step]["loss"], steps[step]["gradient_norm"])] + kept
+
+
+def test_any_world_size_trains_the_same_and_resumes_the_others_commits(tmp_path: Path) -> None:
+    """20 steps on 1, 2 and 4 ranks; and 10 on four ranks, resumed on one."""
+    found: dict[str, list[float]] = {}
+    for job, world_size, steps in (("1", 1, 20), ("2", 2, 20), ("4", 4, 20), ("resumed", 4, 10), ("resumed", 1, 20)):
+        training = {"max_steps": steps, "evaluation_interval_steps": 10}
+        mode = "fsdp2" if job == "2" else "ddp"
+        config = config_of(tmp_path, training=training, parallel={"mode": mode}, checkpoint={"interval_steps": 10})
+        path = tmp_path / "job.yaml"
+        path.write_text(config.model_dump_json())
+        run_ranks(world_size, ["-m", "ebbflow.training", str(path), "--job", job])
+        found[job] = numbers_of(config, job)
+    assert len(found["1"]) == len(found["resumed"]) == 46 and len(set(found["1"])) > 30
+    for job in ("2", "4", "resumed"):
+        assert found[job] == pytest.approx(found["1"], rel=1e-5, abs=1e-5), job
