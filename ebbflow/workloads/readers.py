@@ -1,42 +1,155 @@
-"""Map-style datasets over files: folders of images, WebDataset's tar shards, and Parquet.
+"""Map-style datasets over files: folders of images, tar shards of WebDataset, shards of MosaicML's streaming, Parquet.
 
-Each finds a sample by its index, so the order is exact at any number of ranks. Files are opened in the process that
-reads, which may be a worker. The paths must be readable on every node.
+Each finds a sample by its index, so the order is exact at any number of ranks. The files are in a folder that every
+node can read, or below `s3://bucket/prefix`. They are read in the process that needs a sample, which may be a worker.
 """
 
 from __future__ import annotations
 
 import glob
 import hashlib
+import io
+import json
 import os
 import tarfile
+import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
-from pathlib import Path
-from typing import Any, NamedTuple
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
+from ebbflow.infra.errors import StoreUnavailable
+from ebbflow.infra.multipart.requests import S3Client, find_account
+from ebbflow.infra.retry import retry
+from ebbflow.infra.store import Store
+from ebbflow.infra.store.s3 import split_uri
 from ebbflow.training.errors import DataError
 
 _IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+_REQUEST_SECONDS, _ALL_SECONDS = 30.0, 120.0  # for one request, and with its retries
+_AHEAD_BYTES = 256 * 1024  # read at once from a bucket when a file is read in order
+
+# The store's own client hangs in a process that is forked after its first request, such as a worker. This one does not.
+_clients: dict[tuple[int, str], S3Client] = {}  # by process and bucket
 
 
 def _fingerprint(rows: Sequence[object]) -> str:
     return hashlib.sha256("\n".join(map(str, rows)).encode()).hexdigest()
 
 
-def find_files(path: str | Path, suffixes: Sequence[str]) -> list[Path]:
+@dataclass(frozen=True)
+class DataFile:
+    """A file of a dataset.
+
+    Attributes:
+        path: path on this machine, or key in the bucket.
+        name: path below the folder of the dataset.
+        bucket: name of the bucket; "" for a file on this machine.
+    """
+
+    path: str
+    name: str
+    size: int
+    bucket: str = ""
+
+    def __str__(self) -> str:
+        return f"s3://{self.bucket}/{self.path}" if self.bucket else self.path
+
+    def read(self, start: int, size: int) -> bytes:
+        """Return `size` bytes from `start`, or fewer at the end of the file. Raises StoreError, OSError."""
+        if not (size := min(size, self.size - start)):
+            return b""
+        if not self.bucket:
+            with open(self.path, "rb", buffering=0) as file:
+                return os.pread(file.fileno(), size, start)
+        limit = time.monotonic() + _ALL_SECONDS
+        answer = retry(
+            lambda: _client(self.bucket).send(
+                "GET", self.path, headers={"range": f"bytes={start}-{start + size - 1}"}, seconds=_REQUEST_SECONDS
+            ),
+            left=lambda: limit - time.monotonic(),
+            curable=lambda error, tries: isinstance(error, StoreUnavailable),
+        )
+        found = answer.body if answer.status == 206 else answer.body[start : start + size]
+        if len(found) != size:
+            raise DataError(
+                f"{self}: {len(found)} bytes at {start}, not {size}; fix: the file has changed, start again"
+            )
+        return found
+
+    def open(self) -> BinaryIO:
+        return io.BufferedReader(_BucketFile(self), _AHEAD_BYTES) if self.bucket else open(self.path, "rb")
+
+
+def _client(bucket: str) -> S3Client:
+    place = os.getpid(), bucket
+    if place not in _clients:
+        _clients[place] = S3Client(bucket, find_account())
+    return _clients[place]
+
+
+class _BucketFile(io.RawIOBase):
+    """A file in a bucket as a binary stream. Each read is a request."""
+
+    def __init__(self, file: DataFile) -> None:
+        self._file, self._at = file, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._file.size}[whence]
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        found = self._file.read(self._at, max(0, min(len(buffer), self._file.size - self._at)))
+        buffer[: len(found)] = found
+        self._at += len(found)
+        return len(found)
+
+
+def find_files(path: str | Path, suffixes: Sequence[str]) -> list[DataFile]:
     """Return the files of a folder and its subfolders, or those of a glob, that end in `suffixes`, sorted by path.
+
+    Args:
+        path: on this machine, or s3://bucket/prefix.
 
     Raises:
         DataError: there is none.
+        StoreError: the bucket does not answer.
     """
-    pattern = Path(path) / "**" if Path(path).is_dir() else Path(path)
-    found = [Path(one) for one in glob.glob(str(pattern), recursive=True)]
-    found = [one for one in found if one.suffix.lower() in suffixes and one.is_file()]
-    if not found:
+    found = _find_in_bucket(str(path)) if str(path).startswith("s3://") else _find_here(Path(path))
+    if not (found := [one for one in found if PurePosixPath(one.path).suffix.lower() in suffixes]):
         raise DataError(f"{path}: no file that ends in {', '.join(suffixes)}; fix: name a folder, a file or a glob")
-    return sorted(found)
+    return sorted(found, key=lambda one: PurePosixPath(one.path))
+
+
+def _find_here(path: Path) -> list[DataFile]:
+    pattern = path / "**" if path.is_dir() else path
+    found = [one for one in map(Path, glob.glob(str(pattern), recursive=True)) if one.is_file()]
+    names = [one.relative_to(path) if path.is_dir() else Path(one.name) for one in found]
+    return [DataFile(str(one), name.as_posix(), one.stat().st_size) for one, name in zip(found, names, strict=True)]
+
+
+def _find_in_bucket(uri: str) -> list[DataFile]:
+    bucket, key = split_uri(uri)
+    parts = PurePosixPath(key).parts
+    wild = next((at for at, part in enumerate(parts) if glob.has_magic(part)), None)
+    if wild is None and PurePosixPath(key).suffix:  # one file
+        wild = len(parts) - 1
+    folder = "/".join(parts[:wild])
+    found = Store.open(f"s3://{bucket}/{folder}".rstrip("/"), create=False).list()
+    if wild is not None:
+        found = [one for one in found if PurePosixPath(folder, one.key).match(key)]
+    return [DataFile(f"{folder}/{one.key}".lstrip("/"), one.key, one.size, bucket) for one in found]
 
 
 class ImageFolder:
@@ -50,12 +163,12 @@ class ImageFolder:
     def __init__(
         self, path: str | Path, transform: Callable[[Any], Any], *, keep: Callable[[str], bool] = lambda name: True
     ) -> None:
-        files, self._transform, root = find_files(path, _IMAGES), transform, Path(path)
-        self.classes = sorted({one.parent.name for one in files})
+        files, self._transform = find_files(path, _IMAGES), transform
+        self.classes = sorted({PurePosixPath(one.path).parent.name for one in files})
         number = {name: at for at, name in enumerate(self.classes)}
-        self._files = [one for one in files if keep(one.relative_to(root).as_posix())]
-        self._labels = [number[one.parent.name] for one in self._files]
-        self.fingerprint = _fingerprint([(one.relative_to(root), one.stat().st_size) for one in self._files])
+        self._files = [one for one in files if keep(one.name)]
+        self._labels = [number[PurePosixPath(one.path).parent.name] for one in self._files]
+        self.fingerprint = _fingerprint([(Path(one.name), one.size) for one in self._files])
 
     def __len__(self) -> int:
         return len(self._files)
@@ -63,7 +176,8 @@ class ImageFolder:
     def __getitem__(self, index: int) -> tuple[Any, int]:
         from PIL import Image  # pyright: ignore[reportMissingImports]
 
-        with Image.open(self._files[index]) as image:
+        file = self._files[index]
+        with Image.open(io.BytesIO(file.read(0, file.size))) as image:
             return self._transform(image.convert("RGB")), self._labels[index]
 
 
@@ -81,7 +195,7 @@ class TarShards:
     compressed.
 
     Args:
-        path: folder or glob of the shards.
+        path: folder or glob of the shards, here or in a bucket.
         decode: makes a sample of the dict, which also has `__key__`.
     """
 
@@ -90,13 +204,12 @@ class TarShards:
         self._samples: list[tuple[str, list[_Member]]] = []
         for shard, file in enumerate(self._shards):
             self._index(shard, file)
-        self.fingerprint = _fingerprint([(one.name, one.stat().st_size) for one in self._shards])
-        self._open: dict[tuple[int, int], int] = {}  # descriptors by process and shard
+        self.fingerprint = _fingerprint([(PurePosixPath(one.name).name, one.size) for one in self._shards])
 
-    def _index(self, shard: int, file: Path) -> None:
+    def _index(self, shard: int, file: DataFile) -> None:
         before = ""
         try:
-            with tarfile.open(file, "r:") as archive:
+            with file.open() as stream, tarfile.open(fileobj=stream, mode="r:") as archive:
                 for member in archive:
                     folder, _, name = member.name.rpartition("/")
                     stem, dot, extension = name.partition(".")
@@ -117,11 +230,113 @@ class TarShards:
         key, members = self._samples[index]
         content: dict[str, Any] = {"__key__": key}
         for member in members:
-            place = os.getpid(), member.shard
-            if place not in self._open:
-                self._open[place] = os.open(self._shards[member.shard], os.O_RDONLY)
-            content[member.extension] = os.pread(self._open[place], member.size, member.offset)
+            content[member.extension] = self._shards[member.shard].read(member.offset, member.size)
         return self._decode(content)
+
+
+_SCALARS = {f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)} | {"float16", "float32", "float64"}
+_DECODERS: dict[str, Callable[[bytes], Any]] = {
+    "bytes": bytes,
+    "str": bytes.decode,
+    "json": json.loads,
+    "int": lambda data: int.from_bytes(data, "little", signed=True),
+    "str_int": lambda data: int(data.decode()),
+    "str_float": lambda data: float(data.decode()),
+}
+
+
+def _find_decoder(encoding: str) -> Callable[[bytes], Any] | None:
+    kind, _, settings = encoding.partition(":")
+    if kind in _SCALARS:
+        return lambda data: np.frombuffer(data, kind)[0]
+    if kind == "ndarray":
+        return lambda data: _decode_array(data, *settings.partition(":")[::2])
+    return _decode_image if kind in ("jpeg", "png") else _DECODERS.get(encoding)
+
+
+def _decode_image(data: bytes) -> Any:
+    from PIL import Image  # pyright: ignore[reportMissingImports]
+
+    return Image.open(io.BytesIO(data))
+
+
+def _decode_array(data: bytes, dtype: str, shape: str) -> NDArray[Any]:
+    """Return an array. The data begin with its type and shape, unless the encoding names them.
+
+    The type is one byte: the width in bits, plus 0, 1 or 2 for unsigned, signed or float. The shape is one byte, which
+    is 4 × the number of dimensions + log2 of the bytes of each, and the dimensions.
+    """
+    at = 0
+    if not dtype:
+        dtype, at = f"{('uint', 'int', 'float')[data[0] % 8]}{data[0] // 8 * 8}", 1
+    dimensions: Sequence[int] = [int(one) for one in shape.split(",")] if shape else []
+    if not shape:
+        count, width = data[at] >> 2, 1 << (data[at] & 3)
+        dimensions = np.frombuffer(data, f"<u{width}", count, at + 1).tolist()
+        at += 1 + count * width
+    return np.frombuffer(data, dtype, offset=at).reshape(dimensions).copy()
+
+
+class MosaicShards:
+    """Samples of a dataset that MosaicML's `MDSWriter` has written, as dicts by column. Shards must not be compressed.
+
+    A file begins with the number n of samples and n + 1 positions, as 4 bytes each. A sample is the sizes of its
+    columns without a fixed size, as 4 bytes each, and the columns.
+
+    Args:
+        path: folder with `index.json`, here or in a bucket.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        files = {PurePosixPath(one.name).as_posix(): one for one in find_files(path, (".json", ".mds", ".zstd"))}
+        if (found := files.get("index.json")) is None:
+            raise DataError(f"{path}: no index.json; fix: name the folder that MDSWriter wrote, such as {path}/train")
+        index = found.read(0, found.size)
+        try:
+            shards = json.loads(index)["shards"]
+            first = shards[0]
+            self._columns = list(
+                zip(first["column_names"], first["column_encodings"], first["column_sizes"], strict=True)
+            )
+            named = [(one["raw_data"]["basename"], one["raw_data"]["bytes"], one["samples"]) for one in shards]
+            packed = [one["compression"] for one in shards if one.get("zip_data")]
+        except (ValueError, LookupError, TypeError) as error:
+            raise DataError(f"{found}: not an index of MDS shards ({type(error).__name__}: {error})") from None
+        if packed:
+            raise DataError(f"{found}: shards are compressed with {packed[0]}; fix: MDSWriter(compression=None)")
+        for name, encoding, _ in self._columns:
+            if _find_decoder(encoding) is None:
+                raise DataError(f"{found}: column {name} is encoded as {encoding}, which is not read here; fix: bytes")
+        for name, size, _ in named:
+            if name not in files or files[name].size != size:
+                have = f"{files[name].size} bytes" if name in files else "missing"
+                raise DataError(f"{path}/{name}: {have}, {size} bytes in index.json; fix: copy it again")
+        self._shards = [files[name] for name, _, _ in named]
+        self._ends = list(accumulate(count for _, _, count in named))
+        self._places: dict[int, NDArray[np.uint32]] = {}  # positions of the samples by shard, as far as read
+        self.fingerprint = hashlib.sha256(index).hexdigest()
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        shard = bisect_right(self._ends, index)
+        before = self._ends[shard - 1] if shard else 0
+        if shard not in self._places:
+            count = self._ends[shard] - before + 1
+            self._places[shard] = np.frombuffer(self._shards[shard].read(4, 4 * count), "<u4")
+        start, end = self._places[shard][index - before : index - before + 2].tolist()
+        data, sample, at = self._shards[shard].read(start, end - start), {}, 0
+        sizes = []
+        for _, _, size in self._columns:
+            if not size:
+                size, at = int.from_bytes(data[at : at + 4], "little"), at + 4
+            sizes.append(size)
+        for (name, encoding, _), size in zip(self._columns, sizes, strict=True):
+            decode = _find_decoder(encoding)
+            assert decode is not None
+            sample[name], at = decode(data[at : at + size]), at + size
+        return sample
 
 
 class ParquetRows:
@@ -131,7 +346,7 @@ class ParquetRows:
     (`row_group_size=1000`), or give `keep` enough of them.
 
     Args:
-        path: file, folder or glob.
+        path: file, folder or glob, here or in a bucket.
         columns: names of the columns to read; None for all.
         keep: number of row groups that a process keeps in memory.
     """
@@ -142,11 +357,13 @@ class ParquetRows:
         self._groups: list[tuple[int, int]] = []  # file and row group
         rows: list[int] = []
         for number, file in enumerate(self._files):
-            known = parquet.read_metadata(file)
+            with file.open() as stream:
+                known = parquet.read_metadata(stream)
             self._groups += [(number, group) for group in range(known.num_row_groups)]
             rows += [known.row_group(group).num_rows for group in range(known.num_row_groups)]
         self._ends = list(accumulate(rows))
-        self.fingerprint = _fingerprint([(one.name, one.stat().st_size) for one in self._files] + [self._columns])
+        named = [(PurePosixPath(one.name).name, one.size) for one in self._files]
+        self.fingerprint = _fingerprint([*named, self._columns])
         self._kept: dict[int, Any] = {}  # tables by row group, the newest last
 
     def __len__(self) -> int:
@@ -157,7 +374,7 @@ class ParquetRows:
         table = self._kept.pop(group, None)
         if table is None:
             file, number = self._groups[group]
-            with import_parquet().ParquetFile(self._files[file]) as content:
+            with self._files[file].open() as stream, import_parquet().ParquetFile(stream) as content:
                 table = content.read_row_group(number, columns=self._columns, use_threads=False)
         self._kept[group] = table
         while len(self._kept) > self._keep:

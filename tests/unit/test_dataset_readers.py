@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import io
 import json
+import struct
 import tarfile
 from pathlib import Path
 
@@ -13,10 +14,14 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
+from ebbflow.infra.store import Store
 from ebbflow.training.errors import DataError
 from ebbflow.training.workload import Cursor
 from ebbflow.workloads.datasets import SampleLoader
-from ebbflow.workloads.readers import ImageFolder, ParquetRows, TarShards
+from ebbflow.workloads.readers import ImageFolder, MosaicShards, ParquetRows, TarShards, find_files
+from tests.support.s3.fixture import FailingServer, failing_s3
+
+__all__ = ["failing_s3"]  # a fixture
 
 
 def write_tar(path: Path, files: dict[str, bytes], mode: str = "w") -> None:
@@ -46,6 +51,83 @@ def test_samples_of_tar_shards_are_read_by_their_place(tmp_path: Path) -> None:
     write_tar(tmp_path / "packed.tar", {"a.txt": b"a"}, "w:gz")
     with pytest.raises(DataError, match=r"packed\.tar: not an uncompressed tar file .*; fix: unpack \.gz shards"):
         TarShards(tmp_path, lambda sample: sample)
+
+
+def write_mds(folder: Path, samples: list[dict[str, bytes]], encodings: dict[str, str], per_shard: int) -> None:
+    """As MosaicML's MDSWriter documents its format, with an `int` of 8 bytes as the only column of a fixed size."""
+    shards, sizes = [], [8 if encoding == "int" else None for encoding in encodings.values()]
+    for number, first in enumerate(range(0, len(samples), per_shard)):
+        rows = samples[first : first + per_shard]
+        made = [
+            b"".join(struct.pack("<I", len(row[name])) for name, size in zip(encodings, sizes, strict=True) if not size)
+            + b"".join(row[name] for name in encodings)
+            for row in rows
+        ]
+        config = json.dumps({"column_names": list(encodings)}).encode()
+        start = 4 * (len(rows) + 2) + len(config)
+        places = [start + sum(map(len, made[:count])) for count in range(len(made) + 1)]
+        content = struct.pack(f"<{len(rows) + 2}I", len(rows), *places) + config + b"".join(made)
+        (folder / f"shard.{number:05d}.mds").write_bytes(content)
+        about = {"column_names": list(encodings), "column_encodings": list(encodings.values()), "column_sizes": sizes}
+        about |= {"samples": len(rows), "compression": None, "zip_data": None, "version": 2, "format": "mds"}
+        shards.append(about | {"raw_data": {"basename": f"shard.{number:05d}.mds", "bytes": len(content)}})
+    (folder / "index.json").write_text(json.dumps({"version": 2, "shards": shards}))
+
+
+def test_samples_of_mosaic_shards_are_read_by_their_place(tmp_path: Path) -> None:
+    encodings = {"number": "int", "text": "str", "pixels": "ndarray:uint8:2,2", "free": "ndarray", "half": "float16"}
+    samples = [
+        {
+            "number": struct.pack("<q", number),
+            "text": f"row {number}".encode() * number,
+            "pixels": bytes([number] * 4),
+            "free": bytes([34, (2 << 2) | 1]) + struct.pack("<2H2f", 1, 2, number, 0.5),
+            "half": struct.pack("<e", -number),
+        }
+        for number in range(7)
+    ]
+    write_mds(tmp_path, samples, encodings, per_shard=3)
+    shards = MosaicShards(tmp_path)
+    assert len(shards) == 7 and [shards[index]["number"] for index in range(7)] == list(range(7))
+    found = shards[4]
+    assert found["text"] == "row 4" * 4 and found["pixels"].tolist() == [[4, 4], [4, 4]]
+    assert found["free"].tolist() == [[4.0, 0.5]] and found["half"] == -4
+    (tmp_path / "shard.00001.mds").write_bytes(b"")
+    with pytest.raises(DataError, match=r"shard\.00001\.mds: 0 bytes, \d+ bytes in index.json; fix: copy it again"):
+        MosaicShards(tmp_path)
+    write_mds(tmp_path, samples[:1], {**encodings, "text": "pkl"}, per_shard=3)
+    with pytest.raises(DataError, match="column text is encoded as pkl, which is not read here; fix:"):
+        MosaicShards(tmp_path)
+
+
+def test_datasets_in_a_bucket_are_those_of_the_folder_also_in_workers(
+    tmp_path: Path, failing_s3: FailingServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, bucket = failing_s3, failing_s3.new_bucket()
+    given = {"ACCESS_KEY_ID": server.access_key, "SECRET_ACCESS_KEY": server.secret_key, "REGION": server.region}
+    for name, value in {**given, "ENDPOINT_URL_S3": server.endpoint, "EC2_METADATA_DISABLED": "true"}.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
+    for shard in range(2):
+        files = {f"{4 * shard + number:04d}.txt": bytes([4 * shard + number]) * 700 for number in range(4)}
+        write_tar(tmp_path / f"shard-{shard}.tar", files)
+    rows = [{"number": struct.pack("<q", number)} for number in range(8)]
+    write_mds(tmp_path, rows, {"number": "int"}, per_shard=5)
+    store = Store.open(f"s3://{bucket}/data")
+    for path in tmp_path.iterdir():
+        store.put(f"own/{path.name}", path.read_bytes())
+
+    def numbers(path: str) -> tuple[list[int], str]:
+        tar = TarShards(f"{path}/shard-*.tar", lambda sample: sample["txt"][0])
+        loader = SampleLoader(tar, default_collate, seed=1, batch_size=4, workers=2)
+        read = [int(one) for step in range(2) for one in loader.load(Cursor(4 * step, 4))]
+        mosaic = SampleLoader(MosaicShards(path), default_collate, seed=1, batch_size=4, workers=1)
+        read += [int(one) for step in range(2) for one in mosaic.load(Cursor(4 * step, 4))["number"]]
+        return read, tar.fingerprint + MosaicShards(path).fingerprint
+
+    assert numbers(f"s3://{bucket}/data/own") == numbers(str(tmp_path))
+    assert len(TarShards(f"s3://{bucket}/data/own/shard-1.tar", lambda sample: sample)) == 4
+    with pytest.raises(DataError, match=r"s3://.*/data/none: no file that ends in \.parquet; fix:"):
+        find_files(f"s3://{bucket}/data/none", (".parquet",))
 
 
 def test_images_are_numbered_by_the_names_of_their_folders(tmp_path: Path) -> None:
