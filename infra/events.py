@@ -92,6 +92,7 @@ GUARD = "guard"
 # culprit (text), reason, fingerprint; of the culprit rank, node, kind, because (the rule that named it), where, step,
 # phase, certainty, cascades (ranks), next_action, dump (path); lost_rank_seconds and usd_lost since the newest commit.
 FAULT_DETECTED = "fault_detected"
+STALL = "stall"  # the same, of an idle rank for which the others wait; it is not ended yet, and may continue
 # Written by the flow's steps, or by rank 0 without a flow.
 CONFIGURED = "configured"  # settings (list of {key, value, source}, one for each key of the configuration)
 PREFLIGHT = "preflight"  # results (list), sent_away (the step ran in a container)
@@ -225,7 +226,7 @@ _DATA: dict[str, dict[str, Any]] = {
     CERTIFICATE: {"holds": bool, "interruptions": list, "steps": int},
     PROMISE: {"level": str, "same_data": str, "reasons": [str]},
     FAULT_INJECTED: {"kind": str, "target": str},
-    FAULT_DETECTED: {"culprit": str, "reason": str},
+    **{name: {"culprit": str, "reason": str} for name in (FAULT_DETECTED, STALL)},
     CONFIGURED: {"settings!": [{"key!": str, "source": str}]},
     PREFLIGHT: {"results": [dict], "sent_away": bool},
     PREPARED: {"weight_unit": str},

@@ -76,6 +76,7 @@ class ProcessStat:
     threads: int  # number of threads
     started_ticks: int  # start in clock ticks since boot, which identifies a process if its id is reused
     wait_status: int  # as of wait(2), of a process that has ended
+    cpu_ticks: int  # clock ticks of CPU time that its threads have used
 
     @property
     def living(self) -> bool:
@@ -89,7 +90,8 @@ def process_stat(pid: int) -> ProcessStat | None:
         # The second field is the command in parentheses, which may contain anything: count from its end.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         parent, group, session = (int(field) for field in fields[1:4])
-        return ProcessStat(pid, fields[0], parent, group, session, *(int(fields[at]) for at in (17, 19, 49)))
+        others = (int(fields[at]) for at in (17, 19, 49))
+        return ProcessStat(pid, fields[0], parent, group, session, *others, int(fields[11]) + int(fields[12]))
     except (OSError, ValueError, IndexError):
         return None
 

@@ -12,7 +12,17 @@ from ebbflow.infra.diagnose.reading import LogText, time_of
 from ebbflow.infra.diagnose.rules import load_rules
 from ebbflow.infra.diagnose.series import Series
 from ebbflow.infra.errors import Outcome
-from ebbflow.infra.events import FAULT_DETECTED, GENERATION_ENDED, GUARD, NOTICE, OUTCOME, STEP, Event, GuardAction
+from ebbflow.infra.events import (
+    FAULT_DETECTED,
+    GENERATION_ENDED,
+    GUARD,
+    NOTICE,
+    OUTCOME,
+    STALL,
+    STEP,
+    Event,
+    GuardAction,
+)
 from ebbflow.infra.rank_logs import LogLine
 
 # What a verdict's kind and text, an end's reason or a guard's action mean; the first match counts.
@@ -71,8 +81,10 @@ def _last_generation(events: Sequence[Event]) -> int | None:
 def _verdicts(events: Sequence[Event]) -> Iterator[tuple[str, LogText]]:
     for number, event in enumerate(events, 1):
         data = event.data
-        if event.name not in (FAULT_DETECTED, GENERATION_ENDED, GUARD, NOTICE):
+        if event.name not in (FAULT_DETECTED, GENERATION_ENDED, GUARD, NOTICE, STALL):
             continue
+        if event.name == STALL and any(later.name == STEP for later in events[number:]):
+            continue  # the rank has continued, or another generation
         words = [data.get(key) for key in ("kind", "culprit", "message", "action", "detail", "reason")]
         text = f"{event.name} {' '.join(str(word) for word in words if word)}{_price_straggler(event, events)}"
         symptom = next((symptom for pattern, symptom in _MEANINGS if pattern.search(text)), None)

@@ -57,10 +57,10 @@ def rank(tmp_path: Path) -> Iterator[Rank]:
     rank.process.wait()
 
 
-def watch_of(rank: Rank, folder: Path, *, floor_seconds: float) -> RankWatch:
+def watch_of(rank: Rank, folder: Path, *, floor_seconds: float, steps: tuple[int, ...] = (1, 2)) -> RankWatch:
     deadlines = HangLimits(floor_seconds=floor_seconds, start_seconds=100.0, store_seconds=130.0, longest_seconds=300.0)
     watch = RankWatch([rank], deadlines, folder, node=1, now=rank.now)
-    for step in (1, 2):
+    for step in steps:
         rank.heartbeat.beat(step, "forward")
         assert watch.check() == []
     return watch
@@ -88,6 +88,29 @@ def test_what_is_only_remarkable_is_dumped_and_left_alone_until_the_floor(rank: 
     assert (failure.rank, failure.node, failure.step, failure.phase, failure.certainty) == (3, 1, 2, "forward", "slow")
     assert "(limit 20 s)" in failure.message and rank.now() - began >= 49.0
     watch.close()
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_in_the_first_step_only_a_rank_that_uses_no_cpu_time_is_given_up_at_the_floor(
+    rank: Rank, tmp_path: Path, busy: bool
+) -> None:
+    process = rank.process
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as worker:
+        rank.process = worker if busy else process
+        watch = watch_of(rank, tmp_path, floor_seconds=20.0, steps=(1,))
+
+        def failures(seconds: float) -> list[WorkerFailure]:
+            return [one for one in pass_time(watch, rank, seconds) if not one.witness]
+
+        assert failures(18.0) == []
+        if busy:
+            assert failures(60.0) == []
+        else:
+            [failure] = wait_until("the verdict", lambda: failures(1.0), timeout=60)
+            assert failure.hung and "(limit 20 s)" in failure.message
+        watch.close()
+        worker.kill()
+    rank.process = process
 
 
 def test_a_rank_that_was_stopped_along_with_its_agent_is_not_to_blame_for_it(rank: Rank, tmp_path: Path) -> None:

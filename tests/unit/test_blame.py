@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ebbflow.training.launch.blame import blame, detect_mismatch, settle_seconds
+from ebbflow.training.launch.blame import blame, detect_lone_call, detect_mismatch, settle_seconds
 from ebbflow.training.launch.evidence import (
     WorkerFailure,
     find_furthest_behind,
@@ -93,8 +93,9 @@ def test_who_waits_in_a_collective_alone_is_no_further_than_who_has_come_to_the_
     evidence += [hung(rank, where=sync, step=9, phase="backward", calls=calls(*history)) for rank in late]
     for order in (evidence, evidence[::-1]):
         culprit = blame(order)
-        kind = "hang" if guilty else "different collectives"
-        assert (culprit.rank, culprit.kind, culprit.certainty) == (guilty, kind, "slow"), culprit
+        kind, certainty = ("hang", "slow") if guilty else ("different collectives", "proven")
+        assert (culprit.rank, culprit.kind, culprit.certainty) == (guilty, kind, certainty), culprit
+        assert detect_lone_call(order) == (not guilty)
 
 
 def test_recorders_that_differ_prove_it_before_anybody_has_failed() -> None:
@@ -174,8 +175,9 @@ def test_a_phase_may_take_ten_times_its_p99_once_it_is_known() -> None:
 
 def test_the_first_step_has_time_and_nothing_has_more_than_the_longest() -> None:
     learned = limits(floor_seconds=60.0, longest_seconds=40.0)
-    learned.observe(HeartbeatReading(1, 7, "forward", 0.0, 1), 0.1)
-    assert learned.hang_threshold(HeartbeatReading(1, 7, "forward", 0.0, 1)) == 40.0
+    learned.observe(first := HeartbeatReading(1, 7, "forward", 0.0, 1), 0.1)
+    assert (learned.hang_threshold(first), learned.suspicion_threshold(first)) == (40.0, 5.0)
+    assert limits(floor_seconds=6.0).idle_threshold(first) == 6.0, "without CPU time"
     assert (
         learned.hang_threshold(HeartbeatReading(1, 8, "forward", 0.0, 2)),
         learned.suspicion_threshold(HeartbeatReading(1, 8, "forward", 0.0, 2)),

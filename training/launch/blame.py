@@ -42,6 +42,7 @@ LEFT_EARLY = "left early"
 _CALLED_ALONE = "it waits in a collective that the other ranks did not call"
 HANG = "hang"
 _first = attrgetter("timestamp")
+_STALL_SECONDS = 2.0  # without CPU time
 _KILL_SECONDS = 1.0  # an exception counts as the cause of a kill only if it is more than this earlier
 
 
@@ -86,7 +87,8 @@ def blame(evidence: Sequence[WorkerFailure]) -> Culprit:
         return _mismatched(mismatch, evidence)
     for rule in (_device_behind, _outside_collective, _left, _odd_call, _behind):
         if (found := rule(evidence)) is not None:
-            return _culprit(found[0], found[1], evidence)
+            proven = found[1] == _CALLED_ALONE and all(map(_waits, evidence))
+            return _culprit(found[0], found[1], evidence, certainty=PROVEN if proven else "")
     return _network(evidence)
 
 
@@ -98,6 +100,20 @@ def detect_mismatch(evidence: Sequence[WorkerFailure]) -> Mismatch | None:
     return find_mismatch({one.rank: one.calls for one in _latest(evidence) if one.calls})
 
 
+def detect_lone_call(evidence: Sequence[WorkerFailure]) -> bool:
+    """Return whether a rank waits in a collective that the other ranks did not call. `evidence` must cover all ranks.
+
+    All ranks wait then, and none of them can continue, which proves that the gang has failed.
+    """
+    return all(map(_waits, evidence)) and blame(evidence).because == _CALLED_ALONE
+
+
+def detect_stall(evidence: Sequence[WorkerFailure]) -> Culprit | None:
+    """Return the rank that uses no CPU time outside of any collective; None if there is none. It is no proof."""
+    culprit = blame(evidence)
+    return culprit if culprit.kind == HANG and culprit.failure.idle_seconds >= _STALL_SECONDS else None
+
+
 def settle_seconds(failures: Sequence[WorkerFailure], *, all_heard: bool = False) -> float:
     """Return how many seconds to wait after the first failure for a report about its cause.
 
@@ -107,6 +123,8 @@ def settle_seconds(failures: Sequence[WorkerFailure], *, all_heard: bool = False
         return 1.0 if all(one.cascade for one in failures if not one.hung) else 0.3
     if any(not one.cascade and not one.hung for one in failures):
         return 0.5
+    if not failures:
+        return 1.0  # the positions of all ranks are the evidence
     if all(one.cascade for one in failures):
         return 3.0
     return 0.2 if all_heard else 1.5

@@ -454,6 +454,7 @@ class WorkerFailure:
     phase: str = ""
     where: str = ""  # code location, as in `StackTrace.where`
     waiting: bool = False  # whether that location is in a collective
+    idle_seconds: float = 0.0  # how long the rank, alive without progress, has used no CPU time
     dump: str = ""  # path of the file with the rank's stacks
     calls: Sequence[Sequence] = ()  # the rank's last collectives, oldest first (see the module's docstring)
 

@@ -13,7 +13,7 @@ from typing import Any
 from ebbflow.infra.config.schema import ClusterConfig, RunConfig
 from ebbflow.infra.errors import InfraError
 from ebbflow.infra.event_log import EventLog
-from ebbflow.infra.events import NODE_ENDED, NODE_HEARTBEAT, NODE_STARTED, EndReason, Origin
+from ebbflow.infra.events import NODE_ENDED, NODE_HEARTBEAT, NODE_STARTED, STALL, EndReason, Origin
 from ebbflow.infra.instance import identify_machine
 from ebbflow.infra.keeper import Keeper
 from ebbflow.infra.layout import generation_name
@@ -205,6 +205,10 @@ class NodeGeneration:
                         reported[failure.rank] = failure
                         print_line(f"node {self._spec.node}: rank {failure.rank}: {failure.headline}")
                     self._peers.report(failure)
+                if (stall := self._peers.take_stall()) is not None:
+                    text = f"rank {stall.rank}: {stall.message}, uses no CPU time; the other ranks wait for it"
+                    print_line(text)
+                    self._log.emit(STALL, **stall.details() | {"culprit": text})
                 if not (finished or reported) and group.all_exited() and len(group.results()) == len(group.workers):
                     finished = True
                     self._peers.report_results(group.results())

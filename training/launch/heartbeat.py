@@ -134,6 +134,7 @@ class WatchHooks:
 
 
 MINIMUM_SECONDS = 3.0
+_FIRST_SECONDS = 5.0  # suspicion threshold of the phases of a first step, which have no history
 FACTOR = 10.0  # hang threshold, relative to the p99 of the phase's duration
 _START_MARGIN_SECONDS = 10.0
 _STORE_MARGIN_SECONDS = 10.0  # a rank stops waiting for its uploader some seconds after the save's deadline
@@ -229,19 +230,33 @@ class PhaseThresholds:
         """Return the seconds without progress after which the agent collects evidence: 10 × p99, at least 3 s.
 
         The p99 is that of the phase's earlier durations. Start-up, store requests and the first step, first save and
-        first evaluation have fixed thresholds instead.
+        first evaluation have fixed thresholds instead; that of the first step is 5 s.
         """
         if (own := self._fixed_limit(beat)) is not None:
             return own
         if self._is_first(beat):
-            return self._limits.longest_seconds
+            longest = self._limits.longest_seconds
+            return min(_FIRST_SECONDS, longest) if beat.phase in _STEP_PHASES else longest
         seen = self._seen.get(beat.phase)
         return min(max(FACTOR * seen.quantile(0.99) if seen else 0.0, MINIMUM_SECONDS), self._limits.longest_seconds)
 
     def hang_threshold(self, beat: HeartbeatReading) -> float:
         if (own := self._fixed_limit(beat)) is not None:
             return own
+        if self._is_first(beat):
+            return self._limits.longest_seconds
         return min(max(self.suspicion_threshold(beat), self._limits.floor_seconds), self._limits.longest_seconds)
+
+    def idle_threshold(self, beat: HeartbeatReading) -> float:
+        """Return the hang threshold of a rank that uses no CPU time and is outside of any collective.
+
+        It differs from `hang_threshold` in the first step only. There, a rank that compiles, loads libraries or shares
+        a busy machine uses CPU time, and a rank that connects or waits for another rank is in a collective. So a rank
+        that does neither is hung after the floor.
+        """
+        if beat.phase in _STEP_PHASES and self._is_first(beat):
+            return min(self._limits.floor_seconds, self._limits.longest_seconds)
+        return self.hang_threshold(beat)
 
     def _fixed_limit(self, beat: HeartbeatReading) -> float | None:
         if beat.phase in _START_PHASES:

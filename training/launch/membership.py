@@ -16,7 +16,7 @@ from typing import Any
 from ebbflow.infra.errors import Outcome
 from ebbflow.infra.events import EndReason
 from ebbflow.training.errors import GangError, UnreliableReader
-from ebbflow.training.launch.blame import detect_mismatch, settle_seconds
+from ebbflow.training.launch.blame import Culprit, detect_lone_call, detect_mismatch, detect_stall, settle_seconds
 from ebbflow.training.launch.evidence import WorkerFailure
 from ebbflow.training.launch.messages import (
     RETURNED,
@@ -66,6 +66,7 @@ class _Peers:
         self._orders: list[RankOrder] = []
         self._witnesses_wanted = False
         self._store_wait = StickyFlag(STORE_WAIT_SECONDS)
+        self._stall: Culprit | None = None
 
     def orders(self) -> list[RankOrder]:
         orders, self._orders = self._orders, []
@@ -75,6 +76,11 @@ class _Peers:
         """Return whether the coordinator has requested the positions of the ranks since the last call."""
         wanted, self._witnesses_wanted = self._witnesses_wanted, False
         return wanted
+
+    def take_stall(self) -> Culprit | None:
+        """Return the rank for which all others wait, although it is idle, if the coordinator has newly found one."""
+        stall, self._stall = self._stall, None
+        return stall
 
     @property
     def store_wait_active(self) -> bool:
@@ -331,7 +337,12 @@ class CoordinatorPeers(_Peers):
         now = time.monotonic()
         if failure.witness:
             self._witnesses[failure.rank] = (now, failure)
-            trouble = detect_mismatch(self._evidence()) is not None  # proof, although no rank has failed yet
+            evidence = self._evidence()
+            complete = len({one.rank for one in evidence}) == len(self._start.nodes) * self._spec.processes_per_node
+            # Either is proof, although no rank has failed yet.
+            trouble = detect_mismatch(evidence) is not None or (complete and detect_lone_call(evidence))
+            if complete and not trouble and not self._failures:
+                self._stall = detect_stall(evidence)
         else:
             self._failures.append(failure)
             trouble = True

@@ -13,7 +13,7 @@ import os
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from ebbflow.infra.events import EndReason
 from ebbflow.infra.terms import Terms
 from ebbflow.training import errors
 from ebbflow.training.launch.blame import DIFFERENT_CALLS, LEFT_EARLY, Culprit, blame
-from ebbflow.training.launch.evidence import WorkerFailure
+from ebbflow.training.launch.evidence import PROVEN, WorkerFailure
 
 SPEC_VARIABLE = "EBBFLOW_SPEC"
 _LONGEST_SILENCE_SECONDS = 20.0
@@ -288,6 +288,10 @@ def end_from_failures(evidence: Sequence[WorkerFailure]) -> GenerationEnd:
         reason = kind.end_reason
     blameless = lost_node or issubclass(kind, errors.StartAnew) or bool(worst.gpu_fault)
     cascade = worst.cascade and culprit.kind != DIFFERENT_CALLS
+    # The same collectives come in each start, and the same number of steps.
+    code = culprit.kind == DIFFERENT_CALLS and culprit.certainty == PROVEN
+    code = code or (worst.left and worst.message.endswith(f": {Outcome.COMPLETED}"))
+    curable = kind.curable and not code
     return GenerationEnd(
         culprit=culprit.message if lost_node else f"rank {culprit.rank}: {culprit.message}",
         reason=reason,
@@ -297,8 +301,8 @@ def end_from_failures(evidence: Sequence[WorkerFailure]) -> GenerationEnd:
         details=culprit.details(),
         at=(time.time(), time.monotonic()),
         user_code=reason in (EndReason.RANK_FAILED, EndReason.AGENT_FAILED) and not (cascade or worst.gpu_fault),
-        again=kind.curable and not lost_node,
-        curable=kind.curable,
+        again=curable and not lost_node,
+        curable=curable,
         failed_as=kind.outcome.value,
     )
 
@@ -314,7 +318,9 @@ def end_from_results(finished: Mapping[int, dict[int, dict]], generation: int) -
         if ending != endings[0]:
             unlike = "ranks did not end alike"
             culprit = f"{unlike}: rank 0 {endings[0]}, rank {rank} {ending}"
-            return GenerationEnd(culprit=culprit, reason=EndReason.RANK_FAILED, fingerprint=unlike, again=True)
+            again = ending[:2] == endings[0][:2]  # an unequal number of steps comes again, unequal weights may not
+            end = GenerationEnd(culprit=culprit, reason=EndReason.RANK_FAILED, fingerprint=unlike)
+            return replace(end, again=again, curable=again)
     outcome, step, sha256 = endings[0]
     message = results[0].get("message", "")
     ended = GangOutcome(outcome=outcome, step=step, generation=generation, weights_sha256=sha256, message=message)

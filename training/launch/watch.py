@@ -13,19 +13,20 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-from ebbflow.infra.process import available_bytes, process_state
+from ebbflow.infra.process import available_bytes, children, process_stat, process_state
 from ebbflow.training.errors import bounded_text
 from ebbflow.training.launch.evidence import (
     PROVEN,
     SLOW,
     Dump,
     WorkerFailure,
+    has_queued_calls,
     parse_records,
     parse_traceback,
     read_crash_stack,
 )
 from ebbflow.training.launch.gpus import GpuMonitor, kernel_records
-from ebbflow.training.launch.heartbeat import RECORDS, STORE_PHASE, HangLimits, PhaseThresholds
+from ebbflow.training.launch.heartbeat import RECORDS, STORE_PHASE, HangLimits, HeartbeatReading, PhaseThresholds
 from ebbflow.training.launch.workers import Worker
 
 _CLOCK_SECONDS = 2.0  # difference between the clock of the kernel's log and CLOCK_BOOTTIME
@@ -123,6 +124,8 @@ _STATE_SECONDS = 0.25  # between two reads of a process's state
 _LONGEST_TURN_SECONDS = 1.0  # of the agent's loop; the excess of a longer turn is not counted as silence
 _DUMP_FRESH_SECONDS = 5.0  # age up to which a dump shows a rank's position
 _SUSPICION_SECONDS = 30.0  # between two dumps of ranks that are only suspiciously slow
+_CPU_SECONDS = 1.0  # between two reads of the CPU time that a rank without progress has used
+_BUSY_TICKS = 2  # of 10 ms, within these: a rank and its loader workers use CPU time. Its background threads use less
 
 
 class RankWatch:
@@ -170,7 +173,7 @@ class RankWatch:
         living = [rank for rank in self._ranks if rank.living]
         for rank in living:
             rank.check(now, self._absent_seconds, self._store_wait_seconds)
-        due = [rank for rank in living if not rank.reported and (rank.stopped or rank.hung)]
+        due = [rank for rank in living if not rank.reported and (rank.stopped or rank.hung or rank.idle)]
         suspicious = any(rank.suspicious for rank in living) and now - self._suspected_at >= _SUSPICION_SECONDS
         if due or suspicious or self._witnesses_wanted:
             found += self._report_dump(living, due, suspicious, now)
@@ -191,16 +194,20 @@ class RankWatch:
     def _report_dump(self, living: list[_Rank], due: list[_Rank], suspicious: bool, now: float) -> list[WorkerFailure]:
         """Start a dump of stacks and flight recorders of all living ranks, unless one is running or at most 5 s old.
 
-        Once the dump is done, return the failures of the ranks in `due`. Also return the positions of all other ranks,
-        but only once per dump, or if the coordinator has requested them.
+        A dump that is older than the last heartbeat of a rank in `due` does not count. Once the dump is done, return
+        the failures of the ranks in `due`, except those of idle ranks that wait for others. Also return the positions
+        of all other ranks, but only once per dump, or if the coordinator has requested them.
         """
-        if self._dump is None or (self._dump.done and now - self._dump.at > _DUMP_FRESH_SECONDS):
+        fresh_seconds = min([_DUMP_FRESH_SECONDS, *(rank.silent_seconds for rank in due)])
+        if self._dump is None or (self._dump.done and now - self._dump.at > fresh_seconds):
             self._dumps += 1
             heartbeats = {rank.number: (rank.pid, rank.heartbeat) for rank in living}
             self._dump = Dump(self._pool, self._folder / f"dump-{self._dumps}", heartbeats, now)
         if not self._dump.done:
             return []
-        dump, found = self._dump, [rank.failure(self._dump) for rank in due]
+        dump = self._dump
+        due = [rank for rank in due if rank.stopped or rank.hung or not rank.waits(dump)]
+        found = [rank.failure(dump) for rank in due]
         if suspicious:
             self._suspected_at = now
         if self._reported_dump is not dump or self._witnesses_wanted:
@@ -220,9 +227,12 @@ class _Rank:
         self._stopped_since: float | None = None
         self._resident = 0
         self._beat = worker.beat
-        self._silent = self._absent_before = self._store_wait_before = self._absent_at_check = 0.0
+        self.silent_seconds = self._absent_before = self._store_wait_before = self._absent_at_check = 0.0
         self.reported = False
-        self.stopped = self.hung = self.suspicious = False
+        self._cpu_at = self._busy_at = self._idle_seconds = 0.0
+        self._cpu_ticks = 0
+        self.stopped = self.hung = self.suspicious = self.idle = False
+        self._waits_in: HeartbeatReading | None = None
 
     @property
     def number(self) -> int:
@@ -252,15 +262,37 @@ class _Rank:
             self._absent_before, self._store_wait_before = absent, store_wait
         self._beat = beat
         self._thresholds.observe(beat, now)
-        self._silent = now - beat.t_mono - (absent - self._absent_before)
+        self.silent_seconds = now - beat.t_mono - (absent - self._absent_before)
         excused = 0.0 if beat.phase == STORE_PHASE else store_wait - self._store_wait_before
-        self.hung = self._silent - excused > self._thresholds.hang_threshold(beat)
-        self.suspicious = self._silent > self._thresholds.suspicion_threshold(beat)
+        self.hung = self.silent_seconds - excused > self._thresholds.hang_threshold(beat)
+        self.suspicious = self.silent_seconds > self._thresholds.suspicion_threshold(beat)
+        self._check_cpu(now)
+        idle = self._idle_seconds - excused > self._thresholds.idle_threshold(beat)
+        self.idle = idle and self._waits_in != beat
         if now - self._state_at >= _STATE_SECONDS:
             self._state_at = now
             since = now if self._stopped_since is None else self._stopped_since
             self._stopped_since = since if process_state(self.pid) == "T" else None  # "t": stopped by a debugger
         self.stopped = self._stopped_since is not None and now - self._stopped_since > _STOPPED_SECONDS
+
+    def _check_cpu(self, now: float) -> None:
+        """Update since when the rank and its child processes have used no CPU time."""
+        if self.silent_seconds < _CPU_SECONDS:
+            self._cpu_at = self._busy_at = now
+        elif now - self._cpu_at >= _CPU_SECONDS:
+            stats = [stat for pid in (self.pid, *children(self.pid)) if (stat := process_stat(pid)) is not None]
+            ticks = sum(stat.cpu_ticks for stat in stats)
+            if abs(ticks - self._cpu_ticks) >= _BUSY_TICKS or any(stat.state in "RD" for stat in stats):
+                self._busy_at = now
+            self._cpu_at, self._cpu_ticks = now, ticks
+        self._idle_seconds = min(self.silent_seconds, now - self._busy_at)
+
+    def waits(self, dump: Dump) -> bool:
+        """Return whether the rank waits for other ranks or its GPU. Until its next heartbeat it is not `idle` then."""
+        seen = dump.position(self.number)
+        waits = bool(seen.get("waiting") or has_queued_calls(seen.get("calls", ())))
+        self._waits_in = self._beat if waits else None
+        return waits
 
     def sample(self) -> None:
         if self.living:
@@ -312,8 +344,9 @@ class _Rank:
     def failure(self, dump: Dump) -> WorkerFailure:
         self.reported = True
         seen = self.witness(dump)
-        limit = "" if self.stopped else f" (limit {self._thresholds.hang_threshold(self._beat):.3g} s)"
-        text = f"no progress for {self._silent:.1f} s{limit} {seen.message}"
+        threshold = self._thresholds.hang_threshold if self.hung else self._thresholds.idle_threshold
+        limit = "" if self.stopped else f" (limit {threshold(self._beat):.3g} s)"
+        text = f"no progress for {self.silent_seconds:.1f} s{limit} {seen.message}"
         if process_state(self.pid) == "D":
             text += ", in uninterruptible sleep (state D: a disk or network file system does not answer)"
         text += ", stopped by a signal" if self.stopped else ""
@@ -323,7 +356,8 @@ class _Rank:
     def witness(self, dump: Dump) -> WorkerFailure:
         seen, beat = dump.position(self.number), self._beat
         place = f", {seen['where']}" if seen["where"] else ""
-        return replace(self._record(f"at step {beat.step} in {beat.phase}{place}"), witness=True, **seen)
+        where = f"at step {beat.step} in {beat.phase}{place}"
+        return replace(self._record(where), witness=True, idle_seconds=self._idle_seconds, **seen)
 
     def _record(self, message: str) -> WorkerFailure:
         return WorkerFailure(
@@ -332,7 +366,7 @@ class _Rank:
             message=message,
             step=self._beat.step,
             phase=self._beat.phase,
-            timestamp=time.time() - self._silent,
+            timestamp=time.time() - self.silent_seconds,
         )
 
     def _read_error_location(self) -> str:
