@@ -90,8 +90,9 @@ def process_stat(pid: int) -> ProcessStat | None:
         # The second field is the command in parentheses, which may contain anything: count from its end.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         parent, group, session = (int(field) for field in fields[1:4])
+        ticks = int(fields[11]) + int(fields[12])
         others = (int(fields[at]) for at in (17, 19, 49))
-        return ProcessStat(pid, fields[0], parent, group, session, *others, int(fields[11]) + int(fields[12]))
+        return ProcessStat(pid, fields[0], parent, group, session, *others, cpu_ticks=ticks)
     except (OSError, ValueError, IndexError):
         return None
 

@@ -1,112 +1,231 @@
-"""The guides' headline troubles in real processes, ten seeds each: family, rank, seconds to the verdict, retries.
+"""The guides' headline troubles in real processes of two ranks: family, rank, seconds to the verdict, starts.
 
-    python -m pytest -s tests/soak/soak_headlines.py
+    python -m tests.soak.soak_headlines [CASE …] [--seeds N] [--json FILE]
 
-`SOAK_SEEDS` (default 10) sets the number of seeds. Each test appends its rows to `headlines.jsonl` in the
-folder `SOAK_RECORD`, if that is set. The rank and the step are drawn from the seed.
+The faulty rank and the step, from the first on, are drawn from the seed. A verdict is the first event that names the
+rank: an end, or a stall that is not ended yet. The command fails if a family, a rank, or the number of starts is wrong
+anywhere, or if a verdict took longer than 10 s. As a test, `SOAK_SEEDS` (default 10) sets the number of seeds.
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import json
 import os
 import random
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ebbflow.infra.diagnose.job import diagnose_job
-from ebbflow.infra.diagnose.judging import diagnose_files
-from ebbflow.infra.events import read_events
+from ebbflow.infra.diagnose.judging import Diagnosis, diagnose_files
+from ebbflow.infra.events import Event, read_events
+from ebbflow.infra.layout import job_prefix
+from ebbflow.infra.program import PROJECT_ROOT
 from ebbflow.infra.rank_logs import read_logs
+from ebbflow.infra.store import Store
+from ebbflow.infra.terms import Terms
 from ebbflow.training.errors import GangError
 from tests.support.guard_jobs import Job
+from tests.support.headline import LASTING, SCRIPTS, SLOW_SECONDS
 from tests.support.injected import INJECTIONS, inject
 
-SEEDS = range(int(os.environ.get("SOAK_SEEDS", "10")))
-# trouble: (families that name it, whether it may be cured by another start)
-TROUBLES: dict[str, tuple[set[str], bool]] = {
-    "leave_out_a_branch": ({"synchronization"}, False),
-    "call_a_collective": ({"synchronization"}, True),
-    "save_alone": ({"synchronization"}, True),
-    "raise_error": ({"program", "data"}, True),
-    "die": ({"synchronization", "hardware"}, True),
-    "freeze": ({"synchronization"}, True),
-    "lose_a_loader_worker": ({"data"}, True),
-    "divide_by_zero": ({"quality"}, False),
+LIMIT_SECONDS = 10.0
+_USD_PER_RANK_SECOND = 0.01
+
+
+@dataclass(frozen=True)
+class Case:
+    """families: any of them is right. says: texts of the verdict. Without a rank, all ranks have the trouble alike."""
+
+    families: Sequence[str]
+    says: Sequence[str] = ()
+    rank: bool = True
+    outcome: str = "failed"
+    sections: dict[str, Any] = field(default_factory=dict)
+
+
+_SYNC = ("synchronization",)
+JOBS = {
+    "leave_out_a_branch": Case(_SYNC, ("branch.weight", "branch (Overflowing)", "guard_jobs.py:", "find_unused_param")),
+    "call_a_collective": Case(_SYNC, ("headline.py:",)),
+    "save_alone": Case(_SYNC, ("headline.py:", "same collectives")),
+    "work_alone": Case(_SYNC, ("headline.py:",), outcome="completed"),
+    "raise_error": Case(("program", "data"), outcome="completed"),
+    "ask_for_no_rollouts": Case(("startup",), ("headline.py:",)),
+    "load_another_optimizer": Case(("storage",), ("headline.py:",)),
+    "overflow_in_a_layer": Case(("quality",), ("branch",), outcome="non_finite"),
+    "die": Case(("synchronization", "hardware"), outcome="completed"),
+    "freeze": Case(_SYNC, outcome="completed"),
+    "lose_a_loader_worker": Case(("data",), outcome="completed"),
+    "slow_down": Case(("throughput",), outcome="completed", sections={"training": {"max_steps": 60}}),
 }
+ATTACHED = {
+    "uneven_batches": Case(_SYNC, ("equally many steps",)),
+    "unequal_steps": Case(_SYNC, ("equally many steps",)),
+    "unused_in_a_script": Case(_SYNC, ("branch.weight",)),
+}
+# In plain torch, without a job: the symptom in the logs. seconds: to the first failure.
+PLAIN = (
+    "stale_port", "wrong_master_address", "master_without_name", "wrong_interface", "rank_never_starts",
+    "parameter_unused_on_one_rank", "uneven_batches", "collective_of_one_rank", "collectives_of_other_shape",
+    "rank_killed", "error_on_one_rank", "loader_worker_killed", "loader_worker_bus_error", "no_rollouts",
+    "optimizer_of_another_model", "nan_in_a_layer",
+)  # fmt: skip
+CASES = [*JOBS, *ATTACHED, *(f"plain:{name}" for name in PLAIN)]
 
 
-def record(**row: Any) -> None:
-    print(json.dumps(row), flush=True)
-    if folder := os.environ.get("SOAK_RECORD"):
-        with open(Path(folder, "headlines.jsonl"), "a") as rows:
-            rows.write(json.dumps(row) + "\n")
+def run_case(name: str, seed: int, folder: Path) -> dict[str, Any]:
+    """Run one case, and return its row. `wrong` lists what is not as it should be."""
+    if name.startswith("plain:"):
+        return _run_plain(name.removeprefix("plain:"), seed, folder)
+    draw = random.Random(f"{name} {seed}")
+    guilty, step, mark = draw.randrange(2), draw.choice([1, 1, 2, 3, 5, 8]), folder / "mark"
+    began = time.monotonic()
+    if name in ATTACHED:
+        case, (events, lines) = ATTACHED[name], _run_script(name, folder, guilty, step, mark)
+    else:
+        case, (events, lines) = JOBS[name], _run_job(name, folder, guilty, step, mark)
+    return _judge(name, case, events, diagnose_job(events, lines), guilty, float(mark.read_text())) | {
+        "seed": seed, "step": step, "took": round(time.monotonic() - began, 1)
+    }  # fmt: skip
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("trouble", TROUBLES)
-def test_a_headline_of_a_job(trouble: str, seed: int, tmp_path: Path) -> None:
-    families, curable = TROUBLES[trouble]
-    draw = random.Random(f"{trouble} {seed}")
-    guilty, step = draw.randrange(2), draw.choice([1, 1, 2, 3, 5, 8])
-    mark = tmp_path / "mark"
-    options = {"trouble": trouble, "guilty": guilty, "step": step, "mark": str(mark)}
-    survival = {"hang_floor_seconds": 5.0}  # the default is 60
-    workload = "tests.support.headline:Headline"
-    job = Job.make(tmp_path / "job", workload=workload, options=options, survival=survival)
-    begun = time.monotonic()
-    try:
-        outcome, generation = (end := job.run()).outcome, end.generation
-    except GangError as error:
-        outcome, generation = str(error.outcome), 1
-    took = time.monotonic() - begun
-    faults = [*job.events("fault_detected"), *job.events("generation_ended")]
-    first = min((event.t_wall for event in faults if event.data.get("culprit")), default=None)
-    struck = float(mark.read_text())
-    ranks = {event.data.get("rank") for event in job.events("fault_detected")}
-    named = f"rank {guilty}" in " ".join(str(event.data.get("culprit", "")) for event in faults) or guilty in ranks
-    named = named or trouble == "divide_by_zero"  # the mean over all ranks is NaN
-    diagnosis = diagnose_job(read_events(job.store), read_logs([job.folder], [job.store]).lines)
-    root = next((each for each in diagnosis.findings if each.role == "root"), None)
-    generations = len(job.events("generation_ended"))
-    record(
-        kind="job",
-        name=trouble,
-        seed=seed,
-        step=step,
-        family=root.rule.family if root else None,
-        symptom=root.rule.id if root else None,
-        right=bool(root and root.rule.family in families),
-        rank_right=named,
-        seconds=None if first is None else round(first - struck, 2),
-        outcome=str(outcome),
-        generation=generation,
-        generations=generations,
-        took=round(took, 1),
-    )
-    assert root and root.rule.family in families and named
-    assert curable or generations == 1
+def _run_job(name: str, folder: Path, guilty: int, step: int, mark: Path) -> tuple[list[Event], Any]:
+    options = {"trouble": name, "guilty": guilty, "step": step, "mark": str(mark)}
+    survival = {"hang_floor_seconds": 15.0}  # of the hang that is ended; the default is 60
+    workload, sections = "tests.support.headline:Headline", dict(JOBS[name].sections)
+    job = Job.make(folder / "job", workload=workload, options=options, survival=survival, **sections)
+    job.terms = Terms(usd_per_rank_second=_USD_PER_RANK_SECOND).to_json()
+    with contextlib.suppress(GangError):
+        job.run()
+    return read_events(job.store), read_logs([job.folder], [job.store]).lines
 
 
-@pytest.mark.parametrize("name", INJECTIONS)
-def test_a_symptom_in_logs_of_plain_torch(name: str, tmp_path: Path) -> None:
-    made, wrong = INJECTIONS[name], []
-    for seed in SEEDS:
-        logs, guilty, seconds = inject(name, tmp_path / str(seed), seed)
-        root = next((each for each in diagnose_files(logs).findings if each.role == "root"), None)
-        right = bool(root) and root.rule.id in (made.symptom, *made.answers)
-        record(
-            kind="plain",
-            name=name,
-            seed=seed,
-            symptom=root.rule.id if root else None,
-            right=right,
-            guilty=guilty,
-            rank=root.ranks[0] if root and root.ranks else None,
-            seconds=round(seconds, 2),
-        )
-        wrong += [] if right else [(seed, root.rule.id if root else None)]
-    assert not wrong
+def _run_script(name: str, folder: Path, guilty: int, step: int, mark: Path) -> tuple[list[Event], Any]:
+    script = folder / f"{name}.py"
+    script.write_text(SCRIPTS[name])
+    store = f"{folder}/store"
+    command = [sys.executable, "-m", "ebbflow", "run", str(script), "--ranks", "2", "--job", "job"]
+    command += ["--set", f"store={store}", "--set", "survival.hang_floor_seconds=15"]
+    command += ["--", str(guilty), str(step), str(mark)]
+    environment = os.environ | {"PYTHONPATH": str(PROJECT_ROOT), "OMP_NUM_THREADS": "1"}
+    with open(folder / "output.log", "wb") as output:
+        subprocess.run(command, cwd=folder, env=environment, stdout=output, stderr=output, timeout=240, check=False)
+    part = Store.open(store).sub(job_prefix("job"))
+    return read_events(part), read_logs([folder], [part]).lines
+
+
+def _judge(
+    name: str, case: Case, events: list[Event], diagnosis: Diagnosis, guilty: int, struck: float
+) -> dict[str, Any]:
+    told = [
+        one for one in events if one.name in ("stall", "fault_detected", "guard", "outcome") and one.t_wall >= struck
+    ]
+    texts = [(one.t_wall, f"{one.data.get('rank', '')} {json.dumps(one.data)}") for one in told]
+    named = [
+        (at, text) for at, text in texts if re.search(rf"\brank {guilty}\b", text) or text.startswith(f"{guilty} ")
+    ]
+    roots = [each for each in diagnosis.findings if each.role in ("root", "advice")]
+    first, root = (named or [(None, "")])[0], roots[0] if roots else None
+    seconds = None if first[0] is None else round(first[0] - struck, 2)
+    starts = sum(one.name == "generation_ended" for one in events)
+    outcome = next((str(one.data.get("outcome")) for one in reversed(events) if one.name == "outcome"), "")
+    price = _price_error(events, diagnosis) if name == "slow_down" else None
+    limit = 60.0 if name == "slow_down" else LIMIT_SECONDS  # a slow rank is told after 20 steps in a row
+    allowed = 1 if name in LASTING or name in SCRIPTS else 2
+    checks = {
+        "family": root is not None and root.rule.family in case.families,
+        "rank": bool(named),
+        "seconds": seconds is not None and seconds <= limit,
+        "starts": starts == allowed,
+        "outcome": not outcome or outcome == case.outcome or (case.outcome == "failed" and outcome == "config"),
+        "price": price is None or abs(price) <= 0.1,
+        **{f"text {words!r}": any(words in text for _, text in texts) for words in case.says},
+    }
+    return {
+        "case": name, "family": root.rule.family if root else None, "symptom": root.rule.id if root else None,
+        "right": checks["family"], "rank_right": checks["rank"], "seconds": seconds, "starts": starts,
+        "outcome": outcome, "price_error": price, "wrong": [what for what, right in checks.items() if not right],
+    }  # fmt: skip
+
+
+def _price_error(events: list[Event], diagnosis: Diagnosis) -> float:
+    """Return the relative error of the dollars that `diagnose` names, against those of the injected pauses."""
+    text = " ".join(line.text for each in diagnosis.findings for line in each.evidence)
+    found = re.search(r"in all .* s and \$([0-9.]+)", text)
+    steps = sum(one.name == "step" and one.rank == 0 for one in events) - 1  # the first has no history
+    slowed = min(steps, 60) * SLOW_SECONDS * 2 * _USD_PER_RANK_SECOND
+    return round(float(found[1]) / slowed - 1, 3) if found else float("nan")
+
+
+def _run_plain(name: str, seed: int, folder: Path) -> dict[str, Any]:
+    made = INJECTIONS[name]
+    logs, guilty, seconds = inject(name, folder, seed)
+    root = next((each for each in diagnose_files(logs).findings if each.role == "root"), None)
+    right = root is not None and root.rule.id in (made.symptom, *made.answers)
+    alike = made.ranks == 1 or made.gone or root is None or not root.ranks  # there is no one faulty rank
+    return {
+        "case": f"plain:{name}", "seed": seed, "family": root.rule.family if root else None,
+        "symptom": root.rule.id if root else None, "right": right, "seconds": round(seconds, 2),
+        "rank_right": None if alike or root is None else guilty in root.ranks, "starts": 1,
+        "wrong": [] if right else ["family"],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(int(os.environ.get("SOAK_SEEDS", "10"))))
+@pytest.mark.parametrize("name", CASES)
+def test_a_headline(name: str, seed: int, tmp_path: Path) -> None:
+    row = run_case(name, seed, tmp_path)
+    assert not row["wrong"], row
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.soak.soak_headlines", description=__doc__)
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"some of {', '.join(CASES)} (all)")
+    parser.add_argument("--seeds", type=int, default=1, help="number of seeds (1)")
+    parser.add_argument("--first-seed", type=int, default=0, help="the first of them (0)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="append a line per run there")
+    given = parser.parse_args(arguments)
+    rows: list[dict[str, Any]] = []
+    for seed in range(given.first_seed, given.first_seed + given.seeds):
+        for name in given.cases or CASES:
+            with tempfile.TemporaryDirectory(prefix="ebbflow-headline-") as folder:
+                rows.append(run_case(name, seed, Path(folder)))
+            print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+            if given.json is not None:
+                with given.json.open("a") as file:
+                    file.write(json.dumps(rows[-1]) + "\n")
+    print(table(rows))
+    return int(any(row["wrong"] for row in rows))
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    lines = [
+        "| trouble | seeds | family right | rank right | seconds, median | worst | starts | wrong |",
+        "|---" * 8 + "|",
+    ]
+    for name in dict.fromkeys(row["case"] for row in rows):
+        mine = [row for row in rows if row["case"] == name]
+        known = [row["seconds"] for row in mine if row["seconds"] is not None]
+        ranks = [row["rank_right"] for row in mine if row["rank_right"] is not None]
+        starts = sorted({row["starts"] for row in mine})
+        wrong = sorted({what for row in mine for what in row["wrong"]})
+        cells = [name, len(mine), sum(row["right"] for row in mine), f"{sum(ranks)} of {len(ranks)}" if ranks else "–"]
+        cells += [f"{statistics.median(known):.1f}", f"{max(known):.1f}"] if known else ["–", "–"]
+        lines.append("| " + " | ".join(map(str, [*cells, ", ".join(map(str, starts)), ", ".join(wrong) or "–"])) + " |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

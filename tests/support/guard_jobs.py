@@ -87,6 +87,7 @@ class Job:
 
     folder: Path
     config: dict[str, Any]
+    terms: dict[str, Any] | None = None  # of GangSpec
 
     @classmethod
     def make(
@@ -135,6 +136,7 @@ class Job:
             config=self._config(training).model_dump(mode="json"),
             store_uri=self.config["store"],
             prepared={"fingerprint": "points", "weight_unit": "points"},
+            terms=self.terms,
             log_folder=str(self.folder / "logs"),
         )
         return LocalGang(spec, self.folder / f"attempt-{attempt}", self.folder / f"output-{attempt}.log").wait(240)

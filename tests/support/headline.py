@@ -1,4 +1,7 @@
-"""A workload that has one headline trouble of the guides on one rank, at one step; it records when."""
+"""A workload that has one headline trouble of the guides on one rank, at one step; it records when.
+
+The scripts SCRIPTS have theirs in a loop of their own, with `ebbflow.attach`.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +15,46 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ebbflow.training.workload import Cursor
-from tests.support.guard_jobs import OneSided
+from tests.support.guard_jobs import Branching, OneSided
 from tests.support.workload_cases import Points, Sound
+
+from ebbflow.training.workload import Cursor  # isort: skip
+
+# In these, the trouble comes again in each start.
+LASTING = {
+    "leave_out_a_branch",
+    "overflow_in_a_layer",
+    "call_a_collective",
+    "save_alone",
+    "ask_for_no_rollouts",
+    "load_another_optimizer",
+    "slow_down",
+}
+SLOW_SECONDS = 0.06  # per step, of slow_down
+
+
+class Overflowing(nn.Linear):
+    spoiled = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) / (0.0 if self.spoiled else 1.0)
 
 
 class Headline(OneSided):
-    """Options: trouble (a method), guilty (rank), step, mark (a file: the trouble's time; it strikes once)."""
+    """Options: trouble (a method), guilty (rank), step, mark (a file: the trouble's time; others strike once)."""
+
+    def model(self) -> nn.Module:
+        with torch.device("meta"):
+            model = Branching()
+            model.branch = Overflowing(4, 1)
+        return model
 
     def next_batch(self, model: nn.Module, cursor: Cursor) -> Points:
         options: dict[str, Any] = dict(self.context.options)
         step = cursor.first // self.context.config.training.batch_size + 1
-        self.factor, self.branch = 1.0, True
+        self.branch, self.pause, self.of_step = True, 0.0, model
         mark = Path(options["mark"])
-        lasting = options["trouble"] in ("leave_out_a_branch", "divide_by_zero", "call_a_collective")
+        lasting = options["trouble"] in LASTING
         if step >= options["step"] and self.context.rank == options["guilty"] and (lasting or not mark.exists()):
             if not mark.exists():
                 mark.write_text(str(time.time()))
@@ -33,22 +62,39 @@ class Headline(OneSided):
         return Sound.next_batch(self, model, cursor)
 
     def errors(self, model: nn.Module, batch: Points) -> Tensor:
-        return self.factor * super().errors(model, batch)
+        time.sleep(self.pause)
+        return super().errors(model, batch)
 
     def leave_out_a_branch(self) -> None:
         self.branch = False
 
-    def divide_by_zero(self) -> None:
-        self.factor = float("nan")
+    def overflow_in_a_layer(self) -> None:
+        next(part for part in self.of_step.modules() if isinstance(part, Overflowing)).spoiled = True
 
     def call_a_collective(self) -> None:
         dist.all_reduce(torch.ones(3))
 
     def save_alone(self) -> None:
+        torch.save(self.of_step.state_dict(), os.devnull)
+        dist.barrier()
+
+    def work_alone(self) -> None:
         time.sleep(600)
 
     def raise_error(self) -> None:
         raise ValueError("cannot read sample 17")
+
+    def ask_for_no_rollouts(self) -> None:
+        num_rollouts_per_episodes = self.context.config.training.batch_size // 100
+        print(f"num_rollouts_per_episodes = {num_rollouts_per_episodes}", flush=True)
+        range(0, 10, 10 // num_rollouts_per_episodes)
+
+    def load_another_optimizer(self) -> None:
+        other = torch.optim.Adam(nn.Linear(4, 1, bias=False).parameters())
+        torch.optim.Adam(nn.Linear(4, 1).parameters()).load_state_dict(other.state_dict())
+
+    def slow_down(self) -> None:
+        self.pause = SLOW_SECONDS
 
     def die(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -67,3 +113,65 @@ class Headline(OneSided):
 
         for _ in torch.utils.data.DataLoader(Fatal(), num_workers=1):
             pass
+
+
+_HEAD = """
+import os, sys, time
+import torch, torch.distributed as dist
+from torch import nn
+import ebbflow
+
+guilty, step, mark = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+
+def strike():
+    if not os.path.exists(mark):
+        with open(mark, "w") as file:
+            file.write(str(time.time()))
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.trunk, self.branch = nn.Linear(4, 1), nn.Linear(4, 1)
+    def forward(self, x, branch=True):
+        if branch:
+            return self.trunk(x) + self.branch(x)
+        return self.trunk(x)
+
+torch.manual_seed(0)
+model = nn.parallel.DistributedDataParallel(Model())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+job = ebbflow.attach(model, optimizer)
+
+def take_step(**options):
+    loss = model(torch.randn(8, 4), **options).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    time.sleep(0.02)
+"""
+SCRIPTS = {
+    "uneven_batches": _HEAD
+    + """
+batches = step + 2 if rank == guilty else step + 30
+for number, _ in enumerate(job.batches([torch.ones(1)] * batches, epochs=1), 1):
+    if number == step + 3:
+        strike()
+    take_step()
+""",
+    "unequal_steps": _HEAD
+    + """
+for number in job.steps(step + 2 if rank == guilty else step + 30):
+    if number == step + 2:
+        strike()
+    take_step()
+""",
+    "unused_in_a_script": _HEAD
+    + """
+for number in job.steps(step + 30):
+    if rank == guilty and number + 1 >= step:
+        strike()
+    take_step(branch=rank != guilty or number + 1 < step)
+""",
+}

@@ -42,7 +42,7 @@ LEFT_EARLY = "left early"
 _CALLED_ALONE = "it waits in a collective that the other ranks did not call"
 HANG = "hang"
 _first = attrgetter("timestamp")
-_STALL_SECONDS = 2.0  # without CPU time
+_STALL_SECONDS = 1.0  # without CPU time
 _KILL_SECONDS = 1.0  # an exception counts as the cause of a kill only if it is more than this earlier
 
 
