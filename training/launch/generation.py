@@ -205,7 +205,8 @@ class NodeGeneration:
                         reported[failure.rank] = failure
                         print_line(f"node {self._spec.node}: rank {failure.rank}: {failure.headline}")
                     self._peers.report(failure)
-                if (stall := self._peers.take_stall()) is not None:
+                stall, self._peers.stall = self._peers.stall, None
+                if stall is not None:
                     text = f"rank {stall.rank}: {stall.message}, uses no CPU time; the other ranks wait for it"
                     print_line(text)
                     self._log.emit(STALL, **stall.details() | {"culprit": text})

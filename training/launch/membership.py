@@ -66,7 +66,7 @@ class _Peers:
         self._orders: list[RankOrder] = []
         self._witnesses_wanted = False
         self._store_wait = StickyFlag(STORE_WAIT_SECONDS)
-        self._stall: Culprit | None = None
+        self.stall: Culprit | None = None  # a newly found rank for which all others wait, although it is idle
 
     def orders(self) -> list[RankOrder]:
         orders, self._orders = self._orders, []
@@ -76,11 +76,6 @@ class _Peers:
         """Return whether the coordinator has requested the positions of the ranks since the last call."""
         wanted, self._witnesses_wanted = self._witnesses_wanted, False
         return wanted
-
-    def take_stall(self) -> Culprit | None:
-        """Return the rank for which all others wait, although it is idle, if the coordinator has newly found one."""
-        stall, self._stall = self._stall, None
-        return stall
 
     @property
     def store_wait_active(self) -> bool:
@@ -342,7 +337,7 @@ class CoordinatorPeers(_Peers):
             # Either is proof, although no rank has failed yet.
             trouble = detect_mismatch(evidence) is not None or (complete and detect_lone_call(evidence))
             if complete and not trouble and not self._failures:
-                self._stall = detect_stall(evidence)
+                self.stall = detect_stall(evidence)
         else:
             self._failures.append(failure)
             trouble = True
