@@ -96,9 +96,10 @@ class TorchEngine:
 
     @torch.no_grad()
     def update_weights(self, model: nn.Module, version: int) -> None:
-        own, model = dict(self._model.named_parameters()), getattr(model, "module", model)
+        model = getattr(model, "module", model)  # without DDP's wrapper
+        own = dict(self._model.named_parameters(remove_duplicate=False))  # all names of tied weights
         buffers = dict(self._model.named_buffers())
-        given = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        given = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
         for name in [*own, *buffers]:
             value = given[name].detach()
             if isinstance(value, DTensor):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +14,12 @@ from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.events import read_events
 from ebbflow.infra.layout import job_prefix
 from ebbflow.infra.store import Store
+from ebbflow.workloads.policy_optimization import PolicyOptimization
+from tests.support.alone import run_alone
 from tests.support.gangs import run_ranks
 
 WORKLOAD = "ebbflow.workloads:PolicyOptimization"
+DIES = "DIES_AT_CALL"  # of the reward, or of the loss: "reward 70"
 OPTIONS = {
     "prompt_max_len": 6,
     "held_out_prompts": 8,
@@ -23,8 +29,25 @@ OPTIONS = {
 }
 
 
+_calls = {"reward": 0, "loss": 0}
+
+
+def die_if_due(name: str) -> None:
+    _calls[name] += 1
+    if os.environ.get(DIES) == f"{name} {_calls[name]}":
+        time.sleep(1.0)  # the last save becomes a commit
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Mortal(PolicyOptimization):
+    def loss(self, model: Any, batch: Any) -> Any:
+        die_if_due("loss")
+        return super().loss(model, batch)
+
+
 def small_bytes(prompt: str, completion: str, row: Any) -> float:
     """A reward that an untrained model gets often: the share of the completion's characters below 64."""
+    die_if_due("reward")
     return sum(ord(letter) < 64 for letter in completion) / max(len(completion), 1)
 
 
@@ -63,3 +86,24 @@ def test_any_world_size_trains_the_same_and_resumes_the_others_commits(tmp_path:
     assert len(found["1"]) == len(found["resumed"]) == 46 and len(set(found["1"])) > 30
     for job in ("2", "4", "resumed"):
         assert found[job] == pytest.approx(found["1"], rel=1e-5, abs=1e-5), job
+
+
+def test_a_job_killed_in_a_rollout_and_in_an_update_ends_with_the_weights_of_the_quiet_one(tmp_path: Path) -> None:
+    """Four steps train on a rollout, and commits are made in between."""
+    options = {"rollout_batch_size": 8, "max_epochs": 2, "kl_target": 0.01, "reward_running_norm": True}
+    config = config_of(tmp_path, options=options, training={"max_steps": 9}, checkpoint={"interval_steps": 3})
+    config = config.model_copy(update={"workload": f"{__name__}:Mortal"})
+    path = tmp_path / "job.yaml"
+    path.write_text(config.model_dump_json())
+    quiet = run_alone(config, "quiet")
+    assert quiet.weights_sha256
+    trial = 3 * 32 + 8  # rewards of the examination: three rollouts of eight prompts, and the held-out prompts
+    # In the second rollout, before step 5; then in the update of step 8. The examination calls the loss five times.
+    for dies in (f"reward {trial + 32 + 8 + 10}", "loss 10"):
+        with pytest.raises(AssertionError):
+            command = ["-m", "ebbflow.training", str(path), "--job", "killed"]
+            run_ranks(1, command, environment={**os.environ, DIES: dies})
+    assert run_alone(config, "killed").weights_sha256 == quiet.weights_sha256
+    events = read_events(Store.open(config.store).sub(job_prefix("killed")))
+    assert [event.step for event in events if event.name == "restore"] == [3, 6]
+    assert numbers_of(config, "killed") == numbers_of(config, "quiet")
