@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ebbflow.infra.config.schema import ModelConfig, ParallelConfig, RunConfig
 from ebbflow.training.gang import Gang
@@ -60,6 +62,56 @@ def test_each_rank_holds_its_part_of_the_same_weights(join, mode: str, world_siz
         bytes_held += parameter.to_local().nbytes
     largest = max(parameter.nbytes for parameter in whole.values())
     assert bytes_held <= sum(parameter.nbytes for parameter in whole.values()) / shards + largest
+
+
+class Drawn(TorchDispatchMode):
+    """Counts the elements that are drawn at random on the CPU."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default) and args[0].device.type == "cpu":
+            self.elements += args[0].numel()
+        return func(*args, **kwargs or {})
+
+
+class Special(nn.Linear):
+    """Initialised by operations on whole tensors, after numbers that are drawn by rows."""
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        with torch.no_grad():
+            self.weight.copy_(torch.arange(float(self.weight.numel())).view_as(self.weight)).mul_(2).add_(1)
+            self.weight[3] = 0.5
+
+
+class Wide(ModelOnly):
+    def model(self) -> nn.Module:
+        with torch.device("meta"):
+            return nn.Sequential(nn.Embedding(3001, 512), nn.Linear(512, 1030), nn.Linear(1030, 4), Special(512, 600))
+
+
+@pytest.mark.parametrize(("mode", "world_size", "shards", "rank"), [("fsdp2", 16, 16, 15), ("hsdp", 16, 8, 11)])
+def test_of_large_weights_a_rank_draws_its_own_rows(join, mode: str, world_size: int, shards: int, rank: int) -> None:
+    class Parts(Wide):
+        def units(self, model: Any) -> list[nn.Module]:
+            return list(model)
+
+    config = make_config(mode)
+    whole = dict(spread_model(Parts(make_config("ddp")), make_config("ddp"), Gang()).module.named_parameters())
+    gang = join(rank, world_size)
+    with Drawn() as drawn:
+        module = spread_model(Parts(config), config, gang).module
+    for name, parameter in module.named_parameters():
+        assert isinstance(parameter, DTensor)
+        parts = whole[name].chunk(shards)
+        own = parts[rank % shards] if rank % shards < len(parts) else whole[name][:0]
+        assert torch.equal(parameter.to_local(), own), name
+    # At most two blocks of each weight but the last, which is drawn once by rows and once as a whole.
+    last = whole["3.weight"].numel()
+    assert (
+        drawn.elements <= 2 * 2 * 2**18 + 2 * last + sum(len(one) for one in whole.values()) + whole["2.weight"].numel()
+    )
 
 
 def test_weights_that_will_be_overwritten_are_not_initialised(join: Join) -> None:

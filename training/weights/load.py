@@ -17,11 +17,103 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ebbflow.training.errors import WorkloadError
 from ebbflow.training.weights.files import StoredTensor, Translate, abbreviate, find_weights, open_weights
 
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
+_aten = torch.ops.aten
+_DRAWS = (_aten.normal_.default, _aten.uniform_.default)
+_BLOCK_ELEMENTS = 2**18  # elements that are drawn with one seed; smaller tensors are drawn whole
+
+
+class _NotByRows(Exception):
+    """Raised for an operation that needs more of a parameter than a rank's rows."""
+
+
+class _Rows(Tensor):
+    """A parameter on the CPU of which only the rows of one rank have memory: `own`, from row `first` on."""
+
+    own: Tensor
+    first: int
+
+    @staticmethod
+    def __new__(cls, shape: torch.Size, own: Tensor, first: int) -> _Rows:
+        rows = Tensor._make_wrapper_subclass(cls, shape, dtype=own.dtype)  # type: ignore[attr-defined]
+        rows.own, rows.first = own, first
+        return rows
+
+    def __init__(self, shape: torch.Size, own: Tensor, first: int) -> None:
+        pass
+
+    def cut(self, value: Any) -> Any:
+        """Return the same rows of `value`, if it is a tensor of this shape."""
+        if isinstance(value, _Rows):
+            return value.own
+        if not isinstance(value, Tensor) or value.dim() == 0:
+            return value
+        if value.shape != self.shape:
+            raise _NotByRows
+        return value[self.first : self.first + len(self.own)]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise _NotByRows  # outside `_DrawByBlocks`
+
+
+class _DrawByBlocks(TorchDispatchMode):
+    """Context in which normal and uniform numbers of large tensors are drawn by blocks of rows, each with its own seed.
+
+    So a rank draws only the blocks that contain its rows, and all ranks together have the numbers of a whole tensor. A
+    seed depends on `text`, on the number of large draws before and on the block.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self._text, self._draws = text, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        target: Any = args[0] if args else None
+        drawn = func in _DRAWS and target.device.type == "cpu"
+        if drawn and target.numel() > _BLOCK_ELEMENTS and kwargs.get("generator") is None:
+            self._draw(func, target, args[1:])
+            return target
+        if not any(isinstance(one, _Rows) for one in tree_leaves((args, kwargs))):
+            return func(*args, **kwargs)
+        if not isinstance(target, _Rows):
+            raise _NotByRows
+        if func is _aten.detach.default:
+            return _Rows(target.shape, target.own, target.first)
+        if drawn:
+            whole = torch.empty(target.shape, dtype=target.dtype)
+            target.own.copy_(target.cut(func(whole, *args[1:], **kwargs)))
+        elif func in (_aten.zero_.default, _aten.copy_.default, _aten.fill_.Scalar) or (
+            func._schema.is_mutable and torch.Tag.pointwise in func.tags
+        ):
+            func(*tree_map(target.cut, args), **tree_map(target.cut, kwargs))
+        else:
+            raise _NotByRows
+        return target
+
+    def _draw(self, func: Any, target: Tensor, numbers: Any) -> None:
+        self._draws += 1
+        first, own = (target.first, target.own) if isinstance(target, _Rows) else (0, target)
+        rows = max(1, _BLOCK_ELEMENTS * len(target) // target.numel())
+        for block in range(first // rows, -(-(first + len(own)) // rows) if len(own) else 0):
+            begin, end = block * rows, min((block + 1) * rows, len(target))
+            values = torch.empty((end - begin, *target.shape[1:]), dtype=target.dtype)
+            generator = torch.Generator().manual_seed(_seed(f"{self._text}\n{self._draws}\n{block}"))
+            func(values, *numbers, generator=generator)
+            low, high = max(begin, first), min(end, first + len(own))
+            own[low - first : high - first].copy_(values[low - begin : high - begin])
+
+
+def _seed(text: str) -> int:
+    digest = hashlib.sha256(text.encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1  # torch takes a signed 64-bit seed
 
 
 def initialise(
@@ -40,6 +132,9 @@ def initialise(
     tied parameter is initialised once, under the name that `named_parameters` lists first. Raises WorkloadError for a
     module without `reset_parameters`.
 
+    Of sharded parameters only this rank's rows are materialised and drawn (`_DrawByBlocks`), unless
+    `reset_parameters` does more than to draw, copy and compute element by element: then all rows are.
+
     If `overwritten` is True, a commit or file will overwrite everything except non-persistent buffers, so only modules
     with such buffers are initialised. `progress` is called before each module, since a large model takes minutes.
     """
@@ -49,23 +144,51 @@ def initialise(
         own = [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]
         if not own or (overwritten and not part._non_persistent_buffers_set):
             continue
-        reset = getattr(part, "reset_parameters", None)
-        if reset is None:
+        if getattr(part, "reset_parameters", None) is None:
             raise WorkloadError(
                 f"module {name or '(the model)'} ({type(part).__name__}) holds {own[0][0]!r} but has no "
                 "reset_parameters(); fix: add one that fills its parameters and buffers, as torch.nn.Linear does"
             )
         progress()
-        part.to_empty(device="cpu", recurse=False)
-        with torch.random.fork_rng(devices=[]):
-            digest = hashlib.sha256(f"{seed}\n{name}".encode()).digest()
-            torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)  # torch takes a signed 64-bit seed
-            reset()
+        names = {key: f"{name}.{key}" if name else key for key, _ in own}
+        part.to_empty(device="cpu", recurse=False)  # takes memory only where it is written
+        whole = dict(part._parameters)
+        held = {key: _find_own_rows(targets[names[key]]) for key in whole if names.get(key) in targets}
+        try:
+            _reset(part, f"{seed}\n{name}", held)
+        except _NotByRows:
+            part._parameters.update(whole)
+            _reset(part, f"{seed}\n{name}", {})
         for key, value in [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]:
-            full = f"{name}.{key}" if name else key
-            if full not in tied:
-                _copy_own_part(targets[full], value.detach())
+            if names[key] not in tied:
+                _copy_own_part(targets[names[key]], value)
+        part._parameters.update(whole)
         part.to_empty(device="meta", recurse=False)
+
+
+def _reset(part: nn.Module, text: str, held: Mapping[str, tuple[int, int] | None]) -> None:
+    """Call the `reset_parameters` of a module on the CPU, with random numbers that depend on `text`.
+
+    `held` has the first row and the number of rows of those parameters of which only a part gets memory.
+    """
+    with torch.random.fork_rng(devices=[]), _DrawByBlocks(text):
+        for key, rows in held.items():
+            if rows is not None:
+                shape, (first, count) = part.get_parameter(key).shape, rows
+                own = torch.empty((count, *shape[1:]), dtype=part.get_parameter(key).dtype)
+                part._parameters[key] = nn.Parameter(_Rows(shape, own, first))
+        torch.manual_seed(_seed(text))
+        reset: Any = part.reset_parameters
+        reset()
+
+
+def _find_own_rows(target: Tensor) -> tuple[int, int] | None:
+    """Return the first row and the number of rows that this rank holds of a tensor sharded by rows, otherwise None."""
+    if not isinstance(target, DTensor) or target.dim() == 0:
+        return None
+    rest = tuple(target.shape[1:])
+    (offsets, sizes), *more = _own_boxes(target) or [((0,), (0, *rest))]
+    return None if more or sizes[1:] != rest else (offsets[0], sizes[0])
 
 
 def tied_names(module: nn.Module) -> dict[str, str]:
@@ -89,7 +212,10 @@ def materialise(module: nn.Module, device: torch.device | str) -> None:
 
 def _copy_own_part(target: Tensor, value: Tensor) -> None:
     with torch.no_grad():
-        if isinstance(target, DTensor):
+        if isinstance(value, _Rows):
+            assert isinstance(target, DTensor)
+            target.to_local().copy_(value.own)
+        elif isinstance(target, DTensor):
             # Every rank has the whole value and cuts out its own part.
             mesh, placements = target.device_mesh, target.placements
             own = distribute_tensor(value.to(mesh.device_type), mesh, placements, src_data_rank=None)
@@ -167,14 +293,17 @@ def _fill(target: Tensor, file: Any, name: str) -> None:
     if not isinstance(target, DTensor):
         target.copy_(file.get_tensor(name))
         return
+    for offsets, sizes in _own_boxes(target):
+        box = tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
+        target.to_local().copy_(file.get_slice(name)[box])
+
+
+def _own_boxes(target: DTensor) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Return offsets and sizes of the parts of a tensor that this rank holds, without empty ones."""
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner({"tensor": target}, None, True)
-    for item in planner.create_local_plan().items:
-        assert item.tensor_data is not None  # only a tensor was given
-        chunk = item.tensor_data.chunk
-        if math.prod(chunk.sizes):
-            box = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
-            target.to_local().copy_(file.get_slice(name)[box])
+    chunks = [item.tensor_data.chunk for item in planner.create_local_plan().items if item.tensor_data is not None]
+    return [(tuple(one.offsets), tuple(one.sizes)) for one in chunks if math.prod(one.sizes)]
 
 
 def weights_sha256(module: nn.Module) -> str:
