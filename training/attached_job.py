@@ -479,7 +479,10 @@ class AttachedJob:
         if self._spec.candidates:
             self._reporter.enter("restore", 0)
         begun = time.monotonic()
-        restored = self._saver.restore(self._spec.candidates, self._model, self._optimizer, place=place)
+        restored = self._saver.restore(
+            self._spec.candidates, self._model, self._optimizer, place=place,
+            progress=lambda: self._reporter.enter("restore", 0),
+        )  # fmt: skip
         if restored is None:
             return None
         self.step, self._samples = restored.step, restored.extra["cursor"]

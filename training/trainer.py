@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -387,7 +387,8 @@ class Trainer:
             self.guards.compare_at_end(at, self.spread.module)  # the last commit has these weights
         self.enter("done", at.step)
         # After a drain request there is no time to hash all weights; a later attempt will complete the job.
-        sha256 = None if outcome is Outcome.INTERRUPTED else weights_sha256(self.spread.module)
+        alive = partial(self.enter, "done", at.step)
+        sha256 = None if outcome is Outcome.INTERRUPTED else weights_sha256(self.spread.module, progress=alive)
         if self.gang.rank == 0:
             ending = {"outcome": str(outcome), "weights_sha256": sha256, "message": message}
             self.reporter.emit(OUTCOME, step=at.step, flush=True, **ending)

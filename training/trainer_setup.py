@@ -151,7 +151,8 @@ def restore(trainer: Trainer, saver: Checkpointer, candidates: list[str]) -> Pos
     if candidates:
         trainer.enter("restore", 0)
     begun = time.monotonic()
-    restored = saver.restore(candidates, trainer.spread.module, trainer.optimizer)
+    alive = partial(trainer.enter, "restore", 0)
+    restored = saver.restore(candidates, trainer.spread.module, trainer.optimizer, progress=alive)
     if restored is None:
         return begin(trainer)
     for key in ("seed", "data_fingerprint"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -23,7 +25,7 @@ class NoSaver(Checkpointer):
     def abandon(self, step: int) -> None:
         return None
 
-    def restore(self, candidates: list[str], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def restore(self, *_: Any, **__: Any) -> None:
         return None
 
     def before_step(self) -> None:

@@ -301,7 +301,9 @@ class CheckpointConfig(Section):
     orphan_hours: float = key(
         24.0, "data of saves without a commit, and invalid commits, are deleted after this time", gt=0
     )
-    deadline_seconds: float = key(120.0, "time limit for one save to be durable", gt=0)
+    deadline_seconds: float = key(
+        120.0, "time limit for one save to be durable; a save that needs longer at 25 MiB/s per rank gets longer", gt=0
+    )
     signing_key_env: str | None = key(
         None, "environment variable with the key that signs commits; unsigned commits are rejected; null: off"
     )

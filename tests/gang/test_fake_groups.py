@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ebbflow.infra.config.schema import ModelConfig, ParallelConfig, RunConfig
 from ebbflow.training.gang import Gang
 from ebbflow.training.parallel import spread_model
+from ebbflow.training.weights.load import weights_sha256
 from tests.support.spread_rank import ModelOnly
 
 MODEL = ModelConfig(hidden_size=64, num_layers=1, num_heads=2, sequence_length=16)
@@ -112,6 +114,14 @@ def test_of_large_weights_a_rank_draws_its_own_rows(join, mode: str, world_size:
     assert (
         drawn.elements <= 2 * 2 * 2**18 + 2 * last + sum(len(one) for one in whole.values()) + whole["2.weight"].numel()
     )
+
+
+def test_only_rank_0_hashes_sharded_weights(join: Join) -> None:
+    config, beats = make_config("fsdp2"), list[int]()
+    module = spread_model(ModelOnly(config), config, join(3, 16)).module
+    digest = weights_sha256(module, progress=lambda: beats.append(0))
+    assert digest == hashlib.sha256().hexdigest(), "of nothing: this group does not bring the digest of rank 0"
+    assert len(beats) == len(list(module.parameters())), "a large model is not taken for a hang"
 
 
 def test_weights_that_will_be_overwritten_are_not_initialised(join: Join) -> None:

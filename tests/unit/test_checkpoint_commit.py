@@ -63,6 +63,20 @@ def job(tmp_path: Path) -> Store:
     return Store.open(str(tmp_path / "jobs" / "test"))
 
 
+@pytest.mark.parametrize(("cap", "seconds"), [(None, 1.0), (4000.0, 16000 / 2000)])
+def test_the_deadline_of_a_save_grows_with_its_bytes(job: Store, cap: float | None, seconds: float) -> None:
+    model = nn.Linear(4000, 1, bias=False)
+    with Checkpointer(
+        job.uri, generation=open_generation(job, run="r", attempt=0), deadline_seconds=1.0, upload_bytes_per_second=cap
+    ) as checkpointer:
+        assert checkpointer._seconds_for(25 * 2**20 * 60) == (60.0 if cap is None else 25 * 2**20 * 60 / 2000)
+        checkpointer.save(1, model, None, {})
+        flight = checkpointer._saves.last
+        assert flight is not None and flight.size > 16000
+        assert seconds <= flight.deadline.seconds <= seconds * flight.size / 16000
+        checkpointer.hurry()
+
+
 def test_a_restored_run_goes_on_as_if_nothing_had_happened(job: Store) -> None:
     events: list[tuple[str, dict]] = []
     model, optimizer = build()

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import random
+import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ebbflow.infra.errors import StoreError
 from ebbflow.infra.ranges import read_blocks
@@ -132,3 +135,34 @@ def test_a_restore_says_where_its_time_went_and_reads_each_byte_once(tmp_path: P
     weight = torch.empty_like(model.weight)
     reader.read_into({"model.weight": weight})
     assert torch.equal(weight, model.weight)
+
+
+class Temporary(TorchDispatchMode):
+    """Counts the bytes of new tensors that are in use at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive, self.most = list[weakref.ref[torch.Tensor]](), 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **kwargs or {})
+        if func is torch.ops.aten.empty.memory_format:
+            self.alive = [one for one in self.alive if one() is not None] + [weakref.ref(found)]
+            self.most = max(self.most, sum(one.nbytes for ref in self.alive if (one := ref()) is not None))
+        return found
+
+
+def test_tensors_that_are_read_by_way_of_the_host_are_read_in_groups(tmp_path: Path) -> None:
+    """The memory of a tensor of another layout, or on a GPU, is no destination for stored bytes."""
+    job = Store.open(str(tmp_path / "jobs" / "job"))
+    model = nn.Sequential(*(nn.Linear(100, 100, bias=False) for _ in range(8)))
+    with Checkpointer(job.uri, generation=open_generation(job, run="r", attempt=0)) as checkpointer:
+        checkpointer.save(1, model, None, {})
+        key = checkpointer.wait().key
+    size, progress = 100 * 100 * 4, list[int]()
+    targets = {f"model.{name}": torch.zeros(100, 100).t() for name in model.state_dict()}
+    reader = CommitReader(job, key, group_bytes=3 * size, progress=lambda: progress.append(0))
+    with Temporary() as temporary:
+        reader.read_into(targets)
+    assert all(torch.equal(targets[f"model.{name}"], value) for name, value in model.state_dict().items())
+    assert len(progress) == 3 and temporary.most <= 3 * size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,6 +26,7 @@ from ebbflow.training.checkpoint.verified_io import CHUNK_BYTES, Deadline, canon
 from ebbflow.training.errors import CheckpointError
 
 _CLOSE_GRACE_SECONDS = 5.0
+_SLOWEST_BYTES_PER_SECOND = 25 * 2**20  # of one rank; a save of more bytes has more time than `deadline_seconds`
 
 
 class Checkpointer:
@@ -35,7 +37,8 @@ class Checkpointer:
     Args:
         job_store_uri: the job's folder in the store (`<store>/jobs/<job>`).
         generation: the current start of the gang, as `open_generation` returned it.
-        deadline_seconds: time for a save to become a commit, counted from the call of `save`.
+        deadline_seconds: time for a save to become a commit, counted from the call of `save`. A save has more time if
+            its bytes need it at 25 MiB/s per rank, or at half the bandwidth cap.
         upload_bytes_per_second: bandwidth cap for this rank's uploads; None means no cap.
         chunk_bytes: bytes per checksum. An upload part has two chunks; Amazon S3 requires parts of at least 5 MiB.
         request_seconds: timeout of each store request during a restore.
@@ -149,7 +152,8 @@ class Checkpointer:
 
         Args:
             extra: further data to store with the checkpoint, as JSON without NaN. Only rank 0's data is stored.
-            deadline_seconds: deadline of this save; default: the checkpointer's `deadline_seconds`.
+            deadline_seconds: deadline of this save; default: the checkpointer's `deadline_seconds`, or more for many
+                bytes.
 
         Raises:
             GenerationSuperseded: a newer generation of the job is running.
@@ -175,7 +179,9 @@ class Checkpointer:
         flight = InflightSave(
             save=save,
             began=began,
-            deadline=Deadline(self._deadline_seconds if deadline_seconds is None else deadline_seconds),
+            deadline=Deadline(
+                self._seconds_for(staged.layout.length) if deadline_seconds is None else deadline_seconds
+            ),
             size=staged.layout.length,
             stall_seconds=time.monotonic() - began,
         )
@@ -211,7 +217,13 @@ class Checkpointer:
         return flights.last_commit
 
     def restore(
-        self, candidates: list[str], model: nn.Module, optimizer: Optimizer | None, *, place: Place | None = None
+        self,
+        candidates: list[str],
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        *,
+        place: Place | None = None,
+        progress: Callable[[], object] = lambda: None,
     ) -> RestoreResult | None:
         """Fill model and optimizer from the first candidate that all ranks can verify. Without candidates, return None.
 
@@ -221,6 +233,7 @@ class Checkpointer:
             candidates: commit keys, newest first.
             place: called for each tensor of `FurtherState.shared`; returns the destination tensor, or None to skip it.
                 By default, all are skipped.
+            progress: called after each 512 MiB, since a large state takes minutes.
 
         Raises:
             CommitMismatch: the commit belongs to another model.
@@ -240,6 +253,7 @@ class Checkpointer:
             self._world_size,
             node=self._node,
             place=place,
+            progress=progress,
         )
         self._planner.forget()
         if restored is not None:
@@ -263,6 +277,11 @@ class Checkpointer:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    def _seconds_for(self, size: int) -> float:
+        """Return the time for a save of `size` bytes of this rank to become a commit."""
+        rate = min(_SLOWEST_BYTES_PER_SECOND, (self._bytes_per_second or math.inf) / 2)
+        return max(self._deadline_seconds, size / rate)
 
     def _go_back_to(self, key: str, step: int) -> None:
         """Record the restored commit as this generation's parent, because the recorded one could not be restored."""
@@ -304,7 +323,7 @@ class Checkpointer:
             retention=self._retention.__dict__,
             upload={
                 "bytes_per_second": self._bytes_per_second,
-                "deadline_seconds": self._deadline_seconds,
+                "deadline_seconds": self._seconds_for(layout.length),
                 "chunk_bytes": self._chunk_bytes,
             },
         )

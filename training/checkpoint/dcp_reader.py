@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -28,12 +28,26 @@ from ebbflow.training.errors import CorruptCommit
 class CommitReader(StorageReader):
     """DCP storage reader for the commit `key` of a job's store. It verifies everything that it reads.
 
-    A user's code can pass such a reader to `dcp.load`. `parallel` is the number of chunks to read at once.
+    A user's code can pass such a reader to `dcp.load`.
+
+    Args:
+        parallel: number of chunks to read at once.
+        group_bytes: bytes to read at once. Those for a GPU are kept on the host until they are copied.
+        progress: called after each such group.
     """
 
-    def __init__(self, job_store: Store, key: str, *, parallel: int | None = None) -> None:
+    def __init__(
+        self,
+        job_store: Store,
+        key: str,
+        *,
+        parallel: int | None = None,
+        group_bytes: int = 2**29,
+        progress: Callable[[], object] = lambda: None,
+    ) -> None:
         self.manifest: Manifest = read_manifest(job_store, key)
         self._reader = VerifiedReader(job_store, self.manifest.data, parallel=parallel)
+        self._group_bytes, self._progress = group_bytes, progress
 
     @property
     def figures(self) -> ReadFigures:
@@ -87,11 +101,23 @@ class CommitReader(StorageReader):
         """Read pieces of tensors.
 
         A request is (tensor name, piece, part of the piece to read or None for all, tensor to fill). If the stored
-        bytes cannot be read directly into the tensor's memory, they are read into a temporary tensor first.
+        bytes cannot be read directly into the tensor's memory, they are read into a temporary tensor first. Groups of
+        requests limit the memory of these.
         """
         wanted: list[WantedRange] = []
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for name, piece, item, target in requests:
+        waiting = 0  # bytes of `wanted`
+
+        def read_group() -> None:
+            self._reader.read(wanted)
+            for target, rows in copies:
+                target.copy_(rows)
+            wanted.clear()
+            copies.clear()
+            self._progress()
+
+        # In the order of the stored bytes, so that groups have few chunks in common, which are read twice.
+        for name, piece, item, target in sorted(requests, key=lambda request: (request[1].rank, request[1].start)):
             entry = self.manifest.tensors[name]
             dtype = getattr(torch, entry.dtype)
             sizes = piece.sizes or (1,)  # a scalar is a row of one element
@@ -103,6 +129,11 @@ class CommitReader(StorageReader):
                 continue
             start = piece.start + offsets[0] * math.prod(sizes[1:]) * dtype.itemsize
             view = _memory(target, dtype) if lengths[1:] == sizes[1:] else None
+            length = lengths[0] * math.prod(sizes[1:]) * dtype.itemsize
+            if waiting + length > self._group_bytes:
+                read_group()
+                waiting = 0
+            waiting += length
             if view is None:
                 rows = torch.empty((lengths[0], *sizes[1:]), dtype=dtype)
                 view = _memory(rows, dtype)
@@ -111,9 +142,7 @@ class CommitReader(StorageReader):
                 copies.append((target, rows.view(target.shape) if target.dim() == 0 else rows))
             assert view is not None
             wanted.append(WantedRange(piece.rank, start, view))
-        self._reader.read(wanted)
-        for target, rows in copies:
-            target.copy_(rows)
+        read_group()
 
     def _piece(self, item: ReadItem) -> TensorPiece:
         entry = self.manifest.tensors[item.storage_index.fqn]

@@ -29,6 +29,7 @@ from ebbflow.training.errors import CheckpointError, GenerationSuperseded, NoRoo
 _KILLED_SECONDS = 2.0  # a process in a hanging write dies only when the write ends
 _LOOK_SECONDS = 5.0
 _ANSWER_MARGIN_SECONDS = 2.0  # an uploader that is this late counts as stuck
+_LONGEST_WAIT_SECONDS = 30.0
 _FAILURES_IN_A_ROW = 2  # the first is only reported; the second in a row ends the gang
 _NO_ROOM_HINT = "free space or raise the quota, or use another store; then start again: the last commit is intact"
 
@@ -200,18 +201,17 @@ class SaveTracker:
     def settle(self) -> None:
         """Wait until no save is in flight. At the save's deadline, kill the uploader and record the save as failed."""
         self.drain()
-        if self._current is None:
-            return
-        over = self._waiting()
-        try:
-            while self._current is not None:
-                remaining = max(self._current.deadline.remaining_seconds, 1.0) + _ANSWER_MARGIN_SECONDS
-                if not self._take_answer(remaining):
-                    self.uploader.give_up()
-                    seconds = self._current.deadline.seconds
-                    self._failed(f"rank {self._rank}: its uploader gave no answer within {seconds:g} s and was killed")
-        finally:
+        least = time.monotonic() + 1.0
+        while self._current is not None:
+            deadline = self._current.deadline
+            left = max(deadline.remaining_seconds, least - time.monotonic()) + _ANSWER_MARGIN_SECONDS
+            over = self._waiting()  # again each time: many bytes may take longer than the hang threshold of the wait
+            answered = self._take_answer(max(min(left, _LONGEST_WAIT_SECONDS), 0.0))
             over()
+            if not answered and left <= _LONGEST_WAIT_SECONDS:
+                self.uploader.give_up()
+                seconds = deadline.seconds
+                self._failed(f"rank {self._rank}: its uploader gave no answer within {seconds:g} s and was killed")
 
     def abandon(self, step: int) -> None:
         """Limit the uploader's wait for the commit of `step` to 2 s, because another rank failed to save that step."""

@@ -122,6 +122,7 @@ def restore_newest(
     node: int = 0,
     place: Place | None = None,
     read_again: ReadAgain | None = None,
+    progress: Callable[[], object] = lambda: None,
 ) -> RestoreResult | None:
     """Try the candidates in order until all ranks have verified one; return None if there are no candidates.
 
@@ -133,6 +134,7 @@ def restore_newest(
         place: returns the destination for a tensor of `FurtherState.shared`, or None to skip that tensor. By default,
             all are skipped.
         read_again: reads a possibly damaged part again in another process; default: a new process on this machine.
+        progress: called after each 512 MiB, since a large state takes minutes.
 
     Raises:
         UnreliableReader: some ranks found damage that a second read did not confirm. Those ranks raise it 20 s before
@@ -144,7 +146,7 @@ def restore_newest(
     began = time.monotonic()
     rejected: list[RejectedCommit] = []
     again = read_again or functools.partial(find_problem_in_new_process, store.uri)
-    reader = _Reader(rank, world_size, node, again, place or (lambda name, entry: None))
+    reader = _Reader(rank, world_size, node, again, place or (lambda name, entry: None), progress)
     for key in candidates:
         attempted, loaded, verdict, agree = _attempt_with_retries(store, key, model, optimizer, reader)
         kind, reason = verdict.kind, verdict.reason
@@ -208,6 +210,7 @@ class _Reader:
     node: int
     read_again: ReadAgain
     place: Place
+    progress: Callable[[], object]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,7 +275,7 @@ def _attempt(
 def _load(store: Store, key: str, model: nn.Module, optimizer: Optimizer | None, own: _Reader) -> _Loaded:
     rank, world_size = own.rank, own.world_size
     began = time.monotonic()
-    reader = CommitReader(store, key)
+    reader = CommitReader(store, key, progress=own.progress)
     manifest_seconds = time.monotonic() - began
     targets = prepare_for_loading(reader.manifest, model, optimizer)
     rng = {}

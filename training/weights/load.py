@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -306,8 +307,10 @@ def _own_boxes(target: DTensor) -> list[tuple[tuple[int, ...], tuple[int, ...]]]
     return [(tuple(one.offsets), tuple(one.sizes)) for one in chunks if math.prod(one.sizes)]
 
 
-def weights_sha256(module: nn.Module) -> str:
+def weights_sha256(module: nn.Module, *, progress: Callable[[], object] = lambda: None) -> str:
     """Return the SHA-256 of all weights, which does not depend on parallel mode or world size. A collective.
+
+    Sharded weights are gathered on all ranks and hashed by rank 0. `progress` is called before each parameter.
 
     For each parameter, in ascending order of its name's UTF-8 bytes, the digest takes
 
@@ -315,18 +318,26 @@ def weights_sha256(module: nn.Module) -> str:
 
     and then the full tensor's elements, row-major and little-endian, with nothing between or after.
     """
-    digest = hashlib.sha256()
+    digest, mesh = hashlib.sha256(), None
     for name, parameter in sorted(module.named_parameters(), key=lambda item: item[0].encode()):
+        progress()
         value = parameter.detach()
         if isinstance(value, DTensor):  # moved first if it is offloaded, because NCCL cannot reach host memory
-            moved = value.to(value.device_mesh.device_type)
+            mesh = value.device_mesh
+            moved = value.to(mesh.device_type)
             assert isinstance(moved, DTensor)
             value = moved.full_tensor()
+        if mesh is not None and dist.get_rank() != 0:
+            continue
         value = value.cpu().contiguous()
         dtype, shape = str(value.dtype).removeprefix("torch."), ",".join(map(str, value.shape))
         digest.update(f"{name}\n{dtype}\n{shape}\n".encode())
         digest.update(_little_endian(value))
-    return digest.hexdigest()
+    if mesh is None:
+        return digest.hexdigest()
+    shared = torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8).to(mesh.device_type)
+    dist.broadcast(shared, 0)
+    return bytes(shared.tolist()).hex()
 
 
 def _little_endian(value: Tensor) -> memoryview:
