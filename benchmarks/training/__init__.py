@@ -32,6 +32,10 @@ def main(arguments: list[str]) -> int:
         from benchmarks.training.survival import main as survival
 
         return survival(arguments[1:])
+    if arguments[:1] == ["published"]:
+        from benchmarks.training.published import main as published
+
+        return published(arguments[1:])
     from benchmarks.training.commands import main as run
 
     return run(arguments)

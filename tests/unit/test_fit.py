@@ -6,6 +6,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
+from benchmarks.training.published import RUNS, compare, summarise
 from ebbflow.cost.catalogue import load_catalogue
 from ebbflow.cost.plan.plan import make_plan
 from ebbflow.cost.plan.throughput import (
@@ -199,6 +200,15 @@ def test_the_published_run_of_gpt2_by_ddp_fits() -> None:
     assert memory_fit(gpt2, 8).total <= 40960 * 2**20
 
 
+def test_estimates_are_near_published_figures() -> None:
+    """The limits are those that the project set itself; docs/benchmarks.md has the table."""
+    compared = [compare(run) for run in RUNS]
+    speed, memory = (summarise(compared, kind) for kind in ("tokens_per_second", "gib"))
+    assert (speed["figures"], memory["figures"]) == (22, 5)
+    assert max(speed["median"], speed["median_of_others"]) <= 0.25, speed
+    assert memory["median"] <= 0.15, memory
+
+
 def test_no_matrix_of_attention_is_counted() -> None:
     """7B, one sample of 4,096 tokens on each of 8 GPUs: 64 GiB of it were matrices that fused attention never makes."""
     fit = memory_fit(published("7b", 4096, 8, 1, 1, False), 8)
@@ -343,7 +353,7 @@ def test_what_the_modes_move_and_compute_again():
     busy = {"batch_size": 512}
     plain, again = alone(training=busy), alone(training=busy, parallel={"recompute": "full"})
     assert (plain.bound, again.bound) == ("compute", "compute")
-    assert again.step_seconds == pytest.approx(plain.step_seconds * 4 / 3)
+    assert again.step_seconds == pytest.approx(plain.step_seconds * 1.1)
     moved = alone(training={"batch_size": 2}, fsdp={"cpu_offload": True, "use_mixed_precision": True})
     assert moved.bound == "host"
     assert moved.step_seconds == pytest.approx(3 * 2 * 4 * shape.parameters / PCIE_BYTES_PER_SECOND)
