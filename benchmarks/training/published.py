@@ -58,7 +58,7 @@ _MODELS = {f"MPT {name}": model for name, model in _GPT.items()} | _LLAMA
 _SOURCES = {
     "M": "MosaicML LLM-Foundry, scripts/train/benchmarking/README.md, commit 061f2c7c; its rows on one node are those "
     "from which the plan's MFU was taken, so these errors are not those of a forecast",
-    "T1": "torchtitan, docs/performance.md, commit 04133643; sequences of 8,192 (Llama 3) and 4,096 (Llama 2)",
+    "T1": "torchtitan, its page performance.md, commit 04133643; sequences of 8,192 (Llama 3) and 4,096 (Llama 2)",
     "T2": "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, commit 31a17bfd, tables 1 and 3; H100 of 96 GB at "
     "500 W; sequences of 8,192; memory as torchtitan reports it",
     "T3": "torchtitan, issue 929, comment of 2025-03-07: llama3_8b.toml, compiled; memory alone",
