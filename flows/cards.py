@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from metaflow.cards import MetaflowCard, MetaflowCardComponent
 from metaflow.plugins import CARDS
+from metaflow.plugins.cards.card_datastore import CardDatastore
 
 if TYPE_CHECKING:
     from ebbflow.cost.report.report import RunReport
@@ -44,9 +46,14 @@ class _Page(MetaflowCardComponent):
 
 
 def register_card() -> None:
-    """Register `PageCard` with Metaflow in this process. Call this before Metaflow reads the flow's decorators."""
+    """Register `PageCard` with Metaflow in this process. Call this before Metaflow reads the flow's decorators.
+
+    Metaflow 2.19 ignores METAFLOW_CARD_LOCALROOT and then stores local cards where its own `get_cards` does not look.
+    """
     if PageCard not in CARDS:
         CARDS.append(PageCard)
+        find = CardDatastore.get_storage_root
+        CardDatastore.get_storage_root = lambda kind: find(kind) or os.environ.get("METAFLOW_CARD_LOCALROOT")
 
 
 def show_report(card: Any, run: RunReport) -> None:
@@ -65,7 +72,6 @@ def save_live_card(flow: str, run: str, html: str) -> None:
     from metaflow import Run
     from metaflow.metaflow_config import DEFAULT_DATASTORE
     from metaflow.plugins import DATASTORES
-    from metaflow.plugins.cards.card_datastore import CardDatastore
 
     given = [word.partition("=")[2] for word in sys.argv if word.startswith("--datastore=")]
     given += [after for word, after in zip(sys.argv, sys.argv[1:], strict=False) if word == "--datastore"]

@@ -1,7 +1,7 @@
 """Kubernetes without a cluster: the manifests are valid, and a placement becomes pods that say where they belong.
 
-Validated against the API's own schemas (kubernetes-validate); of Karpenter and JobSet, whose schemas are not in there,
-the part that is written here is checked by hand.
+Validated against the API's own schemas (kubernetes-validate). Of Karpenter, JobSet and the Prometheus operator, whose
+schemas are not in there, the fields that are used here are written by hand.
 """
 
 from __future__ import annotations
@@ -69,14 +69,68 @@ def test_every_manifest_is_valid_strictly(version: str) -> None:
         kubernetes_validate.validate(broken, version, strict=True)
 
 
-def test_node_pools_are_of_karpenter_v1_and_make_nodes_that_pods_of_a_placement_select() -> None:
-    """Fields as https://karpenter.sh/docs/concepts/nodepools/ has them; nothing but these is used."""
+# Fields of custom resources that the manifests use, with their types. All manifests were validated in 2026-11, unknown
+# fields refused, against the published definitions of Karpenter 1.0 to 1.14 (karpenter.sh/v1, karpenter.k8s.aws/v1) and
+# of the Prometheus operator 0.70 to 0.93 (monitoring.coreos.com/v1): look up there what you add here.
+_TAINT, _LABELS, _TAGS = {"key": str, "value": str, "effect": str}, {"*": str}, [{"tags": {"*": str}}]
+_NODE = {
+    "nodeClassRef": {"group": str, "kind": str, "name": str},
+    "taints": [_TAINT],
+    "requirements": [{"key": str, "operator": str, "values": [str]}],
+    "expireAfter": str,
+    "terminationGracePeriod": str,
+}
+FIELDS: dict[str, Any] = {
+    "NodePool": {
+        "template": {"metadata": {"labels": _LABELS}, "spec": _NODE},
+        "disruption": {"consolidationPolicy": str, "consolidateAfter": str},
+        "limits": {"*": str},
+    },
+    "EC2NodeClass": {
+        "role": str, "amiSelectorTerms": [{"alias": str}], "subnetSelectorTerms": _TAGS,
+        "securityGroupSelectorTerms": _TAGS, "tags": _LABELS, "kubelet": {"maxPods": int},
+        "metadataOptions": {"httpEndpoint": str, "httpTokens": str, "httpPutResponseHopLimit": int},
+        "blockDeviceMappings": [{
+            "deviceName": str,
+            "ebs": {"volumeSize": str, "volumeType": str, "encrypted": bool, "deleteOnTermination": bool},
+        }],
+    },
+    "ServiceMonitor": {
+        "selector": {"matchLabels": _LABELS}, "podTargetLabels": [str],
+        "endpoints": [{"port": str, "interval": str, "path": str}],
+    },
+}  # fmt: skip
+
+
+def unknown_fields(value: Any, known: Any, path: str = "spec") -> list[str]:
+    if isinstance(known, type):
+        return [] if type(value) is known else [f"{path}: {value!r}"]
+    if type(value) is not type(known):
+        return [f"{path}: {value!r}"]
+    if isinstance(known, list):
+        return [one for at, each in enumerate(value) for one in unknown_fields(each, known[0], f"{path}[{at}]")]
+    kinds = {name: known.get(name, known.get("*")) for name in value}
+    return [
+        one for name, kind in kinds.items()
+        for one in ([f"{path}.{name}"] if kind is None else unknown_fields(value[name], kind, f"{path}.{name}"))
+    ]  # fmt: skip
+
+
+def test_custom_resources_have_only_fields_of_their_published_definitions() -> None:
+    found = [one for _, one in documents() if one["apiVersion"] in OTHERS]
+    assert {one["kind"] for one in found} == set(FIELDS)
+    for one in found:
+        assert one["kind"] in OTHERS[one["apiVersion"]] and set(one) == {"apiVersion", "kind", "metadata", "spec"}
+        assert unknown_fields(one["spec"], FIELDS[one["kind"]]) == []
+    wrong = {**of_kind("ServiceMonitor")[0]["spec"], "endpoint": [], "podTargetLabels": [5]}
+    assert unknown_fields(wrong, FIELDS["ServiceMonitor"]) == ["spec.podTargetLabels[0]: 5", "spec.endpoint"]
+
+
+def test_node_pools_make_nodes_that_pods_of_a_placement_select() -> None:
     [node_class] = of_kind("EC2NodeClass")
     pod_markets = set()
     for pool in of_kind("NodePool"):
-        assert pool["apiVersion"] == "karpenter.sh/v1" and set(pool["spec"]) <= {"template", "disruption", "limits"}
         spec = pool["spec"]["template"]["spec"]
-        assert set(spec) <= {"nodeClassRef", "taints", "requirements", "expireAfter", "terminationGracePeriod"}
         assert spec["nodeClassRef"] == {
             "group": "karpenter.k8s.aws",
             "kind": "EC2NodeClass",

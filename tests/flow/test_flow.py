@@ -149,14 +149,16 @@ import json
 import ebbflow
 ebbflow.use_records()
 from metaflow import Flow, namespace
+from metaflow.cards import get_cards
 
 run = Flow("TrainFlow").latest_run
+cards = {step: [card.get() for card in get_cards(run[step].task, follow_resumed=False)] for step in ("start", "report")}
 data = run.data
 assert Flow("TrainFlow").latest_successful_run.id == run.id
 assert [one.id for one in Flow("TrainFlow").runs("kind:default")] == [run.id] and not [*Flow("TrainFlow").runs("x")]
 frames = {name: getattr(data, name).to_dict("split") for name in ("loss_frame", "ledger_frame", "throughput_frame")}
 print(json.dumps({"type": type(data.run_report).__name__, "report": data.run_report.to_json(), "frames": frames,
-                  "tags": sorted(run.tags)}, default=float))
+                  "tags": sorted(run.tags), "cards": cards}, default=float))
 """
 
 
@@ -179,6 +181,10 @@ def test_metaflows_client_finds_reports_and_frames_from_any_folder(
     report = default[1].report
     assert (seen["type"], seen["report"]) == ("RunReport", report)
     assert {"kind:default", "project:ebbflow"} <= set(seen["tags"])
+    page = (default[1].folder / "report.html").read_text()
+    assert seen["cards"]["start"] == [page], "the live page has become the report"
+    [card] = seen["cards"]["report"]
+    assert "default-src 'none'" in card
     steps = seen["frames"]["throughput_frame"]
     assert steps["columns"][:3] == ["step", "seconds", "tokens_per_second"]
     rows = [dict(zip(steps["columns"], row, strict=True)) for row in steps["data"]]

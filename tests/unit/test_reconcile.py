@@ -317,14 +317,29 @@ def pod_attempt(name: str, nodes: list[tuple[float, float]]) -> Event:
 
 
 def test_allocations_of_a_cluster_are_compared_by_attempt(tmp_path: Path) -> None:
-    """The shape of https://opencost.io/docs/integrations/api, aggregated by pod; two windows."""
+    """The shape of https://opencost.io/docs/integrations/api, aggregated by pod; two windows.
+
+    OpenCost 1.x writes these fields for every pod, and null for a number that it does not know.
+    """
     events = [
         pod_attempt("js-1", [(WALL, WALL + 3600), (WALL, WALL + 3000)]),
         pod_attempt("js-12", [(WALL, WALL + 60)]),
     ]
 
-    def allocated(pod: str, minutes: float, usd: float) -> dict:
-        return {"properties": {"pod": pod, "namespace": "ebbflow"}, "minutes": minutes, "totalCost": usd}
+    window = {"start": "2026-11-22T00:00:00Z", "end": "2026-11-23T00:00:00Z"}
+    costs = ("cpuCost", "gpuCost", "ramCost", "pvCost", "networkCost", "loadBalancerCost", "sharedCost", "externalCost")
+    amounts = ("cpuCores", "cpuCoreHours", "gpuCount", "gpuHours", "ramBytes", "ramByteHours", "pvBytes")
+    unknown = ("cpuEfficiency", "gpuEfficiency", "ramEfficiency", "totalEfficiency", "pvs", "lbAllocations")
+
+    def allocated(pod: str, minutes: float | None, usd: float) -> dict:
+        known = {
+            "cluster": "one", "node": "ip-10-0-0-1", "namespace": "ebbflow", "pod": pod, "container": "main",
+            "controller": "js-1-worker-0", "controllerKind": "job", "providerID": "i-0", "labels": {"app": "x"},
+        }  # fmt: skip
+        return {
+            "name": pod, "properties": known, "window": window, **window, **dict.fromkeys(costs, usd / 8),
+            **dict.fromkeys(amounts, 1.0), **dict.fromkeys(unknown), "minutes": minutes, "totalCost": usd,
+        }  # fmt: skip
 
     windows = [
         {"js-1-control-0-0-a": allocated("js-1-control-0-0-a", 40.0, 0.3), "__idle__": allocated("", 9.0, 9.0)},
@@ -345,6 +360,10 @@ def test_allocations_of_a_cluster_are_compared_by_attempt(tmp_path: Path) -> Non
     windows[1]["js-1-worker-0-0-b"]["minutes"] = 90.0
     path.write_text(json.dumps({"code": 200, "data": windows}))
     assert not compare_allocations(events, read_allocations(path))[0].agrees
+    windows[1]["js-1-worker-0-0-b"]["minutes"] = None
+    path.write_text(json.dumps({"code": 200, "data": windows}))
+    [first, _] = compare_allocations(events, read_allocations(path))
+    assert first.seconds is None and first.usd == Decimal("0.75")
     pod = '{"data": [{"allocation": {"minutes": MINUTES, "totalCost": 1}}]}'
     wrong = [pod.replace("MINUTES", minutes) for minutes in ('"x"', "-5", "1e400")]
     for content in ("{}", "no", '{"data": [{"a": {}}]}', *wrong):
