@@ -67,7 +67,8 @@ def report_compilation(begun: Callable[[], Callable[[], None]]) -> Callable[[], 
 def make_mesh(gang: Gang, *, shard: int) -> DeviceMesh:
     """Make the device mesh "replicate" × "shard", where `shard` consecutive ranks hold one model copy. Collective."""
     if not dist.is_initialized():  # a single rank without torchrun's environment
-        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+        backend = "nccl" if gang.device.type == "cuda" else "gloo"  # gloo would copy a GPU's weights through the host
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     shape = (gang.world_size // shard, shard)
     mesh = init_device_mesh(gang.device.type, shape, mesh_dim_names=("replicate", "shard"))
     if (seconds := gang.collective_seconds) is not None:  # torch's default is 10 or 30 minutes

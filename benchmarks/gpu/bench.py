@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -113,6 +114,7 @@ class Bench:
         """This process alone, in a process group of its own: NCCL's on a GPU, as under an agent."""
         from ebbflow.training.gang import connect
 
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # as a worker has it
         choice = self.device["type"]
         return connect(start_seconds=60.0, collective_seconds=120.0, generation="bench", device_choice=choice)
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.bench import EXPECTED, NO_RANGE, NOT_RUN, SIZES, Row
-from benchmarks.gpu.measure import DEVICE_LINES, JOB_LINES, LINES
+from benchmarks.gpu.measure import JOB_LINES, lines_of
 from benchmarks.training.tables import table
 from ebbflow.infra.config.schema import DataConfig
 from ebbflow.infra.errors import Outcome
@@ -34,6 +34,7 @@ _POLL_SECONDS = 0.05
 _LOG_TAIL_LINES = 15
 _DESCRIBE_SECONDS = 120.0
 _ERROR = "ERROR"
+_WIDEST = 80  # characters of a cell; the whole error is printed as it occurs
 
 
 def main(arguments: list[str]) -> int:
@@ -64,14 +65,16 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     size.add_argument("--quick", action="store_true", help="five minutes: small jobs, no model beyond 124M parameters")
     size.add_argument("--tiny", action="store_true", help="seconds: shows that the command works, not how fast")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: a rehearsal, with --tiny")
-    parser.add_argument("--lines", metavar="LIST", help=f"of {','.join(LINES)} (default: all)")
+    parser.add_argument("--lines", metavar="LIST", help=f"of {','.join(lines_of(SIZES['full']))} (default: all)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
     parser.add_argument("--folder", type=Path, help="where jobs and saves are written (default: the temporary folder)")
     parser.add_argument("--deadline", type=float, default=600.0, help="seconds for each line (default 600)")
     given = parser.parse_args(arguments)
-    given.lines = given.lines.split(",") if given.lines else list(LINES)
-    if unknown := set(given.lines) - set(LINES):
-        parser.error(f"--lines: there is no {', '.join(sorted(unknown))}; choose from {', '.join(LINES)}")
+    given.size = "tiny" if given.tiny else "quick" if given.quick else "full"
+    lines = list(lines_of(SIZES[given.size]))
+    given.lines = given.lines.split(",") if given.lines else lines
+    if unknown := set(given.lines) - set(lines):
+        parser.error(f"--lines: there is no {', '.join(sorted(unknown))}; choose from {', '.join(lines)}")
     if given.device == "cpu" and not given.tiny:
         parser.error("--device cpu needs --tiny: the other sizes take hours on a CPU")
     return given
@@ -81,10 +84,6 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 class _Run:
     folder: Path
     given: argparse.Namespace
-
-    @property
-    def size(self) -> str:
-        return "tiny" if self.given.tiny else "quick" if self.given.quick else "full"
 
     def describe(self) -> dict[str, Any] | None:
         """Return the facts of the devices; None if there is no GPU."""
@@ -101,26 +100,26 @@ class _Run:
         machine = describe_machine()
         on_cpu = device["type"] == "cpu"
         where = "a CPU, as a rehearsal of the command" if on_cpu else f"{device['count']} × {device['name']}"
-        shown = ", ".join(f"{name} {device[name]}" for name in ("cuda", "nccl") if device.get(name))
+        shown = "".join(f"{name} {device[name]}, " for name in ("cuda", "nccl") if device.get(name))
         print(
             f"measured {machine['measured_at']} on {where}, {machine['cpu']}\n"
-            f"torch {machine['torch']}, Python {machine['python']}{', ' if shown else ''}{shown}, size {self.size}",
+            f"torch {machine['torch']}, Python {machine['python']}, {shown}size {self.given.size}",
             flush=True,
         )
         texts = self.folder / "text"
-        _write_text(texts, SIZES[self.size].text_bytes)
+        _write_text(texts, SIZES[self.given.size].text_bytes)
         data = DataConfig(path=str(texts))
         tokens = prepare_tokens(data, Store.open(str(self.folder / "store")), project_root=PROJECT_ROOT)
         task = {
-            "size": self.size,
+            "size": self.given.size,
             "folder": str(self.folder),
             "prepared": {**tokens.to_json(), "weight_unit": "tokens"},
             "device": device,
         }
         groups = [[name] for name in self.given.lines]
         lanes = 1
-        if self.size == "tiny":  # no time is judged, so that two processes may disturb each other
-            groups = [[name for name in self.given.lines if name in part] for part in (DEVICE_LINES, JOB_LINES)]
+        if self.given.size == "tiny":  # no time is judged, so that two processes may disturb each other
+            groups = [[name for name in self.given.lines if (name in JOB_LINES) is own] for own in (False, True)]
             lanes = 2
         rows: dict[str, list[dict[str, Any]]] = {}
         with ThreadPoolExecutor(lanes) as pool:
@@ -128,7 +127,7 @@ class _Run:
                 rows |= some
         return {
             "kind": "measured",
-            "size": self.size,
+            "size": self.given.size,
             "machine": machine,
             "device": device,
             "rows": [{"line": name, **row} for name in self.given.lines for row in rows[name]],
@@ -141,7 +140,8 @@ class _Run:
             records, why = self._run_child({**task, "lines": left}, left[0], self.given.deadline)
             for record in records:
                 error = record.get("error")
-                found[record["line"]] = [_error_row(record["line"], error)] if error else record["rows"]
+                rows = [_error_row(record["line"], error)] if error else record["rows"]
+                found[record["line"]] = [{**row, "line_seconds": record.get("seconds")} for row in rows]
             ended = next((name for name in left if name not in found), None)
             if ended is not None:
                 found[ended] = [_error_row(ended, why or "the process ended without a result")]
@@ -215,6 +215,6 @@ def _write_text(folder: Path, size: int) -> None:
 
 def render(found: dict[str, Any]) -> str:
     heads = ["line", "measured", "expected", "verdict"]
-    rows = [[row["what"], row["measured"], row["expected"], row["verdict"]] for row in found["rows"]]
+    rows = [[row["what"], row["measured"][:_WIDEST], row["expected"], row["verdict"]] for row in found["rows"]]
     sources = sorted({f"{row['what']}: {row['source']}" for row in found["rows"] if row["source"]})
     return "\n".join([table(heads, rows, text_columns=4), "", "sources of the expected ranges:", *sources])

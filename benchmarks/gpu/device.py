@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from benchmarks.gpu.bench import EXPECTED, NO_RANGE, Bench, Row, judge
+from benchmarks.gpu.bench import EXPECTED, NO_RANGE, Bench, Row, judge, verdict
 from ebbflow.cost.catalogue import Gpu, load_catalogue
+from ebbflow.training.compat import all_gather_flat
 
 # Bytes per second of a PCIe lane in one direction, by generation: transfer rate × coding (PCI-SIG base specifications).
 _PCIE_LANE = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
 _PINNED_SHARE = 0.6  # packet headers and a shared root complex take the rest
 _MATMUL_SHARE = 0.6
+_COLLECTIVES = 5
 
 
 def describe_device(kind: str) -> dict[str, Any]:
@@ -151,3 +156,45 @@ def _link_limit(device: torch.device) -> tuple[float | None, str]:
 def _bus_id(device: torch.device) -> str:
     own = torch.cuda.get_device_properties(device)
     return f"{own.pci_domain_id:08x}:{own.pci_bus_id:02x}:{own.pci_device_id:02x}.0"
+
+
+def measure_collective_rank(bench: Bench) -> list[Row]:
+    """One rank's part of `benchmarks.gpu.jobs.measure_collectives`: the same rows on all ranks. Collective."""
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    backend = "nccl" if bench.on_gpu else "gloo"
+    device = torch.device("cuda", rank % bench.device["count"]) if bench.on_gpu else torch.device("cpu")
+    if bench.on_gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend, timeout=timedelta(seconds=120))
+    own = torch.full((1024,), float(rank + 1), device=device)
+    dist.all_reduce(own)
+    right = own.eq(ranks * (ranks + 1) / 2).all().item()
+    count = bench.size.copy_bytes // 4 // ranks * ranks
+    part, whole = torch.ones(count // ranks, device=device), torch.ones(count, device=device)
+    calls: dict[str, tuple[Callable[[], object], float]] = {
+        "all-reduce": (partial(dist.all_reduce, whole), 2 * (ranks - 1) / ranks),
+        "all-gather": (partial(all_gather_flat, whole, part), (ranks - 1) / ranks),
+    }
+    rows = []
+    for name, (call, factor) in calls.items():
+        dist.barrier()
+        call()
+        wait(device)
+        began = time.perf_counter()
+        for _ in range(_COLLECTIVES):  # the same number on all ranks
+            call()
+        wait(device)
+        seconds = (time.perf_counter() - began) / _COLLECTIVES
+        speed = factor * 4 * count / seconds
+        rows.append(
+            Row(
+                what=f"{name} of {ranks} ranks, {backend}",
+                measured=f"{4 * count / 1e6:.3g} MB in {1e3 * seconds:.3g} ms, bus {speed / 1e9:.3g} GB/s",
+                expected="the sum of all ranks",
+                source="bus bandwidth as nccl-tests defines it",
+                verdict=verdict(bool(right)),
+                figures={"bytes": 4 * count, "seconds": seconds, "bus_bytes_per_second": speed, "right": right},
+            )
+        )
+    dist.destroy_process_group()
+    return rows

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.bench import NO_RANGE, Bench, Row, verdict
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.errors import Outcome
-from ebbflow.infra.events import FAULT_DETECTED, FAULT_INJECTED, RESTORE, STEP, Event, read_events
+from ebbflow.infra.events import FAULT_DETECTED, GUARD, RESTORE, STEP, Event, GuardAction, read_events
 from ebbflow.infra.layout import job_prefix
 from ebbflow.infra.store import Store
 from ebbflow.training.certify import local_spec, run_to_end
+from ebbflow.training.errors import GangError
 from ebbflow.training.launch.messages import GangOutcome
+from ebbflow.training.launch.transport import rendezvous_port
 
 _SAVES = 4
 
@@ -21,9 +26,7 @@ _SAVES = 4
 @dataclass(frozen=True, kw_only=True)
 class JobRun:
     outcome: GangOutcome
-    starts: int
     events: list[Event]
-    log: Path
 
     def named(self, name: str) -> list[Event]:
         return [event for event in self.events if event.name == name]
@@ -55,17 +58,32 @@ def run_job(bench: Bench, name: str, *, rehearse: str | None = None, **sections:
     folder = bench.folder / "jobs" / name
     folder.mkdir(parents=True)
     spec = local_spec(config, bench.prepared, job=name, logs=folder / "logs")
-    outcome, starts = run_to_end(replace(spec, rehearse=rehearse), folder)
+    outcome, _ = run_to_end(replace(spec, rehearse=rehearse), folder)
     events = read_events(Store.open(config.store).sub(job_prefix(name)))
-    return JobRun(outcome=outcome, starts=starts, events=events, log=folder / "output.log")
+    return JobRun(outcome=outcome, events=events)
+
+
+_kept: dict[str, JobRun] = {}
+
+
+def _kept_job(bench: Bench, name: str, **options: Any) -> JobRun:
+    """Run a job, unless this process ran it for an earlier line."""
+    if name not in _kept:
+        _kept[name] = run_job(bench, name, **options)
+    return _kept[name]
 
 
 def measure_resume(bench: Bench, mode: str) -> list[Row]:
-    """Compare the weights of a job that lost a rank with those of one that did not, with `training.deterministic`."""
-    training = {"deterministic": mode}
-    whole = run_job(bench, f"{mode}-uninterrupted", training=training)
-    rank = bench.ranks - 1
-    killed = run_job(bench, f"{mode}-killed", rehearse=f"rank-kill@55%:rank={rank}", training=training)
+    """Compare the weights of a job that lost a rank with those of one that did not, with `training.deterministic`.
+
+    On a CPU, where the modes are the same, the jobs of other lines serve for "strict".
+    """
+    training, rank = {"deterministic": mode}, bench.ranks - 1
+    whole = _kept_job(bench, f"{mode if bench.on_gpu else 'auto'}-uninterrupted", training=training)
+    if bench.on_gpu or mode == "auto":
+        killed = run_job(bench, f"{mode}-killed", rehearse=f"rank-kill@55%:rank={rank}", training=training)
+    else:
+        killed = _hung_job(bench, rank)
     equal = whole.outcome.weights_sha256 == killed.outcome.weights_sha256 is not None
     interrupted = killed.generations > 1 and bool(killed.named(RESTORE))
     promised = mode == "strict" or not bench.on_gpu
@@ -89,23 +107,92 @@ def measure_resume(bench: Bench, mode: str) -> list[Row]:
     return [row, _recovery_row(bench, "a killed rank", killed, rank)] if mode == "auto" else [row]
 
 
+def _hung_job(bench: Bench, rank: int) -> JobRun:
+    options = _fault(bench, "hang", rank=rank) if bench.on_gpu else {"rehearse": f"sleep@50%:rank={rank}"}
+    return _kept_job(bench, "hang", training={"deterministic": "strict"}, **options)
+
+
+def measure_hang(bench: Bench) -> list[Row]:
+    """A rank whose device never ends a kernel, on a CPU one that sleeps: who is blamed, and does the job go on."""
+    rank = bench.ranks - 1
+    what = "a hanging device" if bench.on_gpu else "a sleeping rank, for a device"
+    return [_recovery_row(bench, what, _hung_job(bench, rank), rank)]
+
+
+def measure_out_of_memory(bench: Bench) -> list[Row]:
+    """A job whose allocator refuses a whole batch in forward and half of one in the optimizer: it goes on in parts."""
+    run = run_job(bench, "out-of-memory", **_fault(bench, "out of memory"))
+    splits = [event.data for event in run.named(GUARD) if event.data["action"] == GuardAction.SPLIT]
+    parts = sorted({split["accumulation"] for split in splits})
+    goes_on = run.completed and run.outcome.step == bench.size.job_steps
+    rows = []
+    for where, accumulation in (("forward", 2), ("the optimizer", 4)):
+        rows.append(
+            Row(
+                what=f"out of memory in {where}",
+                measured=f"{run.outcome.outcome} at step {run.outcome.step}, splits into {parts} micro-batches",
+                expected=f"completed at step {bench.size.job_steps}, a split into {accumulation}",
+                source="docs/survival.md, guards.out_of_memory",
+                verdict=verdict(goes_on and accumulation in parts),
+                figures={"splits": parts, "generations": run.generations, "outcome": run.outcome.outcome},
+            )
+        )
+    return rows
+
+
+def _fault(bench: Bench, fault: str, *, rank: int = 0) -> dict[str, Any]:
+    mark = bench.folder / f"{fault.replace(' ', '-')}.mark"
+    options = {"fault": fault, "rank": rank, "mark": str(mark)}
+    return {"workload": "benchmarks.gpu.faults:FaultyText", "workload_options": options}
+
+
+def measure_collectives(bench: Bench) -> list[Row]:
+    """Sums and bus bandwidth of collectives, over all GPUs; over two ranks on one GPU, or on a CPU, as a rehearsal."""
+    ranks = bench.ranks if bench.ranks > 1 else 2
+    folder = bench.folder / "collectives"
+    folder.mkdir()
+    path = folder / "task.json"
+    task = {"size": bench.size.name, "folder": str(bench.folder), "prepared": {}, "device": bench.device}
+    path.write_text(json.dumps({**task, "parent_pid": os.getpid(), "lines": ["collective-rank"]}))
+    port = rendezvous_port("127.0.0.1", str(path), attempt=0)
+    common = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_PORT": str(port)}
+    shared = bench.on_gpu and ranks > bench.device["count"]
+    if shared:  # NCCL refuses two ranks of one host on a GPU, so that each names a host of its own
+        common |= {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
+    processes = []
+    for rank in range(ranks):
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), **({"NCCL_HOSTID": f"bench-{rank}"} if shared else {})}
+        command = [sys.executable, "-m", "benchmarks.gpu.measure", str(path), f"{folder}/{rank}.out"]
+        processes.append(subprocess.Popen(command, env={**os.environ, **common, **own}))
+    for process in processes:
+        if code := process.wait():
+            raise GangError(f"a rank of the collectives ended with exit code {code}")
+    records = [json.loads((folder / f"{rank}.out").read_text()) for rank in range(ranks)]
+    if errors := [record["error"] for record in records if "error" in record]:
+        raise GangError(errors[0])
+    rows = [Row(**row) for row in records[0]["rows"]]
+    if shared:
+        rows = [replace(row, what=f"{row.what}, both on one GPU over sockets") for row in rows]
+    return rows
+
+
 def _recovery_row(bench: Bench, fault: str, run: JobRun, rank: int) -> Row:
-    """How long after the fault the first step of the next generation was done, and which rank was blamed."""
-    limit = 120.0  # cluster.start_deadline_seconds
+    """How long after the last step the first one of the next generation was done, and which rank was blamed."""
+    limit = 120.0 + bench.size.hang_seconds
     blamed = [event.data for event in run.named(FAULT_DETECTED)]
-    injected = [event.t_wall for event in run.named(FAULT_INJECTED)]
-    steps = [event for event in run.named(STEP) if event.generation > 1]
+    steps = run.named(STEP)
+    last = max((event.t_wall for event in steps if event.generation == 1), default=None)
     culprit = blamed[0]["culprit"] if blamed else "nobody"
     named = blamed[0].get("rank") if blamed else None
-    again = min((event.t_wall for event in steps), default=None)
-    seconds = again - injected[0] if again is not None and injected else None
+    again = min((event.t_wall for event in steps if event.generation > 1), default=None)
+    seconds = again - last if again is not None and last is not None else None
     right = run.completed and seconds is not None and seconds < limit and named == rank
     shown = "never resumed" if seconds is None else f"{seconds:.1f} s to the next step"
     return Row(
         what=f"recovery from {fault}",
         measured=f"{shown}, blamed: rank {named}" if named is not None else f"{shown}, blamed: {culprit}",
         expected=f"resumes within {limit:g} s, rank {rank} blamed",
-        source="cluster.start_deadline_seconds",
+        source="cluster.start_deadline_seconds + survival.hang_floor_seconds",
         verdict=verdict(right),
         figures={"seconds": seconds, "culprit": culprit, "rank": named, "injected_rank": rank, "ranks": bench.ranks},
     )

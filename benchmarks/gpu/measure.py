@@ -2,59 +2,69 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.gpu.bench import SIZES, Bench, Row
+from benchmarks.gpu.bench import SIZES, Bench, Row, Size
 from ebbflow.infra.process import die_with_parent
 
-
-def _device(name: str) -> Callable[[Bench], list[Row]]:
-    def measure(bench: Bench) -> list[Row]:
-        from benchmarks.gpu import device  # imports torch
-
-        return getattr(device, name)(bench)
-
-    return measure
+Line = Callable[[Bench], list[Row]]
 
 
-def _jobs(name: str, *arguments: object) -> Callable[[Bench], list[Row]]:
-    def measure(bench: Bench) -> list[Row]:
-        from benchmarks.gpu import jobs
-
-        return getattr(jobs, name)(bench, *arguments)
-
-    return measure
+def _line(module: str, name: str, *arguments: object) -> Line:
+    """Return a function of a module that is imported when the line is measured: some import torch."""
+    return lambda bench: getattr(importlib.import_module(f"benchmarks.gpu.{module}"), name)(bench, *arguments)
 
 
-# Lines by name, in the order of the table. Each is measured even if others fail.
-DEVICE_LINES = {"matmul": _device("measure_matmul"), "copies": _device("measure_copies")}
-JOB_LINES = {"resume": _jobs("measure_resume", "auto")}
-LINES = DEVICE_LINES | JOB_LINES
+def lines_of(size: Size) -> dict[str, Line]:
+    """Return the lines by name, in the order of the table."""
+    found = {"matmul": _line("device", "measure_matmul"), "copies": _line("device", "measure_copies")}
+    for model in size.models:
+        for variant in ("eager", "compiled", "recomputed"):
+            found[f"{model}-{variant}"] = _line("speed", "measure_speed", model, variant)
+    others = {
+        "ratio": _line("speed", "measure_ratio"),
+        "waits": _line("speed", "measure_waits"),
+        "save": _line("speed", "measure_save"),
+        "resume": _line("jobs", "measure_resume", "auto"),
+        "strict": _line("jobs", "measure_resume", "strict"),
+        "hang": _line("jobs", "measure_hang"),
+        "memory": _line("jobs", "measure_out_of_memory"),
+        "collectives": _line("jobs", "measure_collectives"),
+    }
+    return found | others
 
 
-def main(path: str) -> None:
+JOB_LINES = ("resume", "strict", "hang", "memory", "collectives")  # they start processes of their own
+
+
+def main(path: str, out: str = "") -> None:
     task = json.loads(Path(path).read_text())
+    out = out or task["out"]
     die_with_parent(task["parent_pid"])
     if task["lines"] == ["describe"]:
         from benchmarks.gpu.device import describe_device
 
-        _record(task["out"], {"device": describe_device(task["kind"])})
+        _record(out, {"device": describe_device(task["kind"])})
         return
     bench = Bench(
         size=SIZES[task["size"]], folder=Path(task["folder"]), prepared=task["prepared"], device=task["device"]
     )
+    lines = lines_of(bench.size) | {"collective-rank": _line("device", "measure_collective_rank")}
     for name in task["lines"]:
+        began = time.monotonic()
         try:
-            rows = [row.to_json() for row in LINES[name](bench)]
-            _record(task["out"], {"line": name, "rows": rows})
+            rows = [row.to_json() for row in lines[name](bench)]
+            _record(out, {"line": name, "rows": rows, "seconds": time.monotonic() - began})
         except Exception as error:
             traceback.print_exc()
             text = " ".join(str(error).split())
-            _record(task["out"], {"line": name, "error": f"{type(error).__name__}: {text}"})
+            _record(out, {"line": name, "error": f"{type(error).__name__}: {text}"})
 
 
 def _record(path: str, found: dict) -> None:
@@ -63,4 +73,4 @@ def _record(path: str, found: dict) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

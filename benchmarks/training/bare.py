@@ -5,8 +5,10 @@ Model, initial weights, data order, AdamW and clipping are those of the engine; 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import time
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +23,8 @@ from benchmarks.training.laps import Lap
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.training.gang import Gang
 from ebbflow.training.optimizer import make_optimizer
-from ebbflow.training.weights.load import initialise
+from ebbflow.training.parallel import DTYPES
+from ebbflow.training.weights.load import initialise, materialise
 from ebbflow.training.workload import Cursor
 from ebbflow.training.workloads.language_model import CausalLM
 
@@ -29,7 +32,8 @@ from ebbflow.training.workloads.language_model import CausalLM
 class BareLoop:
     """windows: which piece of `tokens` each sample is, int64, looked up here where the engine computes it.
 
-    tuned: the options that the engine gives DDP and FSDP2, instead of torch's defaults.
+    tuned: the options that the engine gives DDP and FSDP2, instead of torch's defaults. Of the configuration's other
+    options it has parallel.compile (of each block) and, for a rank alone, fsdp.use_mixed_precision (by autocast).
     """
 
     def __init__(self, config: RunConfig, gang: Gang, tokens: np.ndarray, windows: np.ndarray, *, tuned: bool) -> None:
@@ -37,6 +41,11 @@ class BareLoop:
         self._tokens, self._windows = tokens, windows
         self._model, module = _spread(config, gang, tuned=tuned)
         self._optimizer = make_optimizer(module, config.training)
+        mixed, dtype = config.fsdp.use_mixed_precision, DTYPES[config.fsdp.param_dtype]
+        self._precision = torch.autocast(gang.device.type, dtype) if mixed else contextlib.nullcontext()
+        if config.parallel.compile:
+            for block in module.blocks:
+                block.compile(dynamic=False)
         self._steps = 0
 
     def run(self, steps: int) -> Lap:
@@ -46,13 +55,16 @@ class BareLoop:
         began, cpu_began = time.monotonic(), time.process_time()
         for step in range(self._steps, self._steps + steps):
             inputs, targets = self._next_batch(step)
-            logits = model(inputs)
-            loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+            with self._precision:
+                logits = model(inputs)
+                loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
             loss.backward()
             if training.gradient_clip_norm is not None:
                 nn.utils.clip_grad_norm_(model.parameters(), training.gradient_clip_norm)
             optimizer.step()
             optimizer.zero_grad()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         seconds, cpu_seconds = time.monotonic() - began, time.process_time() - cpu_began
         self._steps += steps
         return Lap(seconds=seconds, cpu_seconds=cpu_seconds, steps=self._steps, loss=self._mean(loss.detach()))
@@ -61,7 +73,9 @@ class BareLoop:
         batch, length = self._config.training.batch_size, self._config.model.sequence_length
         own = Cursor(step * batch, batch).share(self._gang.rank, self._gang.world_size)
         offsets = self._windows[own.first : own.first + own.count, None] * length + np.arange(length + 1)
-        text = torch.from_numpy(self._tokens[offsets].astype(np.int64)).to(self._gang.device)
+        text = torch.from_numpy(self._tokens[offsets].astype(np.int64))
+        if self._gang.device.type == "cuda":
+            text = text.pin_memory().to(self._gang.device, non_blocking=True)
         return text[:, :-1], text[:, 1:]
 
     def _mean(self, loss: Tensor) -> float:
@@ -71,7 +85,7 @@ class BareLoop:
         return loss.item() / self._gang.world_size
 
 
-def _spread(config: RunConfig, gang: Gang, *, tuned: bool) -> tuple[nn.Module, nn.Module]:
+def _spread(config: RunConfig, gang: Gang, *, tuned: bool) -> tuple[nn.Module, CausalLM]:
     """(what to call, what holds the parameters). Blocks are the units, as torch's FSDP2 tutorial has it."""
     with torch.device("meta"):
         module = CausalLM(config.model)
@@ -80,13 +94,15 @@ def _spread(config: RunConfig, gang: Gang, *, tuned: bool) -> tuple[nn.Module, n
     if sharded:
         mesh = init_device_mesh(gang.device.type, (gang.world_size,))
         units = [module.embeddings, *module.blocks, module.head] if tuned else module.blocks
-        options = {"reshard_after_forward": False} if tuned else {}
+        options: dict[str, Any] = {"reshard_after_forward": False} if tuned else {}
         for unit in units:
             fully_shard(unit, mesh=mesh, **options)
         fully_shard(module, mesh=mesh)
-    module.to_empty(device=gang.device)
+    materialise(module, gang.device)  # keeps tied weights tied
     initialise(module, blank, seed=config.training.seed)
     if sharded or gang.alone:
         return module, module
-    options = {"gradient_as_bucket_view": True, "forward_sync_buffers": False, "init_sync": False} if tuned else {}
-    return DistributedDataParallel(module, **options), module
+    wrapped: dict[str, Any] = (
+        {"gradient_as_bucket_view": True, "forward_sync_buffers": False, "init_sync": False} if tuned else {}
+    )
+    return DistributedDataParallel(module, **wrapped), module

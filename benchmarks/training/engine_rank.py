@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from benchmarks.training.bare import BareLoop
 from benchmarks.training.laps import Contestant, Lap, run_laps
@@ -27,23 +29,37 @@ from ebbflow.training.launch.heartbeat import Heartbeat
 from ebbflow.training.launch.messages import WorkerSpec
 from ebbflow.training.limits import Position
 from ebbflow.training.reporter import Clock
-from ebbflow.training.trainer_setup import build_trainer, make_reporter
+from ebbflow.training.trainer_setup import build_trainer, make_reporter, open_saver
+from ebbflow.training.worker import arrange_determinism
 
-_UNLIMITED = Terms(usd_per_rank_second=1e-6, budget_usd=1e6, deadline_utc=4e9)
+UNLIMITED = Terms(usd_per_rank_second=1e-6, budget_usd=1e6, deadline_utc=4e9)
 
 
 class EngineLoop:
-    """The whole engine: step sync, clock, heartbeat, limits, events. Each lap pays for putting its events."""
+    """The whole engine: step sync, clock, heartbeat, limits, events. Each lap pays for putting its events.
 
-    def __init__(self, spec: WorkerSpec, gang: Gang, folder: Path) -> None:
+    saves: whether it saves as configured, into the generation of `spec`. watch: is called with each event.
+    """
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        gang: Gang,
+        folder: Path,
+        *,
+        saves: bool = False,
+        watch: Callable[[Event], object] = lambda event: None,
+    ) -> None:
         heartbeat = folder / f"heartbeat-{spec.job}-{gang.rank}"
         Heartbeat.create(heartbeat)
         spec = replace(spec, heartbeat_path=str(heartbeat))
         self._log = EventLog(Store.open(spec.store_uri).sub(job_prefix(spec.job)), Origin(job=spec.job, rank=gang.rank))
         self._last: Event | None = None
         self._last_cpu = 0.0
+        self._watch = watch
         reporter = make_reporter(spec, Clock(self._log.emit), self._emit)
-        self._trainer = build_trainer(spec, gang, nodes=1, reporter=reporter, saver=NoSaver())
+        saver = open_saver(spec, gang, self._emit) if saves else NoSaver()
+        self._trainer = build_trainer(spec, gang, nodes=1, reporter=reporter, saver=saver)
         self._at = Position()
 
     def run(self, steps: int) -> Lap:
@@ -52,8 +68,7 @@ class EngineLoop:
         training = self._trainer.config.training.model_copy(update={"max_steps": until})
         config = self._trainer.config.model_copy(update={"training": training})
         trainer = replace(self._trainer, config=config, start=self._at)
-        torch.use_deterministic_algorithms(True)  # as a worker on a CPU has it
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        arrange_determinism(training.deterministic, trainer.gang.device)
         began, cpu_began = time.monotonic(), time.process_time()
         ending = train(trainer)
         if ending.step != until or self._last is None:
@@ -69,7 +84,13 @@ class EngineLoop:
             loss=self._last.data["loss"],
         )
 
+    @property
+    def state(self) -> tuple[nn.Module, torch.optim.Optimizer]:
+        return self._trainer.spread.module, self._trainer.optimizer
+
     def close(self) -> None:
+        if not isinstance(self._trainer.saver, NoSaver):
+            self._trainer.saver.close()
         self._log.close()
 
     def _emit(self, name: str, **data: Any) -> None:
@@ -77,6 +98,7 @@ class EngineLoop:
         event = self._log.emit(name, **{**data, "flush": False})
         if name == STEP:
             self._last, self._last_cpu = event, time.process_time()
+        self._watch(event)
 
 
 def measure_engine(task: dict[str, Any], gang: Gang) -> dict[str, Any]:
@@ -101,7 +123,7 @@ def _measure_mode(task: dict[str, Any], mode: str, gang: Gang) -> dict[str, list
         config=config.model_dump(mode="json"),
         store_uri=task["store_uri"],
         prepared={"fingerprint": task["tokens"]},
-        terms=_UNLIMITED.to_json(),
+        terms=UNLIMITED.to_json(),
         colocated_ranks=gang.world_size,
     )
     engine = EngineLoop(spec, gang, Path(task["folder"]))
