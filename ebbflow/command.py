@@ -29,6 +29,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "checkpoints": ("ebbflow.training.__main__", "list, verify, pin, export and prune the commits of a job"),
     "config": ("ebbflow.infra.__main__", "show every value of a configuration and where it comes from"),
     "schema": ("ebbflow.infra.__main__", "print the JSON schema of configurations, for editors"),
+    "new": ("ebbflow.workloads.new", "write a workload of your own, its test and its configuration"),
     "examine": ("ebbflow.training.__main__", "try a workload of your own and print its model's shape"),
     "compare": ("ebbflow.training.__main__", "measure one's own model in each parallel mode, on this machine"),
     "certify": ("ebbflow.training.__main__", "prove that a configuration resumes exactly"),
