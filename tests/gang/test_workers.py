@@ -75,6 +75,16 @@ def test_of_ranks_that_cannot_all_be_started_none_is_left(spec: WorkerSpec, tmp_
     assert set(children(os.getpid())) == before
 
 
+def test_ranks_of_the_second_node_know_their_place_as_under_torchrun(spec: WorkerSpec, tmp_path: Path) -> None:
+    seen: list[dict[str, str]] = []
+    fork = lambda name, log, environment: seen.append(environment) or InTheKernel()  # noqa: E731
+    WorkerGroup(
+        range(2, 4), 4, tmp_path, spec, ("127.0.0.1", 1), SimpleNamespace(ready=True, lost=False, pid=1, fork=fork)
+    )
+    names = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    assert [[one[name] for name in names] for one in seen] == [["2", "0", "1", "4", "2"], ["3", "1", "1", "4", "2"]]
+
+
 def test_a_rank_that_the_kernel_does_not_let_go_is_not_waited_for_without_end(
     spec: WorkerSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

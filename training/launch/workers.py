@@ -289,6 +289,7 @@ class WorkerGroup:
         keeper: Keeper | None = None,
     ) -> None:
         environment = _environment(rendezvous, world_size, len(ranks), spec.colocated_ranks)
+        environment["GROUP_RANK"] = str(ranks.start // len(ranks))  # the node's number, by which Lightning finds ranks
 
         def start(name: str, log: Path, environment: Mapping[str, str]) -> Process:
             forked = standby.fork(name, log, environment) if standby and standby.ready and not standby.lost else None
