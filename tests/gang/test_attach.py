@@ -31,6 +31,7 @@ from tests.support.attached_scripts import (
 )
 from tests.support.planted_resume_bugs import PLANTED, plant
 from tests.support.swift import Swift
+from tests.support.warm import WarmProcess
 
 PAUSE = "0.02"  # per step, so that a signal comes in mid-job
 # script: (ranks, steps, lines that a user may change)
@@ -200,6 +201,54 @@ def test_the_example_of_the_guide_runs(tmp_path: Path) -> None:
     script.write_text(guide.partition("```python\n")[2].partition("```")[0])
     finish(start(script), script)
     assert commits(script)[-1] == 64 and "epoch 3: loss" in output(script)
+
+
+# page: (ranks, steps, libraries)
+PAGES = {
+    "ddp": (2, 20, ()),
+    "transformers": (1, 20, ("accelerate", "peft", "transformers.trainer")),
+    "peft": (1, 20, ("accelerate", "peft", "transformers.trainer")),
+    "lightning": (1, 20, ("lightning.pytorch",)),
+    "accelerate": (1, 24, ("accelerate",)),
+    "torchtitan": (2, 20, ()),
+}
+
+
+def test_the_scripts_of_the_guides_run_and_those_of_two_ranks_resume_bit_equal(tmp_path: Path) -> None:
+    leave = (  # after step 13, once there is a commit
+        "import glob, os, time\nfrom ebbflow.training.attached_job import AttachedJob as Job\nafter = Job._after_step\n"
+        "def leave(job):\n    after(job)\n    while job.step == 13:\n        time.sleep(0.02)\n"
+        "        glob.glob('runs/jobs/train/commits/*') and os.kill(os.getpid(), 9)\nJob._after_step = leave\n"
+    )
+
+    def begin(name: str, folder: str, first: str = "") -> tuple[Path, list[WarmProcess]]:
+        ranks, _, libraries = PAGES[name]
+        script = tmp_path / f"{name}-{folder}" / "train.py"
+        script.parent.mkdir(exist_ok=True)
+        code = (ROOT / "docs" / f"script-{name}.md").read_text().partition("```python\n")[2].partition("```")[0]
+        script.write_text(first + code)
+        return script, start(script, ranks=ranks, libraries=libraries)
+
+    known = [name for name, (*_, libraries) in PAGES.items() if all(map(_is_installed, libraries))]
+    left, whole = {name: begin(name, "left", leave) for name in known if PAGES[name][0] == 2}, {}
+    for name in known:
+        whole[name] = begin(name, "whole")
+        finish(whole[name][1], whole[name][0])
+    for name, (script, processes) in left.items():
+        finish(processes, script, -signal.SIGKILL)
+        left[name] = begin(name, "left")
+        finish(left[name][1], script)
+    for name, (script, _) in [*whole.items(), *left.items()]:
+        assert commits(script)[-1] == PAGES[name][1], name
+    for name, (script, _) in left.items():
+        ended = [[one.data for one in events_of(each) if one.name == "outcome"] for each in (script, whole[name][0])]
+        assert ended[0][0]["weights_sha256"] == ended[1][0]["weights_sha256"], name
+        assert "goes on from step" in output(script), name
+    assert "tokens seen: 1280" in output(left["torchtitan"][0])
+
+
+def _is_installed(library: str) -> bool:
+    return importlib.util.find_spec(library.partition(".")[0]) is not None
 
 
 def test_a_rank_that_leaves_its_loop_alone_is_named_within_seconds(tmp_path: Path) -> None:
