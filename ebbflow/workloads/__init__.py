@@ -8,10 +8,12 @@ if TYPE_CHECKING:
     from ebbflow.workloads.images import ImageModel
     from ebbflow.workloads.point_clouds import PointCloudDiffusion
     from ebbflow.workloads.policy_optimization import PolicyOptimization
+    from ebbflow.workloads.vision import ImageClassifier
 
-__all__ = ["HuggingFace", "ImageModel", "PointCloudDiffusion", "PolicyOptimization"]
+__all__ = ["HuggingFace", "ImageClassifier", "ImageModel", "PointCloudDiffusion", "PolicyOptimization"]
 _MODULES = {
     "HuggingFace": "hugging_face",
+    "ImageClassifier": "vision",
     "ImageModel": "images",
     "PointCloudDiffusion": "point_clouds",
     "PolicyOptimization": "policy_optimization",

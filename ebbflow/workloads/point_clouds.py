@@ -6,12 +6,11 @@ size and restarts change nothing. docs/point-clouds.md is the guide.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,9 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from ebbflow.training.data.tokens import SampleOrder
-from ebbflow.training.errors import DataError, WorkloadError
+from ebbflow.training.errors import DataError
 from ebbflow.training.workload import Cursor, Loss, WorkloadContext
 from ebbflow.workloads.diffusion import PREDICTIONS, SAMPLERS, SCHEDULES, NoiseSchedule, draw_normal, sample
+from ebbflow.workloads.options import read_options, refuse_option
 from ebbflow.workloads.point_data import (
     SHAPES,
     PackedClouds,
@@ -75,36 +75,20 @@ class PointOptions:
     def __post_init__(self) -> None:
         for name, allowed in {**_CHOICES, "short_clouds": ("refuse", "repeat")}.items():
             if getattr(self, name) not in allowed:
-                _refuse(f"{name}: {getattr(self, name)!r}; fix: {' or '.join(allowed)}")
+                refuse_option(f"{name}: {getattr(self, name)!r}; fix: {' or '.join(allowed)}")
         least = {"max_bad_files": 0, "known_points": 0, "latents": 0, "timesteps": 2, "num_points": 2}
         for name, value in asdict(self).items():
             if type(value) in (int, float) and value < least.get(name, 1):
-                _refuse(f"{name}: {value}; fix: at least {least.get(name, 1)}")
+                refuse_option(f"{name}: {value}; fix: at least {least.get(name, 1)}")
         if self.known_points >= self.num_points:
-            _refuse(
+            refuse_option(
                 f"known_points: {self.known_points} of num_points {self.num_points} leaves no point to complete; "
                 "fix: fewer known_points"
             )
         if self.hidden % self.heads:
-            _refuse(f"hidden: {self.hidden} is not a multiple of heads {self.heads}; fix: hidden: {self.heads * 16}")
-
-    @classmethod
-    def of(cls, context: WorkloadContext) -> PointOptions:
-        """Return the options of a configuration. Raises WorkloadError for unknown names and wrong kinds."""
-        known = {field.name: type(field.default) for field in fields(cls)}
-        for name, value in context.options.items():
-            if name not in known:
-                close = difflib.get_close_matches(name, known, n=1)
-                hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"
-                _refuse(f"{name} is unknown; fix: {hint}")
-            wanted = known[name]
-            if type(value) is not wanted and not (wanted is float and type(value) is int):
-                _refuse(f"{name}: {value!r} is a {type(value).__name__}; fix: a {wanted.__name__}")
-        return cls(**context.options)  # type: ignore[arg-type]
-
-
-def _refuse(problem: str) -> None:
-    raise WorkloadError(f"workload_options.{problem}")
+            refuse_option(
+                f"hidden: {self.hidden} is not a multiple of heads {self.heads}; fix: hidden: {self.heads * 16}"
+            )
 
 
 class CloudBatch(NamedTuple):
@@ -127,7 +111,7 @@ class PointCloudDiffusion:
     weight_unit = "clouds"
 
     def __init__(self, context: WorkloadContext) -> None:
-        self._context, self._options = context, PointOptions.of(context)
+        self._context, self._options = context, read_options(PointOptions, context.options)
         options, self._seed = self._options, context.config.training.seed
         self._schedule = NoiseSchedule(options.schedule, options.timesteps)
         self._categories = list(context.prepared["categories"])
@@ -148,7 +132,7 @@ class PointCloudDiffusion:
     @classmethod
     def prepare(cls, context: WorkloadContext) -> dict[str, Any]:
         """Copy the clouds of a folder to the store. Raises DataError for files that cannot be trained on."""
-        options = PointOptions.of(context)
+        options = read_options(PointOptions, context.options)
         about: dict[str, Any] = {"categories": list(SHAPES), "train": options.synthetic_clouds, "packed": ""}
         if options.path:
             folder = Path(context.project_root, options.path).resolve()
