@@ -22,6 +22,7 @@ from ebbflow.flows.attempts.pod_submission import PodSubmission
 from ebbflow.flows.pods import TAINT, node_selector, pod_markets, pod_memory_mib, with_nodes
 from ebbflow.flows.supervising.options import read_options
 from ebbflow.infra.kubernetes.cluster import AttemptWatch, PodState
+from ebbflow.infra.observe.command import RULES
 from tests.support.capacity import JobLog, batch_config, placed_now
 from tests.support.kubernetes import schema
 
@@ -96,8 +97,8 @@ FIELDS: dict[str, Any] = {
         }],
     },
     "ServiceMonitor": {
-        "selector": {"matchLabels": _LABELS}, "podTargetLabels": [str],
-        "endpoints": [{"port": str, "interval": str, "path": str}],
+        "selector": {"matchLabels": _LABELS}, "podTargetLabels": [str], "jobLabel": str,
+        "endpoints": [{"port": str, "interval": str, "path": str, "honorLabels": bool}],
     },
 }  # fmt: skip
 
@@ -124,6 +125,14 @@ def test_custom_resources_have_only_fields_of_their_published_definitions() -> N
         assert unknown_fields(one["spec"], FIELDS[one["kind"]]) == []
     wrong = {**of_kind("ServiceMonitor")[0]["spec"], "endpoint": [], "podTargetLabels": [5]}
     assert unknown_fields(wrong, FIELDS["ServiceMonitor"]) == ["spec.podTargetLabels[0]: 5", "spec.endpoint"]
+
+
+def test_scraped_pods_keep_their_job_and_the_target_has_the_label_that_the_rules_select() -> None:
+    monitor = of_kind("ServiceMonitor")[0]["spec"]
+    services = [one["metadata"]["labels"] for one in of_kind("Service")]
+    [labels] = [one for one in services if one.items() >= monitor["selector"]["matchLabels"].items()]
+    assert all(endpoint["honorLabels"] is True for endpoint in monitor["endpoints"])
+    assert f'up{{job="{labels[monitor["jobLabel"]]}"}}' in RULES.read_text()
 
 
 def test_node_pools_make_nodes_that_pods_of_a_placement_select() -> None:

@@ -132,6 +132,12 @@ def phases(**rates: int) -> list[dict[str, str]]:
     return [node("phase_seconds_total", f"0+{rate}x99", **{"class": name}) for name, rate in rates.items()]
 
 
+def scraped(instance: str, up: str) -> list[dict[str, str]]:
+    """A target whose job started after one minute, and served its metrics for five."""
+    started = node("start_time_seconds", "60x4 _x20", job=f"of {instance}", instance=instance)
+    return [node("up", up, job="ebbflow", instance=instance), started]
+
+
 # alert: (when, series for which it fires then, series for which it does not)
 CASES: dict[str, tuple[str, list[dict[str, str]], list[dict[str, str]]]] = {
     "EbbflowRankSilent": (
@@ -170,7 +176,13 @@ CASES: dict[str, tuple[str, list[dict[str, str]], list[dict[str, str]]]] = {
         [*training(), node("deadline_timestamp_seconds", "1000000x99")],
     ),
     "EbbflowMuchAtRisk": ("10m", [node("at_risk_usd", "60x20")], [node("at_risk_usd", "5x20")]),
-    "EbbflowNodeNotScraped": ("5m", [node("up", "0x20", job="ebbflow")], [node("up", "1x20", job="ebbflow")]),
+    "EbbflowNodeNotScraped": (
+        "15m", scraped("b", "1x5 0x20"),
+        [
+            node("up", "0x20", job="ebbflow", instance="idle"), *scraped("c", "1x20"), *scraped("b", "1x5 0x20"),
+            node("job_last_event_timestamp_seconds", "_x5 330x20", job="of b"),
+        ],
+    ),
     "EbbflowJobFailed": (
         "2m", [node("job_outcome", "1x9", outcome="failed")], [node("job_outcome", "1x9", outcome="budget")],
     ),
