@@ -109,6 +109,8 @@ class Workload(Protocol[B]):
 
     `pictures() -> dict[str, str]`: called on rank 0 after `evaluate`; SVG images by name, for the report.
 
+    `batch_phase = "forward"`: `next_batch` computes, as in reinforcement learning, so its time is not a wait for data.
+
     `translate_weights(name) -> str | None`: the model's name for a tensor of `training.initial_weights`; None to ignore
     that tensor.
     """

@@ -93,6 +93,7 @@ class PolicyOptimization:
     """A policy that is trained on rewards of its own completions."""
 
     weight_unit = "rollouts"
+    batch_phase = "forward"  # rollouts are computed, not waited for
 
     def __init__(self, context: WorkloadContext) -> None:
         self._context, self._options = context, PolicyOptions.of(context)
@@ -281,6 +282,7 @@ class PolicyOptimization:
             temperature=options.temperature,
             batch=min(options.micro_rollout_batch_size or every, every),
             device=context.device,
+            memory_share=options.engine_mem_util,
         )
 
     def _generate(self, prompts: Sequence[Prompt], draws: Tensor) -> Any:

@@ -79,15 +79,24 @@ class TorchEngine:
         sequence: tokens of prompt and completion at most.
         stop: the token that ends a completion, also used as padding.
         batch: rollouts that are generated together; halved if the memory does not suffice.
+        memory_share: on a GPU, share of its free memory that the keys and values of a batch may take.
     """
 
     def __init__(
-        self, model: nn.Module, *, sequence: int, stop: int, temperature: float, batch: int, device: torch.device
+        self,
+        model: nn.Module,
+        *,
+        sequence: int,
+        stop: int,
+        temperature: float,
+        batch: int,
+        device: torch.device,
+        memory_share: float = 1.0,
     ) -> None:
         self.version = -1
         self._model, self._sequence, self._stop, self._temperature = model, sequence, stop, temperature
         self._batch, self._device, self._awake = batch, device, True
-        self.cached = True
+        self._memory_share, self.cached = memory_share, True
 
     @property
     def model(self) -> nn.Module:
@@ -125,6 +134,11 @@ class TorchEngine:
     def generate(self, prompts: Sequence[Sequence[int]], draws: Tensor) -> Rollouts:
         if not self._awake or self.version < 0:
             raise TrainingError("the engine has no weights; fix: wake it and update its weights before it generates")
+        if self._device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(self._device)
+            self._batch = fit_batch(
+                self._batch, int(free * self._memory_share), cache_bytes(self._model, self._sequence)
+            )
         first, parts = 0, []
         while first < len(prompts):
             last = first + self._batch
@@ -167,6 +181,23 @@ class TorchEngine:
 
     def _logits(self, tokens: Tensor, past: Any) -> Tensor:
         return policy_logits(self._model, tokens, past)[:, -1]
+
+
+def cache_bytes(model: nn.Module, sequence: int) -> int:
+    """Return the bytes of the keys and values of one rollout, in float32."""
+    shape: Any = model.config
+    return 4 * 2 * shape.num_layers * shape.kv_heads * shape.head_width * sequence
+
+
+def fit_batch(batch: int, free_bytes: int, bytes_per_rollout: int) -> int:
+    """Return how many rollouts of at most `batch` fit into the memory. Raises WorkloadError if none does."""
+    if free_bytes < bytes_per_rollout:
+        raise WorkloadError(
+            f"the keys and values of one rollout take {bytes_per_rollout:,} bytes, and "
+            f"workload_options.engine_mem_util leaves {free_bytes:,}; fix: a larger engine_mem_util, "
+            "enable_engine_sleep, or shorter sequences"
+        )
+    return min(batch, free_bytes // bytes_per_rollout)
 
 
 def make_cache(model: nn.Module, capacity: int) -> Any:

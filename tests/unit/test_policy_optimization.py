@@ -22,7 +22,14 @@ from ebbflow.training.workloads.trial import try_workload
 from ebbflow.workloads.policy_model import Policy
 from ebbflow.workloads.policy_prompts import Prompt, addition, additions
 from ebbflow.workloads.policy_rewards import Reward
-from ebbflow.workloads.policy_rollouts import TorchEngine, check_version, greedy_draws, score
+from ebbflow.workloads.policy_rollouts import (
+    TorchEngine,
+    cache_bytes,
+    check_version,
+    fit_batch,
+    greedy_draws,
+    score,
+)
 
 SHAPE = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "sequence_length": 12, "vocab_size": 20}
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8], [9], [10, 11, 12], [13, 14]]
@@ -106,6 +113,14 @@ def test_less_memory_makes_smaller_batches_and_the_same_rollouts(monkeypatch: py
 
     monkeypatch.setattr(Policy, "forward", limited)
     assert torch.equal(engine.generate(PROMPTS, draws).tokens, expected.tokens)
+
+
+def test_the_share_of_memory_limits_a_generation_batch() -> None:
+    each = cache_bytes(policy_of(), 12)  # 2 blocks × keys and values × 16 wide × 12 tokens × 4 bytes
+    assert each == 2 * 2 * 16 * 12 * 4 == 3072
+    assert fit_batch(8, 5 * each + 1, each) == 5 and fit_batch(3, 5 * each, each) == 3
+    with pytest.raises(TrainingError, match=r"take 3,072 bytes, and .* leaves 3,071"):
+        fit_batch(8, each - 1, each)
 
 
 def test_an_engine_sleeps_and_its_rollouts_carry_their_version() -> None:
