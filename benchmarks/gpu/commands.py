@@ -42,12 +42,9 @@ def main(arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="ebbflow-bench-", dir=given.folder) as name:
         run = _Run(folder=Path(name), given=given)
         device = run.describe()
-        if device is None:
-            print(
-                "no GPU that torch can use (torch.cuda.is_available() is False); fix: nvidia-smi shows whether the "
-                "driver sees one; --device cpu --tiny rehearses this command without a GPU",
-                file=sys.stderr,
-            )
+        if "trouble" in device:
+            hint = "nvidia-smi shows what the driver sees; --device cpu --tiny rehearses this command without a GPU"
+            print(f"{device['trouble']}; fix: {hint}", file=sys.stderr)
             return Outcome.PREFLIGHT.exit_code
         found = run.measure(device)
     print(f"\n{render(found)}", flush=True)
@@ -85,16 +82,13 @@ class _Run:
     folder: Path
     given: argparse.Namespace
 
-    def describe(self) -> dict[str, Any] | None:
-        """Return the facts of the devices; None if there is no GPU."""
-        kind = self.given.device
-        if kind == "cpu":
+    def describe(self) -> dict[str, Any]:
+        """Return the facts of the devices, or `trouble` if they cannot be used."""
+        if self.given.device == "cpu":
             return {"type": "cpu", "name": "CPU", "count": 1}
-        records, why = self._run_child({"lines": ["describe"], "kind": kind}, "describe", _DESCRIBE_SECONDS)
-        if not records:
-            print(why, file=sys.stderr)
-            return None
-        return records[0]["device"]
+        task = {"lines": ["describe"]}
+        records, why = self._run_child(task, "describe", _DESCRIBE_SECONDS)
+        return records[0]["device"] if records else {"trouble": why}
 
     def measure(self, device: dict[str, Any]) -> dict[str, Any]:
         machine = describe_machine()

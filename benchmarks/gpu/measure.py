@@ -50,7 +50,7 @@ def main(path: str, out: str = "") -> None:
     if task["lines"] == ["describe"]:
         from benchmarks.gpu.device import describe_device
 
-        _record(out, {"device": describe_device(task["kind"])})
+        _record(out, {"device": describe_device()})
         return
     bench = Bench(
         size=SIZES[task["size"]], folder=Path(task["folder"]), prepared=task["prepared"], device=task["device"]
