@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -158,16 +161,33 @@ def test_weights_that_will_be_overwritten_are_not_initialised(join: Join) -> Non
     assert calls == ["rotary"] and module.get_buffer("1.frequencies").tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
-def test_nothing_asks_for_cuda_before_the_standby_forks() -> None:
-    """A process that has a CUDA context cannot fork. Each question that torch answers by `cuInit` is refused."""
+def test_nothing_asks_for_cuda_before_the_standby_forks(tmp_path: Path) -> None:
+    """A process that has a CUDA context cannot fork.
+
+    Each question that torch answers by `cuInit` is refused, and a driver that only writes down each `cuInit` is there
+    for all other libraries. At the end this process calls it itself, which shows that calls are seen.
+    """
+    log, source = tmp_path / "calls", tmp_path / "stub.c"
+    source.write_text(
+        '#include <stdio.h>\nint cuInit(unsigned flags) { FILE *log = fopen("LOG", "a"); fputs("cuInit\\n", log); '
+        "return fclose(log) + 100; }\n".replace("LOG", str(log))
+    )
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    assert compiler, "torch.compile's tests need one too"
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", tmp_path / "libcuda.so.1", source], check=True)
     program = """
-import importlib, torch
+import ctypes, importlib, pathlib, sys, torch
 def refuse(*_, **__): raise SystemExit("CUDA was asked for")
 for name in ("is_available", "device_count", "init", "_lazy_init", "current_device"):
     setattr(torch.cuda, name, refuse)
 import ebbflow.training.worker
 from ebbflow.training import standby
 for name in standby._LATER: importlib.import_module(name)
+if pathlib.Path(sys.argv[1]).exists(): raise SystemExit("cuInit was called")
+ctypes.CDLL("libcuda.so.1").cuInit(0)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240)
+    environment = {**os.environ, "LD_LIBRARY_PATH": f"{tmp_path}:{os.environ.get('LD_LIBRARY_PATH', '')}"}
+    command = [sys.executable, "-c", program, str(log)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
+    assert log.read_text() == "cuInit\n"
