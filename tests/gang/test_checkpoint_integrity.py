@@ -222,7 +222,7 @@ def test_a_store_that_refuses_for_a_while_is_asked_again(
     """A rank that ended for it would take its generation along, and three of those would look like a crash loop."""
     asked: list[str] = []
 
-    def refuse(store: Store, key: str) -> CommitReader:
+    def refuse(store: Store, key: str, **_: object) -> CommitReader:
         asked.append(key)
         if len(asked) <= 2:
             raise StoreUnavailable(f"get {key}: 503 SlowDown")

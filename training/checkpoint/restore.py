@@ -210,7 +210,7 @@ class _Reader:
     node: int
     read_again: ReadAgain
     place: Place
-    progress: Callable[[], object]
+    progress: Callable[[], object] = lambda: None
 
 
 @dataclass(frozen=True, kw_only=True)
