@@ -44,6 +44,40 @@ def test_rows_of_parquet_and_of_datasets_give_the_samples_of_json_lines(tmp_path
     assert all(torch.equal(found[0], other) for other in found[1:])
 
 
+def test_shards_of_mosaicmls_writer_give_the_rows_that_were_written(tmp_path: Path) -> None:
+    writer = pytest.importorskip("streaming.base.format.mds.writer", reason="mosaicml-streaming is not installed")
+    import numpy as np
+    from PIL import Image
+
+    from ebbflow.workloads.readers import MosaicShards
+
+    drawn = np.random.default_rng(0)
+    columns = {
+        "i": "int", "s": "str", "b": "bytes", "u8": "uint8", "f32": "float32", "j": "json", "a": "ndarray",
+        "a2": "ndarray:float32", "a3": "ndarray:int16:2,3", "p": "png", "si": "str_int", "sf": "str_float",
+    }  # fmt: skip
+    rows = [
+        {
+            "i": n * 10**10 - 5, "s": "é" * n, "b": bytes(n % 7), "u8": np.uint8(n), "f32": np.float32(n / 3),
+            "j": {"n": n}, "a": drawn.integers(0, 9, (n % 3 + 1, 2)), "a2": drawn.random((2, n % 5 + 1), np.float32),
+            "a3": drawn.integers(-5, 5, (2, 3)).astype(np.int16), "p": Image.new("RGB", (3, 2), (n, 1, 2)),
+            "si": n**20, "sf": n / 7,
+        }
+        for n in range(100)
+    ]  # fmt: skip
+    with writer.MDSWriter(out=str(tmp_path / "data"), columns=columns, size_limit=4000) as shards:
+        for row in rows:
+            shards.write(row)
+    found = MosaicShards(tmp_path / "data")
+    assert len(found) == 100 and len(list((tmp_path / "data").glob("*.mds"))) > 5
+    for number, row in enumerate(rows):
+        read = found[number]
+        assert read.pop("p").convert("RGB").tobytes() == row.pop("p").tobytes()
+        for name, value in row.items():
+            same = np.array_equal(read[name], value) and getattr(read[name], "dtype", 0) == getattr(value, "dtype", 0)
+            assert same and type(read[name]) is type(value), (number, name)
+
+
 def test_an_image_model_of_timm_survives_and_begins_with_timms_weights(tmp_path: Path) -> None:
     timm = pytest.importorskip("timm", reason="timm is not installed")
     from PIL import Image
