@@ -64,8 +64,11 @@ def find_job_uri(job: str, store: str | None = None) -> str:
             return known.uri
         places.append(Path(known.uri))
     for place in places:
-        if (place / "events").is_dir():
-            return str(place)
+        try:
+            if (place / "events").is_dir():
+                return str(place)
+        except OSError as error:
+            raise ReportError(f"{place}/events: {error.strerror}") from error
     listed = "\n".join(f"  {place}/events" for place in places)
     raise ReportError(f"no events of job {job!r}; looked for\n{listed}")
 
@@ -136,12 +139,20 @@ def find_running_launcher(job: str, events: Sequence[Event], store: str | None =
 
 
 def list_jobs(store: str | None) -> list[str]:
-    """List the jobs of a store, one request each; without a store, those that this machine knows. Raises StoreError."""
+    """List the jobs of a store, one request each; without a store, those that this machine knows.
+
+    Raises:
+        ReportError: The folder of the store cannot be read.
+        StoreError: The store does not answer.
+    """
     if store is None:
         return list_known_jobs()
     opened = Store.open(store, request_timeout_seconds=_REQUEST_SECONDS, create=False)
     if (folder := opened.local_path("jobs")) is not None:
-        return sorted(path.name for path in folder.glob("*") if path.is_dir())
+        try:
+            return sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
+        except OSError as error:
+            raise ReportError(f"{folder}: {error.strerror}") from error
     found: list[str] = []
     # "0" is the character after "/": the next request begins behind the keys of the last job.
     while page := next(opened.pages("jobs", after=f"jobs/{found[-1]}0" if found else ""), []):
@@ -169,7 +180,10 @@ def load_report(uri: str, *, store: str | None = None, fresh: bool = False) -> R
     """
     path = Path(uri)
     if "://" not in uri and path.suffix == ".json":
-        return _parse(path.read_bytes() if path.is_file() else b"", uri)
+        try:
+            return _parse(path.read_bytes(), uri)
+        except OSError as error:
+            raise ReportError(f"{uri}: {error.strerror}") from error
     place = find_job_uri(uri, store)
     running = find_running_launcher(uri, (), store)
     if not fresh and running is None:

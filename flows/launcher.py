@@ -40,7 +40,7 @@ from ebbflow.infra.launchers import (
 )
 from ebbflow.infra.layout import METAFLOW_FOLDER, job_prefix, records_root
 from ebbflow.infra.process import children, die_with_parent, end_with_descendants, ignore_lost_readers
-from ebbflow.infra.program import PROJECT_ROOT
+from ebbflow.infra.program import PROJECT_ROOT, own_command
 from ebbflow.infra.store import Store
 from ebbflow.infra.untrusted_text import guard_terminal
 
@@ -51,6 +51,7 @@ _RUN_ID_PREFIX = "ebbflow-run-id-"
 _PARENT_VARIABLE = "EBBFLOW_PARENT_PID"
 _DRAIN_SECONDS = 60.0
 _RUN_ID_SECONDS = 0.2
+_PROGRAM = own_command()  # found before this launcher changes PATH
 # Flags of this launcher that Metaflow does not know. verbose: Metaflow's log, full plan and report on the terminal.
 # yes: no question before money is spent. compare: after a rehearsal, run the job without it and compare the weights.
 _OWN_FLAGS = frozenset({"--take-over", "--verbose", "--yes", "--compare"})
@@ -569,14 +570,12 @@ def finish_job(job: Job, code: int, started: float, *, asked: bool, width: int |
         print(f"the report is on this machine only: {error}", file=sys.stderr)
     finish_page(path.parent)
     report = RunReport.from_json(json.loads(path.read_text()))
-    python = Path(sys.executable)
-    python = python.relative_to(PROJECT_ROOT) if python.is_relative_to(PROJECT_ROOT) else python
     page = RUNS / job.name / "report.html"
     if width:
         notes = describe_rehearsal(report, read_earlier_reports(job.name))
-        print(render_closing(report, os.path.relpath(page), python=str(python), notes=notes, width=width))
+        print(render_closing(report, os.path.relpath(page), program=_PROGRAM, notes=notes, width=width))
     else:
-        print(render(report, python=str(python)))
+        print(render(report, program=_PROGRAM))
         print(f"\nreport: {page}")
     if asked and not _completed_since(job, started):
         return code

@@ -39,7 +39,7 @@ from ebbflow.cost.report.figure_text import (
     get_weight_unit,
 )
 from ebbflow.cost.report.render_svg import list_figures, render_chart
-from ebbflow.cost.report.render_text import JOB_HEADER, PYTHON, describe_price_kinds, format_job_rows, suggest_next_step
+from ebbflow.cost.report.render_text import JOB_HEADER, describe_price_kinds, format_job_rows, suggest_next_step
 from ebbflow.cost.report.report import RunReport, without_nan
 from ebbflow.cost.report.verdict import (
     Tile,
@@ -142,17 +142,14 @@ def _cell(cell: str, label: str, kind: str, mark: str) -> str:
     return f"<td{kind}{named}>{mark}{escape(cell).replace(chr(10), ' ')}</td>"
 
 
-def render(
-    report: RunReport, *, python: str = PYTHON, earlier: Sequence[RunReport] = (), written: float | None = None
-) -> str:
+def render(report: RunReport, *, earlier: Sequence[RunReport] = (), written: float | None = None) -> str:
     """Render the whole page.
 
     Args:
-        python: Path of the Python interpreter in the commands on the page.
         earlier: Reports of other jobs for comparison, newest last.
         written: Unix time of the report's figures. None means the current time.
     """
-    main, data = render_parts(report, python=python, earlier=earlier)
+    main, data = render_parts(report, earlier=earlier)
     title = f"{describe_title(report)[0]}: {report.state.replace('_', ' ')}"
     return fill_page(main, data, title, running=report.outcome is None, written=written)
 
@@ -185,7 +182,7 @@ def _read_assets() -> tuple[tuple[str, ...], str]:
     return scripts, (_PAGE / "uPlot.min.css").read_text() + (_PAGE / "page.css").read_text() + TABLE_STYLE
 
 
-def render_parts(report: RunReport, *, python: str, earlier: Sequence[RunReport]) -> tuple[str, str]:
+def render_parts(report: RunReport, *, earlier: Sequence[RunReport]) -> tuple[str, str]:
     """Render the content of the page, and the data of its plots as JSON that is safe to embed in HTML."""
     figures, tables = list_figures(report, earlier)
     marks = report.charts.get("marks") or []
@@ -204,7 +201,7 @@ def render_parts(report: RunReport, *, python: str, earlier: Sequence[RunReport]
         _header(report, verdict),
         f'<div class="tiles" id="tiles">{"".join(map(_tile, list_tiles(report)))}</div>',
         _stop(report),
-        _failure(report, python),
+        _failure(report),
         _plots(drawn, [one.id for one in figures]),
         _evaluations(report),
         _timeline(report),
@@ -216,7 +213,7 @@ def render_parts(report: RunReport, *, python: str, earlier: Sequence[RunReport]
         _table_section("generations", "Generations", GENERATION_HEADER, format_generation_rows(report)),
         _ranks(report),
         _events(report),
-        _configuration(report, earlier, python),
+        _configuration(report, earlier),
         _environment(report),
         _comparison(report, earlier),
         _section("all", "All figures", _definitions(format_key_figures(report))),
@@ -254,7 +251,7 @@ def _stop(report: RunReport) -> str:
     return f'<p id="stop"><b>Safe to stop?</b> {escape(text)}</p>' if text else ""
 
 
-def _failure(report: RunReport, python: str) -> str:
+def _failure(report: RunReport) -> str:
     """Render the failures, the evidence of the first failure, and the command that continues the job.
 
     The first failure usually caused all later failures.
@@ -277,7 +274,7 @@ def _failure(report: RunReport, python: str) -> str:
             parts.append(f'<p id="finding"><b>Diagnosis:</b> {escape(finding)}</p>')
         logs = f"ebbflow logs {one_line(report.job)}   ebbflow diagnose {one_line(report.job)}"
         parts.append(f"<p>What the ranks printed:</p><pre>{escape(logs)}</pre>")
-    following = suggest_next_step(report, python=python)
+    following = suggest_next_step(report)
     if following is not None:
         parts.append(f"<h3>What next</h3><p>{escape(following.explanation)}:</p><pre>{escape(following.command)}</pre>")
     title = "Why it ended, first failure first" if ended else "What went wrong, first failure first"
@@ -479,7 +476,7 @@ def _events(report: RunReport) -> str:
     return _section("events", "Events", box + table + more)
 
 
-def _configuration(report: RunReport, earlier: Sequence[RunReport], python: str) -> str:
+def _configuration(report: RunReport, earlier: Sequence[RunReport]) -> str:
     if not report.configuration:
         return ""
     chosen, defaults = (format_configuration_rows(report, defaults=each) for each in (False, True))
@@ -497,7 +494,7 @@ def _configuration(report: RunReport, earlier: Sequence[RunReport], python: str)
     if before is not None and changed:
         names = ("key", one_line(before.job), one_line(report.job))
         differs = f"<h3>Changed since {escape(one_line(before.job))}</h3>{render_html_table(names, changed)}"
-    command = reproduce_command(report, python=python, flow="flows/train_flow.py")
+    command = reproduce_command(report)
     again = f"<h3>The same configuration again</h3><pre>{escape(command)}</pre>" if command else ""
     return _section("configuration", "Configuration", differs + listed + folded + again)
 

@@ -34,8 +34,7 @@ from ebbflow.infra.errors import Outcome
 from ebbflow.infra.events import FAULT_INJECTED, LedgerClass
 from ebbflow.infra.untrusted_text import one_line, wrap_line
 
-PYTHON = ".venv/bin/python"
-_FLOW = "flows/train_flow.py"
+PROGRAM = "ebbflow"  # the console command
 # `run` reads the configuration again; the events do not record the options of the earlier run.
 _SAME_OPTIONS = "(repeat the earlier --config and --set)"
 _SAME_REMOTE_OPTIONS = "(repeat the earlier --with, --config and --set)"
@@ -46,32 +45,31 @@ _PERMITS = {Outcome.NO_RESTORE: "--from-scratch", Outcome.ROLLED_BACK: "--accept
 class NextStep(NamedTuple):
     """Suggestion for continuing a job.
 
-    `explanation` has no full stop at the end. `command` is a shell command for the project's folder.
+    `explanation` has no full stop at the end. `command` is a shell command for the folder in which the job was started.
     """
 
     explanation: str
     command: str
 
 
-def suggest_next_step(report: RunReport, *, python: str = PYTHON) -> NextStep | None:
+def suggest_next_step(report: RunReport, *, program: str = PROGRAM) -> NextStep | None:
     """Suggest how to continue a job; None if it is completed or running.
 
     After an interruption or a failure, suggest `resume`, which continues the run with the same plan and configuration.
     On AWS Batch, and after an exceeded limit or a bad setting, suggest a new `run`, which restores the last commit.
 
     Args:
-        python: Path of the Python interpreter in the suggested command.
+        program: Shell command that runs `ebbflow` (`infra.program.own_command`).
     """
     if report.outcome in (None, Outcome.COMPLETED):
         return None
     explanation, settings = _advise(report)
     if settings is None and report.money.get("attempts"):  # on AWS Batch a new run plans the next placement
         explanation, settings = f"{explanation} {_SAME_REMOTE_OPTIONS}", []
-    interpreter = shlex.quote(one_line(python))
     run = one_line(report.events.get("run") or "")
     if settings is None and run:
-        return NextStep(explanation, f"{interpreter} {_FLOW} resume train --origin-run-id {shlex.quote(run)}")
-    command = f"{interpreter} {_FLOW} run --job {shlex.quote(one_line(report.job))}"
+        return NextStep(explanation, f"{program} resume train --origin-run-id {shlex.quote(run)}")
+    command = f"{program} run --job {shlex.quote(one_line(report.job))}"
     permits = [_PERMITS[report.outcome]] if report.outcome in _PERMITS else []
     return NextStep(explanation, " ".join([command, *permits, *(f"--set {setting}" for setting in settings or [])]))
 
@@ -125,11 +123,11 @@ _LISTED_ATTEMPTS = 12
 _LONGEST_END = 20
 
 
-def render(report: RunReport, *, python: str = PYTHON) -> str:
+def render(report: RunReport, *, program: str = PROGRAM) -> str:
     """Render the whole report.
 
     Args:
-        python: Path of the Python interpreter in the command that continues the job.
+        program: Shell command that runs `ebbflow`, in the command that continues the job.
     """
     figures = format_key_figures(report)
     sections = [
@@ -157,7 +155,7 @@ def render(report: RunReport, *, python: str = PYTHON) -> str:
     if message := report.events.get("message"):
         sections.append(_wrapped([f"message: {one_line(message)}"]))
     sections.append(["how far to trust this:", *_wrapped(explain_figures(report))])
-    if following := suggest_next_step(report, python=python):
+    if following := suggest_next_step(report, program=program):
         sections.append([*_wrapped([f"{following.explanation}:"]), f"  {following.command}"])
     title = f"report of job {figures['job']}"
     lines = [f"┌─ {title} ".ljust(WIDTH - 1, "─")]
@@ -172,7 +170,7 @@ _LONGEST_CLOSING = 15
 
 
 def render_closing(
-    report: RunReport, page: str, *, python: str = PYTHON, notes: Sequence[str] = (), width: int = 80
+    report: RunReport, page: str, *, program: str = PROGRAM, notes: Sequence[str] = (), width: int = 80
 ) -> str:
     """Render the end of a job in at most 15 lines: the verdict, failures, key figures and the next step.
 
@@ -181,7 +179,7 @@ def render_closing(
         notes: Further lines, such as the verdict of a rehearsal.
         width: Columns to wrap at. Commands are never wrapped.
     """
-    figures, following = format_key_figures(report), suggest_next_step(report, python=python)
+    figures, following = format_key_figures(report), suggest_next_step(report, program=program)
     mark = "✓" if report.outcome is Outcome.COMPLETED else "✗"
     verdict, message = render_verdict(report), one_line(report.events.get("message") or "")
     lines = [f"{mark} {verdict}", *notes]

@@ -253,14 +253,14 @@ def _values(report: RunReport) -> dict[str, str]:
     return {one_line(row["key"]): one_line(value_text(row["value"])) for row in report.configuration}
 
 
-def reproduce_command(report: RunReport, *, python: str, flow: str) -> str:
+def reproduce_command(report: RunReport) -> str:
     """Return the command that runs the same configuration again under a new name; "" if it was not recorded."""
     rows = report.configuration
     if not rows:
         return ""
     sources = [str(row["source"]).rpartition(":") for row in rows]
     files = [path for path, _, line in sources if path and line.isdecimal()]
-    words = [shlex.quote(python), flow, "run", *(["--config", shlex.quote(one_line(files[0]))] if files else [])]
+    words = ["ebbflow", "run", *(["--config", shlex.quote(one_line(files[0]))] if files else [])]
     for row in rows:
         if row["source"] == "--set":
             words += ["--set", shlex.quote(f"{one_line(row['key'])}={one_line(value_text(row['value']))}")]

@@ -58,7 +58,7 @@ def test_a_leap_of_the_price_ends_the_job_and_the_printed_line_has_a_budget_that
     assert (broke.report["outcome"], broke.report["exit_code"]) == ("budget", 4)
     assert "nothing is left to train with" in broke.output and broke.report["total_usd"] > 2.7 > BUDGET_USD
     assert_ledger_adds_up(broke.report)
-    line = re.search(r"flows/train_flow.py (run --job \S+ --set cost.budget_usd=([\d.]+))", broke.output)
+    line = re.search(r"ebbflow (run --job \S+ --set cost.budget_usd=([\d.]+))", broke.output)
     assert line and float(line[2]) > broke.report["total_usd"] + BUDGET_USD, broke.output
 
     # What the line asks for is enough: with it the plan of the rest is not refused, as it is without.

@@ -111,7 +111,7 @@ def test_a_notice_and_a_request_to_leave_lose_nothing(quiet: Report, tmp_path: P
     assert "Traceback" not in left.output and "avoid pressing" not in left.output
     assert left.report["outcome"] == "interrupted" and left.report["redone_steps"] == 0
     assert not processes_with(str(tmp_path))
-    line = re.search(r"flows/train_flow.py (resume train --origin-run-id (\d+))", left.output)
+    line = re.search(r"ebbflow (resume train --origin-run-id (\d+))", left.output)
     assert line, left.output
     card = runner.run("card", "get", "report")
     assert card.exit_code == 0 and "interrupted" in card.output, "of the step start, since no report step ran"

@@ -196,8 +196,8 @@ def test_the_closing_block_begins_with_the_verdict_and_is_short(outcome: str) ->
     assert lines[0].startswith("✓" if outcome == "completed" else "✗") and "$" in lines[0]
     assert len(lines) <= 15 and any("runs/j/report.html" in line for line in lines)
     assert "node 1 (b) was lost" in "".join(lines) and "n/a" not in "".join(lines)
-    assert all(len(line) <= 80 for line in lines if "train_flow.py" not in line)
-    assert any("train_flow.py" in line for line in lines) == (outcome != "completed")
+    assert all(len(line) <= 80 for line in lines if "ebbflow r" not in line)
+    assert any(re.match(" *ebbflow (run|resume) ", line) for line in lines) == (outcome != "completed")
 
 
 def test_a_rehearsal_is_compared_with_a_run_of_the_same_settings_only() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import os
 import re
 import threading
 import time
@@ -194,7 +195,7 @@ def test_an_open_page_takes_newer_figures_and_ends_as_report_without_a_reload(tm
     def end() -> None:
         time.sleep(1.0)
         fresh = tmp_path / "fresh"
-        fresh.write_text(render(build_report(events), written=now + 5))
+        fresh.write_text(render(build_report(events), written=now - 2))  # shortly before the last live page
         fresh.replace(page)
 
     thread = threading.Thread(target=end)
@@ -237,6 +238,21 @@ def test_the_commands_print_one_state_and_write_a_page_of_all_jobs(
     assert "no events of job 'nosuch'" in capsys.readouterr().err
     assert main(["watch", "demo", "--store", str(tmp_path), "--port", "70000"]) != 0
     assert "fix: leave --port out" in capsys.readouterr().err
+
+
+def test_a_store_that_may_not_be_entered_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    closed, user = tmp_path / "closed", os.geteuid()
+    (closed / "jobs" / "demo" / "events").mkdir(parents=True)
+    closed.chmod(0)
+    if user == 0:
+        os.seteuid(65534)  # root may enter every folder
+    try:
+        for words in (["watch", "demo"], ["watch", "demo", "--once"], ["report", "demo"], ["jobs"]):
+            assert main([*words, "--store", str(closed)]) != 0
+            assert re.fullmatch(r"[^\n]*Permission denied[^\n]*\n", capsys.readouterr().err), words
+    finally:
+        os.seteuid(user)
+        closed.chmod(0o700)
 
 
 def test_merging_committed_steps_changes_no_amount() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from ebbflow.command import COMMANDS
 from ebbflow.cost.plan.plan import Plan, make_plan
 from ebbflow.cost.report.figure_text import format_comparison_rows, format_generation_rows, format_key_figures
 from ebbflow.cost.report.render_html import render as render_html
@@ -64,30 +65,33 @@ def test_each_outcome_says_once_how_to_go_on(outcome: Outcome) -> None:
     page, text = html.unescape(render_html(report)), render_text(report)
     assert f"{outcome} (exit code {outcome.exit_code})" in text and outcome in page
     for rendered in (text, page):
-        assert rendered.count("flows/train_flow.py") == (outcome is not Outcome.COMPLETED)
+        assert len(re.findall("ebbflow (resume|run)", rendered)) == (outcome is not Outcome.COMPLETED)
     assert max(map(len, text.splitlines())) <= 100
     if outcome is Outcome.COMPLETED:
         assert suggest_next_step(report) is None
         return
     assert command(report) in text and command(report) in page
-    resumed = ".venv/bin/python flows/train_flow.py resume train --origin-run-id run-1"
+    resumed = "ebbflow resume train --origin-run-id run-1"
     if outcome in RESUMED:
         assert command(report) == resumed
     else:
-        assert command(report).startswith(".venv/bin/python flows/train_flow.py run --job demo")
+        assert command(report).startswith("ebbflow run --job demo")
     again = RunReport.from_json(json.loads(json.dumps(report.to_json(), allow_nan=False)))
     assert suggest_next_step(again) == suggest_next_step(report)
 
 
-def test_the_command_names_the_interpreter_and_survives_a_shell() -> None:
+def test_the_command_to_type_does_not_depend_on_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user's own folder has no flows/train_flow.py and no .venv."""
     report = ended(Outcome.INTERRUPTED)
-    following = suggest_next_step(report, python="/my env/bin/python")
+    following = suggest_next_step(report, program="'/my env/bin/ebbflow'")
     assert following is not None
-    assert shlex.split(following.command)[:2] == ["/my env/bin/python", "flows/train_flow.py"]
-    assert following.command in render_text(report, python="/my env/bin/python")
-    assert following.command in html.unescape(render_html(report, python="/my env/bin/python"))
+    assert shlex.split(following.command)[:2] == ["/my env/bin/ebbflow", "resume"]
+    assert following.command in render_text(report, program="'/my env/bin/ebbflow'")
+    assert "<pre>ebbflow resume train" in render_html(report)
+    for name in shlex.split(command(report))[1:2]:
+        assert name in COMMANDS
     unknown = build_report([Event(**{**vars(one), "run": ""}) for one in interrupted_job(completed=False)])
-    assert command(unknown) == ".venv/bin/python flows/train_flow.py run --job demo"
+    assert command(unknown) == "ebbflow run --job demo"
 
 
 def test_limits_are_raised_by_what_they_did_not_allow() -> None:

@@ -175,7 +175,8 @@
     const done = () => { removeEventListener('message', take); frame.remove(); clearTimeout(late); setTimeout(poll, 2000); };
     const take = (event) => {
       if (event.source !== frame.contentWindow || !event.data || typeof event.data.main !== 'string') return;
-      if (Number(event.data.written) > Number(body.dataset.written)) update(event.data);
+      // The report may have been written shortly before the last live page, which it replaces.
+      if (Number(event.data.written) > Number(body.dataset.written) || event.data.state !== 'running') update(event.data);
       done();
     };
     const late = setTimeout(done, 8000);
