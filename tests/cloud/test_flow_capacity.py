@@ -171,6 +171,9 @@ def test_what_came_to_nothing_five_times_is_not_tried_again() -> None:
     assert vain(history(*["user_code"] * 4)) is None
     waited = vain(history(*["never_started"] * 5))
     assert waited is not None and waited[0] is Outcome.NO_CAPACITY and "spot-g5" in waited[1]
+    without_one = [replace(one, started_utc=one.placed_utc) for one in history(*["never_started"] * 5).attempts]
+    incomplete = vain(AttemptHistory(attempts=tuple(without_one)))  # pods ran on Kubernetes, and others had no machine
+    assert incomplete is not None and incomplete[0] is Outcome.NO_CAPACITY
 
 
 @pytest.mark.parametrize("cause", ["user_code", "not_made"])
