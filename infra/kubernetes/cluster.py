@@ -418,8 +418,10 @@ class AttemptWatch:
             return "reclaimed"
         if any(one.late for one in pods) or (self.gone and not self.failed):
             return "terminated"
-        if ran := [(one.ended or 0.0) - (one.started or 0.0) for one in pods if one.exit_code]:
-            if self.lacking and max(ran) >= self._roll_call_seconds:
+        if ran := [(one.ended - one.started, one.ended) for one in pods if one.exit_code and one.ended and one.started]:
+            longest, end = max(ran)  # a missing pod may start on the machine that the failed one leaves
+            present = {one.node for one in pods if one.started is not None and one.started < end}
+            if len(present) < self.nodes and longest >= self._roll_call_seconds:
                 return "never_started"  # a machine was missing at the roll-call, before any code of the user
             # A gang fails as a whole long before the cluster notices the loss of a node.
             known = all(one.exit_code is not None for one in pods if one.started is not None)

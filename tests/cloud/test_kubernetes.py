@@ -415,15 +415,28 @@ def test_a_failed_gang_is_blamed_on_the_code_only_if_every_container_told_its_en
     assert watch.over == ("ended" in worker)
 
 
-@pytest.mark.parametrize(("roll_call_seconds", "cause"), [(60.0, "never_started"), (61.0, "user_code")])
+@pytest.mark.parametrize(
+    ("roll_call_seconds", "late", "cause"),
+    [
+        (60.0, None, "never_started"),
+        (61.0, None, "user_code"),
+        (60.0, 70.0, "never_started"),
+        (60.0, 12.0, "user_code"),
+    ],
+)
 def test_a_gang_that_waited_in_vain_for_a_machine_is_not_blamed_on_the_code(
-    roll_call_seconds: float, cause: str
+    roll_call_seconds: float, late: float | None, cause: str
 ) -> None:
+    """late: when node 1's pod started, after 69 on the machine that node 0 left."""
     watch = AttemptWatch("ebbflow/jobsets/js-1", 2, roll_call_seconds)
-    common = {"machine": "node", "phase": "Failed", "created": 0.0, "ended": 69.0}
-    watch.pods["a"] = PodState(name="a", node=0, started=9.0, exit_code=1, **common)
-    watch.pods["b"] = PodState(name="b", node=1, waiting="Unschedulable: 0/1 nodes are available", **common)
+    common: dict[str, Any] = {"machine": "node", "phase": "Failed", "created": 0.0}
+    watch.pods["a"] = PodState(name="a", node=0, started=9.0, ended=69.0, exit_code=1, **common)
+    watch.pods["b"] = PodState(
+        name="b", node=1, started=late, ended=71.0, exit_code=None if late is None else 143,
+        waiting="Unschedulable: 0/1 nodes are available", **common,
+    )  # fmt: skip
     watch.failed = True
     attempt = watch.attempt(now=80.0)
-    assert attempt.cause == cause and attempt.node_times == ((9.0, 69.0), (None, None))
+    assert attempt.cause == cause
+    assert late or attempt.node_times == ((9.0, 69.0), (None, None))
     assert attempt.reason == "a: exit code 1; b: Unschedulable: 0/1 nodes are available"
