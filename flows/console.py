@@ -48,11 +48,11 @@ if TYPE_CHECKING:
 WIDTH = 80
 _TASK = re.compile(r"\[(?P<run>[^/\]]+)/(?P<step>\w+)/(?P<task>[^/ \]]+)")
 _RUN_ID = re.compile(r"\(run-id ([^)]+)\)")
-_PROGRESS = re.compile(r"step (\d+)/(\d+) · ")
+_PROGRESS = re.compile(r"step (\d+)/(\d+) [·|] ")  # with "|", if the locale is ASCII
 _CHECK = re.compile(r"(ok|skip|warn|FAIL)  +\S")
 _MOST_UNSEEN = 200
 _HEADLINE = re.compile(r"<flow .*> failed:$|This attempt ended:$")  # Metaflow's, above the message of a failed task
-_PLAN_MARKS = "┌│└"  # each line of the full plan begins with one
+_PLAN_MARKS = "┌│└+|"  # each line of the full plan begins with one
 _QUIET_STEPS = frozenset({"_parameters", "fan_out", "join", "end"})  # technical steps, shown only if they fail
 _LOOK_SECONDS = {True: 2.0, False: 10.0}  # between two looks at the event log: in a local folder, elsewhere
 _LINES_OF_A_TASK = 12  # lines of user code shown per task; all are in the log
@@ -195,7 +195,7 @@ class RunView:
         step.lines += 1
 
     def _progressed(self, found: re.Match[str], text: str) -> None:
-        now, (_, share, *figures) = self._training, text.split(" · ")
+        now, (_, share, *figures) = self._training, re.split(r" [·|] ", text)
         now.step, now.max_steps = int(found[1]), int(found[2])
         now.eta = next((part for part in figures if part.startswith("ETA ")), "")
         now.figures = [_short(part) for part in figures if part != now.eta]

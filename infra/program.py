@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import locale
 import os
 import shlex
 import shutil
@@ -43,7 +44,7 @@ REPLACE_UNPRINTABLE = "ebbflow-plain"  # name of an error handler for str.encode
 # ASCII in place of the characters that our own output uses.
 _PLAIN = {
     "│": "|", "┌": "+", "└": "+", "─": "-", "–": "-", "—": "-", "−": "-", "·": "|", "×": "x", "÷": "/", "…": "...",
-    "→": "->", "←": "<-", "≤": "<=", "≥": ">=", "≠": "!=", "≈": "~", "±": "+-", "²": "^2", "µ": "u", "μ": "u",
+    "→": "->", "←": "<-", "›": ">", "≤": "<=", "≥": ">=", "≠": "!=", "≈": "~", "±": "+-", "²": "^2", "µ": "u", "μ": "u",
     "’": "'", "“": '"', "”": '"', "°": " deg", "✓": "ok", "✗": "x", "\N{NO-BREAK SPACE}": " ",
 }  # fmt: skip
 
@@ -56,6 +57,7 @@ def begin_program() -> None:
     """
     _open_missing_streams()
     print_on_any_terminal()
+    _leave_ascii_locale()
     os.environ.setdefault(_PROJECT_VARIABLE, str(PROJECT_ROOT))  # for child processes with another directory
     if sys.version_info < _OLDEST_PYTHON:
         version = ".".join(str(part) for part in sys.version_info[:3])
@@ -71,6 +73,15 @@ def _open_missing_streams() -> None:
     sys.stdin = sys.stdin or open(0, closefd=False)  # noqa: SIM115 - open for as long as the process
     sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115
     sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
+
+
+def _leave_ascii_locale() -> None:
+    """If the locale is ASCII, change it to C.UTF-8, because Metaflow refuses ASCII. Output remains ASCII."""
+    if codecs.lookup(locale.getpreferredencoding(False)).name == "ascii":
+        os.environ.setdefault("PYTHONIOENCODING", "ascii")
+        os.environ["LC_ALL"] = "C.UTF-8"
+        with contextlib.suppress(locale.Error):  # not installed
+            locale.setlocale(locale.LC_CTYPE, "")
 
 
 def python_path(environment=os.environ):  # type: ignore[no-untyped-def]

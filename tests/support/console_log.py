@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from ebbflow.flows.console import RunView
+from ebbflow.infra.program import REPLACE_UNPRINTABLE
 
 PROGRESS = "step 89/240 · 37% · loss 2.65 · 17,990 tok/s · MFU 40% of measured peak · ETA 0:17 · "
 PROGRESS += "$0.0014 of $5.00 (simulated price) · commit 60 · $0.0004 at risk"
 
 
-def log_of_a_run(view: RunView, *, failing: bool = False) -> None:
-    """Metaflow's calls of its logger, as its runtime makes them."""
+def log_of_a_run(view: RunView, *, failing: bool = False, encoding: str = "utf-8") -> None:
+    """Metaflow's calls of its logger, as its runtime makes them. The tasks print in that encoding."""
 
     def task(step: str, *lines: str, end: str = "Task finished successfully.") -> None:
         head = f"[17/{step}/1 (pid 5)] "
         view.logged("Task is starting.", system_msg=True, head=head)
         for line in lines:
-            view.logged(line, head=head)
+            view.logged(line.encode(encoding, REPLACE_UNPRINTABLE).decode(encoding), head=head)
         view.logged(end, system_msg=True, head=head)
 
     view.echoed("Metaflow 2 executing *TrainFlow*", nl=False)

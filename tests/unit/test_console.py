@@ -37,11 +37,12 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
     return RunConfig(store=str(tmp_path / "runs"))
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
 def test_without_a_terminal_steps_and_progress_are_plain_lines(
-    config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    encoding: str, config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     view = RunView("mine", config, fancy=False)
-    log_of_a_run(view, failing=True)
+    log_of_a_run(view, failing=True, encoding=encoding)
     view.close(explained=True)
     output = capsys.readouterr().out
     lines = output.splitlines()
@@ -173,6 +174,17 @@ def test_a_terminal_that_closes_does_not_end_the_run(tmp_path: Path) -> None:
 def test_a_terminal_without_colours_and_one_that_knows_only_ascii(tmp_path: Path) -> None:
     assert not re.search(r"\x1b\[(?:[0-9;]*;)?3[0-9](?:;|m)", on_a_terminal(tmp_path, 80, NO_COLOR="1"))
     assert on_a_terminal(tmp_path, 80, PYTHONIOENCODING="ascii").isascii()
+
+
+def test_in_an_ascii_locale_metaflow_starts_and_the_output_is_readable_ascii() -> None:
+    script = "from ebbflow.infra.program import begin_program; begin_program(); import locale, subprocess, sys; "
+    script += "print(locale.getpreferredencoding(), open('/dev/null').encoding, flush=True); "
+    script += "subprocess.run([sys.executable, '-c', sys.argv[1]])"
+    child = "from ebbflow.infra.program import begin_program; begin_program(); print('› ✓')"
+    own = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONPATH": str(ROOT)}
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONIOENCODING"} | own
+    output = subprocess.check_output([sys.executable, "-c", script, child], env=variables, cwd=ROOT, text=True)
+    assert output.lower() == "utf-8 utf-8\n> ok\n"
 
 
 def a_job(outcome: str = "completed", **end: Any) -> list[Event]:
