@@ -28,7 +28,7 @@ from ebbflow.workloads.point_data import seeded
 from ebbflow.workloads.policy_options import PolicyOptions
 from ebbflow.workloads.policy_prompts import Codec, Prompt, Prompts
 from ebbflow.workloads.policy_rewards import Reward
-from ebbflow.workloads.policy_rollouts import TorchEngine, token_log_probs
+from ebbflow.workloads.policy_rollouts import TorchEngine
 
 _LOOK_EVERY = 10  # steps of the supervised start between two looks at the reward
 _WARM_UP_STEPS = 20
@@ -197,7 +197,10 @@ def _train_start(config: RunConfig, options: PolicyOptions, prompts: Prompts, co
         rows = order.window((step - 1) * options.supervised_batch_size, options.supervised_batch_size)
         batch, weight = tokens[rows], mask[rows]
         optimizer.param_groups[0]["lr"] = options.supervised_learning_rate * min(1.0, step / _WARM_UP_STEPS)
-        losses = -token_log_probs(model(batch[:, :-1]), batch[:, 1:], 1.0)
+        logits, targets = model(batch[:, :-1]).float(), batch[:, 1:]
+        losses = F.cross_entropy(
+            logits.flatten(0, 1), targets.flatten(), reduction="none", label_smoothing=options.supervised_smoothing
+        ).view_as(targets)
         optimizer.zero_grad()
         ((losses * weight).sum() / weight.sum()).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -29,6 +29,7 @@ class PolicyOptions:
     supervised_start: float = 0.0  # share of right answers at which a supervised start ends; 0: none
     supervised_batch_size: int = 256
     supervised_learning_rate: float = 1e-2
+    supervised_smoothing: float = 0.0  # share of probability that the supervised start spreads over all tokens
     supervised_steps: int = 2000  # of the supervised start at most
     n_samples_per_prompt: int = 8  # rollouts of a prompt
     rollout_batch_size: int = 0  # prompts that are rolled out together; 0: training.batch_size
@@ -69,6 +70,8 @@ class PolicyOptions:
             _refuse(f"clip: {self.clip}; fix: between 0 and 1, such as 0.2")
         if not 0 < self.engine_mem_util <= 1:
             _refuse(f"engine_mem_util: {self.engine_mem_util}; fix: more than 0 and at most 1, such as 0.5")
+        if self.supervised_smoothing >= 1:
+            _refuse(f"supervised_smoothing: {self.supervised_smoothing}; fix: less than 1, such as 0.1")
         if self.kl_target and not self.init_kl_coef:
             _refuse("kl_target: there is no reference with init_kl_coef 0; fix: init_kl_coef: 0.001")
         if self.n_samples_per_prompt < 2 and self.advantage_estimator in ("grpo", "cpgd", "rloo"):
