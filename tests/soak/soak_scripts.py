@@ -79,7 +79,8 @@ def test_a_trainer_commits_without_a_changed_line(name: str, tmp_path: Path) -> 
         folder.mkdir()
         shutil.copy(SCRIPTS / f"{name}.py", folder)
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "EBBFLOW__CHECKPOINT__INTERVAL_STEPS": "5"}
-        words = [sys.executable, "-m", "ebbflow", "run", f"{name}.py", *fault, "--", "0.02"]
+        pause = "0.3"  # so that the commit of step 5 is durable before step 12
+        words = [sys.executable, "-m", "ebbflow", "run", f"{name}.py", *fault, "--", pause]
         done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=400)
         assert done.returncode == 0, done.stdout + done.stderr
         found.append(torch.load(folder / "final.pt"))
