@@ -40,7 +40,7 @@ from ebbflow.training.step_sync import StepSync, find_slowest
 from ebbflow.training.trainer_setup import make_rehearsal
 from ebbflow.training.workloads.examine import PROBE_VARIABLE
 
-_UNEQUAL_SECONDS = 6.0  # in a step beyond the last one of another rank, which may be about to end by a break
+_UNEQUAL_SECONDS = 4.0  # in a step beyond the last one of another rank, which may be about to end by a break
 
 
 class ScriptGuards:

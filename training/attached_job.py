@@ -51,7 +51,7 @@ from ebbflow.training.errors import AttachError, TrainingError, describe_excepti
 from ebbflow.training.gang import Gang, leave
 from ebbflow.training.launch.messages import OrderRecord, WorkerSpec
 from ebbflow.training.limits import Limits, LoopResult, Position, Stop
-from ebbflow.training.parallel import Spread
+from ebbflow.training.parallel import Spread, refuse_unused_parameters
 from ebbflow.training.progress import live_metrics
 from ebbflow.training.reporter import Clock
 from ebbflow.training.save_controller import SaveController
@@ -141,7 +141,7 @@ class AttachedJob:
         self._source_state: Any = None
         self._rng: dict[str, Tensor] = {}
         self._reads = self._begun = self._in_block = self._looping = False
-        self._left_loop = self._closed = self._updated = False
+        self._left_loop = self._closed = self._updated = self._forwarded = False
         self._exit_code: int | None = None
         self._held: bool | None = None  # not None: a sync waits for the epoch's end; True: gradients are unused
         self._saved_step = -1
@@ -500,11 +500,17 @@ class AttachedJob:
     def _watch_model(self) -> None:
         """Register hooks on the optimizer's steps and on the model's forward passes."""
         if self._optimizer is not None:
-            self._optimizer.register_step_pre_hook(lambda *_: self._saver.before_step())
+            self._optimizer.register_step_pre_hook(self._before_optimizer_step)
             self._optimizer.register_step_post_hook(self._on_optimizer_step)
         if not hasattr(self._model, "_orig_mod") and self._model._compiled_call_impl is None:
             self._model.register_forward_pre_hook(self._on_forward)
             self._guards.time_model(self._model)
+
+    def _before_optimizer_step(self, *_: Any) -> None:
+        if self._forwarded:
+            refuse_unused_parameters(self._model)
+        self._forwarded = False
+        self._saver.before_step()
 
     def _on_optimizer_step(self, *_: Any) -> None:
         self._updated = True
@@ -515,6 +521,7 @@ class AttachedJob:
         if not module.training:
             self._reporter.enter("evaluation", self.step)
         elif self._looping:
+            self._forwarded = torch.is_grad_enabled()
             self._reporter.enter("forward", self.step + 1)
 
     def _leave(self, outcome: Outcome, message: str) -> NoReturn:

@@ -39,7 +39,8 @@ def train(trainer: Trainer) -> LoopResult:
         sync, scale, norm = trainer.sync_step(at, batch, loss, gradients)
         judgement = trainer.judge(sync)
         if judgement.action is Action.STOP:
-            return end_non_finite(trainer, sync, judgement)
+            module = trainer.find_non_finite_module(batch, step) if sync.at.step + 1 == step else ""
+            return end_non_finite(trainer, sync, judgement, module)
 
         trainer.enter("optimizer", step)
         set_learning_rate(optimizer, learning_rate(training, step))
@@ -74,9 +75,9 @@ def train(trainer: Trainer) -> LoopResult:
     return trainer.end(at, Outcome.COMPLETED)
 
 
-def end_non_finite(trainer: Trainer, sync: StepSync, judgement: Judgement) -> LoopResult:
-    step = sync.at.step + 1
-    return trainer.end(sync.at, Outcome.NON_FINITE, f"step {step}: {judgement.reason}; the last commit stands")
+def end_non_finite(trainer: Trainer, sync: StepSync, judgement: Judgement, module: str = "") -> LoopResult:
+    reason = f"step {sync.at.step + 1}: {judgement.reason}{module}"
+    return trainer.end(sync.at, Outcome.NON_FINITE, f"{reason}; the last commit stands")
 
 
 def forward_backward(trainer: Trainer, batch: Batch, step: int) -> Loss:

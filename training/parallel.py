@@ -11,9 +11,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +35,7 @@ from ebbflow.infra.footprint import SMALL_MODEL_BYTES, shard_ranks
 from ebbflow.training.compat import HashStore, compile_module, set_group_timeout
 from ebbflow.training.errors import ParallelError, WorkloadError
 from ebbflow.training.gang import Gang
+from ebbflow.training.launch.evidence import Frame
 from ebbflow.training.parallel_limits import RankLayout, find_unsupported_options
 from ebbflow.training.weights.files import abbreviate
 from ebbflow.training.weights.load import initialise, materialise
@@ -289,23 +292,8 @@ class Spread:
         it until the step deadline.
         """
         gradients = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
-        self._check_complete(len(gradients))
+        refuse_unused_parameters(self.model)
         return [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
-
-    def _check_complete(self, gradients: int) -> None:
-        model = self.model
-        if not isinstance(model, DistributedDataParallel) or model.static_graph or model.find_unused_parameters:
-            return
-        if gradients >= sum(parameter.requires_grad for parameter in self.module.parameters()):
-            return
-        unused = [name for name, p in self.module.named_parameters() if p.requires_grad and p.grad is None]
-        owners = sorted({name.rpartition(".")[0] for name in unused})
-        kinds = [f"{owner or 'the model'} ({type(self.module.get_submodule(owner)).__name__})" for owner in owners]
-        raise WorkloadError(
-            f"rank {dist.get_rank()}: {abbreviate(unused)} of {gradients + len(unused)} parameters got no gradient in "
-            f"this step, because its forward pass did not use {abbreviate(kinds)}; DDP on the other ranks waits for "
-            "them; fix: set ddp.find_unused_parameters to true, or let every rank use every parameter in every step"
-        )
 
     def square_sum(self, gradients: Sequence[Tensor]) -> Tensor:
         """Return this rank's share of the squared norm of the gradient, in float64.
@@ -322,6 +310,38 @@ class Spread:
     def reset_compression(self) -> None:
         if self.compression is not None:
             self.compression.reset()
+
+
+def refuse_unused_parameters(model: nn.Module) -> None:
+    """Raise WorkloadError if DDP waits for gradients that this rank did not compute. Call it after a backward pass."""
+    if not isinstance(model, DistributedDataParallel) or model.static_graph or model.find_unused_parameters:
+        return
+    trained = {name: one for name, one in model.module.named_parameters() if one.requires_grad}
+    unused = [name for name, one in trained.items() if one.grad is None]
+    if not unused:
+        return
+    owners = sorted({name.rpartition(".")[0] for name in unused})
+    kinds = [f"{owner or 'the model'} ({type(model.module.get_submodule(owner)).__name__})" for owner in owners]
+    uses = [place for owner in owners if (place := _find_use(model.module, owner))]
+    places = ", used at ".join([abbreviate(kinds), *uses[:1]])
+    raise WorkloadError(
+        f"rank {dist.get_rank()}: {abbreviate(unused)} of {len(trained)} parameters got no gradient in this step, "
+        f"because its forward pass did not use {places}; DDP on the other ranks waits for them; fix: set "
+        "ddp.find_unused_parameters to true (in a script, the option of DDP), or let every rank use every parameter in "
+        "every step"
+    )
+
+
+def _find_use(model: nn.Module, owner: str) -> str:
+    """Return where the forward pass of a submodule's parent uses the submodule; "" if that is not found."""
+    parent, _, name = owner.rpartition(".")
+    forward = type(model.get_submodule(parent)).forward
+    with suppress(OSError, TypeError):
+        lines, first = inspect.getsourcelines(forward)
+        for number, line in enumerate(lines, first):
+            if name and re.search(rf"\bself\.{re.escape(name)}\b", line):
+                return str(Frame(inspect.getfile(forward), number, forward.__qualname__))
+    return ""
 
 
 def spread_model(

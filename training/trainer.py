@@ -12,7 +12,7 @@ import hashlib
 import math
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.errors import Outcome, StoreError
@@ -208,6 +209,31 @@ class Trainer:
             torch.default_generator.manual_seed(seed)
         else:
             torch.manual_seed(seed)
+
+    def find_non_finite_module(self, batch: Batch, step: int) -> str:
+        """Repeat a step's forward pass, and return which module made the first non-finite output, as text. Collective.
+
+        Return "" if no module did: the loss itself or its gradient is not finite.
+        """
+        module, found = self.spread.module, list[int]()
+
+        def look(number: int, _: nn.Module, inputs: Any, output: Any) -> None:
+            tensors = [one for one in tree_leaves(output) if isinstance(one, torch.Tensor)]
+            if not found and not all(bool(one.isfinite().all()) for one in tensors):
+                found.append(number)
+
+        hooks = [part.register_forward_hook(partial(look, number)) for number, part in enumerate(module.modules())]
+        self.seed_random_numbers(step)
+        with torch.no_grad(), suppress(Exception):
+            for part in batch.split(self.config.training.gradient_accumulation_steps):
+                self.workload.loss(module, part)
+        for hook in hooks:
+            hook.remove()
+        rows = self.gang.gather_numbers([float(found[0] if found else 0)])
+        rank, number = next(((rank, int(row[0])) for rank, row in enumerate(rows) if row[0]), (0, 0))
+        name, part = list(module.named_modules())[number]
+        kind = type(part).__name__
+        return f"; the first such output is that of {name} ({kind}) on rank {rank}" if number else ""
 
     def share(self, at: Position) -> Cursor:
         return Cursor(at.cursor, self.config.training.batch_size).share(self.gang.rank, self.gang.world_size)

@@ -18,6 +18,7 @@ A file contains one family of symptoms: `family` (its name), `letter`, `title`, 
     collect         evidence to collect
     fix             changes to make, and `commands`
     cost            what the failure costs
+    curable         false: an exception with this text comes again in each start, so the job ends
     guides, source  where the symptom is described
     examples        lines that the rule must match
     others          lines that the rule must not match
@@ -38,7 +39,7 @@ RULES_FOLDER = Path(__file__).resolve().parent / "rules"
 KINDS = {"cause": 0.9, "effect": 0.75, "echo": 0.55, "summary": 0.4, "advice": 0.6}  # kind: default weight
 _NAMES = {
     "id", "title", "kind", "look", "hint", "need", "unless", "rank", "follows", "weight", "causes", "collect", "fix",
-    "cost", "guides", "source", "examples", "others",
+    "cost", "guides", "source", "examples", "others", "curable",
 }  # fmt: skip
 
 
@@ -61,10 +62,16 @@ class SymptomRule:
     collect: tuple[str, ...] = ()
     fix: tuple[str, ...] = ()
     cost: str = ""
+    curable: bool = True
     guides: tuple[str, ...] = ()
     source: str = ""
     examples: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
+
+    def matches(self, text: str) -> bool:
+        """Return whether a `look` matches in the text and no `unless` does."""
+        found = any(re.search(one, text, re.IGNORECASE) for one in self.look)
+        return found and not any(re.search(one, text, re.IGNORECASE) for one in self.unless)
 
     def to_json(self) -> dict[str, Any]:
         names = ("id", "family", "title", "kind", "causes", "collect", "fix", "cost", "guides", "source")

@@ -143,7 +143,8 @@ def test_a_parameter_that_one_rank_does_not_use_ends_the_job_at_once(tmp_path: P
     """In the first step, and in step 6, which both ranks reach with used parameters."""
     job = guarded(tmp_path, {"unused_from": unused_from}, workload="OneSided")
     begun = time.monotonic()
-    with pytest.raises(GangError, match=r"rank 1: branch\.weight, branch\.bias of 4 param.* branch \(Lin") as error:
+    place = r"branch \(Linear\), used at tests/support/guard_jobs\.py:\d+ in Branching\.forward"
+    with pytest.raises(GangError, match=rf"rank 1: branch\.weight, branch\.bias of 4 param.* {place}") as error:
         job.run()
     assert time.monotonic() - begun < 60, "the step deadline of 300 s was awaited"
     assert not error.value.curable and error.value.outcome == "config"

@@ -83,6 +83,7 @@ PLAIN = (
     "optimizer_of_another_model", "nan_in_a_layer",
 )  # fmt: skip
 CASES = [*JOBS, *ATTACHED, *(f"plain:{name}" for name in PLAIN)]
+SYMPTOMS = [f"plain:{name}" for name in INJECTIONS if name not in PLAIN]  # the others that are made
 
 
 def run_case(name: str, seed: int, folder: Path) -> dict[str, Any]:
@@ -184,7 +185,7 @@ def _run_plain(name: str, seed: int, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("seed", range(int(os.environ.get("SOAK_SEEDS", "10"))))
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *SYMPTOMS])
 def test_a_headline(name: str, seed: int, tmp_path: Path) -> None:
     row = run_case(name, seed, tmp_path)
     assert not row["wrong"], row

@@ -15,10 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ebbflow.training.workload import Cursor
 from tests.support.guard_jobs import Branching, OneSided
 from tests.support.workload_cases import Points, Sound
-
-from ebbflow.training.workload import Cursor  # isort: skip
 
 # In these, the trouble comes again in each start.
 LASTING = {

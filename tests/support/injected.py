@@ -6,11 +6,13 @@ what they wrote. The faulty rank and the step are drawn from the seed.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import resource
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -574,6 +576,98 @@ def metric_made_twice(_: Injected) -> None:
 
     Counter("train_steps", "steps")
     Counter("train_steps", "steps")
+
+
+@injects("A12", answers=("A11",))
+def policy_that_drops(_: Injected) -> None:
+    """A network of its own, in which packets to the master are refused as a network policy refuses them."""
+    script = "import torch.distributed as d, datetime; "
+    script += "d.TCPStore('10.9.8.7', 29500, 2, False, datetime.timedelta(seconds=2))"
+    inside = f'ip link set lo up; ip route add prohibit 10.9.8.0/24; exec {sys.executable} -c "{script}"'
+    raise SystemExit(subprocess.run(["unshare", "-n", "sh", "-c", inside], check=False).returncode)
+
+
+@injects("D18")
+def packets_larger_than_the_path(_: Injected) -> None:
+    script = "import socket; s = socket.socket(type=socket.SOCK_DGRAM); s.setsockopt(0, 10, 2); "
+    script += "s.sendto(bytes(1472), ('127.0.0.1', 29500))"  # an Ethernet frame, not to be cut up
+    inside = f'ip link set lo up mtu 1400; exec {sys.executable} -c "{script}"'
+    raise SystemExit(subprocess.run(["unshare", "-n", "sh", "-c", inside], check=False).returncode)
+
+
+@injects("D19", answers=("D06",))
+def connection_reset(_: Injected) -> None:
+    server = socket.create_server(("127.0.0.1", 0))
+    client = socket.create_connection(server.getsockname())
+    peer, _address = server.accept()
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    peer.close()  # sends RST
+    client.recv(1)
+
+
+@injects("C02", ranks=2, answers=("C06",))
+def memory_of_one_rank(here: Injected) -> None:
+    here.connect()
+    for step in here.steps():
+        if here.is_guilty and step == here.step:
+            resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
+            torch.empty(64 << 30, dtype=torch.uint8)
+        dist.all_reduce(torch.ones(4))
+
+
+@injects("D09", ranks=2, answers=("D01", "D02", "D03", "D04", "D06"))
+def accumulation_on_one_rank(here: Injected) -> None:
+    here.connect(3)
+    model = nn.parallel.DistributedDataParallel(nn.Linear(4, 1))
+    for step in range(8):
+        alone = here.is_guilty and step >= here.step
+        with model.no_sync() if alone else contextlib.nullcontext():
+            model(torch.randn(8, 4)).sum().backward()
+
+
+@injects("D11", ranks=2, answers=("D07", "D08"))
+def seeds_that_differ(here: Injected) -> None:
+    """Layers are dropped by a random number, which each rank draws with its own seed."""
+    here.connect()
+    module = Branching()
+    model = nn.parallel.DistributedDataParallel(module)
+    draw = random.Random(f"{here.seed} {here.rank}")
+    for _ in range(40):
+        module.uses_branch = draw.random() < 0.5
+        model(torch.randn(8, 4)).sum().backward()
+
+
+@injects("E04", answers=("E01",))
+def workers_beyond_the_cores(_: Injected) -> None:
+    load(Samples(lambda _: os.kill(os.getpid(), signal.SIGKILL)), num_workers=(os.cpu_count() or 1) + 6)
+
+
+@injects("E05")
+def workers_that_persist(_: Injected) -> None:
+    load(Samples(), persistent_workers=True)
+
+
+@injects("E07")
+def sampler_and_shuffle(_: Injected) -> None:
+    samples = Samples()
+    load(samples, sampler=torch.utils.data.DistributedSampler(samples, 2, 0), shuffle=True)
+
+
+@injects("F04")
+def schedule_that_is_too_short(here: Injected) -> None:
+    optimizer = torch.optim.SGD(nn.Linear(4, 1).parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=here.step)
+    for _ in range(here.step + 1):
+        optimizer.step()
+        schedule.step()
+
+
+@injects("H05")
+def shards_of_another_size(here: Injected) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    dcp.save({"weight": torch.ones(4, 4)}, checkpoint_id=here.folder / "sharded", no_dist=True)
+    dcp.load({"weight": torch.ones(8, 4)}, checkpoint_id=here.folder / "sharded", no_dist=True)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from ebbflow.training.launch.evidence import (
     parse_traceback,
 )
 from ebbflow.training.launch.heartbeat import DurationHistogram, HangLimits, HeartbeatReading, PhaseThresholds
+from ebbflow.training.launch.messages import end_from_failures
 
 LOST = "RuntimeError: [gloo/transport/tcp/pair.cc:537] Connection closed by peer"
 STEP = ["all_reduce [[100]]", "all_gather [[8]]"]
@@ -138,6 +140,34 @@ def test_echoes_are_given_time_for_their_cause() -> None:
     echo, cause = failed(0, cascade=True), failed(1, killed_by="SIGKILL")
     assert settle_seconds([hung(0)]) > settle_seconds([hung(0)], all_heard=True) > 0
     assert settle_seconds([echo]) > settle_seconds([hung(0)]) > settle_seconds([echo, cause])
+
+
+def test_ranks_that_lost_a_peer_at_different_places_are_tried_again_unless_gloo_saw_other_sizes() -> None:
+    places = [{"where": "training/engine.py:9 in a"}, {"where": "user/loss.py:9 in log"}]
+    broken = [failed(rank, message=LOST, cascade=True, **place) for rank, place in enumerate(places)]
+    assert blame(broken).kind == "different collectives" and end_from_failures(broken).again
+    size = "RuntimeError: op.preamble.length <= op.nbytes. 12 vs 4"
+    assert not end_from_failures([replace(broken[0], message=size), broken[1]]).again
+
+
+@pytest.mark.parametrize(
+    ("known", "again"),
+    [
+        ({"error": "ValueError", "message": "ValueError: cannot read sample 17"}, True),
+        (
+            {
+                "error": "RuntimeError",
+                "message": "RuntimeError: Expected to have finished reduction in the prior iteration",
+            },
+            False,
+        ),
+        ({"left": True, "witness": True, "message": "left after step 19: completed"}, False),
+        ({"left": True, "witness": True, "message": "left after step 19: interrupted"}, True),
+    ],
+)
+def test_what_comes_again_in_each_start_is_not_tried_again(known: dict[str, Any], again: bool) -> None:
+    end = end_from_failures([failed(1, **known), echo])
+    assert (end.again, end.curable) == (again, again)
 
 
 def test_fingerprints_hold_no_number_that_varies() -> None:

@@ -31,6 +31,7 @@ from ebbflow.training.launch.evidence import (
     find_device_behind,
     find_furthest_behind,
     find_mismatch,
+    has_other_size,
     has_queued_calls,
     is_engine_location,
     is_unusual_call,
@@ -87,8 +88,10 @@ def blame(evidence: Sequence[WorkerFailure]) -> Culprit:
         return _mismatched(mismatch, evidence)
     for rule in (_device_behind, _outside_collective, _left, _odd_call, _behind):
         if (found := rule(evidence)) is not None:
-            proven = found[1] == _CALLED_ALONE and all(map(_waits, evidence))
-            return _culprit(found[0], found[1], evidence, certainty=PROVEN if proven else "")
+            sizes = any(has_other_size(one.message) for one in evidence)
+            proven = sizes if rule is _odd_call else found[1] == _CALLED_ALONE and all(map(_waits, evidence))
+            certainty = PROVEN if proven else SLOW if rule is _odd_call else ""
+            return _culprit(found[0], found[1], evidence, certainty=certainty)
     return _network(evidence)
 
 

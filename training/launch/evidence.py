@@ -494,6 +494,12 @@ def is_peer_loss_error(message: str) -> bool:
     return any(sign in message.lower() for sign in _COLLECTIVE_SIGNS)
 
 
+def has_other_size(message: str) -> bool:
+    """Return whether `message` shows that ranks called different collectives: a peer sent other data than expected."""
+    return any(sign in message for sign in _OTHER_SIZES)
+
+
+_OTHER_SIZES = ("op.preamble", "called another exchange")
 _COLLECTIVE_SIGNS = (
     "connection closed by peer",
     "connection reset by peer",
@@ -501,8 +507,7 @@ _COLLECTIVE_SIGNS = (
     "broken pipe",
     "gloo/transport",
     "timed out waiting",
-    "op.preamble",
-    "called another exchange",
+    *_OTHER_SIZES,
     "watchdog caught collective operation timeout",
     "ncclremoteerror",
     "ncclsystemerror",

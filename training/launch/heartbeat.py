@@ -232,19 +232,16 @@ class PhaseThresholds:
         The p99 is that of the phase's earlier durations. Start-up, store requests and the first step, first save and
         first evaluation have fixed thresholds instead; that of the first step is 5 s.
         """
+        if beat.phase in _STEP_PHASES and self._is_first(beat):
+            return min(_FIRST_SECONDS, self._limits.longest_seconds)
         if (own := self._fixed_limit(beat)) is not None:
             return own
-        if self._is_first(beat):
-            longest = self._limits.longest_seconds
-            return min(_FIRST_SECONDS, longest) if beat.phase in _STEP_PHASES else longest
         seen = self._seen.get(beat.phase)
         return min(max(FACTOR * seen.quantile(0.99) if seen else 0.0, MINIMUM_SECONDS), self._limits.longest_seconds)
 
     def hang_threshold(self, beat: HeartbeatReading) -> float:
         if (own := self._fixed_limit(beat)) is not None:
             return own
-        if self._is_first(beat):
-            return self._limits.longest_seconds
         return min(max(self.suspicion_threshold(beat), self._limits.floor_seconds), self._limits.longest_seconds)
 
     def idle_threshold(self, beat: HeartbeatReading) -> float:
@@ -261,7 +258,9 @@ class PhaseThresholds:
     def _fixed_limit(self, beat: HeartbeatReading) -> float | None:
         if beat.phase in _START_PHASES:
             return self._limits.start_seconds
-        return self._limits.store_seconds if beat.phase == STORE_PHASE else None
+        if beat.phase == STORE_PHASE:
+            return self._limits.store_seconds
+        return self._limits.longest_seconds if self._is_first(beat) else None
 
     def _is_first(self, beat: HeartbeatReading) -> bool:
         """Return whether this is the rank's first step, save or evaluation. The first takes longer than later ones."""

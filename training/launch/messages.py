@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ebbflow.infra.config.schema import SurvivalConfig
+from ebbflow.infra.diagnose.rules import load_rules
 from ebbflow.infra.errors import Outcome
 from ebbflow.infra.events import EndReason
 from ebbflow.infra.terms import Terms
@@ -291,6 +292,8 @@ def end_from_failures(evidence: Sequence[WorkerFailure]) -> GenerationEnd:
     # The same collectives come in each start, and the same number of steps.
     code = culprit.kind == DIFFERENT_CALLS and culprit.certainty == PROVEN
     code = code or (worst.left and worst.message.endswith(f": {Outcome.COMPLETED}"))
+    if worst.error and not worst.cascade:
+        code = code or any(rule.matches(worst.message) for rule in load_rules().rules if not rule.curable)
     curable = kind.curable and not code
     return GenerationEnd(
         culprit=culprit.message if lost_node else f"rank {culprit.rank}: {culprit.message}",
