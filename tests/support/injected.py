@@ -1,8 +1,4 @@
-"""Symptoms of SYMPTOMS made for real, by plain torch code that knows nothing of this project.
-
-`python -m tests.support.injected NAME SEED FOLDER` is one rank; `inject` runs all ranks of one symptom and returns
-what they wrote. The faulty rank and the step are drawn from the seed.
-"""
+"""Symptoms of SYMPTOMS made for real, by plain torch code that knows nothing of this project."""
 
 from __future__ import annotations
 
@@ -17,7 +13,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -27,101 +22,9 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.support.gangs import free_port
-from tests.support.warm import start_warm
+from tests.support.injections import INJECTIONS, Injected, inject, injects, run_rank
 
-
-@dataclass(frozen=True)
-class Injection:
-    """How a symptom is made. gone: ranks that are never started. answers: other ids that name the failure as well."""
-
-    symptom: str
-    run: Callable[[Injected], Any]
-    ranks: int = 1
-    environment: dict[str, str] = field(default_factory=dict)
-    gone: tuple[int, ...] = ()
-    answers: tuple[str, ...] = ()
-
-
-@dataclass
-class Injected:
-    """What a symptom's code may use: its rank, the faulty rank and step, and a folder."""
-
-    rank: int
-    guilty: int
-    step: int
-    folder: Path
-    seed: int
-
-    def connect(self, seconds: float = 4.0) -> None:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=seconds))
-
-    @property
-    def is_guilty(self) -> bool:
-        return self.rank == self.guilty
-
-    def steps(self, model: nn.Module | None = None) -> Any:
-        """Yield step numbers around real steps of a small model, with printed losses."""
-        model = model or nn.Linear(4, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        for step in range(self.step + 4):
-            yield step
-            loss = model(torch.randn(8, 4)).square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            if self.rank == 0 and step < 3:
-                print(f"step {step} loss {loss.item():.4f} lr 0.01", flush=True)
-
-
-INJECTIONS: dict[str, Injection] = {}
-
-
-def injects(symptom: str, **options: Any) -> Callable[[Callable[[Injected], Any]], Callable[[Injected], Any]]:
-    def register(function: Callable[[Injected], Any]) -> Callable[[Injected], Any]:
-        INJECTIONS[function.__name__] = Injection(symptom, function, **options)
-        return function
-
-    return register
-
-
-def inject(name: str, folder: Path, seed: int = 0, *, seconds: float = 60) -> tuple[list[Path], int, float]:
-    """Run all ranks of an injection. Returns their logs, the faulty rank, and the seconds to the first failure."""
-    made, port = INJECTIONS[name], free_port()
-    environment = dict(
-        os.environ,
-        WORLD_SIZE=str(made.ranks),
-        LOCAL_WORLD_SIZE=str(made.ranks),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        GLOO_SOCKET_IFNAME="lo",
-        OMP_NUM_THREADS="1",
-    )
-    environment.update(made.environment)
-    folder.mkdir(parents=True, exist_ok=True)
-    logs = [folder / f"rank-{rank}.log" for rank in range(made.ranks) if rank not in made.gone]
-    started, processes = time.monotonic(), []
-    for rank in range(made.ranks):
-        if rank not in made.gone:
-            own = environment if environment.get("RANK") == "none" else environment | {"RANK": str(rank)}
-            words = [name, str(seed), str(folder), str(rank)]
-            log = folder / f"rank-{rank}.log"
-            own = {key: value for key, value in own.items() if value != "none"} | {"LOCAL_RANK": str(rank)}
-            processes.append(start_warm("tests.support.injected", words, environment=own, output=log))
-    first = 0.0
-    try:
-        while any(process.poll() is None for process in processes) and time.monotonic() < started + seconds:
-            if not first and any(process.poll() not in (None, 0) for process in processes):
-                first = time.monotonic() - started
-            time.sleep(0.02)
-    finally:
-        for process in processes:
-            process.kill()
-    return logs, faulty_rank(name, seed), first or time.monotonic() - started
-
-
-def faulty_rank(name: str, seed: int) -> int:
-    return random.Random(f"{name} {seed}").randrange(INJECTIONS[name].ranks)
-
+__all__ = ["INJECTIONS", "inject", "run_rank"]
 
 # Start-up
 
@@ -668,11 +571,3 @@ def shards_of_another_size(here: Injected) -> None:
 
     dcp.save({"weight": torch.ones(4, 4)}, checkpoint_id=here.folder / "sharded", no_dist=True)
     dcp.load({"weight": torch.ones(8, 4)}, checkpoint_id=here.folder / "sharded", no_dist=True)
-
-
-if __name__ == "__main__":
-    _name, _seed, _folder, _rank = sys.argv[1:5]
-    _drawn = random.Random(f"{_name} {_seed} step")
-    INJECTIONS[_name].run(
-        Injected(int(_rank), faulty_rank(_name, int(_seed)), _drawn.randrange(1, 6), Path(_folder), int(_seed))
-    )
