@@ -10,6 +10,7 @@ full plan and report.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 import json
@@ -19,10 +20,11 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ebbflow.flows.remote import option_values, requested_backend
 from ebbflow.infra.errors import InfraError
 from ebbflow.infra.events import (
     BUDGET,
@@ -38,6 +40,7 @@ from ebbflow.infra.events import (
     STEP,
     Event,
 )
+from ebbflow.infra.launchers import claim_of_parent
 from ebbflow.infra.layout import PLAN_KEY, job_prefix, make_local_folder
 from ebbflow.infra.store import Store
 from ebbflow.infra.untrusted_text import GuardedStream, one_line, strip_colours, wrap_line
@@ -215,7 +218,7 @@ class RunView:
             if self._ask:
                 self.say("! the plan could not be read; it is in Metaflow's log")
                 self._ask = False
-                self._require_yes()
+                self.require_yes()
             return
         for line in render_brief(plan, width=self.width - 2):
             self.say(f"  {line}")
@@ -223,13 +226,13 @@ class RunView:
             self._usd_per_second = plan.chosen.gang_usd_per_hour / 3600
         if self._ask and not plan.simulated and plan.refusal is None:
             self._ask = False
-            self._require_yes()
+            self.require_yes()
 
-    def _require_yes(self) -> None:
+    def require_yes(self, question: str = "start and pay for it?") -> None:
         """Ask the user for permission to spend money; Metaflow's scheduler waits. Any answer but yes ends the run."""
         with self._live.paused() if self._live is not None else contextlib.nullcontext():
             try:
-                answer = input("start and pay for it? [y/N] ")
+                answer = input(f"{question} [y/N] ")
             except EOFError:
                 answer = ""
         if answer.strip().lower() not in ("y", "yes"):
@@ -464,6 +467,53 @@ def _new_events(store: Store, known: set[str], since: float) -> Iterator[Event]:
                 event = Event.from_json(line)
                 if event.t_wall >= since:
                     yield event
+
+
+# Flags of `run` and `resume` that Metaflow does not know.
+FLAGS = {
+    "--verbose": "show Metaflow's log, every check, the full plan and the full report on the terminal",
+    "--yes": "do not ask before cloud money is spent",
+    "--compare": "after a rehearsal, run the job once more without the fault, and compare the weights",
+    "--take-over": "take the job from another launcher, which saves and leaves",
+}
+
+
+def describe_flags() -> str:
+    """Return the help of all flags that Ebbflow adds to Metaflow's `run` and `resume`."""
+    from ebbflow.flows.options import add_permits
+
+    parser = argparse.ArgumentParser(add_help=False, usage=argparse.SUPPRESS)
+    for flag, text in FLAGS.items():
+        parser.add_argument(flag, action="store_true", help=text)
+    add_permits(parser)
+    return f"\nFlags of Ebbflow for run and resume:\n{parser.format_help().partition(':')[2].lstrip(chr(10))}"
+
+
+def open_view(flow_class: type, job: str, config: RunConfig | None, flags: Collection[str]) -> RunView | None:
+    """Return the view that replaces Metaflow's log on the terminal, or None with --verbose.
+
+    On a terminal, the user is asked once before cloud money is spent: after the plan if the steps up to it run on this
+    machine, otherwise before the first step. Raises KeyboardInterrupt if the answer is not yes.
+    """
+    verbose, on_terminal = "--verbose" in flags, sys.stdin.isatty() and sys.stdout.isatty()
+    backend, places = requested_backend(sys.argv), option_values(sys.argv, "--with")
+    # A supervisor's runs have its terminal, and nobody may be there.
+    ask = backend is not None and on_terminal and "--yes" not in flags and claim_of_parent() is None
+    resumed = "resume" in sys.argv  # its plan is known
+    first = ask and (verbose or not (resumed or "cloud" in places))
+    fancy = not verbose and is_terminal()
+    view = RunView(job, config, fancy=fancy, ask=False if first else "resume" if ask and resumed else ask)
+    shown = False
+    try:
+        shown = not verbose and show_run(view, flow_class)
+        if first or (ask and not shown):
+            budget = None if config is None else config.cost.budget_usd
+            limit = "without a limit (cost.budget_usd)" if budget is None else f"for at most ${budget:.2f}"
+            view.require_yes(f"start on {backend} and pay for it, {limit}? `ebbflow plan` shows the estimate.")
+    finally:
+        if not shown:
+            view.close(explained=True)
+    return view if shown else None
 
 
 def is_terminal() -> bool:

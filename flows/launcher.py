@@ -9,6 +9,7 @@ The launcher exits with the job's exit code. Metaflow alone would exit with 1 af
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import getpass
 import json
@@ -25,7 +26,7 @@ from pathlib import Path
 from typing import NoReturn, TypeGuard
 
 from ebbflow.flows import remote
-from ebbflow.flows.console import RunView, is_terminal, show_run
+from ebbflow.flows.console import FLAGS, RunView, describe_flags, open_view
 from ebbflow.flows.job import RUNS, Job
 from ebbflow.flows.live_page import LivePageWriter, finish_page, task_with_card
 from ebbflow.infra.config.schema import RunConfig
@@ -52,9 +53,6 @@ _PARENT_VARIABLE = "EBBFLOW_PARENT_PID"
 _DRAIN_SECONDS = 60.0
 _RUN_ID_SECONDS = 0.2
 _PROGRAM = own_command()  # found before this launcher changes PATH
-# Flags of this launcher that Metaflow does not know. verbose: Metaflow's log, full plan and report on the terminal.
-# yes: no question before money is spent. compare: after a rehearsal, run the job without it and compare the weights.
-_OWN_FLAGS = frozenset({"--take-over", "--verbose", "--yes", "--compare"})
 _ASKED = "asked to leave: waiting for the last checkpoint (Ctrl-C again to leave at once)"
 _REPORT_REQUEST_SECONDS = 10.0  # short: the user waits for the report of a run that died
 _NO_SCHEDULER = (
@@ -82,7 +80,7 @@ class _Launch:
         self._doing = "prepare"
         self._hurried = False
         self._interrupts = 0  # Ctrl-C while the report is written
-        self.flags: frozenset[str] = frozenset()  # those of `_OWN_FLAGS` that are given
+        self.flags: frozenset[str] = frozenset()  # those of `FLAGS` that are given
         self.words: list[str] = []  # the command line as the user typed it
         self.job = ""  # of this run, as far as it is known before Metaflow starts; so is the configuration
         self.config: RunConfig | None = None
@@ -236,8 +234,8 @@ def prepare(module_name: str) -> None:
             print(_NO_SCHEDULER.format(name=_SCHEDULERS[word]), file=sys.stderr)
             sys.exit(Outcome.CONFIG.exit_code)
     _launch.words = sys.argv[1:]
-    _launch.flags = _OWN_FLAGS & set(sys.argv)
-    sys.argv[1:] = reorder_words([word for word in sys.argv[1:] if word not in _OWN_FLAGS])
+    _launch.flags = frozenset(FLAGS.keys() & set(sys.argv))
+    sys.argv[1:] = reorder_words([word for word in sys.argv[1:] if word not in FLAGS])
     at = _command_index(sys.argv)
     if _is_launch(at):
         ignore_lost_readers()
@@ -287,6 +285,9 @@ def run(flow_class: type) -> None:
     """Run Metaflow's command line. After `run` or `resume`, print the report and exit with the job's exit code."""
     at = _command_index(sys.argv)
     if not _is_launch(at):
+        if at is not None and sys.argv[at] in ("run", "resume"):
+            ignore_lost_readers()
+            atexit.register(print, describe_flags())  # below Metaflow's help
         flow_class()
         return
     from ebbflow.flows.gang import end_stopped_tasks
@@ -303,7 +304,11 @@ def run(flow_class: type) -> None:
     unknown = sys.argv[at] == "resume" and origin and _launch.claim is None and claim_of_parent() is None
     if unknown and (job := _job_of(flow_class.__name__, origin[-1], without="no claim on the job")):
         _launch.claim_job(job.name, job.config, "resume")
-    _launch.view = view = _open_view(flow_class)
+    try:
+        _launch.view = view = open_view(flow_class, _launch.job, _launch.config, _launch.flags)
+    except KeyboardInterrupt:  # the user does not want to pay
+        _launch.release()
+        sys.exit(Outcome.INTERRUPTED.exit_code)
     code = _launch.run(flow_class, run_id_file)
     if view is not None:
         began = run_id_file.is_file() and bool(run_id_file.read_text().strip())
@@ -352,21 +357,6 @@ def _run_reference(job: Job) -> int:
     report = RunReport.from_json(json.loads((RUNS / job.name / "report.json").read_text()))
     print("\n".join(describe_rehearsal(report, read_earlier_reports(job.name))))
     return code
-
-
-def _open_view(flow_class: type) -> RunView | None:
-    """Return the view that replaces Metaflow's log on the terminal, or None with --verbose."""
-    if "--verbose" in _launch.flags:
-        return None
-    fancy = is_terminal()
-    paid = remote.requested_backend(sys.argv) is not None
-    # A supervisor's runs have its terminal, and nobody may be there.
-    ask = paid and fancy and sys.stdin.isatty() and "--yes" not in _launch.flags and claim_of_parent() is None
-    view = RunView(_launch.job, _launch.config, fancy=fancy, ask="resume" if ask and "resume" in sys.argv else ask)
-    if show_run(view, flow_class):
-        return view
-    view.close(explained=True)
-    return None
 
 
 def _tell_main_thread() -> None:

@@ -17,7 +17,7 @@ import pytest
 from ebbflow.cost.report.render_text import describe_rehearsal, render_closing
 from ebbflow.cost.report.report import build_report
 from ebbflow.flows import job as flows_job
-from ebbflow.flows.console import RunView, _Lines
+from ebbflow.flows.console import RunView, _Lines, describe_flags, open_view
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.errors import Outcome
 from ebbflow.infra.event_log import EventLog
@@ -106,10 +106,60 @@ def test_money_is_spent_only_after_a_yes(
         monkeypatch.setattr(sys, "stdin", given)
         view = RunView("mine", config, fancy=False, ask=True)
         if starts:
-            view._require_yes()
+            view.require_yes()
         else:
             with pytest.raises(KeyboardInterrupt):
-                view._require_yes()
+                view.require_yes()
+
+
+@pytest.mark.parametrize(
+    ("words", "flags", "asked"),
+    [
+        ("--with batch", "--verbose", "first"), ("--with=cloud", "--verbose", "first"),
+        ("--with kubernetes", "", "first"), ("--with cloud", "", "after the plan"), ("--with batch", "--yes", "never"),
+        ("--with batch", "no terminal", "never"), ("", "", "never"), ("--with local", "--verbose", "never"),
+    ],
+)  # fmt: skip
+def test_the_user_is_asked_before_cloud_money_is_spent(
+    words: str, flags: str, asked: str, config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a terminal that cannot move its cursor, and with --verbose."""
+    from metaflow import cli
+
+    from ebbflow.flows.train_flow import TrainFlow
+
+    for name in ("logger", "echo_always"):
+        monkeypatch.setattr(cli, name, getattr(cli, name))
+    config = RunConfig.model_validate({"store": config.store, "cost": {"budget_usd": 5}})
+    main, side = pty.openpty()
+    os.set_blocking(main, False)
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setattr(sys, "argv", ["train_flow.py", "run", *words.split()])
+    terminal = os.ttyname(side)
+    with (
+        open(main, "r+b", buffering=0) as user,
+        open(side),
+        open(os.devnull if flags == "no terminal" else terminal) as stdin,
+        open(terminal, "w") as stdout,
+    ):
+        user.write(b"n\n")
+        monkeypatch.setattr(sys, "stdin", stdin)
+        monkeypatch.setattr(sys, "stdout", stdout)
+        if asked == "first":
+            with pytest.raises(KeyboardInterrupt):
+                open_view(TrainFlow, "mine", config, {flags})
+            shown = b"".join(iter(lambda: user.read(4096), None))
+            assert b"and pay for it, for at most $5.00? `ebbflow plan` shows the estimate. [y/N]" in shown
+        else:
+            view = open_view(TrainFlow, "mine", config, {flags})
+            assert (view is None) == (flags == "--verbose")
+            assert view is None or view._ask == (asked == "after the plan")
+
+
+def test_the_help_of_run_names_the_flags_that_metaflow_does_not_know() -> None:
+    text = describe_flags()
+    for flag in ("--verbose", "--yes", "--compare", "--take-over", "--from-scratch", "--accept-rollback"):
+        assert f"\n  {flag}" in text
 
 
 _ON_A_TERMINAL = """
