@@ -13,7 +13,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from ebbflow.cost.amounts import format_usd
+from ebbflow.cost.amounts import format_count, format_usd
 from ebbflow.cost.errors import CostError, ReportError
 from ebbflow.cost.focus import focus_rows, month_of, read_settings, spent_by_month, write_focus
 from ebbflow.cost.jobs import find_running_launcher, list_jobs, read_job
@@ -286,4 +286,4 @@ def _write_page(path: Path, records: Sequence[TeamJob], store: str | None) -> No
         path.write_text(page, errors="backslashreplace")
     except OSError as error:
         raise ReportError(f"{path}: {error.strerror}") from error
-    print(f"{path}: {len(records)} jobs", file=sys.stderr)
+    print(f"{path}: {format_count(len(records), 'job')}", file=sys.stderr)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ebbflow.cost.errors import CostError, ReportError
-from ebbflow.cost.jobs import find_job_uri, find_running_launcher, list_known_jobs, load_report
+from ebbflow.cost.jobs import find_job_uri, find_running_launcher, list_known_jobs, load_report, read_job_log
 from ebbflow.cost.report.render_html import escape, fill_page, render
 from ebbflow.cost.report.report import RunReport, build_report
 from ebbflow.cost.report.verdict import summarize_status
@@ -28,6 +28,7 @@ from ebbflow.infra.events import COMMIT, GENERATION_ENDED, STEP, Event, LogFollo
 from ebbflow.infra.layout import job_prefix, runs_folder, write_atomically
 from ebbflow.infra.program import PROJECT_ROOT
 from ebbflow.infra.rank_logs import LogLine, read_logs
+from ebbflow.infra.segments import Damage
 from ebbflow.infra.store import Store
 from ebbflow.infra.untrusted_text import one_line
 
@@ -118,6 +119,7 @@ class LivePage:
         self._lock, self._built, self._due = threading.Lock(), b"", 0.0
         self._earlier: list[RunReport] = []
         self._logs: tuple[int, list[LogLine]] = -1, []  # ended generations when they were read, and the lines
+        self._damage: Sequence[Damage] = ()  # of the ended job
         self._problem = "waiting for the job's first event"
 
     def render(self, *, last: bool = False) -> bytes:
@@ -153,7 +155,10 @@ class LivePage:
         if not events:
             return
         running = None if last else self._launcher or find_running_launcher(self.job, events, self._store)
-        report = build_report(events, running=running, logs=self._read_logs)
+        if running is None and not self.ended:  # once: a damaged part of the log may also be a missing one
+            self._damage = read_job_log(self.job, self._store).damage
+        damage = self._damage if running is None else self._follower.damage
+        report = build_report(events, running=running, logs=self._read_logs, damage=damage)
         if not self._earlier:
             self._earlier = read_earlier_reports(report.job)
         self.ended = running is None

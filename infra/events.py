@@ -380,6 +380,7 @@ class LogFollower:
 
     def __init__(self, job_store: Store) -> None:
         self.events: list[Event] = []  # sorted by wall time
+        self.damage: list[Damage] = []  # to the segments that were read; missing segments are not noticed
         self._store, self._segments = job_store, Segments()
 
     def read_new(self) -> list[Event]:
@@ -389,8 +390,14 @@ class LogFollower:
         """
         found: list[Event] = []
         for key, content in read_new_segments(self._store, self._segments):
-            lines = unseal(Segments(contents={key: content})).lines
-            found += [event for event, _ in map(_parse, lines) if event is not None]
+            unsealed = unseal(Segments(contents={key: content}), gaps=False)
+            self.damage += unsealed.damage
+            for line in unsealed.lines:
+                event, problem = _parse(line)
+                if event is None:
+                    self.damage.append(Damage(line.segment, problem, line.number))
+                else:
+                    found.append(event)
         if found:
             self.events.extend(found)
             self.events.sort(key=lambda event: (event.t_wall, event.t_mono))

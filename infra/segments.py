@@ -100,7 +100,12 @@ def seal_segment(key: str, lines: Sequence[str], *, last: bool) -> bytes:
     return b"\n".join([*encoded, sealed]) + b"\n"
 
 
-def unseal(segments: Segments) -> Unsealed:
+def unseal(segments: Segments, *, gaps: bool = True) -> Unsealed:
+    """Verify the segments and return their event lines.
+
+    Args:
+        gaps: Whether a missing number between a writer's segments is damage. False if `segments` is a part of the log.
+    """
     own: list[Line] = []
     foreign: list[Line] = []
     damage = list(segments.damage)
@@ -115,9 +120,9 @@ def unseal(segments: Segments) -> Unsealed:
             writers[match[1], match[3]].add(int(match[2]))
     for writer, numbers in sorted(writers.items()):
         missing = sorted(set(range(max(numbers))) - numbers)
-        for number in missing[:_MOST_MISSING]:
+        for number in missing[:_MOST_MISSING] if gaps else ():
             damage.append(Damage(_key_of(writer, number), "the segment is missing, and its events with it"))
-        if len(missing) > _MOST_MISSING:
+        if gaps and len(missing) > _MOST_MISSING:
             rest = f"{len(missing) - _MOST_MISSING} more segments before it are missing, or its number is wrong"
             damage.append(Damage(_key_of(writer, max(numbers)), rest))
         sealed = any(_key_of(writer, number) in last for number in numbers)

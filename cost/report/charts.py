@@ -24,6 +24,7 @@ from ebbflow.infra.events import (
     COMMIT,
     CONFIGURED,
     EVALUATION,
+    GENERATION_ENDED,
     NODE_HEARTBEAT,
     NODE_STARTED,
     PLAN,
@@ -115,8 +116,9 @@ def compute_progress(events: Sequence[Event], charts: dict[str, Any], ledger: Le
     paces = sorted(
         (late - early) / (after - before) for (early, before), (late, after) in pairwise(recent) if after > before
     )
-    if not paces or not running:
-        return found
+    ended = max((event.generation for event in events if event.name == GENERATION_ENDED), default=0)
+    if not paces or not running or (gang[0].node.generation <= ended and done != total):
+        return found  # after the loss of a generation, nobody knows when the next one steps
     pace = (recent[-1][0] - recent[0][0]) / (recent[-1][1] - recent[0][1])
     found |= {"at_risk_seconds": found["at_risk_steps"] * pace, "at_risk_usd": found["at_risk_steps"] * pace * rate}
     if total:

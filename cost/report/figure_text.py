@@ -75,11 +75,15 @@ def _format_amounts(report: RunReport, amounts: Sequence[tuple[float, Decimal | 
     decimals = usd_decimals(report.total_usd)
     time = apportion([Decimal(str(seconds)) for seconds, _ in amounts], 2)
     dollars = apportion([Decimal(str(usd)) for _, usd in amounts], decimals)
-    return [(f"{seconds:,}", format_usd(usd, decimals)) for seconds, usd in zip(time, dollars, strict=True)]
+    unpriced = is_unpriced(report)
+    return [
+        (f"{seconds:,}", NONE if unpriced else format_usd(usd, decimals))
+        for seconds, usd in zip(time, dollars, strict=True)
+    ]
 
 
 def _format_total(report: RunReport, share: float | None) -> tuple[str, str, str, str]:
-    total = format_usd(report.total_usd, usd_decimals(report.total_usd))
+    total = NONE if is_unpriced(report) else format_usd(report.total_usd, usd_decimals(report.total_usd))
     return "total", format_seconds(report.paid_rank_seconds), format_percent(share), total
 
 
@@ -93,7 +97,7 @@ def format_key_figures(report: RunReport) -> dict[str, str]:
     figures = {
         "job": one_line(report.job),
         "outcome": format_outcome(report),
-        "total": format_usd(report.total_usd),
+        "total": NONE if is_unpriced(report) else format_usd(report.total_usd),
         "savings": format_usd(report.savings_usd, usd_decimals(report.total_usd)),
         "regret": format_regret(report),
         "budget": format_budget(report),
@@ -210,6 +214,11 @@ def describe_prices(report: RunReport) -> str:
     if kind == UNPRICED:
         return "unpriced: the events hold no plan"
     return kind
+
+
+def is_unpriced(report: RunReport) -> bool:
+    """Return whether the job's paid time has no known price."""
+    return report.actual.get("price_kind", UNPRICED) == UNPRICED and not report.total_usd and not _nothing_paid(report)
 
 
 def _nothing_paid(report: RunReport) -> bool:

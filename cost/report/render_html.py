@@ -24,6 +24,7 @@ from ebbflow.cost.report.figure_text import (
     GENERATION_HEADER,
     LEDGER_HEADER,
     PLACE_HEADER,
+    describe_damage,
     describe_finding,
     explain_figures,
     format_attempt_rows,
@@ -39,7 +40,13 @@ from ebbflow.cost.report.figure_text import (
     get_weight_unit,
 )
 from ebbflow.cost.report.render_svg import list_figures, render_chart
-from ebbflow.cost.report.render_text import JOB_HEADER, describe_price_kinds, format_job_rows, suggest_next_step
+from ebbflow.cost.report.render_text import (
+    JOB_HEADER,
+    describe_price_kinds,
+    describe_rehearsal,
+    format_job_rows,
+    suggest_next_step,
+)
 from ebbflow.cost.report.report import RunReport, without_nan
 from ebbflow.cost.report.verdict import (
     Tile,
@@ -76,7 +83,7 @@ COLOURS = {
 _PAGE = Path(__file__).parent / "page"
 _MOST_EVENTS = 400
 _MOST_SETTINGS = 12  # shown unfolded
-_EVIDENCE = {"cascades": "ranks that failed after it", "usd_lost": "work lost", "because": "reason"}
+_EVIDENCE = {"cascades": "failed after it", "usd_lost": "work lost", "because": "reason"}
 _LONGEST_NUMBER = 32  # characters; a column with a longer cell is text, which may wrap
 # On narrow screens each row becomes a block with a line for each cell, so that no column is cut off.
 _AS_BLOCKS = """
@@ -201,6 +208,10 @@ def render_parts(report: RunReport, *, earlier: Sequence[RunReport]) -> tuple[st
         _header(report, verdict),
         f'<div class="tiles" id="tiles">{"".join(map(_tile, list_tiles(report)))}</div>',
         _stop(report),
+        "".join(
+            f'<p id="rehearsal"><b>Rehearsal:</b> {escape(line.split(None, 1)[1])}</p>'
+            for line in (describe_rehearsal(report, earlier) if report.outcome else ())
+        ),
         _failure(report),
         _plots(drawn, [one.id for one in figures]),
         _evaluations(report),
@@ -228,10 +239,11 @@ def _header(report: RunReport, verdict: str) -> str:
     title, more = describe_title(report)
     small = f" <small>{escape(more)}</small>" if more else ""
     state = escape(report.state.replace("_", " "))
+    damaged = "".join(f'<p class="message">{escape(line)}</p>' for line in describe_damage(report)[:1])
     return (
         f'<header id="header"><h1>{escape(title)}{small}</h1>'
         f'<p class="badge {tone}">{state}<span id="age"></span></p>'
-        f'<p class="verdict">{escape(verdict)}</p></header>'
+        f'<p class="verdict">{escape(verdict)}</p>{damaged}</header>'
     )
 
 
@@ -263,7 +275,9 @@ def _failure(report: RunReport) -> str:
         parts.append(f'<p class="message">{escape(one_line(message))}</p>')
     if failures:
         known: dict[str, Any] = find_deciding_failure(report).get("evidence") or {}
-        named = {_EVIDENCE.get(name, name.replace("_", " ")): _evidence_text(value) for name, value in known.items()}
+        named = {
+            _EVIDENCE.get(name, name.replace("_", " ")): _evidence_text(name, value) for name, value in known.items()
+        }
         evidence = _definitions(named) if named else ""
         lines = format_failures(report)
         listed = "".join(f"<li>{escape(line)}</li>" for line in lines[:_MOST_EVENTS])
@@ -281,9 +295,10 @@ def _failure(report: RunReport) -> str:
     return _section("failure", title, "".join(parts)) if parts else ""
 
 
-def _evidence_text(value: Any) -> str:
+def _evidence_text(name: str, value: Any) -> str:
     if isinstance(value, list):
-        return one_line(", ".join(map(str, value)))
+        ranks = f"rank{'' if len(value) == 1 else 's'} " if name == "cascades" else ""
+        return one_line(ranks + ", ".join(map(str, value)))
     return format_usd(value) if isinstance(value, float) else one_line(value)
 
 
@@ -336,7 +351,7 @@ def _timeline(report: RunReport) -> str:
         for begin, until, kind in lane["segments"]:
             used[kind] = True
             usd = lane["usd"] * (until - begin) / paid
-            text = f"{kind.replace('_', ' ')}: {format_duration(until - begin)}, {format_usd(usd)}"
+            text = f"{kind.replace('_', ' ')}: {format_duration(until - begin)}, {format_usd(usd or None)}"
             parts.append(
                 f'<i style="left:{(begin - start) * scale:.2f}%;width:{max(0.05, (until - begin) * scale):.2f}%;'
                 f'background:{COLOURS[LedgerClass(kind)]}" title="{escape(text)}"></i>'
@@ -344,8 +359,8 @@ def _timeline(report: RunReport) -> str:
         where = f"{one_line(lane['machine'])}: {one_line(lane['pool'])}"
         label = (
             f"generation {lane['generation']}, node {lane['node']} {where} "
-            f"at {format_usd(lane['usd_per_hour'])}/h, from step {lane['step']:,}, {format_duration(paid)}, "
-            f"{format_usd(lane['usd'])}, ended by: {one_line(lane['ended']).replace('_', ' ')}"
+            f"at {format_usd(lane['usd_per_hour'] or None)}/h, from step {lane['step']:,}, {format_duration(paid)}, "
+            f"{format_usd(lane['usd'] or None)}, ended by: {one_line(lane['ended']).replace('_', ' ')}"
         )
         text = escape(label)
         rows.append(
@@ -395,7 +410,7 @@ def _money(report: RunReport) -> str:
 
 def _cell_text(cell: dict[str, Any]) -> str:
     kind = str(cell["class"]).replace("_", " ")
-    return f"{kind}: {format_number(cell['rank_seconds'], 2)} s, {format_usd(cell['usd'])}"
+    return f"{kind}: {format_number(cell['rank_seconds'], 2)} s, {format_usd(cell['usd'] or None)}"
 
 
 def _plan_rows(report: RunReport) -> list[tuple[str, str, str]]:

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from decimal import Decimal
 
 from ebbflow.cost.amounts import NONE, format_count, format_percent, format_usd
+from ebbflow.cost.ledger.pricing import SIMULATED
 from ebbflow.cost.report.render_html import escape, fill_page, render_html_table
 from ebbflow.cost.report.report import RunReport
-from ebbflow.cost.report.verdict import describe_cause
+from ebbflow.cost.report.verdict import describe_cause, describe_simulation
 from ebbflow.infra.untrusted_text import one_line
 
 _HEADER = (
@@ -43,6 +44,9 @@ def render_jobs_page(
     running = states.count("running")
     verdict = f"{format_count(len(rows), 'job')}, {running:,} running; {format_usd(spent)} spent"
     verdict += f", {format_usd(sum(saved))} saved against the on-demand price of the useful work"
+    simulated = sum(one.actual.get("price_kind") == SIMULATED for one in reports.values())
+    if simulated:
+        verdict += f"; prices of {format_count(simulated, 'job')} are simulated"
     table = render_html_table(_HEADER, [_cells(row, reports.get(row[0])) for row in rows])
     main = (
         f'<header id="header"><h1>Jobs</h1><p class="verdict">{escape(verdict)}</p></header>'
@@ -61,7 +65,7 @@ def _cells(row: tuple[str, str, str, str, float, float | None], report: RunRepor
         one_line(owner),
         one_line(state),
         NONE if not total else f"{format_percent((done or 0) / total, 0)} of {total:,}",
-        format_usd(spent),
+        f"{format_usd(spent)}{'' if report is None else describe_simulation(report)}",
         format_usd(forecast),
         format_usd(None if report is None else report.savings_usd),
         NONE if report is None else str(report.interruptions),

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from ebbflow.cost.amounts import NONE, format_count, format_duration, format_number, format_percent, format_usd
 from ebbflow.cost.ledger.pricing import SIMULATED
-from ebbflow.cost.report.figure_text import shorten
+from ebbflow.cost.report.figure_text import describe_damage, is_unpriced, shorten
 from ebbflow.cost.report.report import RunReport
 from ebbflow.infra.config.load import value_text
 from ebbflow.infra.errors import Outcome
@@ -142,7 +142,7 @@ def describe_slowest_rank(report: RunReport, *, if_slow: bool = False) -> str:
         return f"{where} is slow: {times}"
     lost = format_duration(worst["lost_seconds"])
     if report.total_usd:
-        lost += f" and {format_usd(worst['lost_usd'])}{_simulated(report)}"
+        lost += f" and {format_usd(worst['lost_usd'])}{describe_simulation(report)}"
     return f"{where} is slow: {1000 * each:,.0f} ms more than the others' median {often}, which cost {lost}"
 
 
@@ -150,10 +150,15 @@ def _ahead(report: RunReport) -> str:
     found = report.progress
     done, total, eta = found.get("step") or 0, found.get("steps"), found.get("eta_seconds")
     steps = f"{done:,} of {total:,} steps ({format_percent(done / total, 0)})" if total else format_count(done, "step")
-    spent = f"{format_usd(report.total_usd)} spent{_simulated(report)}"
+    spent = (
+        "dollars unknown"
+        if is_unpriced(report)
+        else f"{format_usd(report.total_usd)} spent{describe_simulation(report)}"
+    )
     end = ""
     if eta is not None:
-        end = f"; ends in about {format_duration(eta)} for about {format_usd(found.get('forecast_usd'))} (estimated)"
+        price = "" if is_unpriced(report) else f" for about {format_usd(found.get('forecast_usd'))}"
+        end = f"; ends in about {format_duration(eta)}{price} (estimated)"
     cost = _interruption_cost(report)
     return f"{steps}, {spent}{end}{f'; {cost}' if cost else ''}"
 
@@ -161,7 +166,9 @@ def _ahead(report: RunReport) -> str:
 def _price(report: RunReport) -> str:
     if not report.paid_microseconds:
         return ", and nothing was paid"
-    text = f" for {format_usd(report.total_usd)}{_simulated(report)}"
+    if is_unpriced(report):
+        return ", price unknown"
+    text = f" for {format_usd(report.total_usd)}{describe_simulation(report)}"
     total = float(report.total_usd)
     if report.savings_usd is None or report.outcome is not Outcome.COMPLETED or not total:
         return text
@@ -172,7 +179,8 @@ def _price(report: RunReport) -> str:
     return f"{text}, {format_percent(abs(1 - total / usual), 0)} {where} on-demand"
 
 
-def _simulated(report: RunReport) -> str:
+def describe_simulation(report: RunReport) -> str:
+    """Return " (simulated prices)" if that is what the job was priced with, else ""."""
     return " (simulated prices)" if report.actual.get("price_kind") == SIMULATED else ""
 
 
@@ -181,8 +189,14 @@ def _interruption_cost(report: RunReport) -> str:
     if not report.interruptions or not causes:
         return ""
     seconds = sum(one["rank_seconds"] for one in causes) / max(1, len(report.charts.get("ranks") or []))
-    usd = format_usd(sum(one["usd"] for one in causes))
-    return f"{format_count(report.interruptions, 'interruption')} cost {format_duration(seconds)} and {usd}"
+    usd = "" if is_unpriced(report) else f" and {format_usd(sum(one['usd'] for one in causes))}"
+    return f"{_count_endings(report)} cost {format_duration(seconds)}{usd}"
+
+
+def _count_endings(report: RunReport) -> str:
+    """Return such as "1 interruption", "3 failures" (of the code) or "1 interruption and 2 failures"."""
+    both = (report.interruptions - report.failures, "interruption"), (report.failures, "failure")
+    return " and ".join(format_count(*one) for one in both if one[0]) or "0 interruptions"
 
 
 def list_tiles(report: RunReport) -> list[Tile]:
@@ -200,6 +214,8 @@ def list_tiles(report: RunReport) -> list[Tile]:
 
 def _dollars(report: RunReport) -> Tile:
     found = report.progress
+    if is_unpriced(report):
+        return Tile("spent" if report.outcome is None else "cost", NONE, "the price is unknown")
     budget, forecast = found.get("budget_usd"), found.get("forecast_usd")
     words: list[str] = []
     if forecast is not None:
@@ -210,7 +226,7 @@ def _dollars(report: RunReport) -> Tile:
     if budget:
         share = float(report.total_usd) / budget
         words.append(f"{format_percent(share)} of the budget of {format_usd(budget)}")
-    if simulated := _simulated(report):
+    if simulated := describe_simulation(report):
         words.append(simulated.strip(" ()"))
     return Tile("spent" if report.outcome is None else "cost", format_usd(report.total_usd), "; ".join(words), share)
 
@@ -224,7 +240,7 @@ def _time(report: RunReport) -> Tile:
     hours, eta = report.actual.get("wall_hours"), report.progress.get("eta_seconds")
     wall = format_duration(None if hours is None else 3600 * hours)
     if report.outcome is not None:
-        return Tile("wall time", wall, f"{format_count(report.interruptions, 'interruption')}")
+        return Tile("wall time", wall, _count_endings(report))
     ends = "unknown until steps are timed" if eta is None else f"{format_duration(eta)}"
     return Tile("time to finish", ends, f"estimated; {wall} so far")
 
@@ -234,6 +250,7 @@ def summarize_status(report: RunReport) -> list[str]:
     model = describe_model(report)
     lines = [f"{one_line(report.job)}{f': {model}' if model else ''}", render_verdict(report)]
     lines += [f"{tile.name:15} {tile.number}{f'  ({tile.words})' if tile.words else ''}" for tile in list_tiles(report)]
+    lines += [f"{line}: ebbflow report {one_line(report.job)}" for line in describe_damage(report)[:1]]
     if slow := describe_slowest_rank(report, if_slow=True):
         lines.append(f"{'slow rank':15} {slow}")
     if stop := describe_stop(report):

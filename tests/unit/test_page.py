@@ -18,12 +18,13 @@ import pytest
 from ebbflow.cost.__main__ import main
 from ebbflow.cost.report.charts import thin_columns
 from ebbflow.cost.report.render_html import render
+from ebbflow.cost.report.render_jobs import render_jobs_page
 from ebbflow.cost.report.report import RunReport, build_report
 from ebbflow.cost.report.verdict import render_verdict, summarize_status
 from ebbflow.cost.watch import LivePage, _Server, merge_committed_steps, write_until_ended
 from ebbflow.infra.errors import Outcome
 from ebbflow.infra.event_log import EventLog
-from ebbflow.infra.events import CONFIGURED, STEP, Event, LedgerClass, Origin
+from ebbflow.infra.events import CONFIGURED, PLAN, STEP, Event, LedgerClass, Origin
 from ebbflow.infra.layout import job_prefix
 from ebbflow.infra.store import Store
 from tests.support.browser import cut_off, dump
@@ -230,7 +231,12 @@ def test_the_commands_print_one_state_and_write_a_page_of_all_jobs(
     assert capsys.readouterr().out.splitlines()[1].startswith("Completed in 53.5 s for $0.0680")
     page = tmp_path / "jobs.html"
     assert main(["jobs", "demo", "--store", str(tmp_path), "--html", str(page)]) == 0
+    assert capsys.readouterr().err.endswith(": 1 job\n")
     text = page.read_text()
+    assert "simulated" not in text
+    priced = build_report([plan_event(simulated=True), *(one for one in interrupted_job() if one.name != PLAN)])
+    of_plan = render_jobs_page([("demo", "", "", "completed", 0.068, None)], {"demo": priced}, [])
+    assert "prices of 1 job are simulated" in of_plan and "$0.0680 (simulated prices)" in of_plan
     assert "1 job, 0 running; $0.0680 spent" in text and "100 % of 8" in text and "node lost" in text
     assert "2027-01-15" in text and "Dollars by day and owner" in text
     capsys.readouterr()
@@ -238,6 +244,52 @@ def test_the_commands_print_one_state_and_write_a_page_of_all_jobs(
     assert "no events of job 'nosuch'" in capsys.readouterr().err
     assert main(["watch", "demo", "--store", str(tmp_path), "--port", "70000"]) != 0
     assert "fix: leave --port out" in capsys.readouterr().err
+
+
+def test_a_damaged_log_is_shown_on_the_live_page_and_in_one_state(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock, live = Clock(tmp_path), LivePage("demo", str(tmp_path), launcher=LAUNCHER)
+    clock.write(job_with_settings())
+    segment = max((tmp_path / "jobs" / "demo" / "events").rglob("*.jsonl"), key=lambda path: path.stat().st_size)
+    lines = segment.read_bytes().splitlines(keepends=True)
+    segment.write_bytes(b"".join([lines[0].replace(b'"', b"'", 1), *lines[1:]]))
+    said = "DAMAGED: the event log is damaged in "
+    assert said in live.render().decode()
+    assert said in LivePage("demo", str(tmp_path)).render().decode(), "of an ended job"
+    assert main(["watch", "demo", "--store", str(tmp_path), "--once"]) == 0
+    assert said in capsys.readouterr().out
+
+
+def test_unknown_prices_are_no_free_machines() -> None:
+    report = build_report([one for one in job_with_settings() if one.name != PLAN])
+    assert report.paid_microseconds and "price unknown" in render_verdict(report)
+    page = render(report)
+    assert "$0.0000" not in page and "the price is unknown" in page
+    running = replace(report, outcome=None, running=LAUNCHER)
+    assert "dollars unknown" in render_verdict(running) and "$0.0000" not in "".join(summarize_status(running))
+
+
+def test_words_of_a_failure_and_of_a_rehearsal() -> None:
+    report = build_report(interrupted_job(completed=False))
+    assert (report.interruptions, report.failures) == (2, 1)
+    assert "1 interruption and 1 failure" in render(report)
+    report.events["failures"][-1]["evidence"] = {"cascades": [0], "rank": 1}
+    page = render(report)
+    assert "<dt>failed after it</dt><dd>rank 0</dd>" in page and 'id="rehearsal"' not in page
+    injected = event("fault_injected", 3.0, kind="node-loss", target="node 1", generation=1)
+    assert "survived; no uninterrupted run of these" in render(build_report([*job_with_settings(), injected]))
+
+
+def test_while_nodes_are_replaced_no_end_is_foretold() -> None:
+    gang = GangLog(1, 10.0, [[0], [1]])
+    gang.steps(1, 5, useful_step=2.0)
+    settings = [{"key": "training.max_steps", "value": 20, "source": "default"}]
+    begun = [event(CONFIGURED, 0.0, settings=settings), plan_event(), *gang.events]
+    assert build_report(begun, running=LAUNCHER).progress["eta_seconds"] == pytest.approx(30.0)
+    gang.ended("node_lost", 11.0)
+    lost = [event(CONFIGURED, 0.0, settings=settings), plan_event(), *gang.events]
+    assert build_report(lost, running=LAUNCHER).progress["eta_seconds"] is None
 
 
 def test_a_store_that_may_not_be_entered_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
