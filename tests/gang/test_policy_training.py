@@ -73,15 +73,18 @@ def numbers_of(config: RunConfig, job: str) -> list[float]:
 
 
 def test_any_world_size_trains_the_same_and_resumes_the_others_commits(tmp_path: Path) -> None:
-    """20 steps on 1, 2 and 4 ranks; and 10 on four ranks, resumed on one."""
+    """20 steps on 1, 2 and 4 ranks; and 10 on two ranks, resumed on one."""
     found: dict[str, list[float]] = {}
-    for job, world_size, steps in (("1", 1, 20), ("2", 2, 20), ("4", 4, 20), ("resumed", 4, 10), ("resumed", 1, 20)):
+    for job, world_size, steps in (("1", 1, 20), ("2", 2, 20), ("4", 4, 20), ("resumed", 2, 10), ("resumed", 1, 20)):
         training = {"max_steps": steps, "evaluation_interval_steps": 10}
         mode = "fsdp2" if job == "2" else "ddp"
         config = config_of(tmp_path, training=training, parallel={"mode": mode}, checkpoint={"interval_steps": 10})
         path = tmp_path / "job.yaml"
         path.write_text(config.model_dump_json())
-        run_ranks(world_size, ["-m", "ebbflow.training", str(path), "--job", job])
+        if world_size == 1:
+            run_alone(config, job)
+        else:
+            run_ranks(world_size, ["-m", "ebbflow.training", str(path), "--job", job])
         found[job] = numbers_of(config, job)
     assert len(found["1"]) == len(found["resumed"]) == 46 and len(set(found["1"])) > 30
     for job in ("2", "4", "resumed"):
